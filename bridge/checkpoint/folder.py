@@ -23,15 +23,14 @@ import xxhash
 
 from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.durable import create_folders, sync_folder, write_file
+from geartrain.ams.storage.sealed import FORMAT, read_sealed
 from geartrain.ams.storage.snapshot.folder import Snapshot, open_snapshot
-from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
+from geartrain.ams.storage.snapshot.manifest import seal_json
 from geartrain.ams.values.arguments import path_name
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged, SnapshotError
-from geartrain.ams.values.text import other_format
 from geartrain.bridge.checkpoint.rank_rows import RankFile
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
 
-FORMAT = 1
 MODEL = "model.json"
 _ID = r"[0-9a-f]{32}"
 _OURS = re.compile(
@@ -140,24 +139,6 @@ def sweep(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-
-
-def read_sealed(path: Path, hint: str, again: str) -> dict[str, Any]:
-    """The content of a model's sealed JSON of :data:`FORMAT`; ``again`` says how the model is written once more.
-
-    Raises ConfigError, with the ``hint`` if it is not there, or in another format; ModelDamaged.
-    """
-    try:
-        content = unseal_json(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError) as exc:
-        raise ConfigError(f"{path} does not exist; {hint}") from exc
-    except OSError as exc:
-        raise ConfigError(f"{path} cannot be read: {exc}") from exc
-    except ValueError as exc:
-        raise ModelDamaged(f"{path} is damaged: {exc}; bring it back from a copy, or {again}") from exc
-    if content.get("format") != FORMAT:
-        raise ConfigError(f"{path} {other_format(content.get('format'), FORMAT)}, or {again}")
-    return content
 
 
 def read_record(folder: Path) -> ModelRecord:

@@ -1,9 +1,9 @@
-"""A backbone as ONNX: exported with the classes beside it, compared with onnxruntime, and run by it.
+"""A backbone as ONNX: written, compared with onnxruntime, and run by it.
 
 ``backbone.onnx`` in a folder of :mod:`.saved_model`: images [N, …] -> features [N, D], any N; of a backbone that takes
 several tensors one input for each, called as its forward calls it.
 
-Legend: N images, C classes, D width of a feature.
+Legend: N images, D width of a feature.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,9 @@ from torch import Tensor, nn
 
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
 from geartrain.ams.values.text import quoted
-from geartrain.workers.atomic import replacing_folder
-from geartrain.workers.models.saved_model import (
-    CENTERS,
-    CLASSES,
-    CONFIG,
-    ONNX,
-    is_exported,
-    seal_model,
-    write_tensors,
-)
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """What a backbone takes: its only argument; all of them; or all of them by name."""
-KIND = "onnx"
 TOLERANCE = 1e-3
 """Largest distance of features, of their length: sums in another order are some 1e-6 apart."""
 _INPUT, _OUTPUT = "images", "features"
@@ -51,6 +40,8 @@ class Parity:
     """Compared, in batches of several sizes."""
     largest_distance: float
     """Of two features of an image, as part of their length."""
+    max_error: float = 0.0
+    """Largest difference of two numbers of features."""
 
 
 class OnnxBackbone(nn.Module):
@@ -58,7 +49,7 @@ class OnnxBackbone(nn.Module):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        runtime = _needed("onnxruntime")
+        runtime = needed("onnxruntime")
         options = runtime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         try:
@@ -98,32 +89,21 @@ def _bound(backbone: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> 
         ) from exc
 
 
-def export(
-    folder: Path,
-    backbone: nn.Module,
-    example: Inputs,
-    *,
-    tensors: Mapping[str, Tensor],
-    class_names: Sequence[str],
-    config: Mapping[str, Any],
-) -> Parity:
-    """Write the folder, as a whole, if onnxruntime gives the features of ``backbone``. Raises ConfigError,
-    InvalidArgument, also if the folder holds anything but an earlier export."""
-    _require_ours(folder)
+def write_onnx(backbone: nn.Module, example: Inputs, path: Path) -> Parity:
+    """Write the backbone to ``path`` and compare what onnxruntime makes of ``example`` with the backbone's features.
+
+    Raises ConfigError without the libraries; InvalidArgument if it cannot be exported, or features differ.
+    """
     for library in ("onnx", "onnxscript", "onnxruntime"):
-        _needed(library)
-    example = _batch(backbone, example)
+        needed(library)
+    batch = _batch(backbone, example)
     was_training = backbone.training
     backbone.eval()
     try:
-        with replacing_folder(folder) as staging:
-            _write_onnx(backbone, example, staging / ONNX)
-            parity = _compared(backbone, OnnxBackbone(staging / ONNX), example)
-            write_tensors(staging / CENTERS, tensors)
-            seal_model(staging, ONNX, class_names, {**config, "kind": KIND})
+        _write(backbone, batch, path)
+        return _compared(backbone, OnnxBackbone(path), batch)
     finally:
         backbone.train(was_training)
-    return parity
 
 
 def _batch(backbone: nn.Module, example: Inputs) -> Tensor | dict[str, Tensor]:
@@ -151,19 +131,7 @@ def _each(batch: Tensor | dict[str, Tensor], change: Callable[[Tensor], Tensor])
     return change(batch) if isinstance(batch, Tensor) else {name: change(tensor) for name, tensor in batch.items()}
 
 
-def _require_ours(folder: Path) -> None:
-    """Raise InvalidArgument unless there is nothing to lose where a folder will be replaced."""
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise InvalidArgument(f"{folder} is a file; a model is exported to a folder")
-    foreign = [path.name for path in folder.iterdir() if path.name not in (ONNX, CENTERS, CLASSES, CONFIG)]
-    if foreign or ((folder / CONFIG).exists() and not is_exported(folder)):
-        found = min(foreign) if foreign else CONFIG
-        raise InvalidArgument(f"{folder} holds other files ({found}); give a folder of its own, or a new name")
-
-
-def _write_onnx(backbone: nn.Module, example: Tensor | dict[str, Tensor], path: Path) -> None:
+def _write(backbone: nn.Module, example: Tensor | dict[str, Tensor], path: Path) -> None:
     size = torch.export.Dim(_INPUT, min=1)
 
     def sizes(tensor: Tensor) -> dict[int, Any]:
@@ -202,7 +170,7 @@ def _write_onnx(backbone: nn.Module, example: Tensor | dict[str, Tensor], path: 
 @torch.no_grad()
 def _compared(backbone: nn.Module, exported: OnnxBackbone, example: Tensor | dict[str, Tensor]) -> Parity:
     """Compare all of the example, its first image alone, and it twice over. Raises InvalidArgument."""
-    largest, num_images = 0.0, 0
+    largest, error, num_images = 0.0, 0.0, 0
     first, doubled = (
         _each(example, lambda tensor: tensor[:1]),
         _each(example, lambda tensor: torch.cat([tensor, tensor.flip(0)])),
@@ -213,16 +181,17 @@ def _compared(backbone: nn.Module, exported: OnnxBackbone, example: Tensor | dic
             raise InvalidArgument(f"onnxruntime gives {list(theirs.shape)}, the backbone {list(mine.shape)}")
         lengths = mine.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
         largest = max(largest, float(((mine - theirs).norm(dim=1) / lengths).max()))
+        error = max(error, float((mine - theirs).abs().max()))
         num_images += len(mine)
     if not largest <= TOLERANCE:
         raise InvalidArgument(
             f"features of onnxruntime are {largest:.2g} of their length from the backbone's, more than {TOLERANCE:g}; "
             "nothing was written. Does it draw random numbers, or round?"
         )
-    return Parity(images=num_images, largest_distance=largest)
+    return Parity(images=num_images, largest_distance=largest, max_error=error)
 
 
-def _needed(library: str) -> Any:
+def needed(library: str) -> Any:
     """Import what only an export needs. Raises ConfigError."""
     try:
         return importlib.import_module(library)

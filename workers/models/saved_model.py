@@ -1,11 +1,19 @@
-"""The folder of a trained model: what prediction needs, and no cluster. No pickle.
+"""The folder of a trained model: what prediction and a service need, and no cluster. No pickle, and read without torch.
 
-    model/config.json             backbone, preprocessing, whether scores are cosines, checksums (XXH3) of all the files
-    model/backbone.safetensors    parameters; or, of an export, backbone.onnx (:mod:`.onnx_backbone`)
+    model/config.json             sealed: what the model is, and checksums (XXH3) of all the other files
+    model/backbone.safetensors    of a worker: parameters of the network that config.json names
+    model/backbone.onnx           of an export: the network itself (:mod:`.onnx_backbone`)
     model/centers.safetensors     class centers [C, D], of several a class [C, K, D], and, where there are some, biases
                                   [C], float32; a class's score is the cosine of feature and center ("is_cosine"), or,
-                                  without a margin, their product
-    model/classes.json            name of each class
+                                  without a margin, their product. Of an export with cosines they have unit length
+    model/names.safetensors       name of each class: offsets [C + 1] int64 into text [B] uint8, UTF-8
+                                  (classes.json, a list, in folders of before)
+    model/index.*                 of an export, where there is one: what finds the best classes
+
+config.json of an export has ``kind`` (what it can be asked: ``pictures``; other kinds have other files), ``version``
+(the step of the training, of a run; it rises), ``created`` (Unix time), ``preprocessing`` (None: the backbone takes
+tensors), ``is_cosine``, ``num_classes``, ``dim``, ``precision`` of the backbone, ``parity`` (how far onnxruntime is
+from torch) and ``index``. Centers and names are mapped: processes share them, and a million are there at once.
 
 The folder is replaced as a whole: a crash leaves the old one or the new one. What a training needs to go on is in its
 snapshots (:mod:`geartrain.workers.job.state`).
@@ -17,79 +25,150 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
+from geartrain.ams.storage.sealed import FORMAT, read_sealed
 from geartrain.ams.storage.snapshot.manifest import seal_json
+from geartrain.ams.storage.tensor_file import map_tensors, tensor_file
 from geartrain.ams.values.errors import ConfigError, ModelDamaged
-from geartrain.bridge.checkpoint.folder import FORMAT, read_sealed
-from geartrain.workers.atomic import complete_folder, write_json
+from geartrain.workers.atomic import complete_folder
 
 BACKBONE, ONNX = "backbone.safetensors", "backbone.onnx"
-CONFIG, CENTERS, CLASSES = "config.json", "centers.safetensors", "classes.json"
+CONFIG, CENTERS, NAMES = "config.json", "centers.safetensors", "names.safetensors"
+OLD_NAMES = "classes.json"
+_SUMS = "xxh3_128_of"
 _CHUNK_BYTES = 1 << 20
 _AGAIN = "train on: 'geartrain worker ... --resume RUN' saves the model anew at its end"
 _EXPORT_AGAIN = "export the model again"
 
 
+class ClassNames(Sequence[str]):
+    """Names of classes by their number, each made of its bytes when it is asked for."""
+
+    def __init__(self, offsets: npt.NDArray[Any], text: npt.NDArray[Any]) -> None:
+        """``offsets`` [C + 1] int64 and ``text`` [B] uint8, such as :meth:`arrays` gives."""
+        self._offsets = offsets
+        self._text = text
+
+    @staticmethod
+    def arrays(names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+        """What a file of names holds."""
+        encoded = [name.encode("utf-8", "surrogatepass") for name in names]
+        offsets = np.zeros(len(encoded) + 1, np.int64)
+        np.cumsum([len(name) for name in encoded], out=offsets[1:])
+        return {"offsets": offsets, "text": np.frombuffer(b"".join(encoded), np.uint8)}
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        start, stop = int(self._offsets[place]), int(self._offsets[place + 1])
+        return self._text[start:stop].tobytes().decode("utf-8", "surrogatepass")
+
+
 @dataclass(frozen=True)
 class ModelFiles:
-    """What was read of such a folder, all but the backbone."""
+    """What was read of such a folder, all but the backbone. Arrays are mapped, not to be changed."""
 
     folder: Path
     config: dict[str, Any]
-    tensors: dict[str, Tensor]
+    tensors: dict[str, npt.NDArray[Any]]
     """``centers`` and, where there are some, ``biases``."""
-    class_names: list[str]
+    class_names: Sequence[str]
 
     @property
     def is_onnx(self) -> bool:
         """Whether the backbone is one of ONNX."""
-        return is_exported(self.folder)
+        return ONNX in self.config[_SUMS]
 
 
 def is_exported(folder: Path) -> bool:
-    """Whether the backbone of the model there is one of ONNX."""
-    return (complete_folder(folder) / ONNX).exists()
+    """Whether the model there is an export, not a worker's."""
+    return not (complete_folder(folder) / BACKBONE).exists()
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a file of ``tensors``, wherever they are."""
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+def write_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Write a file that is mapped when it is read."""
+    with path.open("wb") as file:
+        for part in tensor_file(arrays, {}):
+            file.write(part)
 
 
-def seal_model(staging: Path, backbone: str, class_names: Sequence[str], config: Mapping[str, Any]) -> None:
-    """Write the names and ``config`` with the checksums of all files; ``backbone`` and centers are there already."""
-    for tensors in staging.glob("*.safetensors"):
-        tensors.chmod(0o644)  # the library creates them for their owner alone; a model is made to be handed on
-    write_json(staging / CLASSES, list(class_names))
-    checksums = {name: _checksum(staging / name) for name in (backbone, CENTERS, CLASSES)}
-    (staging / CONFIG).write_bytes(seal_json({**config, "format": FORMAT, "xxh3_128_of": checksums}))
+def seal_model(staging: Path, class_names: Sequence[str], config: Mapping[str, Any]) -> None:
+    """Write the names, and ``config`` with the checksums of all files that are there; see :func:`seal_folder`."""
+    write_arrays(staging / NAMES, ClassNames.arrays(class_names))
+    seal_folder(staging, config)
+
+
+def seal_folder(staging: Path, config: Mapping[str, Any]) -> None:
+    """Write ``config`` with the checksums of all files that are there, also those of folders below."""
+    files = sorted(path for path in staging.rglob("*") if path.is_file())
+    for path in files:
+        path.chmod(0o644)  # some libraries create files for their owner alone; a model is made to be handed on
+    checksums = {path.relative_to(staging).as_posix(): _checksum(path) for path in files}
+    (staging / CONFIG).write_bytes(seal_json({**config, "format": FORMAT, _SUMS: checksums}))
+
+
+def sealed_files(config: Mapping[str, Any]) -> set[str]:
+    """The files of a folder with this config.json, and itself."""
+    return {CONFIG, *config[_SUMS]}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of config.json, whose other files are not looked at. Raises as :func:`unseal_folder`."""
+    return read_sealed(folder / CONFIG, f"is {folder} the model folder of a run?", _again(folder))
+
+
+def unseal_folder(folder: Path) -> dict[str, Any]:
+    """The checked content of config.json; every other file is as it was when it was sealed.
+
+    Raises ConfigError (not the folder of a model, or one of another format), ModelDamaged (names the file).
+    """
+    config = read_config(folder)
+    for name, expected in config[_SUMS].items():
+        _require_checksum(folder / name, expected)
+    return config
 
 
 def unseal_model(folder: Path) -> ModelFiles:
-    """Read what :func:`seal_model` wrote, in ``folder`` or in the ``model`` of a run's folder.
-
-    Raises ConfigError (not the folder of a model, or one of another format), ModelDamaged (names the file).
+    """Read what :func:`seal_model` wrote, in ``folder`` or in the ``model`` of a run's folder. Raises as
+    :func:`unseal_folder`.
     """
     folder = complete_folder(folder)
     inside = complete_folder(folder / "model")
     if inside.is_dir() and not (folder / CONFIG).exists():
         folder = inside
-    config = _read_config(folder)
-    for name in (ONNX if is_exported(folder) else BACKBONE, CENTERS, CLASSES):
-        _require_checksum(folder / name, config["xxh3_128_of"].get(name))
-    names = json.loads((folder / CLASSES).read_text(encoding="utf-8"))
-    return ModelFiles(folder, config, load_file(folder / CENTERS), names)
+    return read_files(folder, unseal_folder(folder))
+
+
+def read_files(folder: Path, config: dict[str, Any]) -> ModelFiles:
+    """The centers and names of a folder with this checked config.json. Raises ModelDamaged."""
+    missing = {CENTERS} - set(config[_SUMS])
+    if missing or not {NAMES, OLD_NAMES} & set(config[_SUMS]):
+        raise _damaged(folder / (CENTERS if missing else NAMES), "is missing")
+    names: Sequence[str]
+    if NAMES in config[_SUMS]:
+        names = ClassNames(**_mapped(folder / NAMES))
+    else:
+        names = json.loads((folder / OLD_NAMES).read_text(encoding="utf-8"))
+    return ModelFiles(folder, config, _mapped(folder / CENTERS), names)
 
 
 def read_training(folder: Path) -> dict[str, Any]:
     """What the model in ``folder`` says of its training; nothing if there is no whole model. Reads one small file."""
     try:
-        training: dict[str, Any] = _read_config(complete_folder(folder)).get("training", {})
+        training: dict[str, Any] = read_config(complete_folder(folder)).get("training", {})
     except (ConfigError, ModelDamaged):
         return {}
     return training
@@ -99,11 +178,16 @@ def _again(folder: Path) -> str:
     return _EXPORT_AGAIN if is_exported(folder) else _AGAIN
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    return read_sealed(folder / CONFIG, f"is {folder} the model folder of a run?", _again(folder))
+def _mapped(path: Path) -> dict[str, npt.NDArray[Any]]:
+    try:
+        return map_tensors(path)
+    except FileNotFoundError as exc:
+        raise _damaged(path, "is missing") from exc
+    except (OSError, ValueError) as exc:
+        raise _damaged(path, f"cannot be read: {exc}") from exc
 
 
-def _require_checksum(path: Path, expected: str | None) -> None:
+def _require_checksum(path: Path, expected: str) -> None:
     try:
         found = _checksum(path)
     except FileNotFoundError as exc:

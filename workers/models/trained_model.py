@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -33,7 +33,8 @@ from geartrain.workers.atomic import replacing_folder
 from geartrain.workers.data.bitmaps import Preprocessing, open_picture
 from geartrain.workers.models import onnx_backbone
 from geartrain.workers.models.backbones import build_backbone
-from geartrain.workers.models.saved_model import BACKBONE, CENTERS, ONNX, seal_model, unseal_model, write_tensors
+from geartrain.workers.models.export import export_model
+from geartrain.workers.models.saved_model import BACKBONE, CENTERS, ONNX, seal_model, unseal_model, write_arrays
 
 ImageInputs = onnx_backbone.Inputs | str | Path | Image.Image | Iterable[str | Path | Image.Image]
 AT_ONCE = 256
@@ -125,7 +126,7 @@ class TrainedModel:
         """Write the backbone as ONNX, with centers and names beside it; say how far onnxruntime is from this backbone.
 
         ``folder`` is replaced as a whole: ``backbone.onnx`` (``images`` [N, …] -> ``features`` [N, D], any N),
-        ``centers.safetensors``, ``classes.json``, ``config.json`` with checksums. :func:`load_model` reads it.
+        ``centers.safetensors``, ``names.safetensors``, ``config.json`` with checksums. :func:`load_model` reads it.
         ``example`` is a batch of 2 or more images; a model of pictures needs none. Several inputs are a tuple or dict
         as :meth:`embed` takes them, each a tensor [N, …], and keep the names that forward gives them. Of integers, such
         as the letters of texts, sizes besides N may differ, too. Nothing is written unless onnxruntime gives the same
@@ -134,24 +135,7 @@ class TrainedModel:
         Raises ConfigError without ``pip install 'geartrain[onnx]'``, InvalidArgument (the backbone cannot be exported,
         or the features differ).
         """
-        if example is None:
-            if self.preprocessing is None:
-                raise InvalidArgument("example is None; give a batch of images, a tensor [N, ...] with N of 2 or more")
-            look = self.preprocessing
-            generator = torch.Generator().manual_seed(0)
-            shape = (4, look.channels, look.size, look.size)
-            example = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-        return onnx_backbone.export(
-            Path(path_name("folder", folder, "the name of a folder")),
-            self.backbone,
-            example,
-            tensors={_CENTERS: self.centers, **({} if self.biases is None else {"biases": self.biases})},
-            class_names=self.class_names,
-            config={
-                "is_cosine": self.is_cosine,
-                "preprocessing": None if self.preprocessing is None else self.preprocessing.to_json(),
-            },
-        )
+        return export_model(self, Path(path_name("folder", folder, "the name of a folder")), example).parity
 
     def _batches(self, images: ImageInputs) -> Iterator[onnx_backbone.Inputs]:
         if isinstance(images, Tensor):
@@ -256,11 +240,12 @@ def _of_folder(folder: Path, own: str | None) -> TrainedModel:
     except RuntimeError as exc:
         raise ConfigError(f"{files.folder} has parameters of another backbone than {name}: {exc}") from exc
     look = config["preprocessing"]
+    tensors = {name: torch.from_numpy(np.array(array, np.float32)) for name, array in files.tensors.items()}
     return TrainedModel(
         backbone=network.eval(),
-        centers=files.tensors[_CENTERS].float(),
-        biases=files.tensors.get("biases"),
-        class_names=files.class_names,
+        centers=tensors[_CENTERS],
+        biases=tensors.get("biases"),
+        class_names=list(files.class_names),
         is_cosine=config["is_cosine"],
         preprocessing=None if look is None else Preprocessing(**look),
         backbone_name=name,
@@ -284,12 +269,13 @@ def save_model(folder: Path, model: TrainedModel, centers: Path | None = None) -
         "training": model.training,
     }
     with replacing_folder(folder) as staging:
-        write_tensors(staging / BACKBONE, model.backbone.state_dict())
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.backbone.state_dict().items()}
+        save_file(state, staging / BACKBONE)
         if centers is None:
-            write_tensors(staging / CENTERS, {_CENTERS: model.centers})
+            write_arrays(staging / CENTERS, {_CENTERS: as_numpy(model.centers.detach().cpu())})
         else:
             centers.replace(staging / CENTERS)
-        seal_model(staging, BACKBONE, model.class_names, config)
+        seal_model(staging, model.class_names, config)
 
 
 def save_model_of_head(folder: Path, model: TrainedModel, head: ClassHead, *, is_first: bool) -> None:

@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import xxhash
 from pydantic import ValidationError
@@ -20,6 +19,7 @@ from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.durable import failed
 from geartrain.ams.storage.snapshot.manifest import DEDUP, JOB, FileEntry, block_path, dedup_path, in_words, job_path
 from geartrain.ams.storage.snapshot.store import Place, place, store_of, within
+from geartrain.ams.storage.tensor_file import DTYPES, tensor_file
 from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged
 from geartrain.ams.values.text import counted
 
@@ -32,23 +32,7 @@ border is read twice: an eighth of all rows."""
 _BYTES_PER_RANGE = 32
 """Of a row, for each range after the first: a range is one more look, of some 30 ns, at every row not written yet."""
 
-_DTYPES: dict[str, np.dtype] = {
-    "BOOL": np.dtype(np.bool_),
-    "U8": np.dtype(np.uint8),
-    "I8": np.dtype(np.int8),
-    "U16": np.dtype(np.uint16),
-    "I16": np.dtype(np.int16),
-    "U32": np.dtype(np.uint32),
-    "I32": np.dtype(np.int32),
-    "U64": np.dtype(np.uint64),
-    "I64": np.dtype(np.int64),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F32": np.dtype(np.float32),
-    "F64": np.dtype(np.float64),
-}
 _OF_EACH_ROW = ("ids", "rows", "slots", "steps", "seen_steps", "seen_seconds", "counts")
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def plan_blocks(num_rows: int, row_bytes: int) -> tuple[int, int]:
@@ -87,7 +71,7 @@ def write_block(
     return _write(
         staging_path,
         snapshot_id,
-        *_safetensors(arrays, _labels(snapshot_id, kind, table, shard, index)),
+        *tensor_file(arrays, _labels(snapshot_id, kind, table, shard, index)),
         path=path,
         kind=kind,
         table=table,
@@ -158,7 +142,7 @@ def read_block(folder: Place, snapshot_id: str, entry: FileEntry) -> tuple[bytes
         raise damaged(folder, entry, f"it says of itself {found}, not {labels}")
     try:
         arrays = {
-            name: np.frombuffer(view["data"], _DTYPES[view["dtype"]]).reshape(view["shape"])
+            name: np.frombuffer(view["data"], DTYPES[view["dtype"]]).reshape(view["shape"])
             for name, view in deserialize(data)  # type: ignore[no-untyped-call]
         }
         num_rows = _require_block(arrays)
@@ -207,35 +191,11 @@ def _write(staging_path: str, snapshot_id: str, *parts: bytes | memoryview, path
     return entry
 
 
-def _safetensors(arrays: Mapping[str, np.ndarray], labels: Mapping[str, str]) -> list[memoryview]:
-    """A file of that format in parts: 8 bytes of length and a JSON header, then each array in the memory it lies in.
-
-    The library would return one string of bytes, which takes two more copies of everything. As there, wide dtypes come
-    first, so that every array is aligned.
-    """
-    header: dict[str, Any] = {"__metadata__": dict(labels)}
-    parts, stop = [memoryview(b"")], 0
-    for name, array in sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
-        native = array.dtype.newbyteorder("=")
-        laid_out = np.asarray(array, native, order="C")
-        start, stop = stop, stop + laid_out.nbytes
-        header[name] = {
-            "dtype": _NAMES[native],
-            "shape": list(array.shape),
-            "data_offsets": [start, stop],
-        }
-        parts.append(laid_out.reshape(-1).view(np.uint8).data)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    parts[0] = memoryview(len(text).to_bytes(8, "little") + text)
-    return parts
-
-
 def _require_block(arrays: Mapping[str, np.ndarray]) -> int:
     """Return the length of ``ids``, or else of ``rows``, or else 0. Raises InvalidArgument."""
     for name, array in arrays.items():
-        if array.dtype.newbyteorder("=") not in _DTYPES.values():
-            legal = ", ".join(str(dtype) for dtype in _DTYPES.values())
+        if array.dtype.newbyteorder("=") not in DTYPES.values():
+            legal = ", ".join(str(dtype) for dtype in DTYPES.values())
             raise InvalidArgument(f"array {name!r} has dtype {array.dtype}; it must be one of {legal}")
     counting = [(name, arrays[name]) for name in _OF_EACH_ROW if name in arrays]
     for name, array in counting:

@@ -1,4 +1,4 @@
-"""``geartrain export``: tables of a running cluster as versions for followers, or one file; a saved model as ONNX."""
+"""``geartrain export``: a trained model to serve; tables of a running cluster for followers, or as one file."""
 
 from __future__ import annotations
 
@@ -18,19 +18,30 @@ _OTHER_FILES = (".safetensor", ".pt", ".pth", ".bin", ".npy", ".npz", ".onnx", "
 
 
 def export(
-    table: Annotated[
+    source: Annotated[
         str,
         typer.Argument(
-            help="Table; a pattern such as 'ctr/*' means several at one moment. With --onnx a run, or a model's folder."
+            metavar="RUN|TABLE",
+            help="With --to a run, such as runs/quickstart, or its model folder. Without, a table; a pattern such as "
+            "'ctr/*' means several at one moment.",
         ),
     ],
     out: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            help="Folder or URL of versions, the same for all servers; or FILE.safetensors to write: one tensor, "
-            "weight, of shape classes x dim, and of a hashed table also ids. With --onnx a folder."
+            help="Of a table: folder or URL of versions, the same for all servers; or FILE.safetensors to write: one "
+            "tensor, weight, of shape classes x dim, and of a hashed table also ids.",
+            show_default=False,
         ),
-    ],
+    ] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder to write the model of a run to: the network as ONNX, class centers and names. Replaced as a "
+            "whole; where it holds versions (DIR/000120), one more.",
+            show_default=False,
+        ),
+    ] = None,
     since: Annotated[
         int | None,
         typer.Option(min=0, help="Version that the new one adds to; 0: write all rows.", show_default="the newest one"),
@@ -46,45 +57,59 @@ def export(
         typer.Option("--compact", help="Write the newest version of OUT as a whole one; no cluster is needed."),
     ] = False,
     keep: Annotated[
-        int, typer.Option(min=1, help="Versions that --compact and --follow leave, and what those add to.")
-    ] = 10,
-    onnx: Annotated[
-        bool, typer.Option("--onnx", help="Export a saved model: its backbone as ONNX, centers and names beside it.")
-    ] = False,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Versions that --compact and --follow leave, and what those add to. With --to: write a version into "
+            "DIR, and leave so many.",
+            show_default="10",
+        ),
+    ] = None,
+    onnx: Annotated[bool, typer.Option("--onnx", help="The same as RUN --to OUT.")] = False,
     backbone: OwnBackbone = None,
     file: ConfigFile = None,
     scheduler: SchedulerAddress = None,
     as_json: Json = False,
 ) -> None:
-    """Write rows of a table, without the optimizer's state, as the next version in a folder: the first time all of
-    them, later those written since. gt.TableFollower keeps a copy of it up to date in another process.
+    """Write a trained model as a folder to serve, or rows of a table for those who follow it.
 
-    --follow goes on until Ctrl-C and compacts old versions by itself. With --json it prints an object a line.
+    With --to the model of a run is written, without a cluster, once onnxruntime gives the same features as PyTorch.
+    'geartrain serve' and 'geartrain predict' take the folder, and gt.load_model.
+
+    Otherwise rows of a table, without the optimizer's state, become the next version in a folder: the first time all of
+    them, later those written since. gt.TableFollower keeps a copy of it up to date in another process. --follow goes on
+    until Ctrl-C and compacts old versions by itself. With --json it prints an object a line.
 
     Where OUT ends in .safetensors, all rows are written to that file, block by block: they may be more than memory
     holds.
-
-    With --onnx a model is exported, without a cluster. Nothing is written unless onnxruntime gives the same features.
-    'geartrain predict' takes the folder.
     """
-    is_file = out.endswith(_FILE)
-    if (onnx or is_file) and (follow or compact or since is not None):
-        raise ConfigError("--since, --follow and --compact are for a folder of versions, not for a file or --onnx")
+    if to is None and out is None:
+        raise ConfigError(f"where to? Give --to DIR for the model of a run, or an OUT for the rows of table {source}")
+    if to is not None and out is not None:
+        raise ConfigError(f"OUT is {out}, and --to {to}; a model goes to --to, rows of a table to OUT: leave one out")
+    if onnx and out is not None:
+        to, out = Path(out), None
+    is_file = out is not None and out.endswith(_FILE)
+    if (out is None or is_file) and (follow or compact or since is not None):
+        raise ConfigError("--since, --follow and --compact are for versions of a table, not for a file or a model")
     if every is not None and not follow:
         raise ConfigError(f"--every {every:g} is the pause between versions of --follow; add --follow")
-    if Path(out).suffix in _OTHER_FILES and not onnx:
-        raise ConfigError(f"{out} is no file to export to; give FILE{_FILE}, or the name of a folder of versions")
-    if onnx:
-        _export_model(Path(table), Path(out), backbone, as_json)
+    if to is not None:
+        from geartrain.cli.training.export_models import export_run  # torch is loaded after the arguments are known
+
+        export_run(Path(source), to, backbone=backbone, keep=keep, as_json=as_json)
         return
+    assert out is not None
+    if Path(out).suffix in _OTHER_FILES:
+        raise ConfigError(f"{out} is no file to export to; give FILE{_FILE}, or the name of a folder of versions")
     config = configuration.load(file, configuration.flags("server", scheduler=scheduler))
     if is_file:
-        _export_file(config, table, Path(out), as_json)
+        _export_file(config, source, Path(out), as_json)
         return
     # After the settings are known to be right: it is slower.
     from geartrain.cli.training.export_versions import Exporter
 
-    exporter = Exporter(config.server.scheduler, config.client, table, out, keep=keep, as_json=as_json)
+    exporter = Exporter(config.server.scheduler, config.client, source, out, keep=keep or 10, as_json=as_json)
     if compact:
         exporter.compact()
     elif follow:
@@ -108,18 +133,3 @@ def _export_file(config: ClusterConfig, table: str, out: Path, as_json: bool) ->
             export_rows(opened, out)
     facts = {"file": str(out), "rows": num_rows, "dim": opened.spec.dim, "dtype": opened.spec.dtype}
     print(json.dumps(facts) if as_json else f"{num_rows:,} rows of dim {opened.spec.dim} are in {out}")
-
-
-def _export_model(model: Path, out: Path, backbone: str | None, as_json: bool) -> None:
-    from geartrain.workers.models.trained_model import load_model
-
-    loaded = load_model(model, backbone=backbone)
-    parity = loaded.export_onnx(out)
-    num_classes, dim = len(loaded.centers), loaded.centers.shape[-1]
-    facts = {"folder": str(out), "classes": num_classes, "dim": dim, "largest_distance": parity.largest_distance}
-    print(
-        json.dumps(facts)
-        if as_json
-        else f"{out} holds a backbone of {dim} features and {num_classes:,} classes; onnxruntime's features are "
-        f"{parity.largest_distance:.1e} of their length from PyTorch's ({parity.images} images)"
-    )

@@ -88,8 +88,8 @@ def test_the_quickstart_leaves_a_report_a_model_mistakes_and_events(tmp_path: Pa
     assert {path.name for path in (out / "model").iterdir()} == {
         "backbone.safetensors",
         "centers.safetensors",
-        "classes.json",
         "config.json",
+        "names.safetensors",
     }
     assert not [path for path in out.iterdir() if path.name.startswith(".")]
     assert load_file(out / "model" / "centers.safetensors")["centers"].shape == (len(LETTERS), 32)

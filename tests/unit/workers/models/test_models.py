@@ -15,7 +15,7 @@ from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.models.trained_model import load_model, save_model
 from tests.support.picture_models import picture_model
 
-FILES = ("backbone.safetensors", "centers.safetensors", "classes.json", "config.json")
+FILES = ("backbone.safetensors", "centers.safetensors", "names.safetensors", "config.json")
 FLIPS = 12
 
 
@@ -57,7 +57,7 @@ def test_any_changed_byte_is_found_and_the_file_named(name: str, tmp_path: Path)
 @pytest.mark.parametrize("name", FILES[:-1])
 def test_a_file_that_is_missing_or_of_another_model_is_named(name: str, tmp_path: Path) -> None:
     model, other = saved(tmp_path / "model"), saved(tmp_path / "other", seed=1)
-    (other / "classes.json").write_text("[]")
+    (other / "names.safetensors").write_text("[]")
     shutil.copy(other / name, model / name)
     with pytest.raises(ModelDamaged, match=f"{name} is damaged"):
         load_model(model)

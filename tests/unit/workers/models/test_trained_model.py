@@ -232,7 +232,7 @@ def test_several_tensors_are_exported_by_name_for_texts_of_any_length(tmp_path: 
 def test_an_example_is_tensors_of_one_size(example: Any, message: str, tmp_path: Path) -> None:
     require_onnx()
     with pytest.raises(InvalidArgument, match=message):
-        onnx_backbone.export(tmp_path / "exported", Reading(), example, tensors={}, class_names=[], config={})
+        onnx_backbone.write_onnx(Reading(), example, tmp_path / "backbone.onnx")
 
 
 class Drawing(nn.Module):
@@ -251,7 +251,8 @@ class Branching(nn.Module):
 def test_what_onnx_cannot_say_is_not_written(network: nn.Module, message: str, tmp_path: Path) -> None:
     require_onnx()
     with pytest.raises(InvalidArgument, match=message):
-        onnx_backbone.export(tmp_path / "exported", network, torch.randn(3, 4), tensors={}, class_names=[], config={})
+        model = gt.TrainedModel(backbone=network, centers=torch.randn(2, 4), class_names=["a", "b"])
+        model.export_onnx(tmp_path / "exported", torch.randn(3, 4))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -266,13 +267,11 @@ def test_an_export_without_its_libraries_names_them(
 def test_an_export_takes_no_folder_of_anything_else(
     worker_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def written(_: nn.Module, __: Tensor, path: Path) -> None:
+    def written(_: nn.Module, __: Tensor, path: Path) -> onnx_backbone.Parity:
         path.write_bytes(b"network")
+        return onnx_backbone.Parity(images=1, largest_distance=0.0)
 
-    monkeypatch.setattr(onnx_backbone, "_needed", lambda _: None)
-    monkeypatch.setattr(onnx_backbone, "_write_onnx", written)
-    monkeypatch.setattr(onnx_backbone, "OnnxBackbone", lambda _: None)
-    monkeypatch.setattr(onnx_backbone, "_compared", lambda *_: onnx_backbone.Parity(images=1, largest_distance=0.0))
+    monkeypatch.setattr(onnx_backbone, "write_onnx", written)
     model = gt.load_model(worker_model)
     (tmp_path / "file").touch()
     for folder in (worker_model, tmp_path, tmp_path / "file"):

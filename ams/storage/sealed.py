@@ -1,0 +1,30 @@
+"""The JSON file that a saved model begins with: sealed by its checksum, and of one format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from geartrain.ams.storage.snapshot.manifest import unseal_json
+from geartrain.ams.values.errors import ConfigError, ModelDamaged
+from geartrain.ams.values.text import other_format
+
+FORMAT = 1
+
+
+def read_sealed(path: Path, hint: str, again: str) -> dict[str, Any]:
+    """The content of a model's sealed JSON of :data:`FORMAT`; ``again`` says how the model is written once more.
+
+    Raises ConfigError, with the ``hint`` if it is not there, or in another format; ModelDamaged.
+    """
+    try:
+        content = unseal_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError) as exc:
+        raise ConfigError(f"{path} does not exist; {hint}") from exc
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be read: {exc}") from exc
+    except ValueError as exc:
+        raise ModelDamaged(f"{path} is damaged: {exc}; bring it back from a copy, or {again}") from exc
+    if content.get("format") != FORMAT:
+        raise ConfigError(f"{path} {other_format(content.get('format'), FORMAT)}, or {again}")
+    return content

@@ -1,0 +1,75 @@
+"""Files of named arrays in the format of safetensors: written from where the arrays lie, and mapped to be read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+DTYPES: dict[str, np.dtype] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U16": np.dtype(np.uint16),
+    "I16": np.dtype(np.int16),
+    "U32": np.dtype(np.uint32),
+    "I32": np.dtype(np.int32),
+    "U64": np.dtype(np.uint64),
+    "I64": np.dtype(np.int64),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+}
+"""By their names in such a file."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LENGTH_BYTES = 8
+_ALIGNED = 64
+"""Where the first array begins, in bytes: at a line of the cache."""
+
+
+def tensor_file(arrays: Mapping[str, npt.NDArray[Any]], labels: Mapping[str, str]) -> list[memoryview]:
+    """A file in parts: 8 bytes of length and a JSON header, then each array in the memory it lies in.
+
+    The library would return one string of bytes, which takes two more copies of everything. As there, wide dtypes come
+    first, so that every array is aligned.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(labels)}
+    parts, stop = [memoryview(b"")], 0
+    for name, array in sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
+        native = array.dtype.newbyteorder("=")
+        laid_out = np.asarray(array, native, order="C")
+        start, stop = stop, stop + laid_out.nbytes
+        header[name] = {
+            "dtype": _NAMES[native],
+            "shape": list(array.shape),
+            "data_offsets": [start, stop],
+        }
+        parts.append(laid_out.reshape(-1).view(np.uint8).data)
+    text = json.dumps(header).encode()
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNED)
+    parts[0] = memoryview(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+    return parts
+
+
+def map_tensors(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """The arrays of such a file, not to be changed, mapped: processes share them, and the file may be replaced.
+
+    Raises OSError; ValueError, saying what is wrong, if the file is none.
+    """
+    try:
+        data = np.asarray(np.memmap(path, np.uint8, "r"))
+        begin = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
+        found = {}
+        for name, said in json.loads(data[_LENGTH_BYTES:begin].tobytes()).items():
+            if name != "__metadata__":
+                start, stop = said["data_offsets"]
+                found[name] = data[begin + start : begin + stop].view(DTYPES[said["dtype"]]).reshape(said["shape"])
+    except (ValueError, KeyError, TypeError, RecursionError) as exc:
+        raise ValueError(f"it is no file of tensors ({type(exc).__name__}: {exc})") from exc
+    return found

@@ -1,0 +1,87 @@
+"""A folder to serve: one model, or a folder of its versions; found, checked and loaded without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from geartrain.ams.values.errors import ConfigError, ModelDamaged
+from geartrain.serving.models.registry import load_kind
+from geartrain.workers.atomic import complete_folder
+from geartrain.workers.models.saved_model import CONFIG, read_config, unseal_folder
+
+if TYPE_CHECKING:
+    from geartrain.serving.answers import Servable
+
+_READINGS = 3
+"""Of a folder that is replaced again and again while it is read."""
+
+
+def version_folders(folder: Path) -> list[Path]:
+    """The folders of models that ``folder`` holds, the newest version first: itself, or those named by numbers.
+
+    Raises ConfigError if it holds none.
+    """
+    folder = complete_folder(folder)
+    if (folder / CONFIG).exists():
+        return [folder]
+    inside = [path for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
+    found = sorted((path for path in inside if (path / CONFIG).exists()), key=lambda path: int(path.name))
+    if found:
+        return found[::-1]
+    if (folder / "run.json").exists():
+        raise ConfigError(
+            f"{folder} is the folder of a run; write a model to serve with geartrain export {folder} --to"
+        )
+    raise ConfigError(f"{folder} holds no model; write one with: geartrain export RUN --to {folder}")
+
+
+def load_newest(folder: Path) -> Servable:
+    """The newest whole version that ``folder`` holds. A damaged one is passed over where there is one before it.
+
+    Raises ConfigError (no model), ModelDamaged (the newest, if none is whole).
+    """
+    damage: ModelDamaged | None = None
+    for candidate in version_folders(folder):
+        try:
+            return load_folder(candidate)
+        except ModelDamaged as exc:
+            damage = damage or exc
+    assert damage is not None
+    raise damage
+
+
+def load_folder(folder: Path) -> Servable:
+    """The model of one folder, once every file was found to be as it was written.
+
+    Raises ConfigError (no model, or none that this version serves), ModelDamaged naming the file, InvalidArgument (a
+    network that onnxruntime cannot run).
+    """
+    for reading in range(_READINGS):
+        there = complete_folder(folder)
+        config: dict[str, Any] = {}
+        try:
+            config = read_config(there)
+            return load_kind(kind_of(there, config), there, unseal_folder(there))
+        except (ConfigError, ModelDamaged):
+            if reading == _READINGS - 1 or not _was_replaced(folder, config):
+                raise
+    raise AssertionError("every reading returns or raises")
+
+
+def kind_of(folder: Path, config: dict[str, Any]) -> str:
+    """What kind of model config.json says it is. Raises ConfigError for that of a training."""
+    kind = config.get("kind")
+    if kind is None:
+        raise ConfigError(
+            f"{folder} is the model of a training; write one to serve with geartrain export {folder} --to DIR"
+        )
+    return "pictures" if kind == "onnx" else str(kind)  # as exports were called before they could be served
+
+
+def _was_replaced(folder: Path, config: dict[str, Any]) -> bool:
+    """Whether another model is in ``folder`` than the one that was begun to be read."""
+    try:
+        return read_config(complete_folder(folder)) != config
+    except (ConfigError, ModelDamaged):
+        return False

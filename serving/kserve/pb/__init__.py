@@ -1,1 +1,0 @@
-"""Generated from proto/ by scripts/generate_protos.py: the messages of the Open Inference Protocol."""

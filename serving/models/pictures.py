@@ -1,0 +1,397 @@
+"""Models of pictures: which class, which features, which classes are near to features, and whether two show the same.
+
+Pictures are decoded and checked where they are asked about, so that a broken one is its asker's alone; what is joined
+and answered together are bitmaps. Legend: N items, C classes, D width of a feature, k answers, K channels, S side.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.values.arguments import integer
+from geartrain.ams.values.errors import ConfigError, InvalidArgument
+from geartrain.ams.values.text import quoted
+from geartrain.serving.answers import Arrays, Question, TensorSpec
+from geartrain.serving.index.registry import open_index
+from geartrain.workers.data.bitmaps import Preprocessing, decode_picture
+from geartrain.workers.models.saved_model import ONNX, read_files
+
+Floats = npt.NDArray[np.float32]
+DEFAULT_K, MOST_K = 5, 1000
+_PICTURE = {
+    "type": "string",
+    "format": "byte",
+    "description": "An image file (PNG, JPEG, BMP, GIF, WEBP, TIFF, PPM) in base64.",
+}
+_CLASSES = {
+    "type": "array",
+    "description": "Best first.",
+    "items": {
+        "type": "object",
+        "properties": {"class": {"type": "string"}, "id": {"type": "integer"}, "score": {"type": "number"}},
+    },
+}
+_EXAMPLE = (  # a drawn T
+    "iVBORw0KGgoAAAANSUhEUgAAABgAAAAYAQAAAADIDABVAAAAIElEQVR42mP8z8DAxICKGT4wsMPZ/x//R5cnhBmRzAQAbK4GATDcXAIA"
+    "AAAASUVORK5CYII="
+)
+
+
+class PictureModel:
+    """Answers about pictures with onnxruntime and an index of class centers. Immutable and thread-safe."""
+
+    kind = "pictures"
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], *, threads: int | None = None) -> None:
+        """See :meth:`load`; ``threads`` work on one batch, all cores by default."""
+        look = config["preprocessing"]
+        if look is None:
+            raise ConfigError(
+                f"{folder} takes tensors: how pictures become them was not saved with it. Ask it in Python: "
+                "geartrain.load_model(path).predict(tensor)"
+            )
+        files = read_files(folder, dict(config))
+        self.version = int(config.get("version", 1))
+        self.created = float(config.get("created", (folder / ONNX).stat().st_mtime))
+        self.names = files.class_names
+        self.preprocessing = Preprocessing(**look)
+        centers, threads = files.tensors["centers"], threads or len(os.sched_getaffinity(0))
+        if (
+            config["kind"] == "onnx" and config["is_cosine"]
+        ):  # an export of before: its centers are as they were trained
+            centers = centers / np.maximum(np.linalg.norm(centers, axis=-1, keepdims=True), 1e-12)
+        self.dim, self.num_classes = int(centers.shape[-1]), len(self.names)
+        self.is_cosine = bool(config["is_cosine"])
+        self.index = open_index(folder, config, centers, files.tensors.get("biases"), threads=threads)
+        self._session = _session(folder / ONNX, threads)
+        self.operations = {
+            operation.name: operation for operation in (Classify(self), Embed(self), Nearest(self), Verify(self))
+        }
+        self.facts: Mapping[str, Any] = {
+            "classes": self.num_classes,
+            "dim": self.dim,
+            "score": "cosine" if self.is_cosine else "product",
+            "preprocessing": self.preprocessing.to_json(),
+            "index": dict(self.index.facts),
+            **{name: config[name] for name in ("precision", "parity", "accuracy", "training") if name in config},
+        }
+
+    @classmethod
+    def load(cls, folder: Path, config: Mapping[str, Any]) -> PictureModel:
+        """The model of a folder whose files were checked.
+
+        Raises ConfigError (it takes no pictures, or onnxruntime is not installed), ModelDamaged, InvalidArgument (a
+        network that onnxruntime cannot run).
+        """
+        return cls(folder, config)
+
+    def embed(self, bitmaps: npt.NDArray[np.uint8]) -> Floats:
+        """Features [N, D]."""
+        if not len(bitmaps):
+            return np.empty((0, self.dim), np.float32)
+        (features_ND,) = self._session.run(["features"], {"images": bitmaps})
+        return np.asarray(features_ND, np.float32)
+
+    def bitmap(self, picture: bytes, where: str) -> npt.NDArray[np.uint8]:
+        """[K, S, S] of an image file. Raises InvalidArgument, which names it as ``where``."""
+        if not isinstance(picture, bytes):
+            raise InvalidArgument(f"{where} is {quoted(picture)}; give the bytes of an image file")
+        decoded = decode_picture(BytesIO(picture), where)
+        try:
+            return self.preprocessing.bitmap(decoded)
+        except InvalidArgument as exc:
+            raise InvalidArgument(f"{where}: {exc}") from exc
+
+    def best(self, features_ND: Floats, k: int) -> dict[str, npt.NDArray[Any]]:
+        """Scores and classes [N, k] that fit each feature best."""
+        scores, ids = self.index.search(features_ND, k)
+        classes = np.array([self.names[label] for label in ids.ravel().tolist()], object)
+        return {"ids": ids, "scores": scores, "classes": classes.reshape(ids.shape)}
+
+    @staticmethod
+    def listed(answered: Arrays) -> list[Any]:
+        """The JSON of :meth:`best`."""
+        rows = zip(*(answered[name].tolist() for name in ("classes", "ids", "scores")), strict=True)
+        return [
+            [{"class": name, "id": label, "score": score} for name, label, score in zip(*row, strict=True)]
+            for row in rows
+        ]
+
+    def k_of(self, given: Mapping[str, Any]) -> int:
+        """How many classes are asked for. Raises InvalidArgument."""
+        most = min(MOST_K, self.num_classes)
+        k = given.get("k")
+        return min(DEFAULT_K, most) if k is None else integer("k", k, 1, most)
+
+    def close(self) -> None:
+        """See :class:`Servable`: files stay mapped until the last answer was given."""
+
+
+class Classify:
+    """Names pictures."""
+
+    name = "classify"
+    help = "The classes that fit each picture best, with their scores."
+    outputs = (
+        TensorSpec(name="ids", dtype="int64", shape=(None, None)),
+        TensorSpec(name="scores", dtype="float32", shape=(None, None)),
+        TensorSpec(name="classes", dtype="object", shape=(None, None)),
+    )
+    inputs: Sequence[TensorSpec] = (TensorSpec(name="images", dtype="object", shape=(None,)),)
+    answer: Mapping[str, Any] = _CLASSES
+
+    def __init__(self, model: PictureModel) -> None:
+        self._model = model
+        self.request = _request({"images": _PICTURE}, [_EXAMPLE], model)
+
+    def read(self, body: Mapping[str, Any]) -> Question:
+        """See :class:`Operation`."""
+        given = _fields(body, "images", "k")
+        pictures = [_decoded(text, f"images[{place}]") for place, text in enumerate(_listed(given, "images"))]
+        return self._question(pictures, self._model.k_of(given))
+
+    def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
+        """See :class:`Operation`."""
+        pictures = _only(arrays, "images", 1, parameters, "k")
+        return self._question(pictures.tolist(), self._model.k_of(parameters))
+
+    def _question(self, pictures: Sequence[bytes], k: int) -> Question:
+        bitmaps = [self._model.bitmap(picture, f"images[{place}]") for place, picture in enumerate(pictures)]
+        return Question(arrays={"bitmaps": np.stack(bitmaps)}, parameters=(("k", k),))
+
+    def run(self, question: Question) -> Arrays:
+        """See :class:`Operation`."""
+        return self._model.best(self._model.embed(question.arrays["bitmaps"]), dict(question.parameters)["k"])
+
+    def write(self, answered: Arrays) -> list[Any]:
+        """See :class:`Operation`."""
+        return self._model.listed(answered)
+
+
+class Nearest:
+    """Names features."""
+
+    name = "nearest"
+    help = "The classes that are nearest to each feature, with their scores."
+    outputs = Classify.outputs
+    answer: Mapping[str, Any] = _CLASSES
+
+    def __init__(self, model: PictureModel) -> None:
+        self._model = model
+        self.inputs = (TensorSpec(name="features", dtype="float32", shape=(None, model.dim)),)
+        feature = {
+            "type": "array",
+            "items": {"type": "number"},
+            "minItems": model.dim,
+            "maxItems": model.dim,
+            "description": "As embed gives it.",
+        }
+        self.request = _request({"features": feature}, [[1.0] + [0.0] * (model.dim - 1)], model)
+
+    def read(self, body: Mapping[str, Any]) -> Question:
+        """See :class:`Operation`."""
+        given = _fields(body, "features", "k")
+        try:
+            with np.errstate(over="ignore"):  # infinite is said below
+                features = np.array(_listed(given, "features"), np.float32)
+        except (ValueError, TypeError, OverflowError) as exc:
+            raise InvalidArgument(
+                f"features are {quoted(given['features'])}; give a list of lists of {self._model.dim} numbers"
+            ) from exc
+        return self._question(features, self._model.k_of(given))
+
+    def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
+        """See :class:`Operation`."""
+        features = _only(arrays, "features", 2, parameters, "k")
+        return self._question(features, self._model.k_of(parameters))
+
+    def _question(self, features: npt.NDArray[Any], k: int) -> Question:
+        if features.dtype.kind not in "fiu":
+            raise InvalidArgument(f"features are of type {features.dtype}; give float32")
+        if features.ndim != 2 or features.shape[1] != self._model.dim:
+            raise InvalidArgument(
+                f"features have shape {list(features.shape)}; this model takes [N, {self._model.dim}]"
+            )
+        if not np.isfinite(features).all():
+            raise InvalidArgument("features have a value that is not finite; give finite numbers")
+        return Question(arrays={"features": np.asarray(features, np.float32)}, parameters=(("k", k),))
+
+    def run(self, question: Question) -> Arrays:
+        """See :class:`Operation`."""
+        return self._model.best(question.arrays["features"], dict(question.parameters)["k"])
+
+    def write(self, answered: Arrays) -> list[Any]:
+        """See :class:`Operation`."""
+        return self._model.listed(answered)
+
+
+class Embed:
+    """Gives features of pictures."""
+
+    name = "embed"
+    help = "The features of each picture, as the network gives them."
+    inputs = Classify.inputs
+    answer: Mapping[str, Any] = {"type": "array", "items": {"type": "number"}}
+
+    def __init__(self, model: PictureModel) -> None:
+        self._model = model
+        self.outputs = (TensorSpec(name="features", dtype="float32", shape=(None, model.dim)),)
+        self.request = _request({"images": _PICTURE}, [_EXAMPLE], None)
+
+    def read(self, body: Mapping[str, Any]) -> Question:
+        """See :class:`Operation`."""
+        given = _fields(body, "images")
+        return self._question(
+            [_decoded(text, f"images[{place}]") for place, text in enumerate(_listed(given, "images"))]
+        )
+
+    def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
+        """See :class:`Operation`."""
+        return self._question(_only(arrays, "images", 1, parameters).tolist())
+
+    def _question(self, pictures: Sequence[bytes]) -> Question:
+        bitmaps = [self._model.bitmap(picture, f"images[{place}]") for place, picture in enumerate(pictures)]
+        return Question(arrays={"bitmaps": np.stack(bitmaps)})
+
+    def run(self, question: Question) -> Arrays:
+        """See :class:`Operation`."""
+        return {"features": self._model.embed(question.arrays["bitmaps"])}
+
+    def write(self, answered: Arrays) -> list[Any]:
+        """See :class:`Operation`."""
+        features: list[Any] = answered["features"].tolist()
+        return features
+
+
+class Verify:
+    """Compares two pictures, such as of faces."""
+
+    name = "verify"
+    help = "How alike the two pictures of each pair are: the cosine of their features, 1 at most."
+    inputs: Sequence[TensorSpec] = (TensorSpec(name="pairs", dtype="object", shape=(None, 2)),)
+    outputs = (TensorSpec(name="scores", dtype="float32", shape=(None,)),)
+    answer: Mapping[str, Any] = {"type": "object", "properties": {"score": {"type": "number"}}}
+
+    def __init__(self, model: PictureModel) -> None:
+        self._model = model
+        pair = {"type": "array", "items": _PICTURE, "minItems": 2, "maxItems": 2}
+        self.request = _request({"pairs": pair}, [[_EXAMPLE, _EXAMPLE]], None)
+
+    def read(self, body: Mapping[str, Any]) -> Question:
+        """See :class:`Operation`."""
+        pairs = _listed(_fields(body, "pairs"), "pairs")
+        decoded = []
+        for place, pair in enumerate(pairs):
+            if not isinstance(pair, list) or len(pair) != 2:
+                raise InvalidArgument(f"pairs[{place}] is {quoted(pair)}; give a list of two pictures in base64")
+            decoded.append([_decoded(text, f"pairs[{place}][{side}]") for side, text in enumerate(pair)])
+        return self._question(decoded)
+
+    def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
+        """See :class:`Operation`."""
+        pairs = _only(arrays, "pairs", 2, parameters)
+        if pairs.shape[1] != 2:
+            raise InvalidArgument(f"pairs have shape {list(pairs.shape)}; give [N, 2] pictures")
+        return self._question(pairs.tolist())
+
+    def _question(self, pairs: Sequence[Sequence[bytes]]) -> Question:
+        bitmaps = [
+            [self._model.bitmap(picture, f"pairs[{place}][{side}]") for side, picture in enumerate(pair)]
+            for place, pair in enumerate(pairs)
+        ]
+        return Question(arrays={"bitmaps": np.array(bitmaps)})
+
+    def run(self, question: Question) -> Arrays:
+        """See :class:`Operation`."""
+        bitmaps = question.arrays["bitmaps"]
+        features = self._model.embed(bitmaps.reshape(-1, *bitmaps.shape[2:]))
+        lengths = np.linalg.norm(features, axis=1, keepdims=True)
+        first, second = (features / np.maximum(lengths, 1e-12)).reshape(len(bitmaps), 2, -1).transpose(1, 0, 2)
+        return {"scores": (first * second).sum(axis=1)}
+
+    def write(self, answered: Arrays) -> list[Any]:
+        """See :class:`Operation`."""
+        return [{"score": score} for score in answered["scores"].tolist()]
+
+
+def _request(items: Mapping[str, Any], example: list[Any], ranked: PictureModel | None) -> dict[str, Any]:
+    """The JSON schema of a body with a list of the only one of ``items``; of a ``ranked`` answer also k."""
+    ((name, item),) = items.items()
+    properties: dict[str, Any] = {name: {"type": "array", "items": item, "minItems": 1}}
+    body: dict[str, Any] = {name: example}
+    if ranked is not None:
+        most = min(MOST_K, ranked.num_classes)
+        properties["k"] = {"type": "integer", "minimum": 1, "maximum": most, "default": min(DEFAULT_K, most)}
+        body["k"] = min(3, most)
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": [name],
+        "additionalProperties": False,
+        "example": body,
+    }
+
+
+def _fields(body: Mapping[str, Any], *known: str) -> Mapping[str, Any]:
+    """``body`` with no other fields than those. Raises InvalidArgument."""
+    for name in body:
+        if name not in known:
+            raise InvalidArgument(f"{quoted(name)} is no field of this question; it takes {' and '.join(known)}")
+    return body
+
+
+def _listed(body: Mapping[str, Any], name: str) -> list[Any]:
+    found = body.get(name)
+    if not isinstance(found, list) or not found:
+        raise InvalidArgument(f"{name} is {quoted(found)}; give a list with an item for each answer")
+    return found
+
+
+def _decoded(text: object, where: str) -> bytes:
+    """The bytes of a picture in base64, also of a data URL. Raises InvalidArgument."""
+    if not isinstance(text, str):
+        raise InvalidArgument(f"{where} is {quoted(text)}; give an image file in base64, a string")
+    if text.startswith("data:"):
+        text = text.partition(",")[2]
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as exc:
+        raise InvalidArgument(f"{where} is no base64 ({exc}); encode the bytes of an image file") from exc
+
+
+def _only(arrays: Arrays, name: str, ndim: int, parameters: Mapping[str, Any], *known: str) -> npt.NDArray[Any]:
+    """The only array, which must have a name, ``ndim`` dimensions and items. Raises InvalidArgument."""
+    _fields(parameters, *known)
+    if set(arrays) != {name}:
+        raise InvalidArgument(f"the inputs are {', '.join(map(quoted, arrays)) or 'none'}; give {name!r} alone")
+    found = arrays[name]
+    if found.ndim != ndim or not len(found):
+        raise InvalidArgument(f"{name} has shape {list(found.shape)}; give {ndim} dimensions and an item or more")
+    return found
+
+
+def _session(path: Path, threads: int) -> Any:
+    """The network of a file, ready to run. Raises ConfigError without onnxruntime, InvalidArgument."""
+    try:
+        import onnxruntime
+    except ImportError as exc:
+        raise ConfigError(
+            f"serving needs onnxruntime, which cannot be imported: {exc}; pip install 'geartrain[serve]'"
+        ) from exc
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # other work waits for these cores
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as exc:  # its errors have no base but this
+        raise InvalidArgument(f"onnxruntime cannot run {path}: {exc}") from exc

@@ -1,0 +1,55 @@
+"""Exported models of pictures, as ``geartrain export RUN --to DIR`` writes them."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import geartrain as gt
+from geartrain.workers.data.bitmaps import Preprocessing
+from geartrain.workers.models.export import export_model
+from tests.support.picture_models import picture_model
+
+NAMES = ["a", "b", "漢", "", "e\n", "f", "g", "h"]
+
+
+def require_onnx() -> None:
+    """Skip a test without the extra."""
+    for library in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(library, reason="needs pip install 'geartrain[onnx]'")
+
+
+def small_model(*, seed: int = 2, sub_centers: int = 1, is_cosine: bool = True, dim: int = 16) -> gt.TrainedModel:
+    """A model of eight classes, of which the last has the center of the third."""
+    torch.manual_seed(seed)
+    shape = (len(NAMES), sub_centers, dim) if sub_centers > 1 else (len(NAMES), dim)
+    centers = 3.0 * torch.randn(shape)
+    centers[-1] = centers[2]
+    model = picture_model(centers, NAMES, Preprocessing(kind="photo", size=16))
+    return gt.TrainedModel(**{**vars(model), "is_cosine": is_cosine})
+
+
+def exported(folder: Path, model: gt.TrainedModel | None = None, *, version: int | None = None) -> Path:
+    """The folder of an exported model."""
+    require_onnx()
+    export_model(model or small_model(), folder, version=version)
+    return folder
+
+
+def picture(seed: int, suffix: str = "PNG") -> bytes:
+    """An image file of noise."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (20, 24), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, suffix)
+    return file.getvalue()
+
+
+def in_base64(data: bytes) -> str:
+    """As JSON has it."""
+    return base64.b64encode(data).decode()

@@ -1,0 +1,136 @@
+"""Which model of a folder is served, and what is said of one that is not whole."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import geartrain as gt
+from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
+from geartrain.ams.values.errors import ConfigError, ModelDamaged
+from geartrain.serving import folder as folders
+from geartrain.serving.folder import load_folder, load_newest, version_folders
+from geartrain.serving.models.pictures import PictureModel
+from geartrain.workers.models.saved_model import CONFIG, write_arrays
+from geartrain.workers.models.trained_model import save_model
+from tests.support.served_models import NAMES, exported, picture, small_model
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return exported(tmp_path_factory.mktemp("served") / "model", version=7)
+
+
+@pytest.fixture
+def model(whole: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(whole, tmp_path / "model")
+
+
+def best(served: object) -> list[str]:
+    assert isinstance(served, PictureModel)
+    chosen = served.operations["classify"]
+    answered = chosen.run(chosen.accept({"images": np.array([picture(1)], object)}, {}))
+    return list(answered["classes"][0])
+
+
+def test_every_file_that_is_cut_changed_or_gone_is_named(model: Path) -> None:
+    for path in sorted(model.iterdir()):
+        data = path.read_bytes()
+        for changed in (data[:-1], data[:9], b"", data[:-9] + bytes([data[-9] ^ 4]) + data[-8:], None):
+            if changed is None:
+                path.unlink()
+            else:
+                path.write_bytes(changed)
+            with pytest.raises((ModelDamaged, ConfigError), match=path.name):
+                load_folder(model)
+            path.write_bytes(data)
+    assert best(load_folder(model))
+
+
+def test_a_folder_of_another_format_or_kind_is_refused(model: Path) -> None:
+    config = unseal_json((model / CONFIG).read_bytes())
+    for changes, message in (
+        ({"format": 2}, "format 2"),
+        ({"kind": "clouds"}, "kind 'clouds'; this version serves"),
+        ({"kind": None}, "the model of a training"),
+    ):
+        (model / CONFIG).write_bytes(seal_json({**config, **changes}))
+        with pytest.raises(ConfigError, match=message):
+            load_folder(model)
+
+
+def test_the_newest_whole_version_is_served(whole: Path, tmp_path: Path) -> None:
+    for version in (90, 120, 1000):
+        shutil.copytree(whole, tmp_path / f"{version:06}")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "002000").mkdir()  # a copy that has not begun
+    assert [path.name for path in version_folders(tmp_path)] == ["001000", "000120", "000090"]
+    (tmp_path / "001000" / "backbone.onnx").write_bytes(b"half")
+    load_newest(tmp_path)
+    for version in (90, 120):
+        (tmp_path / f"{version:06}" / "names.safetensors").unlink()
+    with pytest.raises(ModelDamaged, match=r"001000/backbone\.onnx"):
+        load_newest(tmp_path)
+
+
+def test_what_is_no_model_is_told_from_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="geartrain export RUN --to"):
+        load_newest(tmp_path / "nothing")
+    (tmp_path / "run.json").touch()
+    with pytest.raises(ConfigError, match=f"geartrain export {tmp_path} --to"):
+        load_newest(tmp_path)
+    save_model(tmp_path / "model", small_model())
+    with pytest.raises(ConfigError, match="the model of a training"):
+        load_newest(tmp_path / "model")
+
+
+def test_a_model_that_is_replaced_while_it_is_read_is_read_again(
+    whole: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = shutil.copytree(whole, tmp_path / "later")
+    config = unseal_json((later / CONFIG).read_bytes())
+    (later / CONFIG).write_bytes(seal_json({**config, "version": 8}))
+    unseal = folders.unseal_folder
+
+    def replaced(there: Path) -> dict[str, object]:
+        if later.exists():
+            shutil.rmtree(there)
+            later.rename(there)
+            raise ModelDamaged("a file of the old model is gone")
+        return unseal(there)
+
+    monkeypatch.setattr(folders, "unseal_folder", replaced)
+    assert load_folder(model).version == 8
+
+
+def test_a_served_model_outlives_its_folder(model: Path) -> None:
+    served = load_folder(model)
+    expected = best(served)
+    shutil.rmtree(model)
+    assert best(served) == expected
+
+
+def test_an_export_of_before_is_served_and_loaded(model: Path) -> None:
+    trained = small_model()
+    config = unseal_json((model / CONFIG).read_bytes())
+    old = {key: config[key] for key in ("is_cosine", "preprocessing", "format")}
+    expected = best(load_folder(model))
+    (model / "names.safetensors").unlink()
+    (model / "classes.json").write_text(json.dumps(NAMES), encoding="utf-8")
+    write_arrays(model / "centers.safetensors", {"centers": trained.centers.numpy()})
+    sums = {name: folders_sum(model / name) for name in ("backbone.onnx", "centers.safetensors", "classes.json")}
+    (model / CONFIG).write_bytes(seal_json({**old, "kind": "onnx", "xxh3_128_of": sums}))
+    served = load_folder(model)
+    assert best(served) == expected
+    assert served.created == pytest.approx((model / "backbone.onnx").stat().st_mtime)
+    assert gt.load_model(model).class_names == NAMES
+
+
+def folders_sum(path: Path) -> str:
+    import xxhash
+
+    return xxhash.xxh3_128_hexdigest(path.read_bytes())
