@@ -117,7 +117,7 @@ format: dev  ## let ruff mend what it can
 size:  ## code lines and tokens by capability, beside their ceilings
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) scripts/size.py
 
-proto: dev  ## the stubs in ams/pb/v1, anew from proto/
+proto: dev  ## the stubs in ams/pb/v1 and serving/kserve/pb, anew from proto/
 	$(BIN)/python scripts/generate_protos.py
 
 bench: dev  ## every bench, ours against its rivals

@@ -1,4 +1,4 @@
-"""Generate the Python stubs of ``proto/`` into a folder, by default ``ams/pb/v1`` (what ``make proto`` does).
+"""Generate the Python stubs of ``proto/`` into ``ams/pb/v1`` and ``serving/kserve/pb`` (what ``make proto`` does).
 
 The generated files are committed, so that users need no compiler; a test compares them with a fresh generation.
 """
@@ -13,17 +13,20 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SOURCES = REPOSITORY / "proto"
-PACKAGE = Path("geartrain/ams/pb/v1")
-STUBS = REPOSITORY / "ams" / "pb" / "v1"
+PACKAGES = ("ams/pb/v1", "serving/kserve/pb")
+"""Folders of ``.proto`` files below ``proto/geartrain``, and of their stubs in the tree."""
+POOL = {"serving/kserve/pb": ("_descriptor_pool.Default()", "_descriptor_pool.DescriptorPool()")}
+"""What of a generated file is written otherwise: a foreign protocol has a pool of its own, for another package in the
+process, such as its usual client, may bring the same messages."""
 
 
-def generate(target: Path) -> list[Path]:
-    """Write the stubs of every ``.proto`` into ``target`` and return their paths, sorted."""
+def generate(target: Path, package: str = PACKAGES[0]) -> list[Path]:
+    """Write the stubs of every ``.proto`` of a package into ``target`` and return their paths, sorted."""
     from grpc_tools import protoc  # a development tool: imported only where it is used
 
-    protos = sorted((SOURCES / PACKAGE).glob("*.proto"))
+    protos = sorted((SOURCES / "geartrain" / package).glob("*.proto"))
     if not protos:
-        raise SystemExit(f"no .proto files under {SOURCES / PACKAGE}")
+        raise SystemExit(f"no .proto files under {SOURCES / 'geartrain' / package}")
     well_known = Path(protoc.__file__).parent / "_proto"
     plugins = Path(sys.executable).parent
     with tempfile.TemporaryDirectory() as folder:
@@ -39,7 +42,9 @@ def generate(target: Path) -> list[Path]:
         if protoc.main(arguments) != 0:
             raise SystemExit("protoc failed; its complaint is above")
         target.mkdir(parents=True, exist_ok=True)
-        made = sorted((Path(folder) / PACKAGE).iterdir())
+        made = sorted((Path(folder) / "geartrain" / package).iterdir())
+        for path in made if package in POOL else ():
+            path.write_text(path.read_text(encoding="utf-8").replace(*POOL[package]), encoding="utf-8")
         return [Path(shutil.copyfile(path, target / path.name)) for path in made]
 
 
@@ -52,12 +57,14 @@ def stale(target: Path, made: list[Path]) -> list[Path]:
 def main() -> None:
     """Regenerate, and remove what is stale."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=STUBS, help="folder for the stubs (default: ams/pb/v1)")
-    target = parser.parse_args().out
-    made = generate(target)
-    for path in stale(target, made):
-        path.unlink()
-    print(f"{len(made)} files in {target}")
+    parser.add_argument("--out", type=Path, default=REPOSITORY, help="folder with the folders of stubs")
+    out = parser.parse_args().out
+    for package in PACKAGES:
+        target = out / package
+        made = generate(target, package)
+        for path in stale(target, made):
+            path.unlink()
+        print(f"{len(made)} files in {target}")
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ class ShardService:
     @cached_property
     def bound(self) -> Bound:
         """The service with its handlers."""
-        service, methods, _ = bind(
+        service, methods, *_ = bind(
             SHARD,
             {
                 Ping: PingHandler("server", self._incarnation),

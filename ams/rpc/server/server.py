@@ -21,7 +21,7 @@ from geartrain.ams.kernels.engine import Waiter
 from geartrain.ams.observe.call_counts import ENDED_EARLY, WELL, CallCounts
 from geartrain.ams.rpc.channel import WAITS_KEY, channel_options
 from geartrain.ams.rpc.credentials import Credentials
-from geartrain.ams.rpc.server.access import Access
+from geartrain.ams.rpc.server.access import Access, Asks
 from geartrain.ams.rpc.server.memory import watch_memory
 from geartrain.ams.rpc.server.strangers import Strangers
 from geartrain.ams.rpc.server.threads import CallThreads, message_is_here
@@ -47,6 +47,9 @@ class Bound(NamedTuple):
     service: str
     methods: Mapping[str, BytesMethod]
     streams: Mapping[str, BytesStream] = MappingProxyType({})
+    asks: Mapping[str, Asks] = MappingProxyType({})
+    """Of a service that is in no list of who may call what: what the requests of each of its methods ask for. Every
+    role of the cluster may make them, programs as far as their tokens go."""
 
 
 class GrpcServer:
@@ -60,6 +63,7 @@ class GrpcServer:
         """Of the calls of its services."""
         strangers = Strangers()
         access = Access(mine, mine.folder, strangers, self.counts) if mine.names and mine.folder else None
+        self._access = access
         self.tokens = None if access is None else access.tokens
         """Those that it believes; None: it has no certificates, and wants none."""
         watch: list[grpc.ServerInterceptor] = [] if access is None else [access]
@@ -90,7 +94,9 @@ class GrpcServer:
         """Serve a service, not yet healthy. Methods named in ``lanes`` run on threads of their own, whatever the
         others wait for. ``waiting`` serves those of its names whose callers say that they may wait for others.
         """
-        service, methods, streams = bound
+        service, methods, streams, asks = bound
+        if self._access is not None:
+            self._access.know({f"/{service}/{name}": reads for name, reads in asks.items()})
         handlers: dict[str, Any] = {
             name: grpc.unary_unary_rpc_method_handler(_on_lane(self._typed(name, method), lanes.get(name)))
             for name, method in methods.items()

@@ -5,16 +5,16 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).resolve().parents[3]
-STUBS = REPOSITORY / "ams" / "pb" / "v1"
 generator = runpy.run_path(str(REPOSITORY / "scripts" / "generate_protos.py"))
 
 
-def test_the_stubs_are_those_of_the_proto_files(tmp_path: Path) -> None:
-    made = generator["generate"](tmp_path)
-    drifted = [path.name for path in made if (STUBS / path.name).read_bytes() != path.read_bytes()]
-    assert drifted == [], "run 'make proto' and commit ams/pb/v1"
-
-
-def test_no_stub_is_left_of_a_proto_file_that_is_gone(tmp_path: Path) -> None:
-    assert generator["stale"](STUBS, generator["generate"](tmp_path)) == []
+@pytest.mark.parametrize("package", generator["PACKAGES"])
+def test_the_stubs_are_those_of_the_proto_files(package: str, tmp_path: Path) -> None:
+    stubs = REPOSITORY / package
+    made = generator["generate"](tmp_path, package)
+    drifted = [path.name for path in made if (stubs / path.name).read_bytes() != path.read_bytes()]
+    assert drifted == [], f"run 'make proto' and commit {package}"
+    assert generator["stale"](stubs, made) == [], "stubs of a .proto file that is gone"

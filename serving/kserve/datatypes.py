@@ -1,0 +1,127 @@
+"""Tensors of the inference protocol as arrays: names of types, shapes, and elements as raw bytes.
+
+Every count is compared with what is there before memory is taken for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.serving.answers import TensorSpec
+
+Array = npt.NDArray[Any]
+BYTES = "BYTES"
+DTYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(bool),
+    **{f"{sign}INT{bits}": np.dtype(f"{sign}int{bits}".lower()) for sign in ("", "U") for bits in (8, 16, 32, 64)},
+    **{f"FP{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)},
+    BYTES: np.dtype(object),
+}
+"""Of elements, by their name in the protocol."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MOST_DIMENSIONS = 8
+_LENGTH = struct.Struct("<I")
+"""Before each element of BYTES."""
+
+
+def datatype_of(dtype: npt.DTypeLike) -> str:
+    """The protocol's name of a type; texts go as BYTES, in UTF-8."""
+    found = np.dtype(dtype)
+    return BYTES if found.kind in "OSU" else _NAMES[found.newbyteorder("=")]
+
+
+def described(spec: TensorSpec) -> tuple[str, str, list[int]]:
+    """A tensor as metadata tell it: (name, datatype, shape with -1 for any size)."""
+    return spec.name, datatype_of(spec.dtype), [-1 if size is None else size for size in spec.shape]
+
+
+def checked(name: str, datatype: str, shape: Sequence[int], most_items: int) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Type and shape of a tensor that is given, whose first dimension counts items. Raises InvalidArgument."""
+    dtype = DTYPES.get(datatype)
+    if dtype is None:
+        raise InvalidArgument(f"input {name!r} has datatype {datatype!r}; those known here are {', '.join(DTYPES)}")
+    if not 1 <= len(shape) <= _MOST_DIMENSIONS or min(shape) < 0:
+        said = [*shape[: _MOST_DIMENSIONS + 1]]
+        raise InvalidArgument(
+            f"input {name!r} has shape {said}; it needs 1 … {_MOST_DIMENSIONS} dimensions of 0 or more, items first"
+        )
+    if not 1 <= shape[0] <= most_items:
+        raise InvalidArgument(f"input {name!r} has {shape[0]} items; one request takes 1 … {most_items}: send several")
+    return dtype, tuple(shape)
+
+
+def array_of(name: str, elements: Sequence[Any] | Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    """Elements in the order of their rows, as an array. Raises InvalidArgument: they are others than was said."""
+    if len(elements) != math.prod(shape):
+        raise InvalidArgument(
+            f"input {name!r} has {len(elements)} elements where its shape {list(shape)} says {math.prod(shape)}; they "
+            f"belong into the field of {datatype_of(dtype)}"
+        )
+    try:
+        if dtype.hasobject:
+            array = np.empty(len(elements), object)
+            array[:] = elements
+        else:
+            array = np.asarray(list(elements), dtype)  # of Python numbers: those beyond the type are refused
+    except (OverflowError, TypeError, ValueError) as exc:
+        raise InvalidArgument(
+            f"input {name!r} has an element that is no {datatype_of(dtype)}: {exc}; give its own datatype"
+        ) from exc
+    return array.reshape(shape)
+
+
+def from_raw(name: str, data: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    """Read raw bytes. Raises InvalidArgument: there are fewer or more than the shape says."""
+    count = math.prod(shape)
+    if dtype.hasobject:
+        return array_of(name, _split(name, data, count), dtype, shape)
+    if len(data) != count * dtype.itemsize:
+        raise InvalidArgument(
+            f"input {name!r} has {len(data)} raw bytes; {datatype_of(dtype)} of shape {list(shape)} takes "
+            f"{count * dtype.itemsize}"
+        )
+    array = np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype, copy=False).reshape(shape)
+    if datatype_of(dtype) == "BOOL" and (array.view(np.uint8) > 1).any():
+        raise InvalidArgument(f"input {name!r} has a BOOL that is neither 0 nor 1")
+    return array
+
+
+def _split(name: str, data: bytes, count: int) -> list[bytes]:
+    found: list[bytes] = []
+    at = 0
+    while at < len(data):
+        end = at + _LENGTH.size
+        if end > len(data) or (end := end + _LENGTH.unpack_from(data, at)[0]) > len(data) or len(found) == count:
+            raise InvalidArgument(
+                f"input {name!r} of {len(data)} raw bytes does not hold {count} elements, each behind its length in 4 "
+                "bytes (little-endian)"
+            )
+        found.append(data[at + _LENGTH.size : end])
+        at = end
+    return found
+
+
+def elements_of(array: Array) -> list[Any]:
+    """All elements in the order of their rows; texts as UTF-8."""
+    flat = array.ravel().tolist()
+    return list(map(_bytes, flat)) if datatype_of(array.dtype) == BYTES else flat
+
+
+def to_raw(array: Array) -> bytes:
+    """The same as raw bytes."""
+    if datatype_of(array.dtype) == BYTES:
+        elements = elements_of(array)
+        return b"".join(itertools.chain.from_iterable((_LENGTH.pack(len(one)), one) for one in elements))
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
+
+
+def _bytes(element: Any) -> bytes:
+    return element if isinstance(element, bytes) else str(element).encode()

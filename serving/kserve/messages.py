@@ -1,0 +1,107 @@
+"""Messages of the inference protocol as questions and answers: arrays, parameters, and what is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.serving.answers import Arrays, Operation
+from geartrain.serving.kserve.datatypes import (
+    BYTES,
+    Array,
+    array_of,
+    checked,
+    datatype_of,
+    described,
+    elements_of,
+    from_raw,
+    to_raw,
+)
+from geartrain.serving.kserve.pb import inference_pb2 as pb
+
+CONTENTS = {
+    "BOOL": "bool_contents",
+    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
+    "INT64": "int64_contents",
+    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    BYTES: "bytes_contents",
+}
+"""Datatype -> its field of InferTensorContents. FP16 has none."""
+Metadata = pb.ModelMetadataResponse.TensorMetadata
+
+
+def parameters_of(request: pb.ModelInferRequest) -> dict[str, Any]:
+    """What the request says beside its tensors. Raises InvalidArgument: a parameter has no value."""
+    found = {}
+    for name, value in request.parameters.items():
+        choice = value.WhichOneof("parameter_choice")
+        if choice is None:
+            raise InvalidArgument(f"parameter {name!r} has no value that is known here; give a bool, number or text")
+        found[name] = getattr(value, choice)
+    return found
+
+
+def inputs_of(request: pb.ModelInferRequest, most_items: int) -> dict[str, Array]:
+    """The tensors of a request by name. Raises InvalidArgument."""
+    raw = request.raw_input_contents
+    if raw and len(raw) != len(request.inputs):
+        raise InvalidArgument(
+            f"there are {len(request.inputs)} inputs and {len(raw)} raw_input_contents; give none, or one for each"
+        )
+    arrays: dict[str, Array] = {}
+    for at, tensor in enumerate(request.inputs):
+        name = tensor.name
+        if name in arrays:
+            raise InvalidArgument(f"input {name!r} is given twice; give each once")
+        dtype, shape = checked(name, tensor.datatype, tensor.shape, most_items)
+        if raw:
+            if tensor.HasField("contents"):
+                raise InvalidArgument(f"input {name!r} has contents beside raw_input_contents; give it once")
+            arrays[name] = from_raw(name, raw[at], dtype, shape)
+        elif (field := CONTENTS.get(tensor.datatype)) is None:
+            raise InvalidArgument(f"input {name!r} is {tensor.datatype}, which goes as raw_input_contents alone")
+        else:
+            arrays[name] = array_of(name, getattr(tensor.contents, field), dtype, shape)
+    if not arrays:
+        raise InvalidArgument("the request has no inputs; the model's metadata name them")
+    return arrays
+
+
+def chosen(answered: Arrays, wanted: Sequence[str]) -> dict[str, Array]:
+    """The tensors that are wanted; none named: all. Raises InvalidArgument for one that is not among them."""
+    for name in wanted:
+        if name not in answered:
+            raise InvalidArgument(f"output {name!r} is none of this operation's: {', '.join(answered)}")
+    return {name: answered[name] for name in wanted or answered}
+
+
+def response_of(
+    request: pb.ModelInferRequest, version: int, operation: str, answered: Mapping[str, Array]
+) -> pb.ModelInferResponse:
+    """The answer to a request, in the form that the request had."""
+    response = pb.ModelInferResponse(model_name=request.model_name, model_version=str(version), id=request.id)
+    response.parameters["operation"].string_param = operation
+    is_raw = bool(request.raw_input_contents) or any(datatype_of(a.dtype) not in CONTENTS for a in answered.values())
+    for name, array in answered.items():
+        datatype = datatype_of(array.dtype)
+        tensor = response.outputs.add(name=name, datatype=datatype, shape=array.shape)
+        if is_raw:
+            response.raw_output_contents.append(to_raw(array))
+        else:
+            getattr(tensor.contents, CONTENTS[datatype]).extend(elements_of(array))
+    return response
+
+
+def metadata_of(name: str, versions: Sequence[int], kind: str, operation: Operation) -> pb.ModelMetadataResponse:
+    """What a model takes and gives where a request names no operation."""
+    inputs, outputs = (
+        [Metadata(name=name, datatype=datatype, shape=shape) for name, datatype, shape in map(described, specs)]
+        for specs in (operation.inputs, operation.outputs)
+    )
+    return pb.ModelMetadataResponse(
+        name=name, versions=map(str, versions), platform=f"geartrain_{kind}", inputs=inputs, outputs=outputs
+    )
