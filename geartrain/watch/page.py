@@ -7,8 +7,6 @@ second while a page is open, and tells all open pages by server-sent events.
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import ipaddress
 import json
 import logging
@@ -29,8 +27,10 @@ try:
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
-    from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+    from starlette.responses import PlainTextResponse, Response, StreamingResponse
     from starlette.routing import Route
+
+    from geartrain.serving.http.page import page_response
 except ImportError as exc:
     raise ConfigError(f"the dashboard needs what is not installed: {exc}; pip install 'geartrain[dashboard]'") from exc
 
@@ -153,17 +153,7 @@ class Dashboard:
         return True
 
     async def _page(self, request: Request) -> Response:
-        response = HTMLResponse(self._html)
-        script, style = (_hash(self._html, tag) for tag in ("script", "style"))
-        response.headers.update(
-            {
-                "Content-Security-Policy": f"default-src 'none'; script-src {script}; style-src {style}; connect-src "
-                "'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-                "Cache-Control": "no-store",
-                "Referrer-Policy": "no-referrer",
-                "X-Content-Type-Options": "nosniff",
-            }
-        )
+        response = page_response(self._html)
         if _equal(request.query_params.get("key", ""), self._key):
             self._key = secrets.token_urlsafe(32)
             secure = not self._is_loopback
@@ -196,11 +186,6 @@ class Dashboard:
 
 def _equal(given: str, secret: str) -> bool:
     return secrets.compare_digest(given.encode(), secret.encode())
-
-
-def _hash(html: str, tag: str) -> str:
-    text = html.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 async def _body(request: Request) -> bytes:
