@@ -23,16 +23,16 @@ _IMAGES = {"type": "array", "items": {"type": "string", "contentEncoding": "base
 
 
 def _sample() -> dict[str, Any]:
-    fields = {name: {"type": "integer"} for name in FIELDS}
-    fields["history"] = {"type": "array", "items": {"type": "integer"}, "description": "the latest items"}
-    fields["title"] = {"type": "string"}
+    one: list[dict[str, Any]] = [{"type": "integer"}, {"type": "string"}]
+    fields: dict[str, Any] = {name: {"anyOf": [*one, {"type": "array", "items": {"anyOf": one}}]} for name in FIELDS}
+    event = {"type": "array", "items": {"anyOf": one}, "description": "[item, outcome]"}
+    fields["history"] = {"anyOf": [{"type": "array", "items": event}]}
     return {"type": "object", "properties": fields}
 
 
 SAMPLE = {name: 7 * i + 1 for i, name in enumerate(FIELDS)} | {
     "user": 2**62 + 1,
-    "history": [31, 8, 1204],
-    "title": "A picture",
+    "history": [[31, 1], [1204, 0]],
 }
 OPERATIONS: dict[str, dict[str, Any]] = {
     "classify": {"help": "The best classes of pictures.", "request": {"properties": {"images": _IMAGES}}},
@@ -61,6 +61,7 @@ OPERATIONS: dict[str, dict[str, Any]] = {
             "example": {
                 "context": {"user": 5, "hour": 20},
                 "candidates": [{"item": 12, "genre": "drama"}, {"item": 99, "genre": "comedy"}],
+                "k": 1,
             },
         },
     },

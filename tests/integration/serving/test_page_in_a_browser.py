@@ -200,12 +200,16 @@ def test_a_form_of_the_schema_says_what_each_field_contributed(opened: Opened, s
     assert json.loads(service.asked[-1][2]) == {"samples": [SAMPLE], "explain": True}  # ids of 64 bits are whole
     assert page.locator(".shares dt").first.text_content() == "user"
     assert page.locator(".shares dd").nth(1).text_content() == "−0.65"
-    page.get_by_label("history").fill("5, 6")
+    page.get_by_label("history").fill("[[5, 1], [6, 0]]")
+    page.get_by_label("genre").fill("5, 6")
+    page.get_by_label("city").fill("Oslo, Norway")
     page.get_by_label("device").fill("9007199254740993")
     page.wait_for_function("() => document.querySelector('#curl').textContent.includes('9007199254740993')")
     settled(page)
     sample = json.loads(service.asked[-1][2])["samples"][0]
-    assert (sample["history"], sample["device"]) == ([5, 6], 9007199254740993)
+    assert [sample[name] for name in ("history", "genre", "city", "device")] == [
+        *([[5, 1], [6, 0]], [5, 6], "Oslo, Norway", 9007199254740993)
+    ]
     service.refusal = 400, "age is 'old'; the model takes an id, such as 15"
     page.get_by_label("age").fill("old")
     page.get_by_role("alert").get_by_text("Age is 'old'; the model takes an id, such as 15").wait_for()
@@ -226,6 +230,7 @@ def test_candidates_are_added_and_ranked(opened: Opened, service: StandInService
     page.wait_for_function("() => document.querySelectorAll('#answers li').length === 2")
     asked = json.loads(service.asked[-1][2])
     assert [candidate["item"] for candidate in asked["candidates"]] == [99, 997]
+    assert page.locator("#answers .name").last.text_content() == '2: item 997, genre "comedy"'
     page.goto(f"{service.url}#tree")
     page.reload()
     best(page, str(2**62))
