@@ -90,6 +90,8 @@ def test_a_page_hears_how_the_cluster_is_and_what_happens(
         assert [event["kind"] for event in heard] == ["schema", "snapshot"]
         assert message["tables"][0]["rows"] == 100
         assert message["curves"]["rows t"][-1][1] == 100
+        rates = (message["per_second"]["calls"] for message in messages if table.pull(np.arange(5)).size)
+        assert next(rate for rate in rates if rate > 0) < 1000
         assert [(found["path"], found["step"]) for found in message["snapshots"]] == [(path, 7)]
 
         here = {"Origin": f"http://{browser.address}"}
