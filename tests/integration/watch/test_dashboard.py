@@ -182,7 +182,8 @@ def test_up_shows_one_whose_end_ends_nothing() -> None:
 
 def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, "geartrain.watch.page")
+    for module in ("geartrain.watch.page", "geartrain.serving.http.server"):
+        monkeypatch.delitem(sys.modules, module)
     done = typed("dashboard", "--listen=127.0.0.1:0")
     assert done.returncode == 2
     assert "pip install 'geartrain[dashboard]'" in done.stderr
