@@ -17,7 +17,7 @@ from geartrain.ams.kernels import _core, ops
 from geartrain.ams.kernels._core import BadId
 from geartrain.ams.values.specs import Ids
 
-__all__ = ["POOLINGS", "BadId", "Bags", "FeatureIds", "Lookup", "PoolingName"]
+__all__ = ["POOLINGS", "BadId", "Bags", "FeatureIds", "Lookup", "MappedRows", "PoolingName"]
 
 PoolingName = Literal["sum", "mean", "sqrtn", "max"]
 POOLINGS: tuple[PoolingName | None, ...] = (None, "sum", "mean", "sqrtn", "max")
@@ -103,3 +103,21 @@ class Lookup:
         Returns Σ g² over all, in float64: finite only if every one is. The same bits for any number of threads.
         """
         return self._lookup.sum_gradients(list(vectors), list(out))
+
+
+class MappedRows:
+    """Rows in memory that others wrote, such as a mapped file's: found by the hash of their id. Thread-safe.
+
+    ``reference/embedding.py`` has what it computes.
+    """
+
+    def __init__(self, starts: Ids, ids: Ids, rows: npt.NDArray[Any]) -> None:
+        """``starts`` [2^bits + 1]: where among ``ids`` [N] those begin whose ``splitmix64`` has the same first bits;
+        ``rows`` [N, D]. They are held, not copied. Raises ValueError for arrays that contradict each other.
+        """
+        self._rows = _core.MappedRows(starts, ids, ops.as_bits(rows)[0])
+
+    def pull(self, ids: Ids, out: npt.NDArray[Any]) -> Ids:
+        """Write the row of each of ``ids`` [N] to ``out`` [N, D]; return the places of those that have none, rising."""
+        missing = np.empty(len(ids), np.int64)
+        return missing[: self._rows.pull(ids, ops.as_bits(out)[0], missing)]

@@ -6,6 +6,7 @@ Legend: B samples, N images of all histories, P numbers of an image, W the width
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from geartrain.bridge.models.activations import ActivationName
 from geartrain.bridge.models.attention import attentive_mean
 from geartrain.bridge.models.click_model import ClickModel
 from geartrain.bridge.models.inputs import FieldVectors, tower
-from geartrain.bridge.models.sequences import Sequences, sequences_of
+from geartrain.bridge.models.sequences import sequences_of
 
 
 class CrossMedia(ClickModel):
@@ -87,14 +88,14 @@ class CrossMedia(ClickModel):
         """Logits [B] of the embeddings [B, dim] and of the images. Raises InvalidArgument that names what is wrong."""
         first_order_B, embedded = self._fields.take(vectors)
         images_BP = vectors.get(self._image)
-        if images_BP is None or images_BP.is_nested or images_BP.shape != (len(first_order_B), self._image_dim):
+        if images_BP is None or images_BP.is_nested or images_BP.shape != (first_order_B.shape[0], self._image_dim):
             shape = "not there" if images_BP is None else f"of shape {list(images_BP.shape)}"
             raise InvalidArgument(
                 f"the images {self._image!r} are {shape}; CrossMedia takes [{len(first_order_B)}, {self._image_dim}]"
             )
         given = sequences_of("CrossMedia", vectors, {self._history: self._image_dim})
         own_BW = self.descriptor(images_BP)
-        seen = Sequences(self.descriptor(given.values_ND), given.lengths_B, given.rows_N)
+        seen = replace(given, values_ND=self.descriptor(given.values_ND))
         liked_BW = attentive_mean(seen, own_BW, self.by_image)
         by_id_BW = attentive_mean(seen, vectors[self._query], self.by_id)
         deep_B = self.deep(torch.cat([*embedded, own_BW, liked_BW, by_id_BW], 1)).squeeze(1)

@@ -128,7 +128,7 @@ class DIEN(ClickModel):
 
     def _interests(self, events: Sequences) -> Tensor:
         """The states h_t [N, H] of the extractor."""
-        if not len(events.values_ND):
+        if not events.values_ND.shape[0]:
             return events.values_ND
         states_BLH, _ = self.extractor(events.padded(events.values_ND))
         return events.packed(states_BLH)

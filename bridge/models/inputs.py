@@ -54,7 +54,7 @@ class FieldVectors:
                 )
         embedded = [vectors[name] for name in self.embedded]
         if not self.first_order:
-            return embedded[0].new_zeros(len(embedded[0])), embedded
+            return embedded[0].new_zeros(embedded[0].shape[0]), embedded
         return torch.stack([vectors[name].squeeze(1) for name in self.first_order]).sum(0), embedded
 
 

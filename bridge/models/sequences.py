@@ -56,12 +56,51 @@ class Sequences:
         return values[self.rows_N, self.positions()]
 
 
+@dataclass(frozen=True)
+class PaddedSequences(Sequences):
+    """B sequences in B·L places, with what lies behind the end of each: no size depends on a value, as ONNX needs it.
+
+    What lies there counts in no softmax, and in a sum unless it is 0 or weighted by one; it must be finite.
+    """
+
+    longest: int
+    """L."""
+
+    @classmethod
+    def of(cls, values_BLD: Tensor, lengths_B: Tensor) -> PaddedSequences:
+        """Sequences of so many vectors each; those behind them are 0."""
+        num, longest = values_BLD.shape[:2]
+        rows_N = torch.arange(num, device=values_BLD.device).repeat_interleave(longest)
+        return cls(values_BLD.flatten(0, 1), lengths_B, rows_N, longest)
+
+    def expand(self, of_samples_BD: Tensor) -> Tensor:
+        return of_samples_BD.unsqueeze(1).expand(-1, self.longest, -1).flatten(0, 1)
+
+    def sum(self, values_ND: Tensor) -> Tensor:
+        return self.padded(values_ND).sum(1)
+
+    def softmax(self, scores_N: Tensor) -> Tensor:
+        places_L = torch.arange(self.longest, device=scores_N.device)
+        counts_BL = places_L.unsqueeze(0) < self.lengths_B.unsqueeze(1)
+        scores_BL = self.padded(scores_N).masked_fill(~counts_BL, torch.finfo(scores_N.dtype).min)
+        return (scores_BL.softmax(1) * counts_BL).flatten()
+
+    def padded(self, values: Tensor) -> Tensor:
+        return values.view(-1, self.longest, *values.shape[1:])
+
+    def packed(self, values: Tensor) -> Tensor:
+        return values.flatten(0, 1)
+
+
 def sequences_of(model: str, vectors: Mapping[str, Tensor], dims: Mapping[str, int]) -> Sequences:
     """The sequences of the fields ``dims``, their vectors side by side in the order given.
 
-    Each is [B, L, dim], or a nested tensor of layout torch.jagged [B, ?, dim]. Raises InvalidArgument that names the
-    field that is missing, has another shape, or sequences of other lengths than the first.
+    Each is [B, L, dim], or a nested tensor of layout torch.jagged [B, ?, dim]; the only one may be :class:`Sequences`
+    already. Raises InvalidArgument that names the field that is missing, has another shape, or sequences of other
+    lengths than the first.
     """
+    if len(dims) == 1 and isinstance(given := vectors.get(next(iter(dims))), Sequences):
+        return given
     parts: list[Tensor] = []
     lengths_B: Tensor | None = None
     for name, dim in dims.items():

@@ -187,7 +187,6 @@ class SlowGearRole:
             self._dim,
             expire_seconds=config.expire_seconds,
             max_version_lag=config.max_version_lag,
-            name=self.name,
         )
 
 

@@ -11,7 +11,10 @@ from geartrain.ams.values.errors import ConfigError
 if TYPE_CHECKING:
     from geartrain.serving.answers import Servable
 
-KINDS: dict[str, str] = {"pictures": "geartrain.serving.models.pictures:PictureModel"}
+KINDS: dict[str, str] = {
+    "pictures": "geartrain.serving.models.pictures:PictureModel",
+    "clicks": "geartrain.serving.models.clicks:ClicksModel",
+}
 """``kind`` of config.json -> ``module:class``, whose ``load(folder, config)`` makes the Servable."""
 
 

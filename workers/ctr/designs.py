@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from geartrain.ams.kernels.embedding import PoolingName
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.optimizers.registry import Adam
-from geartrain.ams.values.specs import Ids
 from geartrain.bridge.embedding.field import Field
 from geartrain.bridge.embedding.group import EmbeddingGroup
 from geartrain.bridge.embedding.levels import jagged_tensor
@@ -29,12 +29,12 @@ from geartrain.bridge.models.dssm import DSSM
 from geartrain.bridge.models.wide_deep import WideDeep
 from geartrain.workers.ctr.recipe import CtrRecipe
 from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, SampleSchema
+from geartrain.workers.ctr.samples.features import HISTORY, HISTORY_ITEMS, SampleFeature, crossed, ids_by_feature
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
 
-HISTORY, IMAGE, HISTORY_IMAGES = "history", "image", "history_images"
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+IMAGE, HISTORY_IMAGES = "image", "history_images"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,8 @@ class _Kind:
     events: bool = False
     """The history is a sequence; else, if there is one, the sum of its events over the root of their number."""
     images: bool = False
+    unrolled: bool = False
+    """It goes through a history event by event, so that the graph of a service has as many steps as it may have."""
 
 
 def _plain(model: Callable[..., ClickModel]) -> Callable[[CtrRecipe, SampleLayout, dict[str, int]], ClickModel]:
@@ -112,7 +114,7 @@ _KINDS: Mapping[str, _Kind] = {
     "wide_deep": _Kind(network=_plain(WideDeep), crosses=True),
     "dssm": _Kind(network=_two_towers, weights=False),
     "din": _Kind(network=_attentive(DIN), events=True),
-    "dien": _Kind(network=_attentive(DIEN), events=True),
+    "dien": _Kind(network=_attentive(DIEN), events=True, unrolled=True),
     "crossmedia": _Kind(network=_with_images, images=True),
 }
 
@@ -132,12 +134,30 @@ class Design:
             raise ConfigError(f"history is 0, and {recipe.model} needs one; give --set history=20, or another model")
         if kind.images and layout.image_dim is None:
             raise ConfigError(f"{recipe.model} needs images of the items, and the samples have none; take din")
-        self._pooled = bool(recipe.history) and not kind.events and not kind.images
-        names = [*layout.fields, *([HISTORY] if self._pooled else [])]
-        self._weights = {f"{name}_weight": name for name in names} if kind.weights else {}
-        self._crosses = {"_x_".join(names): names for names in schema.crosses} if kind.crosses else {}
+        pooled = bool(recipe.history) and not kind.events and not kind.images
+        names = [*layout.fields, *([HISTORY] if pooled else [])]
         embedded = names + ([HISTORY] if kind.events else [])
-        self.dims = dict.fromkeys(embedded, recipe.dim) | dict.fromkeys([*self._weights, *self._crosses], 1)
+        self.features: tuple[SampleFeature, ...] = (
+            *(self._feature(name, recipe.dim, (name,)) for name in embedded),
+            *(self._feature(f"{name}_weight", 1, (name,)) for name in names if kind.weights),
+            *(self._feature("_x_".join(cross), 1, cross) for cross in schema.crosses if kind.crosses),
+        )
+        self.dims = {feature.name: feature.dim for feature in self.features}
+        self.served: tuple[SampleFeature, ...] = (*self.features, *(self._of_images() if kind.images else ()))
+        """:attr:`features`, and the images: what a service looks up."""
+        self.is_unrolled = kind.unrolled
+
+    def _of_images(self) -> tuple[SampleFeature, ...]:
+        dim = self.layout.image_dim
+        assert dim is not None
+        own = SampleFeature(name=IMAGE, dim=dim, of=self.layout.schema.item[:1], pooling="sum", table=IMAGE)
+        return own, SampleFeature(name=HISTORY_IMAGES, dim=dim, of=(HISTORY_ITEMS,), pooling=None, table=IMAGE)
+
+    def _feature(self, name: str, dim: int, of: tuple[str, ...]) -> SampleFeature:
+        pooling: PoolingName | None = "mean"
+        if HISTORY in of:
+            pooling = None if self._kind.events else "sqrtn"
+        return SampleFeature(name=name, dim=dim, of=of, pooling=pooling, table=name)
 
     def network(self) -> ClickModel:
         """The network, with fresh parameters."""
@@ -146,13 +166,8 @@ class Design:
     def fields(self, cluster: Cluster, job: str, *, reuse: bool) -> EmbeddingGroup:
         """The embeddings, in tables of ``job``."""
         optimizer = Adam(self.recipe.row_lr, weight_decay=self.recipe.row_weight_decay)
-        members = [self._field(name, dim) for name, dim in self.dims.items()]
+        members = [_field(feature) for feature in self.features]
         return EmbeddingGroup(cluster, job, members, optimizer=optimizer, seed=self.recipe.seed, reuse=reuse)
-
-    def _field(self, name: str, dim: int) -> Field:
-        if name in (HISTORY, f"{HISTORY}_weight"):
-            return Field(name, dim, pooling=None if self._kind.events else "sqrtn")
-        return Field(name, dim, pooling="mean", padding_id=PADDING)
 
     def ids(self, samples: ClickSamples, indices: npt.NDArray[np.int64]) -> dict[str, Any]:
         """The ids of the samples at ``indices``, as the embeddings take them."""
@@ -161,13 +176,7 @@ class Design:
             assert samples.histories is not None
             places, offsets = samples.histories.take(indices)
             ids[HISTORY] = (crossed(samples.histories.items[places], samples.histories.outcomes[places]), offsets)
-        weights = {weight: ids[name] for weight, name in self._weights.items()}
-        crosses = {}
-        for cross, (first, *others) in self._crosses.items():
-            crosses[cross] = ids[first]
-            for other in others:
-                crosses[cross] = crossed(crosses[cross], ids[other])
-        return {**ids, **weights, **crosses}
+        return ids_by_feature(self.features, ids)
 
     def images(self, samples: ClickSamples, indices: npt.NDArray[np.int64]) -> dict[str, Tensor]:
         """The images of the samples at ``indices``, as the network takes them beside the vectors; none if it has no use
@@ -184,10 +193,6 @@ class Design:
         }
 
 
-def crossed(first: Ids, second: Ids) -> Ids:
-    """An id below 2^63 for each pair of ``first`` [N] and ``second`` [N] or [N, L]; padding of ``second`` stays."""
-    left = first if second.ndim == 1 else first[:, None]
-    mixed = (left.view(np.uint64) * _GOLDEN) ^ second.view(np.uint64)
-    mixed = (mixed ^ (mixed >> np.uint64(32))) * _GOLDEN  # so that ids near each other do not meet
-    pairs: Ids = (mixed >> np.uint64(1)).view(np.int64)
-    return np.where(second == PADDING, PADDING, pairs)
+def _field(feature: SampleFeature) -> Field:
+    padding = None if HISTORY in feature.of else PADDING
+    return Field(feature.name, feature.dim, pooling=feature.pooling, padding_id=padding)

@@ -93,7 +93,7 @@ def export_model(
     the version there by default. Raises ConfigError (a library is not installed), InvalidArgument (the backbone cannot
     be exported, or ``folder`` holds anything but an export), OSError (such as a full disk; then the old folder stays).
     """
-    version = _next_version(folder) if version is None else version
+    version = next_version(folder) if version is None else version
     if example is None:
         example = _random_images(model.preprocessing)
     centers = model.centers.detach().float().cpu()
@@ -119,7 +119,7 @@ def export_model(
     return Exported(parity=parity, config=config)
 
 
-def _next_version(folder: Path) -> int:
+def next_version(folder: Path) -> int:
     """One more than the version there. Raises InvalidArgument unless there is nothing to lose."""
     folder = complete_folder(folder)
     if not folder.exists():

@@ -144,7 +144,7 @@ class FollowedTables:
         return True
 
     def _apply(self, step: Snapshot) -> None:
-        specs = {spec.name: spec for spec in map(_without_optimizer, step.manifest.tables)}
+        specs = {spec.name: spec for spec in map(spec_of_rows, step.manifest.tables)}
         names = list(specs) if self._wanted is None else self._wanted
         if missing := [name for name in names if name not in specs]:
             raise TableNotFound(
@@ -281,8 +281,9 @@ class _Readers:
                 self._changed.notify_all()
 
 
-def _without_optimizer(fields: Mapping[str, Any]) -> TableSpec:
-    """A table of such rows that trains nothing, admits all, and of which nothing goes by itself."""
+def spec_of_rows(fields: Mapping[str, Any]) -> TableSpec:
+    """Of a table's specification as JSON values that of its rows alone: it trains nothing, admits all, and nothing goes
+    by itself."""
     spec = TableSpec.from_dict(dict(fields))
     rows = {name: getattr(spec, name) for name in ("name", "dim", "num_rows", "initializer", "seed", "dtype")}
     return TableSpec(optimizer=SGD(1.0), **rows)

@@ -27,7 +27,7 @@ from geartrain.ams.storage.snapshot.folder import (
 from geartrain.ams.storage.snapshot.manifest import DEDUP, EXPORT, JOB, REMOVED, ROW_KINDS, ROWS, FileEntry
 from geartrain.ams.storage.snapshot.store import Place, place, store_of, within
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.ams.values.placement import bucket_of, bucket_ranges, buckets_between
+from geartrain.ams.values.placement import NUM_BUCKETS, bucket_of, bucket_ranges, buckets_between
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -70,6 +70,17 @@ def compact(root: str | Path, name: str, *, new_name: str | None = None) -> Plac
             store.discard(store.hide(path))
         raise damage[0]
     return path
+
+
+def rows_of_table(snapshot: Snapshot, table: str) -> tuple[int, Iterator[Arrays]]:
+    """The rows of a table, each once, in blocks that are read one after the other; there are at most so many.
+
+    Memory: a block, and 8 bytes for each row where ``snapshot`` adds to others. Raises SnapshotDamaged, also later.
+    """
+    layers = layers_of(snapshot.chain(), table)
+    dense = next(spec for spec in snapshot.manifest.tables if spec["name"] == table)["num_rows"] is not None
+    num_rows = sum(entry.num_rows for layer in layers for entry in layer.blocks())
+    return num_rows, _rows_of(layers, np.ones(NUM_BUCKETS, np.bool_), dense=dense)
 
 
 def _merged(staging: Staging, chain: Sequence[Snapshot], spec: Mapping[str, Any]) -> Iterator[FileEntry]:

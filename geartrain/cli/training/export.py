@@ -11,7 +11,7 @@ import typer
 from geartrain.ams.values.config import ClusterConfig
 from geartrain.ams.values.errors import ConfigError
 from geartrain.cli.shared import configuration
-from geartrain.cli.shared.options import ConfigFile, Json, OwnBackbone, SchedulerAddress
+from geartrain.cli.shared.options import CacheFolder, ConfigFile, Json, OwnBackbone, SchedulerAddress
 
 _FILE = ".safetensors"
 _OTHER_FILES = (".safetensor", ".pt", ".pth", ".bin", ".npy", ".npz", ".onnx", ".parquet", ".csv")
@@ -67,6 +67,15 @@ def export(
     ] = None,
     onnx: Annotated[bool, typer.Option("--onnx", help="The same as RUN --to OUT.")] = False,
     backbone: OwnBackbone = None,
+    rows: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a model of clicks: folder or URL of versions of its tables, whose rows are served as they come, "
+            "in the place of a copy of them.",
+            show_default=False,
+        ),
+    ] = None,
+    cache: CacheFolder = Path(".cache"),
     file: ConfigFile = None,
     scheduler: SchedulerAddress = None,
     as_json: Json = False,
@@ -92,12 +101,14 @@ def export(
     is_file = out is not None and out.endswith(_FILE)
     if (out is None or is_file) and (follow or compact or since is not None):
         raise ConfigError("--since, --follow and --compact are for versions of a table, not for a file or a model")
+    if rows is not None and to is None:
+        raise ConfigError(f"--rows {rows} is for the model of a run; give --to DIR")
     if every is not None and not follow:
         raise ConfigError(f"--every {every:g} is the pause between versions of --follow; add --follow")
     if to is not None:
         from geartrain.cli.training.export_models import export_run  # torch is loaded after the arguments are known
 
-        export_run(Path(source), to, backbone=backbone, keep=keep, as_json=as_json)
+        export_run(Path(source), to, backbone=backbone, keep=keep, rows=rows, cache=cache, as_json=as_json)
         return
     assert out is not None
     if Path(out).suffix in _OTHER_FILES:

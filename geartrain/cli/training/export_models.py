@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.text import counted
 from geartrain.serving.index.registry import write_index
+from geartrain.workers.ctr.export import export_clicks
+from geartrain.workers.ctr.predict import is_click_run
 from geartrain.workers.job.folder import has_run, read_run
+from geartrain.workers.job.state import newest_snapshot
 from geartrain.workers.models.export import export_model
 from geartrain.workers.models.saved_model import CONFIG
 from geartrain.workers.models.trained_model import TrainedModel, load_model
@@ -21,28 +27,47 @@ from geartrain.workers.models.trained_model import TrainedModel, load_model
 VERSIONS_KEPT = 10
 
 
-def export_run(run: Path, to: Path, *, backbone: str | None, keep: int | None, as_json: bool) -> None:
+def export_run(
+    run: Path, to: Path, *, backbone: str | None, keep: int | None, rows: str | None, cache: Path, as_json: bool
+) -> None:
     """Write the model of a run, or of its folder, to ``to``; of a folder of versions as the next one there.
 
-    Raises ConfigError, InvalidArgument, OSError; then what was there is there still.
+    Of a model of clicks ``rows`` is an export of its tables, whose rows are followed. Raises ConfigError,
+    InvalidArgument, OSError; then what was there is there still.
     """
+    if is_click_run(run):
+        facts, words = _export_clicks(run, to, keep, rows, cache)
+    elif rows is not None:
+        raise ConfigError(f"--rows {rows} is for a model of clicks, and {run} has no tables; leave it out")
+    else:
+        facts, words = _export_pictures(run, to, keep, backbone)
+    print(json.dumps(facts) if as_json else words)
+
+
+def _export_clicks(run: Path, to: Path, keep: int | None, rows: str | None, cache: Path) -> tuple[dict[str, Any], str]:
+    with _version_folder(to, newest_snapshot(read_run(run).snapshots).manifest.step, keep) as folder:
+        config = export_clicks(run, folder, cache=cache, say=lambda line: print(line, file=sys.stderr), follow=rows)
+    version, error = config["version"], config["parity"]["max_error"]
+    num_rows = sum(table["rows"] for table in config["tables"]["mapped"])
+    facts = {"folder": str(folder), "version": version, "rows": num_rows, "max_error": error}
+    where = f"{num_rows:,} rows" if rows is None else f"the rows of {rows}"
+    return facts, (
+        f"{folder} holds version {version}: the network {config['model']} of {counted(len(config['fields']), 'field')} "
+        f"and {where}; onnxruntime's log-odds are {error:.1e} from PyTorch's"
+    )
+
+
+def _export_pictures(run: Path, to: Path, keep: int | None, backbone: str | None) -> tuple[dict[str, Any], str]:
     model = load_model(run, backbone=backbone)
-    version = _version(model, run)
-    versions = _versions(to)
-    has_versions = keep is not None or bool(versions)
-    if has_versions and (to / CONFIG).exists():
-        raise ConfigError(f"{to} holds one model, and --keep {keep} is for a folder of versions; give a new name")
-    folder = to / f"{1 + max(versions, default=0) if version is None else version:06}" if has_versions else to
 
     def index(staging: Path, arrays: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, Any]:
         return {
             "index": write_index(staging, arrays["centers"], arrays.get("biases"), is_cosine=model.is_cosine),
         }
 
-    exported = export_model(model, folder, version=version, finish=index)
-    if has_versions:
-        for old in sorted(_versions(to).items())[: -(keep or VERSIONS_KEPT)]:
-            shutil.rmtree(old[1])
+    version = _version(model, run)
+    with _version_folder(to, version, keep) as folder:
+        exported = export_model(model, folder, version=version, finish=index)
     config = exported.config
     facts = {
         "folder": str(folder),
@@ -51,13 +76,24 @@ def export_run(run: Path, to: Path, *, backbone: str | None, keep: int | None, a
         "dim": config["dim"],
         "largest_distance": exported.parity.largest_distance,
     }
-    print(
-        json.dumps(facts)
-        if as_json
-        else f"{folder} holds version {config['version']}: a backbone of {config['dim']} features and "
+    return facts, (
+        f"{folder} holds version {config['version']}: a backbone of {config['dim']} features and "
         f"{config['num_classes']:,} classes; onnxruntime's features are {exported.parity.largest_distance:.1e} of "
         f"their length from PyTorch's ({exported.parity.images} images)"
     )
+
+
+@contextmanager
+def _version_folder(to: Path, version: int | None, keep: int | None) -> Iterator[Path]:
+    """The folder to write a version to: ``to``, or one in it where it has versions; older ones go at the end."""
+    versions = _versions(to)
+    has_versions = keep is not None or bool(versions)
+    if has_versions and (to / CONFIG).exists():
+        raise ConfigError(f"{to} holds one model, and --keep {keep} is for a folder of versions; give a new name")
+    yield to / f"{1 + max(versions, default=0) if version is None else version:06}" if has_versions else to
+    if has_versions:
+        for old in sorted(_versions(to).items())[: -(keep or VERSIONS_KEPT)]:
+            shutil.rmtree(old[1])
 
 
 def _version(model: TrainedModel, run: Path) -> int | None:

@@ -9,6 +9,7 @@
 #include "bindings/module.hpp"
 #include "embedding/bag_sums.hpp"
 #include "embedding/lookup.hpp"
+#include "embedding/mapped_rows.hpp"
 
 namespace geartrain {
 namespace {
@@ -196,6 +197,35 @@ void spread_row_bags(const FloatMatrix& vectors, const Places& places, const Pla
   spread_bags(bags, vectors.data(), static_cast<int64_t>(out.shape(1)), out.data());
 }
 
+// The mapped arrays, held while their rows may be pulled.
+struct HeldRows {
+  IdArray starts, ids;
+  Matrix rows;
+  MappedRows mapped;
+};
+
+void hold_rows(HeldRows* self, const IdArray& starts, const IdArray& ids, const Matrix& rows) {
+  const size_t ranges = starts.size() - 1;
+  require(starts.size() >= 2 && (ranges & (ranges - 1)) == 0, "starts must be a power of two, and one");
+  require(rows.shape(0) == ids.size(), "rows must be as many as ids");
+  int bits = 0;
+  while ((size_t{1} << bits) < ranges) ++bits;
+  const MappedRows mapped{.starts = starts.data(),
+                          .ids = ids.data(),
+                          .rows = static_cast<const char*>(rows.data()),
+                          .count = static_cast<int64_t>(ids.size()),
+                          .bits = bits,
+                          .row_bytes = rows.shape(1) * rows.itemsize()};
+  new (self) HeldRows{starts, ids, rows, mapped};
+}
+
+int64_t pull_rows(const HeldRows& self, const IdArray& ids, const MatrixOutput& out, const IdOutput& missing) {
+  require(out.shape(0) == ids.size() && missing.size() == ids.size(), "out and missing must be as many as ids");
+  require(out.shape(1) == self.rows.shape(1) && out.dtype() == self.rows.dtype(), "out has another width or type");
+  const WithoutInterpreter release;
+  return self.mapped.pull(ids.data(), static_cast<int64_t>(ids.size()), static_cast<char*>(out.data()), missing.data());
+}
+
 }  // namespace
 
 void bind_lookup(nb::module_& m) {
@@ -209,6 +239,9 @@ void bind_lookup(nb::module_& m) {
       .def("count_occurrences", &count_occurrences, nb::arg("table"), nb::arg("wanted"), nb::arg("out").noconvert())
       .def("pool", &pool, nb::arg("rows"), nb::arg("dtypes"), nb::arg("vectors"), nb::arg("keep_places"))
       .def("sum_gradients", &sum_gradients, nb::arg("vectors"), nb::arg("rows"));
+  nb::class_<HeldRows>(m, "MappedRows")
+      .def("__init__", &hold_rows, nb::arg("starts").noconvert(), nb::arg("ids").noconvert(), nb::arg("rows").noconvert())
+      .def("pull", &pull_rows, nb::arg("ids").noconvert(), nb::arg("out").noconvert(), nb::arg("missing").noconvert());
   m.def("pool_bags", &pool_row_bags, nb::arg("rows"), nb::arg("places"), nb::arg("counts"), nb::arg("weights").none(), nb::arg("out"));
   m.def("spread_bags", &spread_row_bags, nb::arg("vectors"), nb::arg("places"), nb::arg("counts"), nb::arg("weights").none(),
         nb::arg("out"));

@@ -1,0 +1,22 @@
+// Rows in a file mapped into memory, found by the hashes of their ids: nothing is built when it is opened, and processes share it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace geartrain {
+
+struct MappedRows {
+  const int64_t* starts;  // [2^bits + 1]: where the ids of each range of hashes begin among `ids`, and their number
+  const int64_t* ids;     // [count], those of a range in any order
+  const char* rows;       // [count, row_bytes]
+  int64_t count;
+  int bits;
+  size_t row_bytes;
+
+  // Copies the row of ids[i] to place i of `out`. The places of ids without a row go to `missing`, rising; returns how many.
+  // Never looks outside the arrays, whatever `starts` holds.
+  int64_t pull(const int64_t* wanted, int64_t num_wanted, char* out, int64_t* missing) const;
+};
+
+}  // namespace geartrain

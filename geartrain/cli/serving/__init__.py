@@ -1,1 +1,0 @@
-"""Commands for services of trained models that run."""

@@ -1,0 +1,409 @@
+"""Click models as they are served: the probability of a click, and the best of many candidates.
+
+Legend: N samples or contexts, C candidates of the context that has most, M candidates of all, L ids of the longest bag,
+W numbers that the network takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.values.arguments import integer
+from geartrain.ams.values.errors import InvalidArgument, ModelDamaged
+from geartrain.ams.values.specs import Ids
+from geartrain.ams.values.text import quoted
+from geartrain.serving.answers import Arrays, Question, TensorSpec
+from geartrain.serving.models.samples import SampleReader, with_histories
+from geartrain.serving.vectors import FeatureVectors, Floats, ModelTables
+from geartrain.workers.ctr.samples.click_samples import PADDING
+from geartrain.workers.ctr.samples.features import HISTORY, HISTORY_ITEMS, SampleFeature, ids_by_feature
+
+NETWORK = "network.onnx"
+MOST_CANDIDATES = 10_000
+_BEST = 10
+_COUNTS = "num_candidates"
+
+
+class NetworkInputs:
+    """What the network takes for N samples."""
+
+    def __init__(self, features: Sequence[SampleFeature], longest: int | None) -> None:
+        """``longest``: the L of every sequence; None: any."""
+        self.features = tuple(features)
+        self._longest = longest
+        pooled = [feature for feature in self.features if feature.pooling is not None]
+        ends = np.cumsum([feature.dim for feature in pooled]).tolist()
+        self.columns = {feature.name: slice(end - feature.dim, end) for feature, end in zip(pooled, ends, strict=True)}
+        self.width = ends[-1]
+        self.sequences = [feature.name for feature in self.features if feature.pooling is None]
+
+    def of(self, vectors: Mapping[str, Floats], lengths_N: Ids | None) -> dict[str, npt.NDArray[Any]]:
+        """Of vectors [N, D] and sequences [N, L, D] of such lengths."""
+        num = len(next(iter(vectors.values())))
+        matrix = np.empty((num, self.width), np.float32)
+        for name, columns in self.columns.items():
+            matrix[:, columns] = vectors[name]
+        inputs: dict[str, npt.NDArray[Any]] = {"vectors": matrix}
+        for name in self.sequences:
+            inputs[name] = self._sized(vectors[name])
+        if lengths_N is not None and self.sequences:
+            inputs["lengths"] = lengths_N
+        return inputs
+
+    def _sized(self, values_NLD: Floats) -> Floats:
+        have = values_NLD.shape[1]
+        if self._longest is None or have == self._longest:
+            return values_NLD
+        missing = max(0, self._longest - have)
+        return np.ascontiguousarray(np.pad(values_NLD, ((0, 0), (0, missing), (0, 0)))[:, : self._longest])
+
+    def without(self, inputs: Mapping[str, npt.NDArray[Any]], field: str) -> dict[str, npt.NDArray[Any]]:
+        """The inputs as if the samples had nothing in a field."""
+        fields = (HISTORY, HISTORY_ITEMS) if field == HISTORY else (field,)
+        found = {**inputs, "vectors": inputs["vectors"].copy()}
+        for feature in self.features:
+            if not set(feature.of).intersection(fields):
+                continue
+            if feature.name in self.columns:
+                found["vectors"][:, self.columns[feature.name]] = 0
+            else:
+                found[feature.name] = np.zeros_like(inputs[feature.name])
+                found["lengths"] = np.zeros_like(inputs["lengths"])
+        return found
+
+
+class ClicksModel:
+    """A model of clicks of a folder that ``geartrain export RUN --to DIR`` wrote."""
+
+    kind = "clicks"
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        """Raises ModelDamaged, InvalidArgument (onnxruntime cannot run it), and what a followed export raises."""
+        self._config = config
+        features = [SampleFeature.from_json(said) for said in config["features"]]
+        self.tables = ModelTables(folder, config["tables"])
+        self.vectors = FeatureVectors(self.tables, features)
+        self.inputs = NetworkInputs(features, config["longest"])
+        self._session = opened(folder / NETWORK, {"vectors": self.inputs.width})
+        crossed = {name for feature in features for name in feature.of[:-1]}
+        self.items: tuple[str, ...] = tuple(config["items"])
+        self.reader = SampleReader(config["fields"], int(config["history"]), crossed)
+        self.operations = {"click": ClickOperation(self), "rank": RankOperation(self)}
+
+    @classmethod
+    def load(cls, folder: Path, config: Mapping[str, Any]) -> ClicksModel:
+        """See the constructor."""
+        return cls(folder, config)
+
+    @property
+    def version(self) -> int:
+        """The step of the training, or of a followed export its newest version here."""
+        followed = self.tables.followed
+        return int(self._config["version"]) if followed is None else followed.version
+
+    @property
+    def created(self) -> float:
+        """Unix time in seconds of the moment that the rows are of."""
+        followed = self.tables.followed
+        return float(self._config["created"]) if followed is None else followed.created
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What people want to know of it."""
+        specs, followed = self.tables.specs, self.tables.followed
+        return {
+            **{name: self._config[name] for name in ("model", "fields", "history", "parity", "training")},
+            "tables": {name: {"dim": spec.dim, "rows": self.tables.num_rows(name)} for name, spec in specs.items()},
+            "rows": "mapped" if followed is None else f"following {followed.root}",
+        }
+
+    def refresh(self) -> int | None:
+        """Go on to the newest rows of a followed export; return their version, None if there are none."""
+        return None if self.tables.followed is None else self.tables.followed.refresh()
+
+    def close(self) -> None:
+        """Nothing is held but memory."""
+
+    def logits(self, inputs: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.float64]:
+        """The log-odds of a click [N]."""
+        (found,) = self._session.run(["logits"], dict(inputs))
+        logits: npt.NDArray[np.float64] = found.astype(np.float64)
+        return logits
+
+
+def opened(network: Path, widths: Mapping[str, int]) -> Any:
+    """A session of onnxruntime on one thread: several requests are answered beside one another.
+
+    Raises ModelDamaged unless it takes inputs of these widths, InvalidArgument if it cannot be run.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    try:
+        session = onnxruntime.InferenceSession(str(network), options, providers=["CPUExecutionProvider"])
+    except Exception as exc:  # its errors have no base but this
+        raise InvalidArgument(f"onnxruntime cannot run {network}: {exc}") from exc
+    taken = {given.name: given.shape[-1] for given in session.get_inputs()}
+    for name, width in widths.items():
+        if taken.get(name) != width:
+            raise ModelDamaged(
+                f"{network} takes {taken}, and the tables beside it give {name} [N, {width}]: they are of two models; "
+                "export the model again"
+            )
+    return session
+
+
+def probabilities(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Of log-odds, without overflow."""
+    small = np.exp(-np.abs(logits))
+    found: npt.NDArray[np.float64] = np.where(logits >= 0, 1, small) / (1 + small)
+    return found
+
+
+def _objects(body: Mapping[str, Any], name: str, most: int = 1_000_000) -> list[Mapping[str, Any]]:
+    """The list of objects under ``name`` of a body. Raises InvalidArgument."""
+    given = body.get(name)
+    if not isinstance(given, list) or not given or not all(isinstance(one, dict) for one in given):
+        raise InvalidArgument(f"{name} is {quoted(given)}; it must be a list of one or more objects of fields")
+    if len(given) > most:
+        raise InvalidArgument(f"{name} has {len(given):,} entries; at most {most:,} are ranked at once")
+    return given
+
+
+def _require_keys(body: Mapping[str, Any], known: Iterable[str]) -> None:
+    known = tuple(known)
+    if unknown := [name for name in body if name not in known]:
+        raise InvalidArgument(f"the body has {quoted(unknown[0])}; it may have {', '.join(map(repr, known))}")
+
+
+def _ids_schema(names: Iterable[str]) -> dict[str, Any]:
+    """JSON schema of one sample."""
+    one = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]}
+    event = {"type": "array", "items": one, "minItems": 2, "maxItems": 2, "description": "[item, outcome]"}
+    of = {name: {"anyOf": [*one["anyOf"], {"type": "array", "items": one}]} for name in names if name != HISTORY}
+    if HISTORY in names:
+        of[HISTORY] = {"anyOf": [{"type": "array", "items": event}]}
+    return {"type": "object", "properties": of, "required": list(names), "additionalProperties": False}
+
+
+def _example(names: Iterable[str], first: int = 1) -> dict[str, Any]:
+    return {name: [[1, 1]] if name == HISTORY else first + at for at, name in enumerate(names)}
+
+
+class ClickOperation:
+    """The probability of a click on each sample, and what each field contributed."""
+
+    name = "click"
+    help = "The probability that each sample is clicked."
+
+    def __init__(self, model: ClicksModel) -> None:
+        self._model = model
+        reader = model.reader
+        arrays = reader.array_names(reader.names)
+        self.inputs = [TensorSpec(name=name, dtype="int64", shape=(None, None)) for name in arrays]
+        self.outputs = [TensorSpec(name="probability", dtype="float64", shape=(None,))]
+        samples = {"type": "array", "minItems": 1, "items": _ids_schema(reader.names)}
+        self.request = {
+            "type": "object",
+            "properties": {
+                "samples": samples,
+                "explain": {
+                    "type": "boolean",
+                    "description": "Also what each field contributed: by how much the log-odds of a click would fall "
+                    "if the sample had nothing in that field.",
+                },
+            },
+            "required": ["samples"],
+            "example": {"samples": [_example(reader.names)], "explain": True},
+        }
+        numbers = {"type": "object", "additionalProperties": {"type": "number"}}
+        self.answer = {
+            "type": "object",
+            "properties": {"probability": {"type": "number"}, "contributions": numbers},
+            "required": ["probability"],
+        }
+
+    def read(self, body: Mapping[str, Any]) -> Question:
+        """``{"samples": [{field: id | text | list}…], "explain": false}``. Raises InvalidArgument."""
+        _require_keys(body, ("samples", "explain"))
+        reader = self._model.reader
+        arrays = reader.read(_objects(body, "samples"), reader.names, "sample")
+        return Question(arrays=arrays, parameters=_explained(body.get("explain", False)))
+
+    def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
+        """Ids [N] or [N, L] of each field. Raises InvalidArgument."""
+        reader = self._model.reader
+        checked = reader.take(arrays, reader.names)
+        return Question(arrays=checked, parameters=_explained(parameters.get("explain", False)))
+
+    def run(self, question: Question) -> Arrays:
+        """``probability`` [N]; explained, also ``contributions`` [N, fields]."""
+        model = self._model
+        fields = with_histories(question.arrays)
+        vectors = model.vectors(ids_by_feature(model.inputs.features, fields))
+        inputs = model.inputs.of(vectors, _lengths(fields))
+        logits = model.logits(inputs)
+        if not dict(question.parameters).get("explain"):
+            return {"probability": probabilities(logits)}
+        parts = [logits - model.logits(model.inputs.without(inputs, name)) for name in model.reader.names]
+        return {"probability": probabilities(logits), "contributions": np.stack(parts, 1)}
+
+    def write(self, answered: Arrays) -> list[Any]:
+        """``{"probability": p, "contributions"?: {field: log-odds}}`` of each."""
+        found: list[Any] = [{"probability": value} for value in answered["probability"].tolist()]
+        for one, parts in zip(found, answered.get("contributions", np.empty((0, 0))).tolist(), strict=False):
+            one["contributions"] = dict(zip(self._model.reader.names, parts, strict=True))
+        return found
+
+
+def _explained(asked: object) -> tuple[tuple[str, Any], ...]:
+    if not isinstance(asked, bool):
+        raise InvalidArgument(f"explain is {quoted(asked)}; it must be true or false")
+    return (("explain", True),) if asked else ()
+
+
+def _lengths(fields: Mapping[str, Ids]) -> Ids | None:
+    """Events of each history [N]."""
+    return (fields[HISTORY_ITEMS] != PADDING).sum(1).astype(np.int64) if HISTORY_ITEMS in fields else None
+
+
+class RankOperation:
+    """The best of many candidates in one context, whose vectors are looked up once."""
+
+    name = "rank"
+    help = "The candidates that are most probably clicked in a context, the best first."
+
+    def __init__(self, model: ClicksModel) -> None:
+        self._model = model
+        reader = model.reader
+        self._of_context = [name for name in reader.names if name not in model.items]
+        names = [*reader.array_names(self._of_context), *model.items]
+        self.inputs = [
+            TensorSpec(name=name, dtype="int64", shape=(None,) * (3 if name in model.items else 2)) for name in names
+        ]
+        self.outputs = [
+            TensorSpec(name="candidate", dtype="int64", shape=(None, None)),
+            TensorSpec(name="probability", dtype="float64", shape=(None, None)),
+        ]
+        example = {
+            "context": _example(self._of_context),
+            "candidates": [_example(model.items, n) for n in (1, 2)],
+            "k": 1,
+        }
+        self.request = {
+            "type": "object",
+            "properties": {
+                "context": {**_ids_schema(reader.names), "required": []},
+                "candidates": {"type": "array", "minItems": 1, "items": {**_ids_schema(reader.fields), "required": []}},
+                "k": {"type": "integer", "minimum": 1, "default": _BEST},
+            },
+            "required": ["context", "candidates"],
+            "example": example,
+        }
+        best = {"candidate": {"type": "integer"}, "probability": {"type": "number"}}
+        self.answer = {"type": "array", "items": {"type": "object", "properties": best, "required": list(best)}}
+
+    def read(self, body: Mapping[str, Any]) -> Question:
+        """``{"context": {field: …}, "candidates": [{field: …}…], "k": 10}``: every field is in the context or in each
+        candidate. Raises InvalidArgument.
+        """
+        _require_keys(body, ("context", "candidates", "k"))
+        context, candidates = body.get("context"), _objects(body, "candidates", MOST_CANDIDATES)
+        if not isinstance(context, dict):
+            raise InvalidArgument(f"context is {quoted(context)}; it must be an object of fields")
+        reader = self._model.reader
+        varying = [name for name in reader.names if name not in context]
+        if both := [name for name in candidates[0] if name in context]:
+            raise InvalidArgument(
+                f"field {quoted(both[0])} is in the context and in candidate 0; give it in one of them"
+            )
+        if HISTORY in varying:
+            raise InvalidArgument(f"the context has no field {HISTORY!r}; give an empty list if there is nothing")
+        arrays = reader.read([context], [name for name in reader.names if name in context], "context")
+        of_candidates = reader.read(candidates, varying, "candidate")
+        room = _power_of_two(len(candidates)) - len(candidates)
+        for name, ids in of_candidates.items():
+            arrays[_candidate(name)] = np.pad(ids, ((0, room), (0, 0)), constant_values=PADDING)[None]
+        return self._question(arrays, np.array([len(candidates)]), body.get("k", _BEST))
+
+    def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
+        """Ids [N] or [N, L] of the context, [N, C] or [N, C, L] of the candidates: the fields of items. Raises
+        InvalidArgument.
+        """
+        reader, items = self._model.reader, self._model.items
+        if not items:
+            raise InvalidArgument("no field of the model is of an item; rank by JSON, which says what a candidate has")
+        checked = reader.take(arrays, self._of_context)
+        of_candidates = reader.take(arrays, items, ndim=3)
+        if len({ids.shape[1] for ids in of_candidates.values()}) > 1:
+            raise InvalidArgument(f"the arrays {', '.join(map(repr, items))} have different numbers of candidates")
+        checked.update({_candidate(name): ids for name, ids in of_candidates.items()})
+        num, most = next(iter(of_candidates.values())).shape[:2]
+        if most > MOST_CANDIDATES:
+            raise InvalidArgument(f"there are {most:,} candidates; at most {MOST_CANDIDATES:,} are ranked at once")
+        return self._question(checked, np.full(num, most), parameters.get("k", _BEST))
+
+    def _question(self, arrays: dict[str, Ids], counts: Ids, k: object) -> Question:
+        best = min(integer("k", k, 1), int(counts.max()))
+        return Question(arrays={**arrays, _COUNTS: counts}, parameters=(("k", best),))
+
+    def run(self, question: Question) -> Arrays:
+        """``candidate`` and ``probability`` [N, k], the best first; -1 and NaN where there are fewer candidates."""
+        model, counts = self._model, question.arrays[_COUNTS]
+        given = {name: ids for name, ids in question.arrays.items() if name != _COUNTS}
+        context = with_histories({name: ids for name, ids in given.items() if not name.startswith(_CANDIDATE)})
+        there = None
+        varying = {}
+        for name, ids in given.items():
+            if name.startswith(_CANDIDATE):
+                there = np.arange(ids.shape[1]) < counts[:, None] if there is None else there
+                varying[name.removeprefix(_CANDIDATE)] = ids[there]
+        of_context = [feature for feature in model.inputs.features if context.keys() >= set(feature.of)]
+        others = [feature for feature in model.inputs.features if feature not in of_context]
+        shared = {name for feature in others for name in feature.of if name in context}
+        each = {**{name: np.repeat(context[name], counts, 0) for name in shared}, **varying}
+        vectors: dict[str, Floats] = {}
+        if of_context:
+            found = model.vectors(ids_by_feature(of_context, context))
+            vectors = {name: np.repeat(some, counts, 0) for name, some in found.items()}
+        if others:
+            vectors.update(model.vectors(ids_by_feature(others, each)))
+        lengths = _lengths(context)
+        inputs = model.inputs.of(vectors, None if lengths is None else np.repeat(lengths, counts))
+        return best_of(model.logits(inputs), counts, int(dict(question.parameters)["k"]))
+
+    def write(self, answered: Arrays) -> list[Any]:
+        """``[{"candidate": place in the request, "probability": p}…]`` of each context."""
+        return [
+            [{"candidate": at, "probability": value} for at, value in zip(places, values, strict=True) if at >= 0]
+            for places, values in zip(answered["candidate"].tolist(), answered["probability"].tolist(), strict=True)
+        ]
+
+
+_CANDIDATE = "candidate/"
+
+
+def _candidate(name: str) -> str:
+    return f"{_CANDIDATE}{name}"
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
+def best_of(logits_M: npt.NDArray[np.float64], counts: Ids, k: int) -> Arrays:
+    """Of each context the places [N, k] of its best candidates, the first of equal ones, and their probabilities."""
+    ends = np.cumsum(counts)
+    places = np.full((len(counts), k), -1, np.int64)
+    found = np.full((len(counts), k), np.nan)
+    for at, (end, count) in enumerate(zip(ends.tolist(), counts.tolist(), strict=True)):
+        own = logits_M[end - count : end]
+        order = np.argsort(-own, kind="stable")[:k]
+        places[at, : len(order)], found[at, : len(order)] = order, probabilities(own[order])
+    return {"candidate": places, "probability": found}

@@ -1,0 +1,184 @@
+"""The vectors of what a model looks up: the rows of its tables, of one moment, pooled as in training.
+
+Tables lie in mapped files, which processes of a machine share by its page cache, or follow an export of a training that
+goes on. Legend: N samples, L ids of the longest bag, V vectors, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.client.snapshots.follower import FollowedTables
+from geartrain.ams.kernels.embedding import BadId, FeatureIds, Lookup, MappedRows
+from geartrain.ams.storage.tensor_file import map_tensors
+from geartrain.ams.tables.row_table import RowTable
+from geartrain.ams.values.errors import InvalidArgument, ModelDamaged
+from geartrain.ams.values.placement import NUM_BUCKETS
+from geartrain.ams.values.specs import Ids, Rows, TableSpec
+from geartrain.workers.ctr.samples.click_samples import PADDING
+from geartrain.workers.ctr.samples.features import SampleFeature
+
+Floats = npt.NDArray[np.float32]
+_AGAIN = "bring it back from a copy, or export the model again"
+
+
+class ServedTables(Protocol):
+    """Tables by name, of one moment. Thread-safe."""
+
+    @property
+    def specs(self) -> Mapping[str, TableSpec]:
+        """What each is."""
+
+    def pull_together(self, tables: Mapping[str, Ids]) -> dict[str, Rows]:
+        """Rows [N, D] of ids [N] of each; one that is not there has its initial value, as in training."""
+
+
+class MappedTables:
+    """Tables in files (:mod:`geartrain.ams.storage.export.mapped_rows`), asked as they lie on the disk.
+
+    Nothing is read before it is asked for, and nothing is kept but by the system's page cache: a table may be larger
+    than memory, and what is asked for often stays in it.
+    """
+
+    def __init__(self, files: Mapping[str, tuple[Path, Mapping[str, Any]]]) -> None:
+        """``files``: of each table, and its specification. Raises ModelDamaged that names a file."""
+        self.specs: dict[str, TableSpec] = {}
+        self.num_rows: dict[str, int] = {}
+        self._rows: dict[str, MappedRows] = {}
+        self._initial: dict[str, RowTable] = {}
+        for name, (path, fields) in files.items():
+            spec = TableSpec.from_dict(fields)
+            self._rows[name], self.num_rows[name] = _mapped(path, spec)
+            self.specs[name] = spec
+            self._initial[name] = RowTable(spec, np.arange(NUM_BUCKETS))
+
+    def pull_together(self, tables: Mapping[str, Ids]) -> dict[str, Rows]:
+        """Rows [N, D] of ids [N] of each table; one that is not there has its initial value, as in training."""
+        found = {}
+        for name, ids in tables.items():
+            spec = self.specs[name]
+            rows: Rows = np.empty((len(ids), spec.dim), spec.numpy_dtype)
+            missing = self._rows[name].pull(ids, rows)
+            if len(missing):
+                initial = np.empty((len(missing), spec.dim), spec.numpy_dtype)
+                self._initial[name].pull(ids[missing], initial)
+                rows[missing] = initial
+            found[name] = rows
+        return found
+
+
+def _mapped(path: Path, spec: TableSpec) -> tuple[MappedRows, int]:
+    try:
+        arrays = map_tensors(path)
+        starts, ids, rows = (arrays[name] for name in ("starts", "ids", "weight"))
+        if rows.dtype != spec.numpy_dtype or rows.shape[1:] != (spec.dim,):
+            raise ModelDamaged(
+                f"{path} has rows {rows.dtype} {list(rows.shape)}; those of table {spec.name!r} are {spec.dtype} "
+                f"[N, {spec.dim}]. {_AGAIN.capitalize()}"
+            )
+        return MappedRows(starts, ids, rows), len(ids)
+    except OSError as exc:
+        raise ModelDamaged(f"{path} cannot be read: {exc.strerror or exc}; {_AGAIN}") from exc
+    except (ValueError, KeyError, TypeError) as exc:
+        raise ModelDamaged(f"{path} is no table of a model: {exc}; {_AGAIN}") from exc
+
+
+class _Followed:
+    """Tables of an export under the names that a model has for them."""
+
+    def __init__(self, followed: FollowedTables, job: str) -> None:
+        self._followed, self._job = followed, job
+
+    @property
+    def specs(self) -> Mapping[str, TableSpec]:
+        return {name.removeprefix(f"{self._job}/"): spec for name, spec in self._followed.specs.items()}
+
+    def pull_together(self, tables: Mapping[str, Ids]) -> dict[str, Rows]:
+        pulled = self._followed.pull_together({f"{self._job}/{name}": ids for name, ids in tables.items()})
+        return {name: pulled[f"{self._job}/{name}"] for name in tables}
+
+
+class ModelTables:
+    """The tables that config.json of a model names: mapped ones, and those that follow an export."""
+
+    def __init__(self, folder: Path, tables: Mapping[str, Any]) -> None:
+        """Raises ModelDamaged, and as :class:`geartrain.ams.client.snapshots.follower.FollowedTables`."""
+        self.mapped = MappedTables({said["table"]: (folder / said["file"], said["spec"]) for said in tables["mapped"]})
+        self.followed: FollowedTables | None = None
+        self._job = ""
+        self._parts: list[ServedTables] = [self.mapped]
+        if (said := tables["followed"]) is not None:
+            self._job = said["job"]
+            self.followed = FollowedTables(said["root"], [f"{said['job']}/{name}" for name in said["tables"]])
+            self._parts.append(_Followed(self.followed, said["job"]))
+        self._part_of = {name: part for part in self._parts for name in part.specs}
+
+    @property
+    def specs(self) -> Mapping[str, TableSpec]:
+        """What each table is."""
+        return {name: part.specs[name] for name, part in self._part_of.items()}
+
+    def num_rows(self, name: str) -> int:
+        """How many rows a table has."""
+        if name in self.mapped.num_rows:
+            return self.mapped.num_rows[name]
+        assert self.followed is not None
+        return self.followed.num_rows(f"{self._job}/{name}")
+
+    def pull_together(self, tables: Mapping[str, Ids]) -> dict[str, Rows]:
+        """Rows [N, D] of ids [N] of each; one that is not there has its initial value, as in training."""
+        found = {}
+        for part in self._parts:
+            found.update(part.pull_together({name: ids for name, ids in tables.items() if self._part_of[name] is part}))
+        return found
+
+
+class FeatureVectors:
+    """Looks up the vectors of a model's features. Thread-safe."""
+
+    def __init__(self, tables: ServedTables, features: Sequence[SampleFeature]) -> None:
+        """Raises ModelDamaged where a feature and its table differ."""
+        self.features = tuple(features)
+        self._tables = tables
+        specs = tables.specs
+        for feature in self.features:
+            if feature.table not in specs or specs[feature.table].dim != feature.dim:
+                what = f"has dim {specs[feature.table].dim}" if feature.table in specs else "is not there"
+                raise ModelDamaged(
+                    f"the table of feature {feature.name!r}, of dim {feature.dim}, {what}: network and tables are of "
+                    "two models; export the model again"
+                )
+
+    def __call__(self, ids: Mapping[str, Ids]) -> dict[str, Floats]:
+        """Of the features that are given the vectors [N, D], or [N, L, D] where they are not pooled.
+
+        ``ids`` [N, L] of each, :data:`PADDING` where there is none. Raises InvalidArgument for an id that cannot be.
+        """
+        chosen = [feature for feature in self.features if feature.name in ids]
+        tables = {name: at for at, name in enumerate(dict.fromkeys(feature.table for feature in chosen))}
+        asked = []
+        for feature in chosen:
+            own = ids[feature.name]
+            flat = np.ascontiguousarray(own).reshape(-1)
+            asked.append(FeatureIds(tables[feature.table], flat, own.shape[1], None, feature.pooling, PADDING))
+        try:
+            lookup = Lookup(asked, [None] * len(tables), 1)
+        except BadId as bad:
+            number, place = bad.args
+            raise InvalidArgument(
+                f"id {asked[number].ids[place]} of {chosen[number].of[0]!r} in sample "
+                f"{place // ids[chosen[number].name].shape[1]} is out of range; ids lie in [0, 2^63)"
+            ) from None
+        pulled = self._tables.pull_together(dict(zip(tables, lookup.ids(), strict=True)))
+        rows = [pulled[name] for name in tables]
+        vectors = [np.empty((feature.num_vectors, rows[feature.table].shape[1]), np.float32) for feature in asked]
+        lookup.pool(rows, out=vectors, keep_maxima=False)
+        return {
+            feature.name: found if feature.pooling is not None else found.reshape(*ids[feature.name].shape, feature.dim)
+            for feature, found in zip(chosen, vectors, strict=True)
+        }

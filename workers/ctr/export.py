@@ -1,0 +1,110 @@
+"""A run of ``geartrain worker ctr`` as a folder to serve: its network as ONNX, and its tables, mapped or followed.
+
+config.json     sealed, see :mod:`geartrain.workers.models.saved_model`: kind "clicks", the fields of a sample, what
+                is looked up for them (``features``), and where (``tables``)
+network.onnx    see :mod:`.served_network`
+tables/N.safetensors    a table, see :mod:`geartrain.ams.storage.export.mapped_rows`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from geartrain.ams.client.snapshots.follower import spec_of_rows
+from geartrain.ams.storage.export.mapped_rows import write_mapped
+from geartrain.ams.storage.snapshot.compaction import rows_of_table
+from geartrain.ams.storage.snapshot.folder import Snapshot
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import Constant, Ids, Rows, TableSpec
+from geartrain.workers.atomic import replacing_folder
+from geartrain.workers.ctr.designs import IMAGE, Design, SampleLayout
+from geartrain.workers.ctr.samples.features import HISTORY, HISTORY_ITEMS, SampleFeature
+from geartrain.workers.ctr.samples.images import ItemImages
+from geartrain.workers.ctr.samples.sources import load_samples
+from geartrain.workers.ctr.served_network import write_network
+from geartrain.workers.ctr.trainer import ClickTrainer
+from geartrain.workers.data.packages import Say
+from geartrain.workers.job.folder import read_run
+from geartrain.workers.job.state import JobState, newest_snapshot
+from geartrain.workers.models.export import next_version
+from geartrain.workers.models.saved_model import seal_folder
+
+KIND = "clicks"
+NETWORK = "network.onnx"
+
+
+def export_clicks(run: Path, out: Path, *, cache: Path, say: Say, follow: str | None = None) -> dict[str, Any]:
+    """Replace the folder ``out`` by the model of the newest snapshot of ``run``, as a whole; return its config.
+
+    ``follow`` is a folder or URL of versions of the run's tables (``geartrain export 'JOB/*' FOLDER --follow``): the
+    rows are taken from there, as they are trained on, in the place of those of the snapshot. Raises ConfigError,
+    SnapshotDamaged, InvalidArgument, OSError; then the old folder stays.
+    """
+    next_version(out)  # raises if other files are there
+    snapshot = newest_snapshot(read_run(run).snapshots)
+    state = JobState.read(snapshot, ClickTrainer.job, ClickTrainer.recipe_class)
+    design = Design(state.recipe, SampleLayout.from_json(state.data))
+    network = design.network()
+    network.load_state_dict(state.tensors["network"])
+    uses = {name for feature in design.served for name in feature.of}
+    images = load_samples(state.data["source"], cache, say).images if HISTORY_ITEMS in uses else None
+    longest = state.recipe.history if design.is_unrolled else None
+    with replacing_folder(out) as staging:
+        config = {
+            "kind": KIND,
+            "model": state.recipe.model,
+            **about(snapshot, state),
+            "fields": list(design.layout.fields),
+            "items": list(design.layout.schema.item),
+            "history": state.recipe.history if uses & {HISTORY, HISTORY_ITEMS} else 0,
+            "longest": longest,
+            "features": [feature.to_json() for feature in design.served],
+            "parity": write_network(network, design.served, staging / NETWORK, longest=longest),
+            "tables": write_tables(
+                staging, snapshot, state.progress.table, design.features, follow, () if images is None else [images]
+            ),
+        }
+        seal_folder(staging, config)
+    return config
+
+
+def about(snapshot: Snapshot, state: JobState) -> dict[str, Any]:
+    """What config.json says of the training."""
+    return {
+        "version": state.progress.step,
+        "created": snapshot.manifest.created,
+        "training": {"job": state.progress.table, "step": state.progress.step, "snapshot": snapshot.name},
+    }
+
+
+def write_tables(
+    staging: Path,
+    snapshot: Snapshot,
+    job: str,
+    features: Iterable[SampleFeature],
+    follow: str | None,
+    images: Sequence[ItemImages] = (),
+) -> dict[str, Any]:
+    """Write the tables of the features and the images; return what config.json says of them."""
+    names = dict.fromkeys(feature.table for feature in features)
+    specs = {str(fields["name"]): fields for fields in snapshot.manifest.tables}
+    folder = staging / "tables"
+    folder.mkdir()
+    mapped: list[dict[str, Any]] = []
+
+    def write(name: str, spec: TableSpec, num_rows: int, blocks: Iterable[tuple[Ids, Rows]]) -> None:
+        file = folder / f"{len(mapped)}.safetensors"
+        count = write_mapped(file, spec, num_rows, blocks)
+        mapped.append({"table": name, "file": f"tables/{file.name}", "rows": count, "spec": spec.to_dict()})
+
+    for name in names if follow is None else ():
+        spec = spec_of_rows(specs[f"{job}/{name}"])
+        num_rows, blocks = rows_of_table(snapshot, spec.name)
+        write(name, spec, num_rows, ((block["ids"], block["rows"]) for block in blocks))
+    for given in images:
+        spec = TableSpec(name=IMAGE, dim=given.dim, optimizer=SGD(1.0), initializer=Constant(0.0))
+        write(IMAGE, spec, len(given.items), [(given.items, given.pixels)])
+    followed = None if follow is None else {"root": follow, "job": job, "tables": list(names)}
+    return {"mapped": mapped, "followed": followed}

@@ -1,0 +1,63 @@
+"""What a network looks up for a sample: the vectors of its fields, of pairs of them, and of what happened before.
+
+Without torch: a service reads samples by it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from geartrain.ams.kernels.embedding import PoolingName
+from geartrain.ams.values.specs import Ids
+from geartrain.workers.ctr.samples.click_samples import PADDING
+
+HISTORY, HISTORY_ITEMS = "history", "history_items"
+"""What stands for the events of a history in the place of a field: ids of item and outcome together; of the item."""
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleFeature:
+    """An input of a network: a vector for each sample, or for each event of its history."""
+
+    name: str
+    dim: int
+    of: tuple[str, ...]
+    """The field whose ids are looked up, :data:`HISTORY` among them; of several an id for each combination of ids."""
+    pooling: PoolingName | None = "mean"
+    table: str
+    """Without the name of the job."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {**asdict(self), "of": list(self.of)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> SampleFeature:
+        """What :meth:`to_json` returned."""
+        return cls(**{**values, "of": tuple(values["of"])})
+
+
+def ids_by_feature(features: Iterable[SampleFeature], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The ids of each feature, from those of the fields; the ids of several fields are :func:`crossed`."""
+    found = {}
+    for feature in features:
+        first, *others = feature.of
+        ids = fields[first]
+        for other in others:
+            ids = crossed(ids, fields[other])
+        found[feature.name] = ids
+    return found
+
+
+def crossed(first: Ids, second: Ids) -> Ids:
+    """An id below 2^63 for each pair of ``first`` [N] and ``second`` [N] or [N, L]; padding of ``second`` stays."""
+    left = first if second.ndim == first.ndim else first[:, None]
+    mixed = (left.view(np.uint64) * _GOLDEN) ^ second.view(np.uint64)
+    mixed = (mixed ^ (mixed >> np.uint64(32))) * _GOLDEN  # so that ids near each other do not meet
+    pairs: Ids = (mixed >> np.uint64(1)).view(np.int64)
+    return np.where(second == PADDING, PADDING, pairs)
