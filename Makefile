@@ -149,8 +149,8 @@ manifests:  ## deploy/kubernetes/*.yaml, rendered anew from the chart by helm
 watch-check: links  ## Prometheus, its alerts and the dashboard for real, beside a cluster that trains and is broken (Debian: apt-get install prometheus)
 	$(BIN)/python -m scripts.watch_check
 
-page-check: links $(PAGE_STAMP)  ## the dashboard in headless Chromium (Debian: apt-get install chromium); PAGE_OUT=FOLDER keeps pictures
-	$(BIN)/python -m pytest --slow -rs tests/integration/watch/test_dashboard_in_a_browser.py $(PYTEST_ARGS)
+page-check: links $(PAGE_STAMP)  ## the pages in headless Chromium (Debian: apt-get install chromium); PAGE_OUT=FOLDER keeps pictures
+	$(BIN)/python -m pytest --slow -rs tests/integration/watch/test_dashboard_in_a_browser.py tests/integration/serving/test_page_in_a_browser.py $(PYTEST_ARGS)
 
 clean:  ## what was built; .venv, caches of rendered data and runs/ stay
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

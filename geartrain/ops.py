@@ -1,11 +1,16 @@
-"""Roles inside a program: what ``geartrain ROLE`` runs, but without signals: for Ray, notebooks and tests."""
+"""Roles inside a program: what ``geartrain ROLE`` runs, but without signals: for Ray, notebooks and tests; and what a
+program that trains counts.
+"""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from typing import Any, Self
 
-from geartrain.ams.values.config import NO_FOLDER, ClusterConfig, identify, is_loopback, suggestion
+from geartrain.ams.observe.metrics import MetricsServer
+from geartrain.ams.observe.metrics import serve_metrics as serve
+from geartrain.ams.rpc.credentials import Credentials
+from geartrain.ams.values.config import NO_FOLDER, ClusterConfig, identify, is_loopback, require_private, suggestion
 from geartrain.ams.values.errors import ConfigError
 from geartrain.cli.shared import configuration
 from geartrain.launch.certificates import make_private_folder
@@ -13,7 +18,22 @@ from geartrain.launch.ports import require_free
 from geartrain.launch.role import STOP_GRACE_SECONDS, warn_if_open
 from geartrain.launch.roles import ROLES, started
 
-__all__ = ["Role"]
+__all__ = ["Role", "serve_metrics"]
+
+
+def serve_metrics(address: str) -> MetricsServer:
+    """Tell Prometheus at ``"host:port"`` (port 0: one that is free) what this program counts, until it is closed.
+
+        with gt.ops.serve_metrics("127.0.0.1:9102") as port:      # port.address says where
+            ...train...
+
+    Hits of caches, ages of features, steps ahead of other workers, messages behind a topic:
+    docs/explanation/metrics.md lists them. What ``geartrain worker`` trains has ``--metrics`` for it. Thread-safe.
+
+    Raises ConfigError: nobody can listen there, strangers could, or prometheus_client is not installed.
+    """
+    require_private("address", address, insecure=False)
+    return serve(address, tuple, "worker", Credentials.mine(address))
 
 
 class Role:

@@ -6,6 +6,7 @@ goes out. Those that need hours have them in alerts.test.yml, which promtool run
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -49,10 +50,9 @@ def missing() -> str:
     programs = [name for name in ("prometheus", "promtool") if shutil.which(name) is None]
     if programs:
         return f"{' and '.join(programs)} not installed (Debian: apt-get install prometheus)"
-    try:
-        import prometheus_client  # noqa: F401
-    except ImportError:
-        return "prometheus_client is not installed (pip install 'geartrain[metrics]')"
+    for library, extra in (("prometheus_client", "metrics"), ("confluent_kafka", "kafka")):
+        if importlib.util.find_spec(library) is None:
+            return f"{library} is not installed (pip install 'geartrain[{extra}]')"
     return ""
 
 
@@ -142,6 +142,14 @@ class Watch:
         threading.Thread(target=worker.stdout.read, daemon=True).start()
         self.roles["worker"], self.targets["worker"] = worker, f"127.0.0.1:{port}"
         self._write_targets()
+
+    def loop(self) -> subprocess.Popen[str]:
+        """Start a loop of one's own, which has what the worker has not."""
+        log, command = self.folder / "loop.log", [sys.executable, "-m", "scripts.watch_loop", self.scheduler]
+        running = self._stack.enter_context(process(*command, log=log))
+        self.targets["loop"] = told(running)["metrics"]
+        self._write_targets()
+        return running
 
     @property
     def snapshots(self) -> Path:
@@ -234,8 +242,10 @@ def check(folder: Path, films: str) -> None:
     check_rules()
     with ExitStack() as stack:
         watch = Watch(folder, films, stack)
+        loop = watch.loop()
         for title, expression in panels():
             watch.until(f"panel {title!r}", lambda expression=expression: _answers(watch, expression))
+        loop.kill()
         make_faults(watch)
 
 

@@ -46,6 +46,8 @@ class ShardStatus:
     memory_bytes: int
     writes: int
     """Of its tables, as in :class:`TableStatus`."""
+    row_calls: int
+    """Frames with calls for rows, by shared memory and TCP, that it has answered since it began."""
     uptime_seconds: float
     heartbeat_age_seconds: float
     clock_ahead_seconds: float | None = None
@@ -207,6 +209,7 @@ def _joint_status(view: ClusterView, states: dict[int, ShardState], ahead: dict[
                 rows=sum(table.rows for table in tables),
                 memory_bytes=sum(table.memory_bytes for table in tables),
                 writes=sum(table.writes for table in tables),
+                row_calls=0 if state is None else state.row_calls,
                 uptime_seconds=0.0 if state is None else state.uptime_seconds,
                 heartbeat_age_seconds=entry.heartbeat_age_seconds,
                 clock_ahead_seconds=ahead.get(entry.shard),

@@ -53,6 +53,11 @@ class DataStreams:
         self._num_streams, self._num_workers, self._data = num_streams, num_workers, data
         self._timeout_seconds = timeout_seconds
 
+    @property
+    def job(self) -> str:
+        """Whose streams they are."""
+        return self._reader.job
+
     def lease(self) -> StreamLease:
         """Take this worker's share of the free streams; return all that it holds and where each begins.
 

@@ -12,6 +12,7 @@ import socket
 import socketserver
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
 
@@ -42,8 +43,8 @@ class Buckets(NamedTuple):
     """Rising, in the unit of the metric."""
     counts: Sequence[float]
     """How many were between each bound and the one before; one more than bounds, of what is above them all."""
-    total: float
-    """The sum of all."""
+    total: float | None = None
+    """The sum of all; None: it is not known."""
 
 
 class Metric(NamedTuple):
@@ -59,6 +60,37 @@ class Metric(NamedTuple):
     """(values of the labels, value)."""
 
 
+class Source(Protocol):
+    """What counts in a process beside its role: a cache, a reader of a topic."""
+
+    def metrics(self) -> Iterable[Metric]:
+        """What was counted until now. Any thread may ask."""
+
+
+def cache_metrics(cache: str, holds: str, hits: int, misses: int) -> Iterator[Metric]:
+    """Of a cache: its name and what it ``holds``."""
+    for name, count, what in (("hits", hits, "was there"), ("misses", misses, "had to be fetched, or computed")):
+        samples = [((cache, holds), count)]
+        yield Metric(f"cache_{name}_total", "counter", f"Look-ups of what {what}.", ("cache", "holds"), samples)
+
+
+_sources: weakref.WeakSet[Source] = weakref.WeakSet()
+_sources_lock = threading.Lock()
+
+
+def tell_of(source: Source) -> None:
+    """Let the ports of this process tell what ``source`` counts, as long as it is used. Thread-safe."""
+    with _sources_lock:
+        _sources.add(source)
+
+
+def _of_sources() -> Iterator[Metric]:
+    with _sources_lock:
+        living = list(_sources)
+    for source in living:
+        yield from source.metrics()
+
+
 class Port(Protocol):
     """Who may scrape: geartrain.ams.rpc.credentials.Credentials."""
 
@@ -71,7 +103,8 @@ class Port(Protocol):
 
 
 def serve_metrics(address: str, collect: Callable[[], Iterable[Metric]], role: str, port: Port) -> MetricsServer:
-    """Serve what ``collect`` returns at ``"host:port"``, to whom ``port`` lets in, until it is closed.
+    """Serve what ``collect`` returns, and what sources count, at ``"host:port"``, to whom ``port`` lets in, until it
+    is closed.
 
     Raises ConfigError: prometheus_client is not installed, or nobody can listen there.
     """
@@ -88,7 +121,7 @@ def serve_metrics(address: str, collect: Callable[[], Iterable[Metric]], role: s
             """Collect all, for one scrape after the other."""
             with self._lock:
                 yield from _labelled(self._process.collect(), port.cluster)
-                yield from _families([_build_info(role), *collect()], port.cluster)
+                yield from _families([_build_info(role), *collect(), *_of_sources()], port.cluster)
 
     registry = CollectorRegistry()
     registry.register(Collector())
@@ -115,21 +148,32 @@ def _families(metrics: Iterable[Metric], cluster: str) -> Iterator[library.Metri
         "gauge": core.GaugeMetricFamily,
         "histogram": core.HistogramMetricFamily,
     }
-    found: dict[str, Any] = {}
+    found: dict[str, tuple[Any, dict[tuple[str, ...], Any]]] = {}
     for metric in metrics:
-        family = found.get(metric.name)
-        if family is None:
+        if metric.name not in found:
             family = kinds[metric.kind](PREFIX + metric.name, metric.help, labels=["cluster", *metric.labels])
-            found[metric.name] = family
+            found[metric.name] = family, {}
+        samples = found[metric.name][1]
         for values, value in metric.samples:
-            labels = [cluster, *map(str, values)]
+            labels = tuple(map(str, values))
+            samples[labels] = _together(samples[labels], value) if labels in samples else value
+    for family, samples in found.values():
+        for labels, value in samples.items():
             if isinstance(value, Buckets):
                 bounds = [*map(str, map(float, value.bounds)), "+Inf"]
                 cumulative = itertools.accumulate(value.counts)
-                family.add_metric(labels, list(zip(bounds, cumulative, strict=True)), value.total)
+                family.add_metric([cluster, *labels], list(zip(bounds, cumulative, strict=True)), value.total)
             else:
-                family.add_metric(labels, value)
-    yield from found.values()
+                family.add_metric([cluster, *labels], value)
+        yield family
+
+
+def _together(one: Any, other: Any) -> Any:
+    """Of two that count under the same labels, as two caches of one table do."""
+    if not isinstance(one, Buckets):
+        return one + other
+    total = None if one.total is None or other.total is None else one.total + other.total
+    return Buckets(one.bounds, [sum(both) for both in zip(one.counts, other.counts, strict=True)], total)
 
 
 def _labelled(families: Iterable[library.Metric], cluster: str) -> Iterator[library.Metric]:

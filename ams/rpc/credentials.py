@@ -171,15 +171,8 @@ class Credentials:
         """
         if (files := self._current()) is None:
             return connection
-        import ssl
-
         if self._accepts is None or self._accepts[0] is not files:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.verify_mode = ssl.CERT_REQUIRED
-            context.load_verify_locations(cadata=files.authorities.decode())
-            assert self._paths is not None
-            context.load_cert_chain(self._paths[1])
-            self._accepts = files, context
+            self._accepts = files, self._context(files)
         secure = self._accepts[1].wrap_socket(connection, server_side=True)
         said: Any = (secure.getpeercert() or {}).get("subjectAltName", ())
         names = [name_in(text) for kind, text in said if kind == "URI"]
@@ -187,6 +180,41 @@ class Credentials:
             secure.close()
             raise ConnectionRefusedError(f"its certificate is of another cluster than {self.cluster!r}")
         return secure
+
+    def https(self, *, shows_certificate: bool) -> tuple[ssl.SSLContext, Callable[[], None]]:
+        """What a port of HTTPS shows and, with ``shows_certificate``, that each client shows one of this cluster.
+
+        The function, called now and then, lets it show what is new in the files; an authority that is believed no more
+        is so from a restart on.
+        """
+        import ssl
+
+        files = self._current()
+        assert files is not None
+        context = self._context(files)
+        if not shows_certificate:
+            context.verify_mode = ssl.CERT_NONE
+
+        def renew() -> None:
+            nonlocal files
+            if (found := self._current()) is not files and found is not None:
+                files = found
+                self._load(context, found)
+
+        return context, renew
+
+    def _context(self, files: _Files) -> ssl.SSLContext:
+        import ssl
+
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.verify_mode = ssl.CERT_REQUIRED
+        self._load(context, files)
+        return context
+
+    def _load(self, context: ssl.SSLContext, files: _Files) -> None:
+        assert self._paths is not None
+        context.load_verify_locations(cadata=files.authorities.decode())
+        context.load_cert_chain(self._paths[1])
 
     def _current(self) -> _Files | None:
         if self._paths is None or time.monotonic() < self._look_at:

@@ -235,6 +235,17 @@ class StreamLeases:
                 lease_seconds=self.lease_seconds, holders=tuple(now.holders), incarnations=dict(now.incarnations)
             )
 
+    def readers(self) -> dict[str, tuple[int, int, int]]:
+        """Of each job that is read: its workers, its epoch, and streams of that epoch that nobody reads."""
+        with self._lock:
+            found, now = {}, self._clock()
+            for name, job in self._jobs.items():
+                living = {worker for worker, held in job.workers.items() if held.deadline >= now}
+                left = [cursor for cursor, by in zip(job.cursors, job.holders, strict=True) if by not in living]
+                if living:
+                    found[name] = (len(living), job.epoch, sum(cursor.epoch == job.epoch for cursor in left))
+            return found
+
     def restore(self, job: str, incarnation: int, cursors: Mapping[int, Cursor]) -> None:
         """Put a job back to ``cursors``, one for each stream from 0 on, and end every lease.
 

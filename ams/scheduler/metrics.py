@@ -7,14 +7,19 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from geartrain.ams.observe.metrics import Metric
+from geartrain.ams.scheduler.data_streams import StreamLeases
 from geartrain.ams.scheduler.running_jobs import UNDER_WAY, RunningJobs
 from geartrain.ams.scheduler.scheduler import Scheduler
+from geartrain.ams.scheduler.worker_steps import WorkerSteps
 
 
-def scheduler_metrics(scheduler: Scheduler, jobs: RunningJobs) -> Iterator[Metric]:
+def scheduler_metrics(
+    scheduler: Scheduler, jobs: RunningJobs, streams: StreamLeases, steps: WorkerSteps
+) -> Iterator[Metric]:
     """Everything, as it is now. Thread-safe."""
     yield from _of_shards(scheduler)
     yield from _of_jobs(jobs)
+    yield from _of_workers(streams, steps)
     events = scheduler.events
     counts = events.counts.copy()
     yield Metric("events_total", "counter", "Events of each kind since the scheduler began.", ("kind",), _by(counts))
@@ -76,6 +81,21 @@ def _of_jobs(jobs: RunningJobs) -> Iterator[Metric]:
     yield Metric("snapshot_last_success_timestamp_seconds", "gauge", what, job, _by(saved))
     every = {e.job: e.report.snapshot_every_seconds for e in going if e.report.snapshot_every_seconds}
     yield Metric("snapshot_interval_seconds", "gauge", "Between two snapshots, about.", job, _by(every))
+
+
+def _of_workers(streams: StreamLeases, steps: WorkerSteps) -> Iterator[Metric]:
+    """Of jobs whose workers are known: those that share data streams, and those that may not go far apart."""
+    read, job = streams.readers(), ("job",)
+    for index, (name, text) in enumerate(
+        (
+            ("stream_workers", "Workers that read its data streams."),
+            ("stream_epoch", "Passes over its data that are behind all its streams."),
+            ("streams_unread", "Streams of this epoch that nobody reads."),
+        )
+    ):
+        yield Metric(name, "gauge", text, job, _by({key: of[index] for key, of in read.items()}))
+    what = "Steps that its fastest worker is ahead of its slowest."
+    yield Metric("job_steps_apart", "gauge", what, job, _by(steps.apart()))
 
 
 def _by(values: Mapping[Any, float]) -> list[tuple[tuple[object], float]]:

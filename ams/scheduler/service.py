@@ -105,7 +105,7 @@ class SchedulerServer:
             bind(SCHEDULER, handlers.by_request),
             lanes=dict.fromkeys(_MEMBERSHIP, self._membership) | dict.fromkeys(_TABLES, self._tables),
         )
-        self._counted = partial(scheduler_metrics, scheduler, handlers.jobs)
+        self._counted = partial(scheduler_metrics, scheduler, handlers.jobs, streams, steps)
         server = self._server
 
         def tell_readiness() -> None:

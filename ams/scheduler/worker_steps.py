@@ -87,6 +87,13 @@ class WorkerSteps:
                 worker.done, worker.since = done, now
             return self._reply(job, worker, now)
 
+    def apart(self) -> dict[str, int]:
+        """Of each job how many steps the fastest worker is ahead of the slowest."""
+        with self._lock:
+            self._look(self._clock())
+            done = {name: [worker.done for worker in job.workers.values()] for name, job in self._jobs.items()}
+        return {name: max(steps) - min(steps) for name, steps in done.items()}
+
     def leave(self, who: JobWorker) -> None:
         """Have nobody wait for a worker any more."""
         with self._lock:

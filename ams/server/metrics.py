@@ -7,11 +7,15 @@ from typing import NamedTuple
 
 from geartrain.ams.kernels.memory import memory_limit
 from geartrain.ams.observe.call_counts import CallCounts, Counted, call_metrics
-from geartrain.ams.observe.metrics import Metric
+from geartrain.ams.observe.metrics import Buckets, Metric
 from geartrain.ams.server.shard import Shard
 
 _TURN_SECONDS = 1.0
 """For the turn of a shard: one that hangs is to be seen by its queue. Prometheus gives up after ten."""
+
+
+_STALENESS_BOUNDS = tuple(2**bits - 1 for bits in range(17))
+"""Writes; more are counted together."""
 
 
 class ServedShard(NamedTuple):
@@ -63,4 +67,9 @@ def _of_tables(shard: Shard) -> Iterator[Metric]:
             yield Metric(name, "counter", text, labels, [(values, value)])
         dropped = "Ids of pushes whose gradients were dropped: those that were not admitted."
         of_admission = [((*values, "not_admitted"), state.refused_gradients)]
+        counts = [*state.staleness[: len(_STALENESS_BOUNDS)], sum(state.staleness[len(_STALENESS_BOUNDS) :])]
+        counts[-1:-1] = [0] * (len(_STALENESS_BOUNDS) + 1 - len(counts))
+        stale = "Writes to the table that came between a pull and the push of its gradients."
+        of_pushes = [(values, Buckets(_STALENESS_BOUNDS, counts))]
+        yield Metric("push_staleness_writes", "histogram", stale, labels, of_pushes)
         yield Metric("ids_dropped_total", "counter", dropped, (*labels, "reason"), of_admission)

@@ -446,6 +446,7 @@ class Shard:
             cluster_version=self.cluster_version,
             uptime_seconds=self._clock() - self._started,
             unix_seconds=time.time(),
+            row_calls=sum(sum(by_seconds) for _, _, by_seconds, *_ in self.engine.call_counts()),
             tables=self._tables.states(),
         )
 

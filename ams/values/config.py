@@ -94,7 +94,7 @@ def is_loopback(address: str) -> bool:
 FOLDER_VARIABLE = "GEARTRAIN_SECURITY__FOLDER"
 NO_FOLDER = "none"
 CLIENT = "client"
-CERTIFIED_ROLES = ("scheduler", "server", "graph", "slowgear", CLIENT)
+CERTIFIED_ROLES = ("scheduler", "server", "graph", "slowgear", "serve", CLIENT)
 """Who has a certificate of its own; all that serve nobody are clients."""
 
 TOKEN_VARIABLE = "GEARTRAIN_SECURITY__TOKEN"
@@ -211,7 +211,7 @@ def numbers_of(value: str, name: str, what: str, below: int) -> tuple[int, ...]:
     return tuple(sorted(numbers))
 
 
-def _root_list(value: object) -> object:
+def _words(value: object) -> object:
     """Split ``"/snapshots,s3://bucket/runs"``, as a flag or a variable of the environment says it, or a JSON list."""
     if not isinstance(value, str):
         return value
@@ -240,7 +240,8 @@ TargetAddress = Annotated[str, AfterValidator(_target_address)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Ports = Annotated[tuple[Annotated[int, Field(ge=0, le=65_535)], ...], BeforeValidator(_text_list)]
 Cpus = Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_CPUS)], ...], Field(min_length=1), BeforeValidator(_cpu_list)]
-SnapshotRootList = Annotated[tuple[Annotated[str, AfterValidator(_snapshot_root)], ...], BeforeValidator(_root_list)]
+TextList = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_words)]
+SnapshotRootList = Annotated[tuple[Annotated[str, AfterValidator(_snapshot_root)], ...], BeforeValidator(_words)]
 Modules = Annotated[
     tuple[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")], ...], BeforeValidator(_text_list)
 ]
@@ -291,8 +292,8 @@ class RoleConfig(Section):
 
     @model_validator(mode="after")
     def _check_network(self) -> Self:
-        for key in ("listen", "metrics"):
-            if (address := getattr(self, key)) is not None:
+        for key in ("listen", "metrics", "grpc"):
+            if (address := getattr(self, key, None)) is not None:
                 require_private(key, address, self.insecure)
         return self
 
@@ -437,6 +438,45 @@ class SlowGearRoleConfig(RoleConfig):
     """How often the updates of other slow gears are looked for; with fast gears in sync mode: 0."""
 
 
+class ServeConfig(RoleConfig):
+    """A service that answers questions to trained models over HTTP and gRPC."""
+
+    listen: ListenAddress = "127.0.0.1:8000"
+    """Address for HTTP; port 0 picks a free one."""
+    models: TextList = Field(default=(), json_schema_extra={"argument": "DIR|NAME=DIR"})
+    """Folders of exported models, or of versions of one (DIR/000120), each with a name if there are several."""
+    follow: str | None = Field(default=None, min_length=1)
+    """Folder or URL of a run that trains: its newest version is served, and the next one as it comes."""
+    grpc: ListenAddress | None = None
+    """Address for gRPC (KServe's v2 protocol), too; None: HTTP alone."""
+    workers: int = Field(default=1, ge=1, le=256)
+    """Processes that share the port; the files of models are in memory once."""
+    threads: int | None = Field(default=None, ge=1, le=256)
+    """Of one batch. None: the CPUs of the process, divided among the workers."""
+    canary: str | None = Field(default=None, min_length=1)
+    """Folder of a version that gets a part of the questions to the first model."""
+    share: float = Field(default=0.1, ge=0, le=1)
+    """That part."""
+    max_batch: int = Field(default=64, ge=1, le=65_536)
+    """Most items that are answered together."""
+    max_wait_millis: float = Field(default=2.0, ge=0, allow_inf_nan=False)
+    """Longest wait of a question for others while some are being answered; to an idle service none waits."""
+    max_queued: int = Field(default=1024, ge=1)
+    """Most items that wait; beyond them questions are refused (503)."""
+    max_requests: int = Field(default=512, ge=1)
+    """Most requests at once; beyond them they are refused (503)."""
+    max_items: int = Field(default=256, ge=1)
+    """Most items of one request (413)."""
+    max_body_bytes: int = Field(default=16 * MIB, ge=1024)
+    """Most bytes of the body of a request (413)."""
+    body_seconds: Seconds = 10.0
+    """Longest time for the headers, and for the body, of a request to arrive (408)."""
+    requests_per_second: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Most of one client (a token, else an address) for longer than a second (429). None: no limit."""
+    origins: TextList = ()
+    """Other web pages that may ask, as https://example.com (CORS). None by default."""
+
+
 class ClientConfig(Section):
     """A client: any process that pulls and pushes."""
 
@@ -495,6 +535,8 @@ class ClusterConfig(Section):
     """The graph service, if there is one."""
     slowgear: SlowGearRoleConfig = SlowGearRoleConfig()
     """The slow gears of one dense part, if there are any."""
+    serve: ServeConfig = ServeConfig()
+    """The service of trained models, if there is one."""
     client: ClientConfig = ClientConfig()
     """Every client."""
     security: SecurityConfig = SecurityConfig()

@@ -13,6 +13,7 @@ GeartrainError
 ├── TableNotFound (LookupError)
 │   └── TableBeingRestored           nobody reads, writes or opens it before all of its rows are there
 ├── GraphNotFound (LookupError)      no graph of this table was built, or it was dropped
+├── NotServed (LookupError)          a service has no such model, version or operation: names those that it has
 ├── Unavailable (ConnectionError)
 │   ├── ShardUnavailable             a shard did not answer within recovery_timeout_seconds
 │   ├── DataPortClosed               a shard answers, and its port for rows does not: names host, port and remedy
@@ -126,6 +127,10 @@ class TableBeingRestored(TableNotFound):
 
 class GraphNotFound(GeartrainError, LookupError):
     """The graph service keeps no graph of this table."""
+
+
+class NotServed(GeartrainError, LookupError):
+    """A service has no model, version or operation of this name. The message names those that it has."""
 
 
 class Unavailable(GeartrainError, ConnectionError):

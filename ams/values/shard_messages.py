@@ -125,6 +125,8 @@ class ShardState:
     uptime_seconds: float
     unix_seconds: float = 0.0
     """The shard's clock; 0: not told."""
+    row_calls: int = 0
+    """Frames with calls for rows that it has answered since it began."""
     tables: tuple[TableState, ...] = field(default_factory=tuple)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +26,7 @@ import torch
 
 from geartrain.ams.kernels.freshness import Judged, judge
 from geartrain.ams.kernels.position_lru import PositionLru, Positions
+from geartrain.ams.observe.metrics import Buckets, Metric, cache_metrics, tell_of
 from geartrain.ams.storage.features.store import FeatureStore
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.gear_messages import FeatureReply, Features
@@ -95,6 +97,17 @@ class FreshnessCounts:
         self._expired += len(judged.hits) - judged.num_hits - judged.num_lagging - judged.num_absent
         return judged
 
+    def metrics(self, name: str, holds: str) -> Iterator[Metric]:
+        """Of a cache with a ``name``, and what it ``holds``."""
+        misses = self._absent + self._expired + self._lagging
+        yield from cache_metrics(name, holds, self._hits, misses)
+        labels, values = ("cache", "holds"), (name, holds)
+        age, lag = "Age of features that were there.", "Dense updates between them and the newest."
+        ages = Buckets(AGE_EDGES, self._ages.tolist())
+        yield Metric("feature_age_seconds", "histogram", age, labels, [(values, ages)])
+        lags = Buckets([edge - 1 for edge in LAG_EDGES], self._lags.tolist())
+        yield Metric("feature_lag_updates", "histogram", lag, labels, [(values, lags)])
+
     def report(self) -> dict[str, Any]:
         """Plain numbers and lists, for metrics and JSON; a histogram has ``edges`` [E] and ``counts`` [E + 1]."""
         misses = self._absent + self._expired + self._lagging
@@ -118,8 +131,11 @@ class WorkerCache:
     device (:meth:`vectors`), the stamps never: what is missing is known without asking it.
     """
 
-    def __init__(self, capacity: int, dim: int, *, expire_seconds: float, max_version_lag: int | None = None) -> None:
-        """Raises InvalidArgument for a value outside its range."""
+    def __init__(
+        self, capacity: int, dim: int, *, expire_seconds: float, max_version_lag: int | None = None, name: str = ""
+    ) -> None:
+        """``name``: under which its counts are told. Raises InvalidArgument for a value outside its range."""
+        self.name = name
         self._index = PositionLru(capacity)
         # One row more than positions: what is not there reads it.
         self._vectors = torch.zeros(capacity + 1, _checked_dim(dim))
@@ -128,6 +144,11 @@ class WorkerCache:
         self._counts = FreshnessCounts(expire_seconds, max_version_lag)
         self._evicted = 0
         self._lock = threading.Lock()
+        tell_of(self)
+
+    def metrics(self) -> Iterator[Metric]:
+        """Of what it was asked for."""
+        return self._counts.metrics(self.name, "features")
 
     def lookup(self, ids: Ids, *, now: float, dense_version: int) -> tuple[FeatureReply, Hits]:
         vectors, judged = self.vectors(ids, self._vectors.device, now=now, dense_version=dense_version)
@@ -185,8 +206,10 @@ class SharedCache:
         *,
         expire_seconds: float,
         max_version_lag: int | None = None,
+        name: str = "",
     ) -> None:
-        """Raises InvalidArgument for a value outside its range. The store stays the caller's to close."""
+        """See :class:`WorkerCache`. The store stays the caller's to close."""
+        self.name = name
         self._record = np.dtype([("version", "<i8"), ("time", "<f8"), ("vector", "<f4", (_checked_dim(dim),))])
         self._absent = np.zeros(1, self._record)
         self._absent["version"], self._absent["time"] = -1, -math.inf
@@ -194,6 +217,11 @@ class SharedCache:
         self._counts = FreshnessCounts(expire_seconds, max_version_lag)
         self._foreign = 0
         self._lock = threading.Lock()
+        tell_of(self)
+
+    def metrics(self) -> Iterator[Metric]:
+        """Of what it was asked for."""
+        return self._counts.metrics(self.name, "stored_features")
 
     def lookup(self, ids: Ids, *, now: float, dense_version: int) -> tuple[FeatureReply, Hits]:
         """See :class:`FeatureCache`. Raises StoreUnavailable, StateDamaged."""

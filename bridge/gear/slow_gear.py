@@ -121,7 +121,9 @@ class SlowGear(nn.Module):
         self._clock = config.clock
         self._is_on_device = config.device_cache_bytes > 0
         cache_ids = max(1, config.device_cache_bytes // (4 * dim)) if self._is_on_device else config.cache_ids
-        self._cache = WorkerCache(cache_ids, dim, expire_seconds=expire_seconds, max_version_lag=max_version_lag)
+        self._cache = WorkerCache(
+            cache_ids, dim, expire_seconds=expire_seconds, max_version_lag=max_version_lag, name=name
+        )
         self._open: Callable[[bool], DenseEngine] | None = None
         """Makes the slow gear of this process; None: slow gears are elsewhere."""
         self._cluster = cluster

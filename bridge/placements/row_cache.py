@@ -17,6 +17,7 @@ from torch import Tensor
 
 from geartrain.ams.client.table import pull_together
 from geartrain.ams.kernels.position_lru import PositionLru
+from geartrain.ams.observe.metrics import Metric, cache_metrics, tell_of
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids, TableSpec
@@ -86,6 +87,12 @@ class RowCache:
         self._rest = self._resting = 0
         self._reader = table.write_log.reader() if by_clock else None
         self._own_write: int | None = None
+        tell_of(self)
+
+    def metrics(self) -> Iterator[Metric]:
+        """Hits and misses."""
+        name = self.table.spec.name
+        yield from cache_metrics(name, "rows", self.counts.hits, self.counts.misses)
 
     def clear(self) -> None:
         """Drop all rows; the counts stay."""

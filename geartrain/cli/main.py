@@ -52,6 +52,7 @@ COMMANDS = {
     "predict": "geartrain.cli.training.predict:predict",
     "verify": "geartrain.cli.training.verify:verify",
     **dict.fromkeys(ROLES, "geartrain.cli.cluster.roles:command_of"),
+    "rollback": "geartrain.cli.serving.rollback:rollback",
     "health": "geartrain.cli.cluster.status:health",
     "certs": "geartrain.cli.cluster.certs:app",
     "config": "geartrain.cli.machine.config:app",

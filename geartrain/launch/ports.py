@@ -64,6 +64,8 @@ def role_at(address: str) -> Pong | None:
     from geartrain.ams.rpc.client.calls import GrpcCalls
 
     for role in ROLES.values():
+        if role.service is None:
+            continue
         calls = GrpcCalls(role.rpc_service(), "role", address, any_role=True)
         try:
             return calls.call(Ping(), _ANSWER_SECONDS)

@@ -27,8 +27,9 @@ _LOOK_SECONDS = 1.0
 class RunningRole(Protocol):
     """What can be served until it is stopped."""
 
-    end_reason: str | None
-    """Why it ended by itself; None if it did not."""
+    @property
+    def end_reason(self) -> str | None:
+        """Why it ended by itself; None if it did not."""
 
     def wait(self) -> object:
         """Block until it has ended by itself or was stopped."""

@@ -17,6 +17,7 @@ from geartrain.ams.values.config import (
     GraphConfig,
     RoleConfig,
     SchedulerConfig,
+    ServeConfig,
     ServerConfig,
     SlowGearRoleConfig,
 )
@@ -55,11 +56,11 @@ class RoleKind:
     title: str
     """For people."""
     settings: type[RoleConfig]
-    service: str
-    """Its :class:`~geartrain.ams.rpc.services.Service`."""
     start: Callable[[ClusterConfig], Started]
     help: str
     """Of its command."""
+    service: str | None = None
+    """Its :class:`~geartrain.ams.rpc.services.Service`; None: it is not asked by gRPC's."""
     commands: str | None = None
     """A typer application of what a person asks of one that runs; None: nothing."""
     in_up: bool = False
@@ -68,7 +69,8 @@ class RoleKind:
     """A function ClusterConfig -> Report | None, for ``geartrain status``; None: another role's report has it."""
 
     def rpc_service(self) -> Service:
-        """Load :attr:`service`."""
+        """Load :attr:`service`, which must be there."""
+        assert self.service is not None
         service: Service = load(self.service)
         return service
 
@@ -108,6 +110,13 @@ def _start_slowgear(config: ClusterConfig) -> Started:
     service = SlowGearRole(config.slowgear, config.client)
     address = service.start()
     return service, {"address": address, "name": service.name, "partitions": service.partitions}
+
+
+def _start_serve(config: ClusterConfig) -> Started:
+    from geartrain.launch.serve_role import ServeRole
+
+    service = ServeRole(config)
+    return service, {"address": service.address, "url": service.url, "models": service.service.catalog.names}
 
 
 @contextmanager
@@ -187,6 +196,17 @@ Start as many as you like: they share the ids out among them. SIGTERM: it applie
 others. Prints one line of JSON when it serves: {"ready": "slowgear", "address": ..., "name": ..., "partitions": ...,
 "pid": ...}.""",
             report="geartrain.cli.cluster.status:report_of_gears",
+        ),
+        RoleKind(
+            name="serve",
+            title="service of models",
+            settings=ServeConfig,
+            start=_start_serve,
+            help="""Serve trained models over HTTP: what 'geartrain export RUN --to DIR' wrote, or folders of versions.
+
+Ask it with curl: 'curl --data-binary @a.png 127.0.0.1:8000/v1/classify'. 'geartrain rollback' makes an older version
+current again. SIGTERM: it answers what is under way, and ends. Prints one line of JSON when it serves:
+{"ready": "serve", "address": ..., "url": ..., "models": [...], "pid": ...}.""",
         ),
     )
 }

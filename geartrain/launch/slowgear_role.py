@@ -187,6 +187,7 @@ class SlowGearRole:
             self._dim,
             expire_seconds=config.expire_seconds,
             max_version_lag=config.max_version_lag,
+            name=self.name,
         )
 
 

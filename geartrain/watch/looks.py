@@ -11,17 +11,25 @@ from geartrain.ams.rpc.client.dial import dial
 from geartrain.ams.values.config import ClusterConfig
 from geartrain.ams.values.errors import SchedulerUnavailable
 from geartrain.ams.values.scheduler_messages import ClusterEvent, DescribeJobs, EventPage, JobEntry, ReadEvents
+from geartrain.watch.events import EventReader
 
 _ANSWER_SECONDS = 2.0
-_NEWEST = 2**62
+
+
+class Rates(NamedTuple):
+    """Of a shard, a second, since the look before."""
+
+    calls: float = 0.0
+    """For rows."""
+    writes: float = 0.0
 
 
 class ClusterLook(NamedTuple):
     """What there was at one look."""
 
     status: ClusterStatus
-    writes_per_second: dict[int, float]
-    """By shard: since the look before, of those that it saw, too."""
+    rates: dict[int, Rates]
+    """By shard, of those that the look before saw, too."""
     jobs: tuple[JobEntry, ...]
     events: list[ClusterEvent]
     """New ones, the oldest first."""
@@ -34,11 +42,11 @@ class ClusterWatch:
         """``most_events``: of those that the first look finds."""
         self.address = config.server.scheduler
         self.config = config.client.model_copy(update={"connect_timeout_seconds": _ANSWER_SECONDS})
-        self._most_events = most_events
+        self._events = EventReader(self._read_events, most=most_events)
         self._scheduler: SchedulerCarrier | None = None
         self._shards: dict[tuple[str, int], ShardCarrier] = {}
-        self._since: int | None = None
-        self._before: tuple[float, dict[tuple[int, int], int]] = (0.0, {})
+        self._before: tuple[float, dict[tuple[int, int], Rates]] = (0.0, {})
+        """When, and what each process of a shard had done."""
 
     def look(self) -> ClusterLook:
         """Ask scheduler and shards once. Raises SchedulerUnavailable, AccessDenied; another look tries anew."""
@@ -47,7 +55,7 @@ class ClusterWatch:
         try:
             status = describe_cluster(self._scheduler, self._open, _ANSWER_SECONDS)
             jobs = self._scheduler.call(DescribeJobs(), _ANSWER_SECONDS)
-            events = self._events(self._scheduler)
+            events = list(self._events.new())
         except AttemptFailed as exc:
             self.close()
             raise SchedulerUnavailable(f"{exc}; {remedy(exc)}") from None
@@ -55,9 +63,12 @@ class ClusterWatch:
         for key in self._shards.keys() - up:  # a connection that failed waits before it tries again; a new one does not
             self._shards.pop(key).close()
         now, (at, before) = time.monotonic(), self._before
-        counts = {(shard.shard, shard.incarnation): shard.writes for shard in status.shards}
-        self._before = now, counts
-        rates = {key[0]: max(0, counts[key] - before[key]) / (now - at) for key in counts.keys() & before.keys()}
+        done = {(shard.shard, shard.incarnation): Rates(shard.row_calls, shard.writes) for shard in status.shards}
+        self._before = now, done
+        rates = {
+            key[0]: Rates(*(max(0.0, new - old) / (now - at) for new, old in zip(done[key], before[key], strict=True)))
+            for key in done.keys() & before.keys()
+        }
         return ClusterLook(status, rates, jobs, events)
 
     def close(self) -> None:
@@ -74,20 +85,9 @@ class ClusterWatch:
             self._shards[address, shard] = self._dial_shard(address, shard)
         return _KeptOpen(self._shards[address, shard])
 
-    def _events(self, scheduler: SchedulerCarrier) -> list[ClusterEvent]:
-        page: EventPage = scheduler.call(ReadEvents(since=_NEWEST), _ANSWER_SECONDS)
-        if self._since is None:
-            self._since = max(0, page.last - self._most_events)
-        elif page.last < self._since:  # it was restarted without a memory
-            self._since = 0
-        found: list[ClusterEvent] = []
-        while self._since < page.last:
-            more = scheduler.call(ReadEvents(since=self._since), _ANSWER_SECONDS).events
-            if not more:
-                break
-            found += more
-            self._since = more[-1].number
-        return found
+    def _read_events(self, since: int) -> EventPage:
+        assert self._scheduler is not None
+        return self._scheduler.call(ReadEvents(since=since), _ANSWER_SECONDS)
 
 
 class _KeptOpen:

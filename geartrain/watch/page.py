@@ -7,30 +7,28 @@ second while a page is open, and tells all open pages by server-sent events.
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
-import ipaddress
 import json
 import logging
-import re
 import secrets
-import socket
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from geartrain.ams.values.config import CLIENT, ClusterConfig, identity, is_loopback, join_address, split_address
+from geartrain.ams.rpc.credentials import Credentials
+from geartrain.ams.values.config import ClusterConfig, identity, is_loopback, split_address
 from geartrain.ams.values.errors import ConfigError
+from geartrain.serving.http.guard import Names
 from geartrain.watch.told import Told
 
 try:
-    import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
-    from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+    from starlette.responses import PlainTextResponse, Response, StreamingResponse
     from starlette.routing import Route
+
+    from geartrain.serving.http.page import page_response
+    from geartrain.serving.http.server import HttpServer, listening_socket
 except ImportError as exc:
     raise ConfigError(f"the dashboard needs what is not installed: {exc}; pip install 'geartrain[dashboard]'") from exc
 
@@ -53,67 +51,44 @@ class Dashboard:
                 "security.folder to a folder that 'geartrain certs init' fills, or listen on 127.0.0.1 and reach it "
                 "by 'ssh -L'"
             )
-        host, port = split_address(listen)
-        try:
-            family, *_, bind_to = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            self._socket = socket.create_server(bind_to[:2], family=family)
-        except OSError as exc:
-            why = (exc.strerror or str(exc)).lower()
-            raise ConfigError(
-                f"cannot show the page at {listen!r}: {why}; --listen takes an address of this machine and a port "
-                "that is free (0 picks one)"
-            ) from exc
-        self.address = join_address(host, self._socket.getsockname()[1])
-        """host:port that it listens at."""
-        self.end_reason: str | None = None
-        self._names = {"localhost", host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
-        self._cookie = f"geartrain-{split_address(self.address)[1]}"  # cookies are of a host, not of a port
+        self._names = Names(listen)
+        listener = listening_socket(listen, "show the page")
+        host, _ = split_address(listen)
+        self._cookie = f"geartrain-{listener.getsockname()[1]}"  # cookies are of a host, not of a port
         self._session = secrets.token_urlsafe(32)
         self._key = secrets.token_urlsafe(32)
         self._html = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
         self._told = Told(config)
-        tls = {} if self._is_loopback else {"ssl_certfile": f"{folder}/{CLIENT}.pem"}
         routes = [
             Route("/", self._page),
             Route("/events", self._events),
             Route("/verify", self._verify, methods=["POST"]),
         ]
-        settings = uvicorn.Config(
-            self._guarded(Starlette(routes=routes, lifespan=self._lifespan)),
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            limit_concurrency=2 * _MOST_PAGES,
-            timeout_graceful_shutdown=2,
-            ws="none",
-            **tls,  # type: ignore[arg-type]
+        app = self._guarded(Starlette(routes=routes, lifespan=self._lifespan))
+        tls, renew = (None, None) if self._is_loopback else Credentials.mine(listen).https(shows_certificate=False)
+        self._server = HttpServer(
+            app,
+            listener,
+            host,
+            name="dashboard",
+            tls=tls,
+            each_second=renew,
+            grace_seconds=2,
+            connections=2 * _MOST_PAGES,
         )
-        self._server = uvicorn.Server(settings)
-        self._thread = threading.Thread(target=self._serve, name="dashboard", daemon=True)
-        self._thread.start()
+        self.address = self._server.address
+        """host:port that it listens at."""
+        self.wait, self.stop = self._server.wait, self._server.stop
+
+    @property
+    def end_reason(self) -> str | None:
+        """Why it ended by itself; None if it did not."""
+        return self._server.end_reason
 
     @property
     def url(self) -> str:
         """Opens the page, once."""
         return f"http{'' if self._is_loopback else 's'}://{self.address}/?key={self._key}"
-
-    def wait(self) -> None:
-        """Block until it has ended."""
-        self._thread.join()
-
-    def stop(self, grace_seconds: float) -> None:
-        """End; open pages notice."""
-        self._server.should_exit = True
-        self._thread.join(grace_seconds)
-
-    def _serve(self) -> None:
-        try:
-            self._server.run(sockets=[self._socket])
-        except BaseException as exc:  # uvicorn exits where it cannot begin
-            self.end_reason = f"{type(exc).__name__}: {exc}"
-            logger.exception("the page cannot be shown")
 
     @asynccontextmanager
     async def _lifespan(self, _: object) -> AsyncIterator[None]:
@@ -135,7 +110,7 @@ class Dashboard:
 
     def _refused(self, request: Request) -> Response | None:
         host = request.headers.get("host", "")
-        if not self._is_ours(host):
+        if not self._names.has(host):
             return PlainTextResponse("this name is not of the dashboard; use its address\n", 421)
         if request.method == "POST" and request.headers.get("origin") != f"{request.url.scheme}://{host}":
             return PlainTextResponse("asked by another page\n", 403)
@@ -144,26 +119,8 @@ class Dashboard:
             return None
         return PlainTextResponse("open the newest link that 'geartrain dashboard' printed: each is good once\n", 403)
 
-    def _is_ours(self, host: str) -> bool:
-        name = re.sub(r":\d+$", "", host).strip("[]").lower()
-        try:
-            ipaddress.ip_address(name)  # nobody can let a number mean another machine
-        except ValueError:
-            return name in self._names
-        return True
-
     async def _page(self, request: Request) -> Response:
-        response = HTMLResponse(self._html)
-        script, style = (_hash(self._html, tag) for tag in ("script", "style"))
-        response.headers.update(
-            {
-                "Content-Security-Policy": f"default-src 'none'; script-src {script}; style-src {style}; connect-src "
-                "'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-                "Cache-Control": "no-store",
-                "Referrer-Policy": "no-referrer",
-                "X-Content-Type-Options": "nosniff",
-            }
-        )
+        response = page_response(self._html)
         if _equal(request.query_params.get("key", ""), self._key):
             self._key = secrets.token_urlsafe(32)
             secure = not self._is_loopback
@@ -179,7 +136,7 @@ class Dashboard:
     async def _stream(self) -> AsyncIterator[str]:
         told, seen, at, is_new = self._told, 0, 0.0, True
         with told.open_page():
-            while not self._server.should_exit:
+            while not self._server.is_ending:
                 if is_new:
                     message, seen, at = told.message(seen, at)
                     yield f"data: {json.dumps(message)}\n\n"
@@ -196,11 +153,6 @@ class Dashboard:
 
 def _equal(given: str, secret: str) -> bool:
     return secrets.compare_digest(given.encode(), secret.encode())
-
-
-def _hash(html: str, tag: str) -> str:
-    text = html.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 async def _body(request: Request) -> bytes:

@@ -20,7 +20,7 @@ from geartrain.ams.storage.snapshot.folder import open_snapshot
 from geartrain.ams.values.config import ClusterConfig
 from geartrain.ams.values.errors import GeartrainError
 from geartrain.ams.values.text import counted
-from geartrain.watch.looks import ClusterLook, ClusterWatch
+from geartrain.watch.looks import ClusterLook, ClusterWatch, Rates
 
 logger = logging.getLogger(__name__)
 
@@ -133,16 +133,17 @@ class Told:
 
     def _take(self, look: ClusterLook) -> None:
         now, status = time.time(), look.status
-        writes = sum(look.writes_per_second.values())
+        all_shards = look.rates.values()
+        total = Rates(sum(of.calls for of in all_shards), sum(of.writes for of in all_shards))
         self._state |= {
             "error": "",
             "ready": status.ready,
             "cluster_version": status.cluster_version,
-            "writes_per_second": writes,
+            "per_second": total._asdict(),
             "rows": sum(shard.rows for shard in status.shards),
             "memory_bytes": sum(shard.memory_bytes for shard in status.shards),
             "shards": [
-                asdict(shard) | {"writes_per_second": look.writes_per_second.get(shard.shard, 0.0)}
+                asdict(shard) | {"per_second": look.rates.get(shard.shard, Rates())._asdict()}
                 for shard in status.shards
             ],
             "tables": [asdict(table) | {"staleness": _staleness(table.staleness)} for table in status.tables],
@@ -153,7 +154,7 @@ class Told:
             ],
         }
         points: dict[str, float | None] = {
-            "writes": writes,
+            **total._asdict(),
             **{f"rows {table.name}": table.rows for table in status.tables},
         }
         points |= {f"loss {job.job}": _finite(job.report.loss) for job in look.jobs if job.report.state == "training"}

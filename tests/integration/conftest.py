@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
 from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.launch.hosting import local
+from tests.support.browsers import chromium
 
 QUICK = ClientConfig(attempt_timeout_seconds=10.0, recovery_timeout_seconds=20.0)
 
@@ -93,3 +95,10 @@ def connect_data_plane(carrier: GrpcCarrier) -> DataPlane:
     """Connect to the data plane of a shard, before anybody has asked for its rows."""
     carrier.data_plane.connect()
     return carrier.data_plane
+
+
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    """Chromium without a window, for pages."""
+    with chromium() as opened:
+        yield opened

@@ -56,13 +56,13 @@ ALSO: dict[str, tuple[str, ...]] = {
     "ams/client/embedded.py": ("server", "scheduler"),  # the services on threads of the client's process
     "ams/client/snapshots/follower.py": ("tables",),  # rows are kept as a shard keeps them
     "bridge/head/*": ("graph", "storage"),  # a head builds graphs of its rows, and knows its rows again by snapshots
-    "bridge/placements/*": ("tables", "server", "storage"),  # it is the shard of the rows that a rank keeps
+    "bridge/placements/*": ("tables", "server", "storage", "observe"),  # it is the shard of the rows that a rank keeps
     "bridge/head/backends/ranks/*": ("tables",),  # steps of such rows, as a checkpoint says them
     "bridge/head/sub_centers.py": ("tables",),  # what rows are before anything is written
     "bridge/checkpoint/*": ("storage", "observe"),  # rows of a saved model are snapshots
     "bridge/parallel/split/first_values.py": ("tables",),  # the same values as rows of tables have
     "bridge/rows/tables.py": ("rpc",),
-    "bridge/gear/*": ("storage",),  # cached features
+    "bridge/gear/*": ("storage", "observe"),  # cached features
 }
 
 # Foreign top-level module -> the files that may import it. Everything else may be imported anywhere.

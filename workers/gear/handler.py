@@ -203,9 +203,6 @@ class SlowGearHandler:
             "non_finite": of.non_finite,
             "lost": of.lost,
         }
-        hits, misses = "Features that were in the store.", "Features that were computed."
-        yield Metric("cache_hits_total", "counter", hits, ("cache",), [((self.name,), state.cache_hits)])
-        yield Metric("cache_misses_total", "counter", misses, ("cache",), [((self.name,), state.cache_misses)])
         due, became = "Gradients that wait for others, or for their pass.", "Gradients, by what became of them."
         yield Metric("gear_gradients_waiting", "gauge", due, ("gear", "for"), self._by(waiting))
         yield Metric("gear_gradients_total", "counter", became, ("gear", "outcome"), self._by(ended))

@@ -27,7 +27,7 @@ from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.state import random_state, set_random_state, state_from_bytes, state_to_bytes
 from geartrain.bridge.rows.tables import ROW_SECONDS, counted_as
 from geartrain.workers.data.streams import JointOrder
-from geartrain.workers.job.metrics import COUNTERS
+from geartrain.workers.job.metrics import COUNTERS, StepTimer
 from geartrain.workers.job.options import JobOptions
 from geartrain.workers.job.ranks import JobRanks
 from geartrain.workers.job.state import JobProgress, JobState
@@ -102,6 +102,7 @@ class Trainer:
         self.ranks = ranks or JobRanks()
         self.device = device or torch.device("cpu")
         self.phases = Phases()
+        self._timer = StepTimer()
         self.samples_per_second = 0.0
         self.events = Loggers()
         self.order = JointOrder(num_samples, recipe.batch_size, recipe.seed)
@@ -270,11 +271,11 @@ class Trainer:
             if is_told:
                 return False
             failpoints.reach("job.step.before")
-            began, pulled, pushed = time.perf_counter(), ROW_SECONDS["pull"], ROW_SECONDS["push"]
+            self._timer = StepTimer()
             with traces.span("step", step=self.progress.step):
                 loss = self.step(self.progress.step)
-            pulled, pushed = ROW_SECONDS["pull"] - pulled, ROW_SECONDS["push"] - pushed
-            COUNTERS.step_done(time.perf_counter() - began, pulled, pushed, self.recipe.batch_size)
+            self._timer.ended("update")
+            COUNTERS.step_done(self._timer.seconds, self.recipe.batch_size)
             self.progress = replace(self.progress, step=self.progress.step + 1)
             step = self.progress.step
             if step % SHOW_EVERY == 0 or self.progress.is_complete:
@@ -304,7 +305,9 @@ class Trainer:
         loss = self.loss(step)
         self.optimizer.zero_grad()
         self.rows.zero_grad()
+        self._timer.ended("forward")
         loss.backward()  # type: ignore[no-untyped-call]
+        self._timer.ended("backward")
         self.optimizer.step()
         with counted_as("push"):
             self.rows.step()

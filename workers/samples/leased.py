@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from geartrain.ams.client.data_streams import NOTHING, Cursors, DataStreams
+from geartrain.ams.observe.metrics import Metric, tell_of
 from geartrain.ams.values.errors import InvalidArgument, SchedulerUnavailable, StaleClient
 from geartrain.ams.values.scheduler_messages import StreamRenewal
 from geartrain.ams.values.text import counted
@@ -55,6 +56,13 @@ class LeasedSamples(Iterator[SampleBatch]):
         self._handed_out_at = 0.0
         """When the last batch was."""
         self._has_committed = self._is_closed = self._is_interrupted = False
+        tell_of(self)
+
+    def metrics(self) -> Iterator[Metric]:
+        """What is read again if this process dies now."""
+        job, samples = self._streams.job, sum(batch.num_samples for batch in self._handed_out.copy())
+        what = "Samples that were handed out and not committed."
+        yield Metric("stream_uncommitted_samples", "gauge", what, ("job",), [((job,), samples)])
 
     def __enter__(self) -> Self:
         return self

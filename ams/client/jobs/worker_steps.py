@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 
+from geartrain.ams.observe.metrics import Metric, tell_of
 from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier
 from geartrain.ams.rpc.client.patience import Patience
 from geartrain.ams.values.config import ClientConfig
@@ -52,6 +53,15 @@ class JobSteps:
         self._scheduler, self._who, self._config = scheduler, who, config
         self._known = StepsDone(done=0, slowest=0, lease_seconds=0.0)
         self._renewal: _Renewal | None = None
+        self._waited_seconds = 0.0
+        tell_of(self)
+
+    def metrics(self) -> Iterator[Metric]:
+        """How far it is ahead of the slowest, and how long it waited for those."""
+        names, who = ("job", "worker"), (self._who.job, self._who.worker)
+        ahead, waited = "Steps ahead of the slowest worker.", "Time that the worker waited for slower ones."
+        yield Metric("worker_steps_ahead", "gauge", ahead, names, [(who, self.ahead)])
+        yield Metric("worker_wait_seconds_total", "counter", waited, names, [(who, self._waited_seconds)])
 
     @property
     def done(self) -> int:
@@ -93,9 +103,11 @@ class JobSteps:
             if waited >= warned:
                 logger.warning("%s", self._waits(most_ahead))
                 warned *= 2
+            began = time.monotonic()
             time.sleep(max(0.0, min(pause, seconds - waited)))
             pause = min(max(waited / 8, _SHORTEST_PAUSE), _LONGEST_PAUSE)
             self._tell()
+            self._waited_seconds += time.monotonic() - began
 
     def leave(self) -> None:
         """Have nobody wait for this worker any more. Idempotent; the next :meth:`join` joins again."""

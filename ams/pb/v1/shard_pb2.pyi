@@ -988,12 +988,15 @@ class DescribeReply(_message.Message):
     UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
     UNIX_SECONDS_FIELD_NUMBER: _builtins.int
+    ROW_CALLS_FIELD_NUMBER: _builtins.int
     shard: _builtins.int
     incarnation: _builtins.int
     cluster_version: _builtins.int
     uptime_seconds: _builtins.float
     unix_seconds: _builtins.float
     """Unix time at the shard, so that clocks can be compared."""
+    row_calls: _builtins.int
+    """Frames with calls for rows (by shared memory and TCP) that it has answered since it began."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___TableState]: ...
     def __init__(
@@ -1005,10 +1008,11 @@ class DescribeReply(_message.Message):
         uptime_seconds: _builtins.float = ...,
         tables: _abc.Iterable[Global___TableState] | None = ...,
         unix_seconds: _builtins.float = ...,
+        row_calls: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_version", b"cluster_version", "incarnation", b"incarnation", "shard", b"shard", "tables", b"tables", "unix_seconds", b"unix_seconds", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_version", b"cluster_version", "incarnation", b"incarnation", "row_calls", b"row_calls", "shard", b"shard", "tables", b"tables", "unix_seconds", b"unix_seconds", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

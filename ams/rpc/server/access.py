@@ -104,7 +104,7 @@ class Access(grpc.ServerInterceptor):
         """What is refused is counted in ``counts``, as all else is where it is answered."""
         self._mine, self._cluster = mine, mine.names[0].cluster
         self._strangers, self._counts = strangers, counts
-        self.tokens = _tokens(folder)
+        self.tokens = tokens_of(folder)
         self._freezes = AskedFreezes()
         self._asks: dict[str, Asks] = {}
         self._guarded = functools.cache(self._guard)
@@ -240,7 +240,8 @@ def audit(caller: dict[str, Any], path: str, tables: Iterable[str], refusal: str
 
 
 @functools.cache
-def _tokens(folder: str) -> Tokens:
+def tokens_of(folder: str) -> Tokens:
+    """The tokens that are believed under a folder of certificates: of one process one."""
     return Tokens(folder, audit)
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import datetime
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,13 +17,12 @@ from geartrain.cli.shared.clusters import settings
 from geartrain.cli.shared.options import ConfigFile, SchedulerAddress
 
 if TYPE_CHECKING:
-    from geartrain.ams.rpc.carrier import SchedulerCarrier
     from geartrain.ams.values.scheduler_messages import ClusterEvent, EventPage
+    from geartrain.watch.events import EventReader
 
 _ASK_SECONDS = 0.5
 _ANSWER_SECONDS = 5.0
 _SHOWN = 50
-_NEWEST = 2**62
 
 
 def events(
@@ -47,11 +47,17 @@ def events(
     from geartrain.ams.rpc.carrier import AttemptFailed, remedy
     from geartrain.ams.rpc.client.dial import dial
     from geartrain.ams.values.errors import SchedulerUnavailable
+    from geartrain.ams.values.scheduler_messages import ReadEvents
+    from geartrain.watch.events import EventReader
+
+    def read(since: int) -> EventPage:
+        return carrier.call(ReadEvents(since=since), _ANSWER_SECONDS)
 
     carrier, _ = dial(config.server.scheduler, config.client, once=True)
     try:
-        since = _since_the_last(carrier, _SHOWN) if since is None else since
-        for event in _followed(carrier, since) if follow else _all_since(carrier, since):
+        reader = EventReader(read, since=since, most=_SHOWN, forgot=_forgot)
+        first = list(reader.new()) if follow else ()  # a scheduler that has never answered is not waited for
+        for event in chain(first, _followed(reader)) if follow else reader.new():
             print(json.dumps(fields_of(event)) if as_json else line_of(event), flush=True)
     except AttemptFailed as exc:
         raise SchedulerUnavailable(f"{exc}; {remedy(exc)}") from None
@@ -59,10 +65,6 @@ def events(
         pass
     finally:
         carrier.close()
-
-
-def _since_the_last(carrier: SchedulerCarrier, number: int) -> int:
-    return max(0, _page(carrier, _NEWEST).last - number)
 
 
 def line_of(event: ClusterEvent, *, is_brief: bool = False) -> str:
@@ -74,44 +76,22 @@ def line_of(event: ClusterEvent, *, is_brief: bool = False) -> str:
     return line.replace("\n", " ")  # or a client's text could look like events
 
 
-def _page(carrier: SchedulerCarrier, since: int) -> EventPage:
-    from geartrain.ams.values.scheduler_messages import ReadEvents
-
-    return carrier.call(ReadEvents(since=since), _ANSWER_SECONDS)
-
-
-def _all_since(carrier: SchedulerCarrier, since: int) -> Iterator[ClusterEvent]:
-    """All that there are by now, and no later ones."""
-    last = None
-    while page := _page(carrier, since):
-        last = page.last if last is None else last
-        yield from (event for event in page.events if event.number <= last)
-        if not page.events or page.events[-1].number >= last:
-            return
-        since = page.events[-1].number
-
-
-def _followed(carrier: SchedulerCarrier, since: int) -> Iterator[ClusterEvent]:
+def _followed(reader: EventReader) -> Iterator[ClusterEvent]:
     """All from then on; a scheduler that is away for a while is waited for once it has answered."""
     from geartrain.ams.rpc.carrier import AttemptFailed
 
     is_silent = False
     while True:
         try:
-            page = _page(carrier, since)
+            yield from reader.new()
+            is_silent = False
         except AttemptFailed as exc:
             if not is_silent:
                 print(f"{printable(str(exc))}; waiting until it does", file=sys.stderr)
             is_silent = True
-            time.sleep(_ASK_SECONDS)
-            continue
-        is_silent = False
-        if page.last < since:
-            said = f"the scheduler has {page.last} events and none behind {since}"
-            print(f"{said}: it was restarted without its memory, if it had so many; from the first on", file=sys.stderr)
-            since = 0
-            continue
-        yield from page.events
-        since = page.events[-1].number if page.events else since
-        if not page.events:
-            time.sleep(_ASK_SECONDS)
+        time.sleep(_ASK_SECONDS)
+
+
+def _forgot(last: int, since: int) -> None:
+    said = f"the scheduler has {last} events and none behind {since}"
+    print(f"{said}: it was restarted without its memory, if it had so many; from the first on", file=sys.stderr)

@@ -87,7 +87,10 @@ def _flag(key: str, field: FieldInfo) -> tuple[Any, None]:
         kinds = [kind for kind in get_args(field.annotation) if kind is not type(None)]
     kind = kinds[0] if kinds[0] in (bool, int, float) else str
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-    names = [f"--{key.replace('_', '-')}", *([str(extra["flag"])] if extra else [])]
-    default = field.default not in (None, False) and str(field.default)
+    default = field.default not in (None, False, ()) and str(field.default)
     text = (field.description or "").replace("``", "").replace("\n", " ")
+    if "argument" in extra:
+        metavar = str(extra["argument"])
+        return Annotated[list[str] | None, typer.Argument(help=text, metavar=metavar, show_default=False)], None
+    names = [f"--{key.replace('_', '-')}", *([str(extra["flag"])] if extra else [])]
     return Annotated[kind | None, typer.Option(*names, help=text, show_default=default)], None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from geartrain.ams.values.config import ClusterConfig, identify_as_role, split_address
-from geartrain.ams.values.errors import AccessDenied, ConfigError, GeartrainError
+from geartrain.ams.values.errors import AccessDenied, Busy, ConfigError, GeartrainError
 from geartrain.ams.values.rpc import Ping, Pong
 from geartrain.ams.values.text import counted, printable
 from geartrain.cli.cluster.table import why_incomplete
@@ -197,12 +197,27 @@ def health(
         raise ConfigError(f"--service is {service!r}; it must be ready, shards, complete or restored")
     identify_as_role(address)
     reason = why_not_serving(address, timeout_seconds, service)
+    if reason:
+        reason = _why_no_service_of_models(address, timeout_seconds, reason)
     facts = {"address": address, "serving": not reason} | ({"service": service} if service else {})
     what = f"{address}{f' ({service})' if service else ''}"
     print(json.dumps(facts | {"reason": reason}) if as_json else f"{what}: {'not ' if reason else ''}serving")
     if reason:
         print(printable(reason), file=sys.stderr)
         raise typer.Exit(1)
+
+
+def _why_no_service_of_models(address: str, timeout_seconds: float, otherwise: str) -> str:
+    """The same of a service of models, which speaks HTTP; ``otherwise`` if there is none, either."""
+    from geartrain.cli.serving.client import ask_service
+
+    try:
+        ask_service(address, "GET", "/readyz", timeout_seconds=max(timeout_seconds, 0.1))
+    except Busy as exc:
+        return str(exc)
+    except (GeartrainError, OSError):
+        return otherwise
+    return ""
 
 
 def _print_tables(found: ClusterStatus, address: str, pongs: Mapping[str, Pong]) -> None:

@@ -77,7 +77,7 @@ class _View:
         up = sum(shard.state == "up" for shard in found.shards)
         summary = f"{up} of {found.num_shards} shards up, cluster version {found.cluster_version}"
         parts: list[Any] = [f"{self._watch.address}: {summary}"]
-        headers = ("shard", "state", "address", "rows", "memory MiB", "writes/s", "beat s ago")
+        headers = ("shard", "state", "address", "rows", "memory MiB", "calls/s", "writes/s", "beat s ago")
         lines = [line for job in look.jobs for line in job_lines(job)]
         lines += [line_of(event, is_brief=True) for event in self._newest]
         parts += [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
@@ -86,12 +86,14 @@ class _View:
 
 
 def _shard_rows(look: ClusterLook) -> Iterator[tuple[str, ...]]:
+    from geartrain.watch.looks import Rates
+
     for shard in sorted(look.status.shards, key=lambda shard: shard.state == "up"):
-        rate = look.writes_per_second.get(shard.shard, 0.0)
+        rate = look.rates.get(shard.shard, Rates())
         age = "" if shard.state == "missing" else f"{shard.heartbeat_age_seconds:.1f}"
         memory = f"{shard.memory_bytes / 2**20:.1f}"
         where, rows = printable(shard.address), f"{shard.rows:,}"
-        yield str(shard.shard), shard.state, where, rows, memory, f"{rate:,.0f}", age
+        yield str(shard.shard), shard.state, where, rows, memory, f"{rate.calls:,.0f}", f"{rate.writes:,.0f}", age
 
 
 @contextmanager

@@ -20,12 +20,14 @@ import pytest
 
 import geartrain as gt
 
+pytest.importorskip("prometheus_client", reason="needs pip install 'geartrain[metrics]'")
 kafka = pytest.importorskip("confluent_kafka", reason="needs pip install 'geartrain[kafka]'")
 pa = pytest.importorskip("pyarrow", reason="needs pip install 'geartrain[kafka]'")
 
 from mock_brokers import mock_broker  # noqa: E402
 
 from geartrain.workers.samples.kafka.topic import Topic  # noqa: E402
+from tests.support.scrapes import scrape  # noqa: E402
 
 SCHEMA = {"id": "int64", "list": "list<int64>", "word": "string"}
 QUICK = {"socket.timeout.ms": 500, "reconnect.backoff.max.ms": 200, "log_level": 0}
@@ -130,7 +132,7 @@ def test_a_message_of_many_samples_is_cut_between_batches_and_workers(mock: Call
 
 
 def test_a_broker_that_goes_away_is_waited_for_and_nothing_is_lost(caplog: pytest.LogCaptureFixture) -> None:
-    with mock_broker() as (process, brokers), gt.local() as cluster:
+    with mock_broker() as (process, brokers), gt.local() as cluster, gt.ops.serve_metrics("127.0.0.1:0") as port:
         producer = kafka.Producer({"bootstrap.servers": brokers, "log_level": 0})
 
         def send(ids: range) -> None:
@@ -143,7 +145,11 @@ def test_a_broker_that_goes_away_is_waited_for_and_nothing_is_lost(caplog: pytes
             "clicks", brokers, schema={"id": "int64"}, batch_size=50, timeout_seconds=1, settings=QUICK
         )
         batches = samples.shared(cluster, "online", worker="a")
-        read = [next(batches), next(batches)]
+        read = [next(batches)]
+        told = scrape(port.address)
+        assert told.values("geartrain_stream_uncommitted_samples", job="online") == [50]
+        assert sum(told.values("geartrain_stream_lag_messages", topic="clicks")) == 50
+        read.append(next(batches))
         os.kill(process.pid or 0, signal.SIGSTOP)
         try:
             with (
@@ -154,6 +160,7 @@ def test_a_broker_that_goes_away_is_waited_for_and_nothing_is_lost(caplog: pytes
             ):
                 next(batches)
             assert "no broker of topic 'clicks'" in caplog.text and "waiting for up to 1 s" in caplog.text
+            assert scrape(port.address).values("geartrain_stream_lag_messages") == []  # nobody knows
             for batch in read:
                 batches.commit(batch)
         finally:

@@ -90,6 +90,8 @@ def test_a_page_hears_how_the_cluster_is_and_what_happens(
         assert [event["kind"] for event in heard] == ["schema", "snapshot"]
         assert message["tables"][0]["rows"] == 100
         assert message["curves"]["rows t"][-1][1] == 100
+        rates = (message["per_second"]["calls"] for message in messages if table.pull(np.arange(5)).size)
+        assert next(rate for rate in rates if rate > 0) < 1000
         assert [(found["path"], found["step"]) for found in message["snapshots"]] == [(path, 7)]
 
         here = {"Origin": f"http://{browser.address}"}
@@ -180,7 +182,8 @@ def test_up_shows_one_whose_end_ends_nothing() -> None:
 
 def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, "geartrain.watch.page")
+    for module in ("geartrain.watch.page", "geartrain.serving.http.server"):
+        monkeypatch.delitem(sys.modules, module)
     done = typed("dashboard", "--listen=127.0.0.1:0")
     assert done.returncode == 2
     assert "pip install 'geartrain[dashboard]'" in done.stderr

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from geartrain.ams.client.factory import connect
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.scheduler_messages import JobReport
+from tests.support.browsers import CONTRAST, faults_of, pictures_folder
 from tests.support.role_process import RoleProcess
 
 SHOWN_WITHIN_SECONDS = 3.0
@@ -23,21 +21,8 @@ SHOWN_WITHIN_SECONDS = 3.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-@pytest.fixture
-def browser() -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make page-check does")
-    program = shutil.which("chromium") or shutil.which("google-chrome")
-    if program is None:
-        pytest.skip("there is no Chromium: apt-get install chromium")
-    with api.sync_playwright() as play:
-        opened = play.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield opened
-        opened.close()
-
-
 def test_people_see_what_happens(browser: Any, tmp_path: Path) -> None:
-    pictures = Path(os.environ.get("PAGE_OUT", tmp_path))
-    pictures.mkdir(parents=True, exist_ok=True)
+    pictures = pictures_folder(tmp_path)
     with (
         RoleProcess("scheduler", "--listen=127.0.0.1:0", "--num-shards=2", errors=tmp_path / "scheduler") as scheduler,
         RoleProcess("server", f"--scheduler={scheduler.address}", "--shard=0", errors=tmp_path / "0"),
@@ -46,9 +31,7 @@ def test_people_see_what_happens(browser: Any, tmp_path: Path) -> None:
         connect(scheduler.address, config=ClientConfig(), stream="clicks/rank0") as cluster,
     ):
         page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
-        faults: list[str] = []
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("console", lambda said: faults.append(said.text) if said.type in ("error", "warning") else None)
+        faults = faults_of(page)
         page.goto(dashboard.facts["url"])
         assert "key" not in page.url
         state = page.locator("#shards tbody tr", has_text=server.address).locator("td").first
@@ -120,21 +103,3 @@ def test_it_is_made_for_keyboards_and_screen_readers(browser: Any, tmp_path: Pat
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
             assert page.evaluate(CONTRAST) >= 4.5
-
-
-CONTRAST = """() => {
-  const style = getComputedStyle(document.documentElement);
-  const light = name => {
-    let hex = style.getPropertyValue(name).trim().slice(1);
-    if (hex.length === 3) hex = [...hex].map(digit => digit + digit).join("");
-    const [r, g, b] = [0, 2, 4].map(at => parseInt(hex.slice(at, at + 2), 16) / 255)
-      .map(part => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  return Math.min(...["--text", "--soft", "--accent", "--good", "--bad", "--wait"].flatMap(name =>
-    ["--card", "--ground"].map(ground => {
-      const [low, high] = [light(name), light(ground)].sort((a, b) => a - b);
-      return (high + 0.05) / (low + 0.05);
-    })));
-}"""
-"""The least contrast of a text colour (WCAG: 4.5)."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import confluent_kafka as kafka
 
+from geartrain.ams.observe.metrics import Metric, tell_of
 from geartrain.ams.values.errors import BrokerUnavailable, SourceDamaged, SourceError
 from geartrain.ams.values.text import counted
 from geartrain.workers.data.streams import Position
@@ -58,6 +60,21 @@ class KafkaBatches:
         self._pending_since = self._heard = time.monotonic()
         self._silent_since: float | None = None
         """When the brokers were found to be away."""
+        self._asks = threading.Lock()
+        self._asker: Any = None
+        """A client of its own for :meth:`metrics`: questions to the other one wait until there are messages."""
+        tell_of(self)
+
+    def metrics(self) -> Iterator[Metric]:
+        """How far it is behind what was written to each partition, which the brokers are asked for."""
+        positions = {partition: place_of(at.consumed)[0] for partition, at in self.positions.items()}
+        with self._asks:
+            if positions and self._asker is None:
+                self._asker = self._topic.consumer()
+            behind = self._topic.behind(self._asker, positions)
+        samples = [((self._topic.name, partition), number) for partition, number in behind.items()]
+        what = "Messages that the reader has not handed out yet."
+        yield Metric("stream_lag_messages", "gauge", what, ("topic", "partition"), samples)
 
     @property
     def positions(self) -> dict[int, Position]:
@@ -101,6 +118,11 @@ class KafkaBatches:
     def close(self) -> None:
         """See StreamBatches."""
         self._consumer.close()
+        self._positions = {}
+        with self._asks:
+            if self._asker is not None:
+                self._asker.close()
+                self._asker = None
 
     def _assign(self) -> None:
         """Ask for what is open, each partition from where its pending messages end."""

@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import datetime
 from typing import Any, TypeVar
 
@@ -20,6 +21,8 @@ _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 2.0, 10.0
 """So long one question waits: the first, and at most; each waits twice as long as the one before."""
 _WARNING_SECONDS = 10.0
 """Between two warnings that nobody answers."""
+_BEHIND_SECONDS = 1.0
+"""For the end of a partition, where somebody wants to know how far away it is."""
 _MOST_REASONS = 3
 """Brokers of which a message says why they do not answer."""
 _BROKER = re.compile(r"^(?:GroupCoordinator: )?(\S+?)(?:/(?:bootstrap|-?\d+))?: ")
@@ -91,6 +94,16 @@ class Topic:
         asked = kafka.TopicPartition(self.name, partition)
         low, high = self._answer(consumer, lambda seconds: consumer.get_watermark_offsets(asked, timeout=seconds))
         return int(low), int(high)
+
+    def behind(self, consumer: Any, positions: Mapping[int, int]) -> dict[int, int]:
+        """How many messages there are from each position on, as far as brokers answer promptly."""
+        found: dict[int, int] = {}
+        with suppress(kafka.KafkaException):
+            for partition, position in positions.items():
+                asked = kafka.TopicPartition(self.name, partition)
+                _, high = consumer.get_watermark_offsets(asked, timeout=_BEHIND_SECONDS)
+                found[partition] = max(0, high - position)
+        return found
 
     def _answer(self, consumer: Any, ask: Callable[[float], Answer]) -> Answer:
         """What ``ask(seconds)`` returns, asked again until the time-out, with a warning now and then.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import socket
 import ssl
@@ -13,7 +14,7 @@ import pytest
 
 pytest.importorskip("prometheus_client", reason="needs pip install 'geartrain[metrics]'")
 
-from geartrain.ams.observe.metrics import Buckets, Metric, serve_metrics
+from geartrain.ams.observe.metrics import Buckets, Metric, serve_metrics, tell_of
 from geartrain.ams.rpc.credentials import Credentials
 from geartrain.ams.values.config import split_address
 from geartrain.ams.values.errors import ConfigError
@@ -55,6 +56,24 @@ def test_counters_are_read_at_each_scrape_and_a_failure_ends_that_scrape_alone()
             scrape(port.address)
         counted = iter([3.0])
         assert scrape(port.address).value("geartrain_steps") == 3
+
+
+def test_sources_of_a_process_are_told_together_as_long_as_they_are_used() -> None:
+    class Cache:
+        def metrics(self) -> list[Metric]:
+            age = Metric("age_seconds", "histogram", "Age.", ("cache",), [(("c",), Buckets((1,), (2, 3)))])
+            return [Metric("hits_total", "counter", "Hits.", ("cache",), [(("c",), 5)]), age]
+
+    one, other = Cache(), Cache()
+    with serve_metrics("127.0.0.1:0", list, "server", OPEN) as port:
+        tell_of(one)
+        tell_of(other)
+        found = scrape(port.address)
+        assert found.value("geartrain_hits_total", cache="c") == 10
+        assert found.values("geartrain_age_seconds_bucket", cache="c") == [4, 10]
+        del other
+        gc.collect()
+        assert scrape(port.address).value("geartrain_hits_total", cache="c") == 5
 
 
 def test_some_who_connect_and_say_nothing_keep_no_scrape_out() -> None:

@@ -8,14 +8,20 @@ import pytest
 
 from geartrain.ams.observe.event_log import EventLog
 from geartrain.ams.observe.metrics import Metric
+from geartrain.ams.scheduler.data_streams import StreamLeases
 from geartrain.ams.scheduler.metrics import scheduler_metrics
 from geartrain.ams.scheduler.running_jobs import RunningJobs
-from geartrain.ams.values.scheduler_messages import ClusterEvent, JobReport
+from geartrain.ams.scheduler.worker_steps import WorkerSteps
+from geartrain.ams.storage.kv.store import MemoryStore
+from geartrain.ams.values.scheduler_messages import ClusterEvent, Cursor, JobReport, JobWorker
 from tests.unit.ams.scheduler.test_scheduler import FakeCluster
 
 
-def told(cluster: FakeCluster, jobs: RunningJobs) -> dict[str, dict[tuple[object, ...], object]]:
-    found: list[Metric] = list(scheduler_metrics(cluster.scheduler, jobs))
+def told(
+    cluster: FakeCluster, jobs: RunningJobs, streams: StreamLeases | None = None, steps: WorkerSteps | None = None
+) -> dict[str, dict[tuple[object, ...], object]]:
+    streams, steps = streams or StreamLeases(MemoryStore(), 10.0), steps or WorkerSteps(10.0)
+    found: list[Metric] = list(scheduler_metrics(cluster.scheduler, jobs, streams, steps))
     return {metric.name: {tuple(labels): value for labels, value in metric.samples} for metric in found}
 
 
@@ -88,3 +94,27 @@ def test_the_age_of_a_snapshot_counts_from_when_its_job_began_at_most() -> None:
     jobs.tell("old", 2, done=False)
     jobs.tell("none", 3, done=False)
     assert age("old") == age("none") == 100
+
+
+def test_workers_of_jobs_are_told_as_long_as_they_have_a_lease() -> None:
+    now = 0.0
+    streams, steps = StreamLeases(MemoryStore(), 10.0, lambda: now), WorkerSteps(10.0, lambda: now)
+    for worker in ("a", "b"):
+        streams.lease("j", worker, 1, num_streams=4, num_workers=2)
+    streams.renew("j", "a", 1, {0: Cursor(1, 0)})
+    now = 11.0  # from now on steps of all are known
+    streams.lease("j", "a", 2, num_streams=4)
+    for worker, done in (("a", 4), ("b", 4), ("a", 7)):
+        steps.tell(JobWorker("j", worker, 1), done)
+    cluster = FakeCluster()
+    found = told(cluster, RunningJobs(lambda: now), streams, steps)
+    assert found["stream_workers"] == {("j",): 1}  # b's time is up
+    assert found["streams_unread"] == found["stream_epoch"] == {("j",): 0}
+    assert found["job_steps_apart"] == {("j",): 3}
+    streams.renew("j", "a", 2, {stream: Cursor(1, 0) for stream in range(4)})
+    streams.release("j", "a", 2, {}, [3])
+    found = told(cluster, RunningJobs(lambda: now), streams, steps)
+    assert (found["stream_epoch"], found["streams_unread"]) == ({("j",): 1}, {("j",): 1})
+    now = 22.0
+    found = told(cluster, RunningJobs(lambda: now), streams, steps)
+    assert found["stream_workers"] == found["job_steps_apart"] == {}

@@ -367,6 +367,27 @@ def test_a_worker_finds_what_ssp_lets_it_keep() -> None:
         assert [worker.cache["t"]["hit_rate"] for worker in workers] == [0.5, 0.5]
 
 
+def test_a_program_of_ones_own_tells_prometheus_of_hits_and_how_far_ahead_it_is() -> None:
+    pytest.importorskip("prometheus_client", reason="needs pip install 'geartrain[metrics]'")
+    from tests.support.scrapes import scrape
+
+    with gt.local() as cluster, gt.ops.serve_metrics("127.0.0.1:0") as port:
+        settings: Any = {"optimizer": gt.SGD(1.0), "device_cache_bytes": 1 << 12}
+        fields = gt.Embedding(cluster, "told", 1, mode=gt.SSP(3, worker="a"), **settings)
+        other = cluster.job_steps("told", worker="b")
+        other.join()
+        rows = gt.RowOptimizer(fields)
+        for _ in range(3):
+            fields(torch.tensor([7, 8])).sum().backward()
+            rows.step()
+            rows.zero_grad()
+        told = scrape(port.address)
+        assert told.value("geartrain_cache_hits_total", cache="told", holds="rows") == fields.cache["told"]["hits"] == 4
+        assert told.value("geartrain_cache_misses_total", cache="told", holds="rows") == 2
+        assert told.value("geartrain_worker_steps_ahead", worker="a") == 3
+        assert told.value("geartrain_worker_wait_seconds_total", worker="a") == 0
+
+
 def test_what_is_told_of_writes_does_not_pile_up() -> None:
     """A prefetched batch is pulled past the caches."""
     script = Script(7)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from geartrain.ams.observe.metrics import Buckets
 from geartrain.ams.storage.features.factory import open_store
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.gear_messages import FeatureReply
@@ -127,6 +128,11 @@ def test_the_report_says_why_and_how_old(make: Any) -> None:
     assert len(ages["counts"]) == len(ages["edges"]) + 1 == len(AGE_EDGES) + 1
     assert ages["counts"][AGE_EDGES.index(1.0) + 1] == 2 == sum(ages["counts"])
     assert report["version_lag"]["counts"][:3] == [0, 2, 0]
+    told = {metric.name: list(metric.samples) for metric in cache.metrics()}
+    assert [value for _, value in told["cache_hits_total"] + told["cache_misses_total"]] == [2, 3]
+    ((_, age),), ((_, lag),) = told["feature_age_seconds"], told["feature_lag_updates"]
+    assert isinstance(age, Buckets) and isinstance(lag, Buckets)
+    assert age.bounds[age.counts.index(2) - 1] == 1.0 and lag.bounds[lag.counts.index(2)] == 1
 
 
 def test_a_full_worker_cache_forgets_what_was_used_least_recently() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from geartrain.ams.observe.metrics import Buckets
 from geartrain.ams.values.errors import ConfigError
-from geartrain.workers.job.metrics import BOUNDS, JobCounters, told_at
+from geartrain.workers.job.metrics import BOUNDS, PHASES, JobCounters, StepTimer, told_at
 from geartrain.workers.job.options import SnapshotSettings
 from geartrain.workers.recipes.recipe import ClassifyRecipe
 from tests.integration.jobs.small_job import GREY, classify, draw_images
@@ -21,15 +21,27 @@ def test_steps_are_counted_by_their_parts() -> None:
     counters = JobCounters()
     assert list(counters.metrics()) == []
     counters.job = "j"
-    counters.step_done(1.0, 0.25, 0.004, 16)
-    counters.step_done(100.0, 0.0, 0.0, 16)
+    counters.step_done({"pull": 0.25, "push": 0.004, "forward": 1.0, "backward": 0.5}, 16)
+    counters.step_done({"pull": 0.0, "push": 0.0, "forward": 100.0}, 16)
     found = {metric.name: {tuple(labels): value for labels, value in metric.samples} for metric in counters.metrics()}
     assert found["job_steps_total"] == {("j",): 2}
     assert found["job_samples_total"] == {("j",): 32}
-    pull, compute = found["job_step_seconds"]["j", "pull"], found["job_step_seconds"]["j", "compute"]
-    assert isinstance(pull, Buckets) and isinstance(compute, Buckets)
+    pull, forward = found["job_step_seconds"]["j", "pull"], found["job_step_seconds"]["j", "forward"]
+    assert isinstance(pull, Buckets) and isinstance(forward, Buckets)
     assert (pull.total, pull.counts[BOUNDS.index(0.25)], sum(pull.counts)) == (0.25, 1, 2)
-    assert (compute.counts[BOUNDS.index(1.0)], compute.counts[-1]) == (1, 1)  # the last is of what is above all bounds
+    assert (forward.counts[BOUNDS.index(1.0)], forward.counts[-1]) == (1, 1)  # the last is of what is above all bounds
+
+
+def test_waits_for_rows_are_no_part_of_the_phase_that_they_are_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("geartrain.workers.job.metrics.time.perf_counter", lambda: now)
+    monkeypatch.setattr("geartrain.workers.job.metrics.ROW_SECONDS", waited := {"pull": 1.0, "push": 2.0})
+    timer = StepTimer()
+    now, waited["pull"] = 5.0, 3.0
+    timer.ended("forward")
+    now, waited["push"], waited["pull"] = 9.0, 2.5, 3.5
+    timer.ended("backward")
+    assert timer.seconds == {"pull": 2.5, "push": 0.5, "forward": 3.0, "backward": 3.0, "update": 0.0}
 
 
 def test_a_port_that_strangers_reach_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,5 +70,5 @@ def test_a_job_tells_its_steps_while_it_trains(tmp_path: Path, monkeypatch: pyte
     ((job, found),) = told
     assert found.value("geartrain_job_steps_total", job=job) >= 19
     assert found.values("geartrain_job_loss", job=job)
-    for phase in ("pull", "push", "compute"):
+    for phase in PHASES:
         assert found.value("geartrain_job_step_seconds_sum", job=job, phase=phase) > 0

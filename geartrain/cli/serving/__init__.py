@@ -1,0 +1,1 @@
+"""Commands for services of trained models that run."""

@@ -1,0 +1,38 @@
+"""``geartrain rollback``: an older version of a served model is the current one again."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from geartrain.cli.shared.options import Json, SecurityFolder
+
+
+def rollback(
+    address: Annotated[str, typer.Argument(help="host:port of the service, as 127.0.0.1:8000.")],
+    model: Annotated[str | None, typer.Argument(help="Name of the model.", show_default="the only one")] = None,
+    to: Annotated[
+        int | None, typer.Option(min=0, help="The version.", show_default="the one before the current")
+    ] = None,
+    security_folder: SecurityFolder = None,
+    as_json: Json = False,
+) -> None:
+    """Make an older version of a served model the current one, from the next question on; no request fails.
+
+    Newer versions that come then wait. 'geartrain rollback HOST:PORT --to NEWEST' goes on with them.
+    """
+    from geartrain.ams.values.config import split_address
+    from geartrain.cli.serving.client import ask_service
+    from geartrain.cli.shared import configuration
+
+    split_address(address)
+    configuration.load(None, configuration.flags("security", prefix="security-", folder=security_folder))
+    if model is None:
+        models = [found["name"] for found in ask_service(address, "GET", "/v1/models")["models"]]
+        if len(models) != 1:
+            raise typer.BadParameter(f"name the model: {', '.join(models)}", param_hint="MODEL")
+        (model,) = models
+    told = ask_service(address, "POST", f"/v1/models/{model}/rollback", {} if to is None else {"to": to})
+    print(json.dumps(told) if as_json else f"{address}: version {told['current']} of {told['model']} is current")

@@ -1,0 +1,217 @@
+"""Answers questions together: those of one version, operation and parameters are one batch for the model.
+
+A question to an idle service is answered at once. While others are being answered, those that come are joined: a batch
+begins when it is full, when its first question has waited for ``max_wait_seconds``, or when nothing else is under way.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from geartrain.ams.values.errors import Busy, GeartrainError, InternalError
+from geartrain.ams.values.text import counted
+from geartrain.serving.answers import Arrays, Question, concatenated
+from geartrain.serving.catalog import Lease
+
+logger = logging.getLogger(__name__)
+
+
+class AnsweredBatch(NamedTuple):
+    """What was answered together, for counters."""
+
+    lease: Lease
+    """Of its first question."""
+    operation: str
+    questions: int
+    items: int
+    waited_seconds: float
+    """Of its first question, which waited longest."""
+    ran_seconds: float
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Asked:
+    lease: Lease
+    operation: str
+    question: Question
+    at: float
+    answer: Future[Arrays]
+
+
+class _Group:
+    """Questions that may be answered together."""
+
+    __slots__ = ("asked", "items")
+
+    def __init__(self) -> None:
+        self.asked: deque[_Asked] = deque()
+        self.items = 0
+
+
+class Batcher:
+    """Joins questions and answers them on threads of its own. Thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        max_batch: int = 64,
+        max_wait_seconds: float = 0.002,
+        max_queued: int = 1024,
+        threads: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+        on_batch: Callable[[AnsweredBatch], None] = lambda _: None,
+    ) -> None:
+        """Begin to wait for questions.
+
+        Args:
+            max_batch: most items of a batch; a question with more is one of its own.
+            max_wait_seconds: longest wait of a question for others, once a thread is free.
+            max_queued: most items that wait; who asks then is told to come again.
+            threads: batches at once. 0: :meth:`answer_next` is called by whoever made it, as tests do.
+            clock: in seconds, rising.
+            on_batch: told each batch when it is answered, on its thread.
+        """
+        self._max_batch, self._max_wait, self._max_queued = max_batch, max_wait_seconds, max_queued
+        self._clock, self._on_batch = clock, on_batch
+        self._changed = threading.Condition()
+        self._waiting: dict[Hashable, _Group] = {}
+        self.queued = 0
+        """Items that wait now."""
+        self._under_way = 0
+        self._is_closed = False
+        self._threads = [
+            threading.Thread(target=self._go_on, name=f"answers-{number}", daemon=True) for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def ask(self, lease: Lease, operation: str, question: Question) -> Future[Arrays]:
+        """Answer a question to an operation of the leased version: arrays with a row for each of its items.
+
+        The version is held until then, also if its asker leaves: a cancel is heard before its batch begins, and after
+        that changes nothing. The future has what the operation raises. Raises Busy: too much waits already.
+        """
+        answer: Future[Arrays] = Future()
+        shapes = tuple((name, array.dtype.str, array.shape[1:]) for name, array in question.arrays.items())
+        key = (id(lease.servable), operation, question.parameters, shapes)
+        with self._changed:
+            if self._is_closed:
+                raise Busy("the service is ending; ask again in a second")
+            if self.queued and self.queued + question.num_items > self._max_queued:
+                waits = counted(self.queued, "item")
+                raise Busy(f"{waits} wait already, of {self._max_queued:,} that may; ask again in a second")
+            held = lease.again()
+            group = self._waiting.setdefault(key, _Group())
+            group.asked.append(_Asked(held, operation, question, self._clock(), answer))
+            group.items += question.num_items
+            self.queued += question.num_items
+            self._changed.notify()
+        answer.add_done_callback(lambda _: held.release())
+        return answer
+
+    def answer_next(self) -> bool:
+        """Answer the next batch that need not wait, on this thread; return whether there was one."""
+        with self._changed:
+            batch = self._next(self._clock())
+        if not batch:
+            return False
+        self._answer(batch)
+        return True
+
+    def close(self) -> None:
+        """Answer all that waits, then end. Questions that come now are refused."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        while self.answer_next():
+            pass
+
+    def _go_on(self) -> None:
+        while True:
+            with self._changed:
+                while not (batch := self._next(self._clock())):
+                    if self._is_closed and not self._waiting:
+                        return
+                    self._changed.wait(self._until_due(self._clock()))
+            self._answer(batch)
+
+    def _until_due(self, now: float) -> float | None:
+        """Seconds until a question has waited enough; None: none waits."""
+        firsts = [group.asked[0].at for group in self._waiting.values()]
+        return max(0.0, min(firsts) + self._max_wait - now) if firsts else None
+
+    def _next(self, now: float) -> list[_Asked]:
+        """Take the questions of the batch that begins now, the longest waiting first; none, if none does."""
+        batch: list[_Asked] = []
+        is_free = self._is_closed or not self._under_way
+        while not batch:
+            chosen, since = None, float("inf")
+            for key, group in self._waiting.items():
+                at = group.asked[0].at
+                if at < since and (is_free or now >= at + self._max_wait or group.items >= self._max_batch):
+                    chosen, since = key, at
+            if chosen is None:
+                return []
+            batch = self._taken(chosen)
+        self._under_way += 1
+        return batch
+
+    def _taken(self, key: Hashable) -> list[_Asked]:
+        """The first questions of a group, but for those whose askers have left."""
+        group, batch, items = self._waiting[key], [], 0
+        while group.asked and (not batch or items + group.asked[0].question.num_items <= self._max_batch):
+            asked = group.asked.popleft()
+            size = asked.question.num_items
+            group.items -= size
+            self.queued -= size
+            if asked.answer.set_running_or_notify_cancel():
+                batch.append(asked)
+                items += size
+        if not group.asked:
+            del self._waiting[key]
+        return batch
+
+    def _answer(self, batch: Sequence[_Asked]) -> None:
+        first, began = batch[0], self._clock()
+        try:
+            self._run(batch)
+            items = sum(asked.question.num_items for asked in batch)
+            waited = began - first.at
+            self._on_batch(
+                AnsweredBatch(first.lease, first.operation, len(batch), items, waited, self._clock() - began)
+            )
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify_all()
+
+    def _run(self, batch: Sequence[_Asked]) -> None:
+        operation = batch[0].lease.servable.operations[batch[0].operation]
+        try:
+            question = concatenated([asked.question for asked in batch])
+            answered = operation.run(question)
+            if wrong := {name: len(array) for name, array in answered.items() if len(array) != question.num_items}:
+                raise InternalError(f"{operation.name} answered {question.num_items} items with {wrong}")
+        except Exception as exc:
+            if len(batch) > 1:  # what is wrong with one is no matter of the others: halves, until it is alone
+                self._run(batch[: len(batch) // 2])
+                self._run(batch[len(batch) // 2 :])
+                return
+            if not isinstance(exc, GeartrainError):
+                logger.exception("%s failed", operation.name)
+            batch[0].answer.set_exception(exc)
+            return
+        at = 0
+        for asked in batch:
+            end = at + asked.question.num_items
+            asked.answer.set_result({name: array[at:end] for name, array in answered.items()})
+            at = end

@@ -1,0 +1,349 @@
+"""Which models are served, and in which versions: a swap never takes a version from whom it is answering.
+
+An asker leases one version and is answered by that one alone. A version that is current no more stays for a rollback
+until the next swap, and is closed when its last asker is answered.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from geartrain.ams.values.errors import ConfigError, GeartrainError, InvalidArgument, NotServed
+from geartrain.ams.values.text import quoted
+from geartrain.serving.answers import Operation, Servable
+
+logger = logging.getLogger(__name__)
+
+Load = Callable[[Path], Servable]
+
+
+@dataclass(eq=False)
+class _Loaded:
+    servable: Servable
+    since: float
+    asking: int = 0
+    asked: int = 0
+    is_over: bool = False
+    """Closed when nobody asks it."""
+
+
+class Lease:
+    """One asker's hold of a version. A context manager; releasing it twice is releasing it once."""
+
+    __slots__ = ("_catalog", "_is_held", "_loaded", "is_canary", "model", "servable")
+
+    def __init__(self, catalog: Catalog, model: str, loaded: _Loaded, is_canary: bool) -> None:
+        self._catalog, self._loaded, self._is_held = catalog, loaded, True
+        self.model = model
+        """Name of the model."""
+        self.servable = loaded.servable
+        """Not closed before this is released."""
+        self.is_canary = is_canary
+
+    def operation(self, name: str) -> Operation:
+        """What it can be asked by this name. Raises NotServed, which lists the others."""
+        operation = self.servable.operations.get(name)
+        if operation is None:
+            known = ", ".join(self.servable.operations)
+            raise NotServed(f"{self.model!r} has no operation {quoted(name)}; it has {known}")
+        return operation
+
+    def again(self) -> Lease:
+        """Another hold of the same version, by somebody who may need it for longer."""
+        return self._catalog._held_again(self)
+
+    def release(self) -> None:
+        """Its asker is answered, or has left."""
+        if self._is_held:
+            self._is_held = False
+            self._catalog._released(self._loaded)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+@dataclass(eq=False)
+class _Model:
+    name: str
+    loaded: dict[int, _Loaded] = field(default_factory=dict)
+    folders: dict[int, Path] = field(default_factory=dict)
+    """Of versions that can be loaded, too."""
+    current: int | None = None
+    previous: int | None = None
+    """Was current before, and stays loaded."""
+    canary: int | None = None
+    share: float = 0.0
+    asked: int = 0
+    is_held: bool = False
+    """Rolled back: newer versions do not become current by themselves."""
+    changing: threading.Lock = field(default_factory=threading.Lock)
+    """One change after the other."""
+
+    @property
+    def known(self) -> list[int]:
+        return sorted({*self.loaded, *self.folders})
+
+
+class Catalog:
+    """The models of a service by name. Thread-safe; nobody who asks waits for a version that is being loaded."""
+
+    def __init__(self, load: Load | None = None) -> None:
+        """``load`` opens the folder of a version that :meth:`know` told of; None: nothing is loaded here."""
+        self._load = load
+        self._lock = threading.Lock()
+        self._models: dict[str, _Model] = {}
+        self._is_closed = False
+
+    @property
+    def names(self) -> list[str]:
+        """Of all models, in the order in which they came."""
+        return list(self._models)
+
+    def know(self, name: str, version: int, folder: Path) -> None:
+        """A version can be loaded from ``folder`` when a rollback asks for it."""
+        with self._lock:
+            self._model(name, makes=True).folders[version] = folder
+
+    def forget(self, name: str, version: int) -> None:
+        """The folder of a version is gone. One that is loaded is served on."""
+        with self._lock:
+            self._model(name).folders.pop(version, None)
+
+    def add(self, name: str, servable: Servable, folder: Path | None = None, *, share: float | None = None) -> bool:
+        """Serve a version, from the next question on; return whether it became current (or, with ``share``, canary).
+
+        One that is newer than all before becomes current, unless the model was rolled back; others wait for a rollback
+        to them. With ``share`` it is asked that part of the questions, beside the current one. What does not become
+        current or canary is closed, and remembered if it has a folder.
+
+        Raises InvalidArgument: the version is served already, or ``share`` is not in 0 … 1.
+        """
+        if share is not None:
+            _require_share(share)
+        version = servable.version
+        with self._lock:
+            model = self._model(name, makes=True)
+        with model.changing, self._lock:
+            if version in model.loaded:
+                raise InvalidArgument(
+                    f"version {version} of {name!r} is served already; a new one has a higher number: the step of its "
+                    "training"
+                )
+            newest = max(model.known, default=version)
+            if folder is not None:
+                model.folders[version] = folder
+            taken = share is not None or model.current is None or (version >= newest and not model.is_held)
+            if taken:
+                model.loaded[version] = _Loaded(servable, time.time())
+                if share is not None and model.current is not None:
+                    model.canary, model.share = version, share
+                else:
+                    self._make_current(model, version)
+            over = self._take_over(model) if taken else [servable]
+        self._close(over)
+        return taken
+
+    def rollback(self, name: str | None = None, to: int | None = None) -> int:
+        """Make an older version current, or a newer one again; return it. The one before stays loaded.
+
+        Newer versions do not become current from now on, until a rollback goes ``to`` the newest.
+
+        Args:
+            name: of the model; None: the only one.
+            to: the version; None: the one before the current.
+
+        Raises NotServed (no such model or version), and what loading it raises: then nothing has changed.
+        """
+        model = self._find(name)
+        with model.changing:
+            if to is None:
+                with self._lock:
+                    older = [version for version in model.known if model.current is None or version < model.current]
+                    if not older:
+                        raise NotServed(f"there is no version of {model.name!r} before {model.current}")
+                    to = older[-1]
+            loaded = self._loaded(model, to)
+            with self._lock:
+                model.loaded[to] = loaded
+                self._make_current(model, to)
+                model.is_held = to != model.known[-1]
+                over = self._take_over(model)
+        self._close(over)
+        logger.info("%s: version %d is current%s", model.name, to, "; newer ones wait" if model.is_held else "")
+        return to
+
+    def set_canary(self, name: str | None, version: int | None, share: float) -> None:
+        """Ask a version ``share`` of the questions, beside the current one; of 0: nobody any more.
+
+        Raises NotServed, InvalidArgument (``share`` is not in 0 … 1, the version is the current one).
+        """
+        _require_share(share)
+        model = self._find(name)
+        with model.changing:
+            loaded = None
+            if share > 0:
+                if version is None:
+                    raise InvalidArgument(f"version is missing; one of {_listed(model.known)} takes a share of {share}")
+                if version == model.current:
+                    raise InvalidArgument(f"version {version} is current in {model.name!r}; a canary is another one")
+                loaded = self._loaded(model, version)
+            with self._lock:
+                if version is not None and loaded is not None:
+                    model.loaded[version] = loaded
+                model.canary, model.share = (version, share) if share > 0 else (None, 0.0)
+                over = self._take_over(model)
+        self._close(over)
+
+    def lease(self, name: str | None = None, version: int | None = None) -> Lease:
+        """Take hold of the version that answers: the current one or, by its share, the canary, or ``version``.
+
+        ``name`` None: the only model. Raises NotServed.
+        """
+        with self._lock:
+            model = self._model(name)
+            chosen = version
+            if chosen is None:
+                chosen = model.current
+                model.asked += 1
+                # Evenly: with a share of 0.1 each tenth.
+                if model.canary is not None and int(model.asked * model.share) > int((model.asked - 1) * model.share):
+                    chosen = model.canary
+            loaded = None if chosen is None else model.loaded.get(chosen)
+            if loaded is None:
+                served = _listed(sorted(model.loaded))
+                what = f"version {quoted(version)} of {model.name!r} is not served"
+                raise NotServed(f"{what}; served are {served}" if served else f"{model.name!r} has no version yet")
+            loaded.asking += 1
+            loaded.asked += 1
+            return Lease(self, model.name, loaded, chosen == model.canary)
+
+    def find(self, name: str | None = None) -> str:
+        """The name of the only model, or this one. Raises NotServed."""
+        return self._find(name).name
+
+    def state(self, name: str | None = None) -> dict[str, Any]:
+        """What is served of a model, as plain values: versions, which is current, the canary. Raises NotServed."""
+        with self._lock:
+            model = self._model(name)
+            loaded = [
+                {
+                    "version": version,
+                    "created": found.servable.created,
+                    "since": found.since,
+                    "asked": found.asked,
+                    "asking": found.asking,
+                }
+                for version, found in sorted(model.loaded.items())
+            ]
+            return {
+                "name": model.name,
+                "current": model.current,
+                "canary": None if model.canary is None else {"version": model.canary, "share": model.share},
+                "held": model.is_held,
+                "loaded": loaded,
+                "versions": model.known,
+            }
+
+    def why_not_ready(self) -> str:
+        """What is missing until questions can be answered; empty: nothing."""
+        with self._lock:
+            if self._is_closed:
+                return "it is ending"
+            if not self._models:
+                return "there is no model yet"
+            waits = [name for name, model in self._models.items() if model.current is None]
+            return f"there is no version of {', '.join(waits)} yet" if waits else ""
+
+    def close(self) -> None:
+        """Close every version, each when nobody asks it any more; no more leases."""
+        with self._lock:
+            self._is_closed = True
+            over = []
+            for model in self._models.values():
+                model.current = model.previous = model.canary = None
+                over += self._take_over(model)
+        self._close(over)
+
+    def _find(self, name: str | None) -> _Model:
+        with self._lock:
+            return self._model(name)
+
+    def _model(self, name: str | None, *, makes: bool = False) -> _Model:
+        if name is None:
+            if len(self._models) != 1:
+                raise NotServed(f"name a model: {', '.join(self._models) or 'there is none yet'}")
+            return next(iter(self._models.values()))
+        if (model := self._models.get(name)) is None:
+            if not makes:
+                raise NotServed(f"there is no model {quoted(name)}; there is {', '.join(self._models) or 'none yet'}")
+            model = self._models[name] = _Model(name)
+        return model
+
+    def _loaded(self, model: _Model, version: int) -> _Loaded:
+        """The version, loaded now if it is not; nobody who asks waits meanwhile."""
+        if (loaded := model.loaded.get(version)) is not None:
+            return loaded
+        folder = model.folders.get(version)
+        if folder is None or self._load is None:
+            raise NotServed(f"there is no version {quoted(version)} of {model.name!r}; there is {_listed(model.known)}")
+        servable = self._load(folder)
+        if servable.version != version:
+            servable.close()
+            raise ConfigError(f"{folder} holds version {servable.version} now, not {version}")
+        return _Loaded(servable, time.time())
+
+    @staticmethod
+    def _make_current(model: _Model, version: int) -> None:
+        if model.current != version:
+            model.current, model.previous = version, model.current
+        if model.canary == version:
+            model.canary, model.share = None, 0.0
+
+    @staticmethod
+    def _take_over(model: _Model) -> list[Servable]:
+        """Take out what is neither current, canary nor previous; return what nobody asks."""
+        over = []
+        for version in [*model.loaded]:
+            if version not in (model.current, model.canary, model.previous):
+                gone = model.loaded.pop(version)
+                gone.is_over = True
+                if not gone.asking:
+                    over.append(gone.servable)
+        return over
+
+    def _held_again(self, lease: Lease) -> Lease:
+        with self._lock:
+            lease._loaded.asking += 1
+        return Lease(self, lease.model, lease._loaded, lease.is_canary)
+
+    def _released(self, loaded: _Loaded) -> None:
+        with self._lock:
+            loaded.asking -= 1
+            over = [loaded.servable] if loaded.is_over and not loaded.asking else []
+        self._close(over)
+
+    @staticmethod
+    def _close(over: Iterable[Servable]) -> None:
+        for servable in over:
+            try:
+                servable.close()
+            except (GeartrainError, OSError):  # others are served on
+                logger.exception("version %d could not be closed", servable.version)
+
+
+def _require_share(share: float) -> None:
+    if not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise InvalidArgument(f"share is {quoted(share)}; it must be a part of the questions, 0 ... 1, as 0.1")
+
+
+def _listed(versions: Iterable[int]) -> str:
+    return ", ".join(map(str, versions))

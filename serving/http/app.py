@@ -1,0 +1,249 @@
+"""A service of models as an ASGI app: questions in JSON or as the file itself, answers in JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from geartrain.ams.values.errors import GeartrainError, InvalidArgument
+from geartrain.ams.values.text import quoted
+from geartrain.serving.answers import Operation, Question
+from geartrain.serving.catalog import Lease
+from geartrain.serving.http.callers import OPEN_PATHS, Callers
+from geartrain.serving.http.limits import Limits, Rates
+from geartrain.serving.http.openapi import document, takes_files
+from geartrain.serving.http.page import try_page
+from geartrain.serving.http.refusals import RefusedRequest, json_response, refusal, refuse
+from geartrain.serving.service import ModelService
+
+logger = logging.getLogger(__name__)
+
+_READERS = 2
+"""Threads that read questions, as by decoding pictures."""
+_SMALL_ITEMS = 16
+"""Answers to so many items are written at once; longer ones on a thread."""
+_KINDS = ("", "application/json", "application/x-www-form-urlencoded", "application/octet-stream")
+"""Of bodies; the third is what curl says unless it is told."""
+
+
+class HttpQuestions:
+    """The routes of a service. Used by one event loop."""
+
+    def __init__(self, service: ModelService, callers: Callers, limits: Limits) -> None:
+        self.service, self.callers, self.limits = service, callers, limits
+        self._rates = Rates(limits.requests_per_second)
+        self._under_way = 0
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="questions")
+        self.is_ending = False
+
+    def routes(self) -> list[Route]:
+        """All of them."""
+        return [
+            try_page(),
+            Route("/livez", self._live),
+            Route("/readyz", self._ready),
+            Route("/openapi.json", self._openapi),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name}", self._model),
+            Route("/v1/models/{name}/rollback", self._rollback, methods=["POST"]),
+            Route("/v1/models/{name}/canary", self._canary, methods=["POST"]),
+            Route("/v1/models/{name}/{operation}", self._ask, methods=["POST"]),
+            Route("/v1/{operation}", self._ask, methods=["POST"]),
+        ]
+
+    def bounded(self, app: Any) -> Any:
+        """``app``, asked only by those who may, as often as they may."""
+
+        async def bounded(scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] != "http":
+                await app(scope, receive, send)
+                return
+            try:
+                client = self.callers.require_known(request := Request(scope))
+                if request.url.path not in OPEN_PATHS:
+                    self._rates.require(client)
+                    if self._under_way >= self.limits.max_requests:
+                        raise RefusedRequest(503, f"{self._under_way} requests are under way, the most; ask again", 1.0)
+            except GeartrainError as exc:
+                await refusal(exc)(scope, receive, send)
+                return
+            self._under_way += 1
+            try:
+                await app(scope, receive, send)
+            finally:
+                self._under_way -= 1
+
+        return bounded
+
+    async def body(self, request: Request) -> bytes:
+        """The body of a request, within the limits. Raises RefusedRequest."""
+        return await self.limits.body(request.receive, request.headers.get("content-length"))
+
+    async def answered(self, lease: Lease, operation: Operation, question: Question) -> Mapping[str, Any]:
+        """Rows for the items of a question. Raises what the operation does, Busy, RefusedRequest (too many items)."""
+        self.limits.require_items(question.num_items)
+        return await asyncio.wrap_future(self.service.batcher.ask(lease, operation.name, question))
+
+    async def on_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call what may take long."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, function, *arguments)
+
+    def close(self) -> None:
+        """No more questions."""
+        self._readers.shutdown(wait=False)
+
+    async def _ask(self, request: Request) -> Response:
+        name = self.service.catalog.find(request.path_params.get("name"))
+        self.callers.require(request, "read", name)
+        parameters = dict(request.query_params)
+        version = _version(parameters.pop("version", None))
+        with self.service.catalog.lease(name, version) as lease:
+            operation = lease.operation(request.path_params["operation"])
+            body = await self.body(request)
+            kind = request.headers.get("content-type", "")
+            question = await self.on_thread(_question, operation, body, kind, parameters, self.limits)
+            answered = await self.answered(lease, operation, question)
+            said = {"model": name, "version": lease.servable.version, "created": lease.servable.created}
+            if question.num_items <= _SMALL_ITEMS:
+                return json_response({**said, "answers": operation.write(answered)})
+            return await asyncio.to_thread(lambda: json_response({**said, "answers": operation.write(answered)}))
+
+    async def _live(self, _: Request) -> Response:
+        return json_response({"live": True})
+
+    async def _ready(self, _: Request) -> Response:
+        why = "it is ending" if self.is_ending else self.service.catalog.why_not_ready()
+        if why:
+            raise RefusedRequest(503, f"not ready: {why}", 1.0)
+        return json_response({"ready": True})
+
+    async def _openapi(self, _: Request) -> Response:
+        return json_response(document(self.service.catalog))
+
+    async def _models(self, _: Request) -> Response:
+        return json_response({"models": [self.service.catalog.state(name) for name in self.service.catalog.names]})
+
+    async def _model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self.callers.require(request, "read", name)
+        state = self.service.catalog.state(name)
+        with self.service.catalog.lease(name, state["current"]) as lease:
+            operations = {
+                operation.name: {"help": operation.help, "request": operation.request, "answer": operation.answer}
+                for operation in lease.servable.operations.values()
+            }
+            kind, facts = lease.servable.kind, lease.servable.facts
+            return json_response({**state, "kind": kind, "facts": facts, "operations": operations})
+
+    async def _rollback(self, request: Request) -> Response:
+        name, wish = await self._wish(request, "to")
+        to = wish.get("to")
+        if to is not None and not _is_version(to):
+            raise InvalidArgument(f"to is {quoted(to)}; it must be the number of a version, as 90, or left out")
+        current = (await asyncio.to_thread(self.service.change, "rollback", model=name, to=to))[0]
+        return json_response({"model": name, "current": current})
+
+    async def _canary(self, request: Request) -> Response:
+        name, wish = await self._wish(request, "version", "share")
+        version, share = wish.get("version"), wish.get("share")
+        if version is not None and not _is_version(version):
+            raise InvalidArgument(f"version is {quoted(version)}; it must be the number of a version, as 120")
+        await asyncio.to_thread(self.service.change, "canary", model=name, version=version, share=share)
+        return json_response(self.service.catalog.state(name))
+
+    async def _wish(self, request: Request, *names: str) -> tuple[str, Mapping[str, Any]]:
+        """The model, and the body, of a change of it."""
+        name = self.service.catalog.find(request.path_params["name"])
+        self.callers.require(request, "admin", name)
+        wish = _json(await self.body(request) or b"{}")
+        if unknown := [key for key in wish if key not in names]:
+            raise InvalidArgument(f"the body has {quoted(unknown[0])}; it may have {' and '.join(names)}")
+        return name, wish
+
+
+def make_app(service: ModelService, callers: Callers, limits: Limits | None = None) -> Any:
+    """An ASGI app, of Starlette within bounds: for :class:`geartrain.serving.http.server.HttpServer`, or any other."""
+    questions = HttpQuestions(service, callers, limits or Limits())
+
+    @asynccontextmanager
+    async def lifespan(_: object) -> AsyncIterator[None]:
+        yield
+        questions.close()
+
+    app = Starlette(
+        routes=questions.routes(),
+        lifespan=lifespan,
+        exception_handlers={GeartrainError: refuse, HTTPException: refuse, Exception: refuse},
+        middleware=[_origins(callers.origins)] if callers.origins else [],
+    )
+    return questions.bounded(app)
+
+
+def _origins(origins: Sequence[str]) -> Middleware:
+    return Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+
+
+def _question(operation: Operation, body: bytes, kind: str, parameters: Mapping[str, str], limits: Limits) -> Question:
+    """Read a body: JSON, or the file that an operation takes."""
+    given = {key: _value(text) for key, text in parameters.items()}
+    field = takes_files(operation)
+    kind = kind.partition(";")[0].strip().lower()
+    if kind not in _KINDS and not kind.startswith("image/") and not kind.endswith("+json"):
+        raise RefusedRequest(
+            415, f"content-type is {quoted(kind)}; send application/json" + (", or an image file" if field else "")
+        )
+    is_json = kind.endswith("json") or (not kind.startswith("image/") and body[:1024].lstrip()[:1] in (b"{", b"["))
+    if field is None or is_json:
+        said = {**given, **_json(body)}
+        limits.require_items(max((len(value) for value in said.values() if isinstance(value, list)), default=0))
+        return operation.read(said)
+    if not body:
+        raise InvalidArgument(f"the body is empty; send {field} in JSON, or the file itself (curl --data-binary @FILE)")
+    files = np.empty(1, object)
+    files[0] = body
+    return operation.accept({field: files}, given)
+
+
+def _json(body: bytes) -> Mapping[str, Any]:
+    try:
+        said = json.loads(body)
+    except (ValueError, RecursionError) as exc:
+        raise InvalidArgument(f"the body is no JSON: {str(exc)[:200]}; GET /openapi.json has an example") from exc
+    if not isinstance(said, dict):
+        raise InvalidArgument(f"the body is {quoted(said)}; it must be a JSON object, as {{...}}")
+    return said
+
+
+def _value(text: str) -> Any:
+    """What a parameter of the address says: a number or a truth value where it is one."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, int | float | bool) else text
+
+
+def _version(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
+        raise InvalidArgument(f"version is {quoted(text)}; it must be a number, as 120")
+    return int(text)
+
+
+def _is_version(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63

@@ -1,0 +1,87 @@
+"""Who may ask a service over HTTP, and for what: by tokens under certificates, else whoever is on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+
+from geartrain.ams.rpc.tokens import METADATA_KEY, RIGHTS, SCHEME
+from geartrain.serving.http.guard import Names
+from geartrain.serving.http.refusals import RefusedRequest
+
+OPEN_PATHS = ("/", "/livez", "/readyz")
+"""What anybody may ask: the page, which is the same everywhere, and probes, which have no token."""
+
+
+class Callers:
+    """Decides about each request before its body is read."""
+
+    def __init__(
+        self, listen: str, folder: str | None, origins: tuple[str, ...] = (), *, is_open: bool = False
+    ) -> None:
+        """Take the rules.
+
+        Args:
+            listen: where the service listens.
+            folder: of certificates; None: without, and then names of this host alone are answered.
+            origins: other web pages that may ask.
+            is_open: whatever name a request is for (``insecure``): others give this host names of their own.
+        """
+        self._names = None if folder or is_open else Names(listen)
+        self.origins = origins
+        self._tokens: Any = None
+        self._audit: Callable[..., None] = lambda *_, **__: None
+        if folder is not None:
+            from geartrain.ams.rpc.server.access import audit, tokens_of  # gRPC with it
+
+            self._tokens, self._audit = tokens_of(folder), audit
+
+    @property
+    def want_tokens(self) -> bool:
+        """Whether a client must show one; else its certificate is enough."""
+        return self._tokens is not None and bool(self._tokens.are_wanted)
+
+    def require_known(self, request: Request) -> str:
+        """Raises RefusedRequest unless the request is for this host and, where tokens are wanted, shows a good one.
+
+        Returns by whom it is, for :class:`Rates`.
+        """
+        host = request.headers.get("host", "")
+        if self._names is not None and not self._names.has(host):
+            raise RefusedRequest(421, f"this service is not called {host!r}; ask it by its address or as localhost")
+        origin = request.headers.get("origin")
+        if origin not in (None, f"{request.url.scheme}://{host}", *self.origins):
+            raise RefusedRequest(403, f"pages of {origin!r} may not ask here; serve.origins names those that may")
+        client = "" if request.client is None else request.client.host
+        if request.url.path in OPEN_PATHS or not self.want_tokens:
+            return client
+        believed = self._believed(request)
+        if isinstance(believed, str):
+            self._refuse(request, client, believed)
+            raise RefusedRequest(
+                401, f"{believed}; send a token that 'geartrain certs token' made: Authorization: Bearer gt1..."
+            )
+        return str(believed[0].id)
+
+    def require(self, request: Request, right: str, model: str) -> None:
+        """Raises RefusedRequest unless the token of a known caller gives ``right`` to tables called as the model."""
+        if not self.want_tokens:
+            return
+        believed = self._believed(request)
+        why = believed if isinstance(believed, str) else None
+        if not isinstance(believed, str) and not believed[1].rights(model) & RIGHTS[right]:
+            why = f"its token gives no right to {right} {model!r}"
+        if why is not None:
+            self._refuse(request, "" if request.client is None else request.client.host, why, model)
+            raise RefusedRequest(
+                403, f"{why}; 'geartrain certs token NAME FOLDER --allow \"{model}={right}\"' makes one"
+            )
+
+    def _believed(self, request: Request) -> Any:
+        text = request.headers.get(METADATA_KEY, "")
+        return self._tokens.believed(text.removeprefix(SCHEME)) if text.startswith(SCHEME) else "it shows no token"
+
+    def _refuse(self, request: Request, client: str, why: str, *models: str) -> None:
+        self._audit({"caller": "http", "peer": client}, request.url.path, models, why)

@@ -1,0 +1,197 @@
+"""A port of HTTP on a thread of this process: uvicorn, with bounds on what a connection may hold."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+
+from geartrain.ams.values.config import join_address, split_address
+from geartrain.ams.values.errors import ConfigError
+
+try:
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+except ImportError:
+    HttpToolsProtocol = None  # type: ignore[assignment, misc]
+
+logger = logging.getLogger(__name__)
+
+MOST_HEADER_BYTES = 16_384
+"""Of a request, its address included."""
+MOST_CONNECTIONS = 4096
+_KEEP_SECONDS = 30
+"""That a connection waits for its next request."""
+_BACKLOG = 1024
+
+
+def listening_socket(listen: str, what: str) -> socket.socket:
+    """Listen at ``"host:port"``. Raises ConfigError: nobody can; ``what`` was to be there."""
+    host, port = split_address(listen)
+    try:
+        family, *_, bind_to = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(bind_to[:2], family=family, backlog=_BACKLOG)
+    except OSError as exc:
+        why = (os.strerror(exc.errno) if exc.errno and exc.errno > 0 else str(exc)).lower()
+        raise ConfigError(
+            f"cannot {what} at {listen!r}: {why}; --listen takes an address of this machine and a port that is free "
+            "(0 picks one)"
+        ) from exc
+
+
+class HttpServer:
+    """Serves an ASGI app on a thread, from its making until it is stopped."""
+
+    def __init__(
+        self,
+        app: Any,
+        listener: socket.socket,
+        host: str,
+        *,
+        name: str,
+        tls: ssl.SSLContext | None = None,
+        each_second: Callable[[], None] | None = None,
+        headers_seconds: float = 10.0,
+        grace_seconds: float = 3.0,
+        connections: int = MOST_CONNECTIONS,
+    ) -> None:
+        """Serve ``app`` at a socket that listens.
+
+        Args:
+            app: of ASGI, with lifespan.
+            listener: closed when it ends.
+            host: what :attr:`address` calls it.
+            name: of its thread.
+            tls: None: without.
+            each_second: called on the event loop.
+            headers_seconds: longest time for the headers of a request.
+            grace_seconds: for requests under way when it is stopped.
+            connections: at once; others are closed.
+        """
+        self.address = join_address(host, listener.getsockname()[1])
+        """host:port that it listens at."""
+        self.end_reason: str | None = None
+
+        async def tick() -> None:
+            if each_second is not None:
+                each_second()
+
+        settings = uvicorn.Config(
+            app,
+            http="auto" if HttpToolsProtocol is None else _bounded(headers_seconds, connections),
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=max(1, round(grace_seconds)),
+            timeout_keep_alive=_KEEP_SECONDS,
+            timeout_notify=1,
+            callback_notify=tick,
+            h11_max_incomplete_event_size=MOST_HEADER_BYTES,
+            ws="none",
+            **({} if tls is None else {"ssl_context_factory": lambda *_: tls}),  # type: ignore[arg-type]
+        )
+        self._listener = listener
+        self._server = uvicorn.Server(settings)
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it was stopped."""
+        return self._server.should_exit
+
+    def wait(self) -> None:
+        """Block until it has ended."""
+        self._thread.join()
+
+    def stop(self, grace_seconds: float) -> None:
+        """Answer the requests under way, take no others, end."""
+        self._server.should_exit = True
+        self._thread.join(grace_seconds)
+
+    def _serve(self) -> None:
+        try:
+            self._server.run(sockets=[self._listener])
+        except BaseException as exc:  # uvicorn exits where it cannot begin
+            self.end_reason = f"{type(exc).__name__}: {exc}"
+            logger.exception("HTTP cannot be served")
+
+
+def _bounded(headers_seconds: float, connections: int) -> type[asyncio.Protocol]:
+    """uvicorn's own connection, which has no bound on the size of headers, nor on the time until they are there."""
+
+    class BoundedConnection(HttpToolsProtocol):
+        _in_headers = True
+        _has_ended = False
+        _header_bytes = 0
+        _deadline: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if len(self.connections) > connections:
+                transport.abort()
+            self._await_headers()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._headers_are_there()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            if self._in_headers and self._deadline is None:
+                self._await_headers()
+            self._has_ended = False
+            super().data_received(data)
+            if self._in_headers and not self._has_ended:
+                self._header_bytes += len(data)
+                if self._header_bytes > MOST_HEADER_BYTES and not self.transport.is_closing():
+                    self.send_400_response("")
+
+        def on_headers_complete(self) -> None:
+            self._headers_are_there()
+            sizes = sum(len(name) + len(value) for name, value in self.headers)
+            self._header_bytes = len(self.url) + sizes
+            if self._header_bytes > MOST_HEADER_BYTES:
+                raise ValueError("headers")  # the parser stops, and send_400_response is called
+            super().on_headers_complete()
+
+        def on_message_complete(self) -> None:
+            super().on_message_complete()
+            self._in_headers, self._has_ended, self._header_bytes = True, True, 0
+
+        def send_400_response(self, msg: str) -> None:  # noqa: ARG002
+            if self._header_bytes > MOST_HEADER_BYTES:
+                status, code = 431, "too_large"
+                why = f"the headers are more than {MOST_HEADER_BYTES:,} bytes; send fewer, and the rest in the body"
+            else:
+                status, code = 400, "bad_request"
+                why = "this is no request of HTTP/1.1; was https meant, or another port?"
+            body = json.dumps({"error": {"code": code, "message": why}}).encode()
+            head = f"HTTP/1.1 {status} {code}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
+            self.transport.close()
+
+        def _await_headers(self) -> None:
+            self._deadline = self.loop.call_later(headers_seconds, self._too_slow)
+
+        def _headers_are_there(self) -> None:
+            self._in_headers = False
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+        def _too_slow(self) -> None:
+            self._deadline = None
+            if self._in_headers and not self.transport.is_closing():
+                self.transport.close()
+
+    return BoundedConnection

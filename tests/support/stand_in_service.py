@@ -1,0 +1,194 @@
+"""A stand-in for ``geartrain serve`` with answers written here, for what asks one over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from geartrain.serving.http.page import try_page
+
+NEXT = [("水", 0.61), ("U+6C37", 0.58), ("承", 0.41), ("求", 0.33)]
+FIELDS = ["user", "item", "age", "gender", "occupation", "genre", "hour", "weekday", "device", "city", "query", "price"]
+_IMAGES = {"type": "array", "items": {"type": "string", "contentEncoding": "base64"}}
+
+
+def _sample() -> dict[str, Any]:
+    one: list[dict[str, Any]] = [{"type": "integer"}, {"type": "string"}]
+    fields: dict[str, Any] = {name: {"anyOf": [*one, {"type": "array", "items": {"anyOf": one}}]} for name in FIELDS}
+    event = {"type": "array", "items": {"anyOf": one}, "description": "[item, outcome]"}
+    fields["history"] = {"anyOf": [{"type": "array", "items": event}]}
+    return {"type": "object", "properties": fields}
+
+
+SAMPLE = {name: 7 * i + 1 for i, name in enumerate(FIELDS)} | {
+    "user": 2**62 + 1,
+    "history": [[31, 1], [1204, 0]],
+}
+OPERATIONS: dict[str, dict[str, Any]] = {
+    "classify": {"help": "The best classes of pictures.", "request": {"properties": {"images": _IMAGES}}},
+    "verify": {"help": "Whether two pictures show the same.", "request": {"type": "object"}},
+    "embed": {"help": "Features of pictures.", "request": {"properties": {"images": _IMAGES}}},
+    "click": {
+        "help": "The probability that a sample is clicked.",
+        "request": {
+            "type": "object",
+            "properties": {"samples": {"type": "array", "items": _sample()}, "explain": {"type": "boolean"}},
+            "example": {"samples": [SAMPLE]},
+        },
+    },
+    "rank": {
+        "help": "Candidates by the probability of a click in one context.",
+        "request": {
+            "type": "object",
+            "properties": {
+                "context": {"type": "object", "properties": {"user": {"type": "integer"}, "hour": {"type": "integer"}}},
+                "candidates": {
+                    "type": "array",
+                    "items": {"properties": {"item": {"type": "integer"}, "genre": {"type": "string"}}},
+                },
+                "k": {"type": "integer"},
+            },
+            "example": {
+                "context": {"user": 5, "hour": 20},
+                "candidates": [{"item": 12, "genre": "drama"}, {"item": 99, "genre": "comedy"}],
+                "k": 1,
+            },
+        },
+    },
+    "items": {
+        "help": "Items of the tree for a history.",
+        "request": {
+            "type": "object",
+            "properties": {"history": {"type": "array", "items": {"type": "integer"}}, "k": {"type": "integer"}},
+            "example": {"history": [4, 8, 15], "k": 5},
+        },
+    },
+}
+
+
+class StandInService:
+    """Serves "glyphs", "faces", "clicks" and "tree" until :meth:`stop`, and again after :meth:`start`."""
+
+    def __init__(self) -> None:
+        self.current = 120
+        self.canary: int | None = None
+        """Of "glyphs"."""
+        self.asked: list[tuple[str, str, bytes]] = []
+        """Operation, query and body of each request, as they came."""
+        self.best = "永"
+        """The best class of pictures."""
+        self.refusal: tuple[int, str] | None = None
+        """Status and sentence of every answer."""
+        self.holding: asyncio.Event | None = None
+        """Where there is one, the next request waits for it; its answer is made before."""
+        self.token = ""
+        self.is_empty = False
+        self.port = 0
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/"
+
+    def start(self) -> None:
+        """Listen, at the port of before if there is one."""
+        listening = socket.create_server(("127.0.0.1", self.port))
+        self.port = listening.getsockname()[1]
+        app = FastAPI()
+        app.router.routes.append(try_page())
+        app.add_api_route("/v1/models", self._models)
+        app.add_api_route("/v1/models/{name}", self._model)
+        app.add_api_route("/v1/models/{name}/{operation}", self._answer, methods=["POST"])
+        self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, args=[listening], daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+
+    def call_soon(self, function: Callable[[], None]) -> None:
+        """Call it where requests are answered."""
+        self._loop.call_soon_threadsafe(function)
+
+    def _serve(self, listening: socket.socket) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._server.serve(sockets=[listening]))
+
+    def _state(self, name: str) -> dict[str, Any]:
+        current = self.current if name == "glyphs" else 90
+        versions = sorted({current - 30, current, *([self.canary] if self.canary and name == "glyphs" else [])})
+        return {
+            "name": name,
+            "kind": {"glyphs": "pictures", "faces": "pictures", "clicks": "clicks", "tree": "tree"}[name],
+            "current": current,
+            "canary": {"version": self.canary, "share": 0.1} if self.canary and name == "glyphs" else None,
+            "held": False,
+            "loaded": [
+                {"version": version, "created": time.time() - 200, "asked": len(self.asked)} for version in versions
+            ],
+            "versions": versions,
+        }
+
+    async def _models(self, request: Request) -> Any:
+        if self.token and request.headers.get("authorization") != f"Bearer {self.token}":
+            told = {"error": {"code": "unauthenticated", "message": "no token; send one as 'Authorization: Bearer'"}}
+            return JSONResponse(told, 401)
+        names = [] if self.is_empty else ["glyphs", "faces", "clicks", "tree"]
+        return {"models": [self._state(name) for name in names]}
+
+    async def _model(self, name: str) -> dict[str, Any]:
+        names = {
+            "glyphs": ["classify", "verify", "embed"],
+            "faces": ["verify", "classify"],
+            "clicks": ["click", "rank"],
+            "tree": ["items"],
+        }[name]
+        look = {"kind": "photo" if name == "faces" else "ink", "size": 32, "channels": 1}
+        index = {"kind": "hnsw", "recall_at_1": 0.9931}
+        known = {"classes": 40_992, "dim": 128, "precision": "fp32", "index": index, "preprocessing": look}
+        facts = known if names[-1] in ("embed", "classify") else {"training": "movielens"}
+        return self._state(name) | {"facts": facts, "operations": {one: OPERATIONS[one] for one in names}}
+
+    async def _answer(self, name: str, operation: str, request: Request) -> Response:
+        body = await request.body()
+        self.asked.append((operation, request.url.query, body))
+        if self.refusal is not None:
+            status, message = self.refusal
+            told = {"error": {"code": "bad_request", "message": message}}
+            return JSONResponse(told, status, {"Retry-After": "1"} if status == 503 else {})
+        version = int(request.query_params.get("version", self._state(name)["current"]))
+        answers = [self._item(operation, body)]
+        holding, self.holding = self.holding, None
+        if holding is not None:
+            await holding.wait()
+        return JSONResponse({"model": name, "version": version, "created": time.time() - 200, "answers": answers})
+
+    def _item(self, operation: str, body: bytes) -> Any:
+        if operation == "classify":
+            return [
+                {"class": name, "id": i, "score": score} for i, (name, score) in enumerate([(self.best, 0.83), *NEXT])
+            ]
+        asked = json.loads(body)
+        if operation == "verify":
+            first, second = asked["pairs"][0]
+            return {"score": 0.97 if first == second else 0.12, "same": first == second}
+        if operation == "click":
+            sizes = {name: (-1) ** i * 1.3 / (i + 1) for i, name in enumerate(SAMPLE)}
+            return {"probability": 0.1234} | ({"contributions": sizes} if asked.get("explain") else {})
+        if operation == "rank":
+            return [{"candidate": i, "probability": 0.4 / (i + 1)} for i in range(len(asked["candidates"]))]
+        if operation == "items":
+            return [{"item": 2**62 + i, "score": 0.9 - i / 10} for i in range(asked["k"])]
+        return [0.1, -0.2, 0.3]
