@@ -109,7 +109,9 @@ if TYPE_CHECKING:  # the one list of public names: "X as X" is how a module give
     from geartrain.bridge.rows.state import state_from_bytes as state_from_bytes
     from geartrain.bridge.rows.state import state_to_bytes as state_to_bytes
     from geartrain.launch.hosting import local as local
+    from geartrain.workers.data.bitmaps import Preprocessing as Preprocessing
     from geartrain.workers.data.streams import StreamReader as StreamReader
+    from geartrain.workers.live.publisher import Publisher as Publisher
     from geartrain.workers.models.trained_model import TrainedModel as TrainedModel
     from geartrain.workers.models.trained_model import load_model as load_model
     from geartrain.workers.samples.files import CsvSamples as CsvSamples

@@ -63,6 +63,7 @@ class PictureModel:
         self.version = int(config.get("version", 1))
         self.created = float(config.get("created", (folder / ONNX).stat().st_mtime))
         self.names = files.class_names
+        self._ids = files.tensors.get("ids")
         self.preprocessing = Preprocessing(**look)
         centers, threads = files.tensors["centers"], threads or len(os.sched_getaffinity(0))
         if (
@@ -113,8 +114,9 @@ class PictureModel:
 
     def best(self, features_ND: Floats, k: int) -> dict[str, npt.NDArray[Any]]:
         """Scores and classes [N, k] that fit each feature best."""
-        scores, ids = self.index.search(features_ND, k)
-        classes = np.array([self.names[label] for label in ids.ravel().tolist()], object)
+        scores, places = self.index.search(features_ND, k)
+        classes = np.array([self.names[place] for place in places.ravel().tolist()], object)
+        ids = places if self._ids is None else self._ids[places]
         return {"ids": ids, "scores": scores, "classes": classes.reshape(ids.shape)}
 
     @staticmethod

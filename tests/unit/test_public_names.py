@@ -115,6 +115,8 @@ PUBLIC_NAMES = {
     "save",
     "load",
     "load_model",
+    "Publisher",
+    "Preprocessing",
     "TrainedModel",
     "state_to_bytes",
     "trace_step",

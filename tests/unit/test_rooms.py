@@ -24,7 +24,7 @@ LARGEST_ROOM = 14
 # Optional mechanism -> who may know it, and the bench that justifies it with the words of its case.
 OPTIONAL: dict[str, tuple[tuple[str, ...], str, str]] = {
     "geartrain.ams.storage.snapshot.chain": (
-        ("ams/storage/snapshot", "ams/server", "ams/client", "bridge/placements"),
+        ("ams/storage/snapshot", "ams/server", "ams/client", "bridge/placements", "serving/live"),
         "snapshot_dirty.py",
         "dirty",
     ),

@@ -20,8 +20,10 @@ from geartrain.ams.values.errors import (
     SchedulerUnavailable,
     ShardRestarted,
     ShardUnavailable,
+    SnapshotDamaged,
     SnapshotError,
     SnapshotFailed,
+    SnapshotNotFound,
     StaleCluster,
     TableNotFound,
     Unavailable,
@@ -171,8 +173,10 @@ class JobSnapshots:
             return ()
         try:
             name = free_name(self._root, state.progress.step)  # taken, if it went back behind a damaged one
-            parent = self._chain[-1] if 0 < len(self._chain) <= self._increments else None
-            pending = self._rows.begin_snapshot(self._root, name, parent=parent, state=state)
+            pending = self._begun_on_parent(name, state)
+            if pending is None:
+                self._chain = []
+                pending = self._rows.begin_snapshot(self._root, name, parent=None, state=state)
         except (SnapshotError, TableNotFound, SchedulerUnavailable) as exc:
             # Not found: a shard was restarted since the last push, which the next push says, and the job goes back; or
             # the scheduler was, and not every shard has told it of its tables.
@@ -181,6 +185,16 @@ class JobSnapshots:
             return ()
         self._pending = pending, name, moment
         return leaving
+
+    def _begun_on_parent(self, name: str, state: JobState) -> PendingSnapshot | None:
+        """One that adds to the newest; None: there is none, it cannot be added to any more, or has enough."""
+        if not 0 < len(self._chain) <= self._increments:
+            return None
+        try:
+            return self._rows.begin_snapshot(self._root, name, parent=self._chain[-1], state=state)
+        except (SnapshotDamaged, SnapshotNotFound) as exc:
+            self._say(f"The snapshot of step {state.progress.step} is a whole one: {exc}")
+            return None
 
     def settle(self) -> None:
         """Wait until what was begun is whole, or is known to have failed."""
@@ -194,6 +208,7 @@ class JobSnapshots:
             finally:
                 self._pending = None
         except SnapshotError as exc:
+            self._chain = []  # it may be for what it added to
             self._tell(moment, exc)
         else:
             self.last = moment

@@ -132,6 +132,14 @@ def _each(batch: Tensor | dict[str, Tensor], change: Callable[[Tensor], Tensor])
 
 
 def _write(backbone: nn.Module, example: Tensor | dict[str, Tensor], path: Path) -> None:
+    exported_program(backbone, example).save(str(path), external_data=False)
+
+
+def exported_program(backbone: nn.Module, example: Tensor | dict[str, Tensor], *, optimize: bool = True) -> Any:
+    """The ``ONNXProgram`` of a backbone in eval(); ``optimize``: what can be computed ahead is, of parameters, too.
+
+    Raises InvalidArgument.
+    """
     size = torch.export.Dim(_INPUT, min=1)
 
     def sizes(tensor: Tensor) -> dict[int, Any]:
@@ -144,10 +152,9 @@ def _write(backbone: nn.Module, example: Tensor | dict[str, Tensor], path: Path)
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # of the exporter about itself
-            torch.onnx.export(
+            return torch.onnx.export(
                 backbone,
                 (example,) if isinstance(example, Tensor) else (),
-                str(path),
                 kwargs=None if isinstance(example, Tensor) else example,
                 input_names=[_INPUT] if isinstance(example, Tensor) else list(example),
                 output_names=[_OUTPUT],
@@ -155,7 +162,7 @@ def _write(backbone: nn.Module, example: Tensor | dict[str, Tensor], path: Path)
                 if isinstance(example, Tensor)
                 else {name: sizes(tensor) for name, tensor in example.items()},
                 dynamo=True,
-                external_data=False,
+                optimize=optimize,
                 verbose=False,
             )
     except Exception as exc:  # of many unrelated kinds

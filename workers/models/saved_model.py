@@ -5,7 +5,8 @@
     model/backbone.onnx           of an export: the network itself (:mod:`.onnx_backbone`)
     model/centers.safetensors     class centers [C, D], of several a class [C, K, D], and, where there are some, biases
                                   [C], float32; a class's score is the cosine of feature and center ("is_cosine"), or,
-                                  without a margin, their product. Of an export with cosines they have unit length
+                                  without a margin, their product. Of an export with cosines they have unit length.
+                                  Where some classes do not live: ids [C] int64 of those that do
     model/names.safetensors       name of each class: offsets [C + 1] int64 into text [B] uint8, UTF-8
                                   (classes.json, a list, in folders of before)
     model/index.*                 of an export, where there is one: what finds the best classes

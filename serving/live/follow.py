@@ -1,0 +1,195 @@
+"""Follows a training: each snapshot becomes the version that is served, unless somebody has rolled back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from geartrain.ams.observe.metrics import Metric
+from geartrain.ams.storage.snapshot.folder import Snapshot
+from geartrain.ams.values.errors import GeartrainError
+from geartrain.serving.live.training import Progress, Training
+from geartrain.serving.live.versions import LiveVersions
+
+logger = logging.getLogger(__name__)
+
+_NICE = 10
+_SLOW_SECONDS = 10.0
+"""A follower so far behind says so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Behind:
+    """How far what is served is behind the training."""
+
+    seconds: float
+    """Since a snapshot that is not served was first seen; 0: the newest one is."""
+    steps: int
+    """Between what is served and the training, as far as that is known."""
+
+
+class Follower:
+    """Brings a model up to date from a thread of its own.
+
+    A snapshot that cannot be taken (damaged, a full disk, removed meanwhile) is tried again, and so is the next one;
+    what is served is served on.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        versions: LiveVersions,
+        serve: Callable[[Path], object],
+        *,
+        is_held: Callable[[], bool] = lambda: False,
+        every_seconds: float = 0.5,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``serve`` makes the folder of a version current; ``is_held`` says that somebody has rolled back and wants no
+        newer one."""
+        self._training, self._versions, self._serve = training, versions, serve
+        self._is_held, self._every, self._clock = is_held, every_seconds, clock
+        self._ending = threading.Event()
+        self._lock = threading.Lock()
+        self._served: Snapshot | None = None
+        self._newest: Snapshot | None = None
+        self._newer_since: float | None = None
+        """When a snapshot that is not served was first seen."""
+        self._progress: Progress | None = None
+        self._state = "waiting"
+        self._error = ""
+        self._told = ""
+        self._last_seconds = 0.0
+        self._num_versions = self._num_failures = 0
+        self._thread = threading.Thread(target=self._run, name="geartrain-follow", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End; a version under way is served still."""
+        self._ending.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    @property
+    def behind(self) -> Behind:
+        """How far behind it is now. From any thread."""
+        with self._lock:
+            since, served, newest, progress = self._newer_since, self._served, self._newest, self._progress
+        steps = [snapshot.manifest.step for snapshot in (newest,) if snapshot is not None]
+        steps += [] if progress is None else [progress.step]
+        at = 0 if served is None else served.manifest.step
+        return Behind(
+            seconds=0.0 if since is None else self._clock() - since, steps=max(0, max(steps, default=at) - at)
+        )
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What people want to know of it."""
+        behind = self.behind
+        with self._lock:
+            served = self._served
+            return {
+                "state": self._state,
+                "error": self._error,
+                "step": None if served is None else served.manifest.step,
+                "age_seconds": None if served is None else round(time.time() - served.manifest.created, 3),
+                "seconds_behind": round(behind.seconds, 3),
+                "steps_behind": behind.steps,
+                "versions": self._num_versions,
+                "failures": self._num_failures,
+                "last_version_seconds": round(self._last_seconds, 3),
+            }
+
+    def metrics(self) -> Iterator[Metric]:
+        """For Prometheus."""
+        facts = self.facts
+        gauges = {
+            "seconds_behind": "Since a snapshot that is not served was first seen.",
+            "steps_behind": "Between what is served and the training.",
+            "age_seconds": "Since the moment that is served.",
+        }
+        for name, what in gauges.items():
+            if facts[name] is not None:
+                yield Metric(f"follow_{name}", "gauge", what, (), [((), facts[name])])
+        counters = {"versions": "Versions taken of the training.", "failures": "Attempts at a version that failed."}
+        for name, what in counters.items():
+            yield Metric(f"follow_{name}_total", "counter", what, (), [((), facts[name])])
+
+    def look(self) -> bool:
+        """Look once; return whether a version became current. For the thread, and for tests."""
+        try:
+            newest, progress = self._training.newest(), self._training.progress()
+        except (GeartrainError, OSError) as exc:
+            self._failed(f"the training cannot be looked at: {exc}")
+            return False
+        with self._lock:
+            self._newest, self._progress = newest, progress
+            is_new = newest is not None and not _is_same(newest, self._served)
+            if not is_new:
+                self._newer_since, self._state, self._error = None, "waiting" if newest is None else "following", ""
+                self._told = ""
+                return False
+            self._newer_since = self._clock() if self._newer_since is None else self._newer_since
+        if self._is_held():
+            with self._lock:
+                self._state = "held"
+            return False
+        assert newest is not None
+        return self._take(newest)
+
+    def _take(self, snapshot: Snapshot) -> bool:
+        began = self._clock()
+        try:
+            folder = self._versions.write(snapshot)
+            self._serve(folder)
+        except (GeartrainError, OSError) as exc:
+            self._failed(f"no version of step {snapshot.manifest.step:,}: {exc}")
+            return False
+        with self._lock:
+            self._served, self._newer_since, self._state, self._error = snapshot, None, "following", ""
+            self._last_seconds = self._clock() - began
+            self._num_versions += 1
+            self._told = ""
+        logger.info("step %d is served (%.2f s)", snapshot.manifest.step, self._last_seconds)
+        return True
+
+    def _failed(self, why: str) -> None:
+        with self._lock:
+            self._state, self._error = "failing", why
+            self._num_failures += 1
+            is_told, self._told = self._told == why, why
+        if not is_told:
+            behind = self.behind
+            logger.warning(
+                "%s; what was served is served on, %.0f s and %d steps behind", why, behind.seconds, behind.steps
+            )
+
+    def _run(self) -> None:
+        with suppress(OSError):  # answers come first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        told = 0.0
+        while not self._ending.is_set():
+            try:
+                self.look()
+            except Exception:  # a follower that ended would be seen by nobody
+                logger.exception("following failed")
+                self._failed("an error that the log names")
+            behind, now = self.behind, self._clock()
+            if behind.seconds > _SLOW_SECONDS and now - told > _SLOW_SECONDS:
+                told = now
+                logger.warning("what is served is %.0f s and %d steps behind", behind.seconds, behind.steps)
+            self._ending.wait(self._every)
+
+
+def _is_same(one: Snapshot, other: Snapshot | None) -> bool:
+    return other is not None and one.manifest.moment_id == other.manifest.moment_id

@@ -1,0 +1,165 @@
+"""A training to follow, as it is seen from outside: its newest snapshot, and how far it is itself.
+
+It is said by the folder of a run, by the folder or URL of its snapshots, or by a scheduler that knows the job.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from geartrain.ams.rpc.carrier import AttemptFailed
+from geartrain.ams.rpc.client.dial import dial
+from geartrain.ams.storage.snapshot.folder import Snapshot, list_snapshots
+from geartrain.ams.storage.snapshot.store import parent_of, parse_place, place
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.errors import ConfigError, GeartrainError
+from geartrain.ams.values.scheduler_messages import DescribeJobs, JobEntry, ReadEvents
+from geartrain.workers.job.folder import has_run, read_run
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_SECONDS = 5.0
+_SCHEDULER = re.compile(r"(?P<address>[^/\s]+:\d{1,5})(?:/(?P<job>.+))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a training is by what it says itself."""
+
+    step: int
+    state: str
+
+
+class Training(Protocol):
+    """Something that takes snapshots. Used from one thread."""
+
+    def newest(self) -> Snapshot | None:
+        """Its newest snapshot whose manifest is sound; None: there is none yet.
+
+        Raises GeartrainError, OSError: it cannot be looked at now.
+        """
+
+    def progress(self) -> Progress | None:
+        """How far it is; None: nobody knows but by its snapshots."""
+
+
+class SnapshotFolder:
+    """Snapshots in a folder or at a URL."""
+
+    def __init__(self, root: str | Path) -> None:
+        """Raises InvalidArgument for a URL that cannot be opened."""
+        self.root = place(root)
+        self._damaged: set[str] = set()
+
+    def newest(self) -> Snapshot | None:
+        """See :class:`Training`. Each damaged one is logged once."""
+        for listed in list_snapshots(str(self.root)):
+            if listed.snapshot is not None:
+                return listed.snapshot
+            if listed.name not in self._damaged:
+                self._damaged.add(listed.name)
+                logger.warning("passed over: %s", listed.damage)
+        return None
+
+    def progress(self) -> Progress | None:
+        """See :class:`Training`."""
+        return None
+
+
+class TrainingFolder:
+    """The folder of a run of ``geartrain worker``, or of snapshots. It may appear later."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._snapshots = SnapshotFolder(folder)
+
+    def newest(self) -> Snapshot | None:
+        """See :class:`Training`. A run that takes the place of this one is followed from then on."""
+        root = read_run(self._folder).snapshots if has_run(self._folder) else str(place(self._folder))
+        if str(self._snapshots.root) != root:
+            self._snapshots = SnapshotFolder(root)
+        return self._snapshots.newest()
+
+    def progress(self) -> Progress | None:
+        """See :class:`Training`."""
+        return None
+
+
+class ClusterJob:
+    """A job that a scheduler knows; where its snapshots lie, its events say."""
+
+    def __init__(self, address: str, job: str | None, config: ClientConfig | None = None) -> None:
+        """``job`` None: the only one that took snapshots."""
+        self._address, self._wanted = address, job
+        self._config = config or ClientConfig()
+        self._since = 0
+        self._roots: dict[str, str] = {}
+        """Where each job took its last snapshot."""
+        self._snapshots: SnapshotFolder | None = None
+
+    def newest(self) -> Snapshot | None:
+        """See :class:`Training`. While the scheduler is away, what it said before holds."""
+        try:
+            self._read_events()
+        except (AttemptFailed, GeartrainError) as exc:
+            if self._snapshots is None:
+                raise exc if isinstance(exc, GeartrainError) else ConfigError(str(exc)) from exc
+        job = self._job()
+        if job is None:
+            return None
+        if self._snapshots is None or str(self._snapshots.root) != self._roots[job]:
+            self._snapshots = SnapshotFolder(self._roots[job])
+        return self._snapshots.newest()
+
+    def progress(self) -> Progress | None:
+        """See :class:`Training`."""
+        try:
+            jobs: tuple[JobEntry, ...] = self._call(DescribeJobs())
+        except (AttemptFailed, GeartrainError):
+            return None
+        found = [job for job in jobs if job.job == self._job()]
+        return Progress(step=found[0].report.step, state=found[0].report.state) if found else None
+
+    def _job(self) -> str | None:
+        if self._wanted is not None:
+            return self._wanted if self._wanted in self._roots else None
+        if len(self._roots) > 1:
+            names = ", ".join(sorted(name or "(without a name)" for name in self._roots))
+            raise ConfigError(
+                f"the cluster at {self._address} has snapshots of {names}; say which: --follow {self._address}/JOB"
+            )
+        return next(iter(self._roots), None)
+
+    def _read_events(self) -> None:
+        while True:
+            page = self._call(ReadEvents(since=self._since))
+            if page.last < self._since:
+                self._since = 0  # it was restarted without its memory
+                continue
+            for event in page.events:
+                if event.kind == "snapshot" and event.snapshot:
+                    self._roots[event.job] = str(parent_of(parse_place(event.snapshot)))
+            if not page.events:
+                return
+            self._since = page.events[-1].number
+
+    def _call(self, request: DescribeJobs | ReadEvents):  # type: ignore[no-untyped-def]
+        scheduler, _ = dial(self._address, self._config, once=True)
+        try:
+            return scheduler.call(request, _ANSWER_SECONDS)
+        finally:
+            scheduler.close()
+
+
+def training_of(said: str, config: ClientConfig | None = None) -> Training:
+    """The training that a person names: the folder of a run, a folder or URL of snapshots, or HOST:PORT[/JOB] of a
+    scheduler. Raises InvalidArgument for a URL that cannot be opened.
+    """
+    if "://" in said:
+        return SnapshotFolder(said)
+    match = None if Path(said).exists() else _SCHEDULER.fullmatch(said)
+    return TrainingFolder(Path(said)) if match is None else ClusterJob(match["address"], match["job"], config)

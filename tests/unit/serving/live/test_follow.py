@@ -1,0 +1,222 @@
+"""A follower: what is served is of one moment, and stays when what comes next cannot be had."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import geartrain as gt
+from geartrain.ams.storage.snapshot.folder import open_snapshot
+from geartrain.serving.folder import load_folder
+from geartrain.serving.live import versions
+from geartrain.serving.live.follow import Follower
+from geartrain.serving.live.training import training_of
+from geartrain.serving.live.versions import LiveVersions
+from geartrain.workers.data.bitmaps import Preprocessing
+from geartrain.workers.live.publisher import Publisher
+
+LOOK = Preprocessing(kind="photo", size=16, channels=1)
+D = 8
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(256, D)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features: Tensor = self.layer(images.float().div(255).flatten(1))
+        return features
+
+
+class Trained:
+    """A head and a backbone that are published, and who follows them."""
+
+    def __init__(self, cluster: Any, folder: Path, *, rows: str = "pull", sub_centers: int = 1) -> None:
+        torch.manual_seed(0)
+        self.backbone = Network()
+        self.head = gt.ClassHead(
+            cluster,
+            "people",
+            num_classes=30,
+            num_living=10,
+            dim=D,
+            margin=gt.ArcFace(),
+            sub_centers=sub_centers,
+            rows=rows,
+        )
+        self.publisher = Publisher(
+            self.backbone, self.head, folder / "live", preprocessing=LOOK, class_names={0: "null"}, increments=2, keep=2
+        )
+        self.optimizer = gt.joint(torch.optim.SGD(self.backbone.parameters(), lr=0.1), self.head)
+        self.now = 0.0
+        self.held = False
+        self.served: list[Any] = []
+        (folder / "out").mkdir()
+        self.follower = Follower(
+            training_of(str(folder / "live")),
+            LiveVersions(folder / "out", keep=2),
+            lambda path: self.served.append(load_folder(path)),
+            is_held=lambda: self.held,
+            clock=lambda: self.now,
+        )
+
+    def step(self, number: int) -> None:
+        images = torch.randint(0, 256, (8, 1, 16, 16), dtype=torch.uint8)
+        labels = torch.tensor([1, 2, 4, 5, 6, 7, 8, 9])
+        self.head(self.backbone(images), labels).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.publisher.publish(number, wait=True)
+
+    def require_same_answers(self) -> None:
+        images = torch.randint(0, 256, (6, 1, 16, 16), dtype=torch.uint8)
+        self.backbone.eval()
+        with torch.no_grad():
+            scores, ids = self.head.predict(self.backbone(images), 5)
+        self.backbone.train()
+        model = self.served[-1]
+        found = model.best(model.embed(images.numpy()), 5)
+        np.testing.assert_array_equal(found["ids"], ids.numpy())
+        np.testing.assert_allclose(found["scores"], scores.numpy(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Iterator[Trained]:
+    pytest.importorskip("onnxruntime", reason="needs pip install 'geartrain[serve]'")
+    with gt.local(num_shards=2) as cluster:
+        yield Trained(cluster, tmp_path)
+
+
+def test_each_snapshot_becomes_the_version_that_answers_as_the_training_does(trained: Trained, tmp_path: Path) -> None:
+    assert not trained.follower.look()
+    assert trained.follower.facts["state"] == "waiting"
+    for step in (3, 7, 8, 12):  # whole, and two that add to it; then whole again
+        trained.step(step)
+        assert trained.follower.look()
+        assert not trained.follower.look()
+        assert trained.served[-1].version == step
+        trained.require_same_answers()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["000000008", "000000012"]
+    assert trained.follower.facts["versions"] == 4
+
+
+@pytest.mark.parametrize(("rows", "sub_centers"), [("ranks", 1), ("pull", 2)])
+def test_rows_on_ranks_and_several_centers_a_class_are_followed(tmp_path: Path, rows: str, sub_centers: int) -> None:
+    pytest.importorskip("onnxruntime", reason="needs pip install 'geartrain[serve]'")
+    with gt.local() as cluster:
+        trained = Trained(cluster if rows == "pull" else None, tmp_path, rows=rows, sub_centers=sub_centers)
+        for step in (1, 2):
+            trained.step(step)
+            assert trained.follower.look()
+            trained.require_same_answers()
+
+
+def test_newcomers_can_be_asked_for_and_the_retired_are_never_answered(trained: Trained) -> None:
+    trained.step(1)
+    trained.follower.look()
+    assert 3 in trained.served[-1].best(np.eye(D, dtype=np.float32), 10)["ids"]
+    (newcomer,) = trained.head.add_classes(1, rows=torch.eye(D)[:1]).tolist()
+    trained.head.retire_classes(torch.tensor([3]))
+    trained.publisher.class_names = {newcomer: "newcomer"}
+    trained.publisher.publish(2, wait=True)
+    trained.follower.look()
+    found = trained.served[-1].best(np.eye(D, dtype=np.float32), 10)
+    assert newcomer == 10
+    assert found["ids"][0, 0] == newcomer
+    assert found["classes"][0, 0] == "newcomer"
+    assert found["scores"][0, 0] == pytest.approx(1, abs=1e-6)
+    assert not (found["ids"] == 3).any()
+    assert trained.served[-1].num_classes == 10
+    trained.step(3)
+    trained.follower.look()
+    trained.require_same_answers()
+
+
+def test_a_damaged_snapshot_is_passed_over_until_the_next_whole_one(trained: Trained, tmp_path: Path) -> None:
+    trained.step(1)
+    trained.follower.look()
+    trained.step(2)
+    newest = tmp_path / "live" / "step-000000002"
+    block = next(path for path in newest.iterdir() if path.name.startswith("rows-"))
+    content = block.read_bytes()
+    block.write_bytes(content[:-1])
+    assert not trained.follower.look()
+    trained.now += 4
+    facts = trained.follower.facts
+    assert (facts["state"], facts["step"], facts["steps_behind"], facts["seconds_behind"]) == ("failing", 1, 1, 4.0)
+    assert block.name in facts["error"]
+    assert [model.version for model in trained.served] == [1]
+    block.write_bytes(content)
+    assert trained.follower.look()
+    assert trained.follower.behind.seconds == 0
+    (newest / "manifest.json").write_bytes(b"{}")
+    trained.step(3)
+    assert trained.follower.look()
+    trained.require_same_answers()
+
+
+def test_a_full_disk_leaves_what_is_served(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained.step(1)
+    trained.follower.look()
+    trained.step(2)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(versions, "write_arrays", full)
+        assert not trained.follower.look()
+    assert "No space left" in trained.follower.facts["error"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["000000001"]
+    assert trained.follower.look()
+    trained.require_same_answers()
+
+
+def test_after_a_rollback_nothing_newer_is_served_and_it_says_how_far_behind_it_is(trained: Trained) -> None:
+    trained.step(1)
+    trained.follower.look()
+    trained.held = True
+    trained.step(5)
+    trained.follower.look()
+    trained.now += 3
+    assert not trained.follower.look()
+    facts = trained.follower.facts
+    assert (facts["state"], facts["seconds_behind"], facts["steps_behind"]) == ("held", 3.0, 4)
+    trained.held = False
+    assert trained.follower.look()
+    assert trained.served[-1].version == 5
+
+
+def test_a_training_that_went_back_is_served_under_higher_numbers(trained: Trained, tmp_path: Path) -> None:
+    versions_of = LiveVersions(tmp_path / "out")
+    trained.step(9)
+    first = versions_of.write(open_snapshot(tmp_path / "live" / "step-000000009"))
+    trained.publisher.publish(4, wait=True)
+    second = versions_of.write(open_snapshot(tmp_path / "live" / "step-000000004"))
+    assert [first.name, second.name] == ["000000009", "000000010"]
+
+
+def test_what_holds_no_classifier_is_said(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with gt.local() as cluster:
+        cluster.create_table("t", dim=2, optimizer=gt.SGD(0.1))
+        cluster.snapshot(tmp_path / "live", step=1).result()
+    follower = Follower(training_of(str(tmp_path / "live")), LiveVersions(tmp_path / "out"), print)
+    assert not follower.look()
+    assert "holds no classifier" in follower.facts["error"]
+
+
+def test_counters_are_those_of_the_facts(trained: Trained) -> None:
+    trained.step(1)
+    trained.follower.look()
+    found = {metric.name: metric.samples[0][1] for metric in trained.follower.metrics()}
+    assert found["follow_versions_total"] == 1
+    assert found["follow_seconds_behind"] == 0
