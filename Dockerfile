@@ -8,7 +8,7 @@ WORKDIR /source
 COPY constraints.txt pyproject.toml ./
 # Dependencies first, the largest by itself: these layers are rebuilt only when they change.
 RUN /opt/geartrain/bin/pip install --no-cache-dir --no-deps -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch
-RUN sed -n '/^dependencies = \[/,/^\]/s/^ *"\(.*\)",$/\1/p' pyproject.toml > requirements.txt \
+RUN sed -n '/^\(dependencies\|serve\|onnx\) = \[/,/^\]/s/^ *"\(.*\)",$/\1/p' pyproject.toml > requirements.txt \
     && /opt/geartrain/bin/pip install --no-cache-dir -c constraints.txt -r requirements.txt redis hiredis s3fs prometheus_client
 COPY CMakeLists.txt README.md LICENSE ./
 COPY ams ams

@@ -122,13 +122,15 @@ class Pod:
                 start_new_session=True,
             )
 
-    def run(self, command: list[str], timeout_seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, command: list[str], timeout_seconds: float = 60.0, stdin: bytes = b""
+    ) -> subprocess.CompletedProcess[str]:
         """As ``kubectl exec``, and as probes and hooks are run."""
         assert self.process is not None
         into = ["nsenter", f"--target={self.process.pid}", "--net", "--mount", "--uts", "--root", "--wdns=/"]
-        return subprocess.run(
-            [*into, *self._as_user(), *self._expanded(command)], capture_output=True, text=True, timeout=timeout_seconds
-        )
+        words = [*into, *self._as_user(), *self._expanded(command)]
+        done = subprocess.run(words, capture_output=True, input=stdin, timeout=timeout_seconds)
+        return subprocess.CompletedProcess(words, done.returncode, done.stdout.decode(), done.stderr.decode())
 
     def probe(self, kind: str) -> bool:
         """Run its ``startupProbe`` or ``readinessProbe`` once."""
@@ -246,8 +248,8 @@ class Pods:
         self.pods: dict[str, Pod] = {}
         for found in documents:
             spec, name = found.get("spec", {}), found["metadata"]["name"]
-            if found["kind"] in ("StatefulSet", "Job"):
-                for index in range(spec["replicas"] if found["kind"] == "StatefulSet" else spec["completions"]):
+            if found["kind"] in ("StatefulSet", "Deployment", "Job"):
+                for index in range(spec["completions"] if found["kind"] == "Job" else spec["replicas"]):
                     pod = Pod(self, spec["template"], f"{name}-{index}", index, spec.get("serviceName", ""))
                     self.pods[pod.name] = pod
         (state / "hosts").write_text("")

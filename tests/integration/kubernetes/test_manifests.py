@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from geartrain.ams.values.config import FOLDER_VARIABLE
+from geartrain.ams.values.config import FOLDER_VARIABLE, ServeConfig
 from geartrain.launch.roles import ROLES
 from tests.integration.kubernetes.conftest import DEPLOY, MANIFESTS, manifest, objects
 
@@ -20,7 +20,7 @@ OBJECTS = [
     for name in MANIFESTS
     for found in manifest(name)
 ]
-WORKLOADS = [param for param in OBJECTS if param.values[0]["kind"] in ("StatefulSet", "Job")]
+WORKLOADS = [param for param in OBJECTS if param.values[0]["kind"] in ("StatefulSet", "Deployment", "Job")]
 
 
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -50,6 +50,7 @@ def test_the_manifests_are_what_the_chart_renders(name: str) -> None:
         ("snapshots.roots={file:///x}", "'file:///x' does not match"),
         ("worker.enabled=true", "wants snapshots.roots"),
         ("worker.name=a_b", "does not match"),
+        ("serve.replicas=1", "wants serve.models"),
     ],
 )
 def test_values_that_cannot_be_are_refused(value: str, said: str) -> None:
@@ -89,12 +90,15 @@ def test_a_pod_is_told_what_its_role_understands(
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     program, role = container["command"]
     assert program == "geartrain"
-    flags = [re.sub(r"\$\(\w+\)", "x", flag).partition("=") for flag in container["args"]]
+    flags = [re.sub(r"\$\(\w+\)", "x", flag).partition("=") for flag in container["args"] if flag.startswith("--")]
     given = {key.removeprefix("--").replace("-", "_"): value for key, _, value in flags}
     if any(entry["name"] == "GEARTRAIN_SERVER__SHARD" for entry in container["env"]):
         given["shard"] = "1"
     settings = ROLES[role].settings(**given)
-    assert settings.listen == f"0.0.0.0:{names['grpc']}"
+    assert settings.listen == f"0.0.0.0:{names['http' if role == 'serve' else 'grpc']}"
+    if isinstance(settings, ServeConfig):
+        assert settings.grpc == f"0.0.0.0:{names['grpc']}"
+        assert [flag for flag in container["args"] if not flag.startswith("--")] == ["/models/glyphs"]
     if role == "server":
         assert settings.shard == 1
         assert settings.data_port == names["rows"]
@@ -103,8 +107,8 @@ def test_a_pod_is_told_what_its_role_understands(
         )
     for probe in ("startupProbe", "readinessProbe"):
         asked = container[probe]["exec"]["command"]
-        assert asked[:3] == ["geartrain", "health", f"127.0.0.1:{names['grpc']}"]
-    assert ("livenessProbe" in container) == (role == "scheduler"), "a probe that fails would end rows"
+        assert asked[:3] == ["geartrain", "health", settings.listen.replace("0.0.0.0", "127.0.0.1")]
+    assert ("livenessProbe" in container) == (role in ("scheduler", "serve")), "a probe that fails would end rows"
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)

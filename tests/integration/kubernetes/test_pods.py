@@ -18,6 +18,7 @@ from tests.integration.jobs.test_classify_and_predict import draw_shapes
 from tests.integration.kubernetes.conftest import manifest
 from tests.support.command_line import invoke
 from tests.support.pods import REPOSITORY, Pod, Pods, why_not
+from tests.support.served_models import exported, picture
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"no pods here: {why_not()}")
 SCHEDULER, SERVERS = "geartrain-scheduler-0", ("geartrain-server-0", "geartrain-server-1")
@@ -72,6 +73,30 @@ def test_a_shard_comes_back_under_its_name_at_another_address(pods: Pods) -> Non
     assert [shard["address"] for shard in now["shards"]] == [shard["address"] for shard in before["shards"]]
     assert now["shards"][1]["incarnation"] != before["shards"][1]["incarnation"]
     assert ended([pods.pods[name] for name in (SCHEDULER, *SERVERS)]) == [0, 0, 0]
+
+
+ASK = """
+import base64, sys
+from geartrain.ams.values.config import identify
+from geartrain.cli.serving.client import ask_service
+identify("/certs", "serve")
+body = {"images": [base64.b64encode(sys.stdin.buffer.read()).decode()], "k": 1}
+print(ask_service("geartrain-serve-2:7000", "POST", "/v1/classify", body)["version"])
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_model_is_asked_of_one_pod_by_another(certificates: dict[str, dict[str, bytes]], state: Path) -> None:
+    exported(state / "claim-models" / "glyphs", version=7)
+    with Pods(manifest("everything"), certificates, state) as cluster:
+        asking, answering = (cluster.pods[name] for name in ("geartrain-serve-0", "geartrain-serve-2"))
+        for pod in (asking, answering):
+            pod.start()
+        for pod in (asking, answering):
+            pod.await_ready()
+        done = asking.run(["python", "-c", ASK], stdin=picture(1))
+        assert done.stdout == "7\n", done.stderr
+        assert ended([asking, answering]) == [0, 0]
 
 
 RECIPE = b"""

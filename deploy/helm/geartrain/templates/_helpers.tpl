@@ -26,7 +26,7 @@ role's values.pod is laid over it. */ -}}
 {{- $values := .chart.Values }}
 {{- $name := include "geartrain.name" .chart }}
 {{- $secret := eq .role "worker" | ternary "client" .role }}
-{{- $snapshots := has .role (list "server" "graph" "worker") }}
+{{- $snapshots := or (has .role (list "server" "graph" "worker")) (and (eq .role "serve") .values.follow) }}
 serviceAccountName: {{ $name }}
 automountServiceAccountToken: false
 enableServiceLinks: false
@@ -64,16 +64,18 @@ containers:
       {{- if $values.metrics.enabled }}
       - --metrics=0.0.0.0:{{ $values.metrics.port }}
       {{- end }}
-      {{- if and $snapshots $values.snapshots.roots }}
+      {{- if and (has .role (list "server" "graph")) $values.snapshots.roots }}
       - --snapshot-roots={{ join "," $values.snapshots.roots }}
       {{- end }}
       {{- range .values.args }}
       - {{ . | quote }}
       {{- end }}
     ports:
-      - {name: grpc, containerPort: 7000}
+      - {name: {{ eq .role "serve" | ternary "http" "grpc" }}, containerPort: 7000}
       {{- if eq .role "server" }}
       - {name: rows, containerPort: 7500}
+      {{- else if eq .role "serve" }}
+      - {name: grpc, containerPort: 7001}
       {{- end }}
       {{- if $values.metrics.enabled }}
       - {name: metrics, containerPort: {{ $values.metrics.port }}}
@@ -87,12 +89,18 @@ containers:
       exec: {command: [geartrain, health, "127.0.0.1:7000"{{ if eq .role "server" }}, --service, ready{{ end }}]}
       periodSeconds: 10
       timeoutSeconds: 10
-    {{- if eq .role "scheduler" }}
+    {{- if has .role (list "scheduler" "serve") }}
     livenessProbe: # the others have none: what ends a shard ends its rows, however slow it is
       exec: {command: [geartrain, health, "127.0.0.1:7000"]}
       periodSeconds: 20
       timeoutSeconds: 15
       failureThreshold: 6
+    {{- end }}
+    {{- if eq .role "serve" }}
+    lifecycle:
+      preStop: # questions come until the Service has heard that the pod goes
+        exec: {command: [sleep, "5"]}
+    {{- else if eq .role "scheduler" }}
     lifecycle:
       preStop: # servers that are told to end at the same time have said so by then; it waits for them
         exec: {command: [sleep, "3"]}
@@ -139,6 +147,9 @@ containers:
       {{- if .values.storage }}
       - {name: data, mountPath: /data}
       {{- end }}
+      {{- if and (eq .role "serve") .values.claim }}
+      - {name: models, mountPath: /models, readOnly: true}
+      {{- end }}
       {{- if eq .role "worker" }}
       - {name: shm, mountPath: /dev/shm}
       {{- if .values.token }}
@@ -166,18 +177,45 @@ volumes:
   {{- if not $values.security.insecure }}
   - {name: certs, secret: {secretName: {{ $values.security.secretPrefix | default $name }}-{{ $secret }}, defaultMode: 0400}}
   {{- end }}
+  {{- if and (eq .role "serve") .values.claim }}
+  - {name: models, persistentVolumeClaim: {claimName: {{ .values.claim }}, readOnly: true}}
+  {{- end }}
   {{- if and $snapshots $values.snapshots.claim }}
   - {name: snapshots, persistentVolumeClaim: {claimName: {{ $values.snapshots.claim }}}}
   {{- end }}
   {{- with .values.volumes }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
-{{- if eq .role "server" }}
-topologySpreadConstraints: # a lost node takes few shards with it
+{{- if has .role (list "server" "serve") }}
+topologySpreadConstraints: # a lost node takes few of them with it
   - maxSkew: 1
     topologyKey: kubernetes.io/hostname
     whenUnsatisfiable: ScheduleAnyway
     labelSelector:
       matchLabels: {{- include "geartrain.selector" (dict "chart" .chart "role" .role) | nindent 8 }}
 {{- end }}
+{{- end }}
+
+{{- /* A ServiceMonitor: of (chart, role). */ -}}
+{{- define "geartrain.monitor" -}}
+apiVersion: monitoring.coreos.com/v1
+kind: ServiceMonitor
+metadata:
+  name: {{ include "geartrain.name" .chart }}-{{ .role }}
+  labels: {{- merge (include "geartrain.labels" . | fromYaml) .chart.Values.metrics.labels | toYaml | nindent 4 }}
+spec:
+  selector:
+    matchLabels: {{- include "geartrain.selector" . | nindent 6 }}
+  endpoints:
+    - port: metrics
+      interval: {{ .chart.Values.metrics.interval }}
+      {{- if not .chart.Values.security.insecure }}
+      {{- $client := printf "%s-client" (.chart.Values.security.secretPrefix | default (include "geartrain.name" .chart)) }}
+      scheme: https
+      tlsConfig:
+        serverName: {{ .role }}.{{ .chart.Values.security.cluster }}.geartrain
+        ca: {secret: {name: {{ $client }}, key: ca.pem}}
+        cert: {secret: {name: {{ $client }}, key: client.pem}}
+        keySecret: {name: {{ $client }}, key: client.pem}
+      {{- end }}
 {{- end }}
