@@ -1,4 +1,4 @@
-"""The kernels that build a table of neighbours, typed; formulas stand in ``csrc/neighbours/neighbour_recall.hpp``.
+"""The kernels that find nearest rows, typed; formulas stand in ``csrc/neighbours/neighbour_recall.hpp``.
 
 Shapes: M, N rows of two blocks, D width, W candidates a row may have at most, k neighbours. Unit rows are float32
 [., D]. Every function releases the GIL and works on up to ``threads`` threads.
@@ -9,6 +9,8 @@ recall_strays   as recall_pairs for rows a [M, D] of any classes ids_a [M]; b is
 trim_best       leaves the ``keep`` best of each row
 exact_scores    writes the exact scores [M, W] of each row of a [M, D] and its candidates [M, W] that lie in b
 exact_best      offers the exact scores of all pairs to the k best of each row of a: scores and ids are [M, k]
+encode_rows     writes finite rows [C, D] with a byte a column to panels [C / 16, panel_bytes(D)], see ``row_codes.hpp``
+search_rows     writes scores [N, k] and rows [N, k] of the best rows for features [N, D], see ``row_search.hpp``
 """
 
 from __future__ import annotations
@@ -20,22 +22,28 @@ import numpy.typing as npt
 
 from geartrain.ams.kernels import _core
 from geartrain.ams.kernels._core import (
+    encode_rows,
     exact_best,
     exact_scores,
     make_unit_rows,
+    panel_bytes,
     recall_pairs,
     recall_strays,
+    search_rows,
     trim_best,
 )
 
 __all__ = [
     "RunningBestArrays",
+    "encode_rows",
     "exact_best",
     "exact_scores",
     "make_unit_rows",
+    "panel_bytes",
     "rank_candidates",
     "recall_pairs",
     "recall_strays",
+    "search_rows",
     "trim_best",
 ]
 

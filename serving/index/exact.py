@@ -1,71 +1,227 @@
-"""The exact index: recall of the best rows by fast products of known error, then their exact scores.
+"""The exact index: rows of one byte a column say which are worth an exact score; the answers are always the true ones.
 
-Legend: C classes, K centers of a class, D width, N features, k answers.
+Legend: C classes, K centers of a class, R = C · K rows, P = R / 16 panels, D width, N features, k answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from geartrain.ams.kernels import neighbours as ops
 from geartrain.ams.values.arguments import integer
-from geartrain.serving.index.queries import Answers, Floats, Positions, checked_features
+from geartrain.ams.values.errors import InvalidRows, ModelDamaged
+from geartrain.serving.index.queries import Answers, Floats, Positions, best_of, checked_features, first_of_each
+
+PANELS = "index.npy"
+_PANEL_ROWS = 16
+_ROWS_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedRows:
+    """Rows that are searched together. Immutable."""
+
+    centers: Floats
+    """[C, D] or [C, K, D]; may be mapped."""
+    panels: npt.NDArray[np.uint8]
+    """[P, bytes], of :func:`encoded`; may be mapped."""
+    living: npt.NDArray[np.uint16]
+    """[P]: a bit for each row that may be an answer."""
+    biases: Floats | None
+    """[C], finite."""
+    largest_bias: float
+    positions: Positions | None
+    """[C]: what the answers call the classes, rising; None: 0 … C - 1."""
+
+    @classmethod
+    def of(
+        cls,
+        centers: Floats,
+        biases: Floats | None = None,
+        *,
+        positions: Positions | None = None,
+        panels: npt.NDArray[np.uint8] | None = None,
+        threads: int = 1,
+    ) -> EncodedRows:
+        """Rows that all live. ``panels`` None: they are made. Raises InvalidRows."""
+        centers = np.ascontiguousarray(centers, np.float32)
+        if panels is None:
+            panels = np.empty(panels_shape(centers), np.uint8)
+            encode(centers, panels, threads)
+        if biases is not None and not np.isfinite(biases).all():
+            raise InvalidRows("a bias is not finite; train its class again")
+        largest_bias = 0.0 if biases is None else float(np.abs(biases).max(initial=0))
+        return cls(centers, panels, _all_living(centers), biases, largest_bias, positions)
+
+    @property
+    def centers_each(self) -> int:
+        """K."""
+        return 1 if self.centers.ndim == 2 else int(self.centers.shape[1])
+
+    @property
+    def num_living(self) -> int:
+        """How many classes may be an answer."""
+        return int(np.unpackbits(self.living.view(np.uint8)).sum()) // self.centers_each
+
+    def without(self, positions: Positions) -> EncodedRows:
+        """The same rows, of which those at ``positions`` (the others of which it does not have) are no answers."""
+        if self.positions is None:
+            classes = positions[positions < len(self.centers)]
+        else:
+            classes = np.flatnonzero(np.isin(self.positions, positions))
+        rows = (classes[:, None] * self.centers_each + np.arange(self.centers_each)).ravel()
+        living = self.living.copy()
+        np.bitwise_and.at(living, rows // _PANEL_ROWS, ~(np.uint16(1) << (rows % _PANEL_ROWS).astype(np.uint16)))
+        return replace(self, living=living)
+
+    def search(self, features_ND: Floats, k: int, threads: int) -> Answers:
+        """The k best classes, or all."""
+        centers_each = self.centers_each
+        k = min(k, self.num_living)
+        shape = len(features_ND), min(k * centers_each, self.num_living * centers_each)
+        scores, rows = np.empty(shape, np.float32), np.empty(shape, np.int64)
+        biases = np.repeat(self.biases, centers_each) if self.biases is not None and centers_each > 1 else self.biases
+        ops.search_rows(
+            self.centers.reshape(-1, self.centers.shape[-1]),
+            self.panels,
+            self.living,
+            biases,
+            self.largest_bias,
+            features_ND,
+            scores,
+            rows,
+            threads=threads,
+        )
+        scores, classes = first_of_each(scores, rows, k, centers_each)
+        return scores, classes if self.positions is None else self.positions[classes]
 
 
 class ExactIndex:
-    """Finds the rows of best score, always the true ones. Immutable and thread-safe."""
+    """Finds the classes of best score. Immutable and thread-safe."""
 
     def __init__(
-        self, centers: Floats, biases: Floats | None, *, is_cosine: bool, threads: int, facts: Mapping[str, Any]
+        self,
+        base: EncodedRows,
+        *,
+        is_cosine: bool,
+        threads: int,
+        facts: Mapping[str, Any],
+        young: EncodedRows | None = None,
     ) -> None:
-        """``centers`` [C, D] or [C, K, D], of unit length if ``is_cosine``; they may be mapped. ``biases`` [C]."""
-        self._rows = centers.reshape(-1, centers.shape[-1])
-        self._centers_each = 1 if centers.ndim == 2 else centers.shape[1]
-        self._biases, self._is_cosine, self._threads, self.facts = biases, is_cosine, threads, facts
+        """``base`` as it was written; ``young`` rows that came later."""
+        self._base, self._young, self._is_cosine, self._threads = base, young, is_cosine, threads
+        self._parts = [part for part in (base, young) if part is not None and part.num_living]
+        self.facts = facts
 
     @property
-    def num_rows(self) -> int:
-        """C, of those that can be an answer."""
-        return len(self._rows) // self._centers_each
+    def num_classes(self) -> int:
+        return sum(part.num_living for part in self._parts)
 
     @property
     def dim(self) -> int:
-        """D."""
-        return int(self._rows.shape[1])
+        return int(self._base.centers.shape[-1])
 
     def search(self, features_ND: Floats, k: int) -> Answers:
-        """Scores [N, k] and positions [N, k] of the best classes; all, where there are fewer than k.
-
-        Raises InvalidArgument (k, width, a feature that is not finite).
-        """
-        k = min(integer("k", k, 1), self.num_rows)
+        """As :class:`geartrain.serving.index.registry.NearestIndex` says."""
+        k = min(integer("k", k, 1), self.num_classes)
         features = checked_features(features_ND, self.dim, is_cosine=self._is_cosine)
-        return self._best(features, k)
+        return best_of([part.search(features, k, self._threads) for part in self._parts], len(features), k)
 
-    def _best(self, features: Floats, k: int) -> Answers:
-        rows = self._rows
-        if self._biases is not None:
-            rows = np.column_stack([rows, self._biases]).astype(np.float32)
-            features = np.column_stack([features, np.ones(len(features), np.float32)])
-        width = min(k * self._centers_each, len(rows))
-        scores, ids = np.zeros((len(features), width)), np.zeros((len(features), width), np.int32)
-        counts, nobody = np.zeros(len(features), np.int32), np.full(len(features), -1, np.int32)
-        ops.exact_best(features, nobody, rows, 0, scores, ids, counts, threads=self._threads)
-        ordered = np.lexsort((ids, -scores), axis=1)
-        return first_of_each(
-            np.take_along_axis(scores, ordered, axis=1).astype(np.float32),
-            np.take_along_axis(ids, ordered, axis=1).astype(np.int64) // self._centers_each,
-            k,
-            is_one_each=self._centers_each == 1,
+    def with_rows(
+        self, positions: Positions, centers: Floats, biases: Floats | None = None, retired: Sequence[int] = ()
+    ) -> ExactIndex:
+        """As :class:`geartrain.serving.index.registry.NearestIndex` says. The cost is that of all that came later."""
+        gone = np.concatenate([positions, np.asarray(retired, np.int64)])
+        young = with_young(self._base, self._young, positions, centers, biases, gone, self._threads)
+        return ExactIndex(
+            self._base.without(gone), is_cosine=self._is_cosine, threads=self._threads, facts=self.facts, young=young
         )
 
 
-def first_of_each(scores: Floats, positions: Positions, k: int, *, is_one_each: bool) -> Answers:
-    """Of sorted scores of centers, those that are the first of their class: k of each row."""
-    if is_one_each:
-        return scores[:, :k], positions[:, :k]
-    places = np.stack([np.sort(np.unique(row, return_index=True)[1])[:k] for row in positions])
-    return np.take_along_axis(scores, places, axis=1), np.take_along_axis(positions, places, axis=1)
+def with_young(
+    base: EncodedRows,
+    young: EncodedRows | None,
+    positions: Positions,
+    centers: Floats,
+    biases: Floats | None,
+    gone: Positions,
+    threads: int,
+) -> EncodedRows | None:
+    """Later rows, and what is left of those that came before them. Raises InvalidRows."""
+    if len(np.unique(positions)) != len(positions) or (positions < 0).any():
+        raise InvalidRows("positions must be distinct and at least 0")
+    expected = (len(positions), *base.centers.shape[1:])
+    if centers.shape != expected or (biases is None) != (base.biases is None):
+        raise InvalidRows(
+            f"centers of {len(positions)} positions have shape {list(centers.shape)}; this index takes "
+            f"{list(expected)}, and biases {'no' if base.biases is None else 'as well'}"
+        )
+    parts = [(positions, centers, biases)]
+    if young is not None and young.positions is not None:
+        kept = ~np.isin(young.positions, gone)
+        parts.append((young.positions[kept], young.centers[kept], None if young.biases is None else young.biases[kept]))
+    together = np.concatenate([part[0] for part in parts])
+    if not len(together):
+        return None
+    order = np.argsort(together)
+    return EncodedRows.of(
+        np.concatenate([part[1] for part in parts])[order].astype(np.float32, copy=False),
+        None if biases is None else np.concatenate([part[2] for part in parts])[order].astype(np.float32, copy=False),
+        positions=together[order],
+        threads=threads,
+    )
+
+
+def panels_shape(centers: Floats) -> tuple[int, int]:
+    """Of the panels of ``centers``."""
+    rows = int(np.prod(centers.shape[:-1]))
+    return -(-rows // _PANEL_ROWS), ops.panel_bytes(centers.shape[-1])
+
+
+def encode(centers: Floats, panels: npt.NDArray[np.uint8], threads: int) -> None:
+    """Fill ``panels``, some rows at a time. Raises InvalidRows, naming a class with a number that is not finite."""
+    rows = centers.reshape(-1, centers.shape[-1])
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        some = rows[start : start + _ROWS_AT_ONCE]
+        finite = np.isfinite(some).all(axis=1)
+        if not finite.all():
+            place = (start + int(finite.argmin())) * len(centers) // len(rows)
+            raise InvalidRows(f"the center at position {place} has a value that is not finite; train it again")
+        ops.encode_rows(some, panels[start // _PANEL_ROWS : -(-(start + len(some)) // _PANEL_ROWS)], threads=threads)
+
+
+def write_panels(path: Path, centers: Floats, threads: int) -> None:
+    """Write the panels of ``centers`` to a file that several processes may map. Raises InvalidRows."""
+    panels = np.lib.format.open_memmap(path, "w+", np.uint8, panels_shape(centers))
+    encode(centers, panels, threads)
+    panels.flush()
+
+
+def map_panels(path: Path, centers: Floats) -> npt.NDArray[np.uint8]:
+    """Map what :func:`write_panels` wrote for ``centers``. Raises ModelDamaged."""
+    try:
+        panels: npt.NDArray[np.uint8] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as exc:
+        raise ModelDamaged(
+            f"{path} cannot be read: {exc}; bring it back from a copy, or export the model again"
+        ) from exc
+    if panels.dtype != np.uint8 or panels.shape != panels_shape(centers):
+        raise ModelDamaged(
+            f"{path} is an index of another size than the centers {list(centers.shape)} beside it; export the model "
+            "again"
+        )
+    return panels
+
+
+def _all_living(centers: Floats) -> npt.NDArray[np.uint16]:
+    rows = int(np.prod(centers.shape[:-1]))
+    living = np.full(-(-rows // _PANEL_ROWS), 0xFFFF, np.uint16)
+    if rows % _PANEL_ROWS:
+        living[-1] = (1 << rows % _PANEL_ROWS) - 1
+    return living

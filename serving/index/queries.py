@@ -32,8 +32,30 @@ def checked_features(features_ND: npt.NDArray[np.generic], dim: int, *, is_cosin
     return features
 
 
-def best_of(several: list[Answers], k: int) -> Answers:
+def best_of(several: list[Answers], num_features: int, k: int) -> Answers:
     """The k best of answers to the same features about different rows."""
+    if not several:
+        return np.empty((num_features, 0), np.float32), np.empty((num_features, 0), np.int64)
+    if len(several) == 1:
+        return several[0]
     scores, positions = (np.concatenate(parts, axis=1) for parts in zip(*several, strict=True))
+    return ranked(scores, positions, k)
+
+
+def ranked(scores: Floats, positions: Positions, k: int) -> Answers:
+    """The k best by (score falling, position rising)."""
     order = np.lexsort((positions, -scores), axis=1)[:, :k]
     return np.take_along_axis(scores, order, axis=1), np.take_along_axis(positions, order, axis=1)
+
+
+def first_of_each(scores: Floats, rows: Positions, k: int, centers_each: int) -> Answers:
+    """Of sorted scores of rows, ``centers_each`` of which are a class, the k best classes."""
+    if centers_each == 1:
+        return scores, rows
+    classes = rows // centers_each
+    order = np.argsort(classes, axis=1, kind="stable")
+    by_class = np.take_along_axis(classes, order, axis=1)
+    is_again = np.zeros(classes.shape, np.bool_)
+    np.put_along_axis(is_again, order[:, 1:], by_class[:, 1:] == by_class[:, :-1], axis=1)
+    places = np.argsort(is_again, axis=1, kind="stable")[:, :k]
+    return np.take_along_axis(scores, places, axis=1), np.take_along_axis(classes, places, axis=1)

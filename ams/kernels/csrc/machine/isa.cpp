@@ -41,19 +41,28 @@ bool may_use_amx() {
 bool may_use_amx() { return false; }
 #endif
 
+bool has_vnni() {
+#if defined(__x86_64__)
+  return best_isa() == Isa::avx512 && __builtin_cpu_supports("avx512vnni");
+#else
+  return false;
+#endif
+}
+
 struct Choice {
   Isa isa;
   bool amx;
+  bool vnni;
 };
 
 Choice choose() {
   const char* wish = std::getenv("GEARTRAIN_ISA");
   const Isa best = best_isa();
-  if (wish == nullptr || *wish == '\0') return {best, may_use_amx()};
+  if (wish == nullptr || *wish == '\0') return {best, may_use_amx(), has_vnni()};
   const std::string name(wish);
-  if (name == "amx" && may_use_amx()) return {best, true};
+  if (name == "amx" && may_use_amx()) return {best, true, has_vnni()};
   for (Isa isa : {Isa::baseline, Isa::avx2, Isa::avx512})
-    if (name == isa_name(isa) && isa <= best) return {isa, false};
+    if (name == isa_name(isa) && isa <= best) return {isa, false, false};
   if (name != "baseline" && name != "avx2" && name != "avx512" && name != "amx")
     throw std::runtime_error("GEARTRAIN_ISA=" + name + " is unknown; it must be baseline, avx2, avx512 or amx");
   throw std::runtime_error("GEARTRAIN_ISA=" + name + ", but this CPU has no more than " + isa_name(best) +
@@ -70,6 +79,8 @@ const Choice& choice() {
 Isa active_isa() { return choice().isa; }
 
 bool uses_amx() { return choice().amx; }
+
+bool uses_vnni() { return choice().vnni; }
 
 bool has_fused_multiply_add() {
 #if defined(__x86_64__)

@@ -11,6 +11,8 @@ enum class Isa : int { baseline = 0, avx2 = 1, avx512 = 2 };
 Isa active_isa();
 // Whether the matrix unit for bfloat16 is in use: `active_isa` is avx512, and GEARTRAIN_ISA is amx or not given.
 bool uses_amx();
+// Whether the dot products of bytes of some CPUs with avx512 are in use: `active_isa` is avx512, and GEARTRAIN_ISA is amx or not given.
+bool uses_vnni();
 const char* isa_name(Isa isa);
 bool has_fused_multiply_add();
 

@@ -5,30 +5,13 @@
 #include <vector>
 
 #include "machine/fan_out.hpp"
-#include "machine/isa.hpp"
+#include "neighbours/exact_dot.hpp"
 #include "neighbours/neighbour_recall.hpp"
 
 namespace geartrain {
 namespace {
 
-constexpr int kPartialSums = 16;
 constexpr size_t kAlways = std::numeric_limits<size_t>::max();
-
-// Column d adds to partial sum d mod 16; these are added in pairs. Products of two floats are exact in double, so that fused
-// multiply-adds change nothing.
-GEARTRAIN_INLINE double dot_body(const float* a, const float* b, int64_t dim) {
-  double sums[kPartialSums] = {};
-  const int64_t whole = dim / kPartialSums * kPartialSums;
-  for (int64_t d = 0; d < whole; d += kPartialSums)
-    for (int i = 0; i < kPartialSums; ++i) sums[i] += static_cast<double>(a[d + i]) * static_cast<double>(b[d + i]);
-  for (int64_t d = whole; d < dim; ++d) sums[d - whole] += static_cast<double>(a[d]) * static_cast<double>(b[d]);
-  for (int width = kPartialSums / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) sums[i] += sums[i + width];
-  return sums[0];
-}
-
-using Dot = double (*)(const float*, const float*, int64_t);
-Dot dot_of_this_cpu() { return Versions<&dot_body>::pick(active_isa()); }
 
 struct Scored {
   double score;
@@ -41,8 +24,10 @@ int64_t slices_for(int64_t count, int64_t threads) { return std::clamp<int64_t>(
 
 }  // namespace
 
+ExactDot exact_dot_of_this_cpu() { return Versions<&exact_dot_body>::pick(active_isa()); }
+
 int64_t make_unit_rows(float* rows, int64_t count, int64_t dim, int64_t threads) {
-  const Dot dot = dot_of_this_cpu();
+  const ExactDot dot = exact_dot_of_this_cpu();
   std::atomic<int64_t> first_bad{count};
   fan_out(count, kAlways, slices_for(count, threads), [&](int64_t begin, int64_t end, int64_t) {
     DefaultFloatMode float_mode;
@@ -64,7 +49,7 @@ int64_t make_unit_rows(float* rows, int64_t count, int64_t dim, int64_t threads)
 
 void exact_scores(const float* a, int64_t count, int64_t dim, const int32_t* ids, const int32_t* counts, int64_t width,
                   const float* b, int64_t first_b, int64_t count_b, double* scores, int64_t threads) {
-  const Dot dot = dot_of_this_cpu();
+  const ExactDot dot = exact_dot_of_this_cpu();
   fan_out(count, kAlways, slices_for(count, threads), [&](int64_t begin, int64_t end, int64_t) {
     DefaultFloatMode float_mode;
     for (int64_t row = begin; row < end; ++row) {
@@ -83,7 +68,7 @@ void exact_scores(const float* a, int64_t count, int64_t dim, const int32_t* ids
 
 void exact_best(const UnitRows& a, const UnitRows& b, int64_t dim, int64_t k, double* scores, int32_t* ids, int32_t* counts,
                 int64_t threads) {
-  const Dot dot = dot_of_this_cpu();
+  const ExactDot dot = exact_dot_of_this_cpu();
   fan_out(a.count, kAlways, slices_for(a.count, threads), [&](int64_t begin, int64_t end, int64_t) {
     DefaultFloatMode float_mode;
     std::vector<Scored> best;

@@ -1,0 +1,91 @@
+#include "neighbours/row_codes.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "base/common.hpp"
+#include "machine/fan_out.hpp"
+
+namespace geartrain {
+namespace {
+
+constexpr double kToInteger = 0x1.8p52;   // added and taken away again, it rounds
+constexpr double kUp = 1 + 0x1p-20;       // more than a conversion to float loses
+constexpr double kRounding = 0x1p-18;     // of a product, relative to both lengths: the bounds are made in float32
+constexpr double kOffsetRounding = 0x1p-20;
+constexpr double kLeastSlack = 0x1p-100;  // what underflows in a product
+constexpr double kMostOffset = 0x1p100;
+constexpr float kLeastScale = 0x1p-100f;  // of rows with codes
+constexpr int kFeatureExponent = -40;     // features are brought below 2^-40: no product of them with a row overflows
+constexpr int kMostExponent = 100;        // 2^exponent and its inverse are normal numbers
+
+float largest_magnitude(const float* values, int64_t count) {
+  float largest = 0;
+  for (int64_t i = 0; i < count; ++i) largest = std::max(largest, std::fabs(values[i]));
+  return largest;
+}
+
+void encode_row(const float* row, int64_t dim, int64_t place, uint8_t* panel) {
+  const int64_t quads = quads_of(dim);
+  float scale = largest_magnitude(row, dim) / 127;
+  if (!(scale >= kLeastScale)) scale = 0;
+  const double inverse = scale > 0 ? 1.0 / static_cast<double>(scale) : 0.0;
+  double left_out = 0, length = 0;
+  for (int64_t d = 0; d < dim; ++d) {
+    const double value = static_cast<double>(row[d]);
+    const double code = std::clamp(value * inverse + kToInteger - kToInteger, -127.0, 127.0);
+    const double rest = value - code * static_cast<double>(scale);
+    length += value * value;
+    left_out += rest * rest;
+    panel[(d / 4 * kPanelRows + place) * 4 + d % 4] = static_cast<uint8_t>(static_cast<int>(code) + kCodeZero);
+  }
+  for (int64_t d = dim; d < 4 * quads; ++d) panel[(d / 4 * kPanelRows + place) * 4 + d % 4] = kCodeZero;
+  const float words[3] = {scale, static_cast<float>(std::sqrt(left_out) * kUp), static_cast<float>(std::sqrt(length) * kUp)};
+  for (int64_t i = 0; i < 3; ++i) std::memcpy(panel + ((quads + i) * kPanelRows + place) * 4, &words[i], sizeof(float));
+}
+
+}  // namespace
+
+void encode_rows(const float* rows, int64_t count, int64_t dim, uint8_t* panels, int64_t threads) {
+  const int64_t bytes = panel_bytes(dim);
+  fan_out(panels_of(count), static_cast<size_t>(count * dim) * sizeof(float), threads, [&](int64_t begin, int64_t end, int64_t) {
+    DefaultFloatMode float_mode;
+    const std::vector<float> nothing(static_cast<size_t>(dim));
+    for (int64_t row = begin * kPanelRows; row < end * kPanelRows; ++row)
+      encode_row(row < count ? rows + row * dim : nothing.data(), dim, row % kPanelRows, panels + row / kPanelRows * bytes);
+  });
+}
+
+FeatureBounds encode_feature(const float* feature, int64_t dim, float largest_offset, int8_t* codes) {
+  const float largest = largest_magnitude(feature, dim);
+  const int wanted = (largest > 0 ? std::ilogb(largest) + 1 : 0) - kFeatureExponent;
+  const int exponent = std::clamp(wanted, -kMostExponent, kMostExponent);
+  const double unit = std::ldexp(1.0, -exponent), scale = static_cast<double>(largest) * unit / 63;
+  double left_out = 0, length = 0;
+  int sum = 0;
+  for (int64_t d = 0; d < dim; ++d) {
+    const double value = static_cast<double>(feature[d]) * unit;
+    const int code = scale > 0 ? std::clamp(static_cast<int>(std::lrint(value / scale)), -63, 63) : 0;
+    const double rest = value - code * static_cast<double>(static_cast<float>(scale));
+    codes[d] = static_cast<int8_t>(code);
+    sum += code;
+    length += value * value;
+    left_out += rest * rest;
+  }
+  std::fill(codes + dim, codes + 4 * quads_of(dim), int8_t{0});
+  const double offset = static_cast<double>(largest_offset) * unit;
+  const bool is_bounded = wanted <= exponent && offset <= kMostOffset;
+  return {
+      .scale = static_cast<float>(scale),
+      .length = static_cast<float>(std::sqrt(length) * kUp),
+      .left_out = static_cast<float>((std::sqrt(left_out) + std::sqrt(length) * kRounding) * kUp),
+      .slack = is_bounded ? static_cast<float>(offset * kOffsetRounding + kLeastSlack) : std::numeric_limits<float>::infinity(),
+      .unit = static_cast<float>(unit),
+      .start = -kCodeZero * sum,
+      .exponent = exponent,
+  };
+}
+
+}  // namespace geartrain
