@@ -1,12 +1,11 @@
 """Click models as they are served: the probability of a click, and the best of many candidates.
 
-Legend: N samples or contexts, C candidates of the context that has most, M candidates of all, L ids of the longest bag,
-W numbers that the network takes.
+Legend: N samples or contexts, C candidates of the context that has most, M candidates of all, L ids of the longest bag.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,85 +13,41 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.values.arguments import integer
-from geartrain.ams.values.errors import InvalidArgument, ModelDamaged
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import quoted
 from geartrain.serving.answers import Arrays, Question, TensorSpec
-from geartrain.serving.models.samples import SampleReader, with_histories
-from geartrain.serving.vectors import FeatureVectors, Floats, ModelTables
+from geartrain.serving.models.click_network import ClickNetwork, probabilities
+from geartrain.serving.models.samples import (
+    SampleReader,
+    example_of,
+    ids_schema,
+    objects_of,
+    require_keys,
+    width_of,
+    with_histories,
+)
+from geartrain.serving.vectors import Floats
 from geartrain.workers.ctr.samples.click_samples import PADDING
-from geartrain.workers.ctr.samples.features import HISTORY, HISTORY_ITEMS, SampleFeature, ids_by_feature
+from geartrain.workers.ctr.samples.features import HISTORY, HISTORY_ITEMS, ids_by_feature
 
-NETWORK = "network.onnx"
 MOST_CANDIDATES = 10_000
 _BEST = 10
 _COUNTS = "num_candidates"
 
 
-class NetworkInputs:
-    """What the network takes for N samples."""
-
-    def __init__(self, features: Sequence[SampleFeature], longest: int | None) -> None:
-        """``longest``: the L of every sequence; None: any."""
-        self.features = tuple(features)
-        self._longest = longest
-        pooled = [feature for feature in self.features if feature.pooling is not None]
-        ends = np.cumsum([feature.dim for feature in pooled]).tolist()
-        self.columns = {feature.name: slice(end - feature.dim, end) for feature, end in zip(pooled, ends, strict=True)}
-        self.width = ends[-1]
-        self.sequences = [feature.name for feature in self.features if feature.pooling is None]
-
-    def of(self, vectors: Mapping[str, Floats], lengths_N: Ids | None) -> dict[str, npt.NDArray[Any]]:
-        """Of vectors [N, D] and sequences [N, L, D] of such lengths."""
-        num = len(next(iter(vectors.values())))
-        matrix = np.empty((num, self.width), np.float32)
-        for name, columns in self.columns.items():
-            matrix[:, columns] = vectors[name]
-        inputs: dict[str, npt.NDArray[Any]] = {"vectors": matrix}
-        for name in self.sequences:
-            inputs[name] = self._sized(vectors[name])
-        if lengths_N is not None and self.sequences:
-            inputs["lengths"] = lengths_N
-        return inputs
-
-    def _sized(self, values_NLD: Floats) -> Floats:
-        have = values_NLD.shape[1]
-        if self._longest is None or have == self._longest:
-            return values_NLD
-        missing = max(0, self._longest - have)
-        return np.ascontiguousarray(np.pad(values_NLD, ((0, 0), (0, missing), (0, 0)))[:, : self._longest])
-
-    def without(self, inputs: Mapping[str, npt.NDArray[Any]], field: str) -> dict[str, npt.NDArray[Any]]:
-        """The inputs as if the samples had nothing in a field."""
-        fields = (HISTORY, HISTORY_ITEMS) if field == HISTORY else (field,)
-        found = {**inputs, "vectors": inputs["vectors"].copy()}
-        for feature in self.features:
-            if not set(feature.of).intersection(fields):
-                continue
-            if feature.name in self.columns:
-                found["vectors"][:, self.columns[feature.name]] = 0
-            else:
-                found[feature.name] = np.zeros_like(inputs[feature.name])
-                found["lengths"] = np.zeros_like(inputs["lengths"])
-        return found
-
-
 class ClicksModel:
-    """A model of clicks of a folder that ``geartrain export RUN --to DIR`` wrote."""
+    """A model of clicks of a folder that ``geartrain export RUN --to DIR`` wrote. Thread-safe."""
 
     kind = "clicks"
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         """Raises ModelDamaged, InvalidArgument (onnxruntime cannot run it), and what a followed export raises."""
-        self._config = config
-        features = [SampleFeature.from_json(said) for said in config["features"]]
-        self.tables = ModelTables(folder, config["tables"])
-        self.vectors = FeatureVectors(self.tables, features)
-        self.inputs = NetworkInputs(features, config["longest"])
-        self._session = opened(folder / NETWORK, {"vectors": self.inputs.width})
-        crossed = {name for feature in features for name in feature.of[:-1]}
+        self.network = ClickNetwork(folder, config)
         self.items: tuple[str, ...] = tuple(config["items"])
+        crossed = {name for feature in self.network.features for name in feature.of[:-1]}
         self.reader = SampleReader(config["fields"], int(config["history"]), crossed)
+        self._facts = {name: config[name] for name in ("model", "items")}
         self.operations = {"click": ClickOperation(self), "rank": RankOperation(self)}
 
     @classmethod
@@ -103,97 +58,20 @@ class ClicksModel:
     @property
     def version(self) -> int:
         """The step of the training, or of a followed export its newest version here."""
-        followed = self.tables.followed
-        return int(self._config["version"]) if followed is None else followed.version
+        return self.network.version
 
     @property
     def created(self) -> float:
         """Unix time in seconds of the moment that the rows are of."""
-        followed = self.tables.followed
-        return float(self._config["created"]) if followed is None else followed.created
+        return self.network.created
 
     @property
     def facts(self) -> Mapping[str, Any]:
         """What people want to know of it."""
-        specs, followed = self.tables.specs, self.tables.followed
-        return {
-            **{name: self._config[name] for name in ("model", "fields", "history", "parity", "training")},
-            "tables": {name: {"dim": spec.dim, "rows": self.tables.num_rows(name)} for name, spec in specs.items()},
-            "rows": "mapped" if followed is None else f"following {followed.root}",
-        }
-
-    def refresh(self) -> int | None:
-        """Go on to the newest rows of a followed export; return their version, None if there are none."""
-        return None if self.tables.followed is None else self.tables.followed.refresh()
+        return {**self._facts, **self.network.facts}
 
     def close(self) -> None:
         """Nothing is held but memory."""
-
-    def logits(self, inputs: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.float64]:
-        """The log-odds of a click [N]."""
-        (found,) = self._session.run(["logits"], dict(inputs))
-        logits: npt.NDArray[np.float64] = found.astype(np.float64)
-        return logits
-
-
-def opened(network: Path, widths: Mapping[str, int]) -> Any:
-    """A session of onnxruntime on one thread: several requests are answered beside one another.
-
-    Raises ModelDamaged unless it takes inputs of these widths, InvalidArgument if it cannot be run.
-    """
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    try:
-        session = onnxruntime.InferenceSession(str(network), options, providers=["CPUExecutionProvider"])
-    except Exception as exc:  # its errors have no base but this
-        raise InvalidArgument(f"onnxruntime cannot run {network}: {exc}") from exc
-    taken = {given.name: given.shape[-1] for given in session.get_inputs()}
-    for name, width in widths.items():
-        if taken.get(name) != width:
-            raise ModelDamaged(
-                f"{network} takes {taken}, and the tables beside it give {name} [N, {width}]: they are of two models; "
-                "export the model again"
-            )
-    return session
-
-
-def probabilities(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Of log-odds, without overflow."""
-    small = np.exp(-np.abs(logits))
-    found: npt.NDArray[np.float64] = np.where(logits >= 0, 1, small) / (1 + small)
-    return found
-
-
-def _objects(body: Mapping[str, Any], name: str, most: int = 1_000_000) -> list[Mapping[str, Any]]:
-    """The list of objects under ``name`` of a body. Raises InvalidArgument."""
-    given = body.get(name)
-    if not isinstance(given, list) or not given or not all(isinstance(one, dict) for one in given):
-        raise InvalidArgument(f"{name} is {quoted(given)}; it must be a list of one or more objects of fields")
-    if len(given) > most:
-        raise InvalidArgument(f"{name} has {len(given):,} entries; at most {most:,} are ranked at once")
-    return given
-
-
-def _require_keys(body: Mapping[str, Any], known: Iterable[str]) -> None:
-    known = tuple(known)
-    if unknown := [name for name in body if name not in known]:
-        raise InvalidArgument(f"the body has {quoted(unknown[0])}; it may have {', '.join(map(repr, known))}")
-
-
-def _ids_schema(names: Iterable[str]) -> dict[str, Any]:
-    """JSON schema of one sample."""
-    one = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]}
-    event = {"type": "array", "items": one, "minItems": 2, "maxItems": 2, "description": "[item, outcome]"}
-    of = {name: {"anyOf": [*one["anyOf"], {"type": "array", "items": one}]} for name in names if name != HISTORY}
-    if HISTORY in names:
-        of[HISTORY] = {"anyOf": [{"type": "array", "items": event}]}
-    return {"type": "object", "properties": of, "required": list(names), "additionalProperties": False}
-
-
-def _example(names: Iterable[str], first: int = 1) -> dict[str, Any]:
-    return {name: [[1, 1]] if name == HISTORY else first + at for at, name in enumerate(names)}
 
 
 class ClickOperation:
@@ -208,7 +86,7 @@ class ClickOperation:
         arrays = reader.array_names(reader.names)
         self.inputs = [TensorSpec(name=name, dtype="int64", shape=(None, None)) for name in arrays]
         self.outputs = [TensorSpec(name="probability", dtype="float64", shape=(None,))]
-        samples = {"type": "array", "minItems": 1, "items": _ids_schema(reader.names)}
+        samples = {"type": "array", "minItems": 1, "items": ids_schema(reader.names)}
         self.request = {
             "type": "object",
             "properties": {
@@ -220,7 +98,7 @@ class ClickOperation:
                 },
             },
             "required": ["samples"],
-            "example": {"samples": [_example(reader.names)], "explain": True},
+            "example": {"samples": [example_of(reader.names)], "explain": True},
         }
         numbers = {"type": "object", "additionalProperties": {"type": "number"}}
         self.answer = {
@@ -231,9 +109,9 @@ class ClickOperation:
 
     def read(self, body: Mapping[str, Any]) -> Question:
         """``{"samples": [{field: id | text | list}…], "explain": false}``. Raises InvalidArgument."""
-        _require_keys(body, ("samples", "explain"))
+        require_keys(body, ("samples", "explain"))
         reader = self._model.reader
-        arrays = reader.read(_objects(body, "samples"), reader.names, "sample")
+        arrays = reader.read(objects_of(body, "samples"), reader.names, "sample")
         return Question(arrays=arrays, parameters=_explained(body.get("explain", False)))
 
     def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
@@ -246,12 +124,12 @@ class ClickOperation:
         """``probability`` [N]; explained, also ``contributions`` [N, fields]."""
         model = self._model
         fields = with_histories(question.arrays)
-        vectors = model.vectors(ids_by_feature(model.inputs.features, fields))
-        inputs = model.inputs.of(vectors, _lengths(fields))
-        logits = model.logits(inputs)
+        vectors = model.network.vectors(ids_by_feature(model.network.features, fields))
+        inputs = model.network.inputs(vectors, _lengths(fields))
+        logits = model.network.logits(inputs)
         if not dict(question.parameters).get("explain"):
             return {"probability": probabilities(logits)}
-        parts = [logits - model.logits(model.inputs.without(inputs, name)) for name in model.reader.names]
+        parts = [logits - model.network.logits(model.network.without(inputs, name)) for name in model.reader.names]
         return {"probability": probabilities(logits), "contributions": np.stack(parts, 1)}
 
     def write(self, answered: Arrays) -> list[Any]:
@@ -292,15 +170,15 @@ class RankOperation:
             TensorSpec(name="probability", dtype="float64", shape=(None, None)),
         ]
         example = {
-            "context": _example(self._of_context),
-            "candidates": [_example(model.items, n) for n in (1, 2)],
+            "context": example_of(self._of_context),
+            "candidates": [example_of(model.items, n) for n in (1, 2)],
             "k": 1,
         }
         self.request = {
             "type": "object",
             "properties": {
-                "context": {**_ids_schema(reader.names), "required": []},
-                "candidates": {"type": "array", "minItems": 1, "items": {**_ids_schema(reader.fields), "required": []}},
+                "context": {**ids_schema(reader.names), "required": []},
+                "candidates": {"type": "array", "minItems": 1, "items": {**ids_schema(reader.fields), "required": []}},
                 "k": {"type": "integer", "minimum": 1, "default": _BEST},
             },
             "required": ["context", "candidates"],
@@ -313,8 +191,8 @@ class RankOperation:
         """``{"context": {field: …}, "candidates": [{field: …}…], "k": 10}``: every field is in the context or in each
         candidate. Raises InvalidArgument.
         """
-        _require_keys(body, ("context", "candidates", "k"))
-        context, candidates = body.get("context"), _objects(body, "candidates", MOST_CANDIDATES)
+        require_keys(body, ("context", "candidates", "k"))
+        context, candidates = body.get("context"), objects_of(body, "candidates", MOST_CANDIDATES)
         if not isinstance(context, dict):
             raise InvalidArgument(f"context is {quoted(context)}; it must be an object of fields")
         reader = self._model.reader
@@ -327,7 +205,7 @@ class RankOperation:
             raise InvalidArgument(f"the context has no field {HISTORY!r}; give an empty list if there is nothing")
         arrays = reader.read([context], [name for name in reader.names if name in context], "context")
         of_candidates = reader.read(candidates, varying, "candidate")
-        room = _power_of_two(len(candidates)) - len(candidates)
+        room = width_of(len(candidates)) - len(candidates)
         for name, ids in of_candidates.items():
             arrays[_candidate(name)] = np.pad(ids, ((0, room), (0, 0)), constant_values=PADDING)[None]
         return self._question(arrays, np.array([len(candidates)]), body.get("k", _BEST))
@@ -364,19 +242,19 @@ class RankOperation:
             if name.startswith(_CANDIDATE):
                 there = np.arange(ids.shape[1]) < counts[:, None] if there is None else there
                 varying[name.removeprefix(_CANDIDATE)] = ids[there]
-        of_context = [feature for feature in model.inputs.features if context.keys() >= set(feature.of)]
-        others = [feature for feature in model.inputs.features if feature not in of_context]
+        of_context = [feature for feature in model.network.features if context.keys() >= set(feature.of)]
+        others = [feature for feature in model.network.features if feature not in of_context]
         shared = {name for feature in others for name in feature.of if name in context}
         each = {**{name: np.repeat(context[name], counts, 0) for name in shared}, **varying}
         vectors: dict[str, Floats] = {}
         if of_context:
-            found = model.vectors(ids_by_feature(of_context, context))
+            found = model.network.vectors(ids_by_feature(of_context, context))
             vectors = {name: np.repeat(some, counts, 0) for name, some in found.items()}
         if others:
-            vectors.update(model.vectors(ids_by_feature(others, each)))
+            vectors.update(model.network.vectors(ids_by_feature(others, each)))
         lengths = _lengths(context)
-        inputs = model.inputs.of(vectors, None if lengths is None else np.repeat(lengths, counts))
-        return best_of(model.logits(inputs), counts, int(dict(question.parameters)["k"]))
+        inputs = model.network.inputs(vectors, None if lengths is None else np.repeat(lengths, counts))
+        return best_of(model.network.logits(inputs), counts, int(dict(question.parameters)["k"]))
 
     def write(self, answered: Arrays) -> list[Any]:
         """``[{"candidate": place in the request, "probability": p}…]`` of each context."""
@@ -391,10 +269,6 @@ _CANDIDATE = "candidate/"
 
 def _candidate(name: str) -> str:
     return f"{_CANDIDATE}{name}"
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()
 
 
 def best_of(logits_M: npt.NDArray[np.float64], counts: Ids, k: int) -> Arrays:

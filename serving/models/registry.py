@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 KINDS: dict[str, str] = {
     "pictures": "geartrain.serving.models.pictures:PictureModel",
     "clicks": "geartrain.serving.models.clicks:ClicksModel",
+    "tree": "geartrain.serving.models.tree:TreeModel",
 }
 """``kind`` of config.json -> ``module:class``, whose ``load(folder, config)`` makes the Servable."""
 

@@ -6,7 +6,7 @@ together; :data:`PADDING` stands behind the last id of a bag.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,7 @@ class SampleReader:
                     f"{who} {at} has no field {name!r}, which the model was trained on; give an empty list if there is "
                     "nothing"
                 ) from None
-            if name == HISTORY:
+            if name == HISTORY and self.history:
                 arrays.update(self._histories(values, who))
             else:
                 arrays[name] = self._ids(name, values, who)
@@ -66,10 +66,10 @@ class SampleReader:
                 )
         return arrays
 
-    @staticmethod
-    def array_names(names: Collection[str]) -> list[str]:
-        """The arrays of these fields: a history has two."""
-        return [part for name in names for part in ((HISTORY_ITEMS, HISTORY_OUTCOMES) if name == HISTORY else (name,))]
+    def array_names(self, names: Collection[str]) -> list[str]:
+        """The arrays of these fields: a history of events has two."""
+        of = {HISTORY: (HISTORY_ITEMS, HISTORY_OUTCOMES)} if self.history else {}
+        return [part for name in names for part in of.get(name, (name,))]
 
     def take(self, arrays: Mapping[str, npt.NDArray[Any]], names: Collection[str], ndim: int = 2) -> dict[str, Ids]:
         """The ids [N, L] of arrays that are ids already, [N] or [N, L], of histories those of items and of outcomes.
@@ -160,16 +160,48 @@ def _of_texts(values: list[str], where: Callable[[int], str]) -> Ids:
 
 def _side_by_side(bags: Sequence[Ids]) -> Ids:
     lengths = np.array([len(bag) for bag in bags])
-    padded = np.full((len(bags), _width(int(lengths.max()))), PADDING, np.int64)
+    padded = np.full((len(bags), width_of(int(lengths.max()))), PADDING, np.int64)
     padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.concatenate(bags)
     return padded
 
 
 def _widened(ids: Ids) -> Ids:
-    width = _width(ids.shape[-1])
+    width = width_of(ids.shape[-1])
     padding = [(0, 0)] * (ids.ndim - 1) + [(0, width - ids.shape[-1])]
     return ids if width == ids.shape[-1] else np.pad(ids, padding, constant_values=PADDING)
 
 
-def _width(length: int) -> int:
+def width_of(length: int) -> int:
+    """The power of two that holds so many."""
     return 1 << (max(1, length) - 1).bit_length()
+
+
+def objects_of(body: Mapping[str, Any], name: str, most: int = 1_000_000) -> list[Mapping[str, Any]]:
+    """The list of objects under ``name`` of a body. Raises InvalidArgument."""
+    given = body.get(name)
+    if not isinstance(given, list) or not given or not all(isinstance(one, dict) for one in given):
+        raise InvalidArgument(f"{name} is {quoted(given)}; it must be a list of one or more objects of fields")
+    if len(given) > most:
+        raise InvalidArgument(f"{name} has {len(given):,} entries; at most {most:,} are ranked at once")
+    return given
+
+
+def require_keys(body: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raise InvalidArgument that names a key of a body that is not known."""
+    known = tuple(known)
+    if unknown := [name for name in body if name not in known]:
+        raise InvalidArgument(f"the body has {quoted(unknown[0])}; it may have {', '.join(map(repr, known))}")
+
+
+def ids_schema(names: Collection[str], *, events: bool = True) -> dict[str, Any]:
+    """JSON schema of one sample."""
+    one = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]}
+    event = {"type": "array", "items": one, "minItems": 2, "maxItems": 2, "description": "[item, outcome]"}
+    ids = {"anyOf": [*one["anyOf"], {"type": "array", "items": one}]}
+    of = {name: {"type": "array", "items": event} if events and name == HISTORY else ids for name in names}
+    return {"type": "object", "properties": of, "required": list(names), "additionalProperties": False}
+
+
+def example_of(names: Iterable[str], first: int = 1) -> dict[str, Any]:
+    """A sample, for people to see its form."""
+    return {name: [[1, 1]] if name == HISTORY else first + at for at, name in enumerate(names)}

@@ -26,12 +26,17 @@ from geartrain.workers.job.state import JobState, newest_snapshot
 
 def is_click_run(folder: Path) -> bool:
     """Whether ``folder`` holds a run of a click model."""
+    return job_of_rows(folder) == ClickTrainer.job
+
+
+def job_of_rows(folder: Path) -> str | None:
+    """Which kind of job took the newest snapshot of the run in ``folder``; None: there is none."""
     try:
         listed = list_snapshots(read_run(folder).snapshots)
     except ConfigError:
-        return False
+        return None
     snapshot = next((entry.snapshot for entry in listed if entry.snapshot is not None), None)
-    return snapshot is not None and snapshot.manifest.job.get("job") == ClickTrainer.job
+    return None if snapshot is None else str(snapshot.manifest.job.get("job"))
 
 
 def predict_clicks(run: Path, samples: str, *, cache: Path, say: Say) -> npt.NDArray[np.float64]:

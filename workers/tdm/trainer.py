@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,8 +40,7 @@ class TreeTrainer(EmbeddingTrainer):
         self._liked = liked = liked_of(samples, recipe)
         self._recalls: list[dict[str, Any]] = []
         torch.manual_seed(recipe.seed)
-        dims = dict.fromkeys((*liked.user_fields, HISTORY, NODE), recipe.dim) | {NODE_WEIGHT: 1}
-        network = DeepFM(dims, recipe.hidden, dropout=recipe.dropout)
+        network = DeepFM(dims_of(liked.user_fields, recipe.dim), recipe.hidden, dropout=recipe.dropout)
         members = [Field(name, recipe.dim, pooling="mean", padding_id=PADDING) for name in liked.user_fields]
         members += [
             Field(NODE, recipe.dim, pooling=None),
@@ -66,8 +65,8 @@ class TreeTrainer(EmbeddingTrainer):
         return {"tdm": self._tdm}
 
     def data(self) -> dict[str, Any]:
-        """Where the samples are, and what the trees so far have found."""
-        return {**super().data(), "recalls": self._recalls}
+        """Where the samples are, which fields tell of users, and what the trees so far have found."""
+        return {**super().data(), "fields": list(self._liked.user_fields), "recalls": self._recalls}
 
     def restore(self, state: JobState) -> None:
         """Go on from a state whose rows are in place already."""
@@ -158,6 +157,11 @@ class TreeTrainer(EmbeddingTrainer):
     def conclude(self) -> str:
         """What the run folder has."""
         return "Model, snapshots and report"
+
+
+def dims_of(user_fields: Sequence[str], dim: int) -> dict[str, int]:
+    """The widths of what the network takes."""
+    return dict.fromkeys((*user_fields, HISTORY, NODE), dim) | {NODE_WEIGHT: 1}
 
 
 def nodes_scored(tree: ItemTree, beam: int) -> int:

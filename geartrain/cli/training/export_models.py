@@ -17,12 +17,13 @@ from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import counted
 from geartrain.serving.index.registry import write_index
 from geartrain.workers.ctr.export import export_clicks
-from geartrain.workers.ctr.predict import is_click_run
+from geartrain.workers.ctr.predict import job_of_rows
 from geartrain.workers.job.folder import has_run, read_run
 from geartrain.workers.job.state import newest_snapshot
 from geartrain.workers.models.export import export_model
 from geartrain.workers.models.saved_model import CONFIG
 from geartrain.workers.models.trained_model import TrainedModel, load_model
+from geartrain.workers.tdm.export import export_tree
 
 VERSIONS_KEPT = 10
 
@@ -35,8 +36,11 @@ def export_run(
     Of a model of clicks ``rows`` is an export of its tables, whose rows are followed. Raises ConfigError,
     InvalidArgument, OSError; then what was there is there still.
     """
-    if is_click_run(run):
+    job = job_of_rows(run)
+    if job == "ctr":
         facts, words = _export_clicks(run, to, keep, rows, cache)
+    elif job == "tdm":
+        facts, words = _export_tree(run, to, keep, rows)
     elif rows is not None:
         raise ConfigError(f"--rows {rows} is for a model of clicks, and {run} has no tables; leave it out")
     else:
@@ -54,6 +58,17 @@ def _export_clicks(run: Path, to: Path, keep: int | None, rows: str | None, cach
     return facts, (
         f"{folder} holds version {version}: the network {config['model']} of {counted(len(config['fields']), 'field')} "
         f"and {where}; onnxruntime's log-odds are {error:.1e} from PyTorch's"
+    )
+
+
+def _export_tree(run: Path, to: Path, keep: int | None, rows: str | None) -> tuple[dict[str, Any], str]:
+    with _version_folder(to, newest_snapshot(read_run(run).snapshots).manifest.step, keep) as folder:
+        config = export_tree(run, folder, follow=rows)
+    version, items, error = config["version"], config["num_items"], config["parity"]["max_error"]
+    facts = {"folder": str(folder), "version": version, "items": items, "max_error": error}
+    return facts, (
+        f"{folder} holds version {version}: a tree of {items:,} items; onnxruntime's log-odds are {error:.1e} from "
+        "PyTorch's"
     )
 
 

@@ -1,0 +1,132 @@
+"""The network of a click model with the rows that it takes: what models of clicks and trees of items share.
+
+Legend: N samples, L ids of the longest bag or events of the longest history, D width of a vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.values.errors import InvalidArgument, ModelDamaged
+from geartrain.ams.values.specs import Ids
+from geartrain.serving.vectors import FeatureVectors, Floats, ModelTables
+from geartrain.workers.ctr.samples.features import HISTORY, HISTORY_ITEMS, SampleFeature
+
+NETWORK = "network.onnx"
+Inputs = Mapping[str, npt.NDArray[Any]]
+
+
+class ClickNetwork:
+    """Features, tables and network of a folder, as config.json says them. Thread-safe."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        """Raises ModelDamaged, InvalidArgument (onnxruntime cannot run it), and what a followed export raises."""
+        self._config = config
+        self.features = tuple(SampleFeature.from_json(said) for said in config["features"])
+        self.tables = ModelTables(folder, config["tables"])
+        self.vectors = FeatureVectors(self.tables, self.features)
+        self._longest: int | None = config.get("longest")
+        pooled = [feature for feature in self.features if feature.pooling is not None]
+        ends = np.cumsum([feature.dim for feature in pooled]).tolist()
+        self._columns = {feature.name: slice(end - feature.dim, end) for feature, end in zip(pooled, ends, strict=True)}
+        self._width = int(ends[-1])
+        self._sequences = [feature.name for feature in self.features if feature.pooling is None]
+        self._session = _opened(folder / NETWORK, self._width)
+
+    @property
+    def version(self) -> int:
+        """The step of the training, or of a followed export its newest version here."""
+        followed = self.tables.followed
+        return int(self._config["version"]) if followed is None else followed.version
+
+    @property
+    def created(self) -> float:
+        """Unix time in seconds of the moment that the rows are of."""
+        followed = self.tables.followed
+        return float(self._config["created"]) if followed is None else followed.created
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What people want to know of it."""
+        specs, followed = self.tables.specs, self.tables.followed
+        return {
+            **{name: self._config[name] for name in ("fields", "history", "parity", "training")},
+            "tables": {name: {"dim": spec.dim, "rows": self.tables.num_rows(name)} for name, spec in specs.items()},
+            "rows": "mapped" if followed is None else f"following {followed.root}",
+        }
+
+    def inputs(self, vectors: Mapping[str, Floats], lengths_N: Ids | None) -> dict[str, npt.NDArray[Any]]:
+        """What the network takes, of vectors [N, D] and of sequences [N, L, D] of such lengths."""
+        num = len(next(iter(vectors.values())))
+        matrix = np.empty((num, self._width), np.float32)
+        for name, columns in self._columns.items():
+            matrix[:, columns] = vectors[name]
+        inputs: dict[str, npt.NDArray[Any]] = {"vectors": matrix}
+        for name in self._sequences:
+            inputs[name] = self._sized(vectors[name])
+        if self._sequences:
+            assert lengths_N is not None
+            inputs["lengths"] = lengths_N
+        return inputs
+
+    def _sized(self, values_NLD: Floats) -> Floats:
+        have = values_NLD.shape[1]
+        if self._longest is None or have == self._longest:
+            return values_NLD
+        missing = max(0, self._longest - have)
+        return np.ascontiguousarray(np.pad(values_NLD, ((0, 0), (0, missing), (0, 0)))[:, : self._longest])
+
+    def without(self, inputs: Inputs, field: str) -> dict[str, npt.NDArray[Any]]:
+        """The inputs as if the samples had nothing in a field."""
+        fields = {HISTORY, HISTORY_ITEMS} if field == HISTORY else {field}
+        found = {**inputs, "vectors": inputs["vectors"].copy()}
+        for feature in self.features:
+            if not fields.intersection(feature.of):
+                continue
+            if feature.name in self._columns:
+                found["vectors"][:, self._columns[feature.name]] = 0
+            else:
+                found[feature.name] = np.zeros_like(inputs[feature.name])
+                found["lengths"] = np.zeros_like(inputs["lengths"])
+        return found
+
+    def logits(self, inputs: Inputs) -> npt.NDArray[np.float64]:
+        """The log-odds of a click [N]."""
+        (found,) = self._session.run(["logits"], dict(inputs))
+        logits: npt.NDArray[np.float64] = found.astype(np.float64)
+        return logits
+
+    def refresh(self) -> int | None:
+        """Go on to the newest rows of a followed export; return their version, None if there are none."""
+        return None if self.tables.followed is None else self.tables.followed.refresh()
+
+
+def _opened(network: Path, width: int) -> Any:
+    """A session of onnxruntime on one thread: several requests are answered beside one another."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    try:
+        session = onnxruntime.InferenceSession(str(network), options, providers=["CPUExecutionProvider"])
+    except Exception as exc:  # its errors have no base but this
+        raise InvalidArgument(f"onnxruntime cannot run {network}: {exc}") from exc
+    taken = {given.name: given.shape for given in session.get_inputs()}
+    if taken.get("vectors", [0])[-1] != width:
+        raise ModelDamaged(
+            f"{network} takes {taken}, and the tables beside it give {width} numbers: they are of two models; export "
+            "the model again"
+        )
+    return session
+
+
+def probabilities(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Of log-odds, without overflow."""
+    small = np.exp(-np.abs(logits))
+    found: npt.NDArray[np.float64] = np.where(logits >= 0, 1, small) / (1 + small)
+    return found

@@ -1,0 +1,174 @@
+"""Trees of items as they are served: what a user will like, found by a beam without scoring every item.
+
+Legend: N users, n nodes of a level for each, K items, L ids of the longest bag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.storage.tensor_file import map_tensors
+from geartrain.ams.values.arguments import integer
+from geartrain.ams.values.errors import InvalidArgument, ModelDamaged
+from geartrain.ams.values.specs import Ids
+from geartrain.bridge.retrieval.item_tree import ItemTree, leaf_ids
+from geartrain.serving.answers import Arrays, Question, TensorSpec
+from geartrain.serving.models.click_network import ClickNetwork
+from geartrain.serving.models.samples import SampleReader, example_of, ids_schema, objects_of, require_keys
+from geartrain.workers.ctr.samples.click_samples import PADDING
+from geartrain.workers.ctr.samples.features import HISTORY, ids_by_feature
+
+TREE, NODE = "tree.safetensors", "node"
+_BEST, _MOST_BEAM = 10, 10_000
+
+
+class TreeModel:
+    """A tree of items of a folder that ``geartrain export RUN --to DIR`` wrote. Thread-safe."""
+
+    kind = "tree"
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        """Raises ModelDamaged, InvalidArgument (onnxruntime cannot run it), and what a followed export raises."""
+        self.network = ClickNetwork(folder, config)
+        try:
+            self.tree = ItemTree(map_tensors(folder / TREE)["items"])
+        except (OSError, KeyError, ValueError) as exc:
+            raise ModelDamaged(f"{folder / TREE} is no tree of items: {exc}; export the model again") from exc
+        self.history, self.beam = int(config["history"]), int(config["beam"])
+        self.fields = tuple(config["fields"])
+        self.operations = {"items": ItemsOperation(self)}
+
+    @classmethod
+    def load(cls, folder: Path, config: Mapping[str, Any]) -> TreeModel:
+        """See the constructor."""
+        return cls(folder, config)
+
+    @property
+    def version(self) -> int:
+        """The step of the training, or of a followed export its newest version here."""
+        return self.network.version
+
+    @property
+    def created(self) -> float:
+        """Unix time in seconds of the moment that the rows are of."""
+        return self.network.created
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What people want to know of it."""
+        return {**self.network.facts, "items": len(self.tree.items), "levels": self.tree.depth, "beam": self.beam}
+
+    def close(self) -> None:
+        """Nothing is held but memory."""
+
+    def best(self, fields: Mapping[str, Ids], k: int, beam: int) -> tuple[Ids, npt.NDArray[np.float64]]:
+        """The best items [N, k] that a beam finds for users with such fields, and their log-odds, the best first.
+
+        As :meth:`geartrain.TDM.retrieve`: a run of the network for each level that has more nodes than the beam.
+        """
+        of_users = [feature for feature in self.network.features if NODE not in feature.of]
+        vectors = self.network.vectors(ids_by_feature(of_users, fields))
+        tree = self.tree
+        level = max(level for level in range(tree.depth + 1) if len(tree.slots_at(level)) <= beam)
+        slots = np.broadcast_to(tree.slots_at(level), (len(next(iter(fields.values()))), len(tree.slots_at(level))))
+        is_there, logits = np.ones(slots.shape, np.bool_), None
+        while level < tree.depth:
+            if logits is not None:
+                slots = np.take_along_axis(slots, _largest(logits, beam), 1)
+            level += 1
+            slots, is_there = tree.children(level, slots)
+            logits = self._scored(vectors, level, slots, is_there)
+        if logits is None:
+            logits = self._scored(vectors, level, slots, is_there)
+        order = _largest(logits, k)
+        return tree.items_at(np.take_along_axis(slots, order, 1)), np.take_along_axis(logits, order, 1)
+
+    def _scored(
+        self, vectors: Mapping[str, npt.NDArray[np.float32]], level: int, slots: Ids, is_there: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.float64]:
+        """The log-odds [N, n] of nodes; -inf of those that are not there."""
+        of_nodes = [feature for feature in self.network.features if NODE in feature.of]
+        ids = {NODE: self.tree.ids_at(level, slots[is_there])[:, None]}
+        each = {name: np.repeat(some, is_there.sum(1), 0) for name, some in vectors.items()}
+        inputs = self.network.inputs({**each, **self.network.vectors(ids_by_feature(of_nodes, ids))}, None)
+        logits = np.full(slots.shape, -np.inf)
+        logits[is_there] = self.network.logits(inputs)
+        return logits
+
+
+def _largest(values: npt.NDArray[np.float64], count: int) -> Ids:
+    """The places [N, count] of the largest of each row, the largest first, the first of equal ones."""
+    return np.argsort(-values, 1, kind="stable")[:, :count]
+
+
+class ItemsOperation:
+    """The items that a user will like most, as far as a beam finds them."""
+
+    name = "items"
+    help = "The items that each user will most probably like, the best first."
+
+    def __init__(self, model: TreeModel) -> None:
+        self._model = model
+        self._reader = SampleReader((*model.fields, HISTORY), 0, ())
+        names = self._reader.names
+        self.inputs = [TensorSpec(name=name, dtype="int64", shape=(None, None)) for name in names]
+        self.outputs = [
+            TensorSpec(name="item", dtype="int64", shape=(None, None)),
+            TensorSpec(name="score", dtype="float64", shape=(None, None)),
+        ]
+        one = {"type": "object", "properties": {"item": {"type": "integer"}, "score": {"type": "number"}}}
+        samples = {"type": "array", "minItems": 1, "items": ids_schema(names, events=False)}
+        self.request = {
+            "type": "object",
+            "properties": {
+                "samples": {**samples, "description": "history: items that the user liked, the oldest first."},
+                "k": {"type": "integer", "minimum": 1, "default": _BEST},
+                "beam": {"type": "integer", "minimum": 1, "default": model.beam, "description": "Nodes kept a level."},
+            },
+            "required": ["samples"],
+            "example": {"samples": [{**example_of(model.fields), HISTORY: [1, 2]}], "k": 3},
+        }
+        self.answer = {"type": "array", "items": {**one, "required": ["item", "score"]}, "description": "Log-odds."}
+
+    def read(self, body: Mapping[str, Any]) -> Question:
+        """``{"samples": [{field: …, "history": [items]}…], "k": 10, "beam": 100}``. Raises InvalidArgument."""
+        require_keys(body, ("samples", "k", "beam"))
+        arrays = self._reader.read(objects_of(body, "samples"), self._reader.names, "sample")
+        return self._question(arrays, body)
+
+    def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
+        """Ids [N] or [N, L] of each field and of the history. Raises InvalidArgument."""
+        return self._question(self._reader.take(arrays, self._reader.names), parameters)
+
+    def _question(self, arrays: dict[str, Ids], parameters: Mapping[str, Any]) -> Question:
+        if (most := int(arrays[HISTORY].max())) >= 2**62:
+            raise InvalidArgument(f"the history has item {most}; items lie in [0, 2^62)")
+        arrays[HISTORY] = _latest(arrays[HISTORY], self._model.history)
+        k = integer("k", parameters.get("k", _BEST), 1, _MOST_BEAM)
+        beam = integer("beam", parameters.get("beam", max(k, self._model.beam)), k, _MOST_BEAM)
+        return Question(arrays=arrays, parameters=(("beam", beam), ("k", min(k, len(self._model.tree.items)))))
+
+    def run(self, question: Question) -> Arrays:
+        """``item`` and ``score`` (log-odds) [N, k], the best first."""
+        asked = dict(question.parameters)
+        fields = {**question.arrays, HISTORY: leaf_ids(question.arrays[HISTORY])}  # padding, -1, stays that
+        items, scores = self._model.best(fields, asked["k"], asked["beam"])
+        return {"item": items, "score": scores}
+
+    def write(self, answered: Arrays) -> list[Any]:
+        """``[{"item": id, "score": log-odds}…]`` of each user."""
+        return [
+            [{"item": item, "score": score} for item, score in zip(items, scores, strict=True)]
+            for items, scores in zip(answered["item"].tolist(), answered["score"].tolist(), strict=True)
+        ]
+
+
+def _latest(ids: Ids, most: int) -> Ids:
+    """The last ``most`` ids of each bag [N, L] that are there."""
+    counts = (ids != PADDING).cumsum(1)
+    return np.where(counts > counts[:, -1:] - most, ids, PADDING)
