@@ -24,7 +24,7 @@ from geartrain.ams.values.text import quoted
 from geartrain.serving.answers import Operation, Question
 from geartrain.serving.catalog import Lease
 from geartrain.serving.http.callers import OPEN_PATHS, Callers
-from geartrain.serving.http.limits import Limits, Rates
+from geartrain.serving.http.limits import Limits, ClientRates
 from geartrain.serving.http.openapi import document, takes_files
 from geartrain.serving.http.page import try_page
 from geartrain.serving.http.refusals import RefusedRequest, json_response, refusal, refuse
@@ -45,7 +45,7 @@ class HttpQuestions:
 
     def __init__(self, service: ModelService, callers: Callers, limits: Limits) -> None:
         self.service, self.callers, self.limits = service, callers, limits
-        self._rates = Rates(limits.requests_per_second)
+        self._rates = ClientRates(limits.requests_per_second)
         self._under_way = 0
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="questions")
         self.is_ending = False

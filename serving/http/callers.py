@@ -46,7 +46,7 @@ class Callers:
     def require_known(self, request: Request) -> str:
         """Raises RefusedRequest unless the request is for this host and, where tokens are wanted, shows a good one.
 
-        Returns by whom it is, for :class:`Rates`.
+        Returns by whom it is, for :class:`ClientRates`.
         """
         host = request.headers.get("host", "")
         if self._names is not None and not self._names.has(host):

@@ -71,7 +71,7 @@ class Limits:
         )
 
 
-class Rates:
+class ClientRates:
     """Requests of each client: for longer than a second no more than so many per second. Used by one event loop."""
 
     def __init__(self, per_second: float | None, clock: Callable[[], float] = time.monotonic) -> None:
