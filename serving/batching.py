@@ -167,7 +167,8 @@ class Batcher:
 
     def _taken(self, key: Hashable) -> list[_Asked]:
         """The first questions of a group, but for those whose askers have left."""
-        group, batch, items = self._waiting[key], [], 0
+        batch: list[_Asked] = []
+        group, items = self._waiting[key], 0
         while group.asked and (not batch or items + group.asked[0].question.num_items <= self._max_batch):
             asked = group.asked.popleft()
             size = asked.question.num_items

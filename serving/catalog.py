@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -252,6 +252,30 @@ class Catalog:
                 "loaded": loaded,
                 "versions": model.known,
             }
+
+    def remembered(self) -> dict[str, Any]:
+        """What :meth:`become` takes, in another process: of versions that lie in folders."""
+        with self._lock:
+            return {
+                name: {
+                    "folders": {str(version): str(folder) for version, folder in model.folders.items()},
+                    "current": model.current,
+                    "canary": [model.canary, model.share],
+                    "is_held": model.is_held,
+                }
+                for name, model in self._models.items()
+            }
+
+    def become(self, models: Mapping[str, Any]) -> None:
+        """Serve the same versions as another process."""
+        for name, said in models.items():
+            for version, folder in said["folders"].items():
+                self.know(name, int(version), Path(folder))
+            if said["current"] is not None:
+                self.rollback(name, said["current"])
+            self.set_canary(name, *said["canary"])
+            with self._lock:
+                self._models[name].is_held = said["is_held"]
 
     def why_not_ready(self) -> str:
         """What is missing until questions can be answered; empty: nothing."""

@@ -33,6 +33,8 @@ class ModelService:
             "know": self._know,
             "rollback": self._rollback,
             "canary": self._set_canary,
+            "state": lambda: self.catalog.remembered(),
+            "become": lambda models: self.catalog.become(models),
         }
 
     def change(self, wish: str, **details: Any) -> list[Any]:

@@ -113,10 +113,10 @@ def _start_slowgear(config: ClusterConfig) -> Started:
 
 
 def _start_serve(config: ClusterConfig) -> Started:
-    from geartrain.launch.serve_role import ServeRole
+    from geartrain.launch.serving.role import ServeRole
 
     service = ServeRole(config)
-    return service, {"address": service.address, "url": service.url, "models": service.service.catalog.names}
+    return service, {"address": service.address, "url": service.url, "models": service.models}
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from geartrain.ams.values.text import quoted
 from geartrain.serving.answers import Operation, Question
 from geartrain.serving.catalog import Lease
 from geartrain.serving.http.callers import OPEN_PATHS, Callers
-from geartrain.serving.http.limits import Limits, ClientRates
+from geartrain.serving.http.limits import ClientRates, Limits
 from geartrain.serving.http.openapi import document, takes_files
 from geartrain.serving.http.page import try_page
 from geartrain.serving.http.refusals import RefusedRequest, json_response, refusal, refuse

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import os
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -21,6 +20,7 @@ from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
 from geartrain.ams.values.text import quoted
 from geartrain.serving.answers import Arrays, Question, TensorSpec
+from geartrain.serving.cores import threads_of_batch
 from geartrain.serving.index.registry import open_index
 from geartrain.workers.data.bitmaps import Preprocessing, decode_picture
 from geartrain.workers.models.saved_model import ONNX, read_files
@@ -65,7 +65,7 @@ class PictureModel:
         self.names = files.class_names
         self._ids = files.tensors.get("ids")
         self.preprocessing = Preprocessing(**look)
-        centers, threads = files.tensors["centers"], threads or len(os.sched_getaffinity(0))
+        centers, threads = files.tensors["centers"], threads or threads_of_batch()
         if (
             config["kind"] == "onnx" and config["is_cosine"]
         ):  # an export of before: its centers are as they were trained

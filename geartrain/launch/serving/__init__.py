@@ -1,0 +1,1 @@
+"""The role that serves trained models, in one process or several."""

@@ -1,0 +1,75 @@
+"""One worker of a service; its arguments are two descriptors, of the port and to its parent, and the level of logs."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from geartrain.ams.values.config import NO_FOLDER, identify
+from geartrain.ams.values.errors import GeartrainError
+from geartrain.cli.shared import configuration
+from geartrain.launch import role as life
+from geartrain.launch.logs import log_to_stderr
+from geartrain.launch.serving.role import ModelServer
+from geartrain.launch.serving.workers import Lines
+from geartrain.serving.service import Told
+
+
+class _Parent:
+    """What the process with the port wants, and what is wanted of it."""
+
+    def __init__(self, lines: Lines) -> None:
+        self.lines = lines
+        self._ids = itertools.count()
+        self._waiting: dict[int, queue.SimpleQueue[list[Told]]] = {}
+
+    def everywhere(self, wish: Mapping[str, Any]) -> list[Told]:
+        """Have it done by all workers, this one included."""
+        number = next(self._ids)
+        waits = self._waiting[number] = queue.SimpleQueue()
+        self.lines.send({"wish": wish, "id": number})
+        return waits.get()
+
+    def listen(self, server: ModelServer) -> None:
+        """Do what it says, one after the other, until it is gone: then this process ends, too."""
+        while (message := self.lines.receive()) is not None:
+            if "do" in message:
+                self.lines.send({"id": message["id"], "told": server.service.apply(message["do"])})
+            else:
+                self._waiting.pop(message["id"]).put(message["all"])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main() -> None:
+    """Serve until the other end of the control socket is closed, or SIGTERM comes."""
+    port, control, level = sys.argv[1:]
+    log_to_stderr(level)
+    told_to_end = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: told_to_end.set())
+    parent = _Parent(Lines(socket.socket(fileno=int(control))))
+    config = configuration.load()
+    identify(config.security.folder or (NO_FOLDER if config.serve.insecure else None), "serve")
+    life.raise_open_files()
+    try:
+        server = ModelServer(config, socket.socket(fileno=int(port)))
+    except GeartrainError as exc:
+        parent.lines.send({"ready": False, "error": type(exc).__name__, "message": str(exc)})
+        sys.exit(1)
+    server.service.everywhere = parent.everywhere
+    parent.lines.send({"ready": True})
+    threading.Thread(target=parent.listen, args=(server,), name="parent", daemon=True).start()
+    while not told_to_end.wait(1.0):
+        pass
+    server.stop(life.STOP_GRACE_SECONDS)
+
+
+if __name__ == "__main__":
+    main()

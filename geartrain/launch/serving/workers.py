@@ -1,0 +1,209 @@
+"""Several processes that serve one port: each has the models mapped, and a change goes to all of them.
+
+This process holds the port and answers nobody. Each worker has a socket to it, for lines of JSON: a worker passes on
+what was wished of it, all are told, and all say what came of it. A worker ends when that socket does; one that dies is
+started anew and told what another says of its models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from geartrain.ams.values.config import ClusterConfig
+from geartrain.ams.values.errors import GeartrainError, InternalError, error_named
+from geartrain.cli.shared import configuration
+from geartrain.serving.service import Told
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 120.0
+_WISH_SECONDS = 300.0
+"""For all workers to do what is wished: one may load a model."""
+_MOST_RESTARTS, _RESTART_SECONDS = 5, 600.0
+_GONE: Told = {"error": InternalError.__name__, "message": "a worker died meanwhile"}
+
+
+class WorkerDied(GeartrainError):
+    """A worker of a service ended although nobody told it to, again and again."""
+
+
+class Lines:
+    """One end of a socket for lines of JSON. Sending is thread-safe."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._file, self._lock = connection, connection.makefile("rb"), threading.Lock()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Raises OSError: the other end is gone."""
+        with self._lock:
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next message; None: there comes no other."""
+        with contextlib.suppress(OSError, ValueError):
+            if line := self._file.readline():
+                message: dict[str, Any] = json.loads(line)
+                return message
+        return None
+
+    def close(self) -> None:
+        """The other end notices."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._file.close()
+        self._connection.close()
+
+
+class _Worker:
+    def __init__(self, number: int, config: ClusterConfig, listener: socket.socket, workers: Workers) -> None:
+        self.number = number
+        mine, theirs = socket.socketpair()
+        handles = (listener.fileno(), theirs.fileno())
+        level = logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "geartrain.launch.serving.worker", *map(str, handles), level],
+                stdin=subprocess.DEVNULL,
+                env=configuration.to_environment(config),
+                pass_fds=handles,
+                start_new_session=True,
+            )
+        self.lines = Lines(mine)
+        self.ready: queue.SimpleQueue[Told] = queue.SimpleQueue()
+        self.was_ready = False
+        self.answers: dict[int, queue.SimpleQueue[Told]] = {}
+        self._workers = workers
+        self.thread = threading.Thread(target=self._listen, name=f"worker-{number}", daemon=True)
+        self.thread.start()
+
+    def _listen(self) -> None:
+        while (message := self.lines.receive()) is not None:
+            if "ready" in message:
+                self.ready.put(message)
+            elif "wish" in message:
+                threading.Thread(target=self._wished, args=(message,), daemon=True).start()
+            elif (waits := self.answers.pop(message["id"], None)) is not None:
+                waits.put(message["told"])
+        self.ready.put(_GONE)
+        for waits in list(self.answers.values()):
+            waits.put(_GONE)
+        self.process.wait()
+        self._workers.ended(self)
+
+    def _wished(self, message: Mapping[str, Any]) -> None:
+        told = self._workers.everywhere(message["wish"])
+        with contextlib.suppress(OSError):
+            self.lines.send({"id": message["id"], "all": told})
+
+
+class Workers:
+    """The workers of one service, started with it and ended by their own handles."""
+
+    def __init__(self, config: ClusterConfig, listener: socket.socket) -> None:
+        """Start them; all are ready when this returns. Raises what the first of them says that cannot be."""
+        self._config, self._listener = config, listener
+        self._ids = itertools.count()
+        self._one_wish = threading.Lock()
+        self._is_ending = False
+        self._restarts: list[float] = []
+        self.end_reason: str | None = None
+        self.ended_all = threading.Event()
+        self._workers = {number: _Worker(number, config, listener, self) for number in range(config.serve.workers)}
+        try:
+            for worker in list(self._workers.values()):
+                self._require_ready(worker)
+        except BaseException:
+            self.stop(0)
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Of all processes."""
+        return [worker.process.pid for worker in self._workers.values()]
+
+    def everywhere(self, wish: Mapping[str, Any]) -> list[Told]:
+        """Have every worker do it, one wish after the other; return what each said."""
+        with self._one_wish:
+            return self._told(list(self._workers.values()), wish)
+
+    def stop(self, grace_seconds: float) -> None:
+        """Let each answer what is under way, and end."""
+        self._is_ending = True
+        self._listener.close()
+        workers = list(self._workers.values())
+        for worker in workers:
+            worker.process.terminate()
+        until = time.monotonic() + grace_seconds
+        for worker in workers:
+            try:
+                worker.process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
+            worker.lines.close()
+            if worker.thread is not threading.current_thread():
+                worker.thread.join()
+        self.ended_all.set()
+
+    def ended(self, worker: _Worker) -> None:
+        """A worker has ended: start another in its place, unless that is no use."""
+        if self._is_ending or not worker.was_ready:
+            return
+        now = time.monotonic()
+        self._restarts = [at for at in self._restarts if at > now - _RESTART_SECONDS] + [now]
+        if len(self._restarts) > _MOST_RESTARTS:
+            self.end_reason = f"its workers ended {len(self._restarts)} times in {_RESTART_SECONDS:g} s"
+            self.ended_all.set()
+            return
+        logger.warning("worker %d ended with code %s; another is started", worker.number, worker.process.returncode)
+        with self._one_wish:  # no change between what others say of their models and what it is told
+            others = [other for other in self._workers.values() if other is not worker]
+            another = self._workers[worker.number] = _Worker(worker.number, self._config, self._listener, self)
+            try:
+                self._require_ready(another)
+            except GeartrainError as exc:
+                if not self._is_ending:
+                    self.end_reason = f"worker {worker.number} does not start again: {exc}"
+                    self.ended_all.set()
+                return
+            known = next((told["said"] for told in self._told(others, {"wish": "state"}) if "said" in told), None)
+            if known is not None:
+                self._told([another], {"wish": "become", "models": known})
+
+    def _told(self, workers: list[_Worker], wish: Mapping[str, Any]) -> list[Told]:
+        number = next(self._ids)
+        waiting = [(worker, worker.answers.setdefault(number, queue.SimpleQueue())) for worker in workers]
+        told: list[Told] = []
+        for worker, waits in waiting:
+            try:
+                worker.lines.send({"id": number, "do": wish})
+            except OSError:
+                waits.put(_GONE)
+        until = time.monotonic() + _WISH_SECONDS
+        for _, waits in waiting:
+            try:
+                told.append(waits.get(timeout=max(0.0, until - time.monotonic())))
+            except queue.Empty:
+                told.append({"error": InternalError.__name__, "message": f"no answer after {_WISH_SECONDS:g} s"})
+        return told
+
+    @staticmethod
+    def _require_ready(worker: _Worker) -> None:
+        try:
+            told = worker.ready.get(timeout=START_SECONDS)
+        except queue.Empty:
+            raise WorkerDied(f"worker {worker.number} was not ready after {START_SECONDS:g} s") from None
+        if "error" in told:
+            raise error_named(told["error"])(told["message"])
+        worker.was_ready = True

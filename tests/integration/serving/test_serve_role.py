@@ -1,0 +1,232 @@
+"""``geartrain serve`` as a process, and as several: commands, certificates and tokens, workers that die, the end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import geartrain as gt
+from geartrain.ams.values.config import FOLDER_VARIABLE, TOKEN_VARIABLE, ClusterConfig, SecurityConfig, split_address
+from geartrain.launch.certificates import issue, make_authority
+from geartrain.launch.tokens import make_token
+from tests.support.command_line import typed
+from tests.support.role_process import RoleProcess
+from tests.support.served_models import exported, picture
+
+PICTURE = picture(1)
+ANY_PORT = "--listen=127.0.0.1:0"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two versions of a model."""
+    folder = tmp_path_factory.mktemp("models")
+    for version in (90, 120):
+        exported(folder / f"{version:06d}", version=version)
+    return folder
+
+
+def ask(
+    address: str, method: str, path: str, body: bytes | None = None, tls: ssl.SSLContext | None = None, **headers: str
+) -> tuple[int, Any]:
+    if tls is None:
+        connection = http.client.HTTPConnection(address, timeout=20)
+    else:
+        connection = http.client.HTTPSConnection(address, timeout=20, context=tls)
+    try:
+        connection.request(method, path, body, headers)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+def version_of(address: str) -> int:
+    status, said = ask(address, "POST", "/v1/classify?k=1", PICTURE)
+    assert (status, said["model"], len(said["answers"][0])) == (200, "glyphs", 1)
+    return int(said["version"])
+
+
+def test_it_answers_rolls_back_and_ends_by_its_commands(folder: Path, tmp_path: Path) -> None:
+    with RoleProcess("serve", f"glyphs={folder}", ANY_PORT) as serving:
+        address = serving.address
+        assert serving.facts["ready"] == "serve"
+        assert serving.facts["url"] == f"http://{address}"
+        assert serving.facts["models"] == ["glyphs"]
+        assert version_of(address) == 120
+        assert typed("rollback", address).stdout == f"{address}: version 90 of glyphs is current\n"
+        assert version_of(address) == 90
+        assert json.loads(typed("rollback", address, "glyphs", "--to=120", "--json").stdout)["current"] == 120
+        missing = typed("rollback", address, "--to", "7")
+        assert missing.returncode == 1
+        assert "there is no version 7 of 'glyphs'; there is 90, 120" in missing.stderr
+        assert typed("health", address).stdout == f"{address}: serving\n"
+        taken = typed("serve", str(folder), "--listen", address)
+        assert taken.returncode == 2
+        assert f"{address} is in use by process {serving.process.pid}" in taken.stderr
+        serving.process.terminate()
+        assert serving.process.wait(20) == 0
+    assert "no service of models answers" in typed("rollback", address).stderr
+    for models, sentence in {
+        (): "there is nothing to serve: give the folder of a model",
+        (str(tmp_path),): f"{tmp_path} holds no model",
+        (f"a/b={folder}",): "a name has letters, digits and ._- alone",
+        (f"a={folder}", f"a={folder}"): "models names 'a' twice",
+    }.items():
+        refused = typed("serve", ANY_PORT, *models)
+        assert refused.returncode == 2
+        assert sentence in refused.stderr
+
+
+def test_a_role_of_this_process_serves_several_models_and_a_canary(folder: Path) -> None:
+    models = [f"one={folder / '000120'}", f"two={folder}"]
+    with gt.ops.Role("serve", listen="127.0.0.1:0", models=models, canary=str(folder / "000090"), share=1) as role:
+        assert role.facts["models"] == ["one", "two"]
+        asked = [ask(role.address, "POST", f"/v1/models/{name}/classify", PICTURE)[1] for name in ("one", "two")]
+        assert [said["version"] for said in asked] == [90, 120]
+        status, said = ask(role.address, "POST", "/v1/classify", PICTURE)
+        assert (status, said["error"]["message"]) == (404, "name a model: one, two")
+
+
+@pytest.fixture
+def workers(folder: Path) -> Iterator[RoleProcess]:
+    with RoleProcess("serve", f"glyphs={folder}", ANY_PORT, "--workers=2") as serving:
+        yield serving
+
+
+def test_a_change_reaches_every_worker_also_one_that_is_started_anew(workers: RoleProcess) -> None:
+    parent = psutil.Process(workers.process.pid)
+    assert len(before := parent.children()) == 2
+    assert typed("rollback", workers.address).returncode == 0
+    assert {version_of(workers.address) for _ in range(20)} == {90}
+    for place in (0, 1):  # each of them once: the first took its versions from the second, and now gives them on
+        before = sorted(parent.children(), key=lambda child: child.create_time())
+        before[place].kill()
+        before[place].wait(20)
+        assert {version_of(workers.address) for _ in range(20)} == {90}
+        while len(parent.children()) < 2 or before[place] in parent.children():
+            pass
+        assert json.loads(typed("rollback", workers.address, "--to=90", "--json").stdout)["current"] == 90
+    said = [ask(workers.address, "GET", "/v1/models/glyphs")[1] for _ in range(20)]
+    assert {(entry["current"], entry["held"]) for entry in said} == {(90, True)}
+
+
+def test_workers_end_with_their_parent_however_it_ends(folder: Path, workers: RoleProcess) -> None:
+    children = psutil.Process(workers.process.pid).children()
+    workers.process.kill()
+    gone, alive = psutil.wait_procs(children, 20)
+    assert (len(gone), alive) == (2, [])
+    with RoleProcess("serve", str(folder), ANY_PORT, "--workers=2") as another:
+        children = psutil.Process(another.process.pid).children()
+        another.process.send_signal(signal.SIGTERM)
+        assert another.process.wait(20) == 0
+        assert psutil.wait_procs(children, 20)[1] == []
+
+
+def test_a_worker_that_cannot_serve_is_said_by_the_command(tmp_path: Path) -> None:
+    refused = typed("serve", str(tmp_path), ANY_PORT, "--workers=2")
+    assert refused.returncode == 2
+    assert f"{tmp_path} holds no model" in refused.stderr
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Path:
+    folder = tmp_path / "certificates"
+    make_authority(folder, "test")
+    for role in ("serve", "client"):
+        issue(folder, folder, [role])
+    return folder
+
+
+def context(certificates: Path, *, shows: bool) -> ssl.SSLContext:
+    found = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
+    found.check_hostname = False  # the address is in no certificate
+    if shows:
+        found.load_cert_chain(certificates / "client.pem")
+    return found
+
+
+def test_under_certificates_a_client_shows_one_and_a_command_does(folder: Path, certificates: Path) -> None:
+    config = ClusterConfig(security=SecurityConfig(folder=str(certificates)))
+    with gt.ops.Role("serve", config, listen="127.0.0.1:0", models=[f"glyphs={folder}"]) as role:
+        assert role.facts["url"].startswith("https://")
+        known = context(certificates, shows=True)
+        assert ask(role.address, "POST", "/v1/classify", PICTURE, known)[1]["version"] == 120
+        with pytest.raises((ssl.SSLError, ConnectionError, http.client.HTTPException)):
+            ask(role.address, "GET", "/livez", None, context(certificates, shows=False))
+        done = typed("rollback", role.address, "--security-folder", str(certificates))
+        assert done.stdout == f"{role.address}: version 90 of glyphs is current\n", done.stderr
+
+
+def test_tokens_say_who_may_ask_and_who_may_change(
+    folder: Path, certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def token(name: str, allow: str, days: float = 1.0) -> dict[str, str]:
+        make_token(certificates, name, [allow], days)
+        return {"Authorization": f"Bearer {(certificates / f'{name}.token').read_text().strip()}"}
+
+    reader, boss, other = token("reader", "glyphs=read"), token("boss", "*=read,admin"), token("other", "faces=read")
+    late = token("late", "*=read", 1e-9)
+    config = ClusterConfig(security=SecurityConfig(folder=str(certificates)))
+    with gt.ops.Role("serve", config, listen="127.0.0.1:0", models=[f"glyphs={folder}"]) as role:
+        tls = context(certificates, shows=False)
+        rollback = "/v1/models/glyphs/rollback"
+        for status, path, body, headers, sentence in (
+            (200, "/v1/classify", PICTURE, reader, ""),
+            (401, "/v1/classify", PICTURE, {}, "it shows no token; send a token that 'geartrain certs token' made"),
+            (401, "/v1/classify", PICTURE, late, "its token ran out"),
+            (401, "/v1/classify", PICTURE, {"Authorization": "Bearer gt1.x.y"}, "no token of this cluster"),
+            (403, "/v1/classify", PICTURE, other, "its token gives no right to read 'glyphs'"),
+            (403, rollback, b"{}", reader, "no right to admin 'glyphs'; 'geartrain certs token NAME FOLDER --allow"),
+            (200, rollback, b"{}", boss, ""),
+        ):
+            found, said = ask(role.address, "POST", path, body, tls, **headers)
+            assert found == status
+            assert sentence in said.get("error", {}).get("message", "")
+        assert ask(role.address, "GET", "/readyz", None, tls)[0] == 200
+        assert ask(role.address, "GET", "/v1/models", None, tls)[0] == 401
+        monkeypatch.setenv(TOKEN_VARIABLE, str(certificates / "boss.token"))
+        done = typed("rollback", role.address, "--to=120", "--security-folder", str(certificates))
+        assert "version 120 of glyphs is current" in done.stdout, done.stderr
+
+
+def test_a_certificate_that_is_renewed_is_shown_to_who_comes_next(folder: Path, certificates: Path) -> None:
+    config = ClusterConfig(security=SecurityConfig(folder=str(certificates)))
+    known = context(certificates, shows=True)
+
+    def shown(address: str) -> bytes:
+        connection = http.client.HTTPSConnection(address, timeout=20, context=known)
+        connection.connect()
+        try:
+            certificate: bytes = connection.sock.getpeercert(binary_form=True)  # type: ignore[attr-defined]
+            return certificate
+        finally:
+            connection.close()
+
+    with gt.ops.Role("serve", config, listen="127.0.0.1:0", models=[str(folder)]) as role:
+        before = shown(role.address)
+        issue(certificates, certificates, ["serve"])
+        while shown(role.address) == before:
+            pass
+
+
+def test_other_machines_are_answered_under_certificates_or_by_wish_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    refused = typed("serve", str(folder), "--listen=0.0.0.0:0")
+    assert refused.returncode == 2
+    assert "listen '0.0.0.0:0' can be reached from other machines" in refused.stderr
+    with gt.ops.Role("serve", listen="0.0.0.0:0", insecure=True, models=[f"glyphs={folder}"]) as role:
+        _, port = split_address(role.address)
+        assert ask(f"127.0.0.1:{port}", "GET", "/readyz", Host="models.example")[0] == 200
+    assert os.environ.get(FOLDER_VARIABLE) is None
