@@ -128,19 +128,20 @@ class Watch:
         flags = ["--heartbeat-seconds=0.2", "--listen=127.0.0.1:0", "--wait"]
         self.start(name or f"server {shard}", "server", f"--scheduler={self.scheduler}", f"--shard={shard}", *flags)
 
-    def train(self) -> None:
-        """Start the worker, or start it again."""
+    def train(self, name: str = "worker", *more: str) -> None:
+        """Start a worker, or start it again."""
         self._number += 1
-        run = ["--data", self._films, "--out", str(self.folder / "run"), "--snapshots", str(self.snapshots)]
+        run = ["--data", self._films, "--out", str(self.folder / name / "run")]
+        run += ["--snapshots", str(self.folder / name / "snapshots")]
         small = ["--steps=10000000", "--logger=none", "--set=batch_size=50", "--set=dim=4", "--set=snapshots.steps=20"]
         port = self._free_port()
-        command = [sys.executable, "-m", "geartrain", "worker", "ctr", *run, *small, "--continue"]
+        command = [sys.executable, "-m", "geartrain", "worker", "ctr", *run, *small, *more, "--continue"]
         command += [f"--scheduler={self.scheduler}", f"--metrics=127.0.0.1:{port}"]
-        log = self.folder / f"worker-{self._number}.log"
+        log = self.folder / f"{name}-{self._number}.log"
         worker = self._stack.enter_context(process(*command, log=log))
         assert worker.stdout is not None
         threading.Thread(target=worker.stdout.read, daemon=True).start()
-        self.roles["worker"], self.targets["worker"] = worker, f"127.0.0.1:{port}"
+        self.roles[name], self.targets[name] = worker, f"127.0.0.1:{port}"
         self._write_targets()
 
     def loop(self) -> subprocess.Popen[str]:
@@ -153,8 +154,8 @@ class Watch:
 
     @property
     def snapshots(self) -> Path:
-        """Where they go."""
-        return self.folder / "snapshots"
+        """Where those of the worker go."""
+        return self.folder / "worker" / "snapshots"
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         """What an expression is now."""
@@ -260,7 +261,13 @@ def make_faults(watch: Watch) -> None:
     """One after the other; each is mended before the next."""
     watch.fires("GeartrainMemory", "tables take more than a ten-millionth of the limit")
     watch.fires("GeartrainSnapshotOld", "the newest is older than a hundredth of its interval")
-    quiet = {"GeartrainShardDown", "GeartrainJobStands", "GeartrainSchedulerAbsent", "GeartrainSnapshotFailed"}
+    quiet = {
+        "GeartrainShardDown",
+        "GeartrainJobStands",
+        "GeartrainJobFailed",
+        "GeartrainSchedulerAbsent",
+        "GeartrainSnapshotFailed",
+    }
     if firing := watch.firing() & (quiet | {"GeartrainTakeover", "GeartrainRecoveries", "GeartrainClocksApart"}):
         raise Failed(f"{sorted(firing)} fire, and nothing is wrong")
 
@@ -284,6 +291,9 @@ def make_faults(watch: Watch) -> None:
     watch.fires("GeartrainJobStands", "the worker is stopped")
     watch.roles["worker"].send_signal(signal.SIGCONT)
     watch.goes_out("GeartrainJobStands")
+
+    watch.train("diverges", "--set=lr=1e30")
+    watch.fires("GeartrainJobFailed", "a second worker ends with an error")
 
     watch.roles["scheduler"].send_signal(signal.SIGSTOP)
     watch.fires("GeartrainSchedulerAbsent", "the scheduler is stopped")

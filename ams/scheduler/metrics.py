@@ -69,6 +69,12 @@ def _of_jobs(jobs: RunningJobs) -> Iterator[Metric]:
     failures = [((e.job, reason), number) for e in entries for reason, number in e.snapshot_failures.items()]
     what = "Snapshots that did not come, by type of the error."
     yield Metric("snapshot_failures_total", "counter", what, ("job", "reason"), failures)
+    failed_at, snapshot_failed_at = jobs.failed_at()
+    what = "When it failed, since 1970, unless it has begun again."
+    yield Metric("job_failed_timestamp_seconds", "gauge", what, job, _by(failed_at))
+    what = "When a snapshot of it did not come last, since 1970, by type of the error."
+    samples = list(snapshot_failed_at.items())
+    yield Metric("snapshot_last_failure_timestamp_seconds", "gauge", what, ("job", "reason"), samples)
     stepped = {entry.job: now - entry.step_seconds_ago for entry in going}
     what = "When its step last rose, since 1970."
     yield Metric("job_last_step_timestamp_seconds", "gauge", what, job, _by(stepped))

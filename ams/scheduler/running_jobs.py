@@ -56,6 +56,10 @@ class _Job:
     snapshot_at: float = 0.0
     """Unix time."""
     snapshot_failures: Counter[str] = field(default_factory=Counter)
+    snapshot_failed_at: dict[str, float] = field(default_factory=dict)
+    """Unix time of the last one, by the same reasons."""
+    failed_at: float = 0.0
+    """Unix time, if it has failed and did not begin again."""
     recoveries: int = 0
     steps_lost: int = 0
 
@@ -149,6 +153,15 @@ class RunningJobs:
             ]
         return tuple(sorted(found, key=lambda entry: (entry.report.state not in UNDER_WAY, entry.heard_seconds_ago)))
 
+    def failed_at(self) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
+        """When jobs failed that did not begin again, and when snapshots failed last, by job and reason: unix times."""
+        with self._lock:
+            jobs = {name: job.failed_at for name, job in self._jobs.items() if job.report.state == "failed"}
+            snapshots = {
+                (name, why): at for name, job in self._jobs.items() for why, at in job.snapshot_failed_at.items()
+            }
+        return jobs, snapshots
+
     def _begins(self, name: str, incarnation: int, report: JobReport, known: _Job | None, now: float) -> _Job:
         """A process of the job came that was not there: it begins, goes on, or went back because something was lost."""
         step = report.step
@@ -192,7 +205,11 @@ class RunningJobs:
             job.snapshot_step, job.snapshot_at = event.step, event.unix_seconds
         elif event.kind == "snapshot_failed":
             is_told = event.reason in job.snapshot_failures or len(job.snapshot_failures) < _MOST_REASONS
-            job.snapshot_failures[event.reason if is_told else "Other"] += 1
+            reason = event.reason if is_told else "Other"
+            job.snapshot_failures[reason] += 1
+            job.snapshot_failed_at[reason] = event.unix_seconds
+        elif event.kind == "job_failed":
+            job.failed_at = event.unix_seconds
 
     def _extend_all(self) -> None:
         """Nobody could be heard meanwhile."""

@@ -69,7 +69,14 @@ def test_jobs_are_told_and_what_could_alarm_only_while_they_are_under_way() -> N
     assert found["restores_total"] == {(): 1}
     assert found["snapshot_last_success_timestamp_seconds"] == {("j",): pytest.approx(now, abs=20)}
     assert found["job_last_step_timestamp_seconds"] == {("j",): pytest.approx(now, abs=20)}
-    jobs.tell("j", 2, done=True, report=JobReport(state="ended", step=60))
+    assert found["snapshot_last_failure_timestamp_seconds"] == {("j", "SnapshotFailed"): pytest.approx(now, abs=20)}
+    assert found["job_failed_timestamp_seconds"] == {}
+    jobs.tell("j", 2, done=True, report=JobReport(state="failed", step=50))
+    failed = told(cluster, RunningJobs(lambda: cluster.now, log))["job_failed_timestamp_seconds"]
+    assert failed == {("j",): pytest.approx(now, abs=20)}  # also by a scheduler that was restarted meanwhile
+    jobs.tell("j", 3, done=False, report=JobReport(step=50))
+    assert told(cluster, jobs)["job_failed_timestamp_seconds"] == {}
+    jobs.tell("j", 3, done=True, report=JobReport(state="ended", step=60))
     found = told(cluster, jobs)
     assert found["job_last_step"] == {("j",): 60}
     assert found["snapshot_last_success_timestamp_seconds"] == found["job_last_step_timestamp_seconds"] == {}
