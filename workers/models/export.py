@@ -5,9 +5,10 @@ The folder is described in :mod:`.saved_model`. Legend: N images, C classes, K c
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,9 @@ from torch.nn import functional
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged
 from geartrain.workers.atomic import complete_folder, replacing_folder
 from geartrain.workers.data.bitmaps import Preprocessing
+from geartrain.workers.data.images import Images
 from geartrain.workers.models import onnx_backbone
+from geartrain.workers.models.precision import CALIBRATION_IMAGES, Precision, lower_precision
 from geartrain.workers.models.saved_model import (
     CENTERS,
     ONNX,
@@ -31,8 +34,24 @@ from geartrain.workers.models.saved_model import (
 )
 
 KIND = "pictures"
-Finish = Callable[[Path, Mapping[str, npt.NDArray[np.float32]]], Mapping[str, Any]]
-"""Called with the folder and the centers and biases in it: adds files, and returns what config.json says of them."""
+_AT_ONCE = 256
+Arrays = Mapping[str, npt.NDArray[np.float32]]
+Finish = Callable[[Path, Arrays, npt.NDArray[np.float32] | None], Mapping[str, Any]]
+"""Called with the folder, the centers and biases in it, and features [N, D] of held-out images, if there are any: adds
+files, and returns what config.json says of them."""
+Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
+"""Called with what is gone through, what that is for, and how many there are: yields them, and shows how far it is."""
+_FEATURES_KEPT = 4096
+"""Of held-out images, for whoever measures the recall of an index."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunImages:
+    """What a run was trained and tested on."""
+
+    held_out: Sequence[Images]
+    """Sets that training never saw."""
+    train: Images
 
 
 class Exportable(Protocol):
@@ -66,6 +85,9 @@ class Exportable(Protocol):
     def training(self) -> Mapping[str, Any]:
         """What the run says of it."""
 
+    def embed(self, images: Any) -> Tensor:
+        """Features [N, D]."""
+
     def best(self, features_ND: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Scores and classes [N, k]."""
 
@@ -75,6 +97,7 @@ class Exported:
     """What was written."""
 
     parity: onnx_backbone.Parity
+    """Of the network before its precision was lowered."""
     config: Mapping[str, Any]
     """Of config.json, without checksums."""
 
@@ -85,22 +108,42 @@ def export_model(
     example: onnx_backbone.Inputs | None = None,
     *,
     version: int | None = None,
+    precision: Precision = "fp32",
+    images: RunImages | None = None,
     finish: Finish | None = None,
+    track: Track = lambda items, what, count: items,  # noqa: ARG005
 ) -> Exported:
     """Replace ``folder`` by the model, as a whole, once onnxruntime gives the features of its backbone.
 
-    ``example`` is a batch of images; a model of pictures needs none. ``version`` is the step it is of, one more than
-    the version there by default. Raises ConfigError (a library is not installed), InvalidArgument (the backbone cannot
-    be exported, or ``folder`` holds anything but an export), OSError (such as a full disk; then the old folder stays).
+    Args:
+        model: It stays as it is.
+        folder: Where to.
+        example: A batch of images, two or more; a model of pictures needs none.
+        version: The step it is of; by default one more than the version there.
+        precision: Of the network; what each costs is measured on held-out images and written into config.json.
+        images: Those of the run; without them the comparison is on images of random numbers, and int8 is refused.
+        finish: Adds what is beside the model, such as an index.
+        track: Shows how far it is.
+
+    Raises:
+        ConfigError: A library is not installed, or int8 has no images.
+        InvalidArgument: The backbone cannot be exported, or ``folder`` holds anything but an export.
+        OSError: Such as a full disk; then the old folder stays.
     """
-    version = next_version(folder) if version is None else version
+    following = next_version(folder)  # also where a version is given: it looks at what is there
+    version = following if version is None else version
+    if precision == "int8" and images is None:
+        raise ConfigError("int8 needs images of the run, by which the ranges of its numbers are measured: see --data")
     if example is None:
         example = _random_images(model.preprocessing)
-    centers = model.centers.detach().float().cpu()
-    rows = (functional.normalize(centers, dim=-1) if model.is_cosine else centers).contiguous().numpy()
-    arrays = {"centers": rows} if model.biases is None else {"centers": rows, "biases": model.biases.cpu().numpy()}
+    arrays = _class_rows(model)
     with replacing_folder(folder) as staging:
         parity = onnx_backbone.write_onnx(model.backbone, example, staging / ONNX)
+        networks: dict[str, nn.Module] = {"fp32": onnx_backbone.OnnxBackbone(staging / ONNX)}
+        if precision != "fp32":
+            lower_precision(staging / ONNX, precision, () if images is None else _calibration(images.train))
+            networks[precision] = onnx_backbone.OnnxBackbone(staging / ONNX)
+        measured, features = _compared(model, networks, example, images, track)
         write_arrays(staging / CENTERS, arrays)
         config = {
             "kind": KIND,
@@ -109,18 +152,95 @@ def export_model(
             "is_cosine": model.is_cosine,
             "preprocessing": None if model.preprocessing is None else model.preprocessing.to_json(),
             "num_classes": len(model.class_names),
-            "dim": centers.shape[-1],
-            "precision": "fp32",
-            "parity": asdict(parity),
+            "dim": arrays["centers"].shape[-1],
+            "precision": precision,
+            **measured,
             "training": dict(model.training),
-            **({} if finish is None else finish(staging, arrays)),
+            **({} if finish is None else finish(staging, arrays, features)),
         }
         seal_model(staging, model.class_names, config)
     return Exported(parity=parity, config=config)
 
 
+def _class_rows(model: Exportable) -> dict[str, npt.NDArray[np.float32]]:
+    """Centers, of unit length if scores are cosines, and biases."""
+    centers = model.centers.detach().float().cpu()
+    rows = functional.normalize(centers, dim=-1) if model.is_cosine else centers
+    biases = {} if model.biases is None else {"biases": model.biases.detach().cpu().numpy()}
+    return {"centers": rows.contiguous().numpy(), **biases}
+
+
+def _calibration(train: Images) -> Iterator[dict[str, npt.NDArray[Any]]]:
+    """Batches of images spread evenly over those that the run was trained on."""
+    step = max(1, len(train) // CALIBRATION_IMAGES)
+    for bitmaps, _ in train.subset(slice(None, None, step)).batches(_AT_ONCE, torch.device("cpu")):
+        yield {onnx_backbone.INPUT: bitmaps.numpy()}
+
+
+def _compared(
+    model: Exportable,
+    networks: Mapping[str, nn.Module],
+    example: onnx_backbone.Inputs,
+    images: RunImages | None,
+    track: Track,
+) -> tuple[dict[str, Any], npt.NDArray[np.float32] | None]:
+    """What config.json says of the parity of the last of ``networks`` with the backbone, and of the accuracy of each
+    on held-out images; and features of some of these.
+    """
+    tallies = {name: _Tally() for name in ("pytorch", *networks)}
+    batches: Iterable[tuple[Any, Tensor | None]] = [(example, None)]
+    kept: list[Tensor] = []
+    num_images = 0 if images is None else sum(map(len, images.held_out))
+    if images is not None and num_images:
+        sets = (one.batches(_AT_ONCE, torch.device("cpu")) for one in images.held_out)
+        num_batches = sum(-(-len(one) // _AT_ONCE) for one in images.held_out)
+        batches = track(itertools.chain.from_iterable(sets), "Comparing on held-out images", num_batches)
+    for inputs, labels in batches:
+        mine = model.embed(inputs)
+        best = model.best(mine, 1)[1][:, 0]
+        tallies["pytorch"].add(mine, best, mine, best, labels)
+        for name, network in networks.items():
+            theirs = onnx_backbone.run(network, inputs).float()
+            tallies[name].add(theirs, model.best(theirs, 1)[1][:, 0], mine, best, labels)
+        if len(kept) * _AT_ONCE < _FEATURES_KEPT:
+            kept.append(theirs)
+    last = tallies[list(networks)[-1]]
+    measured: dict[str, Any] = {
+        "parity": {
+            "images": last.images,
+            "held_out": bool(num_images),
+            "max_error": last.max_error,
+            "largest_distance": last.largest_distance,
+            "same_top1": last.same / last.images,
+        }
+    }
+    if not num_images:
+        return measured, None
+    accuracy = {name: tally.right / tally.images for name, tally in tallies.items()}
+    return {**measured, "accuracy": {"images": num_images, **accuracy}}, torch.cat(kept).numpy()
+
+
+@dataclass
+class _Tally:
+    """How far features are from those of the backbone, and how many images are named as it does, and rightly."""
+
+    images: int = 0
+    same: int = 0
+    right: int = 0
+    max_error: float = 0.0
+    largest_distance: float = 0.0
+
+    def add(self, found: Tensor, named: Tensor, mine: Tensor, expected: Tensor, labels: Tensor | None) -> None:
+        """Features [N, D] and their classes [N], those of the backbone, and those that are right, if they are known."""
+        self.images += len(found)
+        self.same += int((named == expected).sum())
+        self.right += 0 if labels is None else int((named == labels).sum())
+        self.max_error = max(self.max_error, float((found - mine).abs().max()))
+        self.largest_distance = max(self.largest_distance, onnx_backbone.largest_distance(found, mine))
+
+
 def next_version(folder: Path) -> int:
-    """One more than the version there. Raises InvalidArgument unless there is nothing to lose."""
+    """One more than the version there. Raises InvalidArgument if anything but an export is there, and would be lost."""
     folder = complete_folder(folder)
     if not folder.exists():
         return 1

@@ -25,9 +25,9 @@ from geartrain.ams.values.text import quoted
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """What a backbone takes: its only argument; all of them; or all of them by name."""
-TOLERANCE = 1e-3
+TOLERANCE = 1e-4
 """Largest distance of features, of their length: sums in another order are some 1e-6 apart."""
-_INPUT, _OUTPUT = "images", "features"
+INPUT, _OUTPUT = "images", "features"
 _IDS = (torch.int32, torch.int64)
 """Of such a tensor, as of words or letters, other sizes than N differ from batch to batch, too."""
 
@@ -109,7 +109,7 @@ def write_onnx(backbone: nn.Module, example: Inputs, path: Path) -> Parity:
 def _batch(backbone: nn.Module, example: Inputs) -> Tensor | dict[str, Tensor]:
     """The only input, or all by the names that forward gives them. Raises InvalidArgument unless each is [N, …]."""
     several = isinstance(example, tuple | Mapping)
-    tensors: dict[str, Any] = {_INPUT: example}
+    tensors: dict[str, Any] = {INPUT: example}
     if isinstance(example, tuple | Mapping):
         tensors = dict(_bound(backbone, example).arguments)
     sizes = set()
@@ -124,7 +124,7 @@ def _batch(backbone: nn.Module, example: Inputs) -> Tensor | dict[str, Tensor]:
         sizes.add(len(tensor))
     if len(sizes) != 1:
         raise InvalidArgument(f"example has tensors of {sorted(sizes)} images; each must be [N, ...] of one N")
-    return tensors if several else tensors[_INPUT]
+    return tensors if several else tensors[INPUT]
 
 
 def _each(batch: Tensor | dict[str, Tensor], change: Callable[[Tensor], Tensor]) -> Tensor | dict[str, Tensor]:
@@ -140,7 +140,7 @@ def exported_program(backbone: nn.Module, example: Tensor | dict[str, Tensor], *
 
     Raises InvalidArgument.
     """
-    size = torch.export.Dim(_INPUT, min=1)
+    size = torch.export.Dim(INPUT, min=1)
 
     def sizes(tensor: Tensor) -> dict[int, Any]:
         lengths = range(1, tensor.ndim) if tensor.dtype in _IDS else ()
@@ -156,7 +156,7 @@ def exported_program(backbone: nn.Module, example: Tensor | dict[str, Tensor], *
                 backbone,
                 (example,) if isinstance(example, Tensor) else (),
                 kwargs=None if isinstance(example, Tensor) else example,
-                input_names=[_INPUT] if isinstance(example, Tensor) else list(example),
+                input_names=[INPUT] if isinstance(example, Tensor) else list(example),
                 output_names=[_OUTPUT],
                 dynamic_shapes=(sizes(example),)
                 if isinstance(example, Tensor)
@@ -186,8 +186,7 @@ def _compared(backbone: nn.Module, exported: OnnxBackbone, example: Tensor | dic
         mine, theirs = run(backbone, images).float().cpu(), run(exported, images).float()
         if mine.shape != theirs.shape:
             raise InvalidArgument(f"onnxruntime gives {list(theirs.shape)}, the backbone {list(mine.shape)}")
-        lengths = mine.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
-        largest = max(largest, float(((mine - theirs).norm(dim=1) / lengths).max()))
+        largest = max(largest, largest_distance(theirs, mine))
         error = max(error, float((mine - theirs).abs().max()))
         num_images += len(mine)
     if not largest <= TOLERANCE:
@@ -196,6 +195,12 @@ def _compared(backbone: nn.Module, exported: OnnxBackbone, example: Tensor | dic
             "nothing was written. Does it draw random numbers, or round?"
         )
     return Parity(images=num_images, largest_distance=largest, max_error=error)
+
+
+def largest_distance(found_ND: Tensor, expected_ND: Tensor) -> float:
+    """Of two features of an image, as part of the expected one's length."""
+    lengths = expected_ND.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+    return float(((found_ND - expected_ND).norm(dim=1) / lengths).max())
 
 
 def needed(library: str) -> Any:

@@ -130,7 +130,7 @@ class TrainedModel:
         ``example`` is a batch of 2 or more images; a model of pictures needs none. Several inputs are a tuple or dict
         as :meth:`embed` takes them, each a tensor [N, …], and keep the names that forward gives them. Of integers, such
         as the letters of texts, sizes besides N may differ, too. Nothing is written unless onnxruntime gives the same
-        features, on batches of several sizes, to 1e-3 of their length.
+        features, on batches of several sizes, to 1e-4 of their length.
 
         Raises ConfigError without ``pip install 'geartrain[onnx]'``, InvalidArgument (the backbone cannot be exported,
         or the features differ).

@@ -66,6 +66,21 @@ def export(
         ),
     ] = None,
     onnx: Annotated[bool, typer.Option("--onnx", help="The same as RUN --to OUT.")] = False,
+    precision: Annotated[
+        str,
+        typer.Option(
+            help="With --to: fp32, fp16 or int8, of the network's numbers. The held-out images tell what it costs."
+        ),
+    ] = "fp32",
+    recall: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=1.0, help="With --to: the share of questions whose best class must be found. 1: exact search."
+        ),
+    ] = 1.0,
+    data: Annotated[
+        str | None, typer.Option(help="With --to: where the run's images are now.", show_default="as the run has it")
+    ] = None,
     backbone: OwnBackbone = None,
     rows: Annotated[
         str | None,
@@ -106,9 +121,13 @@ def export(
     if every is not None and not follow:
         raise ConfigError(f"--every {every:g} is the pause between versions of --follow; add --follow")
     if to is not None:
-        from geartrain.cli.training.export_models import export_run  # torch is loaded after the arguments are known
+        # torch is loaded after the arguments are known
+        from geartrain.cli.training.export_models import ModelExport, export_run
 
-        export_run(Path(source), to, backbone=backbone, keep=keep, rows=rows, cache=cache, as_json=as_json)
+        settings = ModelExport(
+            precision=precision, recall=recall, backbone=backbone, data=data, cache=cache, keep=keep, rows=rows
+        )
+        export_run(Path(source), to, settings, as_json=as_json)
         return
     assert out is not None
     if Path(out).suffix in _OTHER_FILES:

@@ -5,32 +5,56 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from rich.console import Console
+from rich.progress import track as rich_track
 
-from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.errors import ConfigError, GeartrainError
 from geartrain.ams.values.text import counted
 from geartrain.serving.index.registry import write_index
+from geartrain.workers.classify.run_images import images_of
 from geartrain.workers.ctr.export import export_clicks
 from geartrain.workers.ctr.predict import job_of_rows
 from geartrain.workers.job.folder import has_run, read_run
 from geartrain.workers.job.state import newest_snapshot
-from geartrain.workers.models.export import export_model
-from geartrain.workers.models.saved_model import CONFIG
+from geartrain.workers.models.export import Arrays, RunImages, export_model, next_version
+from geartrain.workers.models.precision import require_precision
+from geartrain.workers.models.saved_model import CONFIG, ONNX
 from geartrain.workers.models.trained_model import TrainedModel, load_model
 from geartrain.workers.tdm.export import export_tree
 
 VERSIONS_KEPT = 10
+Item = TypeVar("Item")
 
 
-def export_run(
-    run: Path, to: Path, *, backbone: str | None, keep: int | None, rows: str | None, cache: Path, as_json: bool
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ModelExport:
+    """How the model of a run is exported."""
+
+    precision: str = "fp32"
+    """Of the network; see :mod:`geartrain.workers.models.precision`."""
+    recall: float = 1.0
+    """The share of questions whose best class the index must find; 1: always."""
+    backbone: str | None = None
+    """``package.module:function`` of a backbone of the person's own."""
+    data: str | None = None
+    """Where the images of the run are now, if they were moved."""
+    cache: Path = Path(".cache")
+    """Of characters."""
+    keep: int | None = None
+    """Versions that stay; None: one model, or so many as usual in a folder that holds versions."""
+    rows: str | None = None
+    """Of a model of clicks, folder or URL of versions of its tables, whose rows are followed in place of a copy."""
+
+
+def export_run(run: Path, to: Path, settings: ModelExport, *, as_json: bool) -> None:
     """Write the model of a run, or of its folder, to ``to``; of a folder of versions as the next one there.
 
     Of a model of clicks ``rows`` is an export of its tables, whose rows are followed. Raises ConfigError,
@@ -38,64 +62,106 @@ def export_run(
     """
     job = job_of_rows(run)
     if job == "ctr":
-        facts, words = _export_clicks(run, to, keep, rows, cache)
+        facts, lines = _export_clicks(run, to, settings)
     elif job == "tdm":
-        facts, words = _export_tree(run, to, keep, rows)
-    elif rows is not None:
-        raise ConfigError(f"--rows {rows} is for a model of clicks, and {run} has no tables; leave it out")
+        facts, lines = _export_tree(run, to, settings)
+    elif settings.rows is not None:
+        raise ConfigError(f"--rows {settings.rows} is for a model of clicks, and {run} has no tables; leave it out")
     else:
-        facts, words = _export_pictures(run, to, keep, backbone)
-    print(json.dumps(facts) if as_json else words)
+        facts, lines = _export_pictures(run, to, settings, Console(stderr=True, quiet=as_json))
+    for line in [json.dumps(facts)] if as_json else lines:
+        print(line)
 
 
-def _export_clicks(run: Path, to: Path, keep: int | None, rows: str | None, cache: Path) -> tuple[dict[str, Any], str]:
-    with _version_folder(to, newest_snapshot(read_run(run).snapshots).manifest.step, keep) as folder:
+def _export_clicks(run: Path, to: Path, settings: ModelExport) -> tuple[dict[str, Any], list[str]]:
+    rows, cache = settings.rows, settings.cache
+    step = newest_snapshot(read_run(run).snapshots).manifest.step
+    with _version_folder(to, step, settings.keep) as folder:
         config = export_clicks(run, folder, cache=cache, say=lambda line: print(line, file=sys.stderr), follow=rows)
     version, error = config["version"], config["parity"]["max_error"]
     num_rows = sum(table["rows"] for table in config["tables"]["mapped"])
     facts = {"folder": str(folder), "version": version, "rows": num_rows, "max_error": error}
     where = f"{num_rows:,} rows" if rows is None else f"the rows of {rows}"
-    return facts, (
+    return facts, [
         f"{folder} holds version {version}: the network {config['model']} of {counted(len(config['fields']), 'field')} "
         f"and {where}; onnxruntime's log-odds are {error:.1e} from PyTorch's"
-    )
+    ]
 
 
-def _export_tree(run: Path, to: Path, keep: int | None, rows: str | None) -> tuple[dict[str, Any], str]:
-    with _version_folder(to, newest_snapshot(read_run(run).snapshots).manifest.step, keep) as folder:
-        config = export_tree(run, folder, follow=rows)
+def _export_tree(run: Path, to: Path, settings: ModelExport) -> tuple[dict[str, Any], list[str]]:
+    step = newest_snapshot(read_run(run).snapshots).manifest.step
+    with _version_folder(to, step, settings.keep) as folder:
+        config = export_tree(run, folder, follow=settings.rows)
     version, items, error = config["version"], config["num_items"], config["parity"]["max_error"]
     facts = {"folder": str(folder), "version": version, "items": items, "max_error": error}
-    return facts, (
+    return facts, [
         f"{folder} holds version {version}: a tree of {items:,} items; onnxruntime's log-odds are {error:.1e} from "
         "PyTorch's"
-    )
+    ]
 
 
-def _export_pictures(run: Path, to: Path, keep: int | None, backbone: str | None) -> tuple[dict[str, Any], str]:
-    model = load_model(run, backbone=backbone)
+def _export_pictures(run: Path, to: Path, settings: ModelExport, console: Console) -> tuple[dict[str, Any], list[str]]:
+    precision = require_precision(settings.precision)
+    if not has_run(run) and has_run(run.parent):
+        run = run.parent  # of its folder "model"
+    model = load_model(run, backbone=settings.backbone)
 
-    def index(staging: Path, arrays: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, Any]:
-        return {
-            "index": write_index(staging, arrays["centers"], arrays.get("biases"), is_cosine=model.is_cosine),
-        }
+    def index(staging: Path, arrays: Arrays, features: npt.NDArray[np.float32] | None) -> dict[str, Any]:
+        centers, biases, recall = arrays["centers"], arrays.get("biases"), settings.recall
+        written = write_index(
+            staging, centers, biases, is_cosine=model.is_cosine, asked_recall=recall, queries=features
+        )
+        return {"index": written}
+
+    def track(items: Iterable[Item], what: str, count: int) -> Iterable[Item]:
+        return rich_track(items, what, count, console=console, transient=True, disable=not console.is_terminal)
 
     version = _version(model, run)
-    with _version_folder(to, version, keep) as folder:
-        exported = export_model(model, folder, version=version, finish=index)
+    with _version_folder(to, version, settings.keep) as folder:
+        next_version(folder)  # raises before anything takes long
+        images, why = _images(run, model, settings, console)
+        console.print(f"Writing the network of {run} as ONNX", highlight=False)
+        exported = export_model(
+            model, folder, version=version, precision=precision, images=images, finish=index, track=track
+        )
     config = exported.config
-    facts = {
-        "folder": str(folder),
-        "version": config["version"],
-        "classes": config["num_classes"],
-        "dim": config["dim"],
-        "largest_distance": exported.parity.largest_distance,
-    }
-    return facts, (
-        f"{folder} holds version {config['version']}: a backbone of {config['dim']} features and "
-        f"{config['num_classes']:,} classes; onnxruntime's features are {exported.parity.largest_distance:.1e} of "
-        f"their length from PyTorch's ({exported.parity.images} images)"
+    named = ("version", "dim", "precision", "parity", "accuracy", "index")
+    facts = {name: config[name] for name in named if name in config}
+    return {"folder": str(folder), "classes": config["num_classes"], **facts}, list(_lines(folder, config, why))
+
+
+def _images(run: Path, model: TrainedModel, settings: ModelExport, console: Console) -> tuple[RunImages | None, str]:
+    """The images of the run; or none, and why."""
+    if model.preprocessing is None:
+        return None, "the model takes tensors"
+    try:
+        return images_of(run, console, data=settings.data, cache=settings.cache), ""
+    except GeartrainError as exc:
+        if settings.data is not None or settings.precision == "int8":
+            raise
+        return None, str(exc)
+
+
+def _lines(folder: Path, config: Mapping[str, Any], why: str) -> Iterator[str]:
+    parity, accuracy = config["parity"], config.get("accuracy")
+    network = folder / ONNX
+    yield (
+        f"{folder} holds version {config['version']}: {config['num_classes']:,} classes, a network of "
+        f"{config['dim']} features in {config['precision']} ({network.stat().st_size / 1e6:,.1f} MB)"
     )
+    kinds = ("held-out image",) if accuracy else ("image of random numbers", "images of random numbers")
+    images = counted(parity["images"], *kinds)
+    same = parity["same_top1"]
+    yield (
+        f"{images}: features are {parity['largest_distance']:.1e} of their length from PyTorch's at most (a number of "
+        f"them {parity['max_error']:.1e}), the best class is the same for {'all' if same == 1 else f'{same:.2%}'}"
+    )
+    if accuracy is None:
+        yield f"No held-out images: {why}"
+        return
+    named = {"pytorch": "PyTorch"}
+    shown = (f"{named.get(name, name)} {share:.2%}" for name, share in accuracy.items() if name != "images")
+    yield f"Named rightly: {', '.join(shown)}"
 
 
 @contextmanager
@@ -105,10 +171,12 @@ def _version_folder(to: Path, version: int | None, keep: int | None) -> Iterator
     has_versions = keep is not None or bool(versions)
     if has_versions and (to / CONFIG).exists():
         raise ConfigError(f"{to} holds one model, and --keep {keep} is for a folder of versions; give a new name")
-    yield to / f"{1 + max(versions, default=0) if version is None else version:06}" if has_versions else to
+    folder = to / f"{1 + max(versions, default=0) if version is None else version:06}" if has_versions else to
+    yield folder
     if has_versions:
-        for old in sorted(_versions(to).items())[: -(keep or VERSIONS_KEPT)]:
-            shutil.rmtree(old[1])
+        others = {number: path for number, path in _versions(to).items() if path != folder}
+        for number in sorted(others)[: max(0, len(others) + 1 - (keep or VERSIONS_KEPT))]:
+            shutil.rmtree(others[number])
 
 
 def _version(model: TrainedModel, run: Path) -> int | None:

@@ -271,8 +271,9 @@ def test_an_export_takes_no_folder_of_anything_else(
         path.write_bytes(b"network")
         return onnx_backbone.Parity(images=1, largest_distance=0.0)
 
-    monkeypatch.setattr(onnx_backbone, "write_onnx", written)
     model = gt.load_model(worker_model)
+    monkeypatch.setattr(onnx_backbone, "write_onnx", written)
+    monkeypatch.setattr(onnx_backbone, "OnnxBackbone", lambda _: model.backbone)
     (tmp_path / "file").touch()
     for folder in (worker_model, tmp_path, tmp_path / "file"):
         with pytest.raises(InvalidArgument, match=r"new name|is a file"):

@@ -1,0 +1,104 @@
+"""``geartrain export RUN --to DIR``: of a run that was really trained, with its held-out images."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+import geartrain as gt
+from geartrain.ams.values.errors import GeartrainError
+from geartrain.cli.main import build_app
+from geartrain.workers.models.saved_model import read_config
+from geartrain.workers.recipes import signs
+from tests.support.served_models import require_onnx
+
+
+def typed(*arguments: object) -> Result:
+    """What a command line gives."""
+    line = [str(argument) for argument in arguments]
+    return CliRunner().invoke(build_app(line), line)
+
+
+def refusal(*arguments: object) -> str:
+    """The sentence with which a command line is refused."""
+    done = typed(*arguments)
+    assert isinstance(done.exception, GeartrainError), done.output
+    return str(done.exception)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    require_onnx()
+    folder = tmp_path_factory.mktemp("signs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(signs, "NUM_SIGNS", 12)
+        signs.drawn_signs(folder / "pictures")
+    look = ("--set", "look.kind=ink", "--set", "look.size=32")
+    done = typed("worker", "classify", "--data", folder / "pictures", "--out", folder / "run", "--steps", 6, *look)
+    assert done.exit_code == 0, done.output
+    return folder / "run"
+
+
+def test_a_run_is_exported_with_what_its_held_out_images_say(run: Path, tmp_path: Path) -> None:
+    done = typed("export", run, "--to", tmp_path / "m", "--json")
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    report = json.loads((run / "report.json").read_text(encoding="utf-8"))["held_out"]["validation"]
+    assert facts["parity"]["held_out"] and facts["parity"]["images"] == report["images"]
+    assert facts["parity"]["max_error"] < 1e-4 and facts["parity"]["same_top1"] == 1
+    assert facts["accuracy"]["fp32"] == pytest.approx(report["top1"])
+    assert facts["version"] == gt.load_model(run).training["best"]["step"]
+    picture = run.parent / "pictures" / "sign-003" / "1.png"
+    assert typed("predict", tmp_path / "m", picture).output == typed("predict", run, picture).output
+    again = typed("export", run / "model", "--to", tmp_path / "m", "--precision", "int8")
+    assert "in int8" in again.output and "Named rightly: PyTorch" in again.output
+    assert read_config(tmp_path / "m")["precision"] == "int8"
+
+
+def test_a_folder_of_versions_gets_one_more_and_keeps_the_newest(run: Path, tmp_path: Path) -> None:
+    step = gt.load_model(run).training["best"]["step"]
+    for _ in range(2):  # the same step is the same version
+        assert typed("export", run, "--to", tmp_path / "v", "--keep", 2).exit_code == 0
+    assert [path.name for path in (tmp_path / "v").iterdir()] == [f"{step:06}"]
+    for later in (step + 1, step + 2):
+        (tmp_path / "v" / f"{step:06}").rename(tmp_path / "v" / f"{later:06}")
+        assert typed("export", run, "--to", tmp_path / "v", "--keep", 2).exit_code == 0
+    assert sorted(path.name for path in (tmp_path / "v").iterdir()) == [f"{step:06}", f"{step + 2:06}"]
+
+
+def test_held_out_images_that_moved_are_named_or_said_to_be_missing(run: Path, tmp_path: Path) -> None:
+    pictures = run.parent / "pictures"
+    moved = pictures.rename(run.parent / "moved")
+    try:
+        without = typed("export", run, "--to", tmp_path / "m")
+        assert without.exit_code == 0 and "No held-out images: " in without.output and str(pictures) in without.output
+        assert str(pictures) in refusal("export", run, "--to", tmp_path / "n", "--precision", "int8")
+        assert not (tmp_path / "n").exists()
+        found = typed("export", run, "--to", tmp_path / "m", "--data", moved)
+        assert found.exit_code == 0 and "held-out images: features are" in found.output
+    finally:
+        moved.rename(pictures)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "where to? Give --to DIR"),
+        (("out", "--to", "m"), "a model goes to --to"),
+        (("--to", "m", "--since", "0"), "--since, --follow and --compact are for versions of a table"),
+        (("--to", "m", "--precision", "fp8"), "it must be one of fp32, fp16, int8"),
+    ],
+)
+def test_what_does_not_go_together_is_said(arguments: tuple[str, ...], message: str, run: Path) -> None:
+    assert message in refusal("export", run, *arguments)
+
+
+def test_what_is_no_run_and_what_is_no_place_for_a_model_is_named(run: Path, tmp_path: Path) -> None:
+    assert "the model folder of a run?" in refusal("export", tmp_path / "nothing", "--to", tmp_path / "m")
+    assert "holds other files" in refusal("export", run, "--to", run.parent)
+    assert typed("export", run, "--to", tmp_path / "m").exit_code == 0
+    assert "holds one model" in refusal("export", run, "--to", tmp_path / "m", "--keep", 3)
