@@ -1,22 +1,19 @@
-"""The exact index: rows of one byte a column say which are worth an exact score; the answers are always the true ones.
+"""Exact search: rows of one byte a column say which are worth an exact score; the answers are always the true ones.
 
 Legend: C classes, K centers of a class, R = C · K rows, P = R / 16 panels, D width, N features, k answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.kernels import neighbours as ops
-from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidRows, ModelDamaged
-from geartrain.serving.index.queries import Answers, Floats, Positions, best_of, checked_features, first_of_each
+from geartrain.serving.index.queries import Answers, Floats, Positions, first_of_each, ranked
 
 PANELS = "index.npy"
 _PANEL_ROWS = 16
@@ -98,84 +95,22 @@ class EncodedRows:
             rows,
             threads=threads,
         )
-        scores, classes = first_of_each(scores, rows, k, centers_each)
+        return self._named(*first_of_each(scores, rows, k, centers_each))
+
+    def best_among(self, features_ND: Floats, rows_NW: npt.NDArray[np.int32], k: int, threads: int) -> Answers:
+        """The k best classes of those that have the given rows, among which there are k."""
+        scores_NW, counts = np.empty(rows_NW.shape), np.full(len(rows_NW), rows_NW.shape[1], np.int32)
+        all_rows = self.centers.reshape(-1, self.centers.shape[-1])
+        ops.exact_scores(features_ND, rows_NW, counts, all_rows, 0, scores_NW, threads=threads)
+        if self.biases is not None:
+            scores_NW += self.biases[rows_NW // self.centers_each]
+        with np.errstate(over="ignore"):
+            scores, rows = ranked(scores_NW.astype(np.float32), rows_NW.astype(np.int64), rows_NW.shape[1])
+        scores, classes = first_of_each(scores, rows, k, self.centers_each)
+        return self._named(scores[:, :k], classes[:, :k])
+
+    def _named(self, scores: Floats, classes: Positions) -> Answers:
         return scores, classes if self.positions is None else self.positions[classes]
-
-
-class ExactIndex:
-    """Finds the classes of best score. Immutable and thread-safe."""
-
-    def __init__(
-        self,
-        base: EncodedRows,
-        *,
-        is_cosine: bool,
-        threads: int,
-        facts: Mapping[str, Any],
-        young: EncodedRows | None = None,
-    ) -> None:
-        """``base`` as it was written; ``young`` rows that came later."""
-        self._base, self._young, self._is_cosine, self._threads = base, young, is_cosine, threads
-        self._parts = [part for part in (base, young) if part is not None and part.num_living]
-        self.facts = facts
-
-    @property
-    def num_classes(self) -> int:
-        return sum(part.num_living for part in self._parts)
-
-    @property
-    def dim(self) -> int:
-        return int(self._base.centers.shape[-1])
-
-    def search(self, features_ND: Floats, k: int) -> Answers:
-        """As :class:`geartrain.serving.index.registry.NearestIndex` says."""
-        k = min(integer("k", k, 1), self.num_classes)
-        features = checked_features(features_ND, self.dim, is_cosine=self._is_cosine)
-        return best_of([part.search(features, k, self._threads) for part in self._parts], len(features), k)
-
-    def with_rows(
-        self, positions: Positions, centers: Floats, biases: Floats | None = None, retired: Sequence[int] = ()
-    ) -> ExactIndex:
-        """As :class:`geartrain.serving.index.registry.NearestIndex` says. The cost is that of all that came later."""
-        gone = np.concatenate([positions, np.asarray(retired, np.int64)])
-        young = with_young(self._base, self._young, positions, centers, biases, gone, self._threads)
-        return ExactIndex(
-            self._base.without(gone), is_cosine=self._is_cosine, threads=self._threads, facts=self.facts, young=young
-        )
-
-
-def with_young(
-    base: EncodedRows,
-    young: EncodedRows | None,
-    positions: Positions,
-    centers: Floats,
-    biases: Floats | None,
-    gone: Positions,
-    threads: int,
-) -> EncodedRows | None:
-    """Later rows, and what is left of those that came before them. Raises InvalidRows."""
-    if len(np.unique(positions)) != len(positions) or (positions < 0).any():
-        raise InvalidRows("positions must be distinct and at least 0")
-    expected = (len(positions), *base.centers.shape[1:])
-    if centers.shape != expected or (biases is None) != (base.biases is None):
-        raise InvalidRows(
-            f"centers of {len(positions)} positions have shape {list(centers.shape)}; this index takes "
-            f"{list(expected)}, and biases {'no' if base.biases is None else 'as well'}"
-        )
-    parts = [(positions, centers, biases)]
-    if young is not None and young.positions is not None:
-        kept = ~np.isin(young.positions, gone)
-        parts.append((young.positions[kept], young.centers[kept], None if young.biases is None else young.biases[kept]))
-    together = np.concatenate([part[0] for part in parts])
-    if not len(together):
-        return None
-    order = np.argsort(together)
-    return EncodedRows.of(
-        np.concatenate([part[1] for part in parts])[order].astype(np.float32, copy=False),
-        None if biases is None else np.concatenate([part[2] for part in parts])[order].astype(np.float32, copy=False),
-        positions=together[order],
-        threads=threads,
-    )
 
 
 def panels_shape(centers: Floats) -> tuple[int, int]:
@@ -188,7 +123,7 @@ def encode(centers: Floats, panels: npt.NDArray[np.uint8], threads: int) -> None
     """Fill ``panels``, some rows at a time. Raises InvalidRows, naming a class with a number that is not finite."""
     rows = centers.reshape(-1, centers.shape[-1])
     for start in range(0, len(rows), _ROWS_AT_ONCE):
-        some = rows[start : start + _ROWS_AT_ONCE]
+        some = np.ascontiguousarray(rows[start : start + _ROWS_AT_ONCE], np.float32)
         finite = np.isfinite(some).all(axis=1)
         if not finite.all():
             place = (start + int(finite.argmin())) * len(centers) // len(rows)

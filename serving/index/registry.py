@@ -5,51 +5,21 @@ Legend: C classes, K centers of a class, D width, N features, k answers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import xxhash
 
 from geartrain.ams.graph.building.recall import available_cores
 from geartrain.ams.values.errors import ModelDamaged
-from geartrain.serving.index.exact import PANELS, EncodedRows, ExactIndex, map_panels, write_panels
-from geartrain.serving.index.queries import Answers, Floats, Positions
+from geartrain.serving.index import shortcut
+from geartrain.serving.index.choice import choose_index
+from geartrain.serving.index.exact import PANELS, EncodedRows, map_panels, write_panels
+from geartrain.serving.index.nearest import NearestIndex
+from geartrain.serving.index.queries import Floats
 
 _SAMPLED_CENTERS = 64
-
-
-class NearestIndex(Protocol):
-    """Classes to be searched for those of best score. Immutable and thread-safe.
-
-    A class's score is that of the best of its centers; scores are exact, rounded to float32.
-    """
-
-    facts: Mapping[str, Any]
-    """Its kind, and what was measured of it."""
-
-    @property
-    def num_classes(self) -> int:
-        """How many may be an answer."""
-
-    @property
-    def dim(self) -> int:
-        """D."""
-
-    def search(self, features_ND: Floats, k: int) -> Answers:
-        """Scores [N, k], falling, and positions [N, k] of classes; of equal scores the lower position first.
-
-        All classes, where there are fewer than k. Raises InvalidArgument (k, width, a feature that is not finite).
-        """
-
-    def with_rows(
-        self, positions: Positions, centers: Floats, biases: Floats | None = None, retired: Sequence[int] = ()
-    ) -> NearestIndex:
-        """The index of a later version, which shares what did not change; this one goes on as it is.
-
-        ``centers`` [Y, D] or [Y, K, D] (and ``biases`` [Y], if it has some) are those of distinct ``positions`` [Y],
-        changed or new ones, at any place; ``retired`` positions are no answers any more. Raises InvalidRows.
-        """
 
 
 def write_index(
@@ -58,6 +28,9 @@ def write_index(
     biases: Floats | None = None,
     *,
     is_cosine: bool,
+    asked_recall: float = 1.0,
+    kind: str | None = None,
+    queries: Floats | None = None,
     threads: int | None = None,
 ) -> dict[str, Any]:
     """Write the files of an index of ``centers`` to ``staging``; return what ``config["index"]`` is to say.
@@ -67,20 +40,27 @@ def write_index(
         centers: [C, D] or [C, K, D] float32, of unit length if ``is_cosine``; may be mapped.
         biases: [C], added to the scores.
         is_cosine: Whether a score is the cosine of feature and center, or their product.
+        asked_recall: The share of features whose best class must be found; 1: always, by exact search.
+        kind: exact, ivf, hnsw or flat (the last three of faiss); None: the fastest that finds enough.
+        queries: Features [N, D] to measure recall with, best those of held-out images; None: centers with noise.
         threads: That work; None: one for each core.
 
     Raises:
         InvalidRows: A center is not finite.
+        InvalidArgument: asked_recall or kind.
+        ConfigError: A kind of faiss was asked for, which is not installed.
     """
-    del biases, is_cosine
-    write_panels(staging / PANELS, centers, threads or available_cores())
-    return {
-        "kind": "exact",
-        "asked_recall": 1.0,
-        "recall_at_1": 1.0,
-        "centers": _fingerprint(centers),
-        "files": [PANELS],
-    }
+    threads = threads or available_cores()
+    write_panels(staging / PANELS, centers, threads)
+    rows = EncodedRows.of(centers, biases, panels=map_panels(staging / PANELS, centers))
+    chosen = choose_index(
+        rows, is_cosine=is_cosine, asked_recall=asked_recall, kind=kind, queries=queries, threads=threads
+    )
+    facts = {**chosen.facts, "centers": _fingerprint(centers), "files": [PANELS]}
+    if chosen.shortcut is not None:
+        shortcut.write(chosen.shortcut, staging / shortcut.FILE)
+        facts |= {"bytes": (staging / shortcut.FILE).stat().st_size, "files": [PANELS, shortcut.FILE]}
+    return facts
 
 
 def open_index(
@@ -94,7 +74,7 @@ def open_index(
     """Open the index in the folder of a model, or make an exact one if it has none.
 
     ``config`` is the model's, of which ``is_cosine`` and ``index`` are read; ``centers`` [C, D] or [C, K, D] and
-    ``biases`` [C] may be mapped. Raises ModelDamaged (names the file), InvalidRows.
+    ``biases`` [C] may be mapped. Raises ModelDamaged (names the file), InvalidRows, ConfigError (faiss is missing).
     """
     threads = threads or available_cores()
     facts = config.get("index")
@@ -107,7 +87,8 @@ def open_index(
             )
         panels = map_panels(folder / PANELS, centers)
     base = EncodedRows.of(centers, biases, panels=panels, threads=threads)
-    return ExactIndex(base, is_cosine=config["is_cosine"], threads=threads, facts=facts)
+    way = None if facts["kind"] == "exact" else shortcut.read(folder / shortcut.FILE, facts, base)
+    return NearestIndex(base, is_cosine=config["is_cosine"], threads=threads, facts=facts, shortcut=way)
 
 
 def _fingerprint(centers: Floats) -> str:

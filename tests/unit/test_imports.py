@@ -90,7 +90,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "starlette": ("geartrain/watch/*", "serving/http/*"),
     "uvicorn": ("geartrain/watch/*", "serving/http/*"),
     "fastapi": ("serving/http/*",),
-    "faiss": ("serving/index/*",),
+    "faiss": ("serving/index/*", "workers/models/trained_model.py"),
     "onnxruntime": ("workers/models/*", "serving/models/*"),
     "pickle": (),
 }

@@ -122,6 +122,29 @@ class TrainedModel:
                 answers.append([(self.class_names[label], score) for label, score in zip(ids, row, strict=True)])
         return answers
 
+    def to_faiss(self) -> Any:
+        """The class centers as an index of faiss: an exact IndexFlatIP within an IndexIDMap, whose ids are classes.
+
+            index = model.to_faiss()
+            scores, classes = index.search(functional.normalize(model.embed(images)).numpy(), 5)
+
+        Centers have unit length where scores are cosines: give features of unit length, too. A class with several
+        centers is there with each of them. Biases are a last column: give features with a 1 behind them.
+        Raises ConfigError without ``pip install 'geartrain[serve]'``.
+        """
+        try:
+            import faiss
+        except ImportError as exc:
+            raise ConfigError(f"to_faiss needs a library: pip install 'geartrain[serve]' ({exc})") from exc
+        centers = functional.normalize(self.centers, dim=-1) if self.is_cosine else self.centers
+        rows_SD = centers.flatten(0, -2).float()
+        if self.biases is not None:
+            rows_SD = torch.cat([rows_SD, self.biases[:, None].float()], dim=1)
+        index = faiss.IndexIDMap(faiss.IndexFlatIP(rows_SD.shape[1]))
+        classes = np.repeat(np.arange(len(self.centers)), len(rows_SD) // len(self.centers))
+        index.add_with_ids(rows_SD.contiguous().numpy(), classes)
+        return index
+
     def export_onnx(self, folder: str | Path, example: onnx_backbone.Inputs | None = None) -> onnx_backbone.Parity:
         """Write the backbone as ONNX, with centers and names beside it; say how far onnxruntime is from this backbone.
 

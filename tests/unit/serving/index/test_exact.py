@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from geartrain.ams.kernels import neighbours as ops
 from geartrain.ams.values.errors import InvalidRows, ModelDamaged
 from geartrain.serving.index.exact import EncodedRows
-from geartrain.serving.index.registry import NearestIndex, open_index, write_index
+from geartrain.serving.index.nearest import NearestIndex
+from geartrain.serving.index.registry import open_index, write_index
 
 Floats = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int64]

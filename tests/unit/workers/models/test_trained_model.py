@@ -303,3 +303,29 @@ def test_what_does_not_fit_is_said(worker_model: Path, tmp_path: Path) -> None:
     refused = typed("predict", folder, "image.png")
     assert "geartrain.load_model" in str(refused.exception)
     assert images.shape == (6, 4)
+
+
+@pytest.mark.parametrize("form", ["cosine", "sub-centers", "biases"])
+def test_faiss_finds_the_classes_that_the_model_finds(form: str) -> None:
+    pytest.importorskip("faiss", reason="needs pip install 'geartrain[serve]'")
+    torch.manual_seed(0)
+    model = gt.TrainedModel(
+        backbone=nn.Identity(),
+        centers=torch.randn(30, 3, DIM) if form == "sub-centers" else torch.randn(30, DIM),
+        biases=torch.randn(30) if form == "biases" else None,
+        class_names=[str(place) for place in range(30)],
+        is_cosine=form != "biases",
+    )
+    features = torch.randn(9, DIM)
+    asked = torch.cat([features, torch.ones(9, 1)], dim=1) if form == "biases" else nn.functional.normalize(features)
+    scores, classes = model.to_faiss().search(asked.numpy(), 1)
+    expected_scores, expected = model.best(features, 1)
+    assert classes.tolist() == expected.tolist()
+    np.testing.assert_allclose(scores, expected_scores.numpy(), atol=1e-5)
+
+
+def test_to_faiss_without_faiss_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    model = gt.TrainedModel(backbone=nn.Identity(), centers=torch.randn(3, DIM), class_names=["a", "b", "c"])
+    with pytest.raises(ConfigError, match=r"to_faiss needs a library: pip install 'geartrain\[serve\]'"):
+        model.to_faiss()
