@@ -23,6 +23,7 @@ from geartrain.serving.answers import Arrays, Question, TensorSpec
 from geartrain.serving.cores import threads_of_batch
 from geartrain.serving.index.registry import open_index
 from geartrain.workers.data.bitmaps import Preprocessing, decode_picture
+from geartrain.workers.models.class_pictures import ClassPictures
 from geartrain.workers.models.saved_model import ONNX, read_files
 
 Floats = npt.NDArray[np.float32]
@@ -72,6 +73,9 @@ class PictureModel:
             centers = centers / np.maximum(np.linalg.norm(centers, axis=-1, keepdims=True), 1e-12)
         self.dim, self.num_classes = int(centers.shape[-1]), len(self.names)
         self.is_cosine = bool(config["is_cosine"])
+        pictures = ClassPictures(folder)
+        self.picture = pictures.png
+        """What a class looks like, by its id: a PNG file, or None."""
         self.index = open_index(folder, config, centers, files.tensors.get("biases"), threads=threads)
         self._session = _session(folder / ONNX, threads)
         self.operations = {
@@ -83,6 +87,7 @@ class PictureModel:
             "score": "cosine" if self.is_cosine else "product",
             "preprocessing": self.preprocessing.to_json(),
             "index": dict(self.index.facts),
+            "pictures": bool(pictures),
             **{name: config[name] for name in ("precision", "parity", "accuracy", "training") if name in config},
         }
 

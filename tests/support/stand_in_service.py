@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import socket
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from PIL import Image, ImageDraw
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -77,7 +79,7 @@ OPERATIONS: dict[str, dict[str, Any]] = {
 
 
 class StandInService:
-    """Serves "glyphs", "faces", "clicks" and "tree" until :meth:`stop`, and again after :meth:`start`."""
+    """Serves "glyphs", "signs", "faces", "clicks" and "tree" until :meth:`stop`, and again after :meth:`start`."""
 
     def __init__(self) -> None:
         self.current = 120
@@ -108,6 +110,7 @@ class StandInService:
         app.router.routes.append(try_page())
         app.add_api_route("/v1/models", self._models)
         app.add_api_route("/v1/models/{name}", self._model)
+        app.add_api_route("/v1/models/{name}/classes/{label}/picture", self._picture)
         app.add_api_route("/v1/models/{name}/{operation}", self._answer, methods=["POST"])
         self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
         self._loop = asyncio.new_event_loop()
@@ -131,7 +134,7 @@ class StandInService:
         versions = sorted({current - 30, current, *([self.canary] if self.canary and name == "glyphs" else [])})
         return {
             "name": name,
-            "kind": {"glyphs": "pictures", "faces": "pictures", "clicks": "clicks", "tree": "tree"}[name],
+            "kind": name if name in ("clicks", "tree") else "pictures",
             "current": current,
             "canary": {"version": self.canary, "share": 0.1} if self.canary and name == "glyphs" else None,
             "held": False,
@@ -145,12 +148,13 @@ class StandInService:
         if self.token and request.headers.get("authorization") != f"Bearer {self.token}":
             told = {"error": {"code": "unauthenticated", "message": "no token; send one as 'Authorization: Bearer'"}}
             return JSONResponse(told, 401)
-        names = [] if self.is_empty else ["glyphs", "faces", "clicks", "tree"]
+        names = [] if self.is_empty else ["glyphs", "signs", "faces", "clicks", "tree"]
         return {"models": [self._state(name) for name in names]}
 
     async def _model(self, name: str) -> dict[str, Any]:
         names = {
             "glyphs": ["classify", "verify", "embed"],
+            "signs": ["classify"],
             "faces": ["verify", "classify"],
             "clicks": ["click", "rank"],
             "tree": ["items"],
@@ -158,8 +162,17 @@ class StandInService:
         look = {"kind": "photo" if name == "faces" else "ink", "size": 32, "channels": 1}
         index = {"kind": "hnsw", "recall_at_1": 0.9931}
         known = {"classes": 40_992, "dim": 128, "precision": "fp32", "index": index, "preprocessing": look}
+        if name == "signs":
+            known |= {"classes": 200, "pictures": True}
         facts = known if names[-1] in ("embed", "classify") else {"training": "movielens"}
         return self._state(name) | {"facts": facts, "operations": {one: OPERATIONS[one] for one in names}}
+
+    async def _picture(self, label: int) -> Response:
+        file = io.BytesIO()
+        sheet = Image.new("L", (32, 32), 255)
+        ImageDraw.Draw(sheet).line([(4, 4), (label % 32, 28), (28, 8)], 0, 3)
+        sheet.save(file, "PNG")
+        return Response(file.getvalue(), media_type="image/png")
 
     async def _answer(self, name: str, operation: str, request: Request) -> Response:
         body = await request.body()
@@ -170,6 +183,8 @@ class StandInService:
             return JSONResponse(told, status, {"Retry-After": "1"} if status == 503 else {})
         version = int(request.query_params.get("version", self._state(name)["current"]))
         answers = [self._item(operation, body)]
+        if name == "signs":
+            answers = [[one | {"class": f"sign-{one['id']:03}"} for one in answers[0]]]
         holding, self.holding = self.holding, None
         if holding is not None:
             await holding.wait()

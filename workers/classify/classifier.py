@@ -29,6 +29,7 @@ from geartrain.workers.devices import choose_device
 from geartrain.workers.job.options import JobOptions
 from geartrain.workers.job.state import JobState
 from geartrain.workers.job.trainer import Attempt, versions
+from geartrain.workers.models import class_pictures
 from geartrain.workers.models.backbones import build_backbone
 from geartrain.workers.models.mistakes import draw_mistakes
 from geartrain.workers.models.networks import require_features
@@ -156,12 +157,24 @@ class Classifier(ImageTrainer):
         self._attempt.say(f"Training {classes} on {counted(len(self.images), 'image')}")
         self._open_best()
         self.initialize()
+        self._keep_pictures()
         if self._attempt.options.sweep:
             with self.phases.measured("sweep"):
                 validation = next(iter(self._labelled.held_out.values())) if self._labelled.chooses_model else None
                 out = self._attempt.options.out
                 rate = found_rate(self, validation, out, stop=stop, say=self._attempt.say)
                 self.recipe = replace(self.recipe, rate=rate)
+
+    def _keep_pictures(self) -> None:
+        look, images = self.recipe.look, self._labelled.train
+        if look.kind == "ink" and self.ranks.is_first:
+            class_pictures.keep(
+                self._attempt.options.out,
+                self._labelled.class_names,
+                images.labels.numpy(),
+                look.size,
+                lambda places: images.take(torch.from_numpy(places))[0].numpy(),
+            )
 
     def begun(self) -> None:
         """Look at the start."""

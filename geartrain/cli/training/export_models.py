@@ -24,6 +24,7 @@ from geartrain.workers.ctr.export import export_clicks
 from geartrain.workers.ctr.predict import job_of_rows
 from geartrain.workers.job.folder import has_run, read_run
 from geartrain.workers.job.state import newest_snapshot
+from geartrain.workers.models import class_pictures
 from geartrain.workers.models.export import Arrays, RunImages, export_model, next_version
 from geartrain.workers.models.precision import require_precision
 from geartrain.workers.models.saved_model import CONFIG, ONNX
@@ -107,6 +108,7 @@ def _export_pictures(run: Path, to: Path, settings: ModelExport, console: Consol
     model = load_model(run, backbone=settings.backbone)
 
     def index(staging: Path, arrays: Arrays, features: npt.NDArray[np.float32] | None) -> dict[str, Any]:
+        class_pictures.bring(run, staging, len(model.class_names))
         centers, biases, recall = arrays["centers"], arrays.get("biases"), settings.recall
         written = write_index(
             staging, centers, biases, is_cosine=model.is_cosine, asked_recall=recall, queries=features

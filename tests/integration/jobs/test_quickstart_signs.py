@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from pathlib import Path
 
@@ -11,7 +12,10 @@ from typer.testing import CliRunner
 from geartrain.ams.values.errors import ConfigError
 from geartrain.cli.main import build_app
 from geartrain.cli.training import quickstart
+from geartrain.serving.folder import load_folder
+from geartrain.serving.models.pictures import PictureModel
 from geartrain.workers.recipes import signs
+from tests.support.served_models import require_onnx
 
 
 @pytest.fixture
@@ -40,6 +44,17 @@ def test_it_trains_tells_accuracies_and_what_it_says_next_works(tiny: Path) -> N
     assert command is not None
     named = run(*command[1].split())
     assert named.startswith("runs/small-pictures/sign-007/14.png  sign-0")
+
+    require_onnx()
+    run("export", "runs/small", "--to", "model")
+    served = load_folder(tiny / "model")
+    assert isinstance(served, PictureModel)
+    sign = served.names.index("sign-007")
+    picture = served.picture(sign)
+    assert picture is not None
+    body = {"images": [base64.b64encode(picture).decode()]}
+    classify = served.operations["classify"]
+    assert sign in {one["id"] for one in classify.write(classify.run(classify.read(body)))[0]}  # it is of that class
 
 
 def test_signs_are_a_function_of_the_seed_and_take_no_folder_of_somebody(tiny: Path) -> None:

@@ -180,6 +180,23 @@ def by_hand(page: Any, folder: Path) -> dict[str, Any]:
     return answer
 
 
+def test_answers_and_some_classes_are_shown_as_training_saw_them(opened: Opened, service: StandInService) -> None:
+    page = opened("signs")
+    some = page.get_by_role("button", name="Class ")
+    assert some.count() == 6
+    some.first.locator("img").wait_for()
+    some.first.press("Enter")
+    best(page, "sign-000")
+    page.locator("#answers .glyph img").nth(4).wait_for()
+    sent = Image.open(io.BytesIO(service.asked[-1][2])).convert("L")
+    assert sent.size == (256, 256) and sent.getpixel((34, 34)) < 100 < 200 < sent.getpixel(
+        (240, 240)
+    )  # the class itself
+    page.select_option("#model", "glyphs")
+    page.get_by_text("it answers as you draw").wait_for()
+    assert some.count() == 0
+
+
 def test_two_faces_are_the_same_or_not(opened: Opened) -> None:
     page = opened("faces/verify")
     zones = page.locator(".zone input")
@@ -343,6 +360,11 @@ def test_it_fits_a_phone_in_light_and_dark(opened: Opened, tmp_path: Path) -> No
         draw(page)
         best(page, "U+6C38")
         page.screenshot(path=pictures / f"try-{name}.png", full_page=True)
+        page.select_option("#model", "signs")
+        page.get_by_role("button", name="Class ").first.click()
+        best(page, "sign-000")
+        settled(page)
+        page.screenshot(path=pictures / f"try-signs-{name}.png", full_page=True)
         for model, tab in (("faces", "Pair"), ("clicks", "Click"), ("clicks", "Rank"), ("tree", "Tree")):
             page.select_option("#model", model)
             page.get_by_role("tab", name=tab).click()
