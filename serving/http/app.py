@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from geartrain.ams.values.errors import GeartrainError, InvalidArgument
+from geartrain.ams.values.errors import GeartrainError, InvalidArgument, NotServed
 from geartrain.ams.values.text import quoted
 from geartrain.serving.answers import Operation, Question
 from geartrain.serving.catalog import Lease
@@ -59,6 +59,7 @@ class HttpQuestions:
             Route("/openapi.json", self._openapi),
             Route("/v1/models", self._models),
             Route("/v1/models/{name}", self._model),
+            Route("/v1/models/{name}/classes/{label:int}/picture", self._picture),
             Route("/v1/models/{name}/rollback", self._rollback, methods=["POST"]),
             Route("/v1/models/{name}/canary", self._canary, methods=["POST"]),
             Route("/v1/models/{name}/{operation}", self._ask, methods=["POST"]),
@@ -148,6 +149,16 @@ class HttpQuestions:
             }
             kind, facts = lease.servable.kind, lease.servable.facts
             return json_response({**state, "kind": kind, "facts": facts, "operations": operations})
+
+    async def _picture(self, request: Request) -> Response:
+        name, label = self.service.catalog.find(request.path_params["name"]), request.path_params["label"]
+        self.callers.require(request, "read", name)
+        with self.service.catalog.lease(name, _version(request.query_params.get("version"))) as lease:
+            draw: Callable[[int], bytes | None] = getattr(lease.servable, "picture", lambda _: None)
+            found = draw(label)
+        if found is None:
+            raise NotServed(f"{name!r} has no picture of class {label}; its fact 'pictures' says whether it has some")
+        return Response(found, headers={"Cache-Control": "private, max-age=3600"}, media_type="image/png")
 
     async def _rollback(self, request: Request) -> Response:
         name, wish = await self._wish(request, "to")

@@ -80,6 +80,11 @@ def _paths(catalog: Catalog) -> Iterator[tuple[str, Any]]:
         if (current := catalog.state(name)["current"]) is None:
             continue
         with catalog.lease(name, current) as lease:
+            if lease.servable.facts.get("pictures"):
+                asked = _asked("What a class looks like.", None)
+                asked["responses"]["200"]["content"] = {"image/png": _FILE}
+                integer = {"name": "label", "in": "path", "required": True, "schema": _INTEGER}
+                yield f"{path}/classes/{{label}}/picture", {"get": {**asked, "parameters": [integer]}}
             for operation in lease.servable.operations.values():
                 yield f"{path}/{operation.name}", {"post": _operation(operation)}
 

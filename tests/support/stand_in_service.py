@@ -12,10 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
 from PIL import Image, ImageDraw
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from geartrain.serving.http.page import try_page
 
@@ -106,12 +107,15 @@ class StandInService:
         """Listen, at the port of before if there is one."""
         listening = socket.create_server(("127.0.0.1", self.port))
         self.port = listening.getsockname()[1]
-        app = FastAPI()
-        app.router.routes.append(try_page())
-        app.add_api_route("/v1/models", self._models)
-        app.add_api_route("/v1/models/{name}", self._model)
-        app.add_api_route("/v1/models/{name}/classes/{label}/picture", self._picture)
-        app.add_api_route("/v1/models/{name}/{operation}", self._answer, methods=["POST"])
+        name = "/v1/models/{name}"
+        routes = [
+            try_page(),
+            Route("/v1/models", self._models),
+            Route(name, self._model),
+            Route(f"{name}/classes/{{label:int}}/picture", self._picture),
+            Route(f"{name}/{{operation}}", self._answer, methods=["POST"]),
+        ]
+        app = Starlette(routes=routes)
         self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, args=[listening], daemon=True)
@@ -144,14 +148,15 @@ class StandInService:
             "versions": versions,
         }
 
-    async def _models(self, request: Request) -> Any:
+    async def _models(self, request: Request) -> Response:
         if self.token and request.headers.get("authorization") != f"Bearer {self.token}":
             told = {"error": {"code": "unauthenticated", "message": "no token; send one as 'Authorization: Bearer'"}}
             return JSONResponse(told, 401)
         names = [] if self.is_empty else ["glyphs", "signs", "faces", "clicks", "tree"]
-        return {"models": [self._state(name) for name in names]}
+        return JSONResponse({"models": [self._state(name) for name in names]})
 
-    async def _model(self, name: str) -> dict[str, Any]:
+    async def _model(self, request: Request) -> Response:
+        name = request.path_params["name"]
         names = {
             "glyphs": ["classify", "verify", "embed"],
             "signs": ["classify"],
@@ -165,16 +170,17 @@ class StandInService:
         if name == "signs":
             known |= {"classes": 200, "pictures": True}
         facts = known if names[-1] in ("embed", "classify") else {"training": "movielens"}
-        return self._state(name) | {"facts": facts, "operations": {one: OPERATIONS[one] for one in names}}
+        return JSONResponse(self._state(name) | {"facts": facts, "operations": {one: OPERATIONS[one] for one in names}})
 
-    async def _picture(self, label: int) -> Response:
-        file = io.BytesIO()
+    async def _picture(self, request: Request) -> Response:
+        label, file = request.path_params["label"], io.BytesIO()
         sheet = Image.new("L", (32, 32), 255)
         ImageDraw.Draw(sheet).line([(4, 4), (label % 32, 28), (28, 8)], 0, 3)
         sheet.save(file, "PNG")
         return Response(file.getvalue(), media_type="image/png")
 
-    async def _answer(self, name: str, operation: str, request: Request) -> Response:
+    async def _answer(self, request: Request) -> Response:
+        name, operation = request.path_params["name"], request.path_params["operation"]
         body = await request.body()
         self.asked.append((operation, request.url.query, body))
         if self.refusal is not None:

@@ -13,10 +13,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from PIL import Image
+import torch
+from PIL import Image, ImageDraw
 
+from geartrain.workers.data.bitmaps import Preprocessing
+from geartrain.workers.models import class_pictures
+from geartrain.workers.models.export import export_model
 from tests.support.browsers import CONTRAST, faults_of, pictures_folder
+from tests.support.command_line import typed
+from tests.support.picture_models import picture_model
+from tests.support.role_process import RoleProcess
+from tests.support.served_models import require_onnx
 from tests.support.stand_in_service import SAMPLE, StandInService
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -159,6 +168,8 @@ def test_the_line_of_curl_asks_the_same(opened: Opened, service: StandInService,
     assert service.asked[-1] == service.asked[-2]
 
     page.select_option("#model", "faces")
+    page.get_by_role("tab", name="Picture").wait_for()
+    page.get_by_role("tab", name="Pair").click()
     for i, colour in enumerate([(1, 2, 3), (3, 2, 1)]):
         (tmp_path / f"it's {i}.png").write_bytes(picture(colour))
         page.locator(".zone input").nth(i).set_input_files(tmp_path / f"it's {i}.png")
@@ -372,3 +383,40 @@ def test_it_fits_a_phone_in_light_and_dark(opened: Opened, tmp_path: Path) -> No
             page.screenshot(path=pictures / f"try-{tab.lower()}-{name}.png", full_page=True)
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         page.close()
+
+
+def test_it_asks_a_real_service_and_follows_its_rollback(browser: Any, tmp_path: Path) -> None:
+    require_onnx()
+    names = [f"sign-{number}" for number in range(8)]
+    model = picture_model(torch.randn(8, 16), names, Preprocessing(kind="ink", size=16, channels=1))
+    shades = np.random.default_rng(0).integers(0, 256, (8, 1, 16, 16), np.uint8)
+    class_pictures.keep(tmp_path, names, np.arange(8), 16, lambda places: shades[places])
+
+    def finish(staging: Path, _: object) -> dict[str, Any]:
+        class_pictures.bring(tmp_path, staging, 8)
+        return {}
+
+    for version in (1, 2):
+        export_model(model, tmp_path / "signs" / f"{version:06}", version=version, finish=finish)
+    with RoleProcess("serve", str(tmp_path / "signs"), "--listen=127.0.0.1:0", errors=tmp_path / "errors") as service:
+        page = browser.new_page()
+        faults = faults_of(page)
+        page.goto(service.facts["url"])
+        page.get_by_role("button", name="Class ").nth(5).locator("img").wait_for()
+        draw(page)
+        page.locator("#answers .glyph img").nth(4).wait_for()
+        assert page.locator("#answers .name").first.text_content() in names
+        page.locator("#from", has_text="version 2").wait_for()
+        assert typed("rollback", service.address, "--to=1").returncode == 0
+        page.get_by_text("Version 1 is served now; it was 2.").wait_for()
+        page.locator("#from", has_text="version 1").wait_for()
+        page.get_by_role("tab", name="Pair").click()
+        sheet = Image.new("L", (60, 60), 255)
+        ImageDraw.Draw(sheet).line([(5, 5), (30, 50), (50, 20)], 0, 6)
+        sheet.save(tmp_path / "a.png")
+        for place in range(2):
+            page.locator(".zone input").nth(place).set_input_files(tmp_path / "a.png")
+        page.locator("#answers", has_text="1.000").wait_for()
+        assert faults == []
+        page.locator(".zone input").nth(1).set_input_files(upload("b.png", b"no picture"))
+        page.get_by_role("alert").get_by_text("Pairs[0][1]").wait_for()
