@@ -392,7 +392,7 @@ def test_it_asks_a_real_service_and_follows_its_rollback(browser: Any, tmp_path:
     shades = np.random.default_rng(0).integers(0, 256, (8, 1, 16, 16), np.uint8)
     class_pictures.keep(tmp_path, names, np.arange(8), 16, lambda places: shades[places])
 
-    def finish(staging: Path, _: object) -> dict[str, Any]:
+    def finish(staging: Path, *_: object) -> dict[str, Any]:
         class_pictures.bring(tmp_path, staging, 8)
         return {}
 
