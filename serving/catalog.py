@@ -108,6 +108,11 @@ class Catalog:
         """Of all models, in the order in which they came."""
         return list(self._models)
 
+    def expect(self, name: str) -> None:
+        """A model of this name will come; until then nobody who asks for it is answered, and the service not ready."""
+        with self._lock:
+            self._model(name, makes=True)
+
     def know(self, name: str, version: int, folder: Path) -> None:
         """A version can be loaded from ``folder`` when a rollback asks for it."""
         with self._lock:
@@ -269,6 +274,7 @@ class Catalog:
     def become(self, models: Mapping[str, Any]) -> None:
         """Serve the same versions as another process."""
         for name, said in models.items():
+            self.expect(name)
             for version, folder in said["folders"].items():
                 self.know(name, int(version), Path(folder))
             if said["current"] is not None:

@@ -28,9 +28,14 @@ class ModelService:
         self.catalog, self.batcher = catalog, batcher
         self.everywhere: Callable[[Mapping[str, Any]], list[Told]] = lambda wish: [self.apply(wish)]
         """Gives a wish to :meth:`apply` of every process of the service, this one included."""
+        self.following: dict[str, Mapping[str, Any]] = {}
+        """Of models that follow a training: how far they are behind it."""
         self._wishes: dict[str, Callable[..., Any]] = {
             "add": self._add,
             "know": self._know,
+            "expect": self._expect,
+            "forget": self._forget,
+            "following": self._note_following,
             "rollback": self._rollback,
             "canary": self._set_canary,
             "state": lambda: self.catalog.remembered(),
@@ -66,6 +71,15 @@ class ModelService:
 
     def _know(self, model: str, version: int, folder: str) -> None:
         self.catalog.know(model, version, Path(folder))
+
+    def _expect(self, model: str) -> None:
+        self.catalog.expect(model)
+
+    def _note_following(self, model: str, facts: Mapping[str, Any]) -> None:
+        self.following[model] = facts
+
+    def _forget(self, model: str, version: int) -> None:
+        self.catalog.forget(model, version)
 
     def _rollback(self, model: str | None = None, to: int | None = None) -> int:
         return self.catalog.rollback(model, to)

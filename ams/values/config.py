@@ -446,7 +446,14 @@ class ServeConfig(RoleConfig):
     models: TextList = Field(default=(), json_schema_extra={"argument": "DIR|NAME=DIR"})
     """Folders of exported models, or of versions of one (DIR/000120), each with a name if there are several."""
     follow: str | None = Field(default=None, min_length=1)
-    """Folder or URL of a run that trains: its newest version is served, and the next one as it comes."""
+    """A training still running, [NAME=]RUN, a folder or URL of its snapshots, or HOST:PORT[/JOB] of its scheduler: the
+    newest snapshot is served, and the next one as it comes."""
+    versions: str | None = Field(default=None, min_length=1)
+    """Folder for the versions of what is followed, which are served at once after a restart. None: a temporary one."""
+    keep: int = Field(default=3, ge=2)
+    """Versions of what is followed that stay for a rollback."""
+    backbone: str | None = Field(default=None, min_length=1)
+    """Code of your own that makes the network of what is followed (package.module:function); only then is it run."""
     grpc: ListenAddress | None = None
     """Address for gRPC (KServe's v2 protocol), too; None: HTTP alone."""
     workers: int = Field(default=1, ge=1, le=256)

@@ -141,7 +141,11 @@ class HttpQuestions:
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
         self.callers.require(request, "read", name)
-        state = self.service.catalog.state(name)
+        state, follows = self.service.catalog.state(name), self.service.following.get(name)
+        if follows is not None:
+            state["following"] = follows
+            if state["current"] is None:
+                return json_response(state)
         with self.service.catalog.lease(name, state["current"]) as lease:
             operations = {
                 operation.name: {"help": operation.help, "request": operation.request, "answer": operation.answer}

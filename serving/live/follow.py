@@ -9,18 +9,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from geartrain.ams.observe.metrics import Metric
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.values.errors import GeartrainError
 from geartrain.serving.live.training import Progress, Training
-from geartrain.serving.live.versions import LiveVersions
+from geartrain.serving.live.versions import LiveVersion, LiveVersions
 
 logger = logging.getLogger(__name__)
 
-_NICE = 10
+_NICE = 5
 _SLOW_SECONDS = 10.0
 """A follower so far behind says so."""
 
@@ -46,19 +45,24 @@ class Follower:
         self,
         training: Training,
         versions: LiveVersions,
-        serve: Callable[[Path], object],
+        serve: Callable[[LiveVersion], object],
         *,
-        is_held: Callable[[], bool] = lambda: False,
+        served: LiveVersion | None = None,
+        held_at: Callable[[], int | None] = lambda: None,
+        tell: Callable[[Mapping[str, Any]], object] = lambda _: None,
         every_seconds: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``serve`` makes the folder of a version current; ``is_held`` says that somebody has rolled back and wants no
-        newer one."""
+        """``serve`` makes a version current, ``served`` is so already. ``held_at`` says the version that somebody has
+        rolled back to, who wants no newer one; None: nobody has. ``tell`` is told the facts after each look."""
         self._training, self._versions, self._serve = training, versions, serve
-        self._is_held, self._every, self._clock = is_held, every_seconds, clock
+        self._held_at, self._tell, self._every, self._clock = held_at, tell, every_seconds, clock
         self._ending = threading.Event()
         self._lock = threading.Lock()
-        self._served: Snapshot | None = None
+        self._served = served
+        """Was made current last."""
+        self._shown = served
+        """Is current, unless somebody has rolled back."""
         self._newest: Snapshot | None = None
         self._newer_since: float | None = None
         """When a snapshot that is not served was first seen."""
@@ -74,20 +78,20 @@ class Follower:
         """Begin."""
         self._thread.start()
 
-    def close(self) -> None:
-        """End; a version under way is served still."""
+    def close(self, seconds: float = 10.0) -> None:
+        """End, once a version under way is served, or after so long."""
         self._ending.set()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(seconds)
 
     @property
     def behind(self) -> Behind:
         """How far behind it is now. From any thread."""
         with self._lock:
-            since, served, newest, progress = self._newer_since, self._served, self._newest, self._progress
+            since, served, newest, progress = self._newer_since, self._shown, self._newest, self._progress
         steps = [snapshot.manifest.step for snapshot in (newest,) if snapshot is not None]
         steps += [] if progress is None else [progress.step]
-        at = 0 if served is None else served.manifest.step
+        at = 0 if served is None else served.step
         return Behind(
             seconds=0.0 if since is None else self._clock() - since, steps=max(0, max(steps, default=at) - at)
         )
@@ -97,12 +101,12 @@ class Follower:
         """What people want to know of it."""
         behind = self.behind
         with self._lock:
-            served = self._served
+            served = self._shown
             return {
                 "state": self._state,
                 "error": self._error,
-                "step": None if served is None else served.manifest.step,
-                "age_seconds": None if served is None else round(time.time() - served.manifest.created, 3),
+                "step": None if served is None else served.step,
+                "age_seconds": None if served is None else round(time.time() - served.created, 3),
                 "seconds_behind": round(behind.seconds, 3),
                 "steps_behind": behind.steps,
                 "versions": self._num_versions,
@@ -132,31 +136,34 @@ class Follower:
         except (GeartrainError, OSError) as exc:
             self._failed(f"the training cannot be looked at: {exc}")
             return False
+        held_at = self._held_at()
         with self._lock:
-            self._newest, self._progress = newest, progress
-            is_new = newest is not None and not _is_same(newest, self._served)
-            if not is_new:
-                self._newer_since, self._state, self._error = None, "waiting" if newest is None else "following", ""
-                self._told = ""
-                return False
-            self._newer_since = self._clock() if self._newer_since is None else self._newer_since
-        if self._is_held():
-            with self._lock:
+            self._newest, self._progress, self._shown = newest, progress, self._served
+            if held_at is not None:
+                written = self._versions.written()
+                self._shown = next((version for version in written if version.version == held_at), self._served)
+            if newest is None or _is_of(newest, self._shown):
+                self._newer_since, self._error, self._told = None, "", ""
+                self._state = "waiting" if newest is None else "following"
+            elif self._newer_since is None:
+                self._newer_since = self._clock()
+            if held_at is not None:
                 self._state = "held"
+        if newest is None or held_at is not None or _is_of(newest, self._served):
             return False
-        assert newest is not None
         return self._take(newest)
 
     def _take(self, snapshot: Snapshot) -> bool:
         began = self._clock()
         try:
-            folder = self._versions.write(snapshot)
-            self._serve(folder)
+            version = self._versions.write(snapshot, self._ending.is_set)
+            self._serve(version)
         except (GeartrainError, OSError) as exc:
             self._failed(f"no version of step {snapshot.manifest.step:,}: {exc}")
             return False
         with self._lock:
-            self._served, self._newer_since, self._state, self._error = snapshot, None, "following", ""
+            self._served = self._shown = version
+            self._newer_since, self._state, self._error = None, "following", ""
             self._last_seconds = self._clock() - began
             self._num_versions += 1
             self._told = ""
@@ -175,12 +182,15 @@ class Follower:
             )
 
     def _run(self) -> None:
-        with suppress(OSError):  # answers come first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        told = 0.0
+        told, is_nice = 0.0, False
         while not self._ending.is_set():
+            if self._served is not None and not is_nice:
+                is_nice = True
+                with suppress(OSError):  # answers come first
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
             try:
                 self.look()
+                self._tell(self.facts)
             except Exception:  # a follower that ended would be seen by nobody
                 logger.exception("following failed")
                 self._failed("an error that the log names")
@@ -191,5 +201,5 @@ class Follower:
             self._ending.wait(self._every)
 
 
-def _is_same(one: Snapshot, other: Snapshot | None) -> bool:
-    return other is not None and one.manifest.moment_id == other.manifest.moment_id
+def _is_of(snapshot: Snapshot, version: LiveVersion | None) -> bool:
+    return version is not None and snapshot.manifest.moment_id == version.moment_id

@@ -11,24 +11,26 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.storage.snapshot.folder import Snapshot
-from geartrain.ams.values.errors import ConfigError, SnapshotDamaged
+from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged, SnapshotDamaged
 from geartrain.serving.live.centers import LiveCenters, centers_of
 from geartrain.workers.atomic import replacing_folder
 from geartrain.workers.live.network import LAYOUT, NETWORK, LiveNetwork
 from geartrain.workers.live.state_arrays import state_dict_arrays
-from geartrain.workers.models.saved_model import CENTERS, ONNX, seal_model, write_arrays
+from geartrain.workers.models.saved_model import CENTERS, ONNX, read_config, seal_model, unseal_folder, write_arrays
 
 _STATE, _CLASSES = "training.safetensors", "classes.json"
-_GRAPH_SECONDS = 600.0
+_LOOK_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,20 @@ class _Graph:
 
     network: LiveNetwork
     preprocessing: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveVersion:
+    """One that was written."""
+
+    folder: Path
+    version: int
+    step: int
+    """Of the training."""
+    created: float
+    """Unix time of the snapshot."""
+    moment_id: str
+    """Of the snapshot."""
 
 
 class LiveVersions:
@@ -48,14 +64,25 @@ class LiveVersions:
         self._keep, self._own = keep, backbone
         self._graphs: dict[str, _Graph] = {}
         self._centers: LiveCenters | None = None
-        self._last = 0
+        self._last = max((found.version for found in self.written()), default=-1)
 
-    def write(self, snapshot: Snapshot) -> Path:
-        """Write the snapshot as the next version; return its folder. Older ones than are kept are removed.
+    def written(self) -> list[LiveVersion]:
+        """Those that are there, the newest first."""
+        return [found for path in reversed(self._folders()) if (found := _version_in(path)) is not None]
+
+    def prune(self) -> list[int]:
+        """Remove all but those that stay; return their numbers."""
+        old = self._folders()[: -self._keep]
+        for folder in old:
+            shutil.rmtree(folder, ignore_errors=True)
+        return [int(folder.name) for folder in old]
+
+    def write(self, snapshot: Snapshot, is_ending: Callable[[], bool] = lambda: False) -> LiveVersion:
+        """Write the snapshot as the next version; ``is_ending`` says that nobody waits for it any more.
 
         Its number is the step, or one more than the last where a training went back. Raises SnapshotDamaged,
         SnapshotNotFound (removed meanwhile), ConfigError (not a job that can be served), OSError (such as a full disk):
-        then nothing has changed.
+        then there is none.
         """
         job: Mapping[str, Any] = snapshot.manifest.job
         try:
@@ -70,7 +97,8 @@ class LiveVersions:
                 "'glyphs', or what gt.Publisher writes"
             ) from exc
         files = snapshot.job_files()
-        graph = self._graph(snapshot, files)
+        recipe = _recipe_of(job)
+        graph = self._graph(snapshot, files, recipe, is_ending)
         centers = centers_of(snapshot, table, living, self._centers, unit=dim if is_cosine else None)
         rows = centers.rows[:, : sub_centers * dim]
         ids = living.all_ids
@@ -83,6 +111,7 @@ class LiveVersions:
         folder = self.out / f"{version:09}"
         with replacing_folder(folder) as staging:
             graph.network.write(staging / ONNX, state_dict_arrays(files[_STATE], "backbone"))
+            (staging / LAYOUT).write_text(graph.network.layout_to_json(), encoding="utf-8")
             write_arrays(staging / CENTERS, arrays)
             config = {
                 "kind": "pictures",
@@ -93,47 +122,89 @@ class LiveVersions:
                 "num_classes": len(ids),
                 "dim": dim,
                 "precision": "fp32",
-                "training": {"job": table, "step": snapshot.manifest.step, "snapshot": str(snapshot.path)},
+                "training": {
+                    "job": table,
+                    "step": snapshot.manifest.step,
+                    "moment": centers.moment_id,
+                    "recipe": recipe,
+                },
             }
             seal_model(staging, _names(files, ids), config)
         self._centers, self._last = centers, version
-        self._prune()
-        return folder
+        found = _version_in(folder)
+        assert found is not None
+        return found
 
-    def _graph(self, snapshot: Snapshot, files: Mapping[str, bytes]) -> _Graph:
-        """That of the snapshot itself, or one made of its job, once."""
+    def _graph(
+        self, snapshot: Snapshot, files: Mapping[str, bytes], recipe: str, is_ending: Callable[[], bool]
+    ) -> _Graph:
+        """That of the snapshot itself, or one made of its job, once; that of a version that is there will do."""
         if NETWORK in files:
             said = _parsed(files[LAYOUT], snapshot)
             return _Graph(LiveNetwork.from_json(files[NETWORK], said["parameters"]), said["preprocessing"])
-        job: Mapping[str, Any] = snapshot.manifest.job
-        key = json.dumps([job.get("recipe"), job["data"].get("backbone_settings")], sort_keys=True)
-        if key not in self._graphs:
-            self._graphs = {key: _made_graph(snapshot, self._own)}
-        return self._graphs[key]
+        if recipe not in self._graphs:
+            before = (_graph_in(found.folder, recipe) for found in self.written())
+            graph = next((graph for graph in before if graph is not None), None)
+            self._graphs = {recipe: graph or _made_graph(snapshot, self._own, is_ending)}
+        return self._graphs[recipe]
 
-    def _prune(self) -> None:
-        found = sorted((path for path in self.out.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
-        for old in found[: -self._keep]:
-            shutil.rmtree(old, ignore_errors=True)
+    def _folders(self) -> list[Path]:
+        inside = self.out.iterdir() if self.out.is_dir() else ()
+        return sorted((path for path in inside if path.name.isdecimal()), key=lambda path: int(path.name))
 
 
-def _made_graph(snapshot: Snapshot, own: str | None) -> _Graph:
+def _version_in(folder: Path) -> LiveVersion | None:
+    """What config.json says; None: it is no version, or damaged."""
+    try:
+        config = read_config(folder)
+        training = config["training"]
+        return LiveVersion(
+            folder=folder,
+            version=int(config["version"]),
+            step=int(training["step"]),
+            created=float(config["created"]),
+            moment_id=str(training["moment"]),
+        )
+    except (ConfigError, ModelDamaged, KeyError, TypeError, ValueError):
+        return None
+
+
+def _recipe_of(job: Mapping[str, Any]) -> str:
+    """Tells jobs apart whose networks may have other graphs."""
+    said = json.dumps([job.get("recipe"), job["data"].get("backbone_settings")], sort_keys=True)
+    return xxhash.xxh3_128_hexdigest(said.encode())
+
+
+def _graph_in(folder: Path, recipe: str) -> _Graph | None:
+    """That of a version of this recipe, if it is whole."""
+    try:
+        config = unseal_folder(folder)
+        if config["training"]["recipe"] != recipe:
+            return None
+        layout = (folder / LAYOUT).read_text(encoding="utf-8")
+        return _Graph(LiveNetwork.from_json((folder / ONNX).read_bytes(), layout), config["preprocessing"])
+    except (ConfigError, ModelDamaged, InvalidArgument, OSError, KeyError):
+        return None
+
+
+def _made_graph(snapshot: Snapshot, own: str | None, is_ending: Callable[[], bool]) -> _Graph:
     """Made by a process of its own: it needs torch, this one does not. Raises ConfigError, SnapshotDamaged."""
     with tempfile.TemporaryDirectory(prefix="geartrain-graph-") as folder:
         command = [sys.executable, "-P", "-m", "geartrain.workers.live.graph", str(snapshot.path), folder]
+        errors = Path(folder) / "errors"
+        with errors.open("wb") as stderr:
+            child = subprocess.Popen([*command, *([own] if own else [])], stdin=subprocess.DEVNULL, stderr=stderr)
         try:
-            done = subprocess.run(
-                [*command, *([own] if own else [])],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=_GRAPH_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as exc:
-            raise ConfigError(f"the graph of the network was not made in {_GRAPH_SECONDS:g} s") from exc
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no reason was given"])[-1]
+            while child.poll() is None:
+                if is_ending():
+                    raise ConfigError("the graph of the network was not made: the service ends")
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(_LOOK_SECONDS)
+        finally:
+            child.kill()
+            child.wait()
+        if child.returncode:
+            last = (errors.read_text(errors="replace").strip().splitlines() or ["no reason was given"])[-1]
             raise ConfigError(f"the graph of the network of {snapshot.path} was not made: {last}")
         said = json.loads((Path(folder) / LAYOUT).read_text(encoding="utf-8"))
         network = LiveNetwork.from_json((Path(folder) / ONNX).read_bytes(), said["parameters"])

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
 
+from geartrain.ams.observe.metrics import Metric
 from geartrain.ams.rpc.credentials import Credentials
 from geartrain.ams.values.config import NO_FOLDER, ClusterConfig, join_address, split_address
 from geartrain.ams.values.errors import ConfigError
@@ -17,6 +20,8 @@ from geartrain.serving.http.app import make_app
 from geartrain.serving.http.callers import Callers
 from geartrain.serving.http.limits import Limits
 from geartrain.serving.http.server import HttpServer, listening_socket
+from geartrain.serving.live.follow import Follower
+from geartrain.serving.live.start import follow
 from geartrain.serving.service import ModelService, named_folders, open_models
 
 DRAIN_SECONDS = 3.0
@@ -96,6 +101,20 @@ class ServeRole:
             self.workers = Workers(config, listener)
             self.service = ModelService(Catalog(), Batcher(threads=0))
             self.service.everywhere = self.workers.everywhere
+        self._following = ExitStack()
+        self._follower: Follower | None = None
+        if told.follow is not None:
+            try:
+                self._follower = follow(self.service, told, config.client, self._following)
+            except BaseException:
+                self.stop(0)
+                raise
+            self.models += list(self.service.following)
+
+    def metrics(self) -> Iterator[Metric]:
+        """What it counts."""
+        if self._follower is not None:
+            yield from self._follower.metrics()
 
     @property
     def end_reason(self) -> str | None:
@@ -111,6 +130,7 @@ class ServeRole:
 
     def stop(self, grace_seconds: float) -> None:
         """Answer the requests under way, take no others, close the models."""
+        self._following.close()
         if self._here is not None:
             self._here.stop(grace_seconds)
         elif self.workers is not None:

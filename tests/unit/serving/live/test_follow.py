@@ -57,14 +57,15 @@ class Trained:
         )
         self.optimizer = gt.joint(torch.optim.SGD(self.backbone.parameters(), lr=0.1), self.head)
         self.now = 0.0
-        self.held = False
+        self.held_at: int | None = None
         self.served: list[Any] = []
         (folder / "out").mkdir()
+        self.versions = LiveVersions(folder / "out", keep=2)
         self.follower = Follower(
             training_of(str(folder / "live")),
-            LiveVersions(folder / "out", keep=2),
-            lambda path: self.served.append(load_folder(path)),
-            is_held=lambda: self.held,
+            self.versions,
+            lambda version: self.served.append(load_folder(version.folder)),
+            held_at=lambda: self.held_at,
             clock=lambda: self.now,
         )
 
@@ -95,7 +96,7 @@ def trained(tmp_path: Path) -> Iterator[Trained]:
         yield Trained(cluster, tmp_path)
 
 
-def test_each_snapshot_becomes_the_version_that_answers_as_the_training_does(trained: Trained, tmp_path: Path) -> None:
+def test_each_snapshot_becomes_the_version_that_answers_as_the_training_does(trained: Trained) -> None:
     assert not trained.follower.look()
     assert trained.follower.facts["state"] == "waiting"
     for step in (3, 7, 8, 12):  # whole, and two that add to it; then whole again
@@ -104,7 +105,8 @@ def test_each_snapshot_becomes_the_version_that_answers_as_the_training_does(tra
         assert not trained.follower.look()
         assert trained.served[-1].version == step
         trained.require_same_answers()
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["000000008", "000000012"]
+    assert trained.versions.prune() == [3, 7]
+    assert [version.step for version in trained.versions.written()] == [12, 8]
     assert trained.follower.facts["versions"] == 4
 
 
@@ -181,18 +183,20 @@ def test_a_full_disk_leaves_what_is_served(trained: Trained, tmp_path: Path, mon
 
 
 def test_after_a_rollback_nothing_newer_is_served_and_it_says_how_far_behind_it_is(trained: Trained) -> None:
-    trained.step(1)
-    trained.follower.look()
-    trained.held = True
-    trained.step(5)
+    for step in (1, 2):
+        trained.step(step)
+        trained.follower.look()
+    trained.held_at = 1
     trained.follower.look()
     trained.now += 3
+    trained.step(5)
     assert not trained.follower.look()
     facts = trained.follower.facts
-    assert (facts["state"], facts["seconds_behind"], facts["steps_behind"]) == ("held", 3.0, 4)
-    trained.held = False
+    assert (facts["state"], facts["step"], facts["seconds_behind"], facts["steps_behind"]) == ("held", 1, 3.0, 4)
+    trained.held_at = None
     assert trained.follower.look()
     assert trained.served[-1].version == 5
+    assert trained.follower.behind.seconds == 0
 
 
 def test_a_training_that_went_back_is_served_under_higher_numbers(trained: Trained, tmp_path: Path) -> None:
@@ -201,7 +205,7 @@ def test_a_training_that_went_back_is_served_under_higher_numbers(trained: Train
     first = versions_of.write(open_snapshot(tmp_path / "live" / "step-000000009"))
     trained.publisher.publish(4, wait=True)
     second = versions_of.write(open_snapshot(tmp_path / "live" / "step-000000004"))
-    assert [first.name, second.name] == ["000000009", "000000010"]
+    assert [(found.version, found.step) for found in (first, second)] == [(9, 9), (10, 4)]
 
 
 def test_what_holds_no_classifier_is_said(tmp_path: Path) -> None:

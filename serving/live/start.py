@@ -1,0 +1,84 @@
+"""A model of a service that follows a training, from what a configuration says of it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from geartrain.ams.values.config import ClientConfig, ServeConfig
+from geartrain.ams.values.errors import GeartrainError
+from geartrain.serving.live.follow import Follower
+from geartrain.serving.live.training import training_of
+from geartrain.serving.live.versions import LiveVersion, LiveVersions
+from geartrain.serving.service import ModelService
+
+logger = logging.getLogger(__name__)
+
+_NAMED = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,99})=(?P<training>.+)")
+
+
+def follow(service: ModelService, told: ServeConfig, client: ClientConfig, cleanup: ExitStack) -> Follower:
+    """Begin to follow what ``told.follow`` names; ``cleanup`` ends it.
+
+    Versions that are in ``told.versions`` are served at once. Raises InvalidArgument, OSError (no folder can be made).
+    """
+    assert told.follow is not None
+    match = _NAMED.fullmatch(told.follow)
+    training = told.follow if match is None else match["training"]
+    name = _name_of(training) if match is None else match["name"]
+    if told.versions is None:
+        out = Path(tempfile.mkdtemp(prefix="geartrain-versions-"))
+        cleanup.callback(shutil.rmtree, out, ignore_errors=True)
+    else:
+        out = Path(told.versions).absolute()
+        out.mkdir(parents=True, exist_ok=True)
+    versions = LiveVersions(out, keep=told.keep, backbone=told.backbone)
+
+    def serve(version: LiveVersion) -> None:
+        service.change("add", model=name, folder=str(version.folder))
+        for gone in versions.prune():
+            service.change("forget", model=name, version=gone)
+
+    def held_at() -> int | None:
+        state = service.change("state")[0].get(name, {})
+        return state.get("current") if state.get("is_held") else None
+
+    def tell(facts: Mapping[str, Any]) -> None:
+        service.change("following", model=name, facts=dict(facts))
+
+    service.following[name] = {}
+    service.change("expect", model=name)
+    served = _newest_that_is_whole(service, name, versions)
+    follower = Follower(training_of(training, client), versions, serve, served=served, held_at=held_at, tell=tell)
+    tell(follower.facts)
+    cleanup.callback(follower.close)
+    follower.start()
+    return follower
+
+
+def _newest_that_is_whole(service: ModelService, name: str, versions: LiveVersions) -> LiveVersion | None:
+    """Serve it; older ones wait for a rollback."""
+    served = None
+    for version in versions.written():
+        details = {"model": name, "folder": str(version.folder)}
+        try:
+            if served is None:
+                service.change("add", **details)
+                served = version
+            else:
+                service.change("know", version=version.version, **details)
+        except GeartrainError as exc:
+            logger.warning("passed over: %s", exc)
+    return served
+
+
+def _name_of(training: str) -> str:
+    """Of a run's folder, the job of a scheduler, or the folder in a URL."""
+    last = training.rstrip("/").rpartition("/")[2]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-._")[:100] or "model"
