@@ -22,8 +22,8 @@ from geartrain.ams.values.text import quoted
 from geartrain.serving.answers import Arrays, Question, TensorSpec
 from geartrain.serving.cores import threads_of_batch
 from geartrain.serving.index.registry import open_index
+from geartrain.workers.classify.class_pictures import ClassPictures
 from geartrain.workers.data.bitmaps import Preprocessing, decode_picture
-from geartrain.workers.models.class_pictures import ClassPictures
 from geartrain.workers.models.saved_model import ONNX, read_files
 
 Floats = npt.NDArray[np.float32]

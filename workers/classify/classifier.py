@@ -18,6 +18,7 @@ from geartrain.ams.storage.snapshot.store import Place
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import counted
 from geartrain.bridge.rows.native_types import has_fast_bfloat16
+from geartrain.workers.classify import class_pictures
 from geartrain.workers.classify.best import IMPRINTED, LOOKS, START, TRAINED, BestModel
 from geartrain.workers.classify.graph_lines import GraphLines
 from geartrain.workers.classify.report import Evaluation
@@ -29,7 +30,6 @@ from geartrain.workers.devices import choose_device
 from geartrain.workers.job.options import JobOptions
 from geartrain.workers.job.state import JobState
 from geartrain.workers.job.trainer import Attempt, versions
-from geartrain.workers.models import class_pictures
 from geartrain.workers.models.backbones import build_backbone
 from geartrain.workers.models.mistakes import draw_mistakes
 from geartrain.workers.models.networks import require_features

@@ -10,7 +10,7 @@
     model/names.safetensors       name of each class: offsets [C + 1] int64 into text [B] uint8, UTF-8
                                   (classes.json, a list, in folders of before)
     model/index.*                 of an export, where there is one: what finds the best classes
-    model/pictures.safetensors    of an export, where there are some: what classes look like (:mod:`.class_pictures`)
+    model/pictures.safetensors    of an export, where there are some: what classes look like (``class_pictures``)
 
 config.json of an export has ``kind`` (what it can be asked: ``pictures``; other kinds have other files), ``version``
 (the step of the training, of a run; it rises), ``created`` (Unix time), ``preprocessing`` (None: the backbone takes

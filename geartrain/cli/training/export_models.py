@@ -19,12 +19,12 @@ from rich.progress import track as rich_track
 from geartrain.ams.values.errors import ConfigError, GeartrainError
 from geartrain.ams.values.text import counted
 from geartrain.serving.index.registry import write_index
+from geartrain.workers.classify import class_pictures
 from geartrain.workers.classify.run_images import images_of
 from geartrain.workers.ctr.export import export_clicks
 from geartrain.workers.ctr.predict import job_of_rows
 from geartrain.workers.job.folder import has_run, read_run
 from geartrain.workers.job.state import newest_snapshot
-from geartrain.workers.models import class_pictures
 from geartrain.workers.models.export import Arrays, RunImages, export_model, next_version
 from geartrain.workers.models.precision import require_precision
 from geartrain.workers.models.saved_model import CONFIG, ONNX

@@ -18,8 +18,8 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
+from geartrain.workers.classify import class_pictures
 from geartrain.workers.data.bitmaps import Preprocessing
-from geartrain.workers.models import class_pictures
 from geartrain.workers.models.export import export_model
 from tests.support.browsers import CONTRAST, faults_of, pictures_folder
 from tests.support.command_line import typed

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from geartrain.workers.models import class_pictures
-from geartrain.workers.models.class_pictures import ClassPictures
+from geartrain.workers.classify import class_pictures
+from geartrain.workers.classify.class_pictures import ClassPictures
 
 IMAGES = np.zeros((4, 1, 8, 8), np.uint8)
 for place in range(4):
