@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,9 @@ from geartrain.ams.values.text import quoted
 from geartrain.serving.answers import Arrays, Question, TensorSpec
 from geartrain.serving.cores import threads_of_batch
 from geartrain.serving.index.registry import open_index
+from geartrain.serving.models.decoding import QuestionPictures
 from geartrain.workers.classify.class_pictures import ClassPictures
-from geartrain.workers.data.bitmaps import Preprocessing, decode_picture
+from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.models.saved_model import ONNX, read_files
 
 Floats = npt.NDArray[np.float32]
@@ -107,15 +107,9 @@ class PictureModel:
         (features_ND,) = self._session.run(["features"], {"images": bitmaps})
         return np.asarray(features_ND, np.float32)
 
-    def bitmap(self, picture: bytes, where: str) -> npt.NDArray[np.uint8]:
-        """[K, S, S] of an image file. Raises InvalidArgument, which names it as ``where``."""
-        if not isinstance(picture, bytes):
-            raise InvalidArgument(f"{where} is {quoted(picture)}; give the bytes of an image file")
-        decoded = decode_picture(BytesIO(picture), where)
-        try:
-            return self.preprocessing.bitmap(decoded)
-        except InvalidArgument as exc:
-            raise InvalidArgument(f"{where}: {exc}") from exc
+    def pictures(self) -> QuestionPictures:
+        """What reads the pictures of one question."""
+        return QuestionPictures(self.preprocessing)
 
     def best(self, features_ND: Floats, k: int) -> dict[str, npt.NDArray[Any]]:
         """Scores and classes [N, k] that fit each feature best."""
@@ -172,7 +166,8 @@ class Classify:
         return self._question(pictures.tolist(), self._model.k_of(parameters))
 
     def _question(self, pictures: Sequence[bytes], k: int) -> Question:
-        bitmaps = [self._model.bitmap(picture, f"images[{place}]") for place, picture in enumerate(pictures)]
+        reading = self._model.pictures()
+        bitmaps = [reading.bitmap(picture, f"images[{place}]") for place, picture in enumerate(pictures)]
         return Question(arrays={"bitmaps": np.stack(bitmaps)}, parameters=(("k", k),))
 
     def run(self, question: Question) -> Arrays:
@@ -207,12 +202,13 @@ class Nearest:
     def read(self, body: Mapping[str, Any]) -> Question:
         """See :class:`Operation`."""
         given = _fields(body, "features", "k")
+        said = _listed(given, "features")
         try:
             with np.errstate(over="ignore"):  # infinite is said below
-                features = np.array(_listed(given, "features"), np.float32)
+                features = np.array(said, np.float32)
         except (ValueError, TypeError, OverflowError) as exc:
             raise InvalidArgument(
-                f"features are {quoted(given['features'])}; give a list of lists of {self._model.dim} numbers"
+                f"features are {quoted(said)}; give a list of lists of {self._model.dim} numbers"
             ) from exc
         return self._question(features, self._model.k_of(given))
 
@@ -266,7 +262,8 @@ class Embed:
         return self._question(_only(arrays, "images", 1, parameters).tolist())
 
     def _question(self, pictures: Sequence[bytes]) -> Question:
-        bitmaps = [self._model.bitmap(picture, f"images[{place}]") for place, picture in enumerate(pictures)]
+        reading = self._model.pictures()
+        bitmaps = [reading.bitmap(picture, f"images[{place}]") for place, picture in enumerate(pictures)]
         return Question(arrays={"bitmaps": np.stack(bitmaps)})
 
     def run(self, question: Question) -> Arrays:
@@ -311,8 +308,9 @@ class Verify:
         return self._question(pairs.tolist())
 
     def _question(self, pairs: Sequence[Sequence[bytes]]) -> Question:
+        reading = self._model.pictures()
         bitmaps = [
-            [self._model.bitmap(picture, f"pairs[{place}][{side}]") for side, picture in enumerate(pair)]
+            [reading.bitmap(picture, f"pairs[{place}][{side}]") for side, picture in enumerate(pair)]
             for place, pair in enumerate(pairs)
         ]
         return Question(arrays={"bitmaps": np.array(bitmaps)})

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from geartrain.ams.values.errors import ConfigError, InvalidArgument
+from geartrain.ams.values.errors import ConfigError, GeartrainError, InvalidArgument
 
 Bitmap = npt.NDArray[np.uint8]
 INK_THRESHOLD = 40
@@ -151,8 +151,11 @@ def _too_large(found: str) -> InvalidArgument:
     return InvalidArgument(f"{found} {MAX_PIXELS:,} (a JPEG: {4 * MAX_PIXELS:,}); scale it down")
 
 
-def decode_picture(source: Path | BytesIO, where: str) -> Image.Image:
-    """The decoded picture in a file or its bytes. Raises InvalidArgument naming it as ``where`` if it is none."""
+def decode_picture(source: Path | BytesIO, where: str, admit: Callable[[int], None] | None = None) -> Image.Image:
+    """The decoded picture in a file or its bytes. Raises InvalidArgument naming it as ``where`` if it is none.
+
+    ``admit`` is told its pixels before any is decoded, and may raise.
+    """
     try:
         require_file_bytes(source.stat().st_size if isinstance(source, Path) else source.getbuffer().nbytes, where)
         with Image.open(source, formats=FORMATS) as picture:
@@ -161,6 +164,8 @@ def decode_picture(source: Path | BytesIO, where: str) -> Image.Image:
                 picture.draft(None, (width // 2, height // 2))  # changes a JPEG alone
             if picture.width * picture.height > MAX_PIXELS:
                 raise _too_large(f"{where} has {width} x {height} pixels, more than")
+            if admit is not None:
+                admit(picture.width * picture.height)
             picture.load()
             return ImageOps.exif_transpose(picture)  # a copy; cameras note how they were held
     except Image.DecompressionBombError as exc:
@@ -168,7 +173,7 @@ def decode_picture(source: Path | BytesIO, where: str) -> Image.Image:
     except UnidentifiedImageError as exc:
         taken = ", ".join(FORMATS)
         raise InvalidArgument(f"{where} is not a readable image ({taken}); replace or remove it") from exc
+    except GeartrainError:
+        raise
     except (OSError, ValueError, SyntaxError) as exc:
-        if isinstance(exc, InvalidArgument):
-            raise
         raise InvalidArgument(f"{where} is not a readable image ({exc}); replace or remove it") from exc

@@ -1,0 +1,59 @@
+"""Pictures that strangers send, decoded within bounds: a small file may hold a picture that takes long."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import ExitStack
+from io import BytesIO
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.values.errors import Busy, InvalidArgument
+from geartrain.ams.values.text import quoted
+from geartrain.workers.data.bitmaps import MAX_PIXELS, Preprocessing, decode_picture
+
+MOST_PIXELS = 2 * MAX_PIXELS
+"""Of all pictures of a question: about a second."""
+LARGE_PIXELS = 4 << 20
+"""More are decoded by few threads at once, so that others go on with small ones."""
+MOST_LARGE = 8
+"""Questions with such a picture, those that wait included; fewer than there are threads that read."""
+_places = threading.Semaphore(MOST_LARGE)
+_turns = threading.Semaphore(max(1, len(os.sched_getaffinity(0)) // 2))
+
+
+class QuestionPictures:
+    """Those of one question."""
+
+    def __init__(self, preprocessing: Preprocessing) -> None:
+        self._preprocessing = preprocessing
+        self._left = MOST_PIXELS
+
+    def bitmap(self, picture: object, where: str) -> npt.NDArray[np.uint8]:
+        """[K, S, S] of an image file, named as ``where``. Raises InvalidArgument, and Busy: too many are large."""
+        if not isinstance(picture, bytes):
+            raise InvalidArgument(f"{where} is {quoted(picture)}; give the bytes of an image file")
+        with ExitStack() as held:
+            decoded = decode_picture(BytesIO(picture), where, lambda pixels: self._admit(pixels, where, held))
+            try:
+                return self._preprocessing.bitmap(decoded)
+            except InvalidArgument as exc:
+                raise InvalidArgument(f"{where}: {exc}") from exc
+
+    def _admit(self, pixels: int, where: str, held: ExitStack) -> None:
+        self._left -= pixels
+        if self._left < 0:
+            raise InvalidArgument(
+                f"the pictures up to {where} have more than {MOST_PIXELS:,} pixels together; scale them down, or ask "
+                "in several requests"
+            )
+        if pixels > LARGE_PIXELS:
+            if not _places.acquire(blocking=False):
+                raise Busy(
+                    f"{MOST_LARGE} questions with pictures of more than {LARGE_PIXELS:,} pixels are under way; scale "
+                    "yours down, or ask again in a second"
+                )
+            held.callback(_places.release)
+            held.enter_context(_turns)
