@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from geartrain.ams.observe.metrics import Metric
 from geartrain.ams.values.config import ServeConfig
 from geartrain.ams.values.errors import ConfigError, GeartrainError, InternalError, error_named
 from geartrain.serving.batching import Batcher
 from geartrain.serving.catalog import Catalog
 from geartrain.serving.folder import load_folder, load_newest, version_folders
+from geartrain.serving.metrics import ServingCounts, serving_metrics, told_by
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 Told = dict[str, Any]
@@ -24,8 +26,9 @@ class ModelService:
     What changes them goes to every process of the service by :meth:`change`; what asks them stays in this one.
     """
 
-    def __init__(self, catalog: Catalog, batcher: Batcher) -> None:
-        self.catalog, self.batcher = catalog, batcher
+    def __init__(self, catalog: Catalog, batcher: Batcher, counts: ServingCounts | None = None) -> None:
+        """``counts``: which ``batcher`` tells of its batches, too."""
+        self.catalog, self.batcher, self.counts = catalog, batcher, counts or ServingCounts()
         self.everywhere: Callable[[Mapping[str, Any]], list[Told]] = lambda wish: [self.apply(wish)]
         """Gives a wish to :meth:`apply` of every process of the service, this one included."""
         self.following: dict[str, Mapping[str, Any]] = {}
@@ -40,6 +43,7 @@ class ModelService:
             "canary": self._set_canary,
             "state": lambda: self.catalog.remembered(),
             "become": lambda models: self.catalog.become(models),
+            "counts": lambda: told_by(self.counts, self.batcher.queued, self.catalog),
         }
 
     def change(self, wish: str, **details: Any) -> list[Any]:
@@ -59,6 +63,11 @@ class ModelService:
             return {"error": type(exc).__name__, "message": str(exc)}
         except Exception as exc:
             return {"error": InternalError.__name__, "message": f"{type(exc).__name__}: {exc}"}
+
+    def metrics(self) -> Iterator[Metric]:
+        """What all processes of the service have counted."""
+        told = self.everywhere({"wish": "counts"})
+        return serving_metrics({number: answer["said"] for number, answer in enumerate(told) if "said" in answer})
 
     def close(self) -> None:
         """Answer what waits, then close the models."""

@@ -108,23 +108,9 @@ def serve_metrics(address: str, collect: Callable[[], Iterable[Metric]], role: s
 
     Raises ConfigError: prometheus_client is not installed, or nobody can listen there.
     """
-    try:
-        from prometheus_client import CollectorRegistry, MetricsHandler, ProcessCollector
-    except ImportError as exc:
-        raise ConfigError(f"metrics {address!r} needs prometheus_client; pip install 'geartrain[metrics]'") from exc
+    registry = _registry(collect, role, lambda: port.cluster, f"metrics {address!r} needs")
+    from prometheus_client import MetricsHandler
 
-    class Collector:
-        _process = ProcessCollector(registry=None)
-        _lock = threading.Lock()
-
-        def collect(self) -> Iterator[library.Metric]:
-            """Collect all, for one scrape after the other."""
-            with self._lock:
-                yield from _labelled(self._process.collect(), port.cluster)
-                yield from _families([_build_info(role), *collect(), *_of_sources()], port.cluster)
-
-    registry = CollectorRegistry()
-    registry.register(Collector())
     handler: Any = MetricsHandler.factory(registry)
     handler.timeout = _SCRAPE_SECONDS
     try:
@@ -134,6 +120,37 @@ def serve_metrics(address: str, collect: Callable[[], Iterable[Metric]], role: s
             f"cannot serve metrics at {address!r}: {(exc.strerror or str(exc)).lower()}; choose an address of this "
             "machine and a port that is free (0 picks one)"
         ) from exc
+
+
+def metrics_text(collect: Callable[[], Iterable[Metric]], role: str, cluster: str) -> tuple[bytes, str]:
+    """The same as one text, and its type, for a port that has others to answer, too. Raises ConfigError likewise."""
+    registry = _registry(collect, role, lambda: cluster, "/metrics needs")
+    from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+    return generate_latest(registry), CONTENT_TYPE_LATEST
+
+
+def _registry(
+    collect: Callable[[], Iterable[Metric]], role: str, cluster: Callable[[], str], who: str
+) -> library.CollectorRegistry:
+    try:
+        from prometheus_client import CollectorRegistry, ProcessCollector
+    except ImportError as exc:
+        raise ConfigError(f"{who} prometheus_client; pip install 'geartrain[metrics]'") from exc
+
+    class Collector:
+        _process = ProcessCollector(registry=None)
+        _lock = threading.Lock()
+
+        def collect(self) -> Iterator[library.Metric]:
+            """Collect all, for one scrape after the other."""
+            with self._lock:
+                yield from _labelled(self._process.collect(), cluster())
+                yield from _families([_build_info(role), *collect(), *_of_sources()], cluster())
+
+    registry = CollectorRegistry()
+    registry.register(Collector())
+    return registry
 
 
 def _build_info(role: str) -> Metric:

@@ -49,7 +49,6 @@ def channel_options(
         # A server would close the connection of a client that pings it more often than every 5 minutes without
         # traffic: so every call that works that long before it answers.
         ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.so_reuseport", 0),
         # A new channel is a new connection, rather than another user of one that may be dead.
         ("grpc.use_local_subchannel_pool", 1),
     ]

@@ -62,6 +62,7 @@ _CODES: tuple[tuple[type[errors.GeartrainError], grpc.StatusCode], ...] = (
     (errors.ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.TableNotFound, grpc.StatusCode.NOT_FOUND),
     (errors.GraphNotFound, grpc.StatusCode.NOT_FOUND),
+    (errors.NotServed, grpc.StatusCode.NOT_FOUND),
     (errors.TableExists, grpc.StatusCode.ALREADY_EXISTS),
     (errors.Unavailable, grpc.StatusCode.UNAVAILABLE),
     (errors.Fenced, grpc.StatusCode.FAILED_PRECONDITION),

@@ -116,7 +116,8 @@ def _start_serve(config: ClusterConfig) -> Started:
     from geartrain.launch.serving.role import ServeRole
 
     service = ServeRole(config)
-    return service, {"address": service.address, "url": service.url, "models": service.models}
+    facts = {"address": service.address, "url": service.url, "models": service.models}
+    return service, facts if service.grpc is None else {**facts, "grpc": service.grpc}
 
 
 @contextmanager

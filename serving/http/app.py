@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -19,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from geartrain.ams.observe.metrics import metrics_text
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, NotServed
 from geartrain.ams.values.text import quoted
 from geartrain.serving.answers import Operation, Question
@@ -28,16 +30,22 @@ from geartrain.serving.http.limits import ClientRates, Limits
 from geartrain.serving.http.openapi import document, takes_files
 from geartrain.serving.http.page import try_page
 from geartrain.serving.http.refusals import RefusedRequest, json_response, refusal, refuse
+from geartrain.serving.http.v2 import InferenceRoutes
+from geartrain.serving.metrics import AskedOf
 from geartrain.serving.service import ModelService
 
 logger = logging.getLogger(__name__)
 
-_READERS = 2
-"""Threads that read questions, as by decoding pictures."""
+_READERS = 16
+"""Threads that read questions, as by decoding pictures; half of them may wait with a large one."""
 _SMALL_ITEMS = 16
 """Answers to so many items are written at once; longer ones on a thread."""
 _KINDS = ("", "application/json", "application/x-www-form-urlencoded", "application/octet-stream")
 """Of bodies; the third is what curl says unless it is told."""
+ASKED = "geartrain.asked"
+"""In the scope of a request: whom it is for."""
+_LEFT = 499
+"""As others count requests whose client has left."""
 
 
 class HttpQuestions:
@@ -64,6 +72,8 @@ class HttpQuestions:
             Route("/v1/models/{name}/canary", self._canary, methods=["POST"]),
             Route("/v1/models/{name}/{operation}", self._ask, methods=["POST"]),
             Route("/v1/{operation}", self._ask, methods=["POST"]),
+            Route("/metrics", self._metrics),
+            *InferenceRoutes(self).routes(),
         ]
 
     def bounded(self, app: Any) -> Any:
@@ -73,6 +83,14 @@ class HttpQuestions:
             if scope["type"] != "http":
                 await app(scope, receive, send)
                 return
+            began, status = time.perf_counter(), _LEFT
+
+            async def sent(message: Any) -> None:
+                nonlocal status
+                if message["type"] == "http.response.start":
+                    status = message["status"]
+                await send(message)
+
             try:
                 client = self.callers.require_known(request := Request(scope))
                 if request.url.path not in OPEN_PATHS:
@@ -80,19 +98,31 @@ class HttpQuestions:
                     if self._under_way >= self.limits.max_requests:
                         raise RefusedRequest(503, f"{self._under_way} requests are under way, the most; ask again", 1.0)
             except GeartrainError as exc:
-                await refusal(exc)(scope, receive, send)
+                refused = refusal(exc)
+                self._count(scope, refused.status_code, began)
+                await refused(scope, receive, send)
                 return
             self._under_way += 1
             try:
-                await app(scope, receive, send)
+                await app(scope, receive, sent)
             finally:
                 self._under_way -= 1
+                self._count(scope, status, began)
 
         return bounded
+
+    def _count(self, scope: Any, status: int, began: float) -> None:
+        if scope["method"] == "POST":  # a question
+            asked = scope.get(ASKED, AskedOf())
+            self.service.counts.request(asked, "http", str(status), time.perf_counter() - began)
 
     async def body(self, request: Request) -> bytes:
         """The body of a request, within the limits. Raises RefusedRequest."""
         return await self.limits.body(request.receive, request.headers.get("content-length"))
+
+    def begun(self, request: Request, lease: Lease, operation: Operation) -> None:
+        """Note whom a request is for, which is counted."""
+        request.scope[ASKED] = AskedOf.by(lease, operation.name)
 
     async def answered(self, lease: Lease, operation: Operation, question: Question) -> Mapping[str, Any]:
         """Rows for the items of a question. Raises what the operation does, Busy, RefusedRequest (too many items)."""
@@ -114,6 +144,7 @@ class HttpQuestions:
         version = _version(parameters.pop("version", None))
         with self.service.catalog.lease(name, version) as lease:
             operation = lease.operation(request.path_params["operation"])
+            self.begun(request, lease, operation)
             body = await self.body(request)
             kind = request.headers.get("content-type", "")
             question = await self.on_thread(_question, operation, body, kind, parameters, self.limits)
@@ -131,6 +162,10 @@ class HttpQuestions:
         if why:
             raise RefusedRequest(503, f"not ready: {why}", 1.0)
         return json_response({"ready": True})
+
+    async def _metrics(self, _: Request) -> Response:
+        text, kind = await asyncio.to_thread(metrics_text, self.service.metrics, "serve", self.callers.cluster)
+        return Response(text, 200, {"Content-Type": kind})
 
     async def _openapi(self, _: Request) -> Response:
         return json_response(document(self.service.catalog))

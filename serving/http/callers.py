@@ -11,7 +11,7 @@ from geartrain.ams.rpc.tokens import METADATA_KEY, RIGHTS, SCHEME
 from geartrain.serving.http.guard import Names
 from geartrain.serving.http.refusals import RefusedRequest
 
-OPEN_PATHS = ("/", "/livez", "/readyz")
+OPEN_PATHS = ("/", "/livez", "/readyz", "/v2/health/live", "/v2/health/ready")
 """What anybody may ask: the page, which is the same everywhere, and probes, which have no token."""
 
 
@@ -31,12 +31,16 @@ class Callers:
         """
         self._names = None if folder or is_open else Names(listen)
         self.origins = origins
+        self.cluster = "local"
+        """What counters are labelled with."""
         self._tokens: Any = None
         self._audit: Callable[..., None] = lambda *_, **__: None
         if folder is not None:
-            from geartrain.ams.rpc.server.access import audit, tokens_of  # gRPC with it
+            from geartrain.ams.rpc.credentials import Credentials  # gRPC with it
+            from geartrain.ams.rpc.server.access import audit, tokens_of
 
             self._tokens, self._audit = tokens_of(folder), audit
+            self.cluster = Credentials.mine(listen).cluster
 
     @property
     def want_tokens(self) -> bool:

@@ -46,6 +46,23 @@ def listening_socket(listen: str, what: str) -> socket.socket:
         ) from exc
 
 
+def shared_port(listen: str) -> socket.socket:
+    """Hold a port on which several processes may listen (SO_REUSEPORT). Raises ConfigError."""
+    host, port = split_address(listen)
+    held = socket.socket(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0])
+    try:
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+            held.setsockopt(socket.SOL_SOCKET, option, 1)
+        held.bind((host, port))
+    except OSError as exc:
+        held.close()
+        raise ConfigError(
+            f"cannot serve at {listen!r}: {(exc.strerror or str(exc)).lower()}; --grpc takes an address of this "
+            "machine and a port that is free (0 picks one)"
+        ) from exc
+    return held
+
+
 class HttpServer:
     """Serves an ASGI app on a thread, from its making until it is stopped."""
 

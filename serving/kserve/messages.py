@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.serving.answers import Arrays, Operation
+from geartrain.serving.answers import Operation
 from geartrain.serving.kserve.datatypes import (
     BYTES,
     Array,
@@ -69,14 +69,6 @@ def inputs_of(request: pb.ModelInferRequest, most_items: int) -> dict[str, Array
     if not arrays:
         raise InvalidArgument("the request has no inputs; the model's metadata name them")
     return arrays
-
-
-def chosen(answered: Arrays, wanted: Sequence[str]) -> dict[str, Array]:
-    """The tensors that are wanted; none named: all. Raises InvalidArgument for one that is not among them."""
-    for name in wanted:
-        if name not in answered:
-            raise InvalidArgument(f"output {name!r} is none of this operation's: {', '.join(answered)}")
-    return {name: answered[name] for name in wanted or answered}
 
 
 def response_of(

@@ -55,10 +55,22 @@ class Bound(NamedTuple):
 class GrpcServer:
     """A bound port that serves one service, with health, and reflection where it is asked for."""
 
-    def __init__(self, listen: str, max_message_bytes: int, *, reflection: bool = False) -> None:
+    def __init__(
+        self,
+        listen: str,
+        max_message_bytes: int,
+        *,
+        reflection: bool = False,
+        credentials: Credentials | None = None,
+        is_shared: bool = False,
+    ) -> None:
+        """Bind ``"host:port"``, under ``credentials``, by default those of this process there.
+
+        ``is_shared``: other processes of this user may bind it, too; each connection is of one of them.
+        """
         self.calls = CallThreads(MAX_CONCURRENT_CALLS, "grpc")
         """Runs the methods that have no lane of their own."""
-        mine = Credentials.mine(listen)
+        mine = credentials or Credentials.mine(listen)
         self.counts = CallCounts()
         """Of the calls of its services."""
         strangers = Strangers()
@@ -66,8 +78,9 @@ class GrpcServer:
         self._access = access
         self.tokens = None if access is None else access.tokens
         """Those that it believes; None: it has no certificates, and wants none."""
+        options = [*channel_options(max_message_bytes), ("grpc.so_reuseport", int(is_shared))]
         watch: list[grpc.ServerInterceptor] = [] if access is None else [access]
-        self._server = grpc.server(self.calls, interceptors=watch, options=channel_options(max_message_bytes))
+        self._server = grpc.server(self.calls, interceptors=watch, options=options)
         self._waiting = WaitingCalls(self.calls, self.counts)
         host, port = split_address(listen)
         try:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from geartrain.ams.observe.metrics import Metric
 from geartrain.ams.rpc.credentials import Credentials
@@ -19,10 +21,14 @@ from geartrain.serving.folder import load_folder
 from geartrain.serving.http.app import make_app
 from geartrain.serving.http.callers import Callers
 from geartrain.serving.http.limits import Limits
-from geartrain.serving.http.server import HttpServer, listening_socket
+from geartrain.serving.http.server import HttpServer, listening_socket, shared_port
 from geartrain.serving.live.follow import Follower
 from geartrain.serving.live.start import follow
+from geartrain.serving.metrics import ServingCounts
 from geartrain.serving.service import ModelService, named_folders, open_models
+
+if TYPE_CHECKING:
+    from geartrain.serving.kserve.service import InferenceServer
 
 DRAIN_SECONDS = 3.0
 
@@ -34,18 +40,29 @@ class ModelServer:
         """Load the models. Raises ConfigError, ModelDamaged; the socket is closed then, and when it ends."""
         told = config.serve
         folder = certificates_of(config)
+        warnings.filterwarnings("ignore", module=r"PIL\.")  # a line, kept for ever, for each picture that is damaged
         callers = Callers(told.listen, folder, told.origins, is_open=told.insecure)
         use_threads(told.threads or max(1, len(os.sched_getaffinity(0)) // told.workers))
         catalog = Catalog(load_folder)
+        counts = ServingCounts()
         batcher = Batcher(
-            max_batch=told.max_batch, max_wait_seconds=told.max_wait_millis / 1000, max_queued=told.max_queued
+            max_batch=told.max_batch,
+            max_wait_seconds=told.max_wait_millis / 1000,
+            max_queued=told.max_queued,
+            on_batch=counts.batch,
         )
-        self.service = ModelService(catalog, batcher)
+        self.service = ModelService(catalog, batcher, counts)
+        self.grpc: InferenceServer | None = None
+        """The port of gRPC, if there is to be one."""
         try:
             tls, renew = None, None
             if folder is not None:
                 tls, renew = Credentials.mine(told.listen).https(shows_certificate=not callers.want_tokens)
             open_models(catalog, told)
+            if told.grpc is not None:
+                from geartrain.serving.kserve.service import InferenceServer  # gRPC with it
+
+                self.grpc = InferenceServer(told.grpc, self.service, told, folder)
             self._server = HttpServer(
                 make_app(self.service, callers, Limits.of(told)),
                 listener,
@@ -57,9 +74,12 @@ class ModelServer:
                 grace_seconds=DRAIN_SECONDS,
             )
         except BaseException:
+            self._stop_grpc(0)
             listener.close()
             self.service.close()
             raise
+        if self.grpc is not None:
+            self.grpc.ready()
 
     @property
     def end_reason(self) -> str | None:
@@ -72,8 +92,13 @@ class ModelServer:
 
     def stop(self, grace_seconds: float) -> None:
         """Answer the requests under way, take no others, close the models."""
+        self._stop_grpc(grace_seconds)
         self._server.stop(grace_seconds)
         self.service.close()
+
+    def _stop_grpc(self, grace_seconds: float) -> None:
+        if self.grpc is not None:
+            self.grpc.stop(grace_seconds)
 
 
 class ServeRole:
@@ -92,13 +117,25 @@ class ServeRole:
         listener = listening_socket(told.listen, "serve")
         self.address = join_address(split_address(told.listen)[0], listener.getsockname()[1])
         self.url = f"http{'s' if certificates_of(config) else ''}://{self.address}"
+        self.grpc: str | None = None
+        """host:port of gRPC, if it is to be there."""
+        self._shared: socket.socket | None = None
         self.workers: Workers | None = None
         self._here: ModelServer | None = None
         if told.workers == 1:
             self._here = ModelServer(config, listener)
             self.service = self._here.service
+            self.grpc = None if self._here.grpc is None else self._here.grpc.address
         else:
-            self.workers = Workers(config, listener)
+            if told.grpc is not None:
+                self._shared = shared_port(told.grpc)
+                self.grpc = join_address(split_address(told.grpc)[0], self._shared.getsockname()[1])
+                config = config.model_copy(update={"serve": told.model_copy(update={"grpc": self.grpc})})
+            try:
+                self.workers = Workers(config, listener)
+            except BaseException:
+                self._close_shared()
+                raise
             self.service = ModelService(Catalog(), Batcher(threads=0))
             self.service.everywhere = self.workers.everywhere
         self._following = ExitStack()
@@ -113,6 +150,7 @@ class ServeRole:
 
     def metrics(self) -> Iterator[Metric]:
         """What it counts."""
+        yield from self.service.metrics()
         if self._follower is not None:
             yield from self._follower.metrics()
 
@@ -135,6 +173,11 @@ class ServeRole:
             self._here.stop(grace_seconds)
         elif self.workers is not None:
             self.workers.stop(grace_seconds + 1)
+        self._close_shared()
+
+    def _close_shared(self) -> None:
+        if self._shared is not None:
+            self._shared.close()
 
 
 def certificates_of(config: ClusterConfig) -> str | None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.serving.kserve.asking import wanted_of
 from geartrain.serving.kserve.datatypes import (
     BYTES,
     DTYPES,
@@ -18,7 +19,7 @@ from geartrain.serving.kserve.datatypes import (
     from_raw,
     to_raw,
 )
-from geartrain.serving.kserve.messages import CONTENTS, chosen, inputs_of, parameters_of, response_of
+from geartrain.serving.kserve.messages import CONTENTS, inputs_of, parameters_of, response_of
 from geartrain.serving.kserve.pb import inference_pb2 as pb
 
 ARRAYS = {
@@ -117,9 +118,9 @@ def test_parameters_are_values_and_one_without_is_named() -> None:
 
 def test_only_the_wanted_outputs_are_told() -> None:
     answered = {"ids": np.zeros((1, 5)), "scores": np.zeros((1, 5))}
-    assert list(chosen(answered, ["scores"])) == ["scores"] and list(chosen(answered, [])) == ["ids", "scores"]
+    assert list(wanted_of(answered, ["scores"])) == ["scores"] and list(wanted_of(answered, [])) == ["ids", "scores"]
     with pytest.raises(InvalidArgument, match="output 'logits' is none of this operation's: ids, scores"):
-        chosen(answered, ["logits"])
+        wanted_of(answered, ["logits"])
 
 
 def test_the_shape_is_checked_before_anything_is_decoded() -> None:

@@ -1,0 +1,268 @@
+"""KServe's inference protocol over HTTP: tensors in JSON, or raw behind it (its extension for binary data)."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from geartrain.ams.values.errors import GeartrainError, InvalidArgument
+from geartrain.ams.values.rpc import version as own_version
+from geartrain.ams.values.text import quoted
+from geartrain.serving.answers import Arrays, Operation, Question
+from geartrain.serving.catalog import Lease
+from geartrain.serving.http.callers import Callers
+from geartrain.serving.http.limits import Limits
+from geartrain.serving.http.refusals import json_response, refusal
+from geartrain.serving.kserve.asking import EXTENSIONS, index_of, operation_of, version_of, wanted_of
+from geartrain.serving.kserve.datatypes import (
+    BYTES,
+    Array,
+    array_of,
+    checked,
+    datatype_of,
+    described,
+    elements_of,
+    from_raw,
+    to_raw,
+)
+from geartrain.serving.service import ModelService
+
+HEALTH_PATHS = ("/v2/health/live", "/v2/health/ready")
+LENGTH_HEADER = "inference-header-content-length"
+"""Bytes of the JSON, where tensors follow it raw."""
+_BASE64 = {"content_type": "base64"}
+_MOST_NESTED = 8
+_OF_KIND: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,), "f": (int, float), "O": (str,)}
+"""What elements of a type of numpy are in JSON."""
+
+
+class Questions(Protocol):
+    """The app that the routes are of: geartrain.serving.http.app.HttpQuestions."""
+
+    service: ModelService
+    callers: Callers
+    limits: Limits
+    is_ending: bool
+
+    async def body(self, request: Request) -> bytes:
+        """The body of a request, within the limits."""
+
+    async def on_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call what may take long."""
+
+    def begun(self, request: Request, lease: Lease, operation: Operation) -> None:
+        """Note whom a request is for."""
+
+    async def answered(self, lease: Lease, operation: Operation, question: Question) -> Arrays:
+        """Rows for the items of a question."""
+
+
+class InferenceRoutes:
+    """The protocol's routes for the models of an app."""
+
+    def __init__(self, questions: Questions) -> None:
+        self._of = questions
+
+    def routes(self) -> list[Route]:
+        """All of them."""
+        model, version = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
+        found = [
+            Route("/v2", self._told(self._server)),
+            Route(HEALTH_PATHS[0], self._told(self._live)),
+            Route(HEALTH_PATHS[1], self._told(self._ready)),
+            Route("/v2/repository/index", self._told(self._index), methods=["POST"]),
+        ]
+        for path in (version, model):
+            found += [
+                Route(path, self._told(self._metadata)),
+                Route(f"{path}/ready", self._told(self._model_ready)),
+                Route(f"{path}/infer", self._told(self._infer), methods=["POST"]),
+            ]
+        return found
+
+    def _told(self, answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
+        """``answer``, whose errors are told as the protocol has it: ``{"error": "a sentence"}``."""
+
+        async def told(request: Request) -> Response:
+            try:
+                response: Response = await answer(request)
+            except GeartrainError as exc:
+                refused = refusal(exc)
+                sentence = json.loads(bytes(refused.body))["error"]["message"]
+                kept = {name: value for name, value in refused.headers.items() if not name.startswith("content-")}
+                return json_response({"error": sentence}, refused.status_code, kept)
+            return response
+
+        return told
+
+    async def _server(self, _: Request) -> Response:
+        return json_response({"name": "geartrain", "version": own_version(), "extensions": EXTENSIONS})
+
+    async def _live(self, _: Request) -> Response:
+        return json_response({"live": True})
+
+    async def _ready(self, _: Request) -> Response:
+        ready = not self._of.is_ending and not self._of.service.catalog.why_not_ready()
+        return json_response({"ready": ready}, 200 if ready else 503)
+
+    async def _index(self, _: Request) -> Response:
+        return json_response(index_of(self._of.service.catalog))
+
+    async def _model_ready(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._of.callers.require(request, "read", name)
+        with self._of.service.catalog.lease(name, version_of(request.path_params.get("version", ""))):
+            return json_response({"name": name, "ready": True})
+
+    async def _metadata(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._of.callers.require(request, "read", name)
+        catalog = self._of.service.catalog
+        with catalog.lease(name, version_of(request.path_params.get("version", ""))) as lease:
+            operation = operation_of(lease, request.query_params.get("operation"))
+            inputs, outputs = (
+                [dict(zip(("name", "datatype", "shape"), described(spec), strict=True)) for spec in specs]
+                for specs in (operation.inputs, operation.outputs)
+            )
+            versions = [str(loaded["version"]) for loaded in catalog.state(name)["loaded"]]
+            said = {"name": name, "versions": versions, "platform": f"geartrain_{lease.servable.kind}"}
+            return json_response({**said, "inputs": inputs, "outputs": outputs})
+
+    async def _infer(self, request: Request) -> Response:
+        name, version = request.path_params["name"], version_of(request.path_params.get("version", ""))
+        self._of.callers.require(request, "read", name)
+        with self._of.service.catalog.lease(name, version) as lease:
+            body = await self._of.body(request)
+            length = request.headers.get(LENGTH_HEADER)
+            asked, arrays = await self._of.on_thread(_read, body, length, self._of.limits.max_items)
+            parameters = asked["parameters"]
+            is_binary = parameters.pop("binary_data_output", False) is True
+            operation = operation_of(lease, parameters.pop("operation", None))
+            self._of.begun(request, lease, operation)
+            question = await self._of.on_thread(operation.accept, arrays, parameters)
+            answered = await self._of.answered(lease, operation, question)
+            outputs = {output["name"]: output["parameters"] for output in asked["outputs"]}
+            wanted = wanted_of(answered, list(outputs))
+            raw = {name for name in wanted if outputs.get(name, {}).get("binary_data", is_binary) is True}
+            said = {"model_name": name, "model_version": str(lease.servable.version)}
+            if asked["id"]:
+                said["id"] = asked["id"]
+            said["parameters"] = {"operation": operation.name}
+            response: Response = await self._of.on_thread(_written, said, wanted, raw)
+            return response
+
+
+def _read(body: bytes, length: str | None, most_items: int) -> tuple[dict[str, Any], dict[str, Array]]:
+    """The request, checked, and its tensors."""
+    end = len(body)
+    if length is not None:
+        if not (length.isascii() and length.isdecimal() and len(length) < 12 and int(length) <= len(body)):
+            raise InvalidArgument(f"{LENGTH_HEADER} is {quoted(length)}, and the body has {len(body)} bytes")
+        end = int(length)
+    try:
+        said = json.loads(body[:end])
+    except (ValueError, RecursionError) as exc:
+        raise InvalidArgument(f"the body is no JSON: {str(exc)[:200]}; give {{'inputs': [...]}}") from exc
+    asked = {
+        "id": _field(said, "id", str, ""),
+        "parameters": dict(_field(said, "parameters", dict, {})),
+        "outputs": [
+            {"name": _field(output, "name", str), "parameters": _field(output, "parameters", dict, {})}
+            for output in _field(said, "outputs", list, [])
+        ],
+    }
+    arrays: dict[str, Array] = {}
+    for tensor in _field(said, "inputs", list):
+        name = _field(tensor, "name", str)
+        if name in arrays:
+            raise InvalidArgument(f"input {quoted(name)} is given twice; give each once")
+        shape = _field(tensor, "shape", list)
+        if not all(type(size) is int and size < 2**63 for size in shape):
+            raise InvalidArgument(f"input {quoted(name)} has shape {quoted(shape)}; it must be a list of whole numbers")
+        dtype, sizes = checked(name, _field(tensor, "datatype", str), shape, most_items)
+        parameters = _field(tensor, "parameters", dict, {})
+        if (size := parameters.get("binary_data_size")) is None:
+            arrays[name] = array_of(name, _elements(name, tensor.get("data"), dtype, parameters), dtype, sizes)
+            continue
+        if type(size) is not int or not 0 <= size <= len(body) - end:
+            raise InvalidArgument(
+                f"input {quoted(name)} has binary_data_size {quoted(size)}, and {len(body) - end} bytes are left; set "
+                f"{LENGTH_HEADER} to the bytes of the JSON before them"
+            )
+        arrays[name] = from_raw(name, body[end : end + size], dtype, sizes)
+        end += size
+    if not arrays:
+        raise InvalidArgument("the request has no inputs; the model's metadata name them")
+    return asked, arrays
+
+
+def _field(said: Any, name: str, kind: type, default: Any = None) -> Any:
+    """A field of an object. Raises InvalidArgument: it is missing without a default, or of another kind."""
+    value = said.get(name) if isinstance(said, dict) else None
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, kind):
+        raise InvalidArgument(f"{name} is {quoted(value)}; it must be {_KINDS[kind]}")
+    return value
+
+
+_KINDS: dict[type, str] = {str: "a text", list: "a list", dict: "an object"}
+
+
+def _elements(name: str, data: Any, dtype: np.dtype[Any], parameters: Mapping[str, Any]) -> list[Any]:
+    """Elements of a flat or nested list, each of the kind that the type says."""
+    if not isinstance(data, list):
+        raise InvalidArgument(f"input {quoted(name)} has data {quoted(data)}; give a list, flat or nested as its shape")
+    elements: list[Any] = data
+    for _ in range(_MOST_NESTED):
+        if not (elements and all(isinstance(part, list) for part in elements)):
+            break
+        elements = list(itertools.chain.from_iterable(elements))
+    kinds = _OF_KIND[dtype.kind]
+    wrong = next(
+        (one for one in elements if not isinstance(one, kinds) or (isinstance(one, bool) and bool not in kinds)), None
+    )
+    if wrong is not None or None in elements:
+        raise InvalidArgument(f"input {quoted(name)} has an element {quoted(wrong)}, which is no {datatype_of(dtype)}")
+    if datatype_of(dtype) != BYTES:
+        return elements
+    if parameters.get("content_type") != "base64":
+        return [text.encode(errors="surrogatepass") for text in elements]
+    try:
+        return [base64.b64decode(text, validate=True) for text in elements]
+    except (binascii.Error, ValueError) as exc:
+        raise InvalidArgument(f"input {quoted(name)} has an element that is no base64: {exc}") from exc
+
+
+def _written(said: dict[str, Any], answered: Arrays, raw: set[str]) -> Response:
+    """The response, those named in ``raw`` behind the JSON."""
+    outputs, parts = [], []
+    for name, array in answered.items():
+        output: dict[str, Any] = {"name": name, "datatype": datatype_of(array.dtype), "shape": list(array.shape)}
+        if name in raw:
+            parts.append(to_raw(array))
+            output["parameters"] = {"binary_data_size": len(parts[-1])}
+        elif output["datatype"] == BYTES:
+            try:
+                output["data"] = [one.decode() for one in elements_of(array)]
+            except UnicodeDecodeError:
+                output["data"] = [base64.b64encode(one).decode() for one in elements_of(array)]
+                output["parameters"] = _BASE64
+        else:
+            output["data"] = elements_of(array)
+        outputs.append(output)
+    response = json_response({**said, "outputs": outputs})
+    if not parts:
+        return response
+    text = bytes(response.body)
+    headers = {LENGTH_HEADER: str(len(text))}
+    return Response(text + b"".join(parts), 200, headers, "application/octet-stream")

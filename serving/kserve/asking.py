@@ -1,0 +1,49 @@
+"""What requests of the inference protocol mean, over gRPC and HTTP alike: versions, operations, outputs, the index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.text import quoted
+from geartrain.serving.answers import Arrays, Operation
+from geartrain.serving.catalog import Catalog, Lease
+
+EXTENSIONS = ("model_repository", "binary_tensor_data")
+"""Of the protocol, beside what all servers of it have."""
+
+
+def version_of(text: str) -> int | None:
+    """The version that a request names; None: none. Raises InvalidArgument."""
+    if not text:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) < 19):
+        raise InvalidArgument(f"version {quoted(text)} is no number; leave it out to ask the one that is served")
+    return int(text)
+
+
+def operation_of(lease: Lease, name: object) -> Operation:
+    """What a request asks for; None: the model's first. Raises NotServed."""
+    return lease.operation(next(iter(lease.servable.operations)) if name is None else str(name))
+
+
+def wanted_of(answered: Arrays, names: Sequence[str]) -> Arrays:
+    """The tensors that are wanted; none named: all. Raises InvalidArgument for one that is not among them."""
+    for name in names:
+        if name not in answered:
+            raise InvalidArgument(f"output {quoted(name)} is none of this operation's: {', '.join(answered)}")
+    return {name: answered[name] for name in names or answered}
+
+
+def index_of(catalog: Catalog) -> list[dict[str, Any]]:
+    """All versions that can be asked: name, version, state, and why."""
+    found = []
+    for name in catalog.names:
+        state = catalog.state(name)
+        role_of = {state["current"]: "current", (state["canary"] or {}).get("version"): "canary"}
+        for loaded in state["loaded"]:
+            version = loaded["version"]
+            reason = role_of.get(version, "previous")
+            found.append({"name": name, "version": str(version), "state": "READY", "reason": reason})
+    return found

@@ -1,0 +1,149 @@
+"""The inference protocol over gRPC: requests of people's clients become questions to the models that are served."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from geartrain.ams.rpc.credentials import Credentials
+from geartrain.ams.rpc.server.rights import ANY, Asked
+from geartrain.ams.rpc.server.server import Bound, GrpcServer, await_reply
+from geartrain.ams.rpc.status import status_of
+from geartrain.ams.values.config import ServeConfig
+from geartrain.ams.values.errors import GeartrainError, InternalError, ProtocolError
+from geartrain.ams.values.rpc import version as own_version
+from geartrain.serving.answers import Arrays, Operation, Question
+from geartrain.serving.catalog import Lease
+from geartrain.serving.kserve.asking import EXTENSIONS, index_of, operation_of, version_of, wanted_of
+from geartrain.serving.kserve.messages import inputs_of, metadata_of, parameters_of, response_of
+from geartrain.serving.kserve.pb import inference_pb2 as pb
+from geartrain.serving.metrics import AskedOf
+from geartrain.serving.service import ModelService
+
+SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+Index = pb.RepositoryIndexResponse.ModelIndex
+M = TypeVar("M", bound=Message)
+_READERS = 16
+"""Questions that are read at once; half of them may wait with a large picture."""
+_ROOM_BYTES = 64 << 10
+"""Of a message, beside what is in it."""
+
+
+class InferenceService:
+    """Answers the protocol's calls by the models of a service. Thread-safe."""
+
+    def __init__(self, service: ModelService, most_items: int) -> None:
+        """``most_items``: of one request."""
+        self._service, self._catalog, self._most_items = service, service.catalog, most_items
+        self._readers = threading.Semaphore(_READERS)
+
+    def bound(self) -> Bound:
+        """Its methods by name, and what a token must give for each: to read the model that it names."""
+        methods: dict[str, tuple[type[Any], Callable[[Any, grpc.ServicerContext], Message], str]] = {
+            "ServerLive": (pb.ServerLiveRequest, lambda *_: pb.ServerLiveResponse(live=True), ""),
+            "ServerReady": (pb.ServerReadyRequest, self._server_ready, ""),
+            "ServerMetadata": (pb.ServerMetadataRequest, self._server_metadata, ""),
+            "RepositoryIndex": (pb.RepositoryIndexRequest, self._index, ""),
+            "ModelReady": (pb.ModelReadyRequest, self._model_ready, "name"),
+            "ModelMetadata": (pb.ModelMetadataRequest, self._model_metadata, "name"),
+            "ModelInfer": (pb.ModelInferRequest, self._infer, "model_name"),
+        }
+        return Bound(
+            SERVICE,
+            {name: _answering(kind, method) for name, (kind, method, _) in methods.items()},
+            asks={name: _asking(kind, field) for name, (kind, _, field) in methods.items()},
+        )
+
+    def _server_ready(self, *_: object) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=not self._catalog.why_not_ready())
+
+    def _server_metadata(self, *_: object) -> pb.ServerMetadataResponse:
+        return pb.ServerMetadataResponse(name="geartrain", version=own_version(), extensions=EXTENSIONS)
+
+    def _index(self, *_: object) -> pb.RepositoryIndexResponse:
+        return pb.RepositoryIndexResponse(models=[Index(**one) for one in index_of(self._catalog)])
+
+    def _model_ready(self, request: pb.ModelReadyRequest, _: object) -> pb.ModelReadyResponse:
+        with self._catalog.lease(request.name, version_of(request.version)):
+            return pb.ModelReadyResponse(ready=True)
+
+    def _model_metadata(self, request: pb.ModelMetadataRequest, _: object) -> pb.ModelMetadataResponse:
+        with self._catalog.lease(request.name, version_of(request.version)) as lease:
+            versions = [loaded["version"] for loaded in self._catalog.state(request.name)["loaded"]]
+            return metadata_of(request.name, versions, lease.servable.kind, operation_of(lease, None))
+
+    def _infer(self, request: pb.ModelInferRequest, context: grpc.ServicerContext) -> pb.ModelInferResponse:
+        began, asked, code = time.perf_counter(), AskedOf(), grpc.StatusCode.CANCELLED
+        try:
+            with self._catalog.lease(request.model_name, version_of(request.model_version)) as lease:
+                parameters = parameters_of(request)
+                operation = operation_of(lease, parameters.pop("operation", None))
+                asked = AskedOf.by(lease, operation.name)
+                with self._readers:
+                    question = operation.accept(inputs_of(request, self._most_items), parameters)
+                answered = self._answered(lease, operation, question, context)
+                wanted = wanted_of(answered, [output.name for output in request.outputs])
+                response = response_of(request, lease.servable.version, operation.name, wanted)
+                code = grpc.StatusCode.OK
+                return response
+        except GeartrainError as exc:
+            code = status_of(exc).code
+            raise
+        finally:
+            self._service.counts.request(asked, "grpc", code.name, time.perf_counter() - began)
+
+    def _answered(
+        self, lease: Lease, operation: Operation, question: Question, context: grpc.ServicerContext
+    ) -> Arrays:
+        answer = self._service.batcher.ask(lease, operation.name, question)
+        try:
+            answered: Arrays = await_reply(answer, context)
+        except Exception as exc:
+            if answer.done() and answer.exception() is exc and not isinstance(exc, GeartrainError):
+                raise InternalError(f"{operation.name} of {lease.model!r} failed; its log says why") from exc
+            raise
+        return answered
+
+
+class InferenceServer:
+    """The port of the protocol."""
+
+    def __init__(self, listen: str, service: ModelService, config: ServeConfig, folder: str | None) -> None:
+        """Listen at ``"host:port"``, under the certificates in ``folder``. Raises ConfigError if nobody can."""
+        self._server = GrpcServer(
+            listen,
+            config.max_body_bytes + _ROOM_BYTES,
+            credentials=Credentials(folder, "serve"),
+            is_shared=config.workers > 1,
+        )
+        self._server.add(InferenceService(service, config.max_items).bound())
+        self._server.start()
+        self.address = self._server.address
+
+    def ready(self) -> None:
+        """Let health say SERVING."""
+        self._server.ready()
+
+    def stop(self, grace_seconds: float) -> None:
+        """Finish the calls under way and end."""
+        self._server.stop(grace_seconds)
+
+
+def _parsed(kind: type[M], data: bytes) -> M:
+    try:
+        return kind.FromString(data)
+    except DecodeError as exc:
+        raise ProtocolError(f"{len(data)} bytes that are no {kind.DESCRIPTOR.full_name}: {exc}") from exc
+
+
+def _answering(kind: type[Any], method: Callable[[Any, grpc.ServicerContext], Message]) -> Any:
+    return lambda data, context: method(_parsed(kind, data), context).SerializeToString()
+
+
+def _asking(kind: type[Any], field: str) -> Callable[[bytes], Asked]:
+    return lambda data: Asked("read", (getattr(_parsed(kind, data), field),)) if field else Asked(ANY, ())

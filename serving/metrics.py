@@ -1,0 +1,160 @@
+"""What a service of models counts, for Prometheus: of each version by itself, so that a canary can be compared.
+
+Each process of a service counts for itself: label ``worker``. Names come from leases alone, never from requests: nobody
+outside can make a label.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Self
+
+from geartrain.ams.observe.metrics import Buckets, Metric
+from geartrain.serving.batching import AnsweredBatch
+from geartrain.serving.catalog import Catalog, Lease
+
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_ITEMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_MOST_VERSIONS = 8
+"""Of a model, those asked last; the counts of others go: a training makes new ones for ever."""
+
+
+class AskedOf(NamedTuple):
+    """Whom a request was for; all empty: it was refused before that was known."""
+
+    model: str = ""
+    version: str = ""
+    operation: str = ""
+
+    @classmethod
+    def by(cls, lease: Lease, operation: str) -> Self:
+        """For a version that is leased."""
+        return cls(lease.model, str(lease.servable.version), operation)
+
+
+class _Family(NamedTuple):
+    help: str
+    labels: tuple[str, ...] = ()
+    """Beside those of AskedOf."""
+    bounds: Sequence[float] = ()
+    """None of them: a counter."""
+
+
+FAMILIES = {
+    "serve_requests_total": _Family(
+        "Requests that were answered or refused, by how: status of HTTP or gRPC.", ("protocol", "code")
+    ),
+    "serve_request_seconds": _Family(
+        "How long requests took, from when their headers were there until their answer was.", ("protocol",), _SECONDS
+    ),
+    "serve_items_total": _Family("Items that were answered."),
+    "serve_batch_items": _Family("Items that were answered together.", bounds=_ITEMS),
+    "serve_batch_seconds": _Family("How long the model took for them.", bounds=_SECONDS),
+    "serve_wait_seconds": _Family("How long the first of them had waited.", bounds=_SECONDS),
+}
+
+
+class ServingCounts:
+    """Of one process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers: dict[tuple[str, tuple[str, ...]], list[float]] = {}
+        """How many were up to each bound, and above them all; last their sum."""
+        self._versions: dict[str, OrderedDict[str, None]] = {}
+
+    def request(self, asked: AskedOf, protocol: str, code: str, seconds: float) -> None:
+        """Count one that was answered or refused."""
+        with self._lock:
+            self._add("serve_requests_total", (*asked, protocol, code), 1)
+            self._add("serve_request_seconds", (*asked, protocol), seconds)
+            self._keep(asked)
+
+    def batch(self, batch: AnsweredBatch) -> None:
+        """Count items that were answered together."""
+        asked = AskedOf.by(batch.lease, batch.operation)
+        with self._lock:
+            self._add("serve_items_total", asked, batch.items)
+            self._add("serve_batch_items", asked, batch.items)
+            self._add("serve_batch_seconds", asked, batch.ran_seconds)
+            self._add("serve_wait_seconds", asked, batch.waited_seconds)
+            self._keep(asked)
+
+    def read(self) -> list[Any]:
+        """All of it: [[family, [value of each label], numbers], ...]."""
+        with self._lock:
+            return [[name, [*values], [*numbers]] for (name, values), numbers in self._numbers.items()]
+
+    def _add(self, name: str, values: tuple[str, ...], number: float) -> None:
+        bounds = FAMILIES[name].bounds
+        numbers = self._numbers.get((name, values))
+        if numbers is None:
+            numbers = self._numbers[name, values] = [0.0] * (len(bounds) + 2)
+        numbers[bisect.bisect_left(bounds, number)] += 1
+        numbers[-1] += number
+
+    def _keep(self, asked: AskedOf) -> None:
+        versions = self._versions.setdefault(asked.model, OrderedDict())
+        versions[asked.version] = None
+        versions.move_to_end(asked.version)
+        if len(versions) > _MOST_VERSIONS:
+            gone = (asked.model, versions.popitem(last=False)[0])
+            self._numbers = {key: found for key, found in self._numbers.items() if key[1][:2] != gone}
+
+
+def told_by(counts: ServingCounts, queued: int, catalog: Catalog) -> dict[str, Any]:
+    """What one process says, as JSON can say it."""
+    return {
+        "numbers": counts.read(),
+        "queued": queued,
+        "ready": not catalog.why_not_ready(),
+        "states": [catalog.state(name) for name in catalog.names],
+    }
+
+
+def serving_metrics(told: Mapping[int, Mapping[str, Any]]) -> Iterator[Metric]:
+    """What the processes of a service say, by their numbers."""
+    for family, (about, labels, bounds) in FAMILIES.items():
+        samples = [
+            ((worker, *values), Buckets(bounds, numbers[:-1], numbers[-1]) if bounds else numbers[-1])
+            for worker, process in told.items()
+            for name, values, numbers in process["numbers"]
+            if name == family
+        ]
+        kind: Literal["counter", "histogram"] = "histogram" if bounds else "counter"
+        yield Metric(family, kind, about, ("worker", *AskedOf._fields, *labels), samples)
+    queued = [((worker,), process["queued"]) for worker, process in told.items()]
+    yield _gauge("serve_queue_items", "Items that wait to be answered.", queued, "worker")
+    asking = [
+        ((worker, state["name"], loaded["version"]), loaded["asking"])
+        for worker, process in told.items()
+        for state in process["states"]
+        for loaded in state["loaded"]
+    ]
+    yield _gauge("serve_requests_under_way", "Questions that hold a version.", asking, "worker", "model", "version")
+    ready = bool(told) and all(process["ready"] for process in told.values())
+    yield _gauge("serve_ready", "1 if all models can be asked.", [((), int(ready))])
+    yield from _of_models(next((process["states"] for process in told.values()), ()))
+
+
+def _of_models(states: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
+    """The same in all processes."""
+    versions, created, shares = [], [], []
+    for state in states:
+        name = (state["name"],)
+        shares.append((name, state["canary"]["share"] if state["canary"] else 0))
+        for loaded in state["loaded"]:
+            if loaded["version"] == state["current"]:
+                versions.append((name, loaded["version"]))
+                created.append((name, loaded["created"]))
+    yield _gauge("serve_version", "The version that is current.", versions, "model")
+    about = "Of which moment of the training the current version is."
+    yield _gauge("serve_version_created_timestamp_seconds", about, created, "model")
+    yield _gauge("serve_canary_share", "Part of the questions that the canary is asked; 0: none is.", shares, "model")
+
+
+def _gauge(name: str, about: str, samples: list[tuple[Any, float]], *labels: str) -> Metric:
+    return Metric(name, "gauge", about, labels, samples)
