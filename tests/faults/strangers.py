@@ -301,14 +301,24 @@ def _read_to_the_end(ours: socket.socket) -> None:
         pass
 
 
-def attack(pipe: Any, addresses: dict[str, str], folder: str, seed: int, go: Any, rate: Any, counts: Any) -> None:
+def attack(
+    pipe: Any,
+    attacker_of: Callable[[dict[str, str], Path, int], Any],
+    kinds: list[tuple[Callable[[Any], None], int]],
+    addresses: dict[str, str],
+    folder: str,
+    seed: int,
+    go: Any,
+    rate: Any,
+    counts: Any,
+) -> None:
     """An attacker: while ``go`` is set, attacks of each kind in turn, ``rate`` a second (0: as many as it can)."""
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))  # also where the others have the right of way
     os.nice(19)
-    attacker = Attacker(addresses, Path(folder), seed)
+    attacker = attacker_of(addresses, Path(folder), seed)
     pipe.send("ready")
     while True:
-        for number, (kind, times) in enumerate(KINDS.values()):
+        for number, (kind, times) in enumerate(kinds):
             for _ in range(times):
                 go.wait()
                 began = time.monotonic()
@@ -318,11 +328,11 @@ def attack(pipe: Any, addresses: dict[str, str], folder: str, seed: int, go: Any
                     time.sleep(max(0.0, 1 / rate.value - (time.monotonic() - began)))
 
 
-def work_honestly(pipe: Any, address: str, folder: str, calls: Any, pause: Any) -> None:
+def work_honestly(pipe: Any, addresses: dict[str, str], folder: str, calls: Any, pause: Any) -> None:
     """A client of rows by TCP and of gRPC, to whom nothing must happen."""
     identify(folder)
     # Strangers may hold the scheduler up for a moment, which calls repeat.
-    with gt.connect(address, config=gt.ClientConfig(shared_memory=False)) as cluster:
+    with gt.connect(addresses["scheduler"], config=gt.ClientConfig(shared_memory=False)) as cluster:
         for spec in TABLES.values():
             more = {"num_rows": spec.num_rows, "admission": spec.admission, "expiry": spec.expiry}
             cluster.create_table(spec.name, dim=spec.dim, optimizer=spec.optimizer, **more)
@@ -363,8 +373,12 @@ class Outcome:
         return "\n".join(lines)
 
 
+Attacked = tuple[dict[str, str], dict[str, int], list[subprocess.Popen[str]]]
+"""Addresses by role, pids by role, processes."""
+
+
 @contextlib.contextmanager
-def _roles(folder: Path) -> Iterator[tuple[dict[str, str], dict[str, int], list[subprocess.Popen[str]]]]:
+def _roles(folder: Path) -> Iterator[Attacked]:
     """One process of each role: addresses and pids."""
     make_authority(folder, "test")
     for role in CERTIFIED_ROLES:
@@ -393,11 +407,28 @@ def _roles(folder: Path) -> Iterator[tuple[dict[str, str], dict[str, int], list[
 _PART = (("module", "build"), ("samples", "samples"))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """Who is attacked by whom, beside whom; all importable by name."""
+
+    roles: Callable[[Path], contextlib.AbstractContextManager[Attacked]]
+    honest: Callable[[Any, dict[str, str], str, Any, Any], None]
+    """A client's process: (pipe, addresses, folder, how many calls it has made, its pause between two)."""
+    attacker: Callable[[dict[str, str], Path, int], Any]
+    kinds: dict[str, tuple[Callable[[Any], None], int]]
+    rest_seconds: float = HANDSHAKE_SECONDS + 1
+    """Until what attackers left behind has been let go of."""
+
+
+CLUSTER = Scene(roles=_roles, honest=work_honestly, attacker=Attacker, kinds=KINDS)
+
+
 def run_strangers(
     seed: int,
     folder: Path,
     outcome: Outcome,
     *,
+    scene: Scene = CLUSTER,
     attacks: int = 20_000,
     attackers: int = 1,
     windows: int = WINDOWS,
@@ -408,16 +439,17 @@ def run_strangers(
     """
     began = time.monotonic()
     with ExitStack() as stack:
-        addresses, pids, processes = stack.enter_context(_roles(folder))
+        addresses, pids, processes = stack.enter_context(scene.roles(folder))
         go, rate, pause = _CONTEXT.Event(), _CONTEXT.Value("d", 0.0), _CONTEXT.Value("d", 0.0)
         calls = _CONTEXT.Value("q", 0)
-        counts = [_CONTEXT.Array("q", len(KINDS)) for _ in range(attackers)]
-        honest = Child(work_honestly, addresses["scheduler"], str(folder), calls, pause)
+        counts = [_CONTEXT.Array("q", len(scene.kinds)) for _ in range(attackers)]
+        honest = Child(scene.honest, addresses, str(folder), calls, pause)
         stack.callback(honest.end)
         honest.receive()
         children = [honest]
         for number, own in enumerate(counts):
-            child = Child(attack, addresses, str(folder), seed * 100 + number, go, rate, own)
+            by = (scene.attacker, list(scene.kinds.values()))
+            child = Child(attack, *by, addresses, str(folder), seed * 100 + number, go, rate, own)
             stack.callback(child.end)
             child.receive()
             children.append(child)
@@ -442,7 +474,7 @@ def run_strangers(
             return statistics.median(made for _, (_, made) in pairs), attacked / rest
 
         def note() -> None:
-            outcome.counts = {kind: sum(own[number] for own in counts) for number, kind in enumerate(KINDS)}
+            outcome.counts = {kind: sum(own[number] for own in counts) for number, kind in enumerate(scene.kinds)}
             outcome.honest_calls, outcome.seconds = calls.value, time.monotonic() - began
             for role, pid in pids.items():
                 status = Path(f"/proc/{pid}/status").read_text()
@@ -462,7 +494,7 @@ def run_strangers(
                 look_at = made + attacks // 16
             time.sleep(WINDOW_SECONDS)
         go.clear()
-        time.sleep(HANDSHAKE_SECONDS + 1)
+        time.sleep(scene.rest_seconds)
         done()
         note()
 
