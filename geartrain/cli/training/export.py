@@ -78,6 +78,13 @@ def export(
             min=0.0, max=1.0, help="With --to: the share of questions whose best class must be found. 1: exact search."
         ),
     ] = 1.0,
+    index: Annotated[
+        str | None,
+        typer.Option(
+            help="With --to: exact, ivf, hnsw or flat (the last three of faiss).",
+            show_default="the fastest that finds enough",
+        ),
+    ] = None,
     data: Annotated[
         str | None, typer.Option(help="With --to: where the run's images are now.", show_default="as the run has it")
     ] = None,
@@ -125,7 +132,14 @@ def export(
         from geartrain.cli.training.export_models import ModelExport, export_run
 
         settings = ModelExport(
-            precision=precision, recall=recall, backbone=backbone, data=data, cache=cache, keep=keep, rows=rows
+            precision=precision,
+            recall=recall,
+            index=index,
+            backbone=backbone,
+            data=data,
+            cache=cache,
+            keep=keep,
+            rows=rows,
         )
         export_run(Path(source), to, settings, as_json=as_json)
         return

@@ -43,6 +43,8 @@ class ModelExport:
     """Of the network; see :mod:`geartrain.workers.models.precision`."""
     recall: float = 1.0
     """The share of questions whose best class the index must find; 1: always."""
+    index: str | None = None
+    """Its kind; None: the fastest that finds enough."""
     backbone: str | None = None
     """``package.module:function`` of a backbone of the person's own."""
     data: str | None = None
@@ -109,9 +111,14 @@ def _export_pictures(run: Path, to: Path, settings: ModelExport, console: Consol
 
     def index(staging: Path, arrays: Arrays, features: npt.NDArray[np.float32] | None) -> dict[str, Any]:
         class_pictures.bring(run, staging, len(model.class_names))
-        centers, biases, recall = arrays["centers"], arrays.get("biases"), settings.recall
         written = write_index(
-            staging, centers, biases, is_cosine=model.is_cosine, asked_recall=recall, queries=features
+            staging,
+            arrays["centers"],
+            arrays.get("biases"),
+            is_cosine=model.is_cosine,
+            asked_recall=settings.recall,
+            kind=settings.index,
+            queries=features,
         )
         return {"index": written}
 
@@ -158,12 +165,22 @@ def _lines(folder: Path, config: Mapping[str, Any], why: str) -> Iterator[str]:
         f"{images}: features are {parity['largest_distance']:.1e} of their length from PyTorch's at most (a number of "
         f"them {parity['max_error']:.1e}), the best class is the same for {'all' if same == 1 else f'{same:.2%}'}"
     )
+    if line := _index_line(config["index"]):
+        yield line
     if accuracy is None:
         yield f"No held-out images: {why}"
         return
     named = {"pytorch": "PyTorch"}
     shown = (f"{named.get(name, name)} {share:.2%}" for name, share in accuracy.items() if name != "images")
     yield f"Named rightly: {', '.join(shown)}"
+
+
+def _index_line(index: Mapping[str, Any]) -> str:
+    """What was measured of an index that is not exact; "" of one that is."""
+    if index["kind"] == "exact":
+        return "" if index["asked_recall"] == 1 else "Index: exact, the fastest that finds enough of the best classes"
+    found = f"the best class is found for {index['recall_at_1']:.2%} of {index['recall_queries']:,} questions"
+    return f"Index: {index['kind']}, {found} (asked: {index['asked_recall']:.2%})"
 
 
 @contextmanager

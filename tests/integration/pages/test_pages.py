@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.pages import Block, blocks_of, losses_in, program_of, run
+from tests.support.served_models import require_onnx
 
 
 @pytest.fixture
@@ -98,6 +99,12 @@ def test_a_model_of_several_tensors_answers_as_its_page_says(tmp_path: Path) -> 
     (block,) = [block for block in blocks_of("how-to/save-a-model.md") if "class Reader" in block.code]
     run(f"import torch\nfrom torch import nn\nimport geartrain as gt\n{block.code}", tmp_path)
     assert (tmp_path / "runs" / "reader" / "model.json").is_file()
+
+
+def test_a_model_is_exported_as_its_page_says(tmp_path: Path) -> None:
+    require_onnx()
+    assert "features differ by" in run(program_of("how-to/export-a-model.md"), tmp_path)
+    assert (tmp_path / "models" / "mine" / "backbone.onnx").is_file()
 
 
 @pytest.mark.parametrize("page", ["how-to/from-partial-fc.md", "how-to/from-plsc.md"])
