@@ -258,7 +258,7 @@ def test_candidates_are_added_and_ranked(opened: Opened, service: StandInService
     page.wait_for_function("() => document.querySelectorAll('#answers li').length === 2")
     asked = json.loads(service.asked[-1][2])
     assert [candidate["item"] for candidate in asked["candidates"]] == [99, 997]
-    assert page.locator("#answers .name").last.text_content() == '2: item 997, genre "comedy"'
+    assert page.locator("#answers .name").last.text_content() == 'item 997, genre "comedy"'
     page.goto(f"{service.url}#tree")
     page.reload()
     best(page, str(2**62))
