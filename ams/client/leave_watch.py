@@ -1,6 +1,7 @@
 """A job's ear and mouth at the scheduler: which shards want to leave, so that it takes a snapshot first; how far it is.
 
-Cost: one RPC of some 100 bytes each way to the scheduler a second, from a thread of its own.
+Cost: one RPC of some 100 bytes each way to the scheduler a second, or less often where it says so, from a thread of its
+own.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class LeaveWatch:
         self._ended = threading.Event()
         self._silent_since: float | None = None
         self._is_dumb = False
+        self._pause_seconds = _TELL_SECONDS
         self.leaving: tuple[int, ...] = ()
         """The shards that want to leave, as last heard."""
         self._tell()  # before anything is trained: a shard that is told to end next knows whom to wait for
@@ -63,7 +65,7 @@ class LeaveWatch:
             )
 
     def _tell_again_and_again(self) -> None:
-        while not self._ended.wait(_TELL_SECONDS) and self._tell():
+        while not self._ended.wait(self._pause_seconds) and self._tell():
             pass
 
     def _tell(self) -> bool:
@@ -71,10 +73,11 @@ class LeaveWatch:
         began = time.monotonic()
         try:
             tell = TellJob(job=self._job, incarnation=self._incarnation, report=self._said())
-            self.leaving = self._scheduler.call(tell, _ANSWER_SECONDS)
-            self._silent_since = None
+            heard = self._scheduler.call(tell, _ANSWER_SECONDS)
+            self.leaving, self._silent_since = heard.leaving, None
+            self._pause_seconds = max(heard.pause_seconds, _TELL_SECONDS)
         except AttemptFailed:
-            self._silent_since = self._silent_since or began
+            self._silent_since, self._pause_seconds = self._silent_since or began, _TELL_SECONDS
         except GeartrainError as exc:
             logger.warning("the scheduler does not tell job %r which shards leave: %s", self._job, exc)
             return False

@@ -28,6 +28,7 @@ from geartrain.ams.values.scheduler_messages import (
     DescribeStreams,
     DropClusterTable,
     FenceJob,
+    HeardJob,
     Heartbeat,
     JobsToAsk,
     LeaseStreams,
@@ -146,9 +147,11 @@ class SchedulerHandlers:
         self._scheduler.prepare_leave(leave.shard, leave.incarnation)
         return self.jobs.to_ask(was_restarted=self._scheduler.was_restarted)
 
-    def _tell_job(self, tell: TellJob, _: WaitingCaller) -> tuple[int, ...]:
-        self.jobs.tell(checked_name("job", tell.job), tell.incarnation, done=tell.done, report=tell.report)
-        return self._scheduler.leaving_shards()
+    def _tell_job(self, tell: TellJob, _: WaitingCaller) -> HeardJob:
+        leaving = self._scheduler.leaving_shards()
+        job = checked_name("job", tell.job)
+        pause = self.jobs.tell(job, tell.incarnation, done=tell.done, report=tell.report, is_urgent=bool(leaving))
+        return HeardJob(leaving=leaving, pause_seconds=pause)
 
     def _tell_event(self, tell: TellEvent, _: WaitingCaller) -> None:
         told = tell.event

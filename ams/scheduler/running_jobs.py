@@ -1,4 +1,5 @@
-"""Which jobs train now, and how far they are: as they say about once a second, and as the events tell.
+"""Which jobs train now, and how far they are: as they say about once a second, or where there are many of them up to
+half a minute apart, and as the events tell.
 
 Whoever wants to end a shard waits until they have taken a snapshot. What is counted of a job (snapshots, recoveries)
 is counted from the events, those of an earlier scheduler included. Memory: some kilobytes a job, of 1,000 at most.
@@ -18,12 +19,15 @@ from geartrain.ams.scheduler.pauses import PauseDetector
 from geartrain.ams.values.scheduler_messages import ClusterEvent, JobCondition, JobEntry, JobReport, JobsToAsk
 from geartrain.ams.values.text import counted
 
-_SILENT_SECONDS = 6.0
-"""A job that says nothing for so long is not waited for."""
+_WORDS_PER_SECOND, _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 33, 1.0, 30.0
+"""Of all jobs together: each word costs the scheduler half a millisecond of a core, nearly all of it gRPC's. And the
+shortest and the longest that a job is silent."""
+_SILENT_SECONDS = 5.0
+"""A job that says nothing for so long behind its pause is not waited for."""
 _RECOVERING_SECONDS = 120.0
 """One that goes back to its snapshot says nothing meanwhile: for so long it is not called silent."""
-_HEARD_FROM_ALL_SECONDS = 3.0
-"""After so long a scheduler that was restarted has heard from every job."""
+_LATE_SECONDS = 2.0
+"""So long behind their pauses a scheduler that was restarted has heard from every job."""
 _MOST_JOBS = 1_000
 _MOST_REASONS = 20
 """Clients say why there is no snapshot, and each reason is a series for Prometheus."""
@@ -43,6 +47,8 @@ _KINDS: dict[str, JobCondition] = {
 class _Job:
     incarnation: int
     heard: float
+    pause: float
+    """So long it was told to be silent."""
     began: float = field(default_factory=time.time)
     """Unix time, of its process."""
     report: JobReport = field(default_factory=JobReport)
@@ -63,6 +69,11 @@ class _Job:
     recoveries: int = 0
     steps_lost: int = 0
 
+    @property
+    def due(self) -> float:
+        """When it is to be heard again, at the latest."""
+        return self.heard + self.pause + _SILENT_SECONDS
+
 
 class RunningJobs:
     """The jobs that say so until they have saved what they are asked to, and what became of others. Thread-safe."""
@@ -76,6 +87,10 @@ class RunningJobs:
         self._jobs: dict[str, _Job] = {}
         for event in self._events.since(0, MOST_KEPT).events:
             self._hear(event)
+        self._first_pause = self._pause(sum(job.report.state in UNDER_WAY for job in self._jobs.values()))
+        """Such a one they may have been told by an earlier scheduler."""
+        for job in self._jobs.values():
+            job.pause = self._first_pause
         self._extend_all()  # they may live, unheard as long as there was no scheduler
 
     def pulse(self) -> None:
@@ -87,20 +102,25 @@ class RunningJobs:
                 state, silent = job.report.state, now - job.heard
                 if silent > _KEPT_SECONDS.get(state, math.inf):
                     del self._jobs[name]
-                elif state in UNDER_WAY and silent > (_SILENT_SECONDS if job.trains else _RECOVERING_SECONDS):
+                elif state in UNDER_WAY and now > (job.due if job.trains else job.heard + _RECOVERING_SECONDS):
                     said = (
                         f"nothing was heard of the job for {silent:.0f} s; it was {state} at step {job.report.step:,}"
                     )
                     self._note("job_silent", name, job, said, step=job.report.step)
 
-    def tell(self, job: str, incarnation: int, *, done: bool, report: JobReport | None = None) -> None:
-        """Note that a job trains, or that it is ``done``: it has ended, or saved and waits. Past ones are ignored."""
+    def tell(
+        self, job: str, incarnation: int, *, done: bool, report: JobReport | None = None, is_urgent: bool = False
+    ) -> float:
+        """Note that a job trains, or that it is ``done``: it has ended, or saved and waits. Past ones are ignored.
+
+        Returns for how long it is to be silent; ``is_urgent``: as briefly as can be.
+        """
         report = report or JobReport(state="ended" if done else "training")
         with self._lock:
             now = self._clock()
             known = self._jobs.get(job)
             if known is not None and known.incarnation > incarnation:
-                return
+                return _LONGEST_PAUSE_SECONDS
             if known is None or known.incarnation < incarnation:
                 known = self._begins(job, incarnation, report, known, now)
             elif known.report.state == "silent":
@@ -112,9 +132,15 @@ class RunningJobs:
             if done and known.trains:
                 known.saved = now
             known.trains = not done
+            known.pause = self._pause(1 if is_urgent else sum(other.trains for other in self._jobs.values()))
             if report.state != before and report.state in ("ended", "stopped", "failed"):
                 said = f"the job {report.state} at step {report.step:,}"
                 self._note(f"job_{report.state}", job, known, said, step=report.step)
+            return known.pause
+
+    @staticmethod
+    def _pause(num_jobs: int) -> float:
+        return min(max(_PAUSE_SECONDS, num_jobs / _WORDS_PER_SECOND), _LONGEST_PAUSE_SECONDS)
 
     def hear(self, event: ClusterEvent) -> None:
         """Note what an event says of a job."""
@@ -125,10 +151,10 @@ class RunningJobs:
         """Those that train, and those that trained a moment ago. ``was_restarted``: jobs may live unheard."""
         with self._lock:
             now = self._clock()
-            recent = now - _SILENT_SECONDS
+            recent = now - _SILENT_SECONDS - _PAUSE_SECONDS
             return JobsToAsk(
-                is_sure=not was_restarted or now - self._began > _HEARD_FROM_ALL_SECONDS,
-                waiting=tuple(name for name, job in self._jobs.items() if job.trains and job.heard > recent),
+                is_sure=not was_restarted or now - self._began > _LATE_SECONDS + self._first_pause,
+                waiting=tuple(name for name, job in self._jobs.items() if job.trains and job.due > now),
                 saved=tuple(name for name, job in self._jobs.items() if not job.trains and job.saved > recent),
             )
 
@@ -165,7 +191,9 @@ class RunningJobs:
     def _begins(self, name: str, incarnation: int, report: JobReport, known: _Job | None, now: float) -> _Job:
         """A process of the job came that was not there: it begins, goes on, or went back because something was lost."""
         step = report.step
-        job = self._jobs[name] = replace(known, incarnation=incarnation) if known else _Job(incarnation, now)
+        job = self._jobs[name] = (
+            replace(known, incarnation=incarnation) if known else _Job(incarnation, now, _PAUSE_SECONDS)
+        )
         job.stepped = now
         if len(self._jobs) > _MOST_JOBS:
             del self._jobs[min(self._jobs, key=lambda other: (self._jobs[other].trains, self._jobs[other].heard))]
@@ -192,7 +220,7 @@ class RunningJobs:
         if job is None:
             if event.kind not in _KINDS or not event.job:
                 return
-            job = self._jobs[event.job] = _Job(event.incarnation, self._clock())
+            job = self._jobs[event.job] = _Job(event.incarnation, self._clock(), _PAUSE_SECONDS)
         if event.kind in _KINDS:
             job.incarnation = max(job.incarnation, event.incarnation)
             job.report = replace(job.report, state=_KINDS[event.kind], step=event.step or 0)

@@ -260,6 +260,7 @@ class Scheduler:
                 pool_shards=self._membership.living_in(memory_pool),
                 cluster_version=version,
                 highest_incarnation=self._incarnations.last,
+                pause_seconds=self._membership.pause_seconds,
             )
 
     def leave(self, shard: int, incarnation: int) -> None:

@@ -73,6 +73,8 @@ class _HeldShard:
         self.memory_pool = memory_pool
         self.pool_shards = 0
         """Shards that share the memory, as last heard; 0: not known."""
+        self.pause_seconds = 0.0
+        """Between two heartbeats, at least, as last heard."""
         self.models = models
         self.wanted = wanted
         self.service = ShardService(
@@ -173,7 +175,7 @@ class _HeldShard:
             self.shard.cluster_version = reply.cluster_version
             self.shard.hear_incarnation(reply.highest_incarnation)
             self._confirm(began)
-            self.pool_shards = reply.pool_shards
+            self.pool_shards, self.pause_seconds = reply.pool_shards, reply.pause_seconds
             self._hear_revoked(scheduler, reply.revoked)
         return True
 
@@ -356,8 +358,8 @@ class ShardServer:
         """Say again and again that one shard lives; what keeps its heartbeats up costs no other shard its lease."""
         assert held.lease is not None
         silent = False
-        interval = min(self._config.heartbeat_seconds, held.lease.seconds / _BEATS_PER_LEASE)
-        while not self._stopping.wait(interval):
+        longest = held.lease.seconds / _BEATS_PER_LEASE
+        while not self._stopping.wait(min(max(self._config.heartbeat_seconds, held.pause_seconds), longest)):
             try:
                 if held.shard is not None and held.shard.end_reason is not None:
                     self._end(held, f"shard {held.number} is broken: {held.shard.end_reason}")

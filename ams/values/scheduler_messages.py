@@ -158,6 +158,8 @@ class Beat:
     """As in :class:`Registration`."""
     revoked: str = ""
     """As in :class:`Registration`."""
+    pause_seconds: float = 0.0
+    """So long, at least, until its next one; a third of its lease at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,8 +275,18 @@ class DescribeJobs(Rpc[tuple[JobEntry, ...]]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TellJob(Rpc[tuple[int, ...]]):
-    """A job trains, and hears which shards want to leave."""
+class HeardJob:
+    """What a job learns when it tells."""
+
+    leaving: tuple[int, ...] = ()
+    """Shards that want to leave."""
+    pause_seconds: float = 0.0
+    """After so long its next word is due."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TellJob(Rpc[HeardJob]):
+    """A job trains."""
 
     job: str
     incarnation: int

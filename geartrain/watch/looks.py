@@ -14,6 +14,8 @@ from geartrain.ams.values.scheduler_messages import ClusterEvent, DescribeJobs, 
 from geartrain.watch.events import EventReader
 
 _ANSWER_SECONDS = 2.0
+JOBS_PER_LOOK = 100
+"""With more of them, they are asked for at every so many-th look: they tell less often, too."""
 
 
 class Rates(NamedTuple):
@@ -45,6 +47,8 @@ class ClusterWatch:
         self._events = EventReader(self._read_events, most=most_events)
         self._scheduler: SchedulerCarrier | None = None
         self._shards: dict[tuple[str, int], ShardCarrier] = {}
+        self._looks = 0
+        self._jobs: tuple[JobEntry, ...] = ()
         self._before: tuple[float, dict[tuple[int, int], Rates]] = (0.0, {})
         """When, and what each process of a shard had done."""
 
@@ -54,7 +58,9 @@ class ClusterWatch:
             self._scheduler, self._dial_shard = dial(self.address, self.config, once=True)
         try:
             status = describe_cluster(self._scheduler, self._open, _ANSWER_SECONDS)
-            jobs = self._scheduler.call(DescribeJobs(), _ANSWER_SECONDS)
+            if self._looks % max(1, len(self._jobs) // JOBS_PER_LOOK) == 0:
+                self._jobs = self._scheduler.call(DescribeJobs(), _ANSWER_SECONDS)
+            self._looks += 1
             events = list(self._events.new())
         except AttemptFailed as exc:
             self.close()
@@ -69,7 +75,7 @@ class ClusterWatch:
             key[0]: Rates(*(max(0.0, new - old) / (now - at) for new, old in zip(done[key], before[key], strict=True)))
             for key in done.keys() & before.keys()
         }
-        return ClusterLook(status, rates, jobs, events)
+        return ClusterLook(status, rates, self._jobs, events)
 
     def close(self) -> None:
         """Hang up."""

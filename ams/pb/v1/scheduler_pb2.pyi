@@ -238,6 +238,7 @@ class HeartbeatReply(_message.Message):
     POOL_SHARDS_FIELD_NUMBER: _builtins.int
     HIGHEST_INCARNATION_FIELD_NUMBER: _builtins.int
     REVOKED_FIELD_NUMBER: _builtins.int
+    PAUSE_SECONDS_FIELD_NUMBER: _builtins.int
     unknown: _builtins.bool
     """The scheduler does not know this shard (any more): register again."""
     replaced: _builtins.bool
@@ -249,6 +250,8 @@ class HeartbeatReply(_message.Message):
     """As in RegisterReply."""
     revoked: _builtins.str
     """As in RegisterReply."""
+    pause_seconds: _builtins.float
+    """So long, at least, until the next heartbeat: the more shards there are, the longer."""
     def __init__(
         self,
         *,
@@ -258,10 +261,11 @@ class HeartbeatReply(_message.Message):
         pool_shards: _builtins.int = ...,
         highest_incarnation: _builtins.int = ...,
         revoked: _builtins.str = ...,
+        pause_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_version", b"cluster_version", "highest_incarnation", b"highest_incarnation", "pool_shards", b"pool_shards", "replaced", b"replaced", "revoked", b"revoked", "unknown", b"unknown"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_version", b"cluster_version", "highest_incarnation", b"highest_incarnation", "pause_seconds", b"pause_seconds", "pool_shards", b"pool_shards", "replaced", b"replaced", "revoked", b"revoked", "unknown", b"unknown"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -442,6 +446,9 @@ class TellJobReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEAVING_FIELD_NUMBER: _builtins.int
+    PAUSE_SECONDS_FIELD_NUMBER: _builtins.int
+    pause_seconds: _builtins.float
+    """After so long the next word is due: the more jobs there are, the longer, unless a shard wants to leave."""
     @_builtins.property
     def leaving(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Shards that want to leave."""
@@ -450,10 +457,11 @@ class TellJobReply(_message.Message):
         self,
         *,
         leaving: _abc.Iterable[_builtins.int] | None = ...,
+        pause_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaving", b"leaving"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaving", b"leaving", "pause_seconds", b"pause_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
 
 from geartrain.ams.client.leave_watch import LeaveWatch
-from geartrain.ams.values.scheduler_messages import JobReport
+from geartrain.ams.values.scheduler_messages import HeardJob, JobReport
 
 SECONDS = 60.0
 LATER = 0.2
@@ -19,16 +20,17 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.heard: list[bool] = []
+        self.pause_seconds = 0.0
         self.is_asked, self.is_done = threading.Event(), threading.Event()
 
-    def call(self, tell: Any, _: float) -> tuple[int, ...]:
+    def call(self, tell: Any, _: float) -> HeardJob:
         if not tell.done:
             self.is_asked.set()
             self.is_done.wait(LATER)
         self.heard.append(tell.done)
         if tell.done:
             self.is_done.set()
-        return ()
+        return HeardJob(pause_seconds=self.pause_seconds)
 
     def close(self) -> None:
         """Nothing to close."""
@@ -58,3 +60,16 @@ def test_a_report_that_fails_keeps_nobody_from_hearing_that_the_job_trains(
     watch.done()
     assert scheduler.heard[-1]
     assert caplog.text.count("does not report how far it is: ZeroDivisionError") == 1
+
+
+def test_a_job_is_silent_for_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("geartrain.ams.client.leave_watch._TELL_SECONDS", 0.001)
+    scheduler = Scheduler()
+    scheduler.is_done.set()  # it answers at once
+    scheduler.pause_seconds = 0.5
+    watch = LeaveWatch(scheduler, "j", 1)  # type: ignore[arg-type]
+    began = time.monotonic()
+    scheduler.is_asked.clear()
+    assert scheduler.is_asked.wait(SECONDS)
+    assert time.monotonic() - began > 0.4
+    watch.done()

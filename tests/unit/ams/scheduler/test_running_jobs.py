@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from geartrain.ams.observe.event_log import EventLog
 from geartrain.ams.scheduler.running_jobs import RunningJobs
+from geartrain.ams.values.scheduler_messages import ClusterEvent
 
 
 def test_jobs_are_waited_for_until_they_have_saved_or_are_silent() -> None:
@@ -29,4 +31,34 @@ def test_a_restarted_scheduler_is_sure_once_every_job_had_time_to_speak() -> Non
     assert not jobs.to_ask(was_restarted=True).is_sure
     assert jobs.to_ask(was_restarted=False).is_sure
     now = 3.1
+    assert jobs.to_ask(was_restarted=True).is_sure
+
+
+def test_many_jobs_are_told_to_speak_less_often_and_are_waited_for_all_the_same() -> None:
+    now = 0.0
+    jobs = RunningJobs(lambda: now)
+    assert jobs.tell("0", 1, done=False) == 1
+    for _ in range(2):
+        pauses = {jobs.tell(str(job), 1, done=False) for job in range(330)}
+    assert pauses == {10}
+    assert jobs.tell("0", 1, done=False, is_urgent=True) == 1  # a shard wants to leave
+    assert jobs.tell("1", 1, done=True) < 10
+    now = 14.0
+    jobs.pulse()
+    assert len(jobs.to_ask(was_restarted=False).waiting) == 328
+    assert [entry.report.state for entry in jobs.entries() if entry.job == "0"] == ["silent"]
+    now = 15.1
+    assert jobs.to_ask(was_restarted=False).waiting == ()
+
+
+def test_a_restarted_scheduler_gives_many_jobs_the_time_that_an_earlier_one_told_them() -> None:
+    now, log = 0.0, EventLog()
+    for job in range(330):
+        log.note(ClusterEvent(kind="job_began", text="began", job=str(job), incarnation=1))
+    jobs = RunningJobs(lambda: now, log)
+    now = 11.0
+    jobs.pulse()
+    assert not jobs.to_ask(was_restarted=True).is_sure
+    assert {entry.report.state for entry in jobs.entries()} == {"training"}
+    now = 12.1
     assert jobs.to_ask(was_restarted=True).is_sure
