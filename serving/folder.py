@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from geartrain.ams.values.errors import ConfigError, ModelDamaged
 from geartrain.serving.models.registry import load_kind
 from geartrain.workers.atomic import complete_folder
-from geartrain.workers.models.saved_model import CONFIG, read_config, unseal_folder
+from geartrain.workers.models.saved_model import CONFIG, numbered_versions, read_config, unseal_folder
 
 if TYPE_CHECKING:
     from geartrain.serving.answers import Servable
@@ -25,10 +25,8 @@ def version_folders(folder: Path) -> list[Path]:
     folder = complete_folder(folder)
     if (folder / CONFIG).exists():
         return [folder]
-    inside = [path for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
-    found = sorted((path for path in inside if (path / CONFIG).exists()), key=lambda path: int(path.name))
-    if found:
-        return found[::-1]
+    if found := numbered_versions(folder):
+        return found
     if (folder / "run.json").exists():
         raise ConfigError(
             f"{folder} is the folder of a run; write a model to serve with geartrain export {folder} --to"

@@ -143,14 +143,22 @@ def unseal_folder(folder: Path) -> dict[str, Any]:
     return config
 
 
+def numbered_versions(folder: Path) -> list[Path]:
+    """The models in a folder of versions, ``folder/000120``, the newest first."""
+    inside = [path for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
+    found = sorted((path for path in inside if (path / CONFIG).exists()), key=lambda path: int(path.name))
+    return found[::-1]
+
+
 def unseal_model(folder: Path) -> ModelFiles:
-    """Read what :func:`seal_model` wrote, in ``folder`` or in the ``model`` of a run's folder. Raises as
-    :func:`unseal_folder`.
+    """Read what :func:`seal_model` wrote, in ``folder``, in the ``model`` of a run's folder, or the newest of versions.
+
+    Raises as :func:`unseal_folder`.
     """
     folder = complete_folder(folder)
-    inside = complete_folder(folder / "model")
-    if inside.is_dir() and not (folder / CONFIG).exists():
-        folder = inside
+    if not (folder / CONFIG).exists():
+        inside = complete_folder(folder / "model")
+        folder = inside if inside.is_dir() else next(iter(numbered_versions(folder)), folder)
     return read_files(folder, unseal_folder(folder))
 
 

@@ -27,7 +27,7 @@ from geartrain.workers.job.folder import has_run, read_run
 from geartrain.workers.job.state import newest_snapshot
 from geartrain.workers.models.export import Arrays, RunImages, export_model, next_version
 from geartrain.workers.models.precision import require_precision
-from geartrain.workers.models.saved_model import CONFIG, ONNX
+from geartrain.workers.models.saved_model import CONFIG, ONNX, numbered_versions
 from geartrain.workers.models.trained_model import TrainedModel, load_model
 from geartrain.workers.tdm.export import export_tree
 
@@ -206,5 +206,4 @@ def _version(model: TrainedModel, run: Path) -> int | None:
 
 
 def _versions(folder: Path) -> dict[int, Path]:
-    inside = folder.iterdir() if folder.is_dir() else ()
-    return {int(path.name): path for path in inside if path.name.isdecimal() and path.is_dir()}
+    return {int(path.name): path for path in numbered_versions(folder)}

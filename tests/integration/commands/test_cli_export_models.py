@@ -67,6 +67,7 @@ def test_a_folder_of_versions_gets_one_more_and_keeps_the_newest(run: Path, tmp_
     for later in (step + 1, step + 2):
         (tmp_path / "v" / f"{step:06}").rename(tmp_path / "v" / f"{later:06}")
         assert typed("export", run, "--to", tmp_path / "v", "--keep", 2).exit_code == 0
+    assert gt.load_model(tmp_path / "v").class_names == gt.load_model(run).class_names  # of the newest
     assert sorted(path.name for path in (tmp_path / "v").iterdir()) == [f"{step:06}", f"{step + 2:06}"]
 
 
