@@ -57,6 +57,16 @@ FAMILIES = {
 }
 
 
+FOLLOWED: dict[str, tuple[Literal["counter", "gauge"], str]] = {
+    "seconds_behind": ("gauge", "Since a snapshot of the training that is not served was first seen."),
+    "steps_behind": ("gauge", "Steps of the training since what is served."),
+    "age_seconds": ("gauge", "Since the moment of the training that is served."),
+    "versions": ("counter", "Versions taken of the training."),
+    "failures": ("counter", "Attempts at a version that failed; what was served is served on."),
+}
+"""Of models that follow a training, by the names of their facts."""
+
+
 class ServingCounts:
     """Of one process. Thread-safe."""
 
@@ -158,3 +168,12 @@ def _of_models(states: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
 
 def _gauge(name: str, about: str, samples: list[tuple[Any, float]], *labels: str) -> Metric:
     return Metric(name, "gauge", about, labels, samples)
+
+
+def following_metrics(following: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
+    """How far models are behind the trainings that they follow: facts of each, by its name."""
+    for name, (kind, what) in FOLLOWED.items():
+        found = [((model,), float(facts[name])) for model, facts in following.items() if facts.get(name) is not None]
+        if found:
+            total = "_total" if kind == "counter" else ""
+            yield Metric(f"serve_follow_{name}{total}", kind, what, ("model",), found)

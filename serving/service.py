@@ -13,7 +13,7 @@ from geartrain.ams.values.errors import ConfigError, GeartrainError, InternalErr
 from geartrain.serving.batching import Batcher
 from geartrain.serving.catalog import Catalog
 from geartrain.serving.folder import load_folder, load_newest, version_folders
-from geartrain.serving.metrics import ServingCounts, serving_metrics, told_by
+from geartrain.serving.metrics import ServingCounts, following_metrics, serving_metrics, told_by
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 Told = dict[str, Any]
@@ -67,7 +67,9 @@ class ModelService:
     def metrics(self) -> Iterator[Metric]:
         """What all processes of the service have counted."""
         told = self.everywhere({"wish": "counts"})
-        return serving_metrics({number: answer["said"] for number, answer in enumerate(told) if "said" in answer})
+        counts = {number: answer["said"] for number, answer in enumerate(told) if "said" in answer}
+        yield from serving_metrics(counts)
+        yield from following_metrics(self.following)
 
     def close(self) -> None:
         """Answer what waits, then close the models."""

@@ -6,12 +6,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from geartrain.ams.observe.metrics import Metric
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.values.errors import GeartrainError
 from geartrain.serving.live.training import Progress, Training
@@ -113,21 +112,6 @@ class Follower:
                 "failures": self._num_failures,
                 "last_version_seconds": round(self._last_seconds, 3),
             }
-
-    def metrics(self) -> Iterator[Metric]:
-        """For Prometheus."""
-        facts = self.facts
-        gauges = {
-            "seconds_behind": "Since a snapshot that is not served was first seen.",
-            "steps_behind": "Between what is served and the training.",
-            "age_seconds": "Since the moment that is served.",
-        }
-        for name, what in gauges.items():
-            if facts[name] is not None:
-                yield Metric(f"follow_{name}", "gauge", what, (), [((), facts[name])])
-        counters = {"versions": "Versions taken of the training.", "failures": "Attempts at a version that failed."}
-        for name, what in counters.items():
-            yield Metric(f"follow_{name}_total", "counter", what, (), [((), facts[name])])
 
     def look(self) -> bool:
         """Look once; return whether a version became current. For the thread, and for tests."""

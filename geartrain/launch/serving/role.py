@@ -22,7 +22,6 @@ from geartrain.serving.http.app import make_app
 from geartrain.serving.http.callers import Callers
 from geartrain.serving.http.limits import Limits
 from geartrain.serving.http.server import HttpServer, listening_socket, shared_port
-from geartrain.serving.live.follow import Follower
 from geartrain.serving.live.start import follow
 from geartrain.serving.metrics import ServingCounts
 from geartrain.serving.service import ModelService, named_folders, open_models
@@ -139,10 +138,9 @@ class ServeRole:
             self.service = ModelService(Catalog(), Batcher(threads=0))
             self.service.everywhere = self.workers.everywhere
         self._following = ExitStack()
-        self._follower: Follower | None = None
         if told.follow is not None:
             try:
-                self._follower = follow(self.service, told, config.client, self._following)
+                follow(self.service, told, config.client, self._following)
             except BaseException:
                 self.stop(0)
                 raise
@@ -151,8 +149,6 @@ class ServeRole:
     def metrics(self) -> Iterator[Metric]:
         """What it counts."""
         yield from self.service.metrics()
-        if self._follower is not None:
-            yield from self._follower.metrics()
 
     @property
     def end_reason(self) -> str | None:

@@ -7,6 +7,7 @@ terminal is typed there; one without a title is for the reader alone.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -25,6 +26,7 @@ import pytest
 
 from tests.support.pages import DOCS, Block, blocks_of, losses_in, program_of, run
 from tests.support.rank_processes import run_ranks
+from tests.support.role_process import RoleProcess
 
 ADDRESS = "127.0.0.1:7000"
 """What the pages say; a test's cluster listens at a free port."""
@@ -228,3 +230,26 @@ def test_a_training_whose_shard_is_killed_ends_with_the_loss_of_an_undisturbed_o
         undisturbed = reader.type(second)
     assert "going on" not in undisturbed
     assert losses_in(undisturbed)[-1] == float(disturbed)
+
+
+def test_a_newcomer_is_served_as_the_tutorial_says(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="needs pip install 'geartrain[serve]'")
+    (page,) = [block for block in blocks_of("tutorials/to-production.md") if block.title == "train.py"]
+    reader = Reader(tmp_path)
+    reader.save(page)
+    reader.type(replace(page, code="python train.py"))
+    arguments = ("--follow", str(tmp_path / "live" / "people"), "--listen", "127.0.0.1:0")
+    with RoleProcess("serve", *arguments, errors=tmp_path / "serve.log") as role:
+        connection = http.client.HTTPConnection(role.address, timeout=DEADLINE_SECONDS)
+        until, status = time.monotonic() + DEADLINE_SECONDS, 0
+        while status != 200:
+            assert time.monotonic() < until, (tmp_path / "serve.log").read_text()
+            body = json.dumps({"features": [[1.0] * 64], "k": 1000})
+            connection.request("POST", "/v1/models/people/nearest", body)
+            response = connection.getresponse()
+            status, said = response.status, json.loads(response.read())
+    assert said["version"] == 30
+    named = {found["class"] for found in said["answers"][0]}
+    assert len(named) == 1000
+    assert "somebody new" in named
+    assert "person 0" not in named

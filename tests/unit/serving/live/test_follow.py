@@ -19,6 +19,7 @@ from geartrain.serving.live import versions
 from geartrain.serving.live.follow import Follower
 from geartrain.serving.live.training import training_of
 from geartrain.serving.live.versions import LiveVersions
+from geartrain.serving.metrics import following_metrics
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.live.publisher import Publisher
 
@@ -221,6 +222,7 @@ def test_what_holds_no_classifier_is_said(tmp_path: Path) -> None:
 def test_counters_are_those_of_the_facts(trained: Trained) -> None:
     trained.step(1)
     trained.follower.look()
-    found = {metric.name: metric.samples[0][1] for metric in trained.follower.metrics()}
-    assert found["follow_versions_total"] == 1
-    assert found["follow_seconds_behind"] == 0
+    told = following_metrics({"people": trained.follower.facts, "faces": {}})
+    found = {metric.name: metric.samples for metric in told}
+    assert found["serve_follow_versions_total"] == [(("people",), 1.0)]
+    assert found["serve_follow_seconds_behind"] == [(("people",), 0.0)]
