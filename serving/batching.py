@@ -45,6 +45,15 @@ class _Asked:
     answer: Future[Arrays]
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class _Unread:
+    lease: Lease
+    operation: str
+    read: Callable[[], Question]
+    at: float
+    answer: Future[Arrays]
+
+
 class _Group:
     """Questions that may be answered together."""
 
@@ -82,6 +91,7 @@ class Batcher:
         self._clock, self._on_batch = clock, on_batch
         self._changed = threading.Condition()
         self._waiting: dict[Hashable, _Group] = {}
+        self._unread: deque[_Unread] = deque()
         self.queued = 0
         """Items that wait now."""
         self._under_way = 0
@@ -92,32 +102,35 @@ class Batcher:
         for thread in self._threads:
             thread.start()
 
-    def ask(self, lease: Lease, operation: str, question: Question) -> Future[Arrays]:
+    def ask(self, lease: Lease, operation: str, question: Question | Callable[[], Question]) -> Future[Arrays]:
         """Answer a question to an operation of the leased version: arrays with a row for each of its items.
 
-        The version is held until then, also if its asker leaves: a cancel is heard before its batch begins, and after
-        that changes nothing. The future has what the operation raises. Raises Busy: too much waits already.
+        What is yet to be read is read by the thread that answers, which spares a change of threads where it is little;
+        it counts as one item until then. The version is held until the answer, also if its asker leaves: a cancel is
+        heard before its batch begins, and after that changes nothing. The future has what reading or the operation
+        raise. Raises Busy: too much waits already.
         """
         answer: Future[Arrays] = Future()
-        shapes = tuple((name, array.dtype.str, array.shape[1:]) for name, array in question.arrays.items())
-        key = (id(lease.servable), operation, question.parameters, shapes)
+        items = question.num_items if isinstance(question, Question) else 1
         with self._changed:
             if self._is_closed:
                 raise Busy("the service is ending; ask again in a second")
-            if self.queued and self.queued + question.num_items > self._max_queued:
+            if self.queued and self.queued + items > self._max_queued:
                 waits = counted(self.queued, "item")
                 raise Busy(f"{waits} wait already, of {self._max_queued:,} that may; ask again in a second")
             held = lease.again()
-            group = self._waiting.setdefault(key, _Group())
-            group.asked.append(_Asked(held, operation, question, self._clock(), answer))
-            group.items += question.num_items
-            self.queued += question.num_items
+            self.queued += items
+            if isinstance(question, Question):
+                self._join(_Asked(held, operation, question, self._clock(), answer))
+            else:
+                self._unread.append(_Unread(held, operation, question, self._clock(), answer))
             self._changed.notify()
         answer.add_done_callback(lambda _: held.release())
         return answer
 
     def answer_next(self) -> bool:
         """Answer the next batch that need not wait, on this thread; return whether there was one."""
+        self._read()
         with self._changed:
             batch = self._next(self._clock())
         if not batch:
@@ -132,17 +145,45 @@ class Batcher:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
-        while self.answer_next():
-            pass
+        while self._unread or self.answer_next():
+            self._read()
 
     def _go_on(self) -> None:
         while True:
+            self._read()
             with self._changed:
-                while not (batch := self._next(self._clock())):
+                batch = self._next(self._clock())
+                if not batch and not self._unread:
                     if self._is_closed and not self._waiting:
                         return
                     self._changed.wait(self._until_due(self._clock()))
-            self._answer(batch)
+            if batch:
+                self._answer(batch)
+
+    def _join(self, asked: _Asked) -> None:
+        question = asked.question
+        shapes = tuple((name, array.dtype.str, array.shape[1:]) for name, array in question.arrays.items())
+        key = (id(asked.lease.servable), asked.operation, question.parameters, shapes)
+        group = self._waiting.setdefault(key, _Group())
+        group.asked.append(asked)
+        group.items += question.num_items
+
+    def _read(self) -> None:
+        """Read what is unread, no more than a batch: then others are answered."""
+        with self._changed:
+            unread = [self._unread.popleft() for _ in range(min(len(self._unread), self._max_batch))]
+        read = []
+        for one in unread:
+            try:
+                if not one.answer.cancelled():
+                    read.append(_Asked(one.lease, one.operation, one.read(), one.at, one.answer))
+            except Exception as exc:
+                if one.answer.set_running_or_notify_cancel():
+                    one.answer.set_exception(exc)
+        with self._changed:
+            self.queued += sum(asked.question.num_items for asked in read) - len(unread)
+            for asked in read:
+                self._join(asked)
 
     def _until_due(self, now: float) -> float | None:
         """Seconds until a question has waited enough; None: none waits."""

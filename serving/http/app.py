@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import time
@@ -25,6 +26,7 @@ from geartrain.ams.values.errors import GeartrainError, InvalidArgument, NotServ
 from geartrain.ams.values.text import quoted
 from geartrain.serving.answers import Operation, Question
 from geartrain.serving.catalog import Lease
+from geartrain.serving.haste import PutOff, hasty
 from geartrain.serving.http.callers import OPEN_PATHS, Callers
 from geartrain.serving.http.limits import ClientRates, Limits
 from geartrain.serving.http.openapi import document, takes_files
@@ -38,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 _READERS = 16
 """Threads that read questions, as by decoding pictures; half of them may wait with a large one."""
+_SMALL_BYTES = 65_536
+"""Shorter bodies are read by the thread that answers: a change of threads takes longer than most of them."""
 _SMALL_ITEMS = 16
 """Answers to so many items are written at once; longer ones on a thread."""
 _KINDS = ("", "application/json", "application/x-www-form-urlencoded", "application/octet-stream")
@@ -133,6 +137,17 @@ class HttpQuestions:
         """Call what may take long."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, function, *arguments)
 
+    async def _read_and_answered(
+        self, lease: Lease, operation: Operation, read: Callable[[], Question], is_small: bool
+    ) -> Mapping[str, Any]:
+        ask = functools.partial(self.service.batcher.ask, lease, operation.name)
+        if is_small:
+            try:
+                return await asyncio.wrap_future(ask(hasty(read)))
+            except PutOff:
+                pass
+        return await asyncio.wrap_future(ask(await self.on_thread(read)))
+
     def close(self) -> None:
         """No more questions."""
         self._readers.shutdown(wait=False)
@@ -147,10 +162,10 @@ class HttpQuestions:
             self.begun(request, lease, operation)
             body = await self.body(request)
             kind = request.headers.get("content-type", "")
-            question = await self.on_thread(_question, operation, body, kind, parameters, self.limits)
-            answered = await self.answered(lease, operation, question)
+            read = functools.partial(_question, operation, body, kind, parameters, self.limits)
+            answered = await self._read_and_answered(lease, operation, read, len(body) <= _SMALL_BYTES)
             said = {"model": name, "version": lease.servable.version, "created": lease.servable.created}
-            if question.num_items <= _SMALL_ITEMS:
+            if len(next(iter(answered.values()))) <= _SMALL_ITEMS:
                 return json_response({**said, "answers": operation.write(answered)})
             return await asyncio.to_thread(lambda: json_response({**said, "answers": operation.write(answered)}))
 
@@ -260,12 +275,17 @@ def _question(operation: Operation, body: bytes, kind: str, parameters: Mapping[
     if field is None or is_json:
         said = {**given, **_json(body)}
         limits.require_items(max((len(value) for value in said.values() if isinstance(value, list)), default=0))
-        return operation.read(said)
+        return _bounded(operation.read(said), limits)
     if not body:
         raise InvalidArgument(f"the body is empty; send {field} in JSON, or the file itself (curl --data-binary @FILE)")
     files = np.empty(1, object)
     files[0] = body
-    return operation.accept({field: files}, given)
+    return _bounded(operation.accept({field: files}, given), limits)
+
+
+def _bounded(question: Question, limits: Limits) -> Question:
+    limits.require_items(question.num_items)
+    return question
 
 
 def _json(body: bytes) -> Mapping[str, Any]:

@@ -12,10 +12,13 @@ import numpy.typing as npt
 
 from geartrain.ams.values.errors import Busy, InvalidArgument
 from geartrain.ams.values.text import quoted
+from geartrain.serving.haste import put_off
 from geartrain.workers.data.bitmaps import MAX_PIXELS, Preprocessing, decode_picture
 
 MOST_PIXELS = 2 * MAX_PIXELS
 """Of all pictures of a question: about a second."""
+QUICK_PIXELS = 1 << 17
+"""Of a question that is read at once: a millisecond or two."""
 LARGE_PIXELS = 4 << 20
 """More are decoded by few threads at once, so that others go on with small ones."""
 MOST_LARGE = 8
@@ -49,6 +52,8 @@ class QuestionPictures:
                 f"the pictures up to {where} have more than {MOST_PIXELS:,} pixels together; scale them down, or ask "
                 "in several requests"
             )
+        if MOST_PIXELS - self._left > QUICK_PIXELS:
+            put_off()
         if pixels > LARGE_PIXELS:
             if not _places.acquire(blocking=False):
                 raise Busy(

@@ -10,6 +10,7 @@ import numpy as np
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.serving.answers import Arrays, Question, TensorSpec
+from geartrain.serving.haste import put_off
 
 
 class EchoModel:
@@ -29,6 +30,8 @@ class EchoModel:
         self.may_answer.set()
         self.is_asked = threading.Event()
         """A batch has begun."""
+        self.is_read, self.may_read = threading.Event(), threading.Event()
+        """A file that begins with "slow" is being read, and may be."""
 
     def close(self) -> None:
         assert not self.is_closed
@@ -87,4 +90,8 @@ class Show(Echo):
         raise InvalidArgument("send the file itself")
 
     def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
+        if arrays["files"][0].startswith(b"slow"):
+            put_off()
+            self.model.is_read.set()
+            assert self.model.may_read.wait(30)
         return super().accept({"numbers": np.array([float(len(file)) for file in arrays["files"]])}, parameters)

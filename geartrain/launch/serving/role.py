@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import gc
 import socket
 import warnings
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ class ModelServer:
         folder = certificates_of(config)
         warnings.filterwarnings("ignore", module=r"PIL\.")  # a line, kept for ever, for each picture that is damaged
         callers = Callers(told.listen, folder, told.origins, is_open=told.insecure)
-        use_threads(told.threads or max(1, len(os.sched_getaffinity(0)) // told.workers))
+        use_threads(told.threads)
         catalog = Catalog(load_folder)
         counts = ServingCounts()
         batcher = Batcher(
@@ -58,6 +58,8 @@ class ModelServer:
             if folder is not None:
                 tls, renew = Credentials.mine(told.listen).https(shows_certificate=not callers.want_tokens)
             open_models(catalog, told)
+            gc.collect()
+            gc.freeze()  # else looking through all that was imported stops answers for 0.1 s, now and then
             if told.grpc is not None:
                 from geartrain.serving.kserve.service import InferenceServer  # gRPC with it
 

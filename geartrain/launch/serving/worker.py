@@ -49,13 +49,18 @@ class _Parent:
 
 def main() -> None:
     """Serve until the other end of the control socket is closed, or SIGTERM comes."""
-    port, control, level = sys.argv[1:]
+    port, control, level, number = sys.argv[1:]
     log_to_stderr(level)
     told_to_end = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: told_to_end.set())
     parent = _Parent(Lines(socket.socket(fileno=int(control))))
     config = configuration.load()
+    cpus = sorted(os.sched_getaffinity(0))
+    if mine := cpus[
+        int(number) :: config.serve.workers
+    ]:  # its threads take turns: on several CPUs they only wait longer
+        os.sched_setaffinity(0, mine)
     identify(config.security.folder or (NO_FOLDER if config.serve.insecure else None), "serve")
     life.raise_open_files()
     try:

@@ -73,7 +73,7 @@ class _Worker:
         level = logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "geartrain.launch.serving.worker", *map(str, handles), level],
+                [sys.executable, "-P", "-m", "geartrain.launch.serving.worker", *map(str, handles), level, str(number)],
                 stdin=subprocess.DEVNULL,
                 env=configuration.to_environment(config),
                 pass_fds=handles,

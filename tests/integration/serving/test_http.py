@@ -248,6 +248,15 @@ def test_a_client_that_leaves_stops_no_batch(served: ServedModels, model: EchoMo
     assert model.batches == [1, 1]
 
 
+def test_a_short_question_that_takes_long_to_read_holds_nobody_up(served: ServedModels, model: EchoModel) -> None:
+    with ThreadPoolExecutor(1) as other:
+        slow = other.submit(served.ask, "POST", "/v1/show", b"slow to read")
+        assert model.is_read.wait(20)
+        assert served.ask("POST", ECHO, {"numbers": [2]}).said["answers"] == [[7, 2]]
+        model.may_read.set()
+        assert slow.result(20).said["answers"] == [[7, 12]]
+
+
 def test_what_is_under_way_is_answered_before_it_ends(served: ServedModels, model: EchoModel) -> None:
     model.may_answer.clear()
     with ThreadPoolExecutor(1) as other:

@@ -34,10 +34,10 @@ class Asked:
         self.catalog.add("m", self.model)
         self.batcher = Batcher(threads=0, clock=self.clock, on_batch=self.told.append, **settings)  # type: ignore[arg-type]
 
-    def ask(self, *numbers: float, k: int = 1) -> Future[Arrays]:
+    def ask(self, *numbers: float, k: int = 1, is_read: bool = True) -> Future[Arrays]:
         question = Question(arrays={"numbers": np.array(numbers)}, parameters=(("k", k),))
         with self.catalog.lease("m") as lease:
-            return self.batcher.ask(lease, "echo", question)
+            return self.batcher.ask(lease, "echo", question if is_read else lambda: question)
 
 
 def said(future: Future[Arrays]) -> list[float]:
@@ -119,6 +119,33 @@ def test_what_is_wrong_with_one_question_is_no_matter_of_the_others() -> None:
         futures[2].result(0)
 
 
+def test_a_question_is_read_where_it_is_answered_and_what_cannot_be_read_is_its_askers_alone() -> None:
+    asked = Asked(max_queued=3)
+    threads: list[str] = []
+
+    def ask(number: float) -> Future[Arrays]:
+        def read() -> Question:
+            threads.append(threading.current_thread().name)
+            if number == 7:
+                raise InvalidArgument("7 cannot be read")
+            return Question(arrays={"numbers": np.array([number, number])}, parameters=(("k", 1),))
+
+        with asked.catalog.lease("m") as lease:
+            return asked.batcher.ask(lease, "echo", read)
+
+    futures = [ask(number) for number in (1, 7, 2)]
+    with pytest.raises(Busy, match="3 items wait already"):
+        ask(3)
+    futures[2].cancel()
+    assert threads == []
+    assert asked.batcher.answer_next()
+    assert said(futures[0]) == [1, 1]
+    with pytest.raises(InvalidArgument, match="7 cannot be read"):
+        futures[1].result(0)
+    assert (len(threads), asked.model.batches, asked.batcher.queued) == (2, [2], 0)
+    assert asked.catalog.state("m")["loaded"][0]["asking"] == 0
+
+
 def test_an_operation_that_loses_items_is_a_bug_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Asked()
     monkeypatch.setattr(asked.model.operations["echo"], "run", lambda _: {"said": np.zeros((1, 2))})
@@ -188,7 +215,7 @@ def test_every_question_is_answered_once_by_the_version_that_was_asked(
         if step == "ask":
             numbers = [float(100 * len(questions) + at) for at in range(number)]
             try:
-                future = asked.ask(*numbers, k=k)
+                future = asked.ask(*numbers, k=k, is_read=number != 2)
             except Busy:
                 continue
             future.add_done_callback(functools.partial(lambda at, _: answers.append(at), len(questions)))

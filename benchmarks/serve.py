@@ -1,0 +1,141 @@
+"""Glyphs of 40,992 classes named over HTTP: 'geartrain serve' and a plain loop of torch behind FastAPI.
+
+The network is that of 'geartrain quickstart' with random parameters, the pictures are PNG files of letters; who asks is
+a process of its own on the same cores. Both services run all the time and are asked in turns. The time of an answer is
+taken at half of our own greatest rate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import result
+from PIL import Image, ImageDraw, ImageFont
+
+from geartrain.launch.bench import Result
+from geartrain.workers.data.bitmaps import Preprocessing
+from geartrain.workers.models.backbones import build_backbone
+from geartrain.workers.models.export import export_model
+from geartrain.workers.models.trained_model import TrainedModel, save_model
+
+CLASSES, DIM, CONNECTIONS, PICTURES = 40_992, 128, 32, 62
+HERE = Path(__file__).parent
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
+
+
+def results(full: bool = False) -> Iterator[Result]:
+    """The cases of ``geartrain bench serve``; ``full`` takes five times as many turns."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
+        pictures = draw_letters(Path(folder))
+        trained, exported = make_model(Path(folder))
+        ours = running.enter_context(served(exported))
+        theirs = running.enter_context(plain(trained))
+        sides = [(ours, "/v1/classify?k=5"), (theirs, "/classify")]
+        rates: list[list[float]] = [[], []]
+        for turn in range(15 if full else 4):
+            for (address, path), found in zip(sides, rates, strict=True):
+                told = asked(address, path, pictures, seconds=4.0)
+                if turn:  # the first is to warm up
+                    found.append(told["rate"])
+        rate, rival = (statistics.median(found) for found in rates)
+        yield result(
+            f"answers a second, {CLASSES:,} classes, {len(os.sched_getaffinity(0))} cores",
+            rate,
+            "torch and FastAPI, one by one",
+            rival,
+            "answers/s",
+            target=4.0,
+            more_is_better=True,
+        )
+        times = [asked(ours, sides[0][1], pictures, seconds=6.0, rate=rate / 2) for _ in range(15 if full else 5)]
+        p99, p50 = (1000 * statistics.median(told[name] for told in times) for name in ("p99", "p50"))
+        yield result(f"99 of 100 answers at {rate / 2:.0f} a second", p99, "aim", 20.0, "ms", target=1.0)
+        slow = asked(theirs, sides[1][1], pictures, seconds=6.0, rate=rival / 2)
+        yield result("the median of them", p50, "theirs at half of their rate", 1000 * slow["p50"], "ms")
+
+
+def make_model(folder: Path) -> tuple[Path, Path]:
+    """The folder of a model in torch, and that of its export."""
+    torch.manual_seed(0)
+    settings = {"channels": 1, "image_size": 32, "dim": DIM, "width": 64}
+    model = TrainedModel(
+        backbone=build_backbone("stroke_net", settings).eval(),
+        backbone_settings=settings,
+        centers=torch.nn.functional.normalize(torch.randn(CLASSES, DIM), dim=1),
+        class_names=[f"U+{0x3400 + label:04X}" for label in range(CLASSES)],
+        preprocessing=Preprocessing(kind="ink", size=32),
+    )
+    save_model(folder / "trained", model)
+    export_model(model, folder / "exported")
+    return folder / "trained", folder / "exported"
+
+
+def draw_letters(folder: Path) -> list[Path]:
+    """PNG files of letters and digits."""
+    font = ImageFont.load_default(size=48)
+    paths = []
+    for number, letter in enumerate(LETTERS[:PICTURES]):
+        picture = Image.new("L", (64, 64), 255)
+        ImageDraw.Draw(picture).text((14, 2), letter, 0, font)
+        paths.append(folder / f"{number}.png")
+        picture.save(paths[-1])
+    return paths
+
+
+def asked(
+    address: str, path: str, pictures: list[Path], *, seconds: float, rate: float | None = None
+) -> dict[str, float]:
+    """What a process that asks says. Raises RuntimeError if a question failed."""
+    arguments = [sys.executable, str(HERE / "_asking.py"), address, path, *map(str, pictures)]
+    wish = {"connections": CONNECTIONS if rate is None else 4 * CONNECTIONS, "seconds": seconds, "rate": rate}
+    done = subprocess.run(arguments, input=json.dumps(wish), capture_output=True, text=True, check=True)
+    told: dict[str, float] = json.loads(done.stdout)
+    if told["failed"]:
+        raise RuntimeError(f"{told['failed']} questions to {address} failed")
+    return told
+
+
+@contextlib.contextmanager
+def served(model: Path, *flags: str) -> Iterator[str]:
+    """The address of 'geartrain serve'."""
+    command = [sys.executable, "-m", "geartrain", "serve", str(model), "--listen=127.0.0.1:0", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            facts: dict[str, Any] = json.loads(process.stdout.readline())
+            yield facts["address"]
+        finally:
+            process.terminate()
+
+
+@contextlib.contextmanager
+def plain(model: Path) -> Iterator[str]:
+    """The address of the loop by hand."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with subprocess.Popen([sys.executable, str(HERE / "_plain_service.py"), str(model), str(port)]) as process:
+        try:
+            while True:
+                try:
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/openapi.json", timeout=5).close()
+                    break
+                except OSError:
+                    if process.poll() is not None:
+                        raise
+                    time.sleep(0.1)
+            yield f"127.0.0.1:{port}"
+        finally:
+            process.terminate()
