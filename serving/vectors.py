@@ -47,41 +47,37 @@ class MappedTables:
 
     def __init__(self, files: Mapping[str, tuple[Path, Mapping[str, Any]]]) -> None:
         """``files``: of each table, and its specification. Raises ModelDamaged that names a file."""
-        self.specs: dict[str, TableSpec] = {}
-        self.num_rows: dict[str, int] = {}
-        self._rows: dict[str, MappedRows] = {}
-        self._initial: dict[str, RowTable] = {}
-        for name, (path, fields) in files.items():
-            spec = TableSpec.from_dict(fields)
-            self._rows[name], self.num_rows[name] = _mapped(path, spec)
-            self.specs[name] = spec
-            self._initial[name] = RowTable(spec, np.arange(NUM_BUCKETS))
+        self.specs = {name: TableSpec.from_dict(fields) for name, (_, fields) in files.items()}
+        arrays = [_mapped(path, self.specs[name]) for name, (path, _) in files.items()]
+        self.num_rows = {name: len(ids) for name, (_, ids, _) in zip(files, arrays, strict=True)}
+        self._numbers = {name: number for number, name in enumerate(files)}
+        self._initial = [RowTable(spec, np.arange(NUM_BUCKETS)) for spec in self.specs.values()]
+        self._shapes = [(spec.dim, spec.numpy_dtype) for spec in self.specs.values()]
+        self._rows = MappedRows(arrays)
 
     def pull_together(self, tables: Mapping[str, Ids]) -> dict[str, Rows]:
         """Rows [N, D] of ids [N] of each table; one that is not there has its initial value, as in training."""
-        found = {}
-        for name, ids in tables.items():
-            spec = self.specs[name]
-            rows: Rows = np.empty((len(ids), spec.dim), spec.numpy_dtype)
-            missing = self._rows[name].pull(ids, rows)
-            if len(missing):
-                initial = np.empty((len(missing), spec.dim), spec.numpy_dtype)
-                self._initial[name].pull(ids[missing], initial)
-                rows[missing] = initial
-            found[name] = rows
-        return found
+        numbers, ids = [self._numbers[name] for name in tables], list(tables.values())
+        shapes = [self._shapes[number] for number in numbers]
+        rows: list[Rows] = [np.empty((len(own), dim), dtype) for own, (dim, dtype) in zip(ids, shapes, strict=True)]
+        for at, places in self._rows.pull(numbers, ids, out=rows).items():
+            initial = np.empty((len(places), rows[at].shape[1]), rows[at].dtype)
+            self._initial[numbers[at]].pull(ids[at][places], initial)
+            rows[at][places] = initial
+        return dict(zip(tables, rows, strict=True))
 
 
-def _mapped(path: Path, spec: TableSpec) -> tuple[MappedRows, int]:
+def _mapped(path: Path, spec: TableSpec) -> tuple[Ids, Ids, Rows]:
     try:
-        arrays = map_tensors(path)
+        arrays = map_tensors(path, scattered=True)
         starts, ids, rows = (arrays[name] for name in ("starts", "ids", "weight"))
-        if rows.dtype != spec.numpy_dtype or rows.shape[1:] != (spec.dim,):
+        if rows.dtype != spec.numpy_dtype or rows.shape != (len(ids), spec.dim):
             raise ModelDamaged(
                 f"{path} has rows {rows.dtype} {list(rows.shape)}; those of table {spec.name!r} are {spec.dtype} "
-                f"[N, {spec.dim}]. {_AGAIN.capitalize()}"
+                f"[{len(ids)}, {spec.dim}]. {_AGAIN.capitalize()}"
             )
-        return MappedRows(starts, ids, rows), len(ids)
+        MappedRows([(starts, ids, rows)])
+        return starts, ids, rows
     except OSError as exc:
         raise ModelDamaged(f"{path} cannot be read: {exc.strerror or exc}; {_AGAIN}") from exc
     except (ValueError, KeyError, TypeError) as exc:
@@ -161,11 +157,13 @@ class FeatureVectors:
         """
         chosen = [feature for feature in self.features if feature.name in ids]
         tables = {name: at for at, name in enumerate(dict.fromkeys(feature.table for feature in chosen))}
-        asked = []
-        for feature in chosen:
-            own = ids[feature.name]
-            flat = np.ascontiguousarray(own).reshape(-1)
-            asked.append(FeatureIds(tables[feature.table], flat, own.shape[1], None, feature.pooling, PADDING))
+        flat = {name: np.ascontiguousarray(own).reshape(-1) for name, own in ids.items()}
+        asked = [
+            FeatureIds(
+                tables[feature.table], flat[feature.name], ids[feature.name].shape[1], None, feature.pooling, PADDING
+            )
+            for feature in chosen
+        ]
         try:
             lookup = Lookup(asked, [None] * len(tables), 1)
         except BadId as bad:

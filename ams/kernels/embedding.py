@@ -106,18 +106,28 @@ class Lookup:
 
 
 class MappedRows:
-    """Rows in memory that others wrote, such as a mapped file's: found by the hash of their id. Thread-safe.
+    """Rows of several tables in memory that others wrote, such as mapped files: found by the hash of their id.
 
-    ``reference/embedding.py`` has what it computes.
+    Thread-safe. All that a request asks of all tables is one call, which gives up the interpreter lock once.
     """
 
-    def __init__(self, starts: Ids, ids: Ids, rows: npt.NDArray[Any]) -> None:
-        """``starts`` [2^bits + 1]: where among ``ids`` [N] those begin whose ``splitmix64`` has the same first bits;
-        ``rows`` [N, D]. They are held, not copied. Raises ValueError for arrays that contradict each other.
+    def __init__(self, tables: Sequence[tuple[Ids, Ids, npt.NDArray[Any]]]) -> None:
+        """Each has ``starts`` [2^bits + 1], where among its ``ids`` [N] those begin whose ``splitmix64`` has the same
+        first bits, those, and their ``rows`` [N, D]. They are held, not copied. Raises ValueError for arrays that
+        contradict each other.
         """
-        self._rows = _core.MappedRows(starts, ids, ops.as_bits(rows)[0])
+        self._tables = _core.MappedRows([(starts, ids, ops.as_bits(rows)[0]) for starts, ids, rows in tables])
 
-    def pull(self, ids: Ids, out: npt.NDArray[Any]) -> Ids:
-        """Write the row of each of ``ids`` [N] to ``out`` [N, D]; return the places of those that have none, rising."""
-        missing = np.empty(len(ids), np.int64)
-        return missing[: self._rows.pull(ids, ops.as_bits(out)[0], missing)]
+    def pull(
+        self, tables: Sequence[int], ids: Sequence[Ids], *, out: Sequence[npt.NDArray[Any]]
+    ) -> dict[int, npt.NDArray[np.int64]]:
+        """Of each of ``tables``, by its number, write the row of each of its ``ids`` [N] to its ``out`` [N, D].
+
+        Returns by place in ``tables`` the places of ids that have no row, rising, where there are any; ``out`` stays as
+        it was there.
+        """
+        missing, counts = np.empty(sum(map(len, ids)), np.int64), np.empty(len(tables), np.int64)
+        bits = [rows if rows.dtype == np.float32 else ops.as_bits(rows)[0] for rows in out]
+        self._tables.pull(list(tables), list(ids), bits, missing, counts)
+        ends = np.cumsum(counts)
+        return {at: missing[ends[at] - counts[at] : ends[at]] for at in np.flatnonzero(counts).tolist()}

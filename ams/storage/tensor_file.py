@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -57,13 +58,18 @@ def tensor_file(arrays: Mapping[str, npt.NDArray[Any]], labels: Mapping[str, str
     return parts
 
 
-def map_tensors(path: Path) -> dict[str, npt.NDArray[Any]]:
+def map_tensors(path: Path, *, scattered: bool = False) -> dict[str, npt.NDArray[Any]]:
     """The arrays of such a file, not to be changed, mapped: processes share them, and the file may be replaced.
 
+    ``scattered``: it is read here and there, and not all of it need fit into memory: no more is read than that.
     Raises OSError; ValueError, saying what is wrong, if the file is none.
     """
     try:
-        data = np.asarray(np.memmap(path, np.uint8, "r"))
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if scattered:
+            mapped.madvise(mmap.MADV_RANDOM)
+        data = np.frombuffer(mapped, np.uint8)
         begin = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
         found = {}
         for name, said in json.loads(data[_LENGTH_BYTES:begin].tobytes()).items():

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
+from pydantic_core import from_json  # more than twice as fast as json.loads
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -290,7 +291,7 @@ def _bounded(question: Question, limits: Limits) -> Question:
 
 def _json(body: bytes) -> Mapping[str, Any]:
     try:
-        said = json.loads(body)
+        said = from_json(body)
     except (ValueError, RecursionError) as exc:
         raise InvalidArgument(f"the body is no JSON: {str(exc)[:200]}; GET /openapi.json has an example") from exc
     if not isinstance(said, dict):

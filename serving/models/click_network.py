@@ -60,17 +60,22 @@ class ClickNetwork:
             "rows": "mapped" if followed is None else f"following {followed.root}",
         }
 
-    def inputs(self, vectors: Mapping[str, Floats], lengths_N: Ids | None) -> dict[str, npt.NDArray[Any]]:
-        """What the network takes, of vectors [N, D] and of sequences [N, L, D] of such lengths."""
-        num = len(next(iter(vectors.values())))
-        matrix = np.empty((num, self._width), np.float32)
-        for name, columns in self._columns.items():
-            matrix[:, columns] = vectors[name]
-        inputs: dict[str, npt.NDArray[Any]] = {"vectors": matrix}
-        for name in self._sequences:
-            inputs[name] = self._sized(vectors[name])
-        if self._sequences:
-            assert lengths_N is not None
+    def inputs(
+        self, vectors: Mapping[str, Floats], lengths_N: Ids | None, shared: Inputs | None = None
+    ) -> dict[str, npt.NDArray[Any]]:
+        """What the network takes, of vectors [N, D] and of sequences [N, L, D] of such lengths.
+
+        ``shared`` are inputs of the same samples whose other vectors count; they are changed.
+        """
+        inputs = {} if shared is None else dict(shared)
+        if "vectors" not in inputs:
+            inputs["vectors"] = np.empty((len(next(iter(vectors.values()))), self._width), np.float32)
+        for name, found in vectors.items():
+            if name in self._columns:
+                inputs["vectors"][:, self._columns[name]] = found
+            else:
+                inputs[name] = self._sized(found)
+        if self._sequences and lengths_N is not None:
             inputs["lengths"] = lengths_N
         return inputs
 

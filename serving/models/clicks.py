@@ -27,7 +27,6 @@ from geartrain.serving.models.samples import (
     width_of,
     with_histories,
 )
-from geartrain.serving.vectors import Floats
 from geartrain.workers.ctr.samples.click_samples import PADDING
 from geartrain.workers.ctr.samples.features import HISTORY, HISTORY_ITEMS, ids_by_feature
 
@@ -205,9 +204,10 @@ class RankOperation:
             raise InvalidArgument(f"the context has no field {HISTORY!r}; give an empty list if there is nothing")
         arrays = reader.read([context], [name for name in reader.names if name in context], "context")
         of_candidates = reader.read(candidates, varying, "candidate")
-        room = width_of(len(candidates)) - len(candidates)
         for name, ids in of_candidates.items():
-            arrays[_candidate(name)] = np.pad(ids, ((0, room), (0, 0)), constant_values=PADDING)[None]
+            padded = np.full((1, width_of(len(ids)), ids.shape[1]), PADDING, np.int64)
+            padded[0, : len(ids)] = ids
+            arrays[_candidate(name)] = padded
         return self._question(arrays, np.array([len(candidates)]), body.get("k", _BEST))
 
     def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
@@ -246,14 +246,14 @@ class RankOperation:
         others = [feature for feature in model.network.features if feature not in of_context]
         shared = {name for feature in others for name in feature.of if name in context}
         each = {**{name: np.repeat(context[name], counts, 0) for name in shared}, **varying}
-        vectors: dict[str, Floats] = {}
+        inputs = None
         if of_context:
-            found = model.network.vectors(ids_by_feature(of_context, context))
-            vectors = {name: np.repeat(some, counts, 0) for name, some in found.items()}
+            vectors = model.network.vectors(ids_by_feature(of_context, context))
+            once = model.network.inputs(vectors, _lengths(context))
+            inputs = {name: np.repeat(array, counts, 0) for name, array in once.items()}
         if others:
-            vectors.update(model.network.vectors(ids_by_feature(others, each)))
-        lengths = _lengths(context)
-        inputs = model.network.inputs(vectors, None if lengths is None else np.repeat(lengths, counts))
+            inputs = model.network.inputs(model.network.vectors(ids_by_feature(others, each)), None, inputs)
+        assert inputs is not None
         return best_of(model.network.logits(inputs), counts, int(dict(question.parameters)["k"]))
 
     def write(self, answered: Arrays) -> list[Any]:

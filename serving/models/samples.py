@@ -7,6 +7,8 @@ together; :data:`PADDING` stands behind the last id of a bag.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,9 @@ class SampleReader:
         Those of a history are those of its items and of what came of them. ``who`` says in errors what a sample is.
         Raises InvalidArgument that names field, sample and value.
         """
+        plain = self._plain(samples, names)
+        if plain is not None:
+            return plain
         arrays = {}
         for name in names:
             try:
@@ -65,6 +70,20 @@ class SampleReader:
                     f"{who} {at} has a field {quoted(unknown)}; a {who} has {', '.join(map(repr, names))}"
                 )
         return arrays
+
+    @staticmethod
+    def _plain(samples: Sequence[Mapping[str, Any]], names: Collection[str]) -> dict[str, Ids] | None:
+        """The ids of samples that have one in each field, as most do; None: there is more to look at."""
+        if len(names) < 2 or set(map(len, samples)) != {len(names)}:
+            return None
+        try:
+            values = list(chain.from_iterable(map(itemgetter(*names), samples)))
+            if set(map(type, values)) != {int}:
+                return None
+            ids = np.array(values, np.int64).reshape(len(samples), -1).T.copy()
+        except (KeyError, OverflowError):
+            return None
+        return None if int(ids.min()) < 0 else dict(zip(names, ids[:, :, None], strict=True))
 
     def array_names(self, names: Collection[str]) -> list[str]:
         """The arrays of these fields: a history of events has two."""

@@ -65,11 +65,12 @@ def _spill(parts: list[tuple[Path, Path]], blocks: Iterable[tuple[Ids, Rows]]) -
     total = 0
     try:
         for ids, rows in blocks:
-            part_N = (ops.splitmix64(ids) >> np.uint64(32)) * np.uint64(len(parts)) >> np.uint64(32)
-            for part in np.unique(part_N).tolist():
-                mine = part_N == part
-                files[part][0].write(ids[mine].data)
-                files[part][1].write(rows[mine].reshape(-1).view(np.uint8).data)
+            part_N = ((ops.splitmix64(ids) >> np.uint64(32)) * np.uint64(len(parts)) >> np.uint64(32)).astype(np.int64)
+            order = np.argsort(part_N, kind="stable")
+            ends = np.cumsum(np.bincount(part_N, minlength=len(parts)))
+            for pair, mine in zip(files, np.split(order, ends[:-1]), strict=True):
+                pair[0].write(ids[mine].data)
+                pair[1].write(rows[mine].reshape(-1).view(np.uint8).data)
             total += len(ids)
     finally:
         for pair in files:

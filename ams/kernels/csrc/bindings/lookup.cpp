@@ -197,33 +197,68 @@ void spread_row_bags(const FloatMatrix& vectors, const Places& places, const Pla
   spread_bags(bags, vectors.data(), static_cast<int64_t>(out.shape(1)), out.data());
 }
 
-// The mapped arrays, held while their rows may be pulled.
-struct HeldRows {
-  IdArray starts, ids;
-  Matrix rows;
-  MappedRows mapped;
+// The mapped arrays of several tables, held while their rows may be pulled.
+struct HeldTables {
+  std::vector<nb::object> arrays;
+  std::vector<MappedRows> tables;
+  std::vector<size_t> widths, item_sizes;
 };
 
-void hold_rows(HeldRows* self, const IdArray& starts, const IdArray& ids, const Matrix& rows) {
-  const size_t ranges = starts.size() - 1;
-  require(starts.size() >= 2 && (ranges & (ranges - 1)) == 0, "starts must be a power of two, and one");
-  require(rows.shape(0) == ids.size(), "rows must be as many as ids");
-  int bits = 0;
-  while ((size_t{1} << bits) < ranges) ++bits;
-  const MappedRows mapped{.starts = starts.data(),
-                          .ids = ids.data(),
-                          .rows = static_cast<const char*>(rows.data()),
-                          .count = static_cast<int64_t>(ids.size()),
-                          .bits = bits,
-                          .row_bytes = rows.shape(1) * rows.itemsize()};
-  new (self) HeldRows{starts, ids, rows, mapped};
+void hold_tables(HeldTables* self, const nb::list& given) {
+  HeldTables held;
+  for (const nb::handle parts : given) {
+    const auto table = nb::cast<nb::tuple>(parts);
+    require(table.size() == 3, "a table has starts, ids and rows");
+    const auto starts = nb::cast<IdArray>(table[0], false), ids = nb::cast<IdArray>(table[1], false);
+    const auto rows = nb::cast<Matrix>(table[2], false);
+    const size_t ranges = starts.size() - 1;
+    require(starts.size() >= 2 && (ranges & (ranges - 1)) == 0, "starts must be a power of two, and one");
+    require(rows.shape(0) == ids.size(), "rows must be as many as ids");
+    int bits = 0;
+    while ((size_t{1} << bits) < ranges) ++bits;
+    held.tables.push_back({.starts = starts.data(),
+                           .ids = ids.data(),
+                           .rows = static_cast<const char*>(rows.data()),
+                           .count = static_cast<int64_t>(ids.size()),
+                           .bits = bits,
+                           .row_bytes = rows.shape(1) * rows.itemsize()});
+    held.widths.push_back(rows.shape(1));
+    held.item_sizes.push_back(rows.itemsize());
+    held.arrays.emplace_back(table);
+  }
+  new (self) HeldTables(std::move(held));
 }
 
-int64_t pull_rows(const HeldRows& self, const IdArray& ids, const MatrixOutput& out, const IdOutput& missing) {
-  require(out.shape(0) == ids.size() && missing.size() == ids.size(), "out and missing must be as many as ids");
-  require(out.shape(1) == self.rows.shape(1) && out.dtype() == self.rows.dtype(), "out has another width or type");
+// The places of ids without a row go to `missing`, those of one table after the other's; how many to `counts`.
+void pull_tables(const HeldTables& self, const std::vector<size_t>& tables, const nb::list& ids, const nb::list& outs,
+                 const IdOutput& missing, const IdOutput& counts) {
+  struct Pull {
+    const MappedRows* table;
+    const int64_t* ids;
+    int64_t count;
+    char* out;
+  };
+  require(ids.size() == tables.size() && outs.size() == tables.size() && counts.size() == tables.size(),
+          "ids, out and counts must be as many as tables");
+  std::vector<Pull> pulls;
+  size_t total = 0;
+  for (size_t i = 0; i < tables.size(); ++i) {
+    require(tables[i] < self.tables.size(), "there is no such table");
+    const auto own = nb::cast<IdArray>(ids[i], false);
+    const auto out = nb::cast<MatrixOutput>(outs[i], false);
+    require(out.shape(0) == own.size(), "out must be as many as ids");
+    require(out.shape(1) == self.widths[tables[i]] && out.itemsize() == self.item_sizes[tables[i]], "out has another width or type");
+    pulls.push_back({&self.tables[tables[i]], own.data(), static_cast<int64_t>(own.size()), static_cast<char*>(out.data())});
+    total += own.size();
+  }
+  require(missing.size() >= total, "missing must have room for all ids");
   const WithoutInterpreter release;
-  return self.mapped.pull(ids.data(), static_cast<int64_t>(ids.size()), static_cast<char*>(out.data()), missing.data());
+  int64_t done = 0;
+  for (size_t i = 0; i < pulls.size(); ++i) {
+    const Pull& pull = pulls[i];
+    counts.data()[i] = pull.table->pull(pull.ids, pull.count, pull.out, missing.data() + done);
+    done += counts.data()[i];
+  }
 }
 
 }  // namespace
@@ -239,9 +274,10 @@ void bind_lookup(nb::module_& m) {
       .def("count_occurrences", &count_occurrences, nb::arg("table"), nb::arg("wanted"), nb::arg("out").noconvert())
       .def("pool", &pool, nb::arg("rows"), nb::arg("dtypes"), nb::arg("vectors"), nb::arg("keep_places"))
       .def("sum_gradients", &sum_gradients, nb::arg("vectors"), nb::arg("rows"));
-  nb::class_<HeldRows>(m, "MappedRows")
-      .def("__init__", &hold_rows, nb::arg("starts").noconvert(), nb::arg("ids").noconvert(), nb::arg("rows").noconvert())
-      .def("pull", &pull_rows, nb::arg("ids").noconvert(), nb::arg("out").noconvert(), nb::arg("missing").noconvert());
+  nb::class_<HeldTables>(m, "MappedRows")
+      .def("__init__", &hold_tables, nb::arg("tables"))
+      .def("pull", &pull_tables, nb::arg("tables"), nb::arg("ids"), nb::arg("outs"), nb::arg("missing").noconvert(),
+           nb::arg("counts").noconvert());
   m.def("pool_bags", &pool_row_bags, nb::arg("rows"), nb::arg("places"), nb::arg("counts"), nb::arg("weights").none(), nb::arg("out"));
   m.def("spread_bags", &spread_row_bags, nb::arg("vectors"), nb::arg("places"), nb::arg("counts"), nb::arg("weights").none(),
         nb::arg("out"));

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+import geartrain as gt
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, ModelDamaged
 from geartrain.serving.answers import Operation, concatenated
-from geartrain.serving.folder import load_folder
+from geartrain.serving.folder import load_folder, load_newest
 from geartrain.serving.models.clicks import ClicksModel
 from geartrain.workers import jobs
 from geartrain.workers.ctr.export import export_clicks
@@ -22,7 +23,10 @@ from geartrain.workers.ctr.predict import predict_clicks
 from geartrain.workers.ctr.recipe import CtrRecipe
 from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, split
 from geartrain.workers.ctr.samples.movielens import read_movielens
+from geartrain.workers.job.folder import read_run
 from geartrain.workers.job.options import JobOptions
+from geartrain.workers.job.state import newest_snapshot
+from tests.support.command_line import typed
 from tests.support.movielens_files import write_movielens
 from tests.support.served_models import require_onnx
 
@@ -269,3 +273,32 @@ def test_an_export_is_not_written_over_other_files(wide: Path, tmp_path: Path) -
     (tmp_path / "mine").write_text("notes")
     with pytest.raises(GeartrainError, match="holds other files"):
         export_clicks(wide / "run", tmp_path, cache=CACHE, say=print)
+
+
+def test_rows_of_a_followed_export_are_served_as_they_come(wide: Path, tmp_path: Path) -> None:
+    job, versions = read_run(wide / "run").job, str(tmp_path / "versions")
+    samples = {"samples": as_json(held_out(wide, 4))[:20]}
+    item = samples["samples"][0]["item"]
+    with gt.local() as cluster:
+        cluster.restore(newest_snapshot(read_run(wide / "run").snapshots).path)
+        cluster.export(f"{job}/*", versions).result()
+        export_clicks(wide / "run", tmp_path / "model", cache=CACHE, say=print, follow=versions)
+        model = load_folder(tmp_path / "model")
+        assert isinstance(model, ClicksModel)
+        before = asked(model.operations["click"], samples)
+        assert before == asked(load_folder(wide / "model").operations["click"], samples), "mapped rows are the same"
+        assert model.network.refresh() is None
+        cluster.table(f"{job}/item").assign(np.array([item]), np.ones((1, 4), np.float32))
+        cluster.export(f"{job}/*", versions).result()
+        assert asked(model.operations["click"], samples) == before, "until it is refreshed"
+        assert model.network.refresh() == model.version == 2
+        after = asked(model.operations["click"], samples)
+    differ = [one != other for one, other in zip(before, after, strict=True)]
+    assert differ == [sample["item"] == item for sample in samples["samples"]]
+
+
+def test_an_export_by_command_says_what_it_holds(wide: Path, tmp_path: Path) -> None:
+    done = typed("export", str(wide / "run"), "--to", str(tmp_path / "models"), "--keep", "3")
+    assert done.returncode == 0, done.stderr
+    assert "holds version 40: the network wide_deep of 8 fields and" in done.stdout.replace("\n", " ")
+    assert load_newest(tmp_path / "models").version == 40

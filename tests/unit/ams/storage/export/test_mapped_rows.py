@@ -18,7 +18,7 @@ from geartrain.ams.values.specs import TableSpec
 
 def opened(path: Path) -> MappedRows:
     arrays = map_tensors(path)
-    return MappedRows(arrays["starts"], arrays["ids"], arrays["weight"])
+    return MappedRows([(arrays["starts"], arrays["ids"], arrays["weight"])])
 
 
 @pytest.mark.parametrize("num", [0, 1, 3, 4, 5, 5000])
@@ -35,7 +35,7 @@ def test_every_row_is_found_and_no_other(tmp_path: Path, num: int, dtype: str) -
     others = np.setdiff1d(rng.integers(0, 2**63 - 1, 100), ids)
     wanted = rng.permutation(np.concatenate([ids, ids, others]))
     out = np.full((len(wanted), 3), 9, spec.numpy_dtype)
-    missing = opened(tmp_path / "t.safetensors").pull(wanted, out)
+    missing = opened(tmp_path / "t.safetensors").pull([0], [wanted], out=[out])[0]
     np.testing.assert_array_equal(missing, np.flatnonzero(np.isin(wanted, others)))
     there = ~np.isin(wanted, others)
     np.testing.assert_array_equal(out[there], rows[np.searchsorted(ids, wanted[there])])
@@ -67,9 +67,37 @@ def test_a_damaged_directory_leads_nowhere() -> None:
     ids = np.arange(100)
     rows = np.ones((100, 2), np.float32)
     for starts in ([-5, 2**62], [2**62, -1], [100, 100], [-(2**63), 2**63 - 1]):
-        found = MappedRows(np.array(starts), ids, rows)
+        found = MappedRows([(np.array(starts), ids, rows)])
         out = np.zeros((2, 2), np.float32)
-        assert found.pull(np.array([3, 2**62]), out)[-1] == 1
+        assert found.pull([0], [np.array([3, 2**62])], out=[out])[0][-1] == 1
     for starts, wrong in [([0], rows), ([0, 1, 2, 3], rows), ([0, 100], rows[1:])]:
         with pytest.raises(ValueError, match="must be"):
-            MappedRows(np.array(starts), ids, wrong)
+            MappedRows([(np.array(starts), ids, wrong)])
+
+
+def test_several_tables_are_asked_at_once() -> None:
+    tables = [(np.array([0, 3]), np.arange(3), np.full((3, dim), dim, np.float32)) for dim in (1, 2, 3)]
+    ids = [np.array([7, 1, 8]), np.array([2]), np.array([9])]
+    out = [np.zeros((len(own), dim), np.float32) for own, dim in zip(ids, (3, 1, 2), strict=True)]
+    missing = MappedRows(tables).pull([2, 0, 1], ids, out=out)
+    assert {at: places.tolist() for at, places in missing.items()} == {0: [0, 2], 2: [0]}
+    assert [rows.tolist() for rows in out] == [[[0, 0, 0], [3, 3, 3], [0, 0, 0]], [[1]], [[0, 0]]]
+
+
+def test_rows_stay_in_the_file_so_that_a_table_may_be_larger_than_memory(tmp_path: Path) -> None:
+    """What a process has of its own does not grow by them: pages of a file go when memory is wanted."""
+    spec = TableSpec(name="t", dim=64, optimizer=SGD(0.1))
+    ids = np.arange(200_000)
+    rows = np.broadcast_to(ids[:, None].astype(np.float32), (len(ids), 64))
+    mapped_rows.write_mapped(tmp_path / "t", spec, len(ids), [(ids, rows)])
+
+    def own_bytes() -> int:
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.split("RssAnon:")[1].split()[0])
+
+    table, out = opened(tmp_path / "t"), np.empty((1000, 64), np.float32)
+    before = own_bytes()
+    for part in ids.reshape(-1, 1000):
+        assert not table.pull([0], [part], out=[out])
+        assert (out[:, 5] == part).all()
+    assert own_bytes() - before < 51_200_000 // 8
