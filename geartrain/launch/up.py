@@ -85,7 +85,8 @@ class Launcher:
             on_line: gets every log line of every child, from threads of their own.
             more: roles to start when all shards serve; those that may are ``in_up`` in the registry.
             restart: roles that die, where they were.
-            dashboard: host:port of a page that shows the cluster; None: there is none. One that dies ends nothing.
+            dashboard: host:port of a page that shows the cluster; None: there is none. However often it dies, the
+                cluster goes on.
 
         Raises:
             ConfigError: the shards cannot be divided among the servers, or several servers would share an address.
@@ -175,14 +176,18 @@ class Launcher:
                 RESTART_WINDOW_SECONDS.
         """
         while not isinstance(event := self._events.get(), signal.Signals):
+            is_page = event.child.name == _DASHBOARD
             if isinstance(event, Exited):
-                if event.child.name == _DASHBOARD:
-                    what = f"ended by itself ({event.child.exit_text}); 'geartrain dashboard' shows another page"
-                    self._on_line(f"{_DASHBOARD} | {what}")
-                    continue
-                if not self._restarts_roles:
-                    raise _failure(event.child, f"ended by itself ({event.child.exit_text})")
-                self._restart(event.child)
+                try:
+                    if not self._restarts_roles:
+                        raise _failure(event.child, f"ended by itself ({event.child.exit_text})")
+                    self._restart(event.child)
+                except ChildFailed as exc:
+                    if not is_page:
+                        raise
+                    self._on_line(f"{_DASHBOARD} | {exc}\n{_DASHBOARD} | 'geartrain dashboard' shows another page")
+            elif is_page and event.child.facts is not None:
+                self._on_line(f"{_DASHBOARD} | open {event.child.facts['url']}: the link of before is good no more")
 
     def _restart(self, dead: Child) -> None:
         now = time.monotonic()
@@ -205,8 +210,9 @@ class Launcher:
         again = {}
         if "metrics" in facts:
             again["--metrics"] = str(facts["metrics"])
-        if dead.name in self._listen:
-            host, port = split_address(self._listen[dead.name])[0], split_address(str(facts["address"]))[1]
+        listens = {**self._listen, _DASHBOARD: self._dashboard}
+        if (listen := listens.get(dead.name)) is not None:
+            host, port = split_address(listen)[0], split_address(str(facts["address"]))[1]
             again["--listen"] = join_address(host, port)
         elif self._server.advertise is None:
             again["--ports"] = ",".join(str(split_address(str(address))[1]) for address in facts["addresses"])

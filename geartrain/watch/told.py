@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS, _IDLE_SECONDS = 1.0, 5.0
 """Between two looks: while a page is open, and while none is (curves go on)."""
-_SLOW_LOOKS = 5
-"""Gears and graphs are asked at each so many-th look."""
+_GEAR_SECONDS = 5.0
+"""Between two questions to gears and graphs."""
 _MOST_POINTS, _MOST_EVENTS, _MOST_SNAPSHOTS, _MOST_CURVES = 900, 300, 20, 500
 _FIRST_EVENTS = 10_000
 """Looked through at first, for snapshots."""
@@ -65,11 +65,27 @@ class Told:
 
     async def go_on(self) -> None:
         """Look again and again, until cancelled."""
-        for number in itertools.count():
+        beside = asyncio.create_task(self._look_beside())
+        try:
+            await self._look_on()
+        finally:
+            beside.cancel()
+
+    async def _look_beside(self) -> None:
+        """Ask gears and graphs, which make nobody wait who does not answer."""
+        while True:
+            try:
+                self._state |= await asyncio.to_thread(_gears_and_graphs, self._config)
+            except GeartrainError:  # as a look says
+                pass
+            except Exception:
+                logger.exception("gears and graphs were not asked")
+            await asyncio.sleep(_GEAR_SECONDS)
+
+    async def _look_on(self) -> None:
+        while True:
             try:
                 look = await asyncio.to_thread(self._watch.look)
-                if number % _SLOW_LOOKS == 0 or self._state["error"]:
-                    self._state |= await asyncio.to_thread(_gears_and_graphs, self._config)
                 self._take(look)
             except GeartrainError as exc:  # it may come back
                 self._state["error"] = f"{exc}; asked again until it answers"

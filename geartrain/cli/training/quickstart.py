@@ -51,6 +51,7 @@ def quickstart(
         f"(each class at the mean of its pictures) and {after:.1f} % after it; guessing names "
         f"{100 / NUM_SIGNS:.1f} %.\n\nNext:\n"
         f"  geartrain predict {out} {pictures}/sign-007/14.png   name a picture\n"
+        f"  geartrain export {out} --to MODEL; geartrain serve MODEL    draw signs in a browser, and ask it by curl\n"
         "  geartrain worker classify --data FOLDER --out RUN    train on pictures of yours: a folder for each class\n"
         "  geartrain quickstart                                 40,992 characters; fetches 134 MB of fonts\n"
         "  geartrain up                                         a cluster; then add --scheduler 127.0.0.1:7000"

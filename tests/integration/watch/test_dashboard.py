@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import os
 import ssl
 import sys
+import threading
+import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -111,6 +114,21 @@ def test_a_page_hears_how_the_cluster_is_and_what_happens(
         assert "asked again" in next(m["error"] for m in messages if m["error"])
 
 
+def test_a_gear_that_hangs_delays_no_look(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr("geartrain.watch.told._gears_and_graphs", lambda _: {"gears": [str(answers.wait())]})
+    page = Dashboard(ClusterConfig(server=ServerConfig(scheduler=served(1).address)), "127.0.0.1:0")
+    try:
+        with Browser(page).messages() as messages:
+            looks = (message for message in messages if not message["error"])
+            assert "gears" not in next(looks)
+            answers.set()
+            assert any("gears" in look for look in looks)
+    finally:
+        answers.set()
+        page.stop(5)
+
+
 @pytest.fixture
 def lonely() -> Iterator[Dashboard]:
     page = Dashboard(NOWHERE, "127.0.0.1:0")
@@ -170,13 +188,16 @@ def test_other_machines_are_shown_it_under_tls_alone(tmp_path: Path, monkeypatch
         page.stop(5)
 
 
-def test_up_shows_one_whose_end_ends_nothing() -> None:
+def test_up_starts_one_that_died_again_where_it_was() -> None:
     listen = ("--scheduler-listen=127.0.0.1:0", "--dashboard-listen=127.0.0.1:0")
     with RoleProcess("up", "--json", *listen) as up:
         assert up.facts["dashboard"].startswith("http://127.0.0.1:")
         os.kill(up.facts["pids"]["dashboard"], 9)
         assert up.process.stderr is not None
-        assert any("'geartrain dashboard' shows another" in line for line in up.process.stderr)
+        (link,) = itertools.islice((line for line in up.process.stderr if "dashboard | open" in line), 1)
+        url = link.split("open ")[1].partition(": the")[0]
+        assert url.partition("/?")[0] == up.facts["dashboard"].partition("/?")[0]
+        assert urllib.request.urlopen(url, timeout=20).status == 200
         assert typed("health", up.facts["scheduler"], "--service=shards").returncode == 0
 
 
