@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,18 +61,18 @@ def choose_index(
     tried: list[dict[str, Any]] = []
     if kind in KINDS or (kind is None and asked_recall < 1 and rows.centers.size > EXACT_IS_ENOUGH):
         queries = sample_queries(rows.centers) if queries is None else queries[: NUM_QUERIES * 10]
-        truth, exact_seconds = _answers(exact, queries)
-        for candidate in (kind,) if kind in KINDS else ("ivf", "hnsw"):
+        exam = _Exam(exact, queries, *_answers(exact, queries), asked_recall, 0.0 if kind else _WORTHWHILE)
+        for candidate in ("ivf", "hnsw") if kind is None else (kind,):
             try:
-                shortcut = build(str(candidate), rows, threads)
+                shortcut = build(candidate, rows, threads)
             except ConfigError:
                 if kind is not None:
                     raise
                 break
-            index, facts = _tuned(shortcut, rows, is_cosine, threads, queries, truth, exact_seconds, asked_recall)
-            if facts["recall_at_1"] >= asked_recall and (kind is not None or facts["speed_of_exact"] >= _WORTHWHILE):
+            facts = exam.tune(shortcut)
+            if exam.is_passed(facts):
                 facts |= {"asked_recall": asked_recall, "passed_over": tried}
-                return Choice(index=index, facts=facts, shortcut=shortcut)
+                return Choice(index=exact.by(shortcut, facts), facts=facts, shortcut=shortcut)
             tried.append(facts)
     facts = {"kind": "exact", "asked_recall": asked_recall, "recall_at_1": 1.0, "passed_over": tried}
     return Choice(index=exact, facts=facts, shortcut=None)
@@ -92,35 +92,43 @@ def sample_queries(centers: Floats, count: int = NUM_QUERIES) -> Floats:
     return mixed
 
 
-def _tuned(
-    shortcut: FaissShortcut,
-    rows: EncodedRows,
-    is_cosine: bool,
-    threads: int,
-    queries: Floats,
-    truth: Floats,
-    exact_seconds: float,
-    asked_recall: float,
-) -> tuple[NearestIndex, dict[str, Any]]:
-    """The index with the least effort that finds enough, or with the most."""
-    for effort in _EFFORTS if shortcut.kind != "flat" else (1,):
-        shortcut.effort = effort
-        index = NearestIndex(rows, is_cosine=is_cosine, threads=threads, facts={}, shortcut=shortcut)
-        found, seconds = _answers(index, queries)
-        recall = float((found >= truth).mean())
-        if recall >= asked_recall:
-            break
-    return index, {
-        "kind": shortcut.kind,
-        "effort": effort,
-        "recall_at_1": recall,
-        "recall_queries": len(queries),
-        "speed_of_exact": round(exact_seconds / seconds, 2),
-    }
+class _Exam(NamedTuple):
+    """What a shortcut is measured by."""
+
+    exact: NearestIndex
+    queries: Floats
+    truth: Floats
+    """[N] the best scores."""
+    exact_seconds: float
+    asked_recall: float
+    worthwhile: float
+    """How much faster than exact search it must be."""
+
+    def tune(self, shortcut: FaissShortcut) -> dict[str, Any]:
+        """Set the least effort that finds enough, or that which makes it too slow; return what was measured."""
+        index = self.exact.by(shortcut)
+        for effort in _EFFORTS if shortcut.kind != "flat" else (1,):
+            shortcut.effort = effort
+            found, seconds = _answers(index, self.queries)
+            recall = float((found >= self.truth).mean())
+            if recall >= self.asked_recall or seconds * self.worthwhile > self.exact_seconds:
+                break
+        return {
+            "kind": shortcut.kind,
+            "effort": effort,
+            "recall_at_1": recall,
+            "recall_queries": len(self.queries),
+            "speed_of_exact": round(self.exact_seconds / seconds, 2),
+        }
+
+    def is_passed(self, facts: dict[str, Any]) -> bool:
+        """Whether such an index may be taken."""
+        enough = facts["recall_at_1"] >= self.asked_recall and facts["speed_of_exact"] >= self.worthwhile
+        return bool(enough)
 
 
 def _answers(index: NearestIndex, queries: Floats) -> tuple[Floats, float]:
-    """The best score of each feature, and the seconds that it took."""
-    started = time.perf_counter()
+    """The best score of each feature, and the seconds of processors that it took: those of a service are shared."""
+    started = time.process_time()
     scores = [index.search(queries[at : at + _BATCH], 1)[0][:, 0] for at in range(0, len(queries), _BATCH)]
-    return np.concatenate(scores), time.perf_counter() - started
+    return np.concatenate(scores), time.process_time() - started

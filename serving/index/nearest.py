@@ -87,6 +87,17 @@ class NearestIndex:
             shortcut=self._shortcut,
         )
 
+    def by(self, shortcut: Shortcut, facts: Mapping[str, Any] | None = None) -> NearestIndex:
+        """The same rows, searched by ``shortcut``."""
+        return NearestIndex(
+            self._base,
+            is_cosine=self._is_cosine,
+            threads=self._threads,
+            facts=facts or self.facts,
+            young=self._young,
+            shortcut=shortcut,
+        )
+
     def _search(self, part: EncodedRows, features_ND: Floats, k: int) -> Answers:
         if part is self._base and self._shortcut is not None:
             return self._shortcut.search(part, features_ND, k, self._threads)
