@@ -253,3 +253,9 @@ def test_a_newcomer_is_served_as_the_tutorial_says(tmp_path: Path) -> None:
     assert len(named) == 1000
     assert "somebody new" in named
     assert "person 0" not in named
+
+
+def test_what_is_searched_for_is_found_by_faiss_as_by_the_model(tmp_path: Path) -> None:
+    pytest.importorskip("faiss", reason="needs pip install 'geartrain[serve]'")
+    printed = run(program_of("tutorials/search.md"), tmp_path)
+    assert "faiss: ['class 7', 'class 1234']\nmodel: ['class 7', 'class 1234']\npicture 42 1.00" in printed
