@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
-from geartrain.ams.kernels import ops
+from geartrain.ams.kernels import neighbours, ops
 from geartrain.ams.kernels.gradients import accumulate_and_take
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.optimizers.registry import OPTIMIZERS, Momentum, optimizer_of
@@ -53,7 +53,19 @@ def digest() -> str:
     rows = generator.integers(-2, 3, (700, 21)).astype(np.float32)  # many ties
     seen.update(build_neighbours(ArrayRows(rows), 9).neighbours.tobytes())
     seen.update(gathered_gradients(floats, generator))
+    seen.update(found_rows(generator))
     return seen.hexdigest()
+
+
+def found_rows(generator: np.random.Generator) -> bytes:
+    """The best of rows that are close to each other, for features that take every size of group."""
+    rows = (generator.standard_normal(37) + 1e-4 * generator.standard_normal((700, 37))).astype(np.float32)
+    panels, living = np.empty((44, neighbours.panel_bytes(37)), np.uint8), np.full(44, 0xFFFF, np.uint16)
+    living[-1] = 0x0FFF
+    neighbours.encode_rows(rows, panels, threads=2)
+    scores, found = np.empty((21, 9), np.float32), np.empty((21, 9), np.int64)
+    neighbours.search_rows(rows, panels, living, None, 0.0, rows[:21], scores, found, threads=2)
+    return panels.tobytes() + scores.tobytes() + found.tobytes()
 
 
 def gathered_gradients(floats: list[np.dtype], generator: np.random.Generator) -> bytes:
