@@ -52,14 +52,12 @@ def main() -> None:
     port, control, level, number = sys.argv[1:]
     log_to_stderr(level)
     told_to_end = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: told_to_end.set())
+    for ending in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(ending, lambda *_: told_to_end.set())
     parent = _Parent(Lines(socket.socket(fileno=int(control))))
     config = configuration.load()
     cpus = sorted(os.sched_getaffinity(0))
-    if mine := cpus[
-        int(number) :: config.serve.workers
-    ]:  # its threads take turns: on several CPUs they only wait longer
+    if mine := cpus[int(number) :: config.serve.workers]:  # its threads take turns: on several CPUs they only wait
         os.sched_setaffinity(0, mine)
     identify(config.security.folder or (NO_FOLDER if config.serve.insecure else None), "serve")
     life.raise_open_files()
