@@ -59,6 +59,7 @@ def follow(service: ModelService, told: ServeConfig, client: ClientConfig, clean
     tell(follower.facts)
     cleanup.callback(follower.close)
     follower.start()
+    logger.info("%s follows %s; its versions are in %s", name, training, out)
     return follower
 
 

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,15 +19,28 @@ import xxhash
 
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.storage.snapshot.folder import Snapshot
+from geartrain.ams.storage.snapshot.store import parent_of
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged, SnapshotDamaged
 from geartrain.serving.live.centers import LiveCenters, centers_of
+from geartrain.serving.live.child import run_child
 from geartrain.workers.atomic import replacing_folder
+from geartrain.workers.job.folder import Run, write_run
 from geartrain.workers.live.network import LAYOUT, NETWORK, LiveNetwork
 from geartrain.workers.live.state_arrays import state_dict_arrays
-from geartrain.workers.models.saved_model import CENTERS, ONNX, read_config, seal_model, unseal_folder, write_arrays
+from geartrain.workers.models.saved_model import (
+    CENTERS,
+    CONFIG,
+    ONNX,
+    read_config,
+    seal_folder,
+    seal_model,
+    unseal_folder,
+    write_arrays,
+)
 
+_EXPORTED = ("ctr", "tdm")
+"""Jobs of which each version is an export of some ten seconds."""
 _STATE, _CLASSES = "training.safetensors", "classes.json"
-_LOOK_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,40 @@ class LiveVersions:
         SnapshotNotFound (removed meanwhile), ConfigError (not a job that can be served), OSError (such as a full disk):
         then there is none.
         """
+        if snapshot.manifest.job.get("job") in _EXPORTED:
+            folder = self._export(snapshot, is_ending)
+        else:
+            folder = self._write_pictures(snapshot, is_ending)
+        found = _version_in(folder)
+        assert found is not None
+        self._last = found.version
+        return found
+
+    def _number(self, step: int) -> int:
+        return max(step, self._last + 1)
+
+    def _export(self, snapshot: Snapshot, is_ending: Callable[[], bool]) -> Path:
+        """Of a model of clicks or a tree of items: the newest snapshot, exported as a whole by a process with torch."""
+        root, job = parent_of(snapshot.path), snapshot.manifest.job
+        made = self.out / ".export"
+        shutil.rmtree(made, ignore_errors=True)
+        try:
+            with tempfile.TemporaryDirectory(prefix="geartrain-run-") as run:
+                table = str(job["progress"]["table"])  # type: ignore[call-overload, index]
+                write_run(Path(run), Run(job=table, snapshots=str(root), launch=None))
+                what = f"the model of {snapshot.path}"
+                run_child(what, "geartrain", "export", run, "--to", str(made), is_ending=is_ending)
+            config = unseal_folder(made)
+            config["version"] = self._number(int(config["training"]["step"]))
+            (made / CONFIG).unlink()
+            seal_folder(made, config)
+            folder = self.out / f"{config['version']:09}"
+            made.rename(folder)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+        return folder
+
+    def _write_pictures(self, snapshot: Snapshot, is_ending: Callable[[], bool]) -> Path:
         job: Mapping[str, Any] = snapshot.manifest.job
         try:
             head: Mapping[str, Any] = job["data"]["head"]
@@ -93,8 +137,8 @@ class LiveVersions:
             is_cosine = head["margin"] != repr(None)
         except (KeyError, TypeError, ValueError) as exc:
             raise ConfigError(
-                f"{snapshot.path} holds no classifier ({exc!r}); follow a run of 'geartrain worker classify' or "
-                "'glyphs', or what gt.Publisher writes"
+                f"{snapshot.path} holds no classifier ({exc!r}); follow a run of 'geartrain worker classify', "
+                "'glyphs', 'ctr' or 'tdm', or what gt.Publisher writes"
             ) from exc
         files = snapshot.job_files()
         recipe = _recipe_of(job)
@@ -107,7 +151,7 @@ class LiveVersions:
             arrays["biases"] = np.ascontiguousarray(centers.rows[:, -1])
         if not living.are_all:
             arrays["ids"] = ids
-        version = max(snapshot.manifest.step, self._last + 1)
+        version = self._number(snapshot.manifest.step)
         folder = self.out / f"{version:09}"
         with replacing_folder(folder) as staging:
             graph.network.write(staging / ONNX, state_dict_arrays(files[_STATE], "backbone"))
@@ -130,10 +174,8 @@ class LiveVersions:
                 },
             }
             seal_model(staging, _names(files, ids), config)
-        self._centers, self._last = centers, version
-        found = _version_in(folder)
-        assert found is not None
-        return found
+        self._centers = centers
+        return folder
 
     def _graph(
         self, snapshot: Snapshot, files: Mapping[str, bytes], recipe: str, is_ending: Callable[[], bool]
@@ -190,22 +232,9 @@ def _graph_in(folder: Path, recipe: str) -> _Graph | None:
 def _made_graph(snapshot: Snapshot, own: str | None, is_ending: Callable[[], bool]) -> _Graph:
     """Made by a process of its own: it needs torch, this one does not. Raises ConfigError, SnapshotDamaged."""
     with tempfile.TemporaryDirectory(prefix="geartrain-graph-") as folder:
-        command = [sys.executable, "-P", "-m", "geartrain.workers.live.graph", str(snapshot.path), folder]
-        errors = Path(folder) / "errors"
-        with errors.open("wb") as stderr:
-            child = subprocess.Popen([*command, *([own] if own else [])], stdin=subprocess.DEVNULL, stderr=stderr)
-        try:
-            while child.poll() is None:
-                if is_ending():
-                    raise ConfigError("the graph of the network was not made: the service ends")
-                with suppress(subprocess.TimeoutExpired):
-                    child.wait(_LOOK_SECONDS)
-        finally:
-            child.kill()
-            child.wait()
-        if child.returncode:
-            last = (errors.read_text(errors="replace").strip().splitlines() or ["no reason was given"])[-1]
-            raise ConfigError(f"the graph of the network of {snapshot.path} was not made: {last}")
+        what = f"the graph of the network of {snapshot.path}"
+        module = "geartrain.workers.live.graph"
+        run_child(what, module, str(snapshot.path), folder, *([own] if own else []), is_ending=is_ending)
         said = json.loads((Path(folder) / LAYOUT).read_text(encoding="utf-8"))
         network = LiveNetwork.from_json((Path(folder) / ONNX).read_bytes(), said["parameters"])
         return _Graph(network, said["preprocessing"])

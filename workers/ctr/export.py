@@ -75,7 +75,12 @@ def about(snapshot: Snapshot, state: JobState) -> dict[str, Any]:
     return {
         "version": state.progress.step,
         "created": snapshot.manifest.created,
-        "training": {"job": state.progress.table, "step": state.progress.step, "snapshot": snapshot.name},
+        "training": {
+            "job": state.progress.table,
+            "step": state.progress.step,
+            "snapshot": snapshot.name,
+            "moment": snapshot.manifest.moment_id,
+        },
     }
 
 

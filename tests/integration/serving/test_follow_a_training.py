@@ -117,13 +117,15 @@ def training(process: Training, tmp_path: Path) -> Training:
 
 
 @pytest.fixture
-def service(training: Training, tmp_path: Path) -> Iterator[Client]:
+def service(request: pytest.FixtureRequest, training: Training, tmp_path: Path) -> Iterator[Client]:
     versions = str(tmp_path / "versions")
-    arguments = ("--follow", f"faces={training.folder}", "--versions", versions, "--listen", "127.0.0.1:0")
+    arguments = ["--follow", f"faces={training.folder}", "--versions", versions, "--listen", "127.0.0.1:0"]
+    arguments += getattr(request, "param", [])
     with RoleProcess("serve", *arguments, errors=tmp_path / "service.log") as role:
         yield Client(role.address)
 
 
+@pytest.mark.parametrize("service", [["--workers=2"]], indirect=True)
 def test_swaps_under_load_fail_nobody_and_mix_nothing(training: Training, service: Client) -> None:
     assert service.ask("GET", "/readyz")[0] == 503
     training.do("publish", version=1)
