@@ -68,7 +68,7 @@ class Publisher:
             InvalidArgument: The backbone cannot be exported, or its features differ under onnxruntime.
             ConfigError: A library is missing (``pip install 'geartrain[onnx]'``).
         """
-        if not isinstance(backbone, nn.Module) or not isinstance(head, ClassHead):
+        if not (isinstance(backbone, nn.Module) and isinstance(head, nn.Module)):
             raise InvalidArgument(
                 f"backbone is {quoted(backbone)} and head {quoted(head)}; give a torch.nn.Module and a gt.ClassHead"
             )

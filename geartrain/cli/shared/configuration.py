@@ -118,7 +118,7 @@ def to_yaml(config: ClusterConfig) -> str:
     for name, section in sections().items():
         lines.append(f"{name}:  # {(section.__doc__ or '').strip()}")
         for key, field in section.model_fields.items():
-            lines.append(f"  {key}: {json.dumps(plain[name][key])}  # {field.description}")
+            lines.append(f"  {key}: {json.dumps(plain[name][key])}  # {' '.join((field.description or '').split())}")
         lines.append("")
     return "\n".join(lines)
 
