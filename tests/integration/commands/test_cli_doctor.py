@@ -31,6 +31,7 @@ CHECKS = {
         "server port",
         "graph port",
         "slowgear port",
+        "serve port",
         "cluster",
         "disk",
         "fsync",
