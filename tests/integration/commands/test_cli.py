@@ -233,7 +233,9 @@ def test_a_shown_configuration_is_a_valid_file(tmp_path: Path, monkeypatch: pyte
     done = typed("config", "validate", str(path), "--json")
     assert json.loads(done.stdout) == {"valid": True, "num_shards": 1, "num_servers": 1}
     assert typed("config", "validate", str(path)).stdout == f"{path}: valid, 1 shard on 1 server\n"
-    assert json.loads(typed("config", "show", "-f", str(path), "--json").stdout) == ClusterConfig().model_dump(mode="json")
+    assert json.loads(typed("config", "show", "-f", str(path), "--json").stdout) == ClusterConfig().model_dump(
+        mode="json"
+    )
 
 
 def test_a_wrong_file_is_refused_with_its_line_and_a_suggestion(tmp_path: Path) -> None:
