@@ -18,6 +18,10 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
+import geartrain as gt
+from geartrain.ams.values.config import ClusterConfig, SecurityConfig
+from geartrain.launch.certificates import issue, make_authority
+from geartrain.launch.tokens import make_token
 from geartrain.workers.classify import class_pictures
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.models.export import export_model
@@ -25,7 +29,8 @@ from tests.support.browsers import CONTRAST, faults_of, pictures_folder
 from tests.support.command_line import typed
 from tests.support.picture_models import picture_model
 from tests.support.role_process import RoleProcess
-from tests.support.served_models import require_onnx
+from tests.support.served_models import exported, require_onnx
+from tests.support.served_models import picture as noise
 from tests.support.stand_in_service import SAMPLE, StandInService
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -420,3 +425,21 @@ def test_it_asks_a_real_service_and_follows_its_rollback(browser: Any, tmp_path:
         assert faults == []
         page.locator(".zone input").nth(1).set_input_files(upload("b.png", b"no picture"))
         page.get_by_role("alert").get_by_text("Pairs[0][1]").wait_for()
+
+
+def test_under_tokens_the_page_of_a_real_service_asks_for_one(browser: Any, tmp_path: Path) -> None:
+    certificates = tmp_path / "certificates"
+    make_authority(certificates, "test")
+    issue(certificates, certificates, ["serve"])
+    make_token(certificates, "reader", ["signs=read"], 1)
+    token = (certificates / "reader.token").read_text(encoding="utf-8").strip()
+    config = ClusterConfig(security=SecurityConfig(folder=str(certificates)))
+    with gt.ops.Role("serve", config, listen="127.0.0.1:0", models=[f"signs={exported(tmp_path / 'model')}"]) as role:
+        page = browser.new_page(ignore_https_errors=True)
+        page.goto(f"https://{role.address}/")
+        page.get_by_text("It shows no token").wait_for()
+        page.get_by_label("Token").fill(token)
+        page.get_by_role("button", name="Use it").click()
+        page.locator("label", has_text="Choose a picture").locator("input").set_input_files(upload("a.png", noise(1)))
+        page.locator("#answers li").nth(4).wait_for()
+        page.get_by_text("ready").wait_for()
