@@ -31,6 +31,8 @@ FILE_BYTES = 4 << 20
 MOST_KEPT = 10_000
 _MOST_READ = 1_000
 _KEYS_KEPT = 1_000
+_KEY = "key"
+"""Of a line: that of an event which a client told, and may tell again to a scheduler that was restarted."""
 _LONGEST_TEXT = 1_000
 _MOST_TABLES = 100
 _LAST_SECONDS = 2.0
@@ -46,13 +48,14 @@ def as_json(event: ClusterEvent) -> dict[str, Any]:
     return {"number": number, "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"), **told}
 
 
-def _from_json(line: bytes) -> ClusterEvent | None:
-    """None: this is no event."""
+def _from_json(line: bytes) -> tuple[ClusterEvent, int] | None:
+    """With its key; None: this is no event."""
     try:
         told = json.loads(line)
+        key = int(told.pop(_KEY, 0))
         moment = datetime.fromisoformat(told.pop("time")).timestamp()
         known: dict[str, Any] = {name: value for name, value in told.items() if name in _DEFAULTS}
-        return ClusterEvent(**{**known, "tables": tuple(known.get("tables", ())), "unix_seconds": moment})
+        return ClusterEvent(**{**known, "tables": tuple(known.get("tables", ())), "unix_seconds": moment}), key
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
@@ -72,13 +75,16 @@ class EventLog:
         self._file: IO[bytes] | None = None
         """Of the thread that writes."""
         self._is_failing = self._is_closed = False
-        self._keys: deque[int] = deque(maxlen=_KEYS_KEPT)
+        self._keys: dict[int, int] = {}
+        """Of the newest events that have one, by their numbers."""
         self._kept: deque[ClusterEvent] = deque(maxlen=MOST_KEPT)
         self.counts: Counter[str] = Counter()
         """Events of each kind that this process noted."""
         if self._folder is not None:
             for path in (self._folder / OLDER, self._folder / FILE):
-                self._kept.extend(_events_in(path))
+                for event, key in _events_in(path):
+                    self._kept.append(event)
+                    self._keep_key(event.number, key)
         self._last = self._kept[-1].number if self._kept else 0
         self._writer: threading.Thread | None = None
         if self._folder is not None:
@@ -90,17 +96,22 @@ class EventLog:
     def note(self, event: ClusterEvent, *, key: int = 0) -> ClusterEvent | None:
         """Keep an event with its number and time; return it. None: that of this ``key`` (0: it has none) is there."""
         with self._lock:
-            if key:
-                if key in self._keys:
-                    return None
-                self._keys.append(key)
+            if key and key in self._keys.values():
+                return None
             self._last += 1
+            self._keep_key(self._last, key)
             now, text, tables = self._clock(), event.text[:_LONGEST_TEXT], event.tables[:_MOST_TABLES]
             event = replace(event, number=self._last, unix_seconds=now, text=text, tables=tables)
             self._kept.append(event)
             self.counts[event.kind] += 1
             self._has_news.notify()
             return event
+
+    def _keep_key(self, number: int, key: int) -> None:
+        if key:
+            self._keys[number] = key
+            if len(self._keys) > _KEYS_KEPT:
+                del self._keys[next(iter(self._keys))]
 
     def since(self, number: int, most: int = _MOST_READ) -> EventPage:
         """Those behind an event, the oldest first, at most so many."""
@@ -130,9 +141,9 @@ class EventLog:
                     self._has_news.wait()
                 seen, is_closed = self._last, self._is_closed
             for event in self.since(written, MOST_KEPT).events:
-                if not self._write(
-                    folder, json.dumps(as_json(event), ensure_ascii=False).encode(errors="replace") + b"\n"
-                ):
+                key = self._keys.get(event.number)
+                line = as_json(event) | ({_KEY: key} if key else {})
+                if not self._write(folder, json.dumps(line, ensure_ascii=False).encode(errors="replace") + b"\n"):
                     break
                 written = event.number
         self._close_file()
@@ -173,8 +184,8 @@ def _whole_lines(path: Path) -> bytes:
     return data[:whole]
 
 
-def _events_in(path: Path) -> Iterator[ClusterEvent]:
-    """Those of a file. What is no event is passed over."""
+def _events_in(path: Path) -> Iterator[tuple[ClusterEvent, int]]:
+    """Those of a file, with their keys. What is no event is passed over."""
     try:
         lines = _whole_lines(path).splitlines()
     except OSError as exc:

@@ -6,11 +6,20 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, Self
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import (
+    GetTimeoutError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -32,6 +41,8 @@ from geartrain.ray.actors import RoleActor, WorkerActor, free_address
 logger = logging.getLogger(__name__)
 
 _SCHEDULER = "scheduler"
+_WORKER_ERRORS = (RayActorError, RayTaskError, ObjectLostError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
+"""A worker failed or went, or what it returned did: with its node, or with what Ray's head knew of it."""
 _ERRORS_OF_ARGUMENTS = (ConfigError, InvalidArgument, SourceError)
 
 
@@ -159,7 +170,7 @@ class RayCluster:
                     done, waiting = ray.wait(waiting)
                     ray.get(done)
                 return list(ray.get(calls))
-            except (RayActorError, RayTaskError) as exc:
+            except _WORKER_ERRORS as exc:
                 cause = exc.cause if isinstance(exc, RayTaskError) else exc
                 failures += 1
                 if isinstance(cause, _ERRORS_OF_ARGUMENTS) or 0 <= max_failures < failures:
@@ -176,20 +187,23 @@ class RayCluster:
         done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_seconds)
         for call in done:
             try:
-                ray.get(call)
+                with suppress(ObjectLostError):  # the answer, not the actor: it is asked again
+                    ray.get(call)
             except RayActorError as exc:
                 raise ClusterNotReady(f"the actor of {asked[call]} is not started again any more: {exc}") from exc
 
     def close(self) -> None:
         """End all roles, servers first, and give Ray its room back. Idempotent.
 
-        Servers wait for snapshots of running jobs (``server.leave_timeout_seconds``). Snapshots stay, and the folders
+        Servers wait for snapshots of running jobs (``server.leave_timeout_seconds``), but not where the cluster has
+        never been ready. Snapshots stay, and the folders
         that settings name (``scheduler.data``).
         """
         servers = [actor for name, actor in self._actors.items() if name.startswith("server ")]
         others = [actor for actor in self._actors.values() if actor not in servers]
         for actors, leave in ((servers, self._config.server.leave_timeout_seconds), (others, 0.0)):
-            if calls := [actor.close.remote() for actor in actors]:
+            # Those that never served may yet wait for their scheduler, and hear nothing until then.
+            if self.facts.scheduler and (calls := [actor.close.remote() for actor in actors]):
                 ray.wait(calls, num_returns=len(calls), timeout=KILL_AFTER_SECONDS + leave)
             for actor in actors:
                 ray.kill(actor)

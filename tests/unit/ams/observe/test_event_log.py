@@ -46,6 +46,17 @@ def test_a_log_goes_on_where_it_was_when_it_is_opened_again(tmp_path: Path) -> N
     }
 
 
+def test_what_a_client_tells_again_after_a_restart_is_noted_once(tmp_path: Path) -> None:
+    told = ClusterEvent(kind="snapshot", text="whole")
+    before = EventLog(tmp_path)
+    assert before.note(told, key=7) is not None
+    before.close()  # and the client heard no answer
+    after = EventLog(tmp_path)
+    assert after.note(told, key=7) is None
+    assert after.note(told, key=8) is not None
+    assert numbers(after) == [1, 2]
+
+
 def test_a_torn_last_line_is_dropped_and_lines_that_are_no_events_are_passed_over(tmp_path: Path) -> None:
     first = EventLog(tmp_path)
     noted(first, "lost", "back", "lost")
