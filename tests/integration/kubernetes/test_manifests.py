@@ -67,6 +67,29 @@ def test_the_chart_is_clean_and_says_how_to_go_on() -> None:
     assert "exec mine-geartrain-scheduler-0 -- geartrain status" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("roots", "endpoint", "port"),
+    [
+        ("/snapshots", "", None),
+        ("s3://models/runs", "", 443),
+        ("s3://models/runs", "http://object-store:9000", 9000),
+        ("s3://models/runs", "http://object-store", 80),
+    ],
+)
+def test_pods_call_nobody_but_each_other_names_and_the_object_store(
+    roots: str, endpoint: str, port: int | None
+) -> None:
+    values = [f"--set=snapshots.roots={{{roots}}}", f"--set=snapshots.env.AWS_ENDPOINT_URL={endpoint}"]
+    done = helm("template", "mine", ".", *values, "--set=snapshots.claim=mine")
+    assert done.returncode == 0, done.stderr
+    (policy,) = [found["spec"] for found in objects(done.stdout) if found["kind"] == "NetworkPolicy"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    release, names, *others = policy["egress"]
+    assert release == {"to": [{"podSelector": policy["podSelector"]}]}
+    assert {entry["port"] for entry in names["ports"]} == {53}
+    assert others == ([{"ports": [{"port": port}]}] if port else [])
+
+
 @pytest.mark.parametrize("found", OBJECTS)
 def test_each_object_is_one_of_the_api(found: dict[str, Any]) -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="the extra [kube] has the schemas of the API")

@@ -81,22 +81,25 @@ from geartrain.ams.values.config import identify
 from geartrain.cli.serving.client import ask_service
 identify("/certs", "serve")
 body = {"images": [base64.b64encode(sys.stdin.buffer.read()).decode()], "k": 1}
-print(ask_service("geartrain-serve-2:7000", "POST", "/v1/classify", body)["version"])
+print(*(ask_service(f"{name}:7000", "POST", "/v1/classify", body)["version"] for name in sys.argv[1:]))
 """
 
 
 @pytest.mark.timeout(300)
-def test_a_model_is_asked_of_one_pod_by_another(certificates: dict[str, dict[str, bytes]], state: Path) -> None:
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_model_is_asked_of_each_pod_by_another(
+    replicas: int, certificates: dict[str, dict[str, bytes]], state: Path
+) -> None:
     exported(state / "claim-models" / "glyphs", version=7)
     with Pods(manifest("everything"), certificates, state) as cluster:
-        asking, answering = (cluster.pods[name] for name in ("geartrain-serve-0", "geartrain-serve-2"))
-        for pod in (asking, answering):
+        answering = [cluster.pods[f"geartrain-serve-{index}"] for index in range(replicas)]
+        for pod in answering:
             pod.start()
-        for pod in (asking, answering):
+        for pod in answering:
             pod.await_ready()
-        done = asking.run(["python", "-c", ASK], stdin=picture(1))
-        assert done.stdout == "7\n", done.stderr
-        assert ended([asking, answering]) == [0, 0]
+        done = answering[0].run(["python", "-c", ASK, *(pod.name for pod in answering)], stdin=picture(1))
+        assert done.stdout.split() == ["7"] * replicas, done.stderr
+        assert ended(answering) == [0] * replicas
 
 
 RECIPE = b"""
@@ -172,9 +175,10 @@ def test_a_training_of_two_pods_goes_on_after_an_uninstall_and_a_lost_shard(stat
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_role_gets_ready_and_ends_in_order(certificates: dict[str, dict[str, bytes]], state: Path) -> None:
-    """With metrics, a graph service, and slow gears of a module that is mounted."""
+    """With metrics, a graph service, slow gears of a module that is mounted, and a service of models."""
     module = REPOSITORY / "examples" / "train_with_slow_gears.py"
     mounted = {"object-store": {}, "modules": {module.name: module.read_bytes()}}
+    exported(state / "claim-models" / "glyphs", version=1)
     with Pods(manifest("everything"), certificates | mounted, state) as cluster:
         roles = [pod for name, pod in cluster.pods.items() if "photos" not in name]
         for pod in roles:
