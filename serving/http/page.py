@@ -1,20 +1,24 @@
-"""Pages of one file: they may run their own script and ask the server that they came from, nothing else."""
+"""Pages without files beside them: they run their own scripts and ask the server that they came from, nothing else."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+_COMMON = Path(__file__).with_name("common.html").read_text(encoding="utf-8")
+
 
 def page_response(html: str) -> HTMLResponse:
-    """A page with one ``<script>`` and one ``<style>``, under a policy that allows no others."""
+    """A page that begins with what all have in common, under a policy that allows no ``<script>`` but those in it."""
+    html = _COMMON + html
     response = HTMLResponse(html)
-    script, style = (_hash(html, tag) for tag in ("script", "style"))
+    script, style = (_hashes(html, tag) for tag in ("script", "style"))
     response.headers.update(
         {
             "Content-Security-Policy": f"default-src 'none'; script-src {script}; style-src {style}; connect-src "
@@ -37,6 +41,6 @@ def try_page() -> Route:
     return Route("/", page, include_in_schema=False)
 
 
-def _hash(html: str, tag: str) -> str:
-    text = html.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+def _hashes(html: str, tag: str) -> str:
+    texts = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in texts)

@@ -188,7 +188,8 @@ class StandInService:
             told = {"error": {"code": "bad_request", "message": message}}
             return JSONResponse(told, status, {"Retry-After": "1"} if status == 503 else {})
         version = int(request.query_params.get("version", self._state(name)["current"]))
-        answers = [self._item(operation, body)]
+        count = len(json.loads(body)["samples"]) if operation == "click" else 1
+        answers = [self._item(operation, body)] * count
         if name == "signs":
             answers = [[one | {"class": f"sign-{one['id']:03}"} for one in answers[0]]]
         holding, self.holding = self.holding, None

@@ -7,6 +7,7 @@ import base64
 import io
 import itertools
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -213,6 +214,16 @@ def test_answers_and_some_classes_are_shown_as_training_saw_them(opened: Opened,
     assert some.count() == 0
 
 
+def test_classes_whose_pictures_do_not_come_are_named(opened: Opened) -> None:
+    page = opened("glyphs")
+    page.route(re.compile("/picture"), lambda route: route.abort())
+    page.select_option("#model", "signs")
+    page.get_by_text("Some of its classes").wait_for(state="hidden")
+    draw(page)
+    best(page, "sign-000")
+    page.locator("#answers .glyph", has_text="?").nth(4).wait_for()
+
+
 def test_two_faces_are_the_same_or_not(opened: Opened) -> None:
     page = opened("faces/verify")
     zones = page.locator(".zone input")
@@ -232,7 +243,7 @@ def test_a_form_of_the_schema_says_what_each_field_contributed(opened: Opened, s
     page.get_by_text("12.3 %").wait_for()
     assert json.loads(service.asked[-1][2]) == {"samples": [SAMPLE], "explain": True}  # ids of 64 bits are whole
     assert page.locator(".shares dt").first.text_content() == "user"
-    assert page.locator(".shares dd").nth(1).text_content() == "−0.65"
+    assert page.locator(".shares dd").nth(1).text_content() == "−0.650"
     page.get_by_label("history").fill("[[5, 1], [6, 0]]")
     page.get_by_label("genre").fill("5, 6")
     page.get_by_label("city").fill("Oslo, Norway")
@@ -250,6 +261,8 @@ def test_a_form_of_the_schema_says_what_each_field_contributed(opened: Opened, s
     service.refusal = None
     page.get_by_label("age").fill("15")
     page.locator("#said").wait_for(state="hidden")
+    page.get_by_role("button", name="Add another").click()
+    page.get_by_text("probability of a click, sample 2").wait_for()
 
 
 def test_candidates_are_added_and_ranked(opened: Opened, service: StandInService) -> None:
@@ -266,7 +279,7 @@ def test_candidates_are_added_and_ranked(opened: Opened, service: StandInService
     assert page.locator("#answers .name").last.text_content() == 'item 997, genre "comedy"'
     page.goto(f"{service.url}#tree")
     page.reload()
-    best(page, str(2**62))
+    best(page, f"item {2**62}")
 
 
 def test_a_swap_is_said_and_followed(opened: Opened, service: StandInService) -> None:
@@ -381,6 +394,8 @@ def test_it_fits_a_phone_in_light_and_dark(opened: Opened, tmp_path: Path) -> No
         best(page, "sign-000")
         settled(page)
         page.screenshot(path=pictures / f"try-signs-{name}.png", full_page=True)
+        low = page.locator("#answers .score").last.bounding_box()
+        assert low["y"] + low["height"] <= page.viewport_size["height"]  # all five are seen beside what is drawn
         for model, tab in (("faces", "Pair"), ("clicks", "Click"), ("clicks", "Rank"), ("tree", "Tree")):
             page.select_option("#model", model)
             page.get_by_role("tab", name=tab).click()
