@@ -109,6 +109,7 @@ if TYPE_CHECKING:  # the one list of public names: "X as X" is how a module give
     from geartrain.bridge.rows.state import state_from_bytes as state_from_bytes
     from geartrain.bridge.rows.state import state_to_bytes as state_to_bytes
     from geartrain.launch.hosting import local as local
+    from geartrain.serving.http.app import serve_app as serve_app
     from geartrain.workers.data.bitmaps import Preprocessing as Preprocessing
     from geartrain.workers.data.streams import StreamReader as StreamReader
     from geartrain.workers.live.publisher import Publisher as Publisher

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from geartrain.ams.observe.metrics import metrics_text
+from geartrain.ams.values.config import ServeConfig
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, NotServed
 from geartrain.ams.values.text import quoted
 from geartrain.serving.answers import Operation, Question
-from geartrain.serving.catalog import Lease
+from geartrain.serving.batching import Batcher
+from geartrain.serving.catalog import Catalog, Lease
+from geartrain.serving.folder import load_folder
 from geartrain.serving.haste import PutOff, hasty
 from geartrain.serving.http.callers import OPEN_PATHS, Callers
 from geartrain.serving.http.limits import ClientRates, Limits
@@ -34,8 +38,8 @@ from geartrain.serving.http.openapi import document, takes_files
 from geartrain.serving.http.page import try_page
 from geartrain.serving.http.refusals import RefusedRequest, json_response, refusal, refuse
 from geartrain.serving.http.v2 import InferenceRoutes
-from geartrain.serving.metrics import AskedOf
-from geartrain.serving.service import ModelService
+from geartrain.serving.metrics import AskedOf, ServingCounts
+from geartrain.serving.service import ModelService, open_models
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +245,7 @@ class HttpQuestions:
         return name, wish
 
 
-def make_app(service: ModelService, callers: Callers, limits: Limits | None = None) -> Any:
+def make_app(service: ModelService, callers: Callers, limits: Limits | None = None, *, closes: bool = False) -> Any:
     """An ASGI app, of Starlette within bounds: for :class:`geartrain.serving.http.server.HttpServer`, or any other."""
     questions = HttpQuestions(service, callers, limits or Limits())
 
@@ -249,6 +253,8 @@ def make_app(service: ModelService, callers: Callers, limits: Limits | None = No
     async def lifespan(_: object) -> AsyncIterator[None]:
         yield
         questions.close()
+        if closes:
+            await asyncio.to_thread(service.close)
 
     app = Starlette(
         routes=questions.routes(),
@@ -257,6 +263,39 @@ def make_app(service: ModelService, callers: Callers, limits: Limits | None = No
         middleware=[_origins(callers.origins)] if callers.origins else [],
     )
     return questions.bounded(app)
+
+
+def serve_app(
+    models: str | Path | Mapping[str, str | Path], *, max_batch: int = 64, max_wait_millis: float = 2.0, **limits: Any
+) -> Any:
+    """An ASGI app that answers questions to exported models, as 'geartrain serve' does, for anybody's server.
+
+        app = geartrain.serve_app("exported/")           # uvicorn module:app
+
+    Who may ask, under which name and over which port is that server's matter. The models are closed when it ends the
+    app's lifespan.
+
+    Args:
+        models: folder of one, or folders by name; each of one version, or of several, of which the newest is served.
+        max_batch: most items that are answered together.
+        max_wait_millis: longest wait of a question for others while some are being answered.
+        limits: those of :class:`geartrain.serving.http.limits.Limits`, such as ``max_body_bytes``.
+
+    Raises:
+        ConfigError: there is no model.
+        ModelDamaged: the newest version is not whole.
+    """
+    several = models if isinstance(models, Mapping) else {"": models}
+    wanted = tuple(f"{name}={folder}" if name else str(folder) for name, folder in several.items())
+    catalog, counts = Catalog(load_folder), ServingCounts()
+    batcher = Batcher(max_batch=max_batch, max_wait_seconds=max_wait_millis / 1000, on_batch=counts.batch)
+    service = ModelService(catalog, batcher, counts)
+    try:
+        open_models(catalog, ServeConfig(models=wanted))
+        return make_app(service, Callers("localhost:0", None, is_open=True), Limits(**limits), closes=True)
+    except BaseException:
+        service.close()
+        raise
 
 
 def _origins(origins: Sequence[str]) -> Middleware:

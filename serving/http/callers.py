@@ -56,7 +56,7 @@ class Callers:
         if self._names is not None and not self._names.has(host):
             raise RefusedRequest(421, f"this service is not called {host!r}; ask it by its address or as localhost")
         origin = request.headers.get("origin")
-        if origin not in (None, f"{request.url.scheme}://{host}", *self.origins):
+        if not (origin is None or origin in self.origins or origin.partition("://")[2] == host):
             raise RefusedRequest(403, f"pages of {origin!r} may not ask here; serve.origins names those that may")
         client = "" if request.client is None else request.client.host
         if request.url.path in OPEN_PATHS or not self.want_tokens:

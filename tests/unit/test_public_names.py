@@ -115,6 +115,7 @@ PUBLIC_NAMES = {
     "save",
     "load",
     "load_model",
+    "serve_app",
     "Publisher",
     "Preprocessing",
     "TrainedModel",

@@ -49,6 +49,8 @@ class OnnxBackbone(nn.Module):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
+        self.path = path
+        """Of the file; the other files of its model are beside it."""
         runtime = needed("onnxruntime")
         options = runtime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()

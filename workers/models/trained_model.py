@@ -5,6 +5,7 @@ Legend: N images, C classes, D width of a feature, k answers.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -144,6 +145,25 @@ class TrainedModel:
         classes = np.repeat(np.arange(len(self.centers)), len(rows_SD) // len(self.centers))
         index.add_with_ids(rows_SD.contiguous().numpy(), classes)
         return index
+
+    def serve_app(self, **settings: Any) -> Any:
+        """An ASGI app that answers questions to this model of pictures, for anybody's server (uvicorn, hypercorn).
+
+            app = geartrain.load_model("runs/faces").serve_app()
+
+        What it answers: docs/tutorials/serve.md. ``settings`` are those of :func:`geartrain.serve_app`, which serves
+        exported models without torch. The model of a training is exported to a folder that is gone when this returns.
+        Raises ConfigError without ``pip install 'geartrain[serve]'``, and as :meth:`export_onnx`.
+        """
+        try:
+            from geartrain.serving.http.app import serve_app
+        except ImportError as exc:
+            raise ConfigError(f"serve_app needs a library: pip install 'geartrain[serve]' ({exc})") from exc
+        if isinstance(self.backbone, onnx_backbone.OnnxBackbone):
+            return serve_app({"model": self.backbone.path.parent}, **settings)
+        with tempfile.TemporaryDirectory() as folder:  # what is mapped stays
+            self.export_onnx(folder)
+            return serve_app({"model": folder}, **settings)
 
     def export_onnx(self, folder: str | Path, example: onnx_backbone.Inputs | None = None) -> onnx_backbone.Parity:
         """Write the backbone as ONNX, with centers and names beside it; say how far onnxruntime is from this backbone.

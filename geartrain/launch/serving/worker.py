@@ -12,9 +12,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from geartrain.ams.values.config import NO_FOLDER, identify
+from geartrain.ams.values.config import NO_FOLDER, ClusterConfig, identify
 from geartrain.ams.values.errors import GeartrainError
-from geartrain.cli.shared import configuration
 from geartrain.launch import role as life
 from geartrain.launch.logs import log_to_stderr
 from geartrain.launch.serving.role import ModelServer
@@ -55,7 +54,10 @@ def main() -> None:
     for ending in (signal.SIGTERM, signal.SIGINT):
         signal.signal(ending, lambda *_: told_to_end.set())
     parent = _Parent(Lines(socket.socket(fileno=int(control))))
-    config = configuration.load()
+    told = parent.lines.receive()
+    if told is None:
+        return
+    config = ClusterConfig(**told["config"])
     cpus = sorted(os.sched_getaffinity(0))
     if mine := cpus[int(number) :: config.serve.workers]:  # its threads take turns: on several CPUs they only wait
         os.sched_setaffinity(0, mine)

@@ -22,7 +22,6 @@ from typing import Any
 
 from geartrain.ams.values.config import ClusterConfig
 from geartrain.ams.values.errors import GeartrainError, InternalError, error_named
-from geartrain.cli.shared import configuration
 from geartrain.serving.service import Told
 
 logger = logging.getLogger(__name__)
@@ -75,11 +74,12 @@ class _Worker:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "geartrain.launch.serving.worker", *map(str, handles), level, str(number)],
                 stdin=subprocess.DEVNULL,
-                env=configuration.to_environment(config),
                 pass_fds=handles,
                 start_new_session=True,
             )
         self.lines = Lines(mine)
+        with contextlib.suppress(OSError):  # it ended at once, which is noticed below
+            self.lines.send({"config": config.model_dump(mode="json")})
         self.ready: queue.SimpleQueue[Told] = queue.SimpleQueue()
         self.was_ready = False
         self.answers: dict[int, queue.SimpleQueue[Told]] = {}
