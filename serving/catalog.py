@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from geartrain.ams.values.errors import ConfigError, GeartrainError, InvalidArgument, NotServed
+from geartrain.ams.values.errors import Busy, ConfigError, GeartrainError, InvalidArgument, ModelDamaged, NotServed
 from geartrain.ams.values.text import quoted
 from geartrain.serving.answers import Operation, Servable
 
@@ -85,6 +85,7 @@ class _Model:
     asked: int = 0
     is_held: bool = False
     """Rolled back: newer versions do not become current by themselves."""
+    is_expected: bool = False
     changing: threading.Lock = field(default_factory=threading.Lock)
     """One change after the other."""
 
@@ -109,9 +110,14 @@ class Catalog:
         return list(self._models)
 
     def expect(self, name: str) -> None:
-        """A model of this name will come; until then nobody who asks for it is answered, and the service not ready."""
+        """A model of this name will come: the service is not ready until it is :meth:`open`."""
         with self._lock:
-            self._model(name, makes=True)
+            self._model(name, makes=True).is_expected = True
+
+    def open(self, name: str) -> None:
+        """Every process of the service has a version of what was expected."""
+        with self._lock:
+            self._model(name).is_expected = False
 
     def know(self, name: str, version: int, folder: Path) -> None:
         """A version can be loaded from ``folder`` when a rollback asks for it."""
@@ -211,7 +217,7 @@ class Catalog:
     def lease(self, name: str | None = None, version: int | None = None) -> Lease:
         """Take hold of the version that answers: the current one or, by its share, the canary, or ``version``.
 
-        ``name`` None: the only model. Raises NotServed.
+        ``name`` None: the only model. Raises NotServed, and Busy while the model has no version.
         """
         with self._lock:
             model = self._model(name)
@@ -226,7 +232,9 @@ class Catalog:
             if loaded is None:
                 served = _listed(sorted(model.loaded))
                 what = f"version {quoted(version)} of {model.name!r} is not served"
-                raise NotServed(f"{what}; served are {served}" if served else f"{model.name!r} has no version yet")
+                if not served:
+                    raise Busy(f"{model.name!r} has no version yet; ask again, or see /readyz")
+                raise NotServed(f"{what}; served are {served}")
             loaded.asking += 1
             loaded.asked += 1
             return Lease(self, model.name, loaded, chosen == model.canary)
@@ -282,6 +290,7 @@ class Catalog:
             self.set_canary(name, *said["canary"])
             with self._lock:
                 self._models[name].is_held = said["is_held"]
+                self._models[name].is_expected = said["current"] is None
 
     def why_not_ready(self) -> str:
         """What is missing until questions can be answered; empty: nothing."""
@@ -290,7 +299,7 @@ class Catalog:
                 return "it is ending"
             if not self._models:
                 return "there is no model yet"
-            waits = [name for name, model in self._models.items() if model.current is None]
+            waits = [name for name, model in self._models.items() if model.current is None or model.is_expected]
             return f"there is no version of {', '.join(waits)} yet" if waits else ""
 
     def close(self) -> None:
@@ -325,7 +334,11 @@ class Catalog:
         folder = model.folders.get(version)
         if folder is None or self._load is None:
             raise NotServed(f"there is no version {quoted(version)} of {model.name!r}; there is {_listed(model.known)}")
-        servable = self._load(folder)
+        try:
+            servable = self._load(folder)
+        except (ConfigError, ModelDamaged) as exc:
+            why = str(exc) if folder.exists() else f"{folder} is gone; bring it back from a copy"
+            raise NotServed(f"version {version} of {model.name!r} cannot be served: {why}") from exc
         if servable.version != version:
             servable.close()
             raise ConfigError(f"{folder} holds version {servable.version} now, not {version}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ from geartrain.workers.models.saved_model import CONFIG, numbered_versions, read
 
 if TYPE_CHECKING:
     from geartrain.serving.answers import Servable
+
+logger = logging.getLogger(__name__)
 
 _READINGS = 3
 """Of a folder that is replaced again and again while it is read."""
@@ -44,6 +47,7 @@ def load_newest(folder: Path) -> Servable:
         try:
             return load_folder(candidate)
         except ModelDamaged as exc:
+            logger.warning("passed over: %s", exc)
             damage = damage or exc
     assert damage is not None
     raise damage

@@ -37,6 +37,7 @@ class ModelService:
             "add": self._add,
             "know": self._know,
             "expect": self._expect,
+            "open": self._open,
             "forget": self._forget,
             "following": self._note_following,
             "rollback": self._rollback,
@@ -85,6 +86,9 @@ class ModelService:
 
     def _expect(self, model: str) -> None:
         self.catalog.expect(model)
+
+    def _open(self, model: str) -> None:
+        self.catalog.open(model)
 
     def _note_following(self, model: str, facts: Mapping[str, Any]) -> None:
         self.following[model] = facts

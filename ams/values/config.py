@@ -447,7 +447,7 @@ class ServeConfig(RoleConfig):
     """Folders of exported models, or of versions of one (DIR/000120), each with a name if there are several."""
     follow: str | None = Field(default=None, min_length=1)
     """A training still running, as NAME=RUN or RUN: a folder or URL of its snapshots, or its scheduler's HOST:PORT or
-    HOST:PORT/JOB. The newest snapshot is served, and the next one as it comes."""
+    HOST:PORT/JOB. The newest snapshot is served, and the next one as it comes; of a folder of exported models, too."""
     versions: str | None = Field(default=None, min_length=1)
     """Folder for the versions of what is followed, which are served at once after a restart. None: a temporary one."""
     keep: int = Field(default=3, ge=2)

@@ -5,6 +5,7 @@ Legend: R rows, D width, N features, W rows that are looked at, k answers.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -107,6 +108,7 @@ def read(path: Path, facts: Mapping[str, Any], rows: EncodedRows) -> FaissShortc
 
 def load_faiss() -> Any:
     """The library. Raises ConfigError where it is not installed."""
+    logging.getLogger("faiss.loader").setLevel(logging.WARNING)  # says which instructions it tries
     try:
         import faiss
     except ImportError as exc:

@@ -13,12 +13,13 @@ from typing import Any
 
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.values.errors import GeartrainError
-from geartrain.serving.live.training import Progress, Training
+from geartrain.serving.live.training import ExportedModel, Progress, Training
 from geartrain.serving.live.versions import LiveVersion, LiveVersions
 
 logger = logging.getLogger(__name__)
 
 _NICE = 5
+_SELDOM = 8
 _SLOW_SECONDS = 10.0
 """A follower so far behind says so."""
 
@@ -62,7 +63,7 @@ class Follower:
         """Was made current last."""
         self._shown = served
         """Is current, unless somebody has rolled back."""
-        self._newest: Snapshot | None = None
+        self._newest: Snapshot | ExportedModel | None = None
         self._newer_since: float | None = None
         """When a snapshot that is not served was first seen."""
         self._progress: Progress | None = None
@@ -71,6 +72,8 @@ class Follower:
         self._told = ""
         self._last_seconds = 0.0
         self._num_versions = self._num_failures = 0
+        self._in_row = 0
+        """Failures since the last version; it looks less often then."""
         self._thread = threading.Thread(target=self._run, name="geartrain-follow", daemon=True)
 
     def start(self) -> None:
@@ -88,7 +91,7 @@ class Follower:
         """How far behind it is now. From any thread."""
         with self._lock:
             since, served, newest, progress = self._newer_since, self._shown, self._newest, self._progress
-        steps = [snapshot.manifest.step for snapshot in (newest,) if snapshot is not None]
+        steps = [] if newest is None else [_moment(newest)[0]]
         steps += [] if progress is None else [progress.step]
         at = 0 if served is None else served.step
         return Behind(
@@ -129,6 +132,8 @@ class Follower:
             if newest is None or _is_of(newest, self._shown):
                 self._newer_since, self._error, self._told = None, "", ""
                 self._state = "waiting" if newest is None else "following"
+                if newest is None and self._served is not None:
+                    self._error = "there is no snapshot any more; what was served is served on"
             elif self._newer_since is None:
                 self._newer_since = self._clock()
             if held_at is not None:
@@ -137,27 +142,32 @@ class Follower:
             return False
         return self._take(newest)
 
-    def _take(self, snapshot: Snapshot) -> bool:
-        began = self._clock()
+    def _take(self, newest: Snapshot | ExportedModel) -> bool:
+        began, (step, _) = self._clock(), _moment(newest)
+        version: LiveVersion | None = None
         try:
-            version = self._versions.write(snapshot, self._ending.is_set)
+            version = self._versions.write(newest, self._ending.is_set)
             self._serve(version)
         except (GeartrainError, OSError) as exc:
-            self._failed(f"no version of step {snapshot.manifest.step:,}: {exc}")
+            if version is not None:
+                self._versions.drop(version)
+            self._failed(f"no version of step {step:,}: {exc}")
             return False
         with self._lock:
             self._served = self._shown = version
             self._newer_since, self._state, self._error = None, "following", ""
             self._last_seconds = self._clock() - began
+            self._in_row = 0
             self._num_versions += 1
             self._told = ""
-        logger.info("step %d is served (%.2f s)", snapshot.manifest.step, self._last_seconds)
+        logger.info("step %d is served (%.2f s)", step, self._last_seconds)
         return True
 
     def _failed(self, why: str) -> None:
         with self._lock:
             self._state, self._error = "failing", why
             self._num_failures += 1
+            self._in_row += 1
             is_told, self._told = self._told == why, why
         if not is_told:
             behind = self.behind
@@ -182,8 +192,14 @@ class Follower:
             if behind.seconds > _SLOW_SECONDS and now - told > _SLOW_SECONDS:
                 told = now
                 logger.warning("what is served is %.0f s and %d steps behind", behind.seconds, behind.steps)
-            self._ending.wait(self._every)
+            self._ending.wait(self._every * min(1 + self._in_row, _SELDOM))
 
 
-def _is_of(snapshot: Snapshot, version: LiveVersion | None) -> bool:
-    return version is not None and snapshot.manifest.moment_id == version.moment_id
+def _moment(found: Snapshot | ExportedModel) -> tuple[int, str]:
+    """Its step, and what tells it from others."""
+    said = found if isinstance(found, ExportedModel) else found.manifest
+    return said.step, said.moment_id
+
+
+def _is_of(found: Snapshot | ExportedModel, version: LiveVersion | None) -> bool:
+    return version is not None and _moment(found)[1] == version.moment_id

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from geartrain.ams.values.config import ClientConfig, ServeConfig
-from geartrain.ams.values.errors import GeartrainError
+from geartrain.ams.values.errors import GeartrainError, InvalidArgument
 from geartrain.serving.live.follow import Follower
 from geartrain.serving.live.training import training_of
 from geartrain.serving.live.versions import LiveVersion, LiveVersions
@@ -37,11 +37,16 @@ def follow(service: ModelService, told: ServeConfig, client: ClientConfig, clean
         cleanup.callback(shutil.rmtree, out, ignore_errors=True)
     else:
         out = Path(told.versions).absolute()
+        if out.resolve() == Path(training).resolve():
+            raise InvalidArgument(
+                f"versions is {told.versions}, the folder that is followed; give another one for copies"
+            )
         out.mkdir(parents=True, exist_ok=True)
     versions = LiveVersions(out, keep=told.keep, backbone=told.backbone)
 
     def serve(version: LiveVersion) -> None:
         service.change("add", model=name, folder=str(version.folder))
+        service.change("open", model=name)
         for gone in versions.prune():
             service.change("forget", model=name, version=gone)
 
@@ -71,6 +76,7 @@ def _newest_that_is_whole(service: ModelService, name: str, versions: LiveVersio
         try:
             if served is None:
                 service.change("add", **details)
+                service.change("open", model=name)
                 served = version
             else:
                 service.change("know", version=version.version, **details)

@@ -1,6 +1,7 @@
 """A training to follow, as it is seen from outside: its newest snapshot, and how far it is itself.
 
-It is said by the folder of a run, by the folder or URL of its snapshots, or by a scheduler that knows the job.
+It is said by the folder of a run, by the folder or URL of its snapshots, or by a scheduler that knows the job. A folder
+to which models are exported is followed, too: each is a moment of a training.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from geartrain.ams.storage.snapshot.store import parent_of, parse_place, place
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import ConfigError, GeartrainError
 from geartrain.ams.values.scheduler_messages import DescribeJobs, JobEntry, ReadEvents
+from geartrain.serving.folder import kind_of, version_folders
 from geartrain.workers.job.folder import has_run, read_run
+from geartrain.workers.models.saved_model import CONFIG, numbered_versions, read_config
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +37,20 @@ class Progress:
     state: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExportedModel:
+    """A version that somebody exported. Its files are checked when it is taken."""
+
+    folder: Path
+    step: int
+    """Its version."""
+    moment_id: str
+
+
 class Training(Protocol):
     """Something that takes snapshots. Used from one thread."""
 
-    def newest(self) -> Snapshot | None:
+    def newest(self) -> Snapshot | ExportedModel | None:
         """Its newest snapshot whose manifest is sound; None: there is none yet.
 
         Raises GeartrainError, OSError: it cannot be looked at now.
@@ -71,14 +84,16 @@ class SnapshotFolder:
 
 
 class TrainingFolder:
-    """The folder of a run of ``geartrain worker``, or of snapshots. It may appear later."""
+    """The folder of a run of ``geartrain worker``, of snapshots, or of exported models. It may appear later."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._snapshots = SnapshotFolder(folder)
 
-    def newest(self) -> Snapshot | None:
+    def newest(self) -> Snapshot | ExportedModel | None:
         """See :class:`Training`. A run that takes the place of this one is followed from then on."""
+        if not has_run(self._folder) and ((self._folder / CONFIG).exists() or numbered_versions(self._folder)):
+            return _exported(version_folders(self._folder)[0])
         root = read_run(self._folder).snapshots if has_run(self._folder) else str(place(self._folder))
         if str(self._snapshots.root) != root:
             self._snapshots = SnapshotFolder(root)
@@ -87,6 +102,13 @@ class TrainingFolder:
     def progress(self) -> Progress | None:
         """See :class:`Training`."""
         return None
+
+
+def _exported(folder: Path) -> ExportedModel:
+    config = read_config(folder)
+    kind_of(folder, config)
+    step = int(config.get("version", 1))
+    return ExportedModel(folder=folder, step=step, moment_id=f"{step}@{config.get('created')}")
 
 
 class ClusterJob:

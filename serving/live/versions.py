@@ -23,6 +23,7 @@ from geartrain.ams.storage.snapshot.store import parent_of
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged, SnapshotDamaged
 from geartrain.serving.live.centers import LiveCenters, centers_of
 from geartrain.serving.live.child import run_child
+from geartrain.serving.live.training import ExportedModel
 from geartrain.workers.atomic import replacing_folder
 from geartrain.workers.job.folder import Run, write_run
 from geartrain.workers.live.network import LAYOUT, NETWORK, LiveNetwork
@@ -87,14 +88,20 @@ class LiveVersions:
             shutil.rmtree(folder, ignore_errors=True)
         return [int(folder.name) for folder in old]
 
-    def write(self, snapshot: Snapshot, is_ending: Callable[[], bool] = lambda: False) -> LiveVersion:
+    def drop(self, version: LiveVersion) -> None:
+        """Remove one that cannot be served. Its number is not used again."""
+        shutil.rmtree(version.folder, ignore_errors=True)
+
+    def write(self, snapshot: Snapshot | ExportedModel, is_ending: Callable[[], bool] = lambda: False) -> LiveVersion:
         """Write the snapshot as the next version; ``is_ending`` says that nobody waits for it any more.
 
         Its number is the step, or one more than the last where a training went back. Raises SnapshotDamaged,
-        SnapshotNotFound (removed meanwhile), ConfigError (not a job that can be served), OSError (such as a full disk):
-        then there is none.
+        SnapshotNotFound (removed meanwhile), ModelDamaged (an exported one that is not whole, or not yet), ConfigError
+        (not a job that can be served), OSError (such as a full disk): then there is none.
         """
-        if snapshot.manifest.job.get("job") in _EXPORTED:
+        if isinstance(snapshot, ExportedModel):
+            folder = self._copy(snapshot)
+        elif snapshot.manifest.job.get("job") in _EXPORTED:
             folder = self._export(snapshot, is_ending)
         else:
             folder = self._write_pictures(snapshot, is_ending)
@@ -105,6 +112,21 @@ class LiveVersions:
 
     def _number(self, step: int) -> int:
         return max(step, self._last + 1)
+
+    def _copy(self, exported: ExportedModel) -> Path:
+        """Of an exported model; it may be removed or replaced afterwards."""
+        folder = self.out / f"{self._number(exported.step):09}"
+        with replacing_folder(folder) as staging:
+            shutil.copytree(exported.folder, staging, dirs_exist_ok=True)
+            try:
+                config = unseal_folder(staging)
+            except (ConfigError, ModelDamaged):
+                unseal_folder(exported.folder)  # names the file there
+                raise ModelDamaged(f"{exported.folder} changed while it was copied; it is copied again") from None
+            training = {**config.get("training", {}), "step": exported.step, "moment": exported.moment_id}
+            (staging / CONFIG).unlink()
+            seal_folder(staging, {**config, "version": int(folder.name), "training": training})
+        return folder
 
     def _export(self, snapshot: Snapshot, is_ending: Callable[[], bool]) -> Path:
         """Of a model of clicks or a tree of items: the newest snapshot, exported as a whole by a process with torch."""

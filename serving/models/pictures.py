@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.values.arguments import integer
-from geartrain.ams.values.errors import ConfigError, InvalidArgument
+from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged
 from geartrain.ams.values.text import quoted
 from geartrain.serving.answers import Arrays, Question, TensorSpec
 from geartrain.serving.cores import threads_of_batch
@@ -65,7 +65,10 @@ class PictureModel:
         self.created = float(config.get("created", (folder / ONNX).stat().st_mtime))
         self.names = files.class_names
         self._ids = files.tensors.get("ids")
-        self.preprocessing = Preprocessing(**look)
+        try:
+            self.preprocessing = Preprocessing(**look)
+        except (ConfigError, TypeError) as exc:
+            raise ConfigError(f"{folder} has another preprocessing than this version knows: {exc}") from exc
         centers, threads = files.tensors["centers"], threads or threads_of_batch()
         if (
             config["kind"] == "onnx" and config["is_cosine"]
@@ -78,6 +81,7 @@ class PictureModel:
         """What a class looks like, by its id: a PNG file, or None."""
         self.index = open_index(folder, config, centers, files.tensors.get("biases"), threads=threads)
         self._session = _session(folder / ONNX, threads)
+        _require_of_one_model(folder, self._session, self.preprocessing, len(centers), self.num_classes, self.dim)
         self.operations = {
             operation.name: operation for operation in (Classify(self), Embed(self), Nearest(self), Verify(self))
         }
@@ -95,8 +99,8 @@ class PictureModel:
     def load(cls, folder: Path, config: Mapping[str, Any]) -> PictureModel:
         """The model of a folder whose files were checked.
 
-        Raises ConfigError (it takes no pictures, or onnxruntime is not installed), ModelDamaged, InvalidArgument (a
-        network that onnxruntime cannot run).
+        Raises ConfigError (it takes no pictures, or onnxruntime is not installed), ModelDamaged (also where network,
+        preprocessing, centers and names are not of one model), InvalidArgument (a network that onnxruntime cannot run).
         """
         return cls(folder, config)
 
@@ -400,3 +404,20 @@ def _session(path: Path, threads: int) -> Any:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as exc:  # its errors have no base but this
         raise InvalidArgument(f"onnxruntime cannot run {path}: {exc}") from exc
+
+
+def _require_of_one_model(
+    folder: Path, session: Any, look: Preprocessing, num_centers: int, num_names: int, dim: int
+) -> None:
+    """Raises ModelDamaged unless bitmaps fit the network, its features the centers, and these the names."""
+    taken, given = session.get_inputs()[0].shape[1:], [look.channels, look.size, look.size]
+    made = session.get_outputs()[0].shape[-1]
+    wrong = ""
+    if [size if isinstance(size, int) else of for size, of in zip(taken, given, strict=False)] != given:
+        wrong = f"its preprocessing makes bitmaps of {given}, and its network takes {taken}"
+    elif isinstance(made, int) and made != dim:
+        wrong = f"its network makes features of {made} numbers, and its class centers have {dim}"
+    elif num_centers != num_names:
+        wrong = f"it has {num_centers:,} class centers and {num_names:,} names"
+    if wrong:
+        raise ModelDamaged(f"{folder} is not of one model: {wrong}; export the model again")

@@ -144,6 +144,8 @@ def export_model(
             lower_precision(staging / ONNX, precision, () if images is None else _calibration(images.train))
             networks[precision] = onnx_backbone.OnnxBackbone(staging / ONNX)
         measured, features = _compared(model, networks, example, images, track)
+        if precision == "fp32":
+            _require_parity(measured["parity"])
         write_arrays(staging / CENTERS, arrays)
         config = {
             "kind": KIND,
@@ -218,6 +220,16 @@ def _compared(
         return measured, None
     accuracy = {name: tally.right / tally.images for name, tally in tallies.items()}
     return {**measured, "accuracy": {"images": num_images, **accuracy}}, torch.cat(kept).numpy()
+
+
+def _require_parity(parity: Mapping[str, Any]) -> None:
+    """Raises InvalidArgument unless features of onnxruntime are those of the backbone on each image."""
+    if not parity["largest_distance"] <= onnx_backbone.TOLERANCE:
+        raise InvalidArgument(
+            f"of {parity['images']:,} images, features of onnxruntime are up to {parity['largest_distance']:.2g} of "
+            f"their length from the backbone's, more than {onnx_backbone.TOLERANCE:g}, and the best class is the same "
+            f"for {parity['same_top1']:.2%}; nothing was written. Does it round, or branch on what it sees?"
+        )
 
 
 @dataclass

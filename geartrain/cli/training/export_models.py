@@ -165,6 +165,9 @@ def _lines(folder: Path, config: Mapping[str, Any], why: str) -> Iterator[str]:
         f"{images}: features are {parity['largest_distance']:.1e} of their length from PyTorch's at most (a number of "
         f"them {parity['max_error']:.1e}), the best class is the same for {'all' if same == 1 else f'{same:.2%}'}"
     )
+    if same < 1 and config["precision"] == "fp32":
+        others = round((1 - same) * parity["images"])
+        yield f"Note: {counted(others, 'image')} of two classes of nearly the same score may be named otherwise"
     if line := _index_line(config["index"]):
         yield line
     if accuracy is None:
@@ -178,7 +181,8 @@ def _lines(folder: Path, config: Mapping[str, Any], why: str) -> Iterator[str]:
 def _index_line(index: Mapping[str, Any]) -> str:
     """What was measured of an index that is not exact; "" of one that is."""
     if index["kind"] == "exact":
-        return "" if index["asked_recall"] == 1 else "Index: exact, the fastest that finds enough of the best classes"
+        missed = "".join(f"; {tried['kind']} found {tried['recall_at_1']:.2%}" for tried in index["passed_over"])
+        return "" if index["asked_recall"] == 1 and not missed else f"Index: exact, which always finds the best{missed}"
     found = f"the best class is found for {index['recall_at_1']:.2%} of {index['recall_queries']:,} questions"
     return f"Index: {index['kind']}, {found} (asked: {index['asked_recall']:.2%})"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import geartrain as gt
+from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.scheduler_messages import JobReport
 from geartrain.serving.live.training import ClusterJob, Training, training_of
@@ -17,6 +18,7 @@ from tests.support.role_process import RoleProcess
 
 def step_of(training: Training) -> int | None:
     newest = training.newest()
+    assert newest is None or isinstance(newest, Snapshot)
     return None if newest is None else newest.manifest.step
 
 

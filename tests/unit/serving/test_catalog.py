@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geartrain.ams.values.errors import ConfigError, InvalidArgument, NotServed
+from geartrain.ams.values.errors import Busy, ConfigError, InvalidArgument, NotServed
 from geartrain.serving.catalog import Catalog, Lease
 from tests.support.fake_servable import EchoModel
 
@@ -78,8 +78,11 @@ def test_a_rollback_that_fails_changes_nothing(tmp_path: Path) -> None:
     catalog.add("glyphs", EchoModel(20))
     with pytest.raises(NotServed, match="no version of 'glyphs' before 20"):
         catalog.rollback("glyphs")
-    catalog.know("glyphs", 10, tmp_path)
-    with pytest.raises(ConfigError, match="damaged"):
+    catalog.know("glyphs", 10, tmp_path / "10")
+    with pytest.raises(NotServed, match=r"version 10 of 'glyphs' cannot be served: .* is gone; bring it back"):
+        catalog.rollback("glyphs")
+    (tmp_path / "10").mkdir()
+    with pytest.raises(NotServed, match="version 10 of 'glyphs' cannot be served: it is damaged"):
         catalog.rollback("glyphs")
     assert (current(catalog), catalog.state("glyphs")["held"]) == (20, False)
     with pytest.raises(NotServed, match="no version 15 of 'glyphs'; there is 10, 20"):
@@ -141,6 +144,11 @@ def test_unknown_names_are_answered_with_those_there_are() -> None:
     assert catalog.why_not_ready() == ""
     catalog.know("clicks", 3, Path("there"))
     assert "no version of clicks yet" in catalog.why_not_ready()
+    catalog, _ = catalog_of(10)
+    catalog.expect("glyphs")  # other processes have no version
+    assert "no version of glyphs yet" in catalog.why_not_ready()
+    catalog.open("glyphs")
+    assert catalog.why_not_ready() == ""
 
 
 def test_a_close_waits_for_those_who_ask() -> None:
@@ -150,7 +158,7 @@ def test_a_close_waits_for_those_who_ask() -> None:
     assert (models[10].is_closed, models[20].is_closed) == (True, False)
     lease.release()
     assert models[20].is_closed
-    with pytest.raises(NotServed, match="has no version yet"):
+    with pytest.raises(Busy, match="has no version yet"):
         catalog.lease("glyphs")
 
 

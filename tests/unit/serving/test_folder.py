@@ -15,7 +15,7 @@ from geartrain.ams.values.errors import ConfigError, ModelDamaged
 from geartrain.serving import folder as folders
 from geartrain.serving.folder import load_folder, load_newest, version_folders
 from geartrain.serving.models.pictures import PictureModel
-from geartrain.workers.models.saved_model import CONFIG, write_arrays
+from geartrain.workers.models.saved_model import CONFIG, seal_folder, write_arrays
 from geartrain.workers.models.trained_model import save_model
 from tests.support.served_models import NAMES, exported, picture, small_model
 
@@ -63,7 +63,37 @@ def test_a_folder_of_another_format_or_kind_is_refused(model: Path) -> None:
             load_folder(model)
 
 
-def test_the_newest_whole_version_is_served(whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"size": 32}, r"makes bitmaps of \[1, 32, 32\], and its network takes \[1, 16, 16\]; export the model again"),
+        ({"channels": 3}, r"makes bitmaps of \[3, 16, 16\], and its network takes \[1, 16, 16\]"),
+        ({"kind": "smoke"}, "model has another preprocessing than this version knows: preprocessing is 'smoke'"),
+        ({"colour": "red"}, "another preprocessing than this version knows.*'colour'"),
+    ],
+)
+def test_another_preprocessing_than_the_networks_is_refused(model: Path, change: dict[str, object], said: str) -> None:
+    config = unseal_json((model / CONFIG).read_bytes())
+    config["preprocessing"] |= change
+    (model / CONFIG).write_bytes(seal_json(config))
+    with pytest.raises((ConfigError, ModelDamaged), match=said):
+        load_folder(model)
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [((8, 24), "features of 16 numbers, and its class centers have 24"), ((9, 16), "9 class centers and 8 names")],
+)
+def test_centers_of_another_model_are_refused(model: Path, shape: tuple[int, int], said: str) -> None:
+    write_arrays(model / "centers.safetensors", {"centers": np.ones(shape, np.float32)})
+    config = unseal_json((model / CONFIG).read_bytes())
+    (model / CONFIG).unlink()
+    seal_folder(model, config)
+    with pytest.raises(ModelDamaged, match=said):
+        load_folder(model)
+
+
+def test_the_newest_whole_version_is_served(whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for version in (90, 120, 1000):
         shutil.copytree(whole, tmp_path / f"{version:06}")
     (tmp_path / "notes").mkdir()
@@ -71,6 +101,7 @@ def test_the_newest_whole_version_is_served(whole: Path, tmp_path: Path) -> None
     assert [path.name for path in version_folders(tmp_path)] == ["001000", "000120", "000090"]
     (tmp_path / "001000" / "backbone.onnx").write_bytes(b"half")
     load_newest(tmp_path)
+    assert "passed over" in caplog.text and "001000/backbone.onnx is damaged" in caplog.text
     for version in (90, 120):
         (tmp_path / f"{version:06}" / "names.safetensors").unlink()
     with pytest.raises(ModelDamaged, match=r"001000/backbone\.onnx"):

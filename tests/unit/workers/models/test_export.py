@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 import geartrain as gt
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
 from geartrain.workers.data.images import ImageSet
-from geartrain.workers.models import export
+from geartrain.workers.models import export, onnx_backbone
 from geartrain.workers.models.export import RunImages, export_model
 from geartrain.workers.models.precision import PRECISIONS, Precision, require_precision
 from geartrain.workers.models.saved_model import ClassNames, read_config
@@ -67,6 +67,22 @@ def test_what_a_precision_costs_is_measured_on_held_out_images(precision: Precis
         export_model(model, tmp_path / "whole")
         sizes = [(tmp_path / name / "backbone.onnx").stat().st_size for name in ("m", "whole")]
         assert sizes[0] < 0.75 * sizes[1]
+
+
+def test_features_that_differ_on_held_out_images_are_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model()
+    network = onnx_backbone.OnnxBackbone.forward
+
+    def wrong_of_some(self: onnx_backbone.OnnxBackbone, *inputs: torch.Tensor) -> torch.Tensor:
+        features = network(self, *inputs)
+        return features * (1.01 if len(features) > 150 else 1)
+
+    monkeypatch.setattr(onnx_backbone.OnnxBackbone, "forward", wrong_of_some)
+    with pytest.raises(InvalidArgument, match=r"of 300 images, .* up to 0\.01 of their length .*; nothing was written"):
+        export_model(model, tmp_path / "m", images=images(model))
+    assert list(tmp_path.iterdir()) == []
 
 
 def held_out_of(model: gt.TrainedModel) -> list[tuple[torch.Tensor, torch.Tensor]]:
