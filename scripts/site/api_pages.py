@@ -71,7 +71,7 @@ PAGES = (
         "operations",
         "Roles in a program, clusters on Ray",
         (),
-        ("geartrain.ops.Role", "geartrain.ray.cluster", "geartrain.ray.RayCluster"),
+        ("geartrain.ops.Role", "geartrain.ops.serve_metrics", "geartrain.ray.cluster", "geartrain.ray.RayCluster"),
     ),
     ApiPage(
         "samples",
