@@ -184,6 +184,11 @@ def test_other_machines_are_shown_it_under_tls_alone(tmp_path: Path, monkeypatch
         browser = Browser(page, context)
         assert browser.opened.status == 200
         assert "secure" in browser.opened.headers["Set-Cookie"].lower()
+        at = ("127.0.0.1", int(page.address.rsplit(":", 1)[1]))
+        first = ssl.get_server_certificate(at)
+        issue(tmp_path, tmp_path, [CLIENT])  # as 'geartrain certs renew' does
+        while ssl.get_server_certificate(at) == first:
+            assert browser.get("/").status == 200
     finally:
         page.stop(5)
 
