@@ -9,11 +9,17 @@ from typing import Any, Self
 
 from geartrain.ams.observe.metrics import MetricsServer
 from geartrain.ams.observe.metrics import serve_metrics as serve
-from geartrain.ams.rpc.credentials import Credentials
-from geartrain.ams.values.config import NO_FOLDER, ClusterConfig, identify, is_loopback, require_private, suggestion
+from geartrain.ams.values.config import (
+    NO_FOLDER,
+    ClusterConfig,
+    identify,
+    is_loopback,
+    private_folder,
+    require_private,
+    suggestion,
+)
 from geartrain.ams.values.errors import ConfigError
 from geartrain.cli.shared import configuration
-from geartrain.launch.certificates import make_private_folder
 from geartrain.launch.ports import require_free
 from geartrain.launch.role import STOP_GRACE_SECONDS, warn_if_open
 from geartrain.launch.roles import ROLES, started
@@ -32,6 +38,8 @@ def serve_metrics(address: str) -> MetricsServer:
 
     Raises ConfigError: nobody can listen there, strangers could, or prometheus_client is not installed.
     """
+    from geartrain.ams.rpc.credentials import Credentials  # gRPC with it
+
     require_private("address", address, insecure=False)
     return serve(address, tuple, "worker", Credentials.mine(address))
 
@@ -68,7 +76,9 @@ class Role:
         identify(config.security.folder or without, name)
         section = type(section)(**{**section.model_dump(exclude_unset=True), **settings})
         ports = {"--listen": section.listen} | ({"--metrics": section.metrics} if section.metrics else {})
-        if any(map(is_loopback, ports.values())):
+        if any(map(is_loopback, ports.values())) and not private_folder().is_dir():
+            from geartrain.launch.certificates import make_private_folder
+
             make_private_folder()
         for flag, address in ports.items():
             if flag == "--metrics" or getattr(section, "ports", None) is None:

@@ -1,105 +1,27 @@
-"""The role ``serve``: trained models over HTTP, in this process or in several workers."""
+"""The role ``serve``: trained models over HTTP, in this process or in several workers.
+
+What a process needs that answers nobody itself is little: the rest is imported by those that answer.
+"""
 
 from __future__ import annotations
 
-import gc
 import socket
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from geartrain.ams.observe.metrics import Metric
-from geartrain.ams.rpc.credentials import Credentials
-from geartrain.ams.values.config import NO_FOLDER, ClusterConfig, join_address, split_address
+from geartrain.ams.values.config import ClusterConfig, join_address, split_address
 from geartrain.ams.values.errors import ConfigError
+from geartrain.launch.serving.certificates import certificates_of
 from geartrain.launch.serving.workers import Workers
 from geartrain.serving.batching import Batcher
 from geartrain.serving.catalog import Catalog
-from geartrain.serving.cores import use_threads
-from geartrain.serving.folder import load_folder
-from geartrain.serving.http.app import make_app
-from geartrain.serving.http.callers import Callers
-from geartrain.serving.http.limits import Limits
-from geartrain.serving.http.server import HttpServer, listening_socket, shared_port
-from geartrain.serving.live.start import follow
-from geartrain.serving.metrics import ServingCounts
-from geartrain.serving.service import ModelService, named_folders, open_models
+from geartrain.serving.http.server import listening_socket, shared_port
+from geartrain.serving.service import ModelService, named_folders
 
 if TYPE_CHECKING:
-    from geartrain.serving.kserve.service import InferenceServer
-
-DRAIN_SECONDS = 3.0
-
-
-class ModelServer:
-    """Serves the models of a configuration on a socket that listens, on threads of this process."""
-
-    def __init__(self, config: ClusterConfig, listener: socket.socket) -> None:
-        """Load the models. Raises ConfigError, ModelDamaged; the socket is closed then, and when it ends."""
-        told = config.serve
-        folder = certificates_of(config)
-        warnings.filterwarnings("ignore", module=r"PIL\.")  # a line, kept for ever, for each picture that is damaged
-        callers = Callers(told.listen, folder, told.origins, is_open=told.insecure)
-        use_threads(told.threads)
-        catalog = Catalog(load_folder)
-        counts = ServingCounts()
-        batcher = Batcher(
-            max_batch=told.max_batch,
-            max_wait_seconds=told.max_wait_millis / 1000,
-            max_queued=told.max_queued,
-            on_batch=counts.batch,
-        )
-        self.service = ModelService(catalog, batcher, counts)
-        self.grpc: InferenceServer | None = None
-        """The port of gRPC, if there is to be one."""
-        try:
-            tls, renew = None, None
-            if folder is not None:
-                tls, renew = Credentials.mine(told.listen).https(shows_certificate=not callers.want_tokens)
-            open_models(catalog, told)
-            gc.collect()
-            gc.freeze()  # else looking through all that was imported stops answers for 0.1 s, now and then
-            if told.grpc is not None:
-                from geartrain.serving.kserve.service import InferenceServer  # gRPC with it
-
-                self.grpc = InferenceServer(told.grpc, self.service, told, folder)
-            self._server = HttpServer(
-                make_app(self.service, callers, Limits.of(told)),
-                listener,
-                split_address(told.listen)[0],
-                name="http",
-                tls=tls,
-                each_second=renew,
-                headers_seconds=told.body_seconds,
-                grace_seconds=DRAIN_SECONDS,
-            )
-        except BaseException:
-            self._stop_grpc(0)
-            listener.close()
-            self.service.close()
-            raise
-        if self.grpc is not None:
-            self.grpc.ready()
-
-    @property
-    def end_reason(self) -> str | None:
-        """Why it ended by itself; None if it did not."""
-        return self._server.end_reason
-
-    def wait(self) -> None:
-        """Block until it has ended."""
-        self._server.wait()
-
-    def stop(self, grace_seconds: float) -> None:
-        """Answer the requests under way, take no others, close the models."""
-        self._stop_grpc(grace_seconds)
-        self._server.stop(grace_seconds)
-        self.service.close()
-
-    def _stop_grpc(self, grace_seconds: float) -> None:
-        if self.grpc is not None:
-            self.grpc.stop(grace_seconds)
+    from geartrain.launch.serving.server import ModelServer
 
 
 class ServeRole:
@@ -124,6 +46,8 @@ class ServeRole:
         self.workers: Workers | None = None
         self._here: ModelServer | None = None
         if told.workers == 1:
+            from geartrain.launch.serving.server import ModelServer
+
             self._here = ModelServer(config, listener)
             self.service = self._here.service
             self.grpc = None if self._here.grpc is None else self._here.grpc.address
@@ -141,6 +65,8 @@ class ServeRole:
             self.service.everywhere = self.workers.everywhere
         self._following = ExitStack()
         if told.follow is not None:
+            from geartrain.serving.live.start import follow
+
             try:
                 follow(self.service, told, config.client, self._following)
             except BaseException:
@@ -176,9 +102,3 @@ class ServeRole:
     def _close_shared(self) -> None:
         if self._shared is not None:
             self._shared.close()
-
-
-def certificates_of(config: ClusterConfig) -> str | None:
-    """The folder under which HTTP goes: one that was named; on loopback none, by itself."""
-    folder = config.security.folder
-    return None if folder in (None, NO_FOLDER) or config.serve.insecure else folder

@@ -16,7 +16,7 @@ from geartrain.ams.values.config import NO_FOLDER, ClusterConfig, identify
 from geartrain.ams.values.errors import GeartrainError
 from geartrain.launch import role as life
 from geartrain.launch.logs import log_to_stderr
-from geartrain.launch.serving.role import ModelServer
+from geartrain.launch.serving.server import ModelServer
 from geartrain.launch.serving.workers import Lines
 from geartrain.serving.service import Told
 

@@ -1,0 +1,98 @@
+"""The models of a configuration, served by this process: one that serves alone, or a worker."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import warnings
+from typing import TYPE_CHECKING
+
+from geartrain.ams.values.config import ClusterConfig, split_address
+from geartrain.launch.serving.certificates import certificates_of
+from geartrain.serving.batching import Batcher
+from geartrain.serving.catalog import Catalog
+from geartrain.serving.cores import use_threads
+from geartrain.serving.folder import load_folder
+from geartrain.serving.http.app import make_app
+from geartrain.serving.http.callers import Callers
+from geartrain.serving.http.limits import Limits
+from geartrain.serving.http.server import HttpServer
+from geartrain.serving.metrics import ServingCounts
+from geartrain.serving.service import ModelService, open_models
+
+if TYPE_CHECKING:
+    from geartrain.serving.kserve.service import InferenceServer
+
+DRAIN_SECONDS = 3.0
+
+
+class ModelServer:
+    """Serves the models of a configuration on a socket that listens, on threads of this process."""
+
+    def __init__(self, config: ClusterConfig, listener: socket.socket) -> None:
+        """Load the models. Raises ConfigError, ModelDamaged; the socket is closed then, and when it ends."""
+        told = config.serve
+        folder = certificates_of(config)
+        warnings.filterwarnings("ignore", module=r"PIL\.")  # a line, kept for ever, for each picture that is damaged
+        callers = Callers(told.listen, folder, told.origins, is_open=told.insecure)
+        use_threads(told.threads)
+        catalog = Catalog(load_folder)
+        counts = ServingCounts()
+        batcher = Batcher(
+            max_batch=told.max_batch,
+            max_wait_seconds=told.max_wait_millis / 1000,
+            max_queued=told.max_queued,
+            on_batch=counts.batch,
+        )
+        self.service = ModelService(catalog, batcher, counts)
+        self.grpc: InferenceServer | None = None
+        """The port of gRPC, if there is to be one."""
+        try:
+            tls, renew = None, None
+            if folder is not None:
+                from geartrain.ams.rpc.credentials import Credentials  # gRPC with it
+
+                tls, renew = Credentials.mine(told.listen).https(shows_certificate=not callers.want_tokens)
+            open_models(catalog, told)
+            gc.collect()
+            gc.freeze()  # else looking through all that was imported stops answers for 0.1 s, now and then
+            if told.grpc is not None:
+                from geartrain.serving.kserve.service import InferenceServer  # gRPC with it
+
+                self.grpc = InferenceServer(told.grpc, self.service, told, folder)
+            self._server = HttpServer(
+                make_app(self.service, callers, Limits.of(told)),
+                listener,
+                split_address(told.listen)[0],
+                name="http",
+                tls=tls,
+                each_second=renew,
+                headers_seconds=told.body_seconds,
+                grace_seconds=DRAIN_SECONDS,
+            )
+        except BaseException:
+            self._stop_grpc(0)
+            listener.close()
+            self.service.close()
+            raise
+        if self.grpc is not None:
+            self.grpc.ready()
+
+    @property
+    def end_reason(self) -> str | None:
+        """Why it ended by itself; None if it did not."""
+        return self._server.end_reason
+
+    def wait(self) -> None:
+        """Block until it has ended."""
+        self._server.wait()
+
+    def stop(self, grace_seconds: float) -> None:
+        """Answer the requests under way, take no others, close the models."""
+        self._stop_grpc(grace_seconds)
+        self._server.stop(grace_seconds)
+        self.service.close()
+
+    def _stop_grpc(self, grace_seconds: float) -> None:
+        if self.grpc is not None:
+            self.grpc.stop(grace_seconds)
