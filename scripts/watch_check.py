@@ -6,6 +6,7 @@ goes out. Those that need hours have them in alerts.test.yml, which promtool run
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.movielens_files import write_movielens
+from tests.support.served_models import exported, picture
 
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 RULES = DEPLOY / "prometheus" / "alerts.yml"
@@ -50,7 +52,8 @@ def missing() -> str:
     programs = [name for name in ("prometheus", "promtool") if shutil.which(name) is None]
     if programs:
         return f"{' and '.join(programs)} not installed (Debian: apt-get install prometheus)"
-    for library, extra in (("prometheus_client", "metrics"), ("confluent_kafka", "kafka")):
+    wanted = {"prometheus_client": "metrics", "confluent_kafka": "kafka", "onnxscript": "onnx", "onnxruntime": "serve"}
+    for library, extra in wanted.items():
         if importlib.util.find_spec(library) is None:
             return f"{library} is not installed (pip install 'geartrain[{extra}]')"
     return ""
@@ -110,6 +113,7 @@ class Watch:
         for shard in (0, 1):
             self.serve(shard)
         self.train()
+        self.answer()
         (folder / "alerts.yml").write_text(shortened(), encoding="utf-8")
         self.prometheus = self._start_prometheus()
 
@@ -151,6 +155,20 @@ class Watch:
         self.targets["loop"] = told(running)["metrics"]
         self._write_targets()
         return running
+
+    def answer(self) -> None:
+        """Start a service of a small model, and ask it now and then."""
+        model = exported(self.folder / "model")
+        self.start("serve", "serve", str(model), "--listen=127.0.0.1:0")
+        request = urllib.request.Request(f"{self.facts['url']}/v1/classify", picture(1), {"Content-Type": "image/png"})
+
+        def ask() -> None:
+            while self.roles["serve"].poll() is None:
+                with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=1) as answer:
+                    answer.read()
+                time.sleep(0.2)
+
+        threading.Thread(target=ask, daemon=True).start()
 
     @property
     def snapshots(self) -> Path:
@@ -267,6 +285,8 @@ def make_faults(watch: Watch) -> None:
         "GeartrainJobFailed",
         "GeartrainSchedulerAbsent",
         "GeartrainSnapshotFailed",
+        "GeartrainServeNotReady",
+        "GeartrainServeErrors",
     }
     if firing := watch.firing() & (quiet | {"GeartrainTakeover", "GeartrainRecoveries", "GeartrainClocksApart"}):
         raise Failed(f"{sorted(firing)} fire, and nothing is wrong")
@@ -294,6 +314,11 @@ def make_faults(watch: Watch) -> None:
 
     watch.train("diverges", "--set=lr=1e30")
     watch.fires("GeartrainJobFailed", "a second worker ends with an error")
+
+    watch.roles["serve"].send_signal(signal.SIGSTOP)
+    watch.fires("GeartrainServeNotReady", "the service of a model is stopped")
+    watch.roles["serve"].send_signal(signal.SIGCONT)
+    watch.goes_out("GeartrainServeNotReady")
 
     watch.roles["scheduler"].send_signal(signal.SIGSTOP)
     watch.fires("GeartrainSchedulerAbsent", "the scheduler is stopped")

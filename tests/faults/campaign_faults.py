@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.faults import attacks, mutations
 from tests.faults.kills import ROLES, run_kill
 from tests.faults.scenarios import PLACES, run_scenario
+from tests.faults.serve_strangers import serve_strangers
 from tests.faults.stops import run_stop
 from tests.faults.strangers import strangers
 from tests.faults.two_jobs import run_two_jobs
@@ -95,5 +96,6 @@ def all_faults() -> list[Fault]:
         ),
         Fault(name="threads", unit="rounds", target=5_000, share=0.1, run=counted(run_threads, rounds=200)),
         Fault(name="strangers", unit="attacks", target=1_000_000, share=0.1, run=strangers, timeout_seconds=600),
+        Fault(name="serve", unit="attacks", target=100_000, share=0.05, run=serve_strangers, timeout_seconds=600),
         Fault(name="suite", unit="mutations", target=len(mutations.REMOVALS), share=0.05, run=suite),
     ]

@@ -26,7 +26,7 @@ def test_every_alert_has_its_runbook_and_every_runbook_an_alert() -> None:
     named = [rule["annotations"]["runbook"] for rule in ALERTS]
     assert {str(page.relative_to(REPOSITORY))} == {name.partition("#")[0] for name in named}
     assert {name.partition("#")[2] for name in named} == anchors(page)
-    assert len(anchors(page)) == 10
+    assert len(anchors(page)) == 15
 
 
 def test_rules_and_panels_ask_for_families_that_there_are() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,6 +25,8 @@ from geartrain.serving.kserve.datatypes import from_raw, to_raw
 from geartrain.serving.kserve.pb import inference_pb2 as pb
 from geartrain.serving.kserve.service import SERVICE, InferenceServer
 from geartrain.serving.service import ModelService
+from tests.support.role_process import RoleProcess
+from tests.support.served_models import exported, picture, require_onnx
 from tests.support.toy_servables import ToyServable
 
 SECONDS = 30.0
@@ -285,3 +288,28 @@ def test_the_usual_client_of_the_protocol_is_answered(served: Served) -> None:
     np.testing.assert_array_equal(answer.as_numpy("scores"), [[5, 4, 3], [9, 8, 7]])
     with pytest.raises(triton.InferenceServerException if hasattr(triton, "InferenceServerException") else Exception):
         client.infer("toy", [numbers])
+
+
+def test_workers_share_the_port_of_grpc_and_say_together_what_they_count(tmp_path: Path) -> None:
+    require_onnx()
+    pytest.importorskip("prometheus_client", reason="needs pip install 'geartrain[metrics]'")
+    model = exported(tmp_path / "m")
+    flags = ["--listen=127.0.0.1:0", "--grpc=127.0.0.1:0", "--metrics=127.0.0.1:0", "--workers=2"]
+    with RoleProcess("serve", str(model), *flags, errors=tmp_path / "log") as role:
+        asked = of_images([picture(1)])
+        asked.model_name = "m"
+
+        def by_worker() -> dict[str, float]:
+            with urllib.request.urlopen(f"http://{role.facts['metrics']}/metrics", timeout=SECONDS) as response:
+                text = response.read().decode()
+            lines = (line for line in text.splitlines() if line.startswith("geartrain_serve_items_total"))
+            return {line.partition('worker="')[2].partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+        calls = 0
+        while set(by_worker()) != {"0", "1"}:  # each connection is of one of them
+            assert calls < 200, by_worker()
+            with grpc.insecure_channel(role.facts["grpc"], [("grpc.use_local_subchannel_pool", 1)]) as channel:
+                answer = channel.unary_unary(f"/{SERVICE}/ModelInfer")(asked.SerializeToString(), timeout=SECONDS)
+            assert pb.ModelInferResponse.FromString(answer).model_version == "1"
+            calls += 1
+        assert sum(by_worker().values()) == calls
