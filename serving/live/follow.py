@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _NICE = 5
 _SELDOM = 8
+_NO_ROOM = os.strerror(errno.ENOSPC)
 _SLOW_SECONDS = 10.0
 """A follower so far behind says so."""
 
@@ -151,7 +153,8 @@ class Follower:
         except (GeartrainError, OSError) as exc:
             if version is not None:
                 self._versions.drop(version)
-            self._failed(f"no version of step {step:,}: {exc}")
+            remedy = "; free room, or name another folder by --versions" if _NO_ROOM in str(exc) else ""
+            self._failed(f"no version of step {step:,}: {exc}{remedy}")
             return False
         with self._lock:
             self._served = self._shown = version

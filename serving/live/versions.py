@@ -117,7 +117,10 @@ class LiveVersions:
         """Of an exported model; it may be removed or replaced afterwards."""
         folder = self.out / f"{self._number(exported.step):09}"
         with replacing_folder(folder) as staging:
-            shutil.copytree(exported.folder, staging, dirs_exist_ok=True)
+            try:
+                shutil.copytree(exported.folder, staging, dirs_exist_ok=True)
+            except shutil.Error as exc:  # of each file
+                raise OSError(exc.args[0][0][2]) from exc
             try:
                 config = unseal_folder(staging)
             except (ConfigError, ModelDamaged):

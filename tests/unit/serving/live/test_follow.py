@@ -177,7 +177,7 @@ def test_a_full_disk_leaves_what_is_served(trained: Trained, tmp_path: Path, mon
     with monkeypatch.context() as patch:
         patch.setattr(versions, "write_arrays", full)
         assert not trained.follower.look()
-    assert "No space left" in trained.follower.facts["error"]
+    assert "No space left on device; free room, or name another" in trained.follower.facts["error"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["000000001"]
     assert trained.follower.look()
     trained.require_same_answers()
