@@ -21,8 +21,8 @@ RUN PIP_CONSTRAINT=/source/constraints.txt /opt/geartrain/bin/pip install --no-c
 FROM python:3.11-slim
 COPY --from=build /opt/geartrain /opt/geartrain
 ENV PATH=/opt/geartrain/bin:$PATH
-RUN useradd --create-home --uid 1000 geartrain && mkdir /certs /data /snapshots \
-    && chown geartrain /certs /data /snapshots
+RUN useradd --create-home --uid 1000 geartrain && mkdir /certs /data /models /snapshots \
+    && chown geartrain /certs /data /models /snapshots
 USER geartrain
 WORKDIR /data
 ENTRYPOINT ["geartrain"]

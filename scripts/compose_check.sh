@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # docker-compose.yml for real: builds the image, starts the cluster, waits until it is ready, trains on it, takes and
-# restores a snapshot, ends it.
+# restores a snapshot, asks a service of models that runs once and three times, ends all.
 #   COMPOSE="docker compose" scripts/compose_check.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 read -r -a compose <<<"${COMPOSE:-docker compose}"
-trap '"${compose[@]}" --profile worker --profile gear down -v' EXIT
+trap '"${compose[@]}" --profile worker --profile gear --profile serve down -v' EXIT
 
 "${compose[@]}" up -d
 for _ in $(seq 60); do
@@ -27,3 +27,38 @@ done
   geartrain snapshot create /snapshots
   geartrain snapshot restore /snapshots --replace
   geartrain status --json'
+
+"${compose[@]}" --profile cli run --rm -T --entrypoint sh cli -ec '
+  python -c "
+from pathlib import Path
+import numpy as np
+from PIL import Image
+for number in range(32):
+    folder = Path(\"photos\", str(number % 4))
+    folder.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(number).integers(0, 256, (16, 16), np.uint8)
+    Image.fromarray(pixels).save(folder / f\"{number}.png\")
+"
+  geartrain worker classify --data photos --steps 5 --set look.size=16 --set batch_size=8 --scheduler scheduler:7000 \
+    --snapshots /snapshots/photos --out run
+  geartrain export run --to /models/000001
+  cp photos/0/0.png /models/asked.png'
+for replicas in 1 3; do
+  "${compose[@]}" --profile serve up -d --scale serve=$replicas serve
+  "${compose[@]}" --profile serve exec -T serve python -c "
+import base64, socket, time
+from geartrain.ams.values.config import identify
+from geartrain.ams.values.errors import Unavailable
+from geartrain.cli.serving.client import ask_service
+identify('/certs', 'serve')
+asked = {'images': [base64.b64encode(open('/models/asked.png', 'rb').read()).decode()], 'k': 1}
+versions, deadline = {}, time.monotonic() + 60
+while len(versions) < $replicas:
+    assert time.monotonic() < deadline, f'of $replicas services answer {versions}'
+    for *_, (host, _) in socket.getaddrinfo('serve', 7000, socket.AF_INET, socket.SOCK_STREAM):
+        try:
+            versions[host] = ask_service(f'{host}:7000', 'POST', '/v1/classify', asked)['version']
+        except Unavailable:
+            time.sleep(0.5)
+print('services of models that answer, with their versions:', versions)"
+done
