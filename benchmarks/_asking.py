@@ -124,7 +124,8 @@ def main() -> None:
     address, path, *files = sys.argv[1:]
     host, _, port = address.rpartition(":")
     bodies = [Path(file).read_bytes() for file in files]
-    head = f"POST {path} HTTP/1.1\r\nHost: {address}\r\nContent-Type: image/png\r\nContent-Length: "
+    kind = "application/json" if files[0].endswith(".json") else "image/png"
+    head = f"POST {path} HTTP/1.1\r\nHost: {address}\r\nContent-Type: {kind}\r\nContent-Length: "
     requests = [head.encode() + f"{len(body)}\r\n\r\n".encode() + body for body in bodies]
     try:
         import uvloop

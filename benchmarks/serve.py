@@ -43,7 +43,7 @@ def results(full: bool = False) -> Iterator[Result]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
         pictures = draw_letters(Path(folder))
         trained, exported = make_model(Path(folder))
-        rival = running.enter_context(plain(trained))
+        rival = running.enter_context(plain("_plain_service.py", trained))
         sides = {"by one process": "1", f"by {cores} workers": str(cores)}
         ours = {name: running.enter_context(served(exported, f"--workers={number}")) for name, number in sides.items()}
         rates: dict[str, list[float]] = {name: [] for name in (*ours, rival)}
@@ -126,11 +126,11 @@ def served(model: Path, *flags: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def plain(model: Path) -> Iterator[str]:
-    """The address of the loop by hand."""
+def plain(program: str, model: Path, *arguments: str) -> Iterator[str]:
+    """The address of a loop by hand: a program beside this one."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    with subprocess.Popen([sys.executable, str(HERE / "_plain_service.py"), str(model), str(port)]) as process:
+    with subprocess.Popen([sys.executable, str(HERE / program), str(model), str(port), *arguments]) as process:
         try:
             while True:
                 try:

@@ -1,0 +1,128 @@
+"""Probabilities of 100 candidates of 26 fields over HTTP: 'geartrain serve' and the model in torch behind FastAPI.
+
+A DeepFM over tables of 50,000 rows for each field, embeddings of 16 and weights; 13 fields are the context's, 13 each
+candidate's. Who asks is a process of its own on the same cores; all services run all the time and are asked in turns.
+The time of an answer is taken at half of our own greatest rate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from _common import result
+from serve import asked, plain, served
+
+from geartrain.ams.storage.export.mapped_rows import write_mapped
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import TableSpec
+from geartrain.bridge.models.deepfm import DeepFM
+from geartrain.launch.bench import Result
+from geartrain.workers.ctr.samples.features import SampleFeature
+from geartrain.workers.ctr.served_network import write_network
+from geartrain.workers.models.saved_model import seal_folder
+
+FIELDS, DIM, ROWS, HIDDEN, CANDIDATES = 26, 16, 50_000, (64, 32), 100
+NAMES = [f"field_{number}" for number in range(FIELDS)]
+OF_CONTEXT = NAMES[: FIELDS // 2]
+
+
+def results(full: bool = False) -> Iterator[Result]:
+    """The cases of ``geartrain bench serve_clicks``; ``full`` takes five times as many turns."""
+    what = f"{CANDIDATES} candidates of {FIELDS} fields"
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as running:
+        folder = Path(name)
+        make_model(folder)
+        questions = write_questions(folder)
+        ours = running.enter_context(served(folder / "exported"))
+        bags, ids = (running.enter_context(plain("_plain_clicks.py", folder, kind)) for kind in ("bags", "ids"))
+        sides = [(ours, "/v1/rank"), (bags, "/rank"), (ids, "/rank")]
+        require_equal(sides, questions[0])
+        rates: list[list[float]] = [[] for _ in sides]
+        for turn in range(15 if full else 4):
+            for (address, path), found in zip(sides, rates, strict=True):
+                told = asked(address, path, questions, seconds=4.0)
+                if turn:  # the first is to warm up
+                    found.append(told["rate"])
+        rate, rival, plainer = (statistics.median(found) for found in rates)
+        case = f"requests a second, {what}"
+        torchs = "torch (EmbeddingBag) and FastAPI"
+        yield result(case, rate, torchs, rival, "requests/s", target=3.0, more_is_better=True)
+        torchs = "torch (Embedding: one id a field) and FastAPI"
+        yield result(case, rate, torchs, plainer, "requests/s", more_is_better=True)
+        times = [asked(*sides[0], questions, seconds=6.0, rate=rate / 2) for _ in range(15 if full else 5)]
+        p99 = 1000 * statistics.median(told["p99"] for told in times)
+        yield result(f"99 of 100 answers, {what}, at {rate / 2:.0f} a second", p99, "aim", 10.0, "ms", target=1.0)
+
+
+def make_model(folder: Path) -> None:
+    """A model of random rows: exported, and as torch has it."""
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    widths = dict.fromkeys(NAMES, DIM) | {f"{name}_weight": 1 for name in NAMES}
+    features = [
+        SampleFeature(name=name, dim=width, of=(name.removesuffix("_weight"),), table=name)
+        for name, width in widths.items()
+    ]
+    network = DeepFM(widths, HIDDEN)
+    rows = {name: rng.standard_normal((ROWS, width)).astype(np.float32) / 10 for name, width in widths.items()}
+    exported = folder / "exported"
+    (exported / "tables").mkdir(parents=True)
+    mapped = []
+    for number, (name, width) in enumerate(widths.items()):
+        spec = TableSpec(name=name, dim=width, optimizer=SGD(1.0))
+        file = f"tables/{number}.safetensors"
+        write_mapped(exported / file, spec, ROWS, [(np.arange(ROWS), rows[name])])
+        mapped.append({"table": name, "file": file, "rows": ROWS, "spec": spec.to_dict()})
+    config = {
+        "kind": "clicks",
+        "model": "deepfm",
+        "version": 1,
+        "created": time.time(),
+        "training": {},
+        "fields": NAMES,
+        "items": NAMES[len(OF_CONTEXT) :],
+        "history": 0,
+        "longest": None,
+        "features": [feature.to_json() for feature in features],
+        "parity": write_network(network, features, exported / "network.onnx"),
+        "tables": {"mapped": mapped, "followed": None},
+    }
+    seal_folder(exported, config)
+    plain_model = {"fields": NAMES, "dim": DIM, "rows": ROWS, "hidden": HIDDEN}
+    (folder / "plain.json").write_text(json.dumps(plain_model))
+    weights = {name: torch.from_numpy(array) for name, array in rows.items()}
+    torch.save({"network": network.state_dict(), "rows": weights}, folder / "plain.pt")
+
+
+def write_questions(folder: Path, count: int = 20) -> list[Path]:
+    """Bodies of requests."""
+    rng = np.random.default_rng(1)
+    paths = []
+    for number in range(count):
+        context = {name: int(rng.integers(ROWS)) for name in OF_CONTEXT}
+        candidates = [
+            {name: int(rng.integers(ROWS)) for name in NAMES if name not in OF_CONTEXT} for _ in range(CANDIDATES)
+        ]
+        paths.append(folder / f"{number}.json")
+        paths[-1].write_text(json.dumps({"context": context, "candidates": candidates}))
+    return paths
+
+
+def require_equal(sides: list[tuple[str, str]], question: Path) -> None:
+    """Raise ValueError unless all services rank alike."""
+    found = []
+    for address, path in sides:
+        request = urllib.request.Request(f"http://{address}{path}", question.read_bytes())
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            found.append([one["candidate"] for one in json.load(answer)["answers"][0]])
+    if found[1:] != found[:-1]:
+        raise ValueError(f"the services rank differently: {found}")
