@@ -92,7 +92,6 @@ HOMES: dict[str, tuple[str, ...]] = {
     "ray": ("geartrain/ray/*",),
     "starlette": ("geartrain/watch/*", "serving/http/*"),
     "uvicorn": ("geartrain/watch/*", "serving/http/*"),
-    "fastapi": ("serving/http/*",),
     "faiss": ("serving/index/*", "workers/models/trained_model.py"),
     "onnxruntime": ("workers/models/*", "serving/models/*"),
     "pickle": (),
