@@ -125,7 +125,7 @@ bench: dev  ## every bench, ours against its rivals
 	$(BIN)/geartrain bench head
 
 examples-check: $(EXAMPLES_STAMP)  ## the examples that need no cluster or data, with the frameworks they train under
-	@set -e; for example in examples/replace_your_linear.py examples/train_with_*.py; do echo "== $$example"; $(BIN)/python $$example; done
+	@set -e; for example in examples/replace_your_linear.py examples/train_and_serve.py examples/train_with_*.py; do echo "== $$example"; $(BIN)/python $$example; done
 
 ray-check: $(EXAMPLES_STAMP)  ## clusters on Ray: actors of each kind killed, a drained node, the tutorial (some minutes)
 	$(BIN)/python -m pytest --slow tests/integration/on_ray

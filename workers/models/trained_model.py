@@ -46,8 +46,9 @@ _CENTERS = "centers"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedModel:
-    """A backbone with the class centers of its head, on the CPU and in eval(). :func:`load_model` makes it.
+    """A backbone with the class centers of its head, on the CPU. :func:`load_model` makes it.
 
+    Images go through the backbone in eval(), also between two steps of a training; after that it is as it was.
     The backbone may be moved: ``model.backbone.to("cuda")``; images follow it.
     """
 
@@ -86,7 +87,12 @@ class TrainedModel:
         """
         device = next((item.device for item in self.backbone.parameters()), torch.device("cpu"))
         batches = (_moved(batch, device) for batch in self._batches(images))
-        found = [onnx_backbone.run(self.backbone, batch).float().cpu() for batch in batches]
+        was_training = self.backbone.training
+        self.backbone.eval()
+        try:
+            found = [onnx_backbone.run(self.backbone, batch).float().cpu() for batch in batches]
+        finally:
+            self.backbone.train(was_training)
         features_ND = torch.cat(found) if found else torch.empty(0, self.centers.shape[-1])
         if features_ND.ndim != 2 or features_ND.shape[1] != self.centers.shape[-1]:
             raise InvalidRows(

@@ -114,6 +114,15 @@ def test_pictures_are_named_as_the_command_names_them(worker_model: Path, pictur
         assert all(f"{score:.3f}" in line for _, score in row)
 
 
+def test_images_are_embedded_in_eval_between_two_steps_of_a_training() -> None:
+    backbone = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5)).train()
+    model = gt.TrainedModel(backbone=backbone, centers=torch.eye(4), class_names=list("abcd"))
+    images = torch.rand(8, 4) + 5
+    torch.testing.assert_close(model.embed(images), images / (1 + 1e-5) ** 0.5)  # no mean of these, nothing dropped
+    assert backbone[0].running_mean.count_nonzero() == 0
+    assert backbone.training
+
+
 def test_several_centers_of_a_class_are_scored_by_the_nearest(worker_model: Path, pictures: list[Path]) -> None:
     model = gt.load_model(worker_model)
     several = torch.randn(3, 2, 16)
