@@ -56,6 +56,9 @@ def main(folder: str = "models/characters") -> None:
         with urllib.request.urlopen(request) as answer:  # ask
             print("G is", json.load(answer)["answers"][0])
 
+    index = gt.load_model(folder).to_faiss()  # for whoever searches in Python
+    print(f"faiss has {index.ntotal} classes of {index.d} numbers")
+
 
 if __name__ == "__main__":
     main()
