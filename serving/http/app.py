@@ -107,7 +107,7 @@ class HttpQuestions:
                     if self._under_way >= self.limits.max_requests:
                         raise RefusedRequest(503, f"{self._under_way} requests are under way, the most; ask again", 1.0)
             except GeartrainError as exc:
-                refused = refusal(exc)
+                refused = refusal(exc, scope["path"])
                 self._count(scope, refused.status_code, began)
                 await refused(scope, receive, send)
                 return
@@ -127,6 +127,9 @@ class HttpQuestions:
 
     async def body(self, request: Request) -> bytes:
         """The body of a request, within the limits. Raises RefusedRequest."""
+        encoding = request.headers.get("content-encoding", "identity").strip().lower()
+        if encoding != "identity":
+            raise RefusedRequest(415, f"content-encoding is {quoted(encoding)}; send the body without compression")
         return await self.limits.body(request.receive, request.headers.get("content-length"))
 
     def begun(self, request: Request, lease: Lease, operation: Operation) -> None:

@@ -46,8 +46,8 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(text.encode(errors="replace"), status, headers, "application/json")
 
 
-def refusal(error: Exception) -> Response:
-    """What a client is told of an error: its sentence; of a bug of ours nothing."""
+def refusal(error: Exception, path: str) -> Response:
+    """What a client that asked for ``path`` is told of an error: its sentence; of a bug of ours nothing."""
     status, message, headers = 500, str(error), {}
     wait: float | None = None
     if isinstance(error, RefusedRequest):
@@ -76,6 +76,8 @@ def refusal(error: Exception) -> Response:
         headers["Retry-After"] = str(max(1, math.ceil(wait)))
     if status in (408, 413):  # more of it may be under way
         headers["Connection"] = "close"
+    if path == "/v2" or path.startswith("/v2/"):  # clients of the protocol fail over any other form
+        return json_response({"error": message}, status, headers)
     return json_response({"error": {"code": CODES.get(status, "error"), "message": message}}, status, headers)
 
 
@@ -85,6 +87,6 @@ _ROUTES = {
 }
 
 
-async def refuse(_: Request, error: Exception) -> Response:
+async def refuse(request: Request, error: Exception) -> Response:
     """As Starlette wants it."""
-    return refusal(error)
+    return refusal(error, request.url.path)

@@ -14,14 +14,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from geartrain.ams.values.errors import GeartrainError, InvalidArgument
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.rpc import version as own_version
 from geartrain.ams.values.text import quoted
 from geartrain.serving.answers import Arrays, Operation, Question
 from geartrain.serving.catalog import Lease
 from geartrain.serving.http.callers import Callers
 from geartrain.serving.http.limits import Limits
-from geartrain.serving.http.refusals import json_response, refusal
+from geartrain.serving.http.refusals import json_response
 from geartrain.serving.kserve.asking import EXTENSIONS, index_of, operation_of, version_of, wanted_of
 from geartrain.serving.kserve.datatypes import (
     BYTES,
@@ -76,33 +76,18 @@ class InferenceRoutes:
         """All of them."""
         model, version = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
         found = [
-            Route("/v2", self._told(self._server)),
-            Route(HEALTH_PATHS[0], self._told(self._live)),
-            Route(HEALTH_PATHS[1], self._told(self._ready)),
-            Route("/v2/repository/index", self._told(self._index), methods=["POST"]),
+            Route("/v2", self._server),
+            Route(HEALTH_PATHS[0], self._live),
+            Route(HEALTH_PATHS[1], self._ready),
+            Route("/v2/repository/index", self._index, methods=["POST"]),
         ]
         for path in (version, model):
             found += [
-                Route(path, self._told(self._metadata)),
-                Route(f"{path}/ready", self._told(self._model_ready)),
-                Route(f"{path}/infer", self._told(self._infer), methods=["POST"]),
+                Route(path, self._metadata),
+                Route(f"{path}/ready", self._model_ready),
+                Route(f"{path}/infer", self._infer, methods=["POST"]),
             ]
         return found
-
-    def _told(self, answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
-        """``answer``, whose errors are told as the protocol has it: ``{"error": "a sentence"}``."""
-
-        async def told(request: Request) -> Response:
-            try:
-                response: Response = await answer(request)
-            except GeartrainError as exc:
-                refused = refusal(exc)
-                sentence = json.loads(bytes(refused.body))["error"]["message"]
-                kept = {name: value for name, value in refused.headers.items() if not name.startswith("content-")}
-                return json_response({"error": sentence}, refused.status_code, kept)
-            return response
-
-        return told
 
     async def _server(self, _: Request) -> Response:
         return json_response({"name": "geartrain", "version": own_version(), "extensions": EXTENSIONS})

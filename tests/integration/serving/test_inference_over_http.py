@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 import urllib.request
 from collections.abc import Iterator
@@ -135,6 +136,24 @@ def test_what_is_not_there_is_not_found(served: ServedModels) -> None:
         assert served.ask("POST", path, {"inputs": [tensor()]}).status == 404
     answer = served.ask("POST", "/v2/models/toy/infer", of_numbers(parameters={"operation": "embed"}))
     assert (answer.status, answer.said) == (404, {"error": "'toy' has no operation 'embed'; it has lengths, largest"})
+
+
+def test_what_no_model_refuses_is_told_in_the_same_form(served: ServedModels) -> None:
+    """Triton's client fails over any other."""
+    for method, path, headers, status in (
+        ("GET", "/v2/models/toy/config", {}, 404),
+        ("GET", "/v2/models/toy/infer", {}, 405),
+        ("GET", "/v2", {"Host": "evil.example"}, 421),
+        ("GET", "/v2", {"Origin": "https://evil.example"}, 403),
+    ):
+        answer = served.ask(method, path, **headers)
+        assert answer.status == status and isinstance(answer.said["error"], str)
+
+
+def test_a_body_that_is_compressed_is_refused_by_its_name(served: ServedModels) -> None:
+    for path in ("/v1/lengths", "/v2/models/toy/infer"):
+        answer = served.ask("POST", path, gzip.compress(b"{}"), **{"Content-Encoding": "gzip"})
+        assert answer.status == 415 and "content-encoding is 'gzip'; send the body without" in str(answer.said)
 
 
 def test_every_question_is_counted_with_its_status(served: ServedModels) -> None:

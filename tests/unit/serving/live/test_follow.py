@@ -226,3 +226,5 @@ def test_counters_are_those_of_the_facts(trained: Trained) -> None:
     found = {metric.name: metric.samples for metric in told}
     assert found["serve_follow_versions_total"] == [(("people",), 1.0)]
     assert found["serve_follow_seconds_behind"] == [(("people",), 0.0)]
+    page = (Path(__file__).resolve().parents[4] / "docs/explanation/metrics.md").read_text(encoding="utf-8")
+    assert not [name for name in found if f"`geartrain_{name}`" not in page]  # which alerts are written from
