@@ -1,6 +1,7 @@
 """Who may make which call: the roles of the callers of every RPC, as their certificates name them.
 
-What is in no list is refused. A refusal is logged here, and tells its caller nothing more.
+What is in no list is refused. A refusal is logged here, and tells its caller nothing more; only who asks a service that
+everybody's clients ask, as one of models, is told why, as over HTTP.
 """
 
 from __future__ import annotations
@@ -125,10 +126,10 @@ class Access(grpc.ServerInterceptor):
 
         @functools.wraps(behaviour)  # its thread pool, too
         def answer(request: Any, context: grpc.ServicerContext, *more: Any) -> Any:
-            code, grant = self._looked_at(path, request, context)
+            code, why, grant = self._looked_at(path, request, context)
             if code is not None:
                 self._counts.add(path.rpartition("/")[2], AccessDenied.__name__, 0.0, 0, 0)
-                context.abort(code, "")
+                context.abort(code, why if path in self._asks else "")
             if grant is None:
                 return behaviour(request, context, *more)
             before = GRANT.set(grant)
@@ -142,8 +143,8 @@ class Access(grpc.ServerInterceptor):
 
     def _looked_at(
         self, path: str, request: Any, context: grpc.ServicerContext
-    ) -> tuple[grpc.StatusCode | None, _core.Grant | None]:
-        """How the call ends, if its caller may not make it; the rights of the connection for rows that it opens."""
+    ) -> tuple[grpc.StatusCode | None, str, _core.Grant | None]:
+        """How the call ends, and why, if its caller may not make it; the rights of the connection for rows it opens."""
         is_audited = False
         self._strangers.called(context.peer())
         shown: Any = context.auth_context()
@@ -159,7 +160,7 @@ class Access(grpc.ServerInterceptor):
         elif path in _OF_A_SHARD and not {ANY_NUMBER, _shard_of(path, request)}.intersection(n.number for n in able):
             why, code = "another's shard", grpc.StatusCode.PERMISSION_DENIED
         elif path in NO_TOKEN:
-            return None, None
+            return None, "", None
         else:
             is_program = all(name.role == CLIENT for name in able)
             caller = {"caller": ", ".join(map(str, certified)), "peer": context.peer()}
@@ -167,7 +168,7 @@ class Access(grpc.ServerInterceptor):
             token = self._by_token(path, request, text, caller, needs=is_program)
             if not isinstance(token, str):
                 if path != OPENS_ROWS:
-                    return None, None
+                    return None, "", None
                 grant = (token or (_MAY_ALL if any(n.role in _WRITERS for n in able) else _MAY_READ)).grant(until)
 
                 def is_good() -> bool:
@@ -178,13 +179,13 @@ class Access(grpc.ServerInterceptor):
                     return not isinstance(self.tokens.believed(text), str)
 
                 self.tokens.watch(grant, is_good, caller)
-                return None, grant
+                return None, "", grant
             why, code, is_audited = token, grpc.StatusCode.PERMISSION_DENIED, True
         who = ", ".join(map(str, certified))
         if not is_audited:
             audit({"caller": who, "peer": context.peer()}, path, (), why)
         logger.warning("refused: %s at %s: %s (%s)", who, context.peer(), path, why)
-        return code, None
+        return code, why, None
 
     def _by_token(
         self, path: str, request: Any, text: str, caller: dict[str, Any], *, needs: bool

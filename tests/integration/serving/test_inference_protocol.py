@@ -248,6 +248,8 @@ def folder(tmp_path: Path) -> Path:
 def test_under_certificates_a_program_needs_a_token_that_reads_the_model(folder: Path) -> None:
     make_token(folder, "toys", ["to*=read"], 1)
     make_token(folder, "others", ["other=read,write"], 1)
+    make_token(folder, "writers", ["to*=write"], 1)
+    make_token(folder, "late", ["to*=read"], 1e-9)
     with ExitStack() as stack:
         served = Served(stack, str(folder))
 
@@ -255,13 +257,19 @@ def test_under_certificates_a_program_needs_a_token_that_reads_the_model(folder:
             own = Credentials(str(folder), CLIENT, token and str(folder / token))
             return stack.enter_context(own.channel(served.server.address, [], "serve")).unary_unary
 
-        for token, code in ((None, "PERMISSION_DENIED"), ("others.token", "PERMISSION_DENIED"), ("toys.token", "OK")):
+        for token, sentence in (
+            (None, "it shows no token"),
+            ("others.token", "no right to read 'toy'"),
+            ("writers.token", "no right to read 'toy'"),
+            ("late.token", "its token ran out"),
+            ("toys.token", "OK"),
+        ):
             call = asked_with(token)(f"/{SERVICE}/ModelInfer")
             try:
                 answer = call(of_images().SerializeToString(), timeout=SECONDS)
-                assert code == "OK" and pb.ModelInferResponse.FromString(answer).model_version == "7"
+                assert sentence == "OK" and pb.ModelInferResponse.FromString(answer).model_version == "7"
             except grpc.RpcError as exc:
-                assert (exc.code().name, exc.details()) == (code, "")
+                assert (exc.code().name, exc.details()) == ("PERMISSION_DENIED", sentence)
         live = asked_with("others.token")(f"/{SERVICE}/ServerLive")
         assert pb.ServerLiveResponse.FromString(live(b"", timeout=SECONDS)).live
         with pytest.raises(grpc.RpcError) as caught:
