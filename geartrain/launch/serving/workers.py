@@ -157,29 +157,34 @@ class Workers:
         self.ended_all.set()
 
     def ended(self, worker: _Worker) -> None:
-        """A worker has ended: start another in its place, unless that is no use."""
-        if self._is_ending or not worker.was_ready:
+        """A worker that served has ended: start another in its place, unless that was of no use again and again."""
+        if not worker.was_ready:
             return
-        now = time.monotonic()
-        self._restarts = [at for at in self._restarts if at > now - _RESTART_SECONDS] + [now]
-        if len(self._restarts) > _MOST_RESTARTS:
-            self.end_reason = f"its workers ended {len(self._restarts)} times in {_RESTART_SECONDS:g} s"
-            self.ended_all.set()
-            return
-        logger.warning("worker %d ended with code %s; another is started", worker.number, worker.process.returncode)
-        with self._one_wish:  # no change between what others say of their models and what it is told
-            others = [other for other in self._workers.values() if other is not worker]
-            another = self._workers[worker.number] = _Worker(worker.number, self._config, self._listener, self)
-            try:
-                self._require_ready(another)
-            except GeartrainError as exc:
-                if not self._is_ending:
-                    self.end_reason = f"worker {worker.number} does not start again: {exc}"
+        why = f"ended with code {worker.process.returncode}"
+        with self._one_wish:  # no change between what others say of their models and what the new one is told
+            while not self._is_ending:
+                now = time.monotonic()
+                self._restarts = [at for at in self._restarts if at > now - _RESTART_SECONDS] + [now]
+                if len(self._restarts) > _MOST_RESTARTS:
+                    times = f"{len(self._restarts)} times in {_RESTART_SECONDS:g} s"
+                    self.end_reason = f"its workers ended {times}; at last worker {worker.number} {why}"
                     self.ended_all.set()
-                return
-            known = next((told["said"] for told in self._told(others, {"wish": "state"}) if "said" in told), None)
-            if known is not None:
-                self._told([another], {"wish": "become", "models": known})
+                    return
+                logger.warning("worker %d %s; another is started", worker.number, why)
+                try:
+                    self._start_again(worker.number)
+                    return
+                except GeartrainError as exc:
+                    why = f"did not start: {exc}"
+
+    def _start_again(self, number: int) -> None:
+        """Raises GeartrainError: it does not start."""
+        others = [other for other in self._workers.values() if other.number != number]
+        another = self._workers[number] = _Worker(number, self._config, self._listener, self)
+        self._require_ready(another)
+        known = next((told["said"] for told in self._told(others, {"wish": "state"}) if "said" in told), None)
+        if known is not None:
+            self._told([another], {"wish": "become", "models": known})
 
     def _told(self, workers: list[_Worker], wish: Mapping[str, Any]) -> list[Told]:
         number = next(self._ids)

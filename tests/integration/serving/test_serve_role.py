@@ -6,8 +6,11 @@ import http.client
 import json
 import os
 import signal
+import socket
 import ssl
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +121,59 @@ def test_a_change_reaches_every_worker_also_one_that_is_started_anew(workers: Ro
         assert json.loads(typed("rollback", workers.address, "--to=90", "--json").stdout)["current"] == 90
     said = [ask(workers.address, "GET", "/v1/models/glyphs")[1] for _ in range(20)]
     assert {(entry["current"], entry["held"]) for entry in said} == {(90, True)}
+
+
+def test_a_killed_worker_fails_no_request_of_another(workers: RoleProcess) -> None:
+    ending, answered, broken = threading.Event(), [0] * 6, [0] * 6
+
+    def ask_on(number: int) -> None:
+        connection = http.client.HTTPConnection(workers.address, timeout=20)
+        while not ending.is_set():
+            try:
+                connection.request("POST", "/v1/classify?k=1", PICTURE)
+                assert connection.getresponse().read().startswith(b'{"model":"glyphs"')
+                answered[number] += 1
+            except (ConnectionError, http.client.HTTPException):  # it was connected to the one that died
+                connection.close()
+                broken[number] += 1
+
+    parent = psutil.Process(workers.process.pid)
+    with ThreadPoolExecutor(6) as clients:
+        asking = [clients.submit(ask_on, number) for number in range(6)]
+        try:
+            while min(answered) < 5 and not any(client.done() for client in asking):
+                pass
+            killed = parent.children()[0]
+            killed.kill()
+            while killed in (children := parent.children()) or len(children) < 2:
+                pass
+            assert typed("rollback", workers.address, "--to=90").returncode == 0  # of the new one, too
+        finally:
+            ending.set()
+        for client in asking:
+            client.result(20)
+    assert max(broken) <= 1
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_what_was_accepted_is_answered_after_sigterm(folder: Path, number: int) -> None:
+    with RoleProcess("serve", f"glyphs={folder}", ANY_PORT, f"--workers={number}") as serving:
+        where = split_address(serving.address)
+        head = f"Host: localhost\r\nContent-Type: image/png\r\nContent-Length: {len(PICTURE)}\r\nExpect: 100-continue"
+        with socket.create_connection(where, timeout=20) as accepted:
+            accepted.sendall(f"POST /v1/classify HTTP/1.1\r\n{head}\r\n\r\n".encode())
+            assert accepted.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+            serving.process.terminate()
+            while True:
+                try:
+                    socket.create_connection(where, timeout=20).close()
+                except ConnectionError:
+                    break
+            accepted.sendall(PICTURE)
+            response = http.client.HTTPResponse(accepted)
+            response.begin()
+            assert (response.status, json.loads(response.read())["model"]) == (200, "glyphs")
+        assert serving.process.wait(10) == 0
 
 
 def test_workers_end_with_their_parent_however_it_ends(folder: Path, workers: RoleProcess) -> None:

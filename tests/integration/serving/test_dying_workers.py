@@ -1,0 +1,75 @@
+"""Workers that die while they start: others are started in their place, a few times, and then it is said."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from geartrain.ams.values.config import ClusterConfig, ServeConfig
+from geartrain.launch.serving.workers import Workers
+from geartrain.serving.http.server import listening_socket
+
+STANDS_IN = """
+import json, os, socket, sys
+with open(sys.argv[1], "a") as starts:
+    starts.write("x")
+    if not (starts.tell() <= 2 or starts.tell() > int(sys.argv[2])):
+        os.kill(os.getpid(), 9)
+parent = socket.socket(fileno=int(sys.argv[3]))
+parent.sendall(b'{"ready": true}\\n')
+for line in parent.makefile():
+    said = json.loads(line)
+    if "do" in said:
+        parent.sendall(json.dumps({"id": said["id"], "told": {"said": said["do"]["wish"]}}).encode() + b"\\n")
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Workers]]:
+    """Start two workers that stand in. The third that is started dies at once, and each after it up to a number."""
+    popen, running = subprocess.Popen, list[Workers]()
+
+    def start(dies_up_to: int) -> Workers:
+        def stand_in(command: list[str], **settings: Any) -> subprocess.Popen[bytes]:
+            own = [sys.executable, "-S", "-c", STANDS_IN, str(tmp_path / "starts"), str(dies_up_to), command[5]]
+            return popen(own, **settings)
+
+        monkeypatch.setattr(subprocess, "Popen", stand_in)
+        config = ClusterConfig(serve=ServeConfig(models=("unread",), workers=2))
+        running.append(Workers(config, listening_socket("127.0.0.1:0", "serve")))
+        return running[-1]
+
+    yield start
+    for workers in running:
+        workers.stop(5)
+
+
+def kill_one(workers: Workers) -> None:
+    next(iter(workers._workers.values())).process.kill()
+
+
+def test_one_that_dies_while_it_starts_is_started_again(start: Callable[[int], Workers], tmp_path: Path) -> None:
+    workers = start(4)
+    kill_one(workers)
+    while (tmp_path / "starts").stat().st_size < 5:
+        pass
+    assert [told.get("said") for told in workers.everywhere({"wish": "state"})] == ["state", "state"]
+    assert workers.end_reason is None
+
+
+def test_workers_that_die_again_and_again_are_told_of_and_no_more_are_started(
+    start: Callable[[int], Workers], tmp_path: Path
+) -> None:
+    workers = start(1000)
+    kill_one(workers)
+    assert workers.ended_all.wait(60)
+    assert (
+        workers.end_reason
+        == "its workers ended 6 times in 600 s; at last worker 0 did not start: a worker died meanwhile"
+    )
+    assert (tmp_path / "starts").stat().st_size == 2 + 5
