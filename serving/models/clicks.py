@@ -28,7 +28,7 @@ from geartrain.serving.models.samples import (
     with_histories,
 )
 from geartrain.workers.ctr.samples.click_samples import PADDING
-from geartrain.workers.ctr.samples.features import HISTORY, HISTORY_ITEMS, ids_by_feature
+from geartrain.workers.ctr.samples.features import HISTORY, HISTORY_ITEMS, SampleFeature, ids_by_feature
 
 MOST_CANDIDATES = 10_000
 _BEST = 10
@@ -242,8 +242,10 @@ class RankOperation:
             if name.startswith(_CANDIDATE):
                 there = np.arange(ids.shape[1]) < counts[:, None] if there is None else there
                 varying[name.removeprefix(_CANDIDATE)] = ids[there]
-        of_context = [feature for feature in model.network.features if context.keys() >= set(feature.of)]
-        others = [feature for feature in model.network.features if feature not in of_context]
+        of_context: list[SampleFeature] = []
+        others: list[SampleFeature] = []
+        for feature in model.network.features:
+            (of_context if context.keys() >= set(feature.of) else others).append(feature)
         shared = {name for feature in others for name in feature.of if name in context}
         each = {**{name: np.repeat(context[name], counts, 0) for name in shared}, **varying}
         inputs = None
