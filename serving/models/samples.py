@@ -21,7 +21,7 @@ from geartrain.ams.values.text import quoted
 from geartrain.workers.ctr.samples.click_samples import PADDING
 from geartrain.workers.ctr.samples.features import HISTORY, HISTORY_ITEMS, crossed
 
-_MOST = 2**63
+_MOST, _LONGEST = 2**63, 10_000
 _KINDS = "give an id (an integer from 0 to 2^63 - 1), a text, or a list of such"
 HISTORY_OUTCOMES = "history_outcomes"
 
@@ -155,6 +155,8 @@ def _of_list(items: list[Any], where: str, value: object) -> Ids:
     kinds = set(map(type, items))
     if not items:
         return np.empty(0, np.int64)
+    if len(items) > _LONGEST:  # all bags of a request become as wide as its longest
+        raise InvalidArgument(f"{where} has {len(items):,} entries; give at most {_LONGEST:,}, those that count most")
     if kinds == {int}:
         return _of_integers(items, lambda _: where)
     if kinds == {str}:
@@ -165,7 +167,7 @@ def _of_list(items: list[Any], where: str, value: object) -> Ids:
 def _of_integers(values: list[int], where: Callable[[int], str]) -> Ids:
     if min(values) < 0 or max(values) >= _MOST:
         at = next(at for at, value in enumerate(values) if not 0 <= value < _MOST)
-        raise InvalidArgument(f"{where(at)} is {values[at]}; {_KINDS}")
+        raise InvalidArgument(f"{where(at)} is {quoted(values[at])}; {_KINDS}")
     return np.array(values, np.int64)
 
 

@@ -184,6 +184,8 @@ def test_texts_are_hashed_as_in_training(wide: Path) -> None:
         ({"item": True}, "field 'item' of sample 0 is True; give an id"),
         ({"item": -1}, "field 'item' of sample 0 is -1; give an id"),
         ({"item": 2**63}, f"field 'item' of sample 0 is {2**63}; give an id"),
+        ({"item": 10**400}, "field 'item' of sample 0 is 10+... .401 characters.; give an id"),
+        ({"genres": [7] * 10_001}, "field 'genres' of sample 0 has 10,001 entries; give at most 10,000"),
         ({"genres": [1, "a"]}, r"field 'genres' of sample 0 is \[1, 'a'\]; give an id"),
         ({"genres": [[1]]}, r"field 'genres' of sample 0 is \[\[1\]\]; give an id"),
         ({"history": [7]}, r"field 'history' of sample 0 is \[7\]; it must be a list of events \[item, outcome\]"),
