@@ -92,8 +92,8 @@ def export(
     rows: Annotated[
         str | None,
         typer.Option(
-            help="Of a model of clicks: folder or URL of versions of its tables, whose rows are served as they come, "
-            "in the place of a copy of them.",
+            help="Of a model of clicks: folder or URL of versions of its tables, whose newest rows the service reads "
+            "when it starts, in the place of a copy of them.",
             show_default=False,
         ),
     ] = None,
