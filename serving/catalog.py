@@ -146,8 +146,8 @@ class Catalog:
         with model.changing, self._lock:
             if version in model.loaded:
                 raise InvalidArgument(
-                    f"version {version} of {name!r} is served already; a new one has a higher number: the step of its "
-                    "training"
+                    f"version {version} of {name!r} is served already; a new one has a higher number, the step of its "
+                    "training; two of one step are served as two models: NAME=DIR each"
                 )
             newest = max(model.known, default=version)
             if folder is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +33,24 @@ def version_folders(folder: Path) -> list[Path]:
         return found
     if (folder / "run.json").exists():
         raise ConfigError(
-            f"{folder} is the folder of a run; write a model to serve with geartrain export {folder} --to"
+            f"{folder} is the folder of a run; write a model to serve with geartrain export {folder} --to DIR"
         )
+    inside = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+    if inside:
+        raise ConfigError(f"{folder} holds no model, but models: serve {' '.join(map(str, inside[:3]))}")
     raise ConfigError(f"{folder} holds no model; write one with: geartrain export RUN --to {folder}")
+
+
+def versions_in(folder: Path) -> dict[int, Path]:
+    """The folder of each version that ``folder`` holds and whose config.json can be read, whatever its name says.
+
+    Raises ConfigError if it holds none.
+    """
+    found: dict[int, Path] = {}
+    for path in version_folders(folder):
+        with suppress(ConfigError, ModelDamaged):
+            found.setdefault(int(read_config(path)["version"]), path)
+    return found
 
 
 def load_newest(folder: Path) -> Servable:

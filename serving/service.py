@@ -12,7 +12,7 @@ from geartrain.ams.values.config import ServeConfig
 from geartrain.ams.values.errors import ConfigError, GeartrainError, InternalError, error_named
 from geartrain.serving.batching import Batcher
 from geartrain.serving.catalog import Catalog
-from geartrain.serving.folder import load_folder, load_newest, version_folders
+from geartrain.serving.folder import load_folder, load_newest, versions_in
 from geartrain.serving.metrics import ServingCounts, following_metrics, serving_metrics, told_by
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -110,7 +110,7 @@ def open_models(catalog: Catalog, config: ServeConfig) -> None:
     """
     for name, folder in named_folders(config.models).items():
         servable = load_newest(folder)
-        versions = {int(path.name): path for path in version_folders(folder) if path.name.isdecimal()}
+        versions = versions_in(folder)
         for version, path in versions.items():
             if version < servable.version:  # newer ones are damaged
                 catalog.know(name, version, path)

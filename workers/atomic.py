@@ -50,6 +50,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 
 def previous_folder(path: Path) -> Path:
     """Where the old folder lies while it is being replaced."""
+    path = path.absolute()  # "." has no name
     return path.with_name(f".{path.name}.previous")
 
 

@@ -258,6 +258,8 @@ def next_version(folder: Path) -> int:
         return 1
     if not folder.is_dir():
         raise InvalidArgument(f"{folder} is a file; a model is exported to a folder")
+    if folder.samefile(Path()):
+        raise InvalidArgument("you are in the folder that would be replaced as a whole; give a new name, as ./model")
     there = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
     try:
         config = read_config(folder) if there else {}

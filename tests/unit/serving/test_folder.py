@@ -13,7 +13,7 @@ import geartrain as gt
 from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
 from geartrain.ams.values.errors import ConfigError, ModelDamaged
 from geartrain.serving import folder as folders
-from geartrain.serving.folder import load_folder, load_newest, version_folders
+from geartrain.serving.folder import load_folder, load_newest, version_folders, versions_in
 from geartrain.serving.models.pictures import PictureModel
 from geartrain.workers.models.saved_model import CONFIG, seal_folder, write_arrays
 from geartrain.workers.models.trained_model import save_model
@@ -108,11 +108,28 @@ def test_the_newest_whole_version_is_served(whole: Path, tmp_path: Path, caplog:
         load_newest(tmp_path)
 
 
+def test_versions_are_those_that_models_say_not_their_folders(whole: Path, tmp_path: Path) -> None:
+    for name in ("1", "2", "3"):
+        shutil.copytree(whole, tmp_path / name)
+    exported(tmp_path / "2", version=9)
+    (tmp_path / "3" / CONFIG).write_bytes(b"half")
+    assert versions_in(tmp_path) == {7: tmp_path / "1", 9: tmp_path / "2"}
+
+
+def test_the_folder_in_which_one_is_may_be_served(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(whole)
+    assert load_newest(Path()).version == 7
+
+
 def test_what_is_no_model_is_told_from_one(tmp_path: Path) -> None:
+    for name in "ab":
+        exported(tmp_path / "several" / name)
+    with pytest.raises(ConfigError, match=f"but models: serve {tmp_path}/several/a {tmp_path}/several/b"):
+        load_newest(tmp_path / "several")
     with pytest.raises(ConfigError, match="geartrain export RUN --to"):
         load_newest(tmp_path / "nothing")
     (tmp_path / "run.json").touch()
-    with pytest.raises(ConfigError, match=f"geartrain export {tmp_path} --to"):
+    with pytest.raises(ConfigError, match=f"geartrain export {tmp_path} --to DIR"):
         load_newest(tmp_path)
     save_model(tmp_path / "model", small_model())
     with pytest.raises(ConfigError, match="the model of a training"):

@@ -134,6 +134,12 @@ def test_what_is_beside_the_model_is_sealed_with_it(tmp_path: Path) -> None:
         export_model(model, tmp_path / "m", version=3)
 
 
+def test_the_folder_in_which_one_is_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidArgument, match=r"give a new name, as \./model"):
+        export_model(small_model(), Path())
+
+
 def test_a_full_disk_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     export_model(small_model(), tmp_path / "m", version=1)
 
