@@ -106,7 +106,7 @@ def make_model(folder: Path) -> None:
         "longest": None,
         "features": [feature.to_json() for feature in features],
         "parity": write_network(network, features, exported / "network.onnx"),
-        "tables": {"mapped": mapped, "followed": None},
+        "tables": mapped,
     }
     seal_folder(exported, config)
     plain_model = {"fields": NAMES, "dim": DIM, "rows": ROWS, "hidden": HIDDEN}

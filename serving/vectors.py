@@ -1,19 +1,18 @@
 """The vectors of what a model looks up: the rows of its tables, of one moment, pooled as in training.
 
-Tables lie in mapped files, which processes of a machine share by its page cache, or follow an export of a training that
-goes on. Legend: N samples, L ids of the longest bag, V vectors, D width.
+Tables lie in mapped files, which processes of a machine share by its page cache. Legend: N samples, L ids of the
+longest bag, V vectors, D width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.client.snapshots.follower import FollowedTables
 from geartrain.ams.kernels.embedding import BadId, FeatureIds, Lookup, MappedRows
 from geartrain.ams.storage.tensor_file import map_tensors
 from geartrain.ams.tables.row_table import RowTable
@@ -27,19 +26,8 @@ Floats = npt.NDArray[np.float32]
 _AGAIN = "bring it back from a copy, or export the model again"
 
 
-class ServedTables(Protocol):
-    """Tables by name, of one moment. Thread-safe."""
-
-    @property
-    def specs(self) -> Mapping[str, TableSpec]:
-        """What each is."""
-
-    def pull_together(self, tables: Mapping[str, Ids]) -> dict[str, Rows]:
-        """Rows [N, D] of ids [N] of each; one that is not there has its initial value, as in training."""
-
-
 class MappedTables:
-    """Tables in files (:mod:`geartrain.ams.storage.export.mapped_rows`), asked as they lie on the disk.
+    """Tables in files (:mod:`geartrain.ams.storage.export.mapped_rows`), asked as they lie on the disk. Thread-safe.
 
     Nothing is read before it is asked for, and nothing is kept but by the system's page cache: a table may be larger
     than memory, and what is asked for often stays in it.
@@ -84,60 +72,10 @@ def _mapped(path: Path, spec: TableSpec) -> tuple[Ids, Ids, Rows]:
         raise ModelDamaged(f"{path} is no table of a model: {exc}; {_AGAIN}") from exc
 
 
-class _Followed:
-    """Tables of an export under the names that a model has for them."""
-
-    def __init__(self, followed: FollowedTables, job: str) -> None:
-        self._followed, self._job = followed, job
-
-    @property
-    def specs(self) -> Mapping[str, TableSpec]:
-        return {name.removeprefix(f"{self._job}/"): spec for name, spec in self._followed.specs.items()}
-
-    def pull_together(self, tables: Mapping[str, Ids]) -> dict[str, Rows]:
-        pulled = self._followed.pull_together({f"{self._job}/{name}": ids for name, ids in tables.items()})
-        return {name: pulled[f"{self._job}/{name}"] for name in tables}
-
-
-class ModelTables:
-    """The tables that config.json of a model names: mapped ones, and those that follow an export."""
-
-    def __init__(self, folder: Path, tables: Mapping[str, Any]) -> None:
-        """Raises ModelDamaged, and as :class:`geartrain.ams.client.snapshots.follower.FollowedTables`."""
-        self.mapped = MappedTables({said["table"]: (folder / said["file"], said["spec"]) for said in tables["mapped"]})
-        self.followed: FollowedTables | None = None
-        self._job = ""
-        self._parts: list[ServedTables] = [self.mapped]
-        if (said := tables["followed"]) is not None:
-            self._job = said["job"]
-            self.followed = FollowedTables(said["root"], [f"{said['job']}/{name}" for name in said["tables"]])
-            self._parts.append(_Followed(self.followed, said["job"]))
-        self._part_of = {name: part for part in self._parts for name in part.specs}
-
-    @property
-    def specs(self) -> Mapping[str, TableSpec]:
-        """What each table is."""
-        return {name: part.specs[name] for name, part in self._part_of.items()}
-
-    def num_rows(self, name: str) -> int:
-        """How many rows a table has."""
-        if name in self.mapped.num_rows:
-            return self.mapped.num_rows[name]
-        assert self.followed is not None
-        return self.followed.num_rows(f"{self._job}/{name}")
-
-    def pull_together(self, tables: Mapping[str, Ids]) -> dict[str, Rows]:
-        """Rows [N, D] of ids [N] of each; one that is not there has its initial value, as in training."""
-        found = {}
-        for part in self._parts:
-            found.update(part.pull_together({name: ids for name, ids in tables.items() if self._part_of[name] is part}))
-        return found
-
-
 class FeatureVectors:
     """Looks up the vectors of a model's features. Thread-safe."""
 
-    def __init__(self, tables: ServedTables, features: Sequence[SampleFeature]) -> None:
+    def __init__(self, tables: MappedTables, features: Sequence[SampleFeature]) -> None:
         """Raises ModelDamaged where a feature and its table differ."""
         self.features = tuple(features)
         self._tables = tables

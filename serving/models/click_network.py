@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from geartrain.ams.values.errors import InvalidArgument, ModelDamaged
 from geartrain.ams.values.specs import Ids
-from geartrain.serving.vectors import FeatureVectors, Floats, ModelTables
+from geartrain.serving.vectors import FeatureVectors, Floats, MappedTables
 from geartrain.workers.ctr.samples.features import HISTORY, HISTORY_ITEMS, SampleFeature
 
 NETWORK = "network.onnx"
@@ -25,10 +25,10 @@ class ClickNetwork:
     """Features, tables and network of a folder, as config.json says them. Thread-safe."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        """Raises ModelDamaged, InvalidArgument (onnxruntime cannot run it), and what a followed export raises."""
+        """Raises ModelDamaged, InvalidArgument (onnxruntime cannot run it)."""
         self._config = config
         self.features = tuple(SampleFeature.from_json(said) for said in config["features"])
-        self.tables = ModelTables(folder, config["tables"])
+        self.tables = MappedTables({said["table"]: (folder / said["file"], said["spec"]) for said in config["tables"]})
         self.vectors = FeatureVectors(self.tables, self.features)
         self._longest: int | None = config.get("longest")
         pooled = [feature for feature in self.features if feature.pooling is not None]
@@ -40,24 +40,21 @@ class ClickNetwork:
 
     @property
     def version(self) -> int:
-        """The step of the training, or of a followed export its newest version here."""
-        followed = self.tables.followed
-        return int(self._config["version"]) if followed is None else followed.version
+        """The step of the training."""
+        return int(self._config["version"])
 
     @property
     def created(self) -> float:
         """Unix time in seconds of the moment that the rows are of."""
-        followed = self.tables.followed
-        return float(self._config["created"]) if followed is None else followed.created
+        return float(self._config["created"])
 
     @property
     def facts(self) -> dict[str, Any]:
         """What people want to know of it."""
-        specs, followed = self.tables.specs, self.tables.followed
+        specs, num_rows = self.tables.specs, self.tables.num_rows
         return {
             **{name: self._config[name] for name in ("fields", "history", "parity", "training")},
-            "tables": {name: {"dim": spec.dim, "rows": self.tables.num_rows(name)} for name, spec in specs.items()},
-            "rows": "mapped" if followed is None else f"following {followed.root}",
+            "tables": {name: {"dim": spec.dim, "rows": num_rows[name]} for name, spec in specs.items()},
         }
 
     def inputs(
@@ -105,10 +102,6 @@ class ClickNetwork:
         (found,) = self._session.run(["logits"], dict(inputs))
         logits: npt.NDArray[np.float64] = found.astype(np.float64)
         return logits
-
-    def refresh(self) -> int | None:
-        """Go on to the newest rows of a followed export; return their version, None if there are none."""
-        return None if self.tables.followed is None else self.tables.followed.refresh()
 
 
 def _opened(network: Path, width: int) -> Any:

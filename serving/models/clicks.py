@@ -41,7 +41,7 @@ class ClicksModel:
     kind = "clicks"
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        """Raises ModelDamaged, InvalidArgument (onnxruntime cannot run it), and what a followed export raises."""
+        """Raises ModelDamaged, InvalidArgument (onnxruntime cannot run it)."""
         self.network = ClickNetwork(folder, config)
         self.items: tuple[str, ...] = tuple(config["items"])
         crossed = {name for feature in self.network.features for name in feature.of[:-1]}
@@ -56,7 +56,7 @@ class ClicksModel:
 
     @property
     def version(self) -> int:
-        """The step of the training, or of a followed export its newest version here."""
+        """The step of the training."""
         return self.network.version
 
     @property

@@ -33,7 +33,7 @@ class TreeModel:
     kind = "tree"
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        """Raises ModelDamaged, InvalidArgument (onnxruntime cannot run it), and what a followed export raises."""
+        """Raises ModelDamaged, InvalidArgument (onnxruntime cannot run it)."""
         self.network = ClickNetwork(folder, config)
         try:
             self.tree = ItemTree(map_tensors(folder / TREE)["items"])
@@ -50,7 +50,7 @@ class TreeModel:
 
     @property
     def version(self) -> int:
-        """The step of the training, or of a followed export its newest version here."""
+        """The step of the training."""
         return self.network.version
 
     @property

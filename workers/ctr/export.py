@@ -1,4 +1,4 @@
-"""A run of ``geartrain worker ctr`` as a folder to serve: its network as ONNX, and its tables, mapped or followed.
+"""A run of ``geartrain worker ctr`` as a folder to serve: its network as ONNX, and its tables.
 
 config.json     sealed, see :mod:`geartrain.workers.models.saved_model`: kind "clicks", the fields of a sample, what
                 is looked up for them (``features``), and where (``tables``)
@@ -35,12 +35,10 @@ KIND = "clicks"
 NETWORK = "network.onnx"
 
 
-def export_clicks(run: Path, out: Path, *, cache: Path, say: Say, follow: str | None = None) -> dict[str, Any]:
+def export_clicks(run: Path, out: Path, *, cache: Path, say: Say) -> dict[str, Any]:
     """Replace the folder ``out`` by the model of the newest snapshot of ``run``, as a whole; return its config.
 
-    ``follow`` is a folder or URL of versions of the run's tables (``geartrain export 'JOB/*' FOLDER --follow``): the
-    rows are taken from there, as they are trained on, in the place of those of the snapshot. Raises ConfigError,
-    SnapshotDamaged, InvalidArgument, OSError; then the old folder stays.
+    Raises ConfigError, SnapshotDamaged, InvalidArgument, OSError; then the old folder stays.
     """
     next_version(out)  # raises if other files are there
     snapshot = newest_snapshot(read_run(run).snapshots)
@@ -63,7 +61,7 @@ def export_clicks(run: Path, out: Path, *, cache: Path, say: Say, follow: str | 
             "features": [feature.to_json() for feature in design.served],
             "parity": write_network(network, design.served, staging / NETWORK, longest=longest),
             "tables": write_tables(
-                staging, snapshot, state.progress.table, design.features, follow, () if images is None else [images]
+                staging, snapshot, state.progress.table, design.features, () if images is None else [images]
             ),
         }
         seal_folder(staging, config)
@@ -89,9 +87,8 @@ def write_tables(
     snapshot: Snapshot,
     job: str,
     features: Iterable[SampleFeature],
-    follow: str | None,
     images: Sequence[ItemImages] = (),
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
     """Write the tables of the features and the images; return what config.json says of them."""
     names = dict.fromkeys(feature.table for feature in features)
     specs = {str(fields["name"]): fields for fields in snapshot.manifest.tables}
@@ -104,12 +101,11 @@ def write_tables(
         count = write_mapped(file, spec, num_rows, blocks)
         mapped.append({"table": name, "file": f"tables/{file.name}", "rows": count, "spec": spec.to_dict()})
 
-    for name in names if follow is None else ():
+    for name in names:
         spec = spec_of_rows(specs[f"{job}/{name}"])
         num_rows, blocks = rows_of_table(snapshot, spec.name)
         write(name, spec, num_rows, ((block["ids"], block["rows"]) for block in blocks))
     for given in images:
         spec = TableSpec(name=IMAGE, dim=given.dim, optimizer=SGD(1.0), initializer=Constant(0.0))
         write(IMAGE, spec, len(given.items), [(given.items, given.pixels)])
-    followed = None if follow is None else {"root": follow, "job": job, "tables": list(names)}
-    return {"mapped": mapped, "followed": followed}
+    return mapped

@@ -24,10 +24,10 @@ KIND = "tree"
 TREE = "tree.safetensors"
 
 
-def export_tree(run: Path, out: Path, *, follow: str | None = None) -> dict[str, Any]:
+def export_tree(run: Path, out: Path) -> dict[str, Any]:
     """Replace the folder ``out`` by the model of the newest snapshot of ``run``, as a whole; return its config.
 
-    ``follow`` as of :func:`geartrain.workers.ctr.export.export_clicks`, which raises the same.
+    Raises as :func:`geartrain.workers.ctr.export.export_clicks`.
     """
     next_version(out)  # raises if other files are there
     snapshot = newest_snapshot(read_run(run).snapshots)
@@ -58,7 +58,7 @@ def export_tree(run: Path, out: Path, *, follow: str | None = None) -> dict[str,
             "num_items": len(items),
             "features": [feature.to_json() for feature in features],
             "parity": write_network(network, features, staging / NETWORK),
-            "tables": write_tables(staging, snapshot, state.progress.table, features, follow),
+            "tables": write_tables(staging, snapshot, state.progress.table, features),
         }
         seal_folder(staging, config)
     return config

@@ -89,14 +89,6 @@ def export(
         str | None, typer.Option(help="With --to: where the run's images are now.", show_default="as the run has it")
     ] = None,
     backbone: OwnBackbone = None,
-    rows: Annotated[
-        str | None,
-        typer.Option(
-            help="Of a model of clicks: folder or URL of versions of its tables, whose newest rows the service reads "
-            "when it starts, in the place of a copy of them.",
-            show_default=False,
-        ),
-    ] = None,
     cache: CacheFolder = Path(".cache"),
     file: ConfigFile = None,
     scheduler: SchedulerAddress = None,
@@ -123,8 +115,6 @@ def export(
     is_file = out is not None and out.endswith(_FILE)
     if (out is None or is_file) and (follow or compact or since is not None):
         raise ConfigError("--since, --follow and --compact are for versions of a table, not for a file or a model")
-    if rows is not None and to is None:
-        raise ConfigError(f"--rows {rows} is for the model of a run; give --to DIR")
     if every is not None and not follow:
         raise ConfigError(f"--every {every:g} is the pause between versions of --follow; add --follow")
     if to is not None:
@@ -139,7 +129,6 @@ def export(
             data=data,
             cache=cache,
             keep=keep,
-            rows=rows,
         )
         export_run(Path(source), to, settings, as_json=as_json)
         return

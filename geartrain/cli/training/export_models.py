@@ -53,23 +53,18 @@ class ModelExport:
     """Of characters."""
     keep: int | None = None
     """Versions that stay; None: one model, or so many as usual in a folder that holds versions."""
-    rows: str | None = None
-    """Of a model of clicks, folder or URL of versions of its tables, whose rows are followed in place of a copy."""
 
 
 def export_run(run: Path, to: Path, settings: ModelExport, *, as_json: bool) -> None:
     """Write the model of a run, or of its folder, to ``to``; of a folder of versions as the next one there.
 
-    Of a model of clicks ``rows`` is an export of its tables, whose rows are followed. Raises ConfigError,
-    InvalidArgument, OSError; then what was there is there still.
+    Raises ConfigError, InvalidArgument, OSError; then what was there is there still.
     """
     job = job_of_rows(run)
     if job == "ctr":
         facts, lines = _export_clicks(run, to, settings)
     elif job == "tdm":
         facts, lines = _export_tree(run, to, settings)
-    elif settings.rows is not None:
-        raise ConfigError(f"--rows {settings.rows} is for a model of clicks, and {run} has no tables; leave it out")
     else:
         facts, lines = _export_pictures(run, to, settings, Console(stderr=True, quiet=as_json))
     for line in [json.dumps(facts)] if as_json else lines:
@@ -77,24 +72,22 @@ def export_run(run: Path, to: Path, settings: ModelExport, *, as_json: bool) -> 
 
 
 def _export_clicks(run: Path, to: Path, settings: ModelExport) -> tuple[dict[str, Any], list[str]]:
-    rows, cache = settings.rows, settings.cache
     step = newest_snapshot(read_run(run).snapshots).manifest.step
     with _version_folder(to, step, settings.keep) as folder:
-        config = export_clicks(run, folder, cache=cache, say=lambda line: print(line, file=sys.stderr), follow=rows)
+        config = export_clicks(run, folder, cache=settings.cache, say=lambda line: print(line, file=sys.stderr))
     version, error = config["version"], config["parity"]["max_error"]
-    num_rows = sum(table["rows"] for table in config["tables"]["mapped"])
+    num_rows = sum(table["rows"] for table in config["tables"])
     facts = {"folder": str(folder), "version": version, "rows": num_rows, "max_error": error}
-    where = f"{num_rows:,} rows" if rows is None else f"the rows of {rows}"
     return facts, [
         f"{folder} holds version {version}: the network {config['model']} of {counted(len(config['fields']), 'field')} "
-        f"and {where}; onnxruntime's log-odds are {error:.1e} from PyTorch's"
+        f"and {num_rows:,} rows; onnxruntime's log-odds are {error:.1e} from PyTorch's"
     ]
 
 
 def _export_tree(run: Path, to: Path, settings: ModelExport) -> tuple[dict[str, Any], list[str]]:
     step = newest_snapshot(read_run(run).snapshots).manifest.step
     with _version_folder(to, step, settings.keep) as folder:
-        config = export_tree(run, folder, follow=settings.rows)
+        config = export_tree(run, folder)
     version, items, error = config["version"], config["num_items"], config["parity"]["max_error"]
     facts = {"folder": str(folder), "version": version, "items": items, "max_error": error}
     return facts, [

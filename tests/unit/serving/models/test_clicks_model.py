@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-import geartrain as gt
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, ModelDamaged
 from geartrain.serving.answers import Operation, concatenated
 from geartrain.serving.folder import load_folder, load_newest
@@ -23,9 +22,7 @@ from geartrain.workers.ctr.predict import predict_clicks
 from geartrain.workers.ctr.recipe import CtrRecipe
 from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, split
 from geartrain.workers.ctr.samples.movielens import read_movielens
-from geartrain.workers.job.folder import read_run
 from geartrain.workers.job.options import JobOptions
-from geartrain.workers.job.state import newest_snapshot
 from tests.support.command_line import typed
 from tests.support.movielens_files import write_movielens
 from tests.support.served_models import require_onnx
@@ -247,12 +244,12 @@ def test_tables_of_another_model_are_named(wide: Path) -> None:
 
     config = read_config(wide / "model")
     swapped = json.loads(json.dumps(config))
-    mapped = swapped["tables"]["mapped"]
+    mapped = swapped["tables"]
     mapped[0]["file"], mapped[-1]["file"] = mapped[-1]["file"], mapped[0]["file"]
     with pytest.raises(ModelDamaged, match=r"has rows float32 .* those of table"):
         ClicksModel(wide / "model", swapped)
     lacking = json.loads(json.dumps(config))
-    del lacking["tables"]["mapped"][0]
+    del lacking["tables"][0]
     with pytest.raises(ModelDamaged, match="the table of feature 'user', of dim 4, is not there"):
         ClicksModel(wide / "model", lacking)
     wider = json.loads(json.dumps(config))
@@ -275,28 +272,6 @@ def test_an_export_is_not_written_over_other_files(wide: Path, tmp_path: Path) -
     (tmp_path / "mine").write_text("notes")
     with pytest.raises(GeartrainError, match="holds other files"):
         export_clicks(wide / "run", tmp_path, cache=CACHE, say=print)
-
-
-def test_rows_of_a_followed_export_are_served_as_they_come(wide: Path, tmp_path: Path) -> None:
-    job, versions = read_run(wide / "run").job, str(tmp_path / "versions")
-    samples = {"samples": as_json(held_out(wide, 4))[:20]}
-    item = samples["samples"][0]["item"]
-    with gt.local() as cluster:
-        cluster.restore(newest_snapshot(read_run(wide / "run").snapshots).path)
-        cluster.export(f"{job}/*", versions).result()
-        export_clicks(wide / "run", tmp_path / "model", cache=CACHE, say=print, follow=versions)
-        model = load_folder(tmp_path / "model")
-        assert isinstance(model, ClicksModel)
-        before = asked(model.operations["click"], samples)
-        assert before == asked(load_folder(wide / "model").operations["click"], samples), "mapped rows are the same"
-        assert model.network.refresh() is None
-        cluster.table(f"{job}/item").assign(np.array([item]), np.ones((1, 4), np.float32))
-        cluster.export(f"{job}/*", versions).result()
-        assert asked(model.operations["click"], samples) == before, "until it is refreshed"
-        assert model.network.refresh() == model.version == 2
-        after = asked(model.operations["click"], samples)
-    differ = [one != other for one, other in zip(before, after, strict=True)]
-    assert differ == [sample["item"] == item for sample in samples["samples"]]
 
 
 def test_an_export_by_command_says_what_it_holds(wide: Path, tmp_path: Path) -> None:
