@@ -136,7 +136,7 @@ class Catalog:
         to them. With ``share`` it is asked that part of the questions, beside the current one. What does not become
         current or canary is closed, and remembered if it has a folder.
 
-        Raises InvalidArgument: the version is served already, or ``share`` is not in 0 … 1.
+        Raises InvalidArgument: the version is served already or of another kind, or ``share`` is not in 0 … 1.
         """
         if share is not None:
             _require_share(share)
@@ -149,6 +149,7 @@ class Catalog:
                     f"version {version} of {name!r} is served already; a new one has a higher number, the step of its "
                     "training; two of one step are served as two models: NAME=DIR each"
                 )
+            self._require_alike(model, servable)
             newest = max(model.known, default=version)
             if folder is not None:
                 model.folders[version] = folder
@@ -179,6 +180,8 @@ class Catalog:
             if to is None:
                 with self._lock:
                     older = [version for version in model.known if model.current is None or version < model.current]
+                    if not older and model.current is None:
+                        raise self._none_yet(model)
                     if not older:
                         raise NotServed(f"there is no version of {model.name!r} before {model.current}")
                     to = older[-1]
@@ -202,6 +205,8 @@ class Catalog:
         with model.changing:
             loaded = None
             if share > 0:
+                if model.current is None:
+                    raise self._none_yet(model)
                 if version is None:
                     raise InvalidArgument(f"version is missing; one of {_listed(model.known)} takes a share of {share}")
                 if version == model.current:
@@ -233,7 +238,7 @@ class Catalog:
                 served = _listed(sorted(model.loaded))
                 what = f"version {quoted(version)} of {model.name!r} is not served"
                 if not served:
-                    raise Busy(f"{model.name!r} has no version yet; ask again, or see /readyz")
+                    raise self._none_yet(model)
                 raise NotServed(f"{what}; served are {served}")
             loaded.asking += 1
             loaded.asked += 1
@@ -341,8 +346,27 @@ class Catalog:
             raise NotServed(f"version {version} of {model.name!r} cannot be served: {why}") from exc
         if servable.version != version:
             servable.close()
-            raise ConfigError(f"{folder} holds version {servable.version} now, not {version}")
+            raise NotServed(
+                f"version {version} of {model.name!r} cannot be served: {folder} holds {servable.version} now"
+            )
+        try:
+            self._require_alike(model, servable)
+        except InvalidArgument:
+            servable.close()
+            raise
         return _Loaded(servable, time.time())
+
+    @staticmethod
+    def _require_alike(model: _Model, servable: Servable) -> None:
+        if model.current is not None and (kind := model.loaded[model.current].servable.kind) != servable.kind:
+            raise InvalidArgument(
+                f"version {servable.version} of {model.name!r} would be of kind {servable.kind}, and the current one "
+                f"is of kind {kind}; serve it as a model of its own"
+            )
+
+    @staticmethod
+    def _none_yet(model: _Model) -> Busy:
+        return Busy(f"{model.name!r} has no version yet; ask again, or see /readyz")
 
     @staticmethod
     def _make_current(model: _Model, version: int) -> None:

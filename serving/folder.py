@@ -49,7 +49,7 @@ def versions_in(folder: Path) -> dict[int, Path]:
     found: dict[int, Path] = {}
     for path in version_folders(folder):
         with suppress(ConfigError, ModelDamaged):
-            found.setdefault(int(read_config(path)["version"]), path)
+            found.setdefault(int(read_config(path).get("version", 1)), path)  # exports of before have none
     return found
 
 

@@ -90,8 +90,29 @@ def test_a_rollback_that_fails_changes_nothing(tmp_path: Path) -> None:
     other = Catalog(lambda _: EchoModel(11))
     other.add("glyphs", EchoModel(20))
     other.know("glyphs", 10, tmp_path)
-    with pytest.raises(ConfigError, match="holds version 11 now, not 10"):
+    with pytest.raises(NotServed, match=r"version 10 of 'glyphs' cannot be served: .* holds 11 now"):
         other.rollback("glyphs")
+
+
+def test_before_the_first_version_a_change_is_told_to_wait() -> None:
+    catalog = Catalog()
+    catalog.expect("glyphs")
+    for change in (lambda: catalog.rollback("glyphs"), lambda: catalog.set_canary("glyphs", None, 0.1)):
+        with pytest.raises(Busy, match="'glyphs' has no version yet"):
+            change()
+
+
+def test_a_version_of_another_kind_is_refused(tmp_path: Path) -> None:
+    other = EchoModel(30)
+    other.kind = "tree"
+    catalog = Catalog(lambda _: other)
+    catalog.add("glyphs", EchoModel(20))
+    with pytest.raises(InvalidArgument, match="of kind tree, and the current one is of kind echo"):
+        catalog.add("glyphs", other, share=0.1)
+    catalog.know("glyphs", 30, tmp_path)
+    with pytest.raises(InvalidArgument, match="serve it as a model of its own"):
+        catalog.rollback("glyphs", 30)
+    assert (current(catalog), catalog.state("glyphs")["canary"], other.is_closed) == (20, None, True)
 
 
 @given(share=st.floats(0, 1), asked=st.integers(1, 300))

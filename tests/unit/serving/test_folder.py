@@ -174,6 +174,7 @@ def test_an_export_of_before_is_served_and_loaded(model: Path) -> None:
     (model / CONFIG).write_bytes(seal_json({**old, "kind": "onnx", "xxh3_128_of": sums}))
     served = load_folder(model)
     assert best(served) == expected
+    assert versions_in(model) == {1: model}
     assert served.created == pytest.approx((model / "backbone.onnx").stat().st_mtime)
     assert gt.load_model(model).class_names == NAMES
 
