@@ -76,6 +76,6 @@ def map_tensors(path: Path, *, scattered: bool = False) -> dict[str, npt.NDArray
             if name != "__metadata__":
                 start, stop = said["data_offsets"]
                 found[name] = data[begin + start : begin + stop].view(DTYPES[said["dtype"]]).reshape(said["shape"])
-    except (ValueError, KeyError, TypeError, RecursionError) as exc:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise ValueError(f"it is no file of tensors ({type(exc).__name__}: {exc})") from exc
     return found
