@@ -5,6 +5,7 @@ Legend: C classes, K centers of a class, R = C · K rows, P = R / 16 panels, D w
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -132,8 +133,10 @@ def encode(centers: Floats, panels: npt.NDArray[np.uint8], threads: int) -> None
 
 
 def write_panels(path: Path, centers: Floats, threads: int) -> None:
-    """Write the panels of ``centers`` to a file that several processes may map. Raises InvalidRows."""
+    """Write the panels of ``centers`` to a file that several processes may map. Raises InvalidRows, OSError."""
     panels = np.lib.format.open_memmap(path, "w+", np.uint8, panels_shape(centers))
+    with path.open("rb+") as file:  # a full disk is an error here; in mapped memory it would end the process
+        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     encode(centers, panels, threads)
     panels.flush()
 

@@ -5,6 +5,7 @@ Legend: R rows, D width, N features, W rows that are looked at, k answers.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 from collections.abc import Mapping
@@ -81,8 +82,11 @@ def build(kind: str, rows: EncodedRows, threads: int) -> FaissShortcut:
 
 
 def write(shortcut: FaissShortcut, path: Path) -> None:
-    """Write it for :func:`read`."""
-    load_faiss().write_index(shortcut.index, str(path))
+    """Write it for :func:`read`. Raises OSError."""
+    try:
+        load_faiss().write_index(shortcut.index, str(path))
+    except RuntimeError as exc:  # also of a full disk
+        raise OSError(errno.EIO, f"it cannot be written; is there room on the disk? ({exc})", str(path)) from exc
 
 
 def read(path: Path, facts: Mapping[str, Any], rows: EncodedRows) -> FaissShortcut:

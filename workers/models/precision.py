@@ -34,7 +34,8 @@ def lower_precision(path: Path, precision: Precision, batches: Iterable[Batch]) 
     """Replace the network by one of ``precision``, with the same inputs and outputs.
 
     fp16: half the bytes. int8: a quarter; weights by channel, activations by the ranges that ``batches`` have in them
-    (integers and float32 in one file, QDQ). Raises ConfigError without the libraries, InvalidArgument.
+    (integers and float32 in one file, QDQ). Raises ConfigError without the libraries, InvalidArgument,
+    OSError.
     """
     if precision == "fp32":
         return
@@ -45,7 +46,7 @@ def lower_precision(path: Path, precision: Precision, batches: Iterable[Batch]) 
             onnx.save(lower(onnx.load(path), keep_io_types=True), path)
         else:
             _to_int8(path, batches)
-    except (ConfigError, InvalidArgument):
+    except (ConfigError, InvalidArgument, OSError):
         raise
     except Exception as exc:  # of many unrelated kinds
         raise InvalidArgument(

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged
-from geartrain.serving.index import choice
+from geartrain.serving.index import choice, shortcut
 from geartrain.serving.index.choice import choose_index, sample_queries
 from geartrain.serving.index.exact import EncodedRows
 from geartrain.serving.index.nearest import NearestIndex
@@ -149,6 +149,14 @@ class TestChoice:
 def test_what_cannot_be_asked_for_is_refused(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         choose_index(EncodedRows.of(np.eye(3, dtype=np.float32)), is_cosine=True, **asked)
+
+
+def test_an_index_of_faiss_that_cannot_be_written_is_an_error_of_its_file(centers: Floats, tmp_path: Path) -> None:
+    """As on a full disk: faiss raises RuntimeError, which the command line does not know."""
+    flat = shortcut.build("flat", EncodedRows.of(centers), 1)
+    with pytest.raises(OSError, match="cannot be written") as refused:
+        shortcut.write(flat, tmp_path / "missing" / "index.faiss")
+    assert refused.value.filename == str(tmp_path / "missing" / "index.faiss")
 
 
 @pytest.mark.parametrize("damage", ["truncated", "of other rows", "no index"])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from geartrain.ams.kernels import neighbours as ops
 from geartrain.ams.values.errors import InvalidRows, ModelDamaged
+from geartrain.serving.index import exact
 from geartrain.serving.index.exact import EncodedRows
 from geartrain.serving.index.nearest import NearestIndex
 from geartrain.serving.index.registry import open_index, write_index
@@ -197,6 +198,19 @@ def test_a_center_that_is_not_finite_is_named(tmp_path: Path) -> None:
     centers[31, 1, 4] = np.inf
     with pytest.raises(InvalidRows, match="the center at position 31 has a value that is not finite"):
         write_index(tmp_path, centers, is_cosine=False)
+
+
+def test_the_room_on_the_disk_is_taken_before_mapped_memory_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk is an OSError there; when memory is written that has no room in its file, the process ends."""
+    file = tmp_path / "index.npy"
+
+    def checked(*_: object) -> None:
+        assert file.stat().st_blocks * 512 >= file.stat().st_size > 1 << 20
+
+    monkeypatch.setattr(exact, "encode", checked)
+    exact.write_panels(file, drawn("ordinary", 20_000, 60, np.random.default_rng(0)), 1)
 
 
 @pytest.mark.parametrize("wrong", ["features", "panels", "living", "k"])
