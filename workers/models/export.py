@@ -6,6 +6,7 @@ The folder is described in :mod:`.saved_model`. Legend: N images, C classes, K c
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -146,6 +147,10 @@ def export_model(
         measured, features = _compared(model, networks, example, images, track)
         if precision == "fp32":
             _require_parity(measured["parity"])
+        elif not math.isfinite(measured["parity"]["largest_distance"]):
+            raise InvalidArgument(
+                f"the network in {precision} gives features that are not finite; export it with --precision fp32"
+            )
         write_arrays(staging / CENTERS, arrays)
         config = {
             "kind": KIND,
@@ -247,8 +252,9 @@ class _Tally:
         self.images += len(found)
         self.same += int((named == expected).sum())
         self.right += 0 if labels is None else int((named == labels).sum())
-        self.max_error = max(self.max_error, float((found - mine).abs().max()))
-        self.largest_distance = max(self.largest_distance, onnx_backbone.largest_distance(found, mine))
+        distance = onnx_backbone.largest_distance(found, mine)
+        self.max_error = float(np.maximum(self.max_error, float((found - mine).abs().max())))
+        self.largest_distance = float(np.maximum(self.largest_distance, distance))  # what is no number stays none
 
 
 def next_version(folder: Path) -> int:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -188,8 +189,8 @@ def _compared(backbone: nn.Module, exported: OnnxBackbone, example: Tensor | dic
         mine, theirs = run(backbone, images).float().cpu(), run(exported, images).float()
         if mine.shape != theirs.shape:
             raise InvalidArgument(f"onnxruntime gives {list(theirs.shape)}, the backbone {list(mine.shape)}")
-        largest = max(largest, largest_distance(theirs, mine))
-        error = max(error, float((mine - theirs).abs().max()))
+        largest = float(np.maximum(largest, largest_distance(theirs, mine)))  # what is no number stays none
+        error = float(np.maximum(error, float((mine - theirs).abs().max())))
         num_images += len(mine)
     if not largest <= TOLERANCE:
         raise InvalidArgument(

@@ -90,6 +90,33 @@ def held_out_of(model: gt.TrainedModel) -> list[tuple[torch.Tensor, torch.Tensor
     return [(one.bitmaps, one.labels) for one in images(model).held_out if isinstance(one, ImageSet)]
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_features_that_are_no_numbers_are_not_written(
+    precision: Precision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of float16, where sums are beyond its range: of some images alone."""
+    model = small_model()
+    network = onnx_backbone.OnnxBackbone.forward
+
+    def none_of_some(self: onnx_backbone.OnnxBackbone, *inputs: torch.Tensor) -> torch.Tensor:
+        features = network(self, *inputs)
+        return features * (torch.nan if len(features) > 150 else 1)
+
+    monkeypatch.setattr(onnx_backbone.OnnxBackbone, "forward", none_of_some)
+    with pytest.raises(InvalidArgument, match=r"features of onnxruntime are up to nan|that are not finite"):
+        export_model(model, tmp_path / "m", images=images(model), precision=precision)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_network_whose_features_are_no_numbers_is_refused(tmp_path: Path) -> None:
+    class Logarithm(torch.nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return torch.log(images - 2.0)
+
+    with pytest.raises(InvalidArgument, match="are nan of their length"):
+        onnx_backbone.write_onnx(Logarithm(), torch.ones(3, 4), tmp_path / "network.onnx")
+
+
 def test_without_images_int8_is_refused_and_the_comparison_is_on_random_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="int8 needs images of the run"):
         export_model(small_model(), tmp_path / "m", precision="int8")
