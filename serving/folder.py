@@ -80,11 +80,15 @@ def load_folder(folder: Path) -> Servable:
         config: dict[str, Any] = {}
         try:
             config = read_config(there)
-            return load_kind(kind_of(there, config), there, unseal_folder(there))
+            servable = load_kind(kind_of(there, config), there, unseal_folder(there))
         except (ConfigError, ModelDamaged):
             if reading == _READINGS - 1 or not _was_replaced(folder, config):
                 raise
-    raise AssertionError("every reading returns or raises")
+            continue
+        if not _was_replaced(folder, config):  # else some of its files may be of the other model
+            return servable
+        servable.close()
+    raise ModelDamaged(f"{folder} is replaced again and again while it is read; ask for it when it stays")
 
 
 def kind_of(folder: Path, config: dict[str, Any]) -> str:

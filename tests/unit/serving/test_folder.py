@@ -14,8 +14,9 @@ from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
 from geartrain.ams.values.errors import ConfigError, ModelDamaged
 from geartrain.serving import folder as folders
 from geartrain.serving.folder import load_folder, load_newest, version_folders, versions_in
+from geartrain.serving.models import pictures
 from geartrain.serving.models.pictures import PictureModel
-from geartrain.workers.models.saved_model import CONFIG, seal_folder, write_arrays
+from geartrain.workers.models.saved_model import CONFIG, ModelFiles, seal_folder, write_arrays
 from geartrain.workers.models.trained_model import save_model
 from tests.support.served_models import NAMES, exported, picture, small_model
 
@@ -153,6 +154,29 @@ def test_a_model_that_is_replaced_while_it_is_read_is_read_again(
 
     monkeypatch.setattr(folders, "unseal_folder", replaced)
     assert load_folder(model).version == 8
+
+
+def test_files_of_two_models_are_never_one(
+    whole: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another model takes the place of one whose checksums were right, between two of its files."""
+    later = exported(tmp_path / "later", version=8)
+    read = pictures.read_files
+
+    def replaced(there: Path, config: dict[str, object]) -> ModelFiles:
+        files = read(there, config)
+        if later.exists():
+            shutil.rmtree(there)
+            later.rename(there)
+        return files
+
+    monkeypatch.setattr(pictures, "read_files", replaced)
+    served = load_folder(model)
+    assert served.version == 8
+
+    monkeypatch.setattr(folders, "_was_replaced", lambda *_: True)
+    with pytest.raises(ModelDamaged, match="again and again"):
+        load_folder(whole)
 
 
 def test_a_served_model_outlives_its_folder(model: Path) -> None:
