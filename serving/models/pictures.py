@@ -208,7 +208,7 @@ class Nearest:
         given = _fields(body, "features", "k")
         said = _listed(given, "features")
         try:
-            with np.errstate(over="ignore"):  # infinite is said below
+            with np.errstate(over="ignore"):
                 features = np.array(said, np.float32)
         except (ValueError, TypeError, OverflowError) as exc:
             raise InvalidArgument(
@@ -228,9 +228,11 @@ class Nearest:
             raise InvalidArgument(
                 f"features have shape {list(features.shape)}; this model takes [N, {self._model.dim}]"
             )
+        with np.errstate(over="ignore"):  # infinite is said below
+            features = np.asarray(features, np.float32)
         if not np.isfinite(features).all():
             raise InvalidArgument("features have a value that is not finite; give finite numbers")
-        return Question(arrays={"features": np.asarray(features, np.float32)}, parameters=(("k", k),))
+        return Question(arrays={"features": features}, parameters=(("k", k),))
 
     def run(self, question: Question) -> Arrays:
         """See :class:`Operation`."""

@@ -142,6 +142,7 @@ def test_what_is_wrong_with_a_question_is_said(
         ("classify", {"images": np.array([PICTURES[0]], object)}, {"n": 3}, "'n' is no field"),
         ("nearest", {"features": np.zeros((0, 16), np.float32)}, {}, "give 2 dimensions and an item or more"),
         ("nearest", {"features": np.array([["a"] * 16])}, {}, "features are of type"),
+        ("nearest", {"features": np.full((1, 16), 1e300)}, {}, "not finite"),
         ("verify", {"pairs": np.array([[b"a", b"b", b"c"]], object)}, {}, r"give \[N, 2\] pictures"),
     ],
 )
