@@ -17,7 +17,7 @@ from geartrain.ams.values.text import quoted
 from geartrain.serving.index.exact import EncodedRows
 from geartrain.serving.index.nearest import NearestIndex
 from geartrain.serving.index.queries import Floats
-from geartrain.serving.index.shortcut import KINDS, FaissShortcut, build
+from geartrain.serving.index.shortcut import KINDS, FaissShortcut, build, load_faiss
 
 EXACT_IS_ENOUGH = 32 << 20
 """Numbers of all centers, up to which an exact search of one feature takes some milliseconds on two cores."""
@@ -53,10 +53,7 @@ def choose_index(
     ``kind``: of :data:`KINDS`, or "exact"; that alone is tried, and taken if its recall is enough.
     Raises InvalidArgument, ConfigError (a kind of faiss without faiss).
     """
-    if not 0 < asked_recall <= 1:
-        raise InvalidArgument(f"asked_recall is {asked_recall!r}; it must be above 0 and at most 1")
-    if kind not in (None, "exact", *KINDS):
-        raise InvalidArgument(f"kind is {quoted(kind)}; it must be one of exact, {', '.join(KINDS)}")
+    require_choice(asked_recall, kind)
     exact = NearestIndex(rows, is_cosine=is_cosine, threads=threads, facts={})
     tried: list[dict[str, Any]] = []
     if kind in KINDS or (kind is None and asked_recall < 1 and rows.centers.size > EXACT_IS_ENOUGH):
@@ -76,6 +73,16 @@ def choose_index(
             tried.append(facts)
     facts = {"kind": "exact", "asked_recall": asked_recall, "recall_at_1": 1.0, "passed_over": tried}
     return Choice(index=exact, facts=facts, shortcut=None)
+
+
+def require_choice(asked_recall: float, kind: str | None) -> None:
+    """Raise InvalidArgument for what :func:`choose_index` does not know, ConfigError where faiss is missing."""
+    if not 0 < asked_recall <= 1:
+        raise InvalidArgument(f"asked_recall is {asked_recall!r}; it must be above 0 and at most 1")
+    if kind not in (None, "exact", *KINDS):
+        raise InvalidArgument(f"kind is {quoted(kind)}; it must be one of exact, {', '.join(KINDS)}")
+    if kind in KINDS:
+        load_faiss()
 
 
 def sample_queries(centers: Floats, count: int = NUM_QUERIES) -> Floats:

@@ -18,6 +18,7 @@ from rich.progress import track as rich_track
 
 from geartrain.ams.values.errors import ConfigError, GeartrainError
 from geartrain.ams.values.text import counted
+from geartrain.serving.index.choice import require_choice
 from geartrain.serving.index.registry import write_index
 from geartrain.workers.classify import class_pictures
 from geartrain.workers.classify.run_images import images_of
@@ -98,6 +99,7 @@ def _export_tree(run: Path, to: Path, settings: ModelExport) -> tuple[dict[str, 
 
 def _export_pictures(run: Path, to: Path, settings: ModelExport, console: Console) -> tuple[dict[str, Any], list[str]]:
     precision = require_precision(settings.precision)
+    require_choice(settings.recall, settings.index)  # before anything takes long
     if not has_run(run) and has_run(run.parent):
         run = run.parent  # of its folder "model"
     model = load_model(run, backbone=settings.backbone)

@@ -92,6 +92,8 @@ def test_held_out_images_that_moved_are_named_or_said_to_be_missing(run: Path, t
         (("out", "--to", "m"), "a model goes to --to"),
         (("--to", "m", "--since", "0"), "--since, --follow and --compact are for versions of a table"),
         (("--to", "m", "--precision", "fp8"), "it must be one of fp32, fp16, int8"),
+        (("--to", "m", "--index", "tree", "--backbone", "none:none"), "kind is 'tree'; it must be one of exact"),
+        (("--to", "m", "--recall", "0", "--backbone", "none:none"), "it must be above 0"),
     ],
 )
 def test_what_does_not_go_together_is_said(arguments: tuple[str, ...], message: str, run: Path) -> None:
