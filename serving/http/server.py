@@ -29,6 +29,8 @@ MOST_HEADER_BYTES = 16_384
 MOST_CONNECTIONS = 4096
 _KEEP_SECONDS = 30
 """That a connection waits for its next request."""
+_TAKE_SECONDS = 60.0
+"""For a client to take what waits for it; a request that answers who takes nothing would be under way for ever."""
 _BACKLOG = 1024
 
 
@@ -78,6 +80,7 @@ class HttpServer:
         headers_seconds: float = 10.0,
         grace_seconds: float = 3.0,
         connections: int = MOST_CONNECTIONS,
+        take_seconds: float = _TAKE_SECONDS,
     ) -> None:
         """Serve ``app`` at a socket that listens.
 
@@ -91,6 +94,7 @@ class HttpServer:
             headers_seconds: longest time for the headers of a request.
             grace_seconds: for requests under way when it is stopped.
             connections: at once; others are closed.
+            take_seconds: longest time for a client to take what waits for it.
         """
         self.address = join_address(host, listener.getsockname()[1])
         """host:port that it listens at."""
@@ -102,7 +106,7 @@ class HttpServer:
 
         settings = uvicorn.Config(
             app,
-            http="auto" if HttpToolsProtocol is None else _bounded(headers_seconds, connections),
+            http="auto" if HttpToolsProtocol is None else _bounded(headers_seconds, connections, take_seconds),
             log_config=None,
             log_level="error",
             access_log=False,
@@ -144,14 +148,16 @@ class HttpServer:
             logger.exception("HTTP cannot be served")
 
 
-def _bounded(headers_seconds: float, connections: int) -> type[asyncio.Protocol]:
-    """uvicorn's own connection, which has no bound on the size of headers, nor on the time until they are there."""
+def _bounded(headers_seconds: float, connections: int, take_seconds: float) -> type[asyncio.Protocol]:
+    """uvicorn's own connection, which has no bound on the size of headers, nor on the time until they are there or an
+    answer is taken."""
 
     class BoundedConnection(HttpToolsProtocol):
         _in_headers = True
         _has_ended = False
         _header_bytes = 0
         _deadline: asyncio.TimerHandle | None = None
+        _taken_by: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -162,6 +168,16 @@ def _bounded(headers_seconds: float, connections: int) -> type[asyncio.Protocol]
         def connection_lost(self, exc: Exception | None) -> None:
             self._headers_are_there()
             super().connection_lost(exc)
+            self._is_taken()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._is_taken()
+            self._taken_by = self.loop.call_later(take_seconds, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._is_taken()
 
         def data_received(self, data: bytes) -> None:
             if self._in_headers and self._deadline is None:
@@ -196,6 +212,11 @@ def _bounded(headers_seconds: float, connections: int) -> type[asyncio.Protocol]
             head = f"HTTP/1.1 {status} {code}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
             self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
             self.transport.close()
+
+        def _is_taken(self) -> None:
+            if self._taken_by is not None:
+                self._taken_by.cancel()
+                self._taken_by = None
 
         def _await_headers(self) -> None:
             self._deadline = self.loop.call_later(headers_seconds, self._too_slow)

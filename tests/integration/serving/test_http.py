@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import socket
@@ -16,7 +17,7 @@ from fastapi.openapi.models import OpenAPI
 from geartrain.ams.values.config import split_address
 from geartrain.ams.values.errors import ConfigError
 from geartrain.serving.http.limits import Limits
-from geartrain.serving.http.server import MOST_HEADER_BYTES, listening_socket
+from geartrain.serving.http.server import MOST_HEADER_BYTES, HttpServer, listening_socket
 from tests.support.fake_servable import EchoModel
 from tests.support.http_service import ServedModels, served_models
 
@@ -186,6 +187,28 @@ def test_headers_that_are_too_long_are_refused(served: ServedModels, is_one: boo
         response = answer_of(connection)
         assert response.status == 400
         assert "was https meant" in json.loads(response.read())["error"]["message"]
+
+
+def test_who_takes_no_answer_is_let_go() -> None:
+    is_over = threading.Event()
+
+    async def answers_on_and_on(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await receive()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            has_left = asyncio.create_task(receive())
+            while not has_left.done():
+                await send({"type": "http.response.body", "body": bytes(1 << 16), "more_body": True})
+            is_over.set()
+
+    listener = listening_socket("127.0.0.1:0", "serve")
+    server = HttpServer(answers_on_and_on, listener, "127.0.0.1", name="test", take_seconds=0.2)
+    try:
+        with socket.create_connection(split_address(server.address), timeout=20) as deaf:
+            deaf.sendall(head("Content-Length: 0"))
+            assert is_over.wait(20)
+    finally:
+        server.stop(20)
 
 
 def test_a_long_body_is_no_long_header(served: ServedModels) -> None:
