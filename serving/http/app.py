@@ -7,17 +7,16 @@ import functools
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic_core import from_json  # more than twice as fast as json.loads
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -51,6 +50,7 @@ _SMALL_ITEMS = 16
 """Answers to so many items are written at once; longer ones on a thread."""
 _KINDS = ("", "application/json", "application/x-www-form-urlencoded", "application/octet-stream")
 """Of bodies; the third is what curl says unless it is told."""
+T = TypeVar("T")
 ASKED = "geartrain.asked"
 """In the scope of a request: whom it is for."""
 _LEFT = 499
@@ -141,7 +141,7 @@ class HttpQuestions:
         self.limits.require_items(question.num_items)
         return await asyncio.wrap_future(self.service.batcher.ask(lease, operation.name, question))
 
-    async def on_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def on_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call what may take long."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, function, *arguments)
 
@@ -175,7 +175,8 @@ class HttpQuestions:
             said = {"model": name, "version": lease.servable.version, "created": lease.servable.created}
             if len(next(iter(answered.values()))) <= _SMALL_ITEMS:
                 return json_response({**said, "answers": operation.write(answered)})
-            return await asyncio.to_thread(lambda: json_response({**said, "answers": operation.write(answered)}))
+            # Not by asyncio.to_thread, whose threads may all wait for other processes of the service.
+            return await self.on_thread(lambda: json_response({**said, "answers": operation.write(answered)}))
 
     async def _live(self, _: Request) -> Response:
         return json_response({"live": True})
@@ -263,9 +264,12 @@ def make_app(service: ModelService, callers: Callers, limits: Limits | None = No
         routes=questions.routes(),
         lifespan=lifespan,
         exception_handlers={GeartrainError: refuse, HTTPException: refuse, Exception: refuse},
-        middleware=[_origins(callers.origins)] if callers.origins else [],
     )
-    return questions.bounded(app)
+    bounded = questions.bounded(app)
+    if not callers.origins:
+        return bounded
+    # Before all else: what a browser asks beforehand has no token, and its page is to read why it is refused.
+    return CORSMiddleware(bounded, callers.origins, allow_methods=["GET", "POST"], allow_headers=["*"])
 
 
 def serve_app(
@@ -299,10 +303,6 @@ def serve_app(
     except BaseException:
         service.close()
         raise
-
-
-def _origins(origins: Sequence[str]) -> Middleware:
-    return Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
 
 
 def _question(operation: Operation, body: bytes, kind: str, parameters: Mapping[str, str], limits: Limits) -> Question:

@@ -30,6 +30,15 @@ class ServedModels:
     def __init__(self, service: ModelService, server: HttpServer) -> None:
         self.service, self.server, self.address = service, server, server.address
 
+    def send(self, method: str, path: str) -> int:
+        """The status of an answer that may be no JSON."""
+        connection = http.client.HTTPConnection(self.address, timeout=20)
+        try:
+            connection.request(method, path)
+            return connection.getresponse().status
+        finally:
+            connection.close()
+
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
         """What is answered; a body that is no bytes is sent as JSON."""
         connection = http.client.HTTPConnection(self.address, timeout=20)

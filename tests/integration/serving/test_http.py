@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -278,6 +279,26 @@ def test_a_short_question_that_takes_long_to_read_holds_nobody_up(served: Served
         assert served.ask("POST", ECHO, {"numbers": [2]}).said["answers"] == [[7, 2]]
         model.may_read.set()
         assert slow.result(20).said["answers"] == [[7, 12]]
+
+
+def test_many_who_wait_for_other_processes_hold_no_answer_up(served: ServedModels) -> None:
+    wait, waits = threading.Event(), threading.Semaphore(0)
+
+    def everywhere(_: object) -> list[Any]:
+        waits.release()
+        assert wait.wait(30)
+        return []
+
+    served.service.everywhere = everywhere
+    num = min(32, (os.cpu_count() or 1) + 4)  # threads of asyncio
+    with ThreadPoolExecutor(num) as clients:
+        metrics = [clients.submit(served.send, "GET", "/metrics") for _ in range(num)]
+        try:
+            assert all(waits.acquire(timeout=20) for _ in range(num))
+            assert served.ask("POST", ECHO, {"numbers": [1] * 100}).status == 200
+        finally:
+            wait.set()
+        assert [client.result(20) for client in metrics] == [200] * num
 
 
 def test_what_is_under_way_is_answered_before_it_ends(served: ServedModels, model: EchoModel) -> None:

@@ -11,6 +11,7 @@ import ssl
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -232,8 +233,8 @@ def test_tokens_say_who_may_ask_and_who_may_change(
 
     reader, boss, other = token("reader", "glyphs=read"), token("boss", "*=read,admin"), token("other", "faces=read")
     late = token("late", "*=read", 1e-9)
-    config = ClusterConfig(security=SecurityConfig(folder=str(certificates)))
-    with gt.ops.Role("serve", config, listen="127.0.0.1:0", models=[f"glyphs={folder}"]) as role:
+    config, page = ClusterConfig(security=SecurityConfig(folder=str(certificates))), "https://page.example"
+    with gt.ops.Role("serve", config, listen="127.0.0.1:0", models=[f"glyphs={folder}"], origins=[page]) as role:
         tls = context(certificates, shows=False)
         rollback = "/v1/models/glyphs/rollback"
         for status, path, body, headers, sentence in (
@@ -250,6 +251,18 @@ def test_tokens_say_who_may_ask_and_who_may_change(
             assert sentence in said.get("error", {}).get("message", "")
         assert ask(role.address, "GET", "/readyz", None, tls)[0] == 200
         assert ask(role.address, "GET", "/v1/models", None, tls)[0] == 401
+        asks_first = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        for status, origin, method, headers in (
+            (200, page, "OPTIONS", asks_first),  # without a token, as browsers do
+            (401, page, "POST", {}),
+            (400, "https://evil.example", "OPTIONS", asks_first),
+        ):
+            connection = http.client.HTTPSConnection(role.address, timeout=20, context=tls)
+            with closing(connection):
+                connection.request(method, "/v1/classify", headers={"Origin": origin, **headers})
+                response = connection.getresponse()
+                allowed = response.headers.get("Access-Control-Allow-Origin")
+            assert (response.status, allowed) == (status, page if origin == page else None)
         monkeypatch.setenv(TOKEN_VARIABLE, str(certificates / "boss.token"))
         done = typed("rollback", role.address, "--to=120", "--security-folder", str(certificates))
         assert "version 120 of glyphs is current" in done.stdout, done.stderr
