@@ -171,21 +171,13 @@ class Catalog:
 
         Args:
             name: of the model; None: the only one.
-            to: the version; None: the one before the current.
+            to: the version; None: the newest before the current that can be served.
 
         Raises NotServed (no such model or version), and what loading it raises: then nothing has changed.
         """
         model = self._find(name)
         with model.changing:
-            if to is None:
-                with self._lock:
-                    older = [version for version in model.known if model.current is None or version < model.current]
-                    if not older and model.current is None:
-                        raise self._none_yet(model)
-                    if not older:
-                        raise NotServed(f"there is no version of {model.name!r} before {model.current}")
-                    to = older[-1]
-            loaded = self._loaded(model, to)
+            to, loaded = self._before(model) if to is None else (to, self._loaded(model, to))
             with self._lock:
                 model.loaded[to] = loaded
                 self._make_current(model, to)
@@ -332,6 +324,22 @@ class Catalog:
             model = self._models[name] = _Model(name)
         return model
 
+    def _before(self, model: _Model) -> tuple[int, _Loaded]:
+        """The newest version before the current one that can be served, loaded; others are passed over."""
+        with self._lock:
+            current, known = model.current, model.known
+        older = [version for version in known if current is None or version < current]
+        if not older and current is None:
+            raise self._none_yet(model)
+        wrong: GeartrainError | None = None
+        for version in reversed(older):
+            try:
+                return version, self._loaded(model, version)
+            except (NotServed, InvalidArgument) as exc:
+                logger.warning("passed over: %s", exc)
+                wrong = wrong or exc
+        raise wrong or NotServed(f"there is no version of {model.name!r} before {current}")
+
     def _loaded(self, model: _Model, version: int) -> _Loaded:
         """The version, loaded now if it is not; nobody who asks waits meanwhile."""
         if (loaded := model.loaded.get(version)) is not None:
@@ -341,7 +349,7 @@ class Catalog:
             raise NotServed(f"there is no version {quoted(version)} of {model.name!r}; there is {_listed(model.known)}")
         try:
             servable = self._load(folder)
-        except (ConfigError, ModelDamaged) as exc:
+        except (ConfigError, ModelDamaged, InvalidArgument) as exc:
             why = str(exc) if folder.exists() else f"{folder} is gone; bring it back from a copy"
             raise NotServed(f"version {version} of {model.name!r} cannot be served: {why}") from exc
         if servable.version != version:

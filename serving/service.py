@@ -55,6 +55,18 @@ class ModelService:
                 raise error_named(answer["error"])(answer["message"])
         return [answer["said"] for answer in told]
 
+    def rollback(self, model: str, to: int | None = None) -> int:
+        """Make an older version current in every process, or in none: see :meth:`Catalog.rollback`."""
+        before = self.change("state")[0]
+        try:
+            found = set(self.change("rollback", model=model, to=to))
+            if len(found) > 1:  # one of them cannot serve what others can
+                found = set(self.change("rollback", model=model, to=min(found)))
+        except GeartrainError:
+            self.change("become", models={name: said for name, said in before.items() if name == model})
+            raise
+        return int(found.pop())
+
     def apply(self, wish: Mapping[str, Any]) -> Told:
         """Do what a wish says in this process."""
         details = dict(wish)

@@ -228,7 +228,7 @@ class HttpQuestions:
         to = wish.get("to")
         if to is not None and not _is_version(to):
             raise InvalidArgument(f"to is {quoted(to)}; it must be the number of a version, as 90, or left out")
-        current = (await asyncio.to_thread(self.service.change, "rollback", model=name, to=to))[0]
+        current = await asyncio.to_thread(self.service.rollback, name, to)
         return json_response({"model": name, "current": current})
 
     async def _canary(self, request: Request) -> Response:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geartrain.ams.values.errors import Busy, ConfigError, InvalidArgument, NotServed
+from geartrain.ams.values.errors import Busy, ConfigError, InvalidArgument, ModelDamaged, NotServed
 from geartrain.serving.catalog import Catalog, Lease
 from tests.support.fake_servable import EchoModel
 
@@ -92,6 +92,21 @@ def test_a_rollback_that_fails_changes_nothing(tmp_path: Path) -> None:
     other.know("glyphs", 10, tmp_path)
     with pytest.raises(NotServed, match=r"version 10 of 'glyphs' cannot be served: .* holds 11 now"):
         other.rollback("glyphs")
+
+
+def test_a_rollback_to_no_named_version_steps_over_those_that_are_damaged(tmp_path: Path) -> None:
+    def load(folder: Path) -> EchoModel:
+        if folder.name != "10":
+            raise ModelDamaged(f"{folder} is damaged")
+        return EchoModel(10)
+
+    catalog = Catalog(load)
+    catalog.add("glyphs", EchoModel(40))
+    for version in (10, 20, 30):
+        catalog.know("glyphs", version, tmp_path / str(version))
+    assert catalog.rollback("glyphs") == current(catalog) == 10
+    with pytest.raises(NotServed, match="no version of 'glyphs' before 10"):
+        catalog.rollback("glyphs")
 
 
 def test_before_the_first_version_a_change_is_told_to_wait() -> None:
