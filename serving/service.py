@@ -17,7 +17,8 @@ from geartrain.serving.metrics import ServingCounts, following_metrics, serving_
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 Told = dict[str, Any]
-"""What one process says of a change: ``{"said": ...}``, or ``{"error": class, "message": ...}``."""
+"""What one process says of a change: ``{"said": ...}``, or ``{"error": class, "message": ...}``, with ``is_gone`` where it
+has died: who takes its place is told what others serve."""
 
 
 class ModelService:
@@ -50,6 +51,7 @@ class ModelService:
     def change(self, wish: str, **details: Any) -> list[Any]:
         """Do what a wish says in every process of the service; return what each said. Raises the first error."""
         told = self.everywhere({"wish": wish, **details})
+        told = [answer for answer in told if not answer.get("is_gone")] or told
         for answer in told:
             if "error" in answer:
                 raise error_named(answer["error"])(answer["message"])

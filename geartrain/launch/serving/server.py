@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import socket
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from geartrain.ams.values.config import ClusterConfig, split_address
 from geartrain.launch.serving.certificates import certificates_of
@@ -29,8 +30,11 @@ DRAIN_SECONDS = 3.0
 class ModelServer:
     """Serves the models of a configuration on a socket that listens, on threads of this process."""
 
-    def __init__(self, config: ClusterConfig, listener: socket.socket) -> None:
-        """Load the models. Raises ConfigError, ModelDamaged; the socket is closed then, and when it ends."""
+    def __init__(self, config: ClusterConfig, listener: socket.socket, models: Mapping[str, Any] | None = None) -> None:
+        """Load the models, or ``models``: those of another process, by :meth:`Catalog.remembered`.
+
+        Raises ConfigError, ModelDamaged, NotServed; the socket is closed then, and when it ends.
+        """
         told = config.serve
         folder = certificates_of(config)
         warnings.filterwarnings("ignore", module=r"PIL\.")  # a line, kept for ever, for each picture that is damaged
@@ -53,7 +57,10 @@ class ModelServer:
                 from geartrain.ams.rpc.credentials import Credentials  # gRPC with it
 
                 tls, renew = Credentials.mine(told.listen).https(shows_certificate=not callers.want_tokens)
-            open_models(catalog, told)
+            if models is None:
+                open_models(catalog, told)
+            else:  # before anybody is answered by other versions
+                catalog.become(models)
             gc.collect()
             gc.freeze()  # else looking through all that was imported stops answers for 0.1 s, now and then
             if told.grpc is not None:

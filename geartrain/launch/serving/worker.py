@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import queue
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from geartrain.ams.values.config import NO_FOLDER, ClusterConfig, identify
-from geartrain.ams.values.errors import GeartrainError
+from geartrain.ams.values.errors import GeartrainError, Unavailable
 from geartrain.launch import role as life
 from geartrain.launch.logs import log_to_stderr
 from geartrain.launch.serving.server import ModelServer
@@ -38,11 +39,14 @@ class _Parent:
 
     def listen(self, server: ModelServer) -> None:
         """Do what it says, one after the other, until it is gone: then this process ends, too."""
-        while (message := self.lines.receive()) is not None:
-            if "do" in message:
-                self.lines.send({"id": message["id"], "told": server.service.apply(message["do"])})
-            else:
-                self._waiting.pop(message["id"]).put(message["all"])
+        with contextlib.suppress(OSError):
+            while (message := self.lines.receive()) is not None:
+                if "do" in message:
+                    self.lines.send({"id": message["id"], "told": server.service.apply(message["do"])})
+                else:
+                    self._waiting.pop(message["id"]).put(message["all"])
+        for waits in list(self._waiting.values()):  # threads that wait would keep this process from ending
+            waits.put([{"error": Unavailable.__name__, "message": "the service is ending"}])
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -64,7 +68,7 @@ def main() -> None:
     identify(config.security.folder or (NO_FOLDER if config.serve.insecure else None), "serve")
     life.raise_open_files()
     try:
-        server = ModelServer(config, socket.socket(fileno=int(port)))
+        server = ModelServer(config, socket.socket(fileno=int(port)), told["models"])
     except GeartrainError as exc:
         parent.lines.send({"ready": False, "error": type(exc).__name__, "message": str(exc)})
         sys.exit(1)

@@ -2,7 +2,7 @@
 
 This process holds the port and answers nobody. Each worker has a socket to it, for lines of JSON: a worker passes on
 what was wished of it, all are told, and all say what came of it. A worker ends when that socket does; one that dies is
-started anew and told what another says of its models.
+started anew, and first told what the others said of their models.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from geartrain.ams.values.config import ClusterConfig
-from geartrain.ams.values.errors import GeartrainError, InternalError, error_named
+from geartrain.ams.values.errors import GeartrainError, InternalError, NotServed, error_named
 from geartrain.serving.service import Told
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,10 @@ START_SECONDS = 120.0
 _WISH_SECONDS = 300.0
 """For all workers to do what is wished: one may load a model."""
 _MOST_RESTARTS, _RESTART_SECONDS = 5, 600.0
-_GONE: Told = {"error": InternalError.__name__, "message": "a worker died meanwhile"}
+_LOOK_SECONDS = 1.0
+_CHANGES_NOTHING = ("counts", "state", "following")
+"""Wishes, of the versions that are served."""
+_GONE: Told = {"error": InternalError.__name__, "message": "a worker died meanwhile", "is_gone": True}
 
 
 class WorkerDied(GeartrainError):
@@ -65,7 +68,14 @@ class Lines:
 
 
 class _Worker:
-    def __init__(self, number: int, config: ClusterConfig, listener: socket.socket, workers: Workers) -> None:
+    def __init__(
+        self,
+        number: int,
+        config: ClusterConfig,
+        listener: socket.socket,
+        workers: Workers,
+        models: Mapping[str, Any] | None = None,
+    ) -> None:
         self.number = number
         mine, theirs = socket.socketpair()
         handles = (listener.fileno(), theirs.fileno())
@@ -79,7 +89,7 @@ class _Worker:
             )
         self.lines = Lines(mine)
         with contextlib.suppress(OSError):  # it ended at once, which is noticed below
-            self.lines.send({"config": config.model_dump(mode="json")})
+            self.lines.send({"config": config.model_dump(mode="json"), "models": models})
         self.ready: queue.SimpleQueue[Told] = queue.SimpleQueue()
         self.was_ready = False
         self.answers: dict[int, queue.SimpleQueue[Told]] = {}
@@ -114,7 +124,10 @@ class Workers:
         """Start them; all are ready when this returns. Raises what the first of them says that cannot be."""
         self._config, self._listener = config, listener
         self._ids = itertools.count()
-        self._one_wish = threading.Lock()
+        self._one_wish = threading.Condition()
+        """Notified when one was done."""
+        self._models: Mapping[str, Any] | None = None
+        """What workers say of their models since the last change."""
         self._is_ending = False
         self._restarts: list[float] = []
         self.end_reason: str | None = None
@@ -123,6 +136,7 @@ class Workers:
         try:
             for worker in list(self._workers.values()):
                 self._require_ready(worker)
+            self._note_models()
         except BaseException:
             self.stop(0)
             raise
@@ -135,7 +149,15 @@ class Workers:
     def everywhere(self, wish: Mapping[str, Any]) -> list[Told]:
         """Have every worker do it, one wish after the other; return what each said."""
         with self._one_wish:
-            return self._told(list(self._workers.values()), wish)
+            told = self._told(list(self._workers.values()), wish)
+            if wish["wish"] not in _CHANGES_NOTHING:
+                self._note_models()
+                self._one_wish.notify_all()
+            return told
+
+    def _note_models(self) -> None:
+        told = self._told(list(self._workers.values()), {"wish": "state"})
+        self._models = next((answer["said"] for answer in told if "said" in answer), self._models)
 
     def stop(self, grace_seconds: float) -> None:
         """Let each answer what is under way, and end."""
@@ -171,20 +193,25 @@ class Workers:
                     self.ended_all.set()
                     return
                 logger.warning("worker %d %s; another is started", worker.number, why)
+                models = self._models
+                another = self._workers[worker.number] = _Worker(
+                    worker.number, self._config, self._listener, self, models
+                )
                 try:
-                    self._start_again(worker.number)
+                    self._require_ready(another)
                     return
+                except NotServed as exc:
+                    self._restarts.pop()
+                    why = f"cannot serve what the others did: {exc}"
+                    logger.error("worker %d %s; it is started when they serve another version", worker.number, why)
+                    while self._models is models and not self._is_ending:
+                        if all(other.process.poll() is not None for other in self._workers.values()):
+                            self.end_reason = f"worker {worker.number} {why}"
+                            self.ended_all.set()
+                            return
+                        self._one_wish.wait(_LOOK_SECONDS)
                 except GeartrainError as exc:
                     why = f"did not start: {exc}"
-
-    def _start_again(self, number: int) -> None:
-        """Raises GeartrainError: it does not start."""
-        others = [other for other in self._workers.values() if other.number != number]
-        another = self._workers[number] = _Worker(number, self._config, self._listener, self)
-        self._require_ready(another)
-        known = next((told["said"] for told in self._told(others, {"wish": "state"}) if "said" in told), None)
-        if known is not None:
-            self._told([another], {"wish": "become", "models": known})
 
     def _told(self, workers: list[_Worker], wish: Mapping[str, Any]) -> list[Told]:
         number = next(self._ids)

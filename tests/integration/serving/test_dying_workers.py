@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from geartrain.ams.values.config import ClusterConfig, ServeConfig
-from geartrain.launch.serving.workers import Workers
+from geartrain.launch.serving import worker
+from geartrain.launch.serving.workers import Lines, Workers
 from geartrain.serving.http.server import listening_socket
 
 STANDS_IN = """
@@ -73,3 +77,18 @@ def test_workers_that_die_again_and_again_are_told_of_and_no_more_are_started(
         == "its workers ended 6 times in 600 s; at last worker 0 did not start: a worker died meanwhile"
     )
     assert (tmp_path / "starts").stat().st_size == 2 + 5
+
+
+def test_a_thread_that_waits_for_other_workers_waits_no_longer_than_their_parent_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mine, theirs = socket.socketpair()
+    monkeypatch.setattr(os, "kill", lambda *_: None)
+    parent, other = worker._Parent(Lines(mine)), Lines(theirs)
+    with ThreadPoolExecutor(1) as asker:
+        asked = asker.submit(parent.everywhere, {"wish": "counts"})
+        assert other.receive() == {"wish": {"wish": "counts"}, "id": 0}
+        other.close()
+        parent.listen(None)  # type: ignore[arg-type]
+        assert asked.result(20) == [{"error": "Unavailable", "message": "the service is ending"}]
+    parent.lines.close()

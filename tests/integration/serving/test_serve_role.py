@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import ssl
@@ -52,6 +54,12 @@ def ask(
         return response.status, json.loads(response.read())
     finally:
         connection.close()
+
+
+def metrics_of(address: str) -> str:
+    with closing(http.client.HTTPConnection(address, timeout=20)) as connection:
+        connection.request("GET", "/metrics")
+        return connection.getresponse().read().decode()
 
 
 def version_of(address: str) -> int:
@@ -122,6 +130,25 @@ def test_a_change_reaches_every_worker_also_one_that_is_started_anew(workers: Ro
         assert json.loads(typed("rollback", workers.address, "--to=90", "--json").stdout)["current"] == 90
     said = [ask(workers.address, "GET", "/v1/models/glyphs")[1] for _ in range(20)]
     assert {(entry["current"], entry["held"]) for entry in said} == {(90, True)}
+
+
+def test_a_worker_that_cannot_load_what_others_serve_answers_nothing_else_and_comes_back(
+    folder: Path, tmp_path: Path
+) -> None:
+    versions = shutil.copytree(folder, tmp_path / "versions")
+    with RoleProcess("serve", f"glyphs={versions}", ANY_PORT, "--workers=2", errors=tmp_path / "log") as serving:
+        parent = psutil.Process(serving.process.pid)
+        assert typed("rollback", serving.address, "--to=90").returncode == 0
+        shutil.rmtree(versions / "000090")
+        parent.children()[0].kill()
+        while "cannot serve what the others did" not in (tmp_path / "log").read_text():
+            assert version_of(serving.address) == 90
+        assert {version_of(serving.address) for _ in range(20)} == {90}
+        assert typed("rollback", serving.address, "--to=120").returncode == 0
+        counting: set[str] = set()
+        while counting != {"0", "1"}:
+            assert version_of(serving.address) == 120
+            counting = set(re.findall(r'serve_queue_items\{[^}]*worker="(\d)"', metrics_of(serving.address)))
 
 
 def test_a_killed_worker_fails_no_request_of_another(workers: RoleProcess) -> None:
