@@ -17,8 +17,9 @@ from geartrain.serving.metrics import ServingCounts, following_metrics, serving_
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 Told = dict[str, Any]
-"""What one process says of a change: ``{"said": ...}``, or ``{"error": class, "message": ...}``, with ``is_gone`` where it
-has died: who takes its place is told what others serve."""
+"""What one process says of a change: ``{"said": ...}``, or ``{"error": class, "message": ...}``.
+
+With ``is_gone`` it has died; its successor is told what others serve."""
 
 
 class ModelService:

@@ -66,6 +66,8 @@ class Follower:
         self._shown = served
         """Is current, unless somebody has rolled back."""
         self._newest: Snapshot | ExportedModel | None = None
+        self._passed_over = ""
+        """The newest when older ones were tried, or why it could not be looked at."""
         self._newer_since: float | None = None
         """When a snapshot that is not served was first seen."""
         self._progress: Progress | None = None
@@ -124,7 +126,7 @@ class Follower:
             newest, progress = self._training.newest(), self._training.progress()
         except (GeartrainError, OSError) as exc:
             self._failed(f"the training cannot be looked at: {exc}")
-            return False
+            return self._served is None and self._take_older(str(exc))
         held_at = self._held_at()
         with self._lock:
             self._newest, self._progress, self._shown = newest, progress, self._served
@@ -134,15 +136,32 @@ class Follower:
             if newest is None or _is_of(newest, self._shown):
                 self._newer_since, self._error, self._told = None, "", ""
                 self._state = "waiting" if newest is None else "following"
-                if newest is None and self._served is not None:
-                    self._error = "there is no snapshot any more; what was served is served on"
+                if newest is None:
+                    self._error = f"there is no snapshot yet in {self._training.where}; it is looked for again"
+                    if self._served is not None:
+                        self._error = "there is no snapshot any more; what was served is served on"
             elif self._newer_since is None:
                 self._newer_since = self._clock()
             if held_at is not None:
                 self._state = "held"
         if newest is None or held_at is not None or _is_of(newest, self._served):
             return False
-        return self._take(newest)
+        return self._take(newest) or (self._served is None and self._take_older(_moment(newest)[1]))
+
+    def _take_older(self, newest: str) -> bool:
+        """While nothing is served: one before ``newest``, which cannot be taken; they are tried once."""
+        if self._passed_over == newest:
+            return False
+        self._passed_over = newest
+        with self._lock:
+            error, since = self._error, self._newer_since or self._clock()
+        try:
+            is_taken = any(self._take(older) for older in self._training.older())
+        except (GeartrainError, OSError):
+            is_taken = False
+        with self._lock:
+            self._state, self._error, self._told, self._newer_since = "failing", error, error, since
+        return is_taken
 
     def _take(self, newest: Snapshot | ExportedModel) -> bool:
         began, (step, _) = self._clock(), _moment(newest)

@@ -47,7 +47,8 @@ def follow(service: ModelService, told: ServeConfig, client: ClientConfig, clean
     def serve(version: LiveVersion) -> None:
         service.change("add", model=name, folder=str(version.folder))
         service.change("open", model=name)
-        for gone in versions.prune():
+        state = service.change("state")[0][name]  # somebody may have rolled back while it was written
+        for gone in versions.prune((state["current"], state["canary"][0])):
             service.change("forget", model=name, version=gone)
 
     def held_at() -> int | None:

@@ -6,8 +6,11 @@ to which models are exported is followed, too: each is a moment of a training.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -50,10 +53,20 @@ class ExportedModel:
 class Training(Protocol):
     """Something that takes snapshots. Used from one thread."""
 
+    @property
+    def where(self) -> str:
+        """Where it is looked for, for people."""
+
     def newest(self) -> Snapshot | ExportedModel | None:
         """Its newest snapshot whose manifest is sound; None: there is none yet.
 
         Raises GeartrainError, OSError: it cannot be looked at now.
+        """
+
+    def older(self) -> Iterable[Snapshot | ExportedModel]:
+        """Those before the newest, the newest first: for whom it is damaged, and who serves none.
+
+        Raises as :meth:`newest`.
         """
 
     def progress(self) -> Progress | None:
@@ -68,6 +81,11 @@ class SnapshotFolder:
         self.root = place(root)
         self._damaged: set[str] = set()
 
+    @property
+    def where(self) -> str:
+        """See :class:`Training`."""
+        return str(self.root)
+
     def newest(self) -> Snapshot | None:
         """See :class:`Training`. Each damaged one is logged once."""
         for listed in list_snapshots(str(self.root)):
@@ -77,6 +95,11 @@ class SnapshotFolder:
                 self._damaged.add(listed.name)
                 logger.warning("passed over: %s", listed.damage)
         return None
+
+    def older(self) -> Iterator[Snapshot]:
+        """See :class:`Training`."""
+        whole = (listed.snapshot for listed in list_snapshots(str(self.root)) if listed.snapshot is not None)
+        return itertools.islice(whole, 1, None)
 
     def progress(self) -> Progress | None:
         """See :class:`Training`."""
@@ -92,12 +115,29 @@ class TrainingFolder:
 
     def newest(self) -> Snapshot | ExportedModel | None:
         """See :class:`Training`. A run that takes the place of this one is followed from then on."""
-        if not has_run(self._folder) and ((self._folder / CONFIG).exists() or numbered_versions(self._folder)):
-            return _exported(version_folders(self._folder)[0])
+        if exported := self._exported():
+            return _exported(exported[0])
         root = read_run(self._folder).snapshots if has_run(self._folder) else str(place(self._folder))
         if str(self._snapshots.root) != root:
             self._snapshots = SnapshotFolder(root)
         return self._snapshots.newest()
+
+    def older(self) -> Iterator[Snapshot | ExportedModel]:
+        """See :class:`Training`."""
+        for folder in (exported := self._exported())[1:]:
+            with suppress(GeartrainError):
+                yield _exported(folder)
+        if not exported:
+            yield from self._snapshots.older()
+
+    @property
+    def where(self) -> str:
+        """See :class:`Training`."""
+        return f"{self._folder}{'' if self._folder.exists() else ', which does not exist'}"
+
+    def _exported(self) -> list[Path]:
+        is_one = not has_run(self._folder) and ((self._folder / CONFIG).exists() or numbered_versions(self._folder))
+        return version_folders(self._folder) if is_one else []
 
     def progress(self) -> Progress | None:
         """See :class:`Training`."""
@@ -136,6 +176,15 @@ class ClusterJob:
         if self._snapshots is None or str(self._snapshots.root) != self._roots[job]:
             self._snapshots = SnapshotFolder(self._roots[job])
         return self._snapshots.newest()
+
+    def older(self) -> Iterable[Snapshot]:
+        """See :class:`Training`."""
+        return () if self._snapshots is None else self._snapshots.older()
+
+    @property
+    def where(self) -> str:
+        """See :class:`Training`."""
+        return f"what the scheduler at {self._address} knows" + (f" of {self._wanted}" if self._wanted else "")
 
     def progress(self) -> Progress | None:
         """See :class:`Training`."""

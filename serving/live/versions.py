@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,9 +81,9 @@ class LiveVersions:
         """Those that are there, the newest first."""
         return [found for path in reversed(self._folders()) if (found := _version_in(path)) is not None]
 
-    def prune(self) -> list[int]:
-        """Remove all but those that stay; return their numbers."""
-        old = self._folders()[: -self._keep]
+    def prune(self, served: Collection[int | None] = ()) -> list[int]:
+        """Remove all but those that stay, and those that are ``served``; return their numbers."""
+        old = [folder for folder in self._folders()[: -self._keep] if int(folder.name) not in served]
         for folder in old:
             shutil.rmtree(folder, ignore_errors=True)
         return [int(folder.name) for folder in old]

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
+from geartrain.ams.values.config import ClientConfig, ServeConfig
+from geartrain.serving.batching import Batcher
+from geartrain.serving.catalog import Catalog
 from geartrain.serving.folder import load_folder
 from geartrain.serving.live.follow import Follower
+from geartrain.serving.live.start import follow
 from geartrain.serving.live.training import training_of
 from geartrain.serving.live.versions import LiveVersions
+from geartrain.serving.service import ModelService
 from geartrain.workers.models.saved_model import CONFIG
 from geartrain.workers.models.trained_model import save_model
 from tests.support.served_models import exported, small_model
@@ -41,6 +47,8 @@ def test_versions_are_served_as_they_come_and_one_that_is_being_copied_when_it_i
 ) -> None:
     models = tmp_path / "models"
     assert not followed.follower.look()
+    error = f"there is no snapshot yet in {models}, which does not exist; it is looked for again"
+    assert (followed.follower.facts["state"], followed.follower.facts["error"]) == ("waiting", error)
     exported(models / "000120", version=120)
     assert followed.follower.look() and not followed.follower.look()
     made, there = exported(tmp_path / "made", small_model(seed=5), version=180), models / "000180"
@@ -84,3 +92,50 @@ def test_the_model_of_a_training_is_told_from_one_to_serve(followed: Followed, t
     save_model(tmp_path / "models", small_model())
     assert not followed.follower.look()
     assert "is the model of a training; write one to serve" in followed.follower.facts["error"]
+
+
+def test_while_nothing_is_served_an_older_version_is_taken_where_the_newest_is_damaged(
+    followed: Followed, tmp_path: Path
+) -> None:
+    models = tmp_path / "models"
+    for version in (90, 120, 180, 200):
+        exported(models / f"{version:06d}", version=version)
+    (models / "000200" / CONFIG).write_text("{}")
+    damaged = models / "000180" / "backbone.onnx"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert followed.follower.look()
+    for _ in range(2):
+        assert [model.version for model in followed.served] == [120]
+        facts = followed.follower.facts
+        assert (facts["state"], facts["step"]) == ("failing", 120)
+        assert facts["seconds_behind"] > 0
+        assert str(models / "000200") in facts["error"]
+        assert not followed.follower.look()
+    shutil.rmtree(models / "000200")
+    exported(models / "000200", version=200)
+    assert followed.follower.look()
+    assert [model.version for model in followed.served] == [120, 200]
+
+
+def test_what_somebody_rolled_back_to_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exported(tmp_path / "models", version=90)
+    service = ModelService(Catalog(load_folder), Batcher(threads=0))
+    told = ServeConfig(follow=f"m={tmp_path / 'models'}", versions=str(tmp_path / "out"), keep=2)
+    with ExitStack() as cleanup:
+        follower = follow(service, told, ClientConfig(), cleanup)
+        follower.close()  # from here on it looks when it is told to
+        follower.look()
+        exported(tmp_path / "models", version=120)
+        assert follower.look()
+        exported(tmp_path / "models", version=150)
+        write = LiveVersions.write
+
+        def write_slowly(*arguments: Any) -> Any:
+            service.rollback("m", 90)
+            return write(*arguments)
+
+        monkeypatch.setattr(LiveVersions, "write", write_slowly)
+        follower.look()
+        assert service.catalog.state("m")["current"] == 90
+        load_folder(tmp_path / "out" / "000000090")
+    service.close()
