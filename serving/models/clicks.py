@@ -31,6 +31,8 @@ from geartrain.workers.ctr.samples.click_samples import PADDING
 from geartrain.workers.ctr.samples.features import HISTORY, HISTORY_ITEMS, SampleFeature, ids_by_feature
 
 MOST_CANDIDATES = 10_000
+_AT_ONCE = 65_536
+"""Candidates that are scored together, for memory."""
 _BEST = 10
 _COUNTS = "num_candidates"
 
@@ -233,8 +235,16 @@ class RankOperation:
 
     def run(self, question: Question) -> Arrays:
         """``candidate`` and ``probability`` [N, k], the best first; -1 and NaN where there are fewer candidates."""
-        model, counts = self._model, question.arrays[_COUNTS]
-        given = {name: ids for name, ids in question.arrays.items() if name != _COUNTS}
+        counts, k, parts, start = question.arrays[_COUNTS], int(dict(question.parameters)["k"]), list[Arrays](), 0
+        while start < len(counts):
+            end = start + max(1, int(np.searchsorted(counts[start:].cumsum(), _AT_ONCE, "right")))
+            parts.append(self._ranked({name: array[start:end] for name, array in question.arrays.items()}, k))
+            start = end
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def _ranked(self, arrays: Arrays, k: int) -> Arrays:
+        model, counts = self._model, arrays[_COUNTS]
+        given = {name: ids for name, ids in arrays.items() if name != _COUNTS}
         context = with_histories({name: ids for name, ids in given.items() if not name.startswith(_CANDIDATE)})
         there = None
         varying = {}
@@ -256,7 +266,7 @@ class RankOperation:
         if others:
             inputs = model.network.inputs(model.network.vectors(ids_by_feature(others, each)), None, inputs)
         assert inputs is not None
-        return best_of(model.network.logits(inputs), counts, int(dict(question.parameters)["k"]))
+        return best_of(model.network.logits(inputs), counts, k)
 
     def write(self, answered: Arrays) -> list[Any]:
         """``[{"candidate": place in the request, "probability": p}…]`` of each context."""

@@ -25,6 +25,8 @@ from geartrain.workers.ctr.samples.features import HISTORY, ids_by_feature
 
 TREE, NODE = "tree.safetensors", "node"
 _BEST, _MOST_BEAM = 10, 10_000
+_AT_ONCE = 65_536
+"""Nodes that are scored together, for memory: fewer users at a time where the beam is wide."""
 
 
 class TreeModel:
@@ -71,6 +73,14 @@ class TreeModel:
 
         As :meth:`geartrain.TDM.retrieve`: a run of the network for each level that has more nodes than the beam.
         """
+        users = max(1, _AT_ONCE // (2 * beam))
+        starts = range(0, len(next(iter(fields.values()))), users)
+        found = [
+            self._best({name: ids[start : start + users] for name, ids in fields.items()}, k, beam) for start in starts
+        ]
+        return np.concatenate([items for items, _ in found]), np.concatenate([logits for _, logits in found])
+
+    def _best(self, fields: Mapping[str, Ids], k: int, beam: int) -> tuple[Ids, npt.NDArray[np.float64]]:
         of_users = [feature for feature in self.network.features if NODE not in feature.of]
         vectors = self.network.vectors(ids_by_feature(of_users, fields))
         tree = self.tree

@@ -15,6 +15,8 @@ from rich.console import Console
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, ModelDamaged
 from geartrain.serving.answers import Operation, concatenated
 from geartrain.serving.folder import load_folder, load_newest
+from geartrain.serving.models import clicks
+from geartrain.serving.models.click_network import ClickNetwork
 from geartrain.serving.models.clicks import ClicksModel
 from geartrain.workers import jobs
 from geartrain.workers.ctr.export import export_clicks
@@ -129,6 +131,24 @@ def test_ranking_is_that_of_the_probabilities_of_all_candidates(wide: Path) -> N
     np.testing.assert_allclose([one["probability"] for one in ranked], expected[best], atol=1e-6)
     (fewer,) = asked(model.operations["rank"], {"context": context, "candidates": candidates[:2], "k": 9})
     assert len(fewer) == 2
+
+
+def test_many_candidates_are_scored_in_parts(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = load_folder(wide / "model").operations["rank"]
+    questions = [rank.read({**rank.request["example"], "k": 2}) for _ in range(5)]
+    question, scored, logits = concatenated(questions), list[int](), ClickNetwork.logits
+    whole = rank.run(question)
+
+    def count(network: ClickNetwork, inputs: Any) -> Any:
+        scored.append(len(inputs["vectors"]))
+        return logits(network, inputs)
+
+    monkeypatch.setattr(ClickNetwork, "logits", count)
+    monkeypatch.setattr(clicks, "_AT_ONCE", 4)
+    parts = rank.run(question)
+    assert scored == [4, 4, 2]
+    np.testing.assert_array_equal(parts["candidate"], whole["candidate"])
+    np.testing.assert_allclose(parts["probability"], whole["probability"], atol=1e-6)
 
 
 def test_arrays_are_answered_as_json_is(wide: Path) -> None:

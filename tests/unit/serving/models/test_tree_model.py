@@ -12,6 +12,8 @@ from rich.console import Console
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.serving.folder import load_folder
+from geartrain.serving.models import tree
+from geartrain.serving.models.click_network import ClickNetwork
 from geartrain.workers import jobs
 from geartrain.workers.ctr.samples.click_samples import ClickSamples
 from geartrain.workers.ctr.samples.movielens import read_movielens
@@ -69,6 +71,24 @@ def as_json(users: ClickSamples, names: tuple[str, ...], at: int) -> dict[str, A
     assert users.histories is not None
     places, _ = users.histories.take(np.array([at]))
     return {name: int(users.fields[name][at]) for name in names} | {"history": users.histories.items[places].tolist()}
+
+
+def test_a_wide_beam_for_many_users_is_scored_in_parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_folder(folder / "model")
+    items, scored, logits = model.operations["items"], list[int](), ClickNetwork.logits
+    question = items.read({"samples": [items.request["example"]["samples"][0]] * 40, "k": 5, "beam": 8})
+    whole = items.run(question)
+
+    def count(network: ClickNetwork, inputs: Any) -> Any:
+        scored.append(len(inputs["vectors"]))
+        return logits(network, inputs)
+
+    monkeypatch.setattr(ClickNetwork, "logits", count)
+    monkeypatch.setattr(tree, "_AT_ONCE", 64)
+    parts = items.run(question)
+    assert max(scored) <= 64
+    np.testing.assert_array_equal(parts["item"], whole["item"])
+    np.testing.assert_allclose(parts["score"], whole["score"], atol=1e-5)
 
 
 @pytest.mark.parametrize("beam", [8, 50])
