@@ -479,7 +479,7 @@ class ServeConfig(RoleConfig):
     body_seconds: Seconds = 10.0
     """Longest time for the headers, and for the body, of a request to arrive (408)."""
     requests_per_second: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Most of one client over HTTP (a token, else an address) for longer than a second (429). None: no limit."""
+    """Most of one client (a token, else an address) for longer than a second (429). None: no limit."""
     origins: TextList = ()
     """Other web pages that may ask, as https://example.com (CORS). None by default."""
 

@@ -32,12 +32,13 @@ from geartrain.serving.catalog import Catalog, Lease
 from geartrain.serving.folder import load_folder
 from geartrain.serving.haste import PutOff, hasty
 from geartrain.serving.http.callers import OPEN_PATHS, Callers
-from geartrain.serving.http.limits import ClientRates, Limits
+from geartrain.serving.http.limits import Limits
 from geartrain.serving.http.openapi import document, takes_files
 from geartrain.serving.http.page import try_page
 from geartrain.serving.http.refusals import RefusedRequest, json_response, refusal, refuse
 from geartrain.serving.http.v2 import InferenceRoutes
 from geartrain.serving.metrics import AskedOf, ServingCounts
+from geartrain.serving.rates import ClientRates
 from geartrain.serving.service import ModelService, open_models
 
 logger = logging.getLogger(__name__)
@@ -60,12 +61,11 @@ _LEFT = 499
 class HttpQuestions:
     """The routes of a service. Used by one event loop."""
 
-    def __init__(self, service: ModelService, callers: Callers, limits: Limits) -> None:
+    def __init__(self, service: ModelService, callers: Callers, limits: Limits, rates: ClientRates) -> None:
         self.service, self.callers, self.limits = service, callers, limits
-        self._rates = ClientRates(limits.requests_per_second)
+        self._rates = rates
         self._under_way = 0
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="questions")
-        self.is_ending = False
 
     def routes(self) -> list[Route]:
         """All of them."""
@@ -103,7 +103,8 @@ class HttpQuestions:
             try:
                 client = self.callers.require_known(request := Request(scope))
                 if request.url.path not in OPEN_PATHS:
-                    self._rates.require(client)
+                    if wait := self._rates.wait(client):
+                        raise RefusedRequest(429, self._rates.sentence(wait), wait)
                     if self._under_way >= self.limits.max_requests:
                         raise RefusedRequest(503, f"{self._under_way} requests are under way, the most; ask again", 1.0)
             except GeartrainError as exc:
@@ -182,8 +183,7 @@ class HttpQuestions:
         return json_response({"live": True})
 
     async def _ready(self, _: Request) -> Response:
-        why = "it is ending" if self.is_ending else self.service.catalog.why_not_ready()
-        if why:
+        if why := self.service.catalog.why_not_ready():
             raise RefusedRequest(503, f"not ready: {why}", 1.0)
         return json_response({"ready": True})
 
@@ -249,9 +249,17 @@ class HttpQuestions:
         return name, wish
 
 
-def make_app(service: ModelService, callers: Callers, limits: Limits | None = None, *, closes: bool = False) -> Any:
+def make_app(
+    service: ModelService,
+    callers: Callers,
+    limits: Limits | None = None,
+    *,
+    rates: ClientRates | None = None,
+    closes: bool = False,
+) -> Any:
     """An ASGI app, of Starlette within bounds: for :class:`geartrain.serving.http.server.HttpServer`, or any other."""
-    questions = HttpQuestions(service, callers, limits or Limits())
+    limits = limits or Limits()
+    questions = HttpQuestions(service, callers, limits, rates or ClientRates(limits.requests_per_second))
 
     @asynccontextmanager
     async def lifespan(_: object) -> AsyncIterator[None]:

@@ -61,7 +61,7 @@ class Callers:
         client = "" if request.client is None else request.client.host
         if request.url.path in OPEN_PATHS or not self.want_tokens:
             return client
-        believed = self._believed(request)
+        believed = self._believed(request.headers.get(METADATA_KEY, ""))
         if isinstance(believed, str):
             self._refuse(request, client, believed)
             raise RefusedRequest(
@@ -69,11 +69,16 @@ class Callers:
             )
         return str(believed[0].id)
 
+    def client(self, authorization: str, address: str) -> str:
+        """By whom a request is that gRPC let through, for :class:`ClientRates`: as :meth:`require_known`."""
+        believed = self._believed(authorization) if self.want_tokens else ""
+        return address if isinstance(believed, str) else str(believed[0].id)
+
     def require(self, request: Request, right: str, model: str) -> None:
         """Raises RefusedRequest unless the token of a known caller gives ``right`` to tables called as the model."""
         if not self.want_tokens:
             return
-        believed = self._believed(request)
+        believed = self._believed(request.headers.get(METADATA_KEY, ""))
         why = believed if isinstance(believed, str) else None
         if not isinstance(believed, str) and not believed[1].rights(model) & RIGHTS[right]:
             why = f"its token gives no right to {right} {model!r}"
@@ -83,8 +88,7 @@ class Callers:
                 403, f"{why}; 'geartrain certs token NAME FOLDER --allow \"{model}={right}\"' makes one"
             )
 
-    def _believed(self, request: Request) -> Any:
-        text = request.headers.get(METADATA_KEY, "")
+    def _believed(self, text: str) -> Any:
         return self._tokens.believed(text.removeprefix(SCHEME)) if text.startswith(SCHEME) else "it shows no token"
 
     def _refuse(self, request: Request, client: str, why: str, *models: str) -> None:

@@ -1,10 +1,8 @@
-"""How much a client may ask of a service: bytes, items, time, requests at once and per second."""
+"""How much a client may ask of a service over HTTP: bytes, items, time, requests at once."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
@@ -12,9 +10,6 @@ from typing import Any, Self
 from geartrain.ams.values.config import ServeConfig
 from geartrain.ams.values.text import quoted
 from geartrain.serving.http.refusals import RefusedRequest
-
-_MOST_CLIENTS = 10_000
-"""That are remembered; who was not seen for longest is forgotten."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,31 +64,3 @@ class Limits:
             f"the body has {quoted(length).strip(chr(39))} bytes, the most is {self.max_body_bytes:,}; send smaller "
             "images or fewer items, or raise serve.max_body_bytes",
         )
-
-
-class ClientRates:
-    """Requests of each client: for longer than a second no more than so many per second. Used by one event loop."""
-
-    def __init__(self, per_second: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._per_second, self._clock = per_second, clock
-        self._clients: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """Client -> (requests that it may make, as of when)."""
-
-    def require(self, client: str) -> None:
-        """Count a request. Raises RefusedRequest, which says when the next may come."""
-        if self._per_second is None:
-            return
-        now, most = self._clock(), max(1.0, self._per_second)
-        may, at = self._clients.pop(client, (most, now))
-        may = min(most, may + (now - at) * self._per_second)
-        self._clients[client] = (max(0.0, may - 1), now) if may >= 1 else (may, now)
-        if len(self._clients) > _MOST_CLIENTS:
-            self._clients.popitem(last=False)
-        if may < 1:
-            wait = (1 - may) / self._per_second
-            raise RefusedRequest(
-                429,
-                f"more than {self._per_second:g} requests per second; ask again in {wait:.2g} s, several items in one "
-                "request count once",
-                retry_after_seconds=wait,
-            )

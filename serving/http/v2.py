@@ -51,7 +51,6 @@ class Questions(Protocol):
     service: ModelService
     callers: Callers
     limits: Limits
-    is_ending: bool
 
     async def body(self, request: Request) -> bytes:
         """The body of a request, within the limits."""
@@ -96,7 +95,7 @@ class InferenceRoutes:
         return json_response({"live": True})
 
     async def _ready(self, _: Request) -> Response:
-        ready = not self._of.is_ending and not self._of.service.catalog.why_not_ready()
+        ready = not self._of.service.catalog.why_not_ready()
         return json_response({"ready": ready}, 200 if ready else 503)
 
     async def _index(self, _: Request) -> Response:

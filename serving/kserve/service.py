@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -14,8 +15,9 @@ from geartrain.ams.rpc.credentials import Credentials
 from geartrain.ams.rpc.server.rights import ANY, Asked
 from geartrain.ams.rpc.server.server import Bound, GrpcServer, await_reply
 from geartrain.ams.rpc.status import status_of
+from geartrain.ams.rpc.tokens import METADATA_KEY
 from geartrain.ams.values.config import ServeConfig
-from geartrain.ams.values.errors import GeartrainError, InternalError, ProtocolError
+from geartrain.ams.values.errors import Busy, GeartrainError, InternalError, ProtocolError
 from geartrain.ams.values.rpc import version as own_version
 from geartrain.serving.answers import Arrays, Operation, Question
 from geartrain.serving.catalog import Lease
@@ -23,11 +25,13 @@ from geartrain.serving.kserve.asking import EXTENSIONS, index_of, operation_of, 
 from geartrain.serving.kserve.messages import inputs_of, metadata_of, parameters_of, response_of
 from geartrain.serving.kserve.pb import inference_pb2 as pb
 from geartrain.serving.metrics import AskedOf
+from geartrain.serving.rates import ClientRates
 from geartrain.serving.service import ModelService
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 Index = pb.RepositoryIndexResponse.ModelIndex
 M = TypeVar("M", bound=Message)
+_PROBES = ("ServerLive", "ServerReady")
 _READERS = 16
 """Questions that are read at once; half of them may wait with a large picture."""
 _ROOM_BYTES = 64 << 10
@@ -37,9 +41,16 @@ _ROOM_BYTES = 64 << 10
 class InferenceService:
     """Answers the protocol's calls by the models of a service. Thread-safe."""
 
-    def __init__(self, service: ModelService, most_items: int) -> None:
-        """``most_items``: of one request."""
+    def __init__(
+        self,
+        service: ModelService,
+        most_items: int,
+        rates: ClientRates,
+        client_of: Callable[[str, str], str],
+    ) -> None:
+        """``most_items``: of one request; ``client_of``: whom ``rates`` counts, by authorization and address."""
         self._service, self._catalog, self._most_items = service, service.catalog, most_items
+        self._rates, self._client_of = rates, client_of
         self._readers = threading.Semaphore(_READERS)
 
     def bound(self) -> Bound:
@@ -55,9 +66,24 @@ class InferenceService:
         }
         return Bound(
             SERVICE,
-            {name: _answering(kind, method) for name, (kind, method, _) in methods.items()},
+            {
+                name: _answering(kind, method if name in _PROBES else self._within_rate(method))
+                for name, (kind, method, _) in methods.items()
+            },
             asks={name: _asking(kind, field) for name, (kind, _, field) in methods.items()},
         )
+
+    def _within_rate(
+        self, method: Callable[[Any, grpc.ServicerContext], Message]
+    ) -> Callable[[Any, grpc.ServicerContext], Message]:
+        def counted(request: Any, context: grpc.ServicerContext) -> Message:
+            said = dict(context.invocation_metadata() or ())
+            address = unquote(context.peer()).partition(":")[2].rpartition(":")[0].strip("[]")
+            if wait := self._rates.wait(self._client_of(str(said.get(METADATA_KEY, "")), address)):
+                raise Busy(self._rates.sentence(wait), wait)
+            return method(request, context)
+
+        return counted
 
     def _server_ready(self, *_: object) -> pb.ServerReadyResponse:
         return pb.ServerReadyResponse(ready=not self._catalog.why_not_ready())
@@ -113,15 +139,26 @@ class InferenceService:
 class InferenceServer:
     """The port of the protocol."""
 
-    def __init__(self, listen: str, service: ModelService, config: ServeConfig, folder: str | None) -> None:
-        """Listen at ``"host:port"``, under the certificates in ``folder``. Raises ConfigError if nobody can."""
+    def __init__(
+        self,
+        listen: str,
+        service: ModelService,
+        config: ServeConfig,
+        folder: str | None,
+        rates: ClientRates,
+        client_of: Callable[[str, str], str],
+    ) -> None:
+        """Listen at ``"host:port"``, under the certificates in ``folder``. Raises ConfigError if nobody can.
+
+        ``rates`` and ``client_of`` as of :class:`InferenceService`.
+        """
         self._server = GrpcServer(
             listen,
             config.max_body_bytes + _ROOM_BYTES,
             credentials=Credentials(folder, "serve"),
             is_shared=config.workers > 1,
         )
-        self._server.add(InferenceService(service, config.max_items).bound())
+        self._server.add(InferenceService(service, config.max_items, rates, client_of).bound())
         self._server.start()
         self.address = self._server.address
 

@@ -19,6 +19,7 @@ from geartrain.serving.http.callers import Callers
 from geartrain.serving.http.limits import Limits
 from geartrain.serving.http.server import HttpServer
 from geartrain.serving.metrics import ServingCounts
+from geartrain.serving.rates import ClientRates
 from geartrain.serving.service import ModelService, open_models
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class ModelServer:
         warnings.filterwarnings("ignore", module=r"PIL\.")  # a line, kept for ever, for each picture that is damaged
         callers = Callers(told.listen, folder, told.origins, is_open=told.insecure)
         use_threads(told.threads)
+        rates = ClientRates(told.requests_per_second)
         catalog = Catalog(load_folder)
         counts = ServingCounts()
         batcher = Batcher(
@@ -66,9 +68,9 @@ class ModelServer:
             if told.grpc is not None:
                 from geartrain.serving.kserve.service import InferenceServer  # gRPC with it
 
-                self.grpc = InferenceServer(told.grpc, self.service, told, folder)
+                self.grpc = InferenceServer(told.grpc, self.service, told, folder, rates, callers.client)
             self._server = HttpServer(
-                make_app(self.service, callers, Limits.of(told)),
+                make_app(self.service, callers, Limits.of(told), rates=rates),
                 listener,
                 split_address(told.listen)[0],
                 name="http",

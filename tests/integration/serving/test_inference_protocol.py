@@ -16,14 +16,17 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from geartrain.ams.rpc.credentials import Credentials
+from geartrain.ams.rpc.tokens import SCHEME
 from geartrain.ams.values.config import CLIENT, ServeConfig
 from geartrain.launch.certificates import issue, make_authority
 from geartrain.launch.tokens import make_token
 from geartrain.serving.batching import Batcher
 from geartrain.serving.catalog import Catalog
+from geartrain.serving.http.callers import Callers
 from geartrain.serving.kserve.datatypes import from_raw, to_raw
 from geartrain.serving.kserve.pb import inference_pb2 as pb
 from geartrain.serving.kserve.service import SERVICE, InferenceServer
+from geartrain.serving.rates import ClientRates
 from geartrain.serving.service import ModelService
 from tests.support.role_process import RoleProcess
 from tests.support.served_models import exported, picture, require_onnx
@@ -38,7 +41,9 @@ NUMBERS = np.array([[1, 5, 3, 4], [9, 8, 7, 6]], np.float32)
 class Served:
     """Models behind a port."""
 
-    def __init__(self, stack: ExitStack, folder: str | None = None, **batching: Any) -> None:
+    def __init__(
+        self, stack: ExitStack, folder: str | None = None, per_second: float | None = None, **batching: Any
+    ) -> None:
         self.catalog = Catalog()
         self.running, self.go_on = threading.Event(), threading.Event()
         self.go_on.set()
@@ -46,7 +51,10 @@ class Served:
         self.service = ModelService(self.catalog, Batcher(**batching))
         stack.callback(self.service.close)
         config = ServeConfig(max_items=8, max_body_bytes=MESSAGE_BYTES)
-        self.server = InferenceServer("127.0.0.1:0", self.service, config, folder)
+        self.rates = ClientRates(per_second)
+        self.server = InferenceServer(
+            "127.0.0.1:0", self.service, config, folder, self.rates, Callers("127.0.0.1:0", folder).client
+        )
         stack.callback(self.server.stop, 0)
         self.server.ready()
         self.channel = stack.enter_context(grpc.insecure_channel(self.server.address))
@@ -225,6 +233,17 @@ def test_who_asks_a_service_that_has_too_much_to_do_is_told_to_come_again() -> N
             assert pb.ModelInferResponse.FromString(call.result(SECONDS)).model_version == "7"
 
 
+def test_who_asks_too_often_is_told_when_to_ask_again_by_one_count_with_http() -> None:
+    with ExitStack() as stack:
+        served = Served(stack, per_second=0.001)
+        assert served.infer(of_images()).model_version == "7"
+        code, sentence = served.refused(of_images())
+        assert code is grpc.StatusCode.UNAVAILABLE and sentence.startswith("more than 0.001 requests per second")
+        assert served.call("ServerReady", pb.ServerReadyRequest(), pb.ServerReadyResponse).ready
+        assert served.rates.wait("127.0.0.1") > 0, "whom HTTP knows by this address has asked, too"
+        assert served.rates.wait("127.0.0.2") == 0
+
+
 def test_a_model_that_fails_tells_no_more_than_that(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> None:
         raise RuntimeError("secret path")
@@ -270,6 +289,9 @@ def test_under_certificates_a_program_needs_a_token_that_reads_the_model(folder:
                 assert sentence == "OK" and pb.ModelInferResponse.FromString(answer).model_version == "7"
             except grpc.RpcError as exc:
                 assert (exc.code().name, exc.details()) == ("PERMISSION_DENIED", sentence)
+        texts = [(folder / f"{name}.token").read_text(encoding="utf-8").strip() for name in ("toys", "others")]
+        clients = {Callers("127.0.0.1:0", str(folder)).client(f"{SCHEME}{text}", "x") for text in texts}
+        assert len(clients) == 2 and "x" not in clients, "a token's requests are counted together, wherever it is"
         live = asked_with("others.token")(f"/{SERVICE}/ServerLive")
         assert pb.ServerLiveResponse.FromString(live(b"", timeout=SECONDS)).live
         with pytest.raises(grpc.RpcError) as caught:
