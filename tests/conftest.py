@@ -45,15 +45,25 @@ def removed_mechanisms() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def nobodys_certificate() -> Iterator[None]:
-    """Take back who a command that ran in this process said that it is: see :func:`identify`."""
+def _as_before() -> Iterator[None]:
     from geartrain.ams.values import config  # not before the lines above
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_identity", "_token"):
             patch.setattr(config, name, getattr(config, name))
         yield
+
+
+@pytest.fixture(autouse=True)
+def nobodys_certificate() -> Iterator[None]:
+    """Take back who a command that ran in this process said that it is: see :func:`identify`."""
+    yield from _as_before()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nobodys_certificate_after_a_module() -> Iterator[None]:
+    """The same of what ran for the fixtures of a module."""
+    yield from _as_before()
 
 
 @pytest.fixture(autouse=True)
