@@ -28,7 +28,8 @@ try:
     from starlette.routing import Route
 
     from geartrain.serving.http.page import page_response
-    from geartrain.serving.http.server import HttpServer, listening_socket
+    from geartrain.serving.http.ports import listening_socket
+    from geartrain.serving.http.server import HttpServer
 except ImportError as exc:
     raise ConfigError(f"the dashboard needs what is not installed: {exc}; pip install 'geartrain[dashboard]'") from exc
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import socket
 import ssl
 import threading
@@ -14,8 +13,7 @@ from typing import Any
 
 import uvicorn
 
-from geartrain.ams.values.config import join_address, split_address
-from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.config import join_address
 
 try:
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -31,38 +29,6 @@ _KEEP_SECONDS = 30
 """That a connection waits for its next request."""
 _TAKE_SECONDS = 60.0
 """For a client to take what waits for it; a request that answers who takes nothing would be under way for ever."""
-_BACKLOG = 1024
-
-
-def listening_socket(listen: str, what: str) -> socket.socket:
-    """Listen at ``"host:port"``. Raises ConfigError: nobody can; ``what`` was to be there."""
-    host, port = split_address(listen)
-    try:
-        family, *_, bind_to = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(bind_to[:2], family=family, backlog=_BACKLOG)
-    except OSError as exc:
-        why = (os.strerror(exc.errno) if exc.errno and exc.errno > 0 else str(exc)).lower()
-        raise ConfigError(
-            f"cannot {what} at {listen!r}: {why}; --listen takes an address of this machine and a port that is free "
-            "(0 picks one)"
-        ) from exc
-
-
-def shared_port(listen: str) -> socket.socket:
-    """Hold a port on which several processes may listen (SO_REUSEPORT). Raises ConfigError."""
-    host, port = split_address(listen)
-    held = socket.socket(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0])
-    try:
-        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
-            held.setsockopt(socket.SOL_SOCKET, option, 1)
-        held.bind((host, port))
-    except OSError as exc:
-        held.close()
-        raise ConfigError(
-            f"cannot serve at {listen!r}: {(exc.strerror or str(exc)).lower()}; --grpc takes an address of this "
-            "machine and a port that is free (0 picks one)"
-        ) from exc
-    return held
 
 
 class HttpServer:

@@ -14,7 +14,8 @@ from geartrain.serving.catalog import Catalog
 from geartrain.serving.http.app import make_app
 from geartrain.serving.http.callers import Callers
 from geartrain.serving.http.limits import Limits
-from geartrain.serving.http.server import HttpServer, listening_socket
+from geartrain.serving.http.ports import listening_socket
+from geartrain.serving.http.server import HttpServer
 from geartrain.serving.service import ModelService
 
 

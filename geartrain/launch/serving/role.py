@@ -5,7 +5,6 @@ What a process needs that answers nobody itself is little: the rest is imported 
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from geartrain.launch.serving.certificates import certificates_of
 from geartrain.launch.serving.workers import Workers
 from geartrain.serving.batching import Batcher
 from geartrain.serving.catalog import Catalog
-from geartrain.serving.http.server import listening_socket, shared_port
+from geartrain.serving.http.ports import listening_socket
 from geartrain.serving.service import ModelService, named_folders
 
 if TYPE_CHECKING:
@@ -37,32 +36,23 @@ class ServeRole:
                 "'geartrain export RUN --to exported/' writes"
             )
         self.models = list(named_folders(told.models))
-        listener = listening_socket(told.listen, "serve")
-        self.address = join_address(split_address(told.listen)[0], listener.getsockname()[1])
-        self.url = f"http{'s' if certificates_of(config) else ''}://{self.address}"
-        self.grpc: str | None = None
-        """host:port of gRPC, if it is to be there."""
-        self._shared: socket.socket | None = None
         self.workers: Workers | None = None
         self._here: ModelServer | None = None
         if told.workers == 1:
             from geartrain.launch.serving.server import ModelServer
 
+            listener = listening_socket(told.listen, "serve")
+            self.address = join_address(split_address(told.listen)[0], listener.getsockname()[1])
             self._here = ModelServer(config, listener)
             self.service = self._here.service
             self.grpc = None if self._here.grpc is None else self._here.grpc.address
+            """host:port of gRPC, if it is to be there."""
         else:
-            if told.grpc is not None:
-                self._shared = shared_port(told.grpc)
-                self.grpc = join_address(split_address(told.grpc)[0], self._shared.getsockname()[1])
-                config = config.model_copy(update={"serve": told.model_copy(update={"grpc": self.grpc})})
-            try:
-                self.workers = Workers(config, listener)
-            except BaseException:
-                self._close_shared()
-                raise
+            self.workers = Workers(config)
+            self.address, self.grpc = self.workers.address, self.workers.grpc
             self.service = ModelService(Catalog(), Batcher(threads=0))
             self.service.everywhere = self.workers.everywhere
+        self.url = f"http{'s' if certificates_of(config) else ''}://{self.address}"
         self._following = ExitStack()
         if told.follow is not None:
             from geartrain.serving.live.start import follow
@@ -97,8 +87,3 @@ class ServeRole:
             self._here.stop(grace_seconds)
         elif self.workers is not None:
             self.workers.stop(grace_seconds + 1)
-        self._close_shared()
-
-    def _close_shared(self) -> None:
-        if self._shared is not None:
-            self._shared.close()

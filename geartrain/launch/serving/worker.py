@@ -1,4 +1,4 @@
-"""One worker of a service; its arguments are two descriptors, of the port and to its parent, and the level of logs."""
+"""One worker of a service. Its arguments: the descriptor of a socket to its parent, the level of logs, its number."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from geartrain.launch import role as life
 from geartrain.launch.logs import log_to_stderr
 from geartrain.launch.serving.server import ModelServer
 from geartrain.launch.serving.workers import Lines
+from geartrain.serving.http.ports import joined_port
 from geartrain.serving.service import Told
 
 
@@ -52,7 +53,7 @@ class _Parent:
 
 def main() -> None:
     """Serve until the other end of the control socket is closed, or SIGTERM comes."""
-    port, control, level, number = sys.argv[1:]
+    control, level, number = sys.argv[1:]
     log_to_stderr(level)
     told_to_end = threading.Event()
     for ending in (signal.SIGTERM, signal.SIGINT):
@@ -68,7 +69,7 @@ def main() -> None:
     identify(config.security.folder or (NO_FOLDER if config.serve.insecure else None), "serve")
     life.raise_open_files()
     try:
-        server = ModelServer(config, socket.socket(fileno=int(port)), told["models"])
+        server = ModelServer(config, joined_port(config.serve.listen), told["models"])
     except GeartrainError as exc:
         parent.lines.send({"ready": False, "error": type(exc).__name__, "message": str(exc)})
         sys.exit(1)

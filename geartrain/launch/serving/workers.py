@@ -1,8 +1,8 @@
 """Several processes that serve one port: each has the models mapped, and a change goes to all of them.
 
-This process holds the port and answers nobody. Each worker has a socket to it, for lines of JSON: a worker passes on
-what was wished of it, all are told, and all say what came of it. A worker ends when that socket does; one that dies is
-started anew, and first told what the others said of their models.
+This process holds the port, where workers listen, and answers nobody. Each worker has a socket to it, for lines of
+JSON: a worker passes on what was wished of it, all are told, and all say what came of it. A worker ends when that
+socket does; one that dies is started anew, and first told what the others said of their models.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from geartrain.ams.values.config import ClusterConfig
+from geartrain.ams.values.config import ClusterConfig, join_address, split_address
 from geartrain.ams.values.errors import GeartrainError, InternalError, NotServed, error_named
+from geartrain.serving.http.ports import held_port
 from geartrain.serving.service import Told
 
 logger = logging.getLogger(__name__)
@@ -72,19 +73,25 @@ class _Worker:
         self,
         number: int,
         config: ClusterConfig,
-        listener: socket.socket,
         workers: Workers,
         models: Mapping[str, Any] | None = None,
     ) -> None:
         self.number = number
         mine, theirs = socket.socketpair()
-        handles = (listener.fileno(), theirs.fileno())
         level = logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "geartrain.launch.serving.worker", *map(str, handles), level, str(number)],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "geartrain.launch.serving.worker",
+                    str(theirs.fileno()),
+                    level,
+                    str(number),
+                ],
                 stdin=subprocess.DEVNULL,
-                pass_fds=handles,
+                pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
         self.lines = Lines(mine)
@@ -120,9 +127,18 @@ class _Worker:
 class Workers:
     """The workers of one service, started with it and ended by their own handles."""
 
-    def __init__(self, config: ClusterConfig, listener: socket.socket) -> None:
-        """Start them; all are ready when this returns. Raises what the first of them says that cannot be."""
-        self._config, self._listener = config, listener
+    def __init__(self, config: ClusterConfig) -> None:
+        """Start them; all are ready when this returns.
+
+        Raises ConfigError (others have the port), and what the first worker says that cannot be.
+        """
+        self._ports = contextlib.ExitStack()
+        self.address = self._hold(config.serve.listen, "--listen")
+        """host:port of HTTP."""
+        self.grpc = None if config.serve.grpc is None else self._hold(config.serve.grpc, "--grpc")
+        """host:port of gRPC, if it is to be there."""
+        there = {"listen": self.address, "grpc": self.grpc}
+        self._config = config = config.model_copy(update={"serve": config.serve.model_copy(update=there)})
         self._ids = itertools.count()
         self._one_wish = threading.Condition()
         """Notified when one was done."""
@@ -132,7 +148,7 @@ class Workers:
         self._restarts: list[float] = []
         self.end_reason: str | None = None
         self.ended_all = threading.Event()
-        self._workers = {number: _Worker(number, config, listener, self) for number in range(config.serve.workers)}
+        self._workers = {number: _Worker(number, config, self) for number in range(config.serve.workers)}
         try:
             for worker in list(self._workers.values()):
                 self._require_ready(worker)
@@ -140,6 +156,14 @@ class Workers:
         except BaseException:
             self.stop(0)
             raise
+
+    def _hold(self, listen: str, flag: str) -> str:
+        try:
+            held = self._ports.enter_context(held_port(listen, flag))
+        except BaseException:
+            self._ports.close()
+            raise
+        return join_address(split_address(listen)[0], held.getsockname()[1])
 
     @property
     def pids(self) -> list[int]:
@@ -162,7 +186,7 @@ class Workers:
     def stop(self, grace_seconds: float) -> None:
         """Let each answer what is under way, and end."""
         self._is_ending = True
-        self._listener.close()
+        self._ports.close()
         workers = list(self._workers.values())
         for worker in workers:
             worker.process.terminate()
@@ -194,9 +218,7 @@ class Workers:
                     return
                 logger.warning("worker %d %s; another is started", worker.number, why)
                 models = self._models
-                another = self._workers[worker.number] = _Worker(
-                    worker.number, self._config, self._listener, self, models
-                )
+                another = self._workers[worker.number] = _Worker(worker.number, self._config, self, models)
                 try:
                     self._require_ready(another)
                     return

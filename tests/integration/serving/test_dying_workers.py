@@ -16,7 +16,6 @@ import pytest
 from geartrain.ams.values.config import ClusterConfig, ServeConfig
 from geartrain.launch.serving import worker
 from geartrain.launch.serving.workers import Lines, Workers
-from geartrain.serving.http.server import listening_socket
 
 STANDS_IN = """
 import json, os, socket, sys
@@ -40,12 +39,12 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     def start(dies_up_to: int) -> Workers:
         def stand_in(command: list[str], **settings: Any) -> subprocess.Popen[bytes]:
-            own = [sys.executable, "-S", "-c", STANDS_IN, str(tmp_path / "starts"), str(dies_up_to), command[5]]
+            own = [sys.executable, "-S", "-c", STANDS_IN, str(tmp_path / "starts"), str(dies_up_to), command[4]]
             return popen(own, **settings)
 
         monkeypatch.setattr(subprocess, "Popen", stand_in)
-        config = ClusterConfig(serve=ServeConfig(models=("unread",), workers=2))
-        running.append(Workers(config, listening_socket("127.0.0.1:0", "serve")))
+        config = ClusterConfig(serve=ServeConfig(listen="127.0.0.1:0", models=("unread",), workers=2))
+        running.append(Workers(config))
         return running[-1]
 
     yield start

@@ -18,7 +18,8 @@ from fastapi.openapi.models import OpenAPI
 from geartrain.ams.values.config import split_address
 from geartrain.ams.values.errors import ConfigError
 from geartrain.serving.http.limits import Limits
-from geartrain.serving.http.server import MOST_HEADER_BYTES, HttpServer, listening_socket
+from geartrain.serving.http.ports import held_port, joined_port, listening_socket
+from geartrain.serving.http.server import MOST_HEADER_BYTES, HttpServer
 from tests.support.fake_servable import EchoModel
 from tests.support.http_service import ServedModels, served_models
 
@@ -324,3 +325,17 @@ def test_a_port_in_use_is_said_in_a_sentence(served: ServedModels) -> None:
         ConfigError, match=f"cannot serve at '{served.address}': address already in use; --listen takes"
     ):
         listening_socket(served.address, "serve")
+
+
+def test_a_port_of_workers_lets_nobody_else_in() -> None:
+    with held_port("127.0.0.1:0", "--listen") as held:
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        in_use = f"cannot serve at '{address}': address already in use"
+        for listens in (False, True):
+            worker = joined_port(address)
+            if listens:
+                worker.listen()
+            with worker, pytest.raises(ConfigError, match=f"{in_use}; --grpc takes an address"):
+                held_port(address, "--grpc")
+            with joined_port(address), pytest.raises(ConfigError, match=in_use):
+                listening_socket(address, "serve")

@@ -1,0 +1,51 @@
+"""Ports to be served at. Who only holds one for others has little to import."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from geartrain.ams.values.config import join_address, split_address
+from geartrain.ams.values.errors import ConfigError
+
+_BACKLOG = 1024
+
+
+def listening_socket(listen: str, what: str, flag: str = "--listen") -> socket.socket:
+    """Listen at ``"host:port"``, which ``flag`` named. Raises ConfigError: nobody can; ``what`` was to be there."""
+    host, port = split_address(listen)
+    try:
+        family, *_, bind_to = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(bind_to[:2], family=family, backlog=_BACKLOG)
+    except OSError as exc:
+        why = (os.strerror(exc.errno) if exc.errno and exc.errno > 0 else str(exc)).lower()
+        raise ConfigError(
+            f"cannot {what} at {listen!r}: {why}; {flag} takes an address of this machine and a port that is free "
+            "(0 picks one)"
+        ) from exc
+
+
+def held_port(listen: str, flag: str) -> socket.socket:
+    """Hold a port that nobody else has, for processes that listen there by :func:`joined_port`. Raises ConfigError."""
+    with listening_socket(listen, "serve", flag) as alone:  # a port that others share would let this service in, too
+        address = join_address(split_address(listen)[0], alone.getsockname()[1])
+    held = joined_port(address, flag)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # nor does it let in another, before workers listen
+    return held
+
+
+def joined_port(listen: str, flag: str = "--listen") -> socket.socket:
+    """A socket to listen with where others do (SO_REUSEPORT): the system spreads connections. Raises ConfigError."""
+    host, port = split_address(listen)
+    family, *_, bind_to = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    joined = socket.socket(family)
+    try:
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+            joined.setsockopt(socket.SOL_SOCKET, option, 1)
+        joined.bind(bind_to[:2])
+    except OSError as exc:
+        joined.close()
+        raise ConfigError(
+            f"cannot serve at {listen!r}: {(exc.strerror or str(exc)).lower()}; {flag} takes a port that is free"
+        ) from exc
+    return joined
