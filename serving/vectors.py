@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.kernels.embedding import BadId, FeatureIds, Lookup, MappedRows
+from geartrain.ams.kernels.embedding import FeatureIds, Lookup, MappedRows
 from geartrain.ams.storage.tensor_file import map_tensors
 from geartrain.ams.tables.row_table import RowTable
-from geartrain.ams.values.errors import InvalidArgument, ModelDamaged
+from geartrain.ams.values.errors import ModelDamaged
 from geartrain.ams.values.placement import NUM_BUCKETS
 from geartrain.ams.values.specs import Ids, Rows, TableSpec
 from geartrain.workers.ctr.samples.click_samples import PADDING
@@ -43,16 +43,25 @@ class MappedTables:
         self._shapes = [(spec.dim, spec.numpy_dtype) for spec in self.specs.values()]
         self._rows = MappedRows(arrays)
 
-    def pull_together(self, tables: Mapping[str, Ids]) -> dict[str, Rows]:
-        """Rows [N, D] of ids [N] of each table; one that is not there has its initial value, as in training."""
-        numbers, ids = [self._numbers[name] for name in tables], list(tables.values())
-        shapes = [self._shapes[number] for number in numbers]
-        rows: list[Rows] = [np.empty((len(own), dim), dtype) for own, (dim, dtype) in zip(ids, shapes, strict=True)]
-        for at, places in self._rows.pull(numbers, ids, out=rows).items():
-            initial = np.empty((len(places), rows[at].shape[1]), rows[at].dtype)
+    def pull(self, tables: Sequence[str], ids: Sequence[Ids], out: Sequence[Rows]) -> None:
+        """Write the rows of ``ids`` [N] of each table to its ``out`` [N, D], which may be columns of a wider array.
+
+        One that is not there has its initial value, as in training; that of padding is zero.
+        """
+        numbers = [self._numbers[name] for name in tables]
+        for at, places in self._rows.pull(numbers, ids, out=out).items():
+            out[at][places] = 0
+            places = places[ids[at][places] != PADDING]
+            initial = np.empty((len(places), out[at].shape[1]), out[at].dtype)
             self._initial[numbers[at]].pull(ids[at][places], initial)
-            rows[at][places] = initial
-        return dict(zip(tables, rows, strict=True))
+            out[at][places] = initial
+
+    def rows(self, ids: Mapping[str, Ids]) -> list[Rows]:
+        """The rows [N, D] of ids [N] of each table, by :meth:`pull`."""
+        shapes = [self._shapes[self._numbers[name]] for name in ids]
+        out = [np.empty((len(own), dim), dtype) for own, (dim, dtype) in zip(ids.values(), shapes, strict=True)]
+        self.pull(list(ids), list(ids.values()), out)
+        return out
 
 
 def _mapped(path: Path, spec: TableSpec) -> tuple[Ids, Ids, Rows]:
@@ -80,6 +89,7 @@ class FeatureVectors:
         self.features = tuple(features)
         self._tables = tables
         specs = tables.specs
+        self._of_float32 = {name for name, spec in specs.items() if spec.numpy_dtype == np.float32}
         for feature in self.features:
             if feature.table not in specs or specs[feature.table].dim != feature.dim:
                 what = f"has dim {specs[feature.table].dim}" if feature.table in specs else "is not there"
@@ -88,33 +98,44 @@ class FeatureVectors:
                     "two models; export the model again"
                 )
 
-    def __call__(self, ids: Mapping[str, Ids]) -> dict[str, Floats]:
-        """Of the features that are given the vectors [N, D], or [N, L, D] where they are not pooled.
+    def __call__(self, ids: Mapping[str, Ids], out: Mapping[str, Floats]) -> dict[str, Floats]:
+        """Write the vectors of pooled features to ``out`` [N, D]; return those of the others [N, L, D].
 
-        ``ids`` [N, L] of each, :data:`PADDING` where there is none. Raises InvalidArgument for an id that cannot be.
+        ``ids`` [N, L] are those of some features: >= 0, or :data:`PADDING` where there is none.
         """
-        chosen = [feature for feature in self.features if feature.name in ids]
-        tables = {name: at for at, name in enumerate(dict.fromkeys(feature.table for feature in chosen))}
-        flat = {name: np.ascontiguousarray(own).reshape(-1) for name, own in ids.items()}
-        asked = [
-            FeatureIds(
-                tables[feature.table], flat[feature.name], ids[feature.name].shape[1], None, feature.pooling, PADDING
+        single, others = list[SampleFeature](), list[SampleFeature]()
+        for feature in self.features:
+            if feature.name in ids:
+                is_row = feature.name in out and ids[feature.name].shape[1] == 1 and feature.table in self._of_float32
+                (single if is_row else others).append(feature)
+        if single:  # a row is the vector, however it is pooled
+            self._tables.pull(
+                [feature.table for feature in single],
+                [np.ascontiguousarray(ids[feature.name][:, 0]) for feature in single],
+                [out[feature.name] for feature in single],
             )
-            for feature in chosen
+        return self._looked_up(others, ids, out) if others else {}
+
+    def _looked_up(
+        self, features: Sequence[SampleFeature], ids: Mapping[str, Ids], out: Mapping[str, Floats]
+    ) -> dict[str, Floats]:
+        """As :meth:`__call__`: each id once, and pooled."""
+        tables = {name: at for at, name in enumerate(dict.fromkeys(feature.table for feature in features))}
+        asked = []
+        for feature in features:
+            flat = np.ascontiguousarray(ids[feature.name]).reshape(-1)
+            bags = ids[feature.name].shape[1]
+            asked.append(FeatureIds(tables[feature.table], flat, bags, None, feature.pooling, PADDING))
+        lookup = Lookup(asked, [None] * len(tables), 1)
+        rows = self._tables.rows(dict(zip(tables, lookup.ids(), strict=True)))
+        vectors = [
+            np.empty((own.num_vectors, feature.dim), np.float32) for own, feature in zip(asked, features, strict=True)
         ]
-        try:
-            lookup = Lookup(asked, [None] * len(tables), 1)
-        except BadId as bad:
-            number, place = bad.args
-            raise InvalidArgument(
-                f"id {asked[number].ids[place]} of {chosen[number].of[0]!r} in sample "
-                f"{place // ids[chosen[number].name].shape[1]} is out of range; ids lie in [0, 2^63)"
-            ) from None
-        pulled = self._tables.pull_together(dict(zip(tables, lookup.ids(), strict=True)))
-        rows = [pulled[name] for name in tables]
-        vectors = [np.empty((feature.num_vectors, rows[feature.table].shape[1]), np.float32) for feature in asked]
         lookup.pool(rows, out=vectors, keep_maxima=False)
-        return {
-            feature.name: found if feature.pooling is not None else found.reshape(*ids[feature.name].shape, feature.dim)
-            for feature, found in zip(chosen, vectors, strict=True)
-        }
+        found = {}
+        for feature, own in zip(features, vectors, strict=True):
+            if feature.name in out:
+                out[feature.name][:] = own
+            else:
+                found[feature.name] = own.reshape(*ids[feature.name].shape, feature.dim)
+        return found

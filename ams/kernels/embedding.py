@@ -123,11 +123,13 @@ class MappedRows:
     ) -> dict[int, npt.NDArray[np.int64]]:
         """Of each of ``tables``, by its number, write the row of each of its ``ids`` [N] to its ``out`` [N, D].
 
+        These may be columns of a wider array.
+
         Returns by place in ``tables`` the places of ids that have no row, rising, where there are any; ``out`` stays as
         it was there.
         """
         missing, counts = np.empty(sum(map(len, ids)), np.int64), np.empty(len(tables), np.int64)
-        bits = [rows if rows.dtype == np.float32 else ops.as_bits(rows)[0] for rows in out]
+        bits = [rows if rows.dtype == np.float32 else rows.view(np.uint16) for rows in out]
         self._tables.pull(list(tables), list(ids), bits, missing, counts)
         ends = np.cumsum(counts)
         return {at: missing[ends[at] - counts[at] : ends[at]] for at in np.flatnonzero(counts).tolist()}

@@ -29,7 +29,7 @@ class ClickNetwork:
         self._config = config
         self.features = tuple(SampleFeature.from_json(said) for said in config["features"])
         self.tables = MappedTables({said["table"]: (folder / said["file"], said["spec"]) for said in config["tables"]})
-        self.vectors = FeatureVectors(self.tables, self.features)
+        self._vectors = FeatureVectors(self.tables, self.features)
         self._longest: int | None = config.get("longest")
         pooled = [feature for feature in self.features if feature.pooling is not None]
         ends = np.cumsum([feature.dim for feature in pooled]).tolist()
@@ -58,20 +58,18 @@ class ClickNetwork:
         }
 
     def inputs(
-        self, vectors: Mapping[str, Floats], lengths_N: Ids | None, shared: Inputs | None = None
+        self, ids: Mapping[str, Ids], lengths_N: Ids | None = None, shared: Inputs | None = None
     ) -> dict[str, npt.NDArray[Any]]:
-        """What the network takes, of vectors [N, D] and of sequences [N, L, D] of such lengths.
+        """What the network takes, of the ids [N, L] of features, and of histories of such lengths.
 
-        ``shared`` are inputs of the same samples whose other vectors count; they are changed.
+        ``shared`` are inputs of the same samples, which other features are added to.
         """
         inputs = {} if shared is None else dict(shared)
         if "vectors" not in inputs:
-            inputs["vectors"] = np.empty((len(next(iter(vectors.values()))), self._width), np.float32)
-        for name, found in vectors.items():
-            if name in self._columns:
-                inputs["vectors"][:, self._columns[name]] = found
-            else:
-                inputs[name] = self._sized(found)
+            inputs["vectors"] = np.empty((len(next(iter(ids.values()))), self._width), np.float32)
+        pooled = {name: inputs["vectors"][:, self._columns[name]] for name in ids if name in self._columns}
+        for name, found in self._vectors(ids, pooled).items():
+            inputs[name] = self._sized(found)
         if self._sequences and lengths_N is not None:
             inputs["lengths"] = lengths_N
         return inputs

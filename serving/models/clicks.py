@@ -125,8 +125,7 @@ class ClickOperation:
         """``probability`` [N]; explained, also ``contributions`` [N, fields]."""
         model = self._model
         fields = with_histories(question.arrays)
-        vectors = model.network.vectors(ids_by_feature(model.network.features, fields))
-        inputs = model.network.inputs(vectors, _lengths(fields))
+        inputs = model.network.inputs(ids_by_feature(model.network.features, fields), _lengths(fields))
         logits = model.network.logits(inputs)
         if not dict(question.parameters).get("explain"):
             return {"probability": probabilities(logits)}
@@ -250,8 +249,8 @@ class RankOperation:
         varying = {}
         for name, ids in given.items():
             if name.startswith(_CANDIDATE):
-                there = np.arange(ids.shape[1]) < counts[:, None] if there is None else there
-                varying[name.removeprefix(_CANDIDATE)] = ids[there]
+                there = np.flatnonzero(np.arange(ids.shape[1]) < counts[:, None]) if there is None else there
+                varying[name.removeprefix(_CANDIDATE)] = ids.reshape(-1, ids.shape[2]).take(there, 0)
         of_context: list[SampleFeature] = []
         others: list[SampleFeature] = []
         for feature in model.network.features:
@@ -260,11 +259,10 @@ class RankOperation:
         each = {**{name: np.repeat(context[name], counts, 0) for name in shared}, **varying}
         inputs = None
         if of_context:
-            vectors = model.network.vectors(ids_by_feature(of_context, context))
-            once = model.network.inputs(vectors, _lengths(context))
+            once = model.network.inputs(ids_by_feature(of_context, context), _lengths(context))
             inputs = {name: np.repeat(array, counts, 0) for name, array in once.items()}
         if others:
-            inputs = model.network.inputs(model.network.vectors(ids_by_feature(others, each)), None, inputs)
+            inputs = model.network.inputs(ids_by_feature(others, each), None, inputs)
         assert inputs is not None
         return best_of(model.network.logits(inputs), counts, k)
 

@@ -18,7 +18,7 @@ from geartrain.ams.values.errors import InvalidArgument, ModelDamaged
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.retrieval.item_tree import ItemTree, leaf_ids
 from geartrain.serving.answers import Arrays, Question, TensorSpec
-from geartrain.serving.models.click_network import ClickNetwork
+from geartrain.serving.models.click_network import ClickNetwork, Inputs
 from geartrain.serving.models.samples import SampleReader, example_of, ids_schema, objects_of, require_keys
 from geartrain.workers.ctr.samples.click_samples import PADDING
 from geartrain.workers.ctr.samples.features import HISTORY, ids_by_feature
@@ -82,7 +82,7 @@ class TreeModel:
 
     def _best(self, fields: Mapping[str, Ids], k: int, beam: int) -> tuple[Ids, npt.NDArray[np.float64]]:
         of_users = [feature for feature in self.network.features if NODE not in feature.of]
-        vectors = self.network.vectors(ids_by_feature(of_users, fields))
+        once = self.network.inputs(ids_by_feature(of_users, fields))
         tree = self.tree
         level = max(level for level in range(tree.depth + 1) if len(tree.slots_at(level)) <= beam)
         slots = np.broadcast_to(tree.slots_at(level), (len(next(iter(fields.values()))), len(tree.slots_at(level))))
@@ -92,20 +92,18 @@ class TreeModel:
                 slots = np.take_along_axis(slots, _largest(logits, beam), 1)
             level += 1
             slots, is_there = tree.children(level, slots)
-            logits = self._scored(vectors, level, slots, is_there)
+            logits = self._scored(once, level, slots, is_there)
         if logits is None:
-            logits = self._scored(vectors, level, slots, is_there)
+            logits = self._scored(once, level, slots, is_there)
         order = _largest(logits, k)
         return tree.items_at(np.take_along_axis(slots, order, 1)), np.take_along_axis(logits, order, 1)
 
-    def _scored(
-        self, vectors: Mapping[str, npt.NDArray[np.float32]], level: int, slots: Ids, is_there: npt.NDArray[np.bool_]
-    ) -> npt.NDArray[np.float64]:
+    def _scored(self, once: Inputs, level: int, slots: Ids, is_there: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
         """The log-odds [N, n] of nodes; -inf of those that are not there."""
         of_nodes = [feature for feature in self.network.features if NODE in feature.of]
         ids = {NODE: self.tree.ids_at(level, slots[is_there])[:, None]}
-        each = {name: np.repeat(some, is_there.sum(1), 0) for name, some in vectors.items()}
-        inputs = self.network.inputs({**each, **self.network.vectors(ids_by_feature(of_nodes, ids))}, None)
+        each = {name: np.repeat(some, is_there.sum(1), 0) for name, some in once.items()}
+        inputs = self.network.inputs(ids_by_feature(of_nodes, ids), None, each)
         logits = np.full(slots.shape, -np.inf)
         logits[is_there] = self.network.logits(inputs)
         return logits

@@ -198,6 +198,8 @@ void spread_row_bags(const FloatMatrix& vectors, const Places& places, const Pla
 }
 
 // The mapped arrays of several tables, held while their rows may be pulled.
+using StridedRows = nb::ndarray<nb::ndim<2>, nb::device::cpu>;
+
 struct HeldTables {
   std::vector<nb::object> arrays;
   std::vector<MappedRows> tables;
@@ -237,6 +239,7 @@ void pull_tables(const HeldTables& self, const std::vector<size_t>& tables, cons
     const int64_t* ids;
     int64_t count;
     char* out;
+    size_t stride;
   };
   require(ids.size() == tables.size() && outs.size() == tables.size() && counts.size() == tables.size(),
           "ids, out and counts must be as many as tables");
@@ -245,10 +248,16 @@ void pull_tables(const HeldTables& self, const std::vector<size_t>& tables, cons
   for (size_t i = 0; i < tables.size(); ++i) {
     require(tables[i] < self.tables.size(), "there is no such table");
     const auto own = nb::cast<IdArray>(ids[i], false);
-    const auto out = nb::cast<MatrixOutput>(outs[i], false);
+    const auto out = nb::cast<StridedRows>(outs[i], false);
     require(out.shape(0) == own.size(), "out must be as many as ids");
     require(out.shape(1) == self.widths[tables[i]] && out.itemsize() == self.item_sizes[tables[i]], "out has another width or type");
-    pulls.push_back({&self.tables[tables[i]], own.data(), static_cast<int64_t>(own.size()), static_cast<char*>(out.data())});
+    require(out.shape(1) <= 1 || out.stride(1) == 1, "rows of out must be whole");
+    require(out.shape(0) <= 1 || out.stride(0) >= static_cast<int64_t>(out.shape(1)), "rows of out must lie apart");
+    pulls.push_back({.table = &self.tables[tables[i]],
+                     .ids = own.data(),
+                     .count = static_cast<int64_t>(own.size()),
+                     .out = static_cast<char*>(out.data()),
+                     .stride = static_cast<size_t>(out.stride(0)) * out.itemsize()});
     total += own.size();
   }
   require(missing.size() >= total, "missing must have room for all ids");
@@ -256,7 +265,7 @@ void pull_tables(const HeldTables& self, const std::vector<size_t>& tables, cons
   int64_t done = 0;
   for (size_t i = 0; i < pulls.size(); ++i) {
     const Pull& pull = pulls[i];
-    counts.data()[i] = pull.table->pull(pull.ids, pull.count, pull.out, missing.data() + done);
+    counts.data()[i] = pull.table->pull(pull.ids, pull.count, pull.out, pull.stride, missing.data() + done);
     done += counts.data()[i];
   }
 }

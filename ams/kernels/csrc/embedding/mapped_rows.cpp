@@ -14,7 +14,7 @@ constexpr int64_t kTogether = 32;
 
 }  // namespace
 
-int64_t MappedRows::pull(const int64_t* wanted, int64_t num_wanted, char* out, int64_t* missing) const {
+int64_t MappedRows::pull(const int64_t* wanted, int64_t num_wanted, char* out, size_t stride, int64_t* missing) const {
   int64_t num_missing = 0;
   std::array<uint64_t, kTogether> range;
   std::array<int64_t, kTogether> place;
@@ -41,7 +41,7 @@ int64_t MappedRows::pull(const int64_t* wanted, int64_t num_wanted, char* out, i
       if (place[i] < 0)
         missing[num_missing++] = first + i;
       else
-        copy_row(out + static_cast<size_t>(first + i) * row_bytes, rows + static_cast<size_t>(place[i]) * row_bytes, row_bytes);
+        copy_row(out + static_cast<size_t>(first + i) * stride, rows + static_cast<size_t>(place[i]) * row_bytes, row_bytes);
     }
   }
   return num_missing;

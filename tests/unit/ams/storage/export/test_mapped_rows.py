@@ -84,6 +84,17 @@ def test_several_tables_are_asked_at_once() -> None:
     assert [rows.tolist() for rows in out] == [[[0, 0, 0], [3, 3, 3], [0, 0, 0]], [[1]], [[0, 0]]]
 
 
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_rows_are_written_to_columns_of_a_wider_array(dtype: type) -> None:
+    rows = MappedRows([(np.array([0, 3]), np.arange(3), np.arange(6).reshape(3, 2).astype(dtype))])
+    wide = np.full((3, 5), 9, dtype)
+    assert rows.pull([0], [np.array([2, 7, 0])], out=[wide[:, 1:3]])[0].tolist() == [1]
+    assert wide.tolist() == [[9, 4, 5, 9, 9], [9, 9, 9, 9, 9], [9, 0, 1, 9, 9]]
+    for out in (wide[::-1, 1:3], wide[:, ::2][:, :2], np.zeros((2, 3), dtype).T):
+        with pytest.raises(ValueError, match="rows of out must"):
+            rows.pull([0], [np.array([2, 7, 0])], out=[out])
+
+
 def test_rows_stay_in_the_file_so_that_a_table_may_be_larger_than_memory(tmp_path: Path) -> None:
     """What a process has of its own does not grow by them: pages of a file go when memory is wanted."""
     spec = TableSpec(name="t", dim=64, optimizer=SGD(0.1))
