@@ -452,6 +452,8 @@ class ServeConfig(RoleConfig):
     """Folder for the versions of what is followed, which are served at once after a restart. None: a temporary one."""
     keep: int = Field(default=3, ge=2)
     """Versions of what is followed that stay for a rollback."""
+    recall: float = Field(default=1.0, gt=0, le=1)
+    """Of what is followed: the share of questions whose best class must be found. Below 1 many classes get an index."""
     backbone: str | None = Field(default=None, min_length=1)
     """Code of your own that makes the network of what is followed (package.module:function); only then is it run."""
     grpc: ListenAddress | None = None

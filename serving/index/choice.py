@@ -27,7 +27,7 @@ _COSINE_OF_NOISE = 0.6
 _EFFORTS = tuple(2**power for power in range(2, 10))
 _BATCH = 32
 _WORTHWHILE = 2.0
-"""How much faster than exact search another index must be."""
+"""How much faster than exact search another index must be, and twice that with which an older one is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,22 +46,25 @@ def choose_index(
     asked_recall: float = 1.0,
     kind: str | None = None,
     queries: Floats | None = None,
+    older: FaissShortcut | None = None,
     threads: int = 1,
 ) -> Choice:
     """The fastest index whose recall@1, measured, is at least ``asked_recall``; the exact one if no other is.
 
-    ``kind``: of :data:`KINDS`, or "exact"; that alone is tried, and taken if its recall is enough.
+    ``kind``: of :data:`KINDS`, or "exact"; that alone is tried, and taken if its recall is enough. So is ``older``.
     Raises InvalidArgument, ConfigError (a kind of faiss without faiss).
     """
     require_choice(asked_recall, kind)
     exact = NearestIndex(rows, is_cosine=is_cosine, threads=threads, facts={})
     tried: list[dict[str, Any]] = []
-    if kind in KINDS or (kind is None and asked_recall < 1 and rows.centers.size > EXACT_IS_ENOUGH):
+    if older or kind in KINDS or (kind is None and asked_recall < 1 and rows.centers.size > EXACT_IS_ENOUGH):
         queries = sample_queries(rows.centers) if queries is None else queries[: NUM_QUERIES * 10]
-        exam = _Exam(exact, queries, *_answers(exact, queries), asked_recall, 0.0 if kind else _WORTHWHILE)
-        for candidate in ("ivf", "hnsw") if kind is None else (kind,):
+        worthwhile = 0.0 if kind else _WORTHWHILE / 2 if older else _WORTHWHILE
+        exam = _Exam(exact, queries, *_answers(exact, queries), asked_recall, worthwhile)
+        candidates: tuple[str | FaissShortcut, ...] = ("ivf", "hnsw") if kind is None else (kind,)
+        for candidate in (older,) if older else candidates:
             try:
-                shortcut = build(candidate, rows, threads)
+                shortcut = build(candidate, rows, threads) if isinstance(candidate, str) else candidate
             except ConfigError:
                 if kind is not None:
                     raise

@@ -6,7 +6,7 @@ Legend: C classes, K centers of a class, R = C · K rows, P = R / 16 panels, D w
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +29,8 @@ class EncodedRows:
     """[C, D] or [C, K, D]; may be mapped."""
     panels: npt.NDArray[np.uint8]
     """[P, bytes], of :func:`encoded`; may be mapped."""
-    living: npt.NDArray[np.uint16]
-    """[P]: a bit for each row that may be an answer."""
+    there: npt.NDArray[np.uint16]
+    """[P]: a bit for each row: the last panel may have fewer."""
     biases: Floats | None
     """[C], finite."""
     largest_bias: float
@@ -47,7 +47,7 @@ class EncodedRows:
         panels: npt.NDArray[np.uint8] | None = None,
         threads: int = 1,
     ) -> EncodedRows:
-        """Rows that all live. ``panels`` None: they are made. Raises InvalidRows."""
+        """``panels`` None: they are made. Raises InvalidRows."""
         centers = np.ascontiguousarray(centers, np.float32)
         if panels is None:
             panels = np.empty(panels_shape(centers), np.uint8)
@@ -55,7 +55,7 @@ class EncodedRows:
         if biases is not None and not np.isfinite(biases).all():
             raise InvalidRows("a bias is not finite; train its class again")
         largest_bias = 0.0 if biases is None else float(np.abs(biases).max(initial=0))
-        return cls(centers, panels, _all_living(centers), biases, largest_bias, positions)
+        return cls(centers, panels, _all_there(centers), biases, largest_bias, positions)
 
     @property
     def centers_each(self) -> int:
@@ -63,32 +63,28 @@ class EncodedRows:
         return 1 if self.centers.ndim == 2 else int(self.centers.shape[1])
 
     @property
-    def num_living(self) -> int:
-        """How many classes may be an answer."""
-        return int(np.unpackbits(self.living.view(np.uint8)).sum()) // self.centers_each
+    def num_rows(self) -> int:
+        """R."""
+        return len(self.centers) * self.centers_each
 
-    def without(self, positions: Positions) -> EncodedRows:
-        """The same rows, of which those at ``positions`` (the others of which it does not have) are no answers."""
-        if self.positions is None:
-            classes = positions[positions < len(self.centers)]
-        else:
-            classes = np.flatnonzero(np.isin(self.positions, positions))
-        rows = (classes[:, None] * self.centers_each + np.arange(self.centers_each)).ravel()
-        living = self.living.copy()
-        np.bitwise_and.at(living, rows // _PANEL_ROWS, ~(np.uint16(1) << (rows % _PANEL_ROWS).astype(np.uint16)))
-        return replace(self, living=living)
+    def part(self, classes: Positions) -> EncodedRows | None:
+        """Those of some classes, which keep their positions; None: there is none."""
+        if not len(classes):
+            return None
+        biases = None if self.biases is None else self.biases[classes]
+        return EncodedRows.of(self.centers[classes], biases, positions=classes)
 
     def search(self, features_ND: Floats, k: int, threads: int) -> Answers:
         """The k best classes, or all."""
         centers_each = self.centers_each
-        k = min(k, self.num_living)
-        shape = len(features_ND), min(k * centers_each, self.num_living * centers_each)
+        k = min(k, len(self.centers))
+        shape = len(features_ND), k * centers_each
         scores, rows = np.empty(shape, np.float32), np.empty(shape, np.int64)
         biases = np.repeat(self.biases, centers_each) if self.biases is not None and centers_each > 1 else self.biases
         ops.search_rows(
             self.centers.reshape(-1, self.centers.shape[-1]),
             self.panels,
-            self.living,
+            self.there,
             biases,
             self.largest_bias,
             features_ND,
@@ -99,7 +95,8 @@ class EncodedRows:
         return self._named(*first_of_each(scores, rows, k, centers_each))
 
     def best_among(self, features_ND: Floats, rows_NW: npt.NDArray[np.int32], k: int, threads: int) -> Answers:
-        """The k best classes of those that have the given rows, among which there are k."""
+        """The k best classes of those that have the given rows, or as many as there are if these are all of theirs."""
+        k = min(k, rows_NW.shape[1] // self.centers_each)
         scores_NW, counts = np.empty(rows_NW.shape), np.full(len(rows_NW), rows_NW.shape[1], np.int32)
         all_rows = self.centers.reshape(-1, self.centers.shape[-1])
         ops.exact_scores(features_ND, rows_NW, counts, all_rows, 0, scores_NW, threads=threads)
@@ -157,9 +154,9 @@ def map_panels(path: Path, centers: Floats) -> npt.NDArray[np.uint8]:
     return panels
 
 
-def _all_living(centers: Floats) -> npt.NDArray[np.uint16]:
+def _all_there(centers: Floats) -> npt.NDArray[np.uint16]:
     rows = int(np.prod(centers.shape[:-1]))
-    living = np.full(-(-rows // _PANEL_ROWS), 0xFFFF, np.uint16)
+    there = np.full(-(-rows // _PANEL_ROWS), 0xFFFF, np.uint16)
     if rows % _PANEL_ROWS:
-        living[-1] = (1 << rows % _PANEL_ROWS) - 1
-    return living
+        there[-1] = (1 << rows % _PANEL_ROWS) - 1
+    return there

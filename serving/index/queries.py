@@ -32,10 +32,8 @@ def checked_features(features_ND: npt.NDArray[np.generic], dim: int, *, is_cosin
     return features
 
 
-def best_of(several: list[Answers], num_features: int, k: int) -> Answers:
+def best_of(several: list[Answers], k: int) -> Answers:
     """The k best of answers to the same features about different rows."""
-    if not several:
-        return np.empty((num_features, 0), np.float32), np.empty((num_features, 0), np.int64)
     if len(several) == 1:
         return several[0]
     scores, positions = (np.concatenate(parts, axis=1) for parts in zip(*several, strict=True))

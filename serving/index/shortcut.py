@@ -1,6 +1,7 @@
 """Shortcuts of faiss: indexes that look at some of the rows; their answers get exact scores.
 
-Legend: R rows, D width, N features, W rows that are looked at, k answers.
+An index may be older than the rows: what it holds is looked up as it was, and scored as it is; classes that it does not
+hold are searched beside it. Legend: R rows, C classes, D width, N features, W rows that are looked at, k answers.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.values.errors import ConfigError, ModelDamaged
+from geartrain.ams.values.specs import Ids
 from geartrain.serving.index.exact import EncodedRows
-from geartrain.serving.index.queries import Answers, Floats
+from geartrain.serving.index.queries import Floats, Positions
 
 FILE = "index.faiss"
 KINDS = ("ivf", "hnsw", "flat")
@@ -34,36 +36,47 @@ class FaissShortcut:
     def __init__(self, index: Any, kind: str, effort: int) -> None:
         """``effort``: lists that are looked at (ivf), or rows in the queue (hnsw)."""
         self.index, self.kind, self.effort = index, kind, effort
+        self.younger: EncodedRows | None = None
+        """Classes that it does not hold."""
+        self._places: Positions | None = None
+        """Of each class that it holds among the rows, -1: that is gone; None: they are the rows."""
+        self._bits: npt.NDArray[np.uint8] | None = None
+        self._num_held = int(index.ntotal)
 
-    def search(self, rows: EncodedRows, features_ND: Floats, k: int, threads: int) -> Answers:
-        """As :class:`geartrain.serving.index.nearest.Shortcut` says; features of which it finds too few are searched
-        for exactly.
-        """
-        faiss = load_faiss()
-        k = min(k, rows.num_living)
-        width = min(k * rows.centers_each + _MORE, rows.num_living * rows.centers_each)
+    def of_later(self, held: Ids, rows: EncodedRows, ids: Ids) -> FaissShortcut:
+        """The same index for ``rows`` of classes ``ids`` [C], rising, of a later moment; it holds those of ``held``."""
+        later = FaissShortcut(self.index, self.kind, self.effort)
+        at = np.searchsorted(ids, held).clip(max=len(ids) - 1)
+        stayed = ids[at] == held
+        later._places = np.where(stayed, at, -1)
+        later._bits = np.packbits(np.repeat(stayed, rows.centers_each), bitorder="little")
+        later._num_held = int(stayed.sum()) * rows.centers_each
+        later.younger = rows.part(np.flatnonzero(~np.isin(ids, held)))
+        return later
+
+    def search(self, rows: EncodedRows, features_ND: Floats, k: int, threads: int) -> npt.NDArray[np.int32]:
+        """Rows [N, W] of k classes and more, as far as it holds them; -1: it found too few."""
+        faiss, each = load_faiss(), rows.centers_each
+        width = min(k * each + _MORE, self._num_held)
+        if not width:
+            return np.full((len(features_ND), 1), -1, np.int32)
         faiss.omp_set_num_threads(threads)
-        _, found_NW = self.index.search(_widened(features_ND, rows), width, params=self._parameters(faiss, rows, width))
-        scores, positions = np.empty((len(features_ND), k), np.float32), np.empty((len(features_ND), k), np.int64)
-        whole = (found_NW >= 0).all(axis=1)
-        if whole.any():
-            some_NW = found_NW[whole].astype(np.int32)
-            scores[whole], positions[whole] = rows.best_among(features_ND[whole], some_NW, k, threads)
-        if not whole.all():
-            scores[~whole], positions[~whole] = rows.search(features_ND[~whole], k, threads)
-        return scores, positions
+        _, found_NW = self.index.search(_widened(features_ND, rows), width, params=self._parameters(faiss, width))
+        if self._places is not None:
+            now = self._places[found_NW // each]
+            found_NW = np.where((found_NW >= 0) & (now >= 0), now * each + found_NW % each, -1)
+        rows_NW: npt.NDArray[np.int32] = found_NW.astype(np.int32)
+        return rows_NW
 
-    def _parameters(self, faiss: Any, rows: EncodedRows, width: int) -> Any:
-        bits = rows.living.astype("<u2").view(np.uint8)
-        selector = faiss.IDSelectorBitmap(len(bits), faiss.swig_ptr(bits))
+    def _parameters(self, faiss: Any, width: int) -> Any:
+        chosen: dict[str, Any] = {}
+        if self._bits is not None:
+            chosen["sel"] = faiss.IDSelectorBitmap(len(self._bits), faiss.swig_ptr(self._bits))
         if self.kind == "flat":
-            parameters = faiss.SearchParameters(sel=selector)
-        elif self.kind == "ivf":
-            parameters = faiss.SearchParametersIVF(sel=selector, nprobe=self.effort)
-        else:
-            parameters = faiss.SearchParametersHNSW(sel=selector, efSearch=max(self.effort, width))
-        parameters.bits = bits  # faiss does not hold it
-        return parameters
+            return faiss.SearchParameters(**chosen)
+        if self.kind == "ivf":
+            return faiss.SearchParametersIVF(**chosen, nprobe=self.effort)
+        return faiss.SearchParametersHNSW(**chosen, efSearch=max(self.effort, width))
 
 
 def build(kind: str, rows: EncodedRows, threads: int) -> FaissShortcut:
@@ -89,8 +102,8 @@ def write(shortcut: FaissShortcut, path: Path) -> None:
         raise OSError(errno.EIO, f"it cannot be written; is there room on the disk? ({exc})", str(path)) from exc
 
 
-def read(path: Path, facts: Mapping[str, Any], rows: EncodedRows) -> FaissShortcut:
-    """Map what :func:`write` wrote. Raises ConfigError without faiss, ModelDamaged."""
+def read(path: Path, facts: Mapping[str, Any], rows: EncodedRows, num_held: int) -> FaissShortcut:
+    """Map what :func:`write` wrote of ``num_held`` classes. Raises ConfigError without faiss, ModelDamaged."""
     faiss = load_faiss()
     how = faiss.IO_FLAG_MMAP if facts["kind"] == "ivf" else faiss.IO_FLAG_MMAP_IFC
     try:
@@ -102,10 +115,10 @@ def read(path: Path, facts: Mapping[str, Any], rows: EncodedRows) -> FaissShortc
             f"{path} cannot be read: {exc}; bring it back from a copy, or export the model again"
         ) from exc
     width = rows.centers.shape[-1] + (rows.biases is not None)
-    if (index.ntotal, index.d) != (rows.centers.size // rows.centers.shape[-1], width):
+    if (index.ntotal, index.d) != (num_held * rows.centers_each, width):
         raise ModelDamaged(
-            f"{path} is an index of {index.ntotal} rows of {index.d} numbers, another size than the centers "
-            f"{list(rows.centers.shape)} beside it; export the model again"
+            f"{path} is an index of {index.ntotal} rows of {index.d} numbers, another size than that of {num_held} "
+            f"centers {list(rows.centers.shape[1:])}; export the model again"
         )
     return FaissShortcut(index, facts["kind"], facts["effort"])
 

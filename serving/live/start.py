@@ -42,7 +42,7 @@ def follow(service: ModelService, told: ServeConfig, client: ClientConfig, clean
                 f"versions is {told.versions}, the folder that is followed; give another one for copies"
             )
         out.mkdir(parents=True, exist_ok=True)
-    versions = LiveVersions(out, keep=told.keep, backbone=told.backbone)
+    versions = LiveVersions(out, keep=told.keep, backbone=told.backbone, recall=told.recall)
 
     def serve(version: LiveVersion) -> None:
         service.change("add", model=name, folder=str(version.folder))
@@ -63,6 +63,7 @@ def follow(service: ModelService, told: ServeConfig, client: ClientConfig, clean
     served = _newest_that_is_whole(service, name, versions)
     follower = Follower(training_of(training, client), versions, serve, served=served, held_at=held_at, tell=tell)
     tell(follower.facts)
+    cleanup.callback(versions.index.close)
     cleanup.callback(follower.close)
     follower.start()
     logger.info("%s follows %s; its versions are in %s", name, training, out)

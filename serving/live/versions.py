@@ -23,6 +23,7 @@ from geartrain.ams.storage.snapshot.store import parent_of
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged, SnapshotDamaged
 from geartrain.serving.live.centers import LiveCenters, centers_of
 from geartrain.serving.live.child import run_child
+from geartrain.serving.live.index import LiveIndex
 from geartrain.serving.live.training import ExportedModel
 from geartrain.workers.atomic import replacing_folder
 from geartrain.workers.job.folder import Run, write_run
@@ -69,9 +70,11 @@ class LiveVersion:
 class LiveVersions:
     """Versions of one training in a folder. Used from one thread."""
 
-    def __init__(self, out: Path, *, keep: int = 3, backbone: str | None = None) -> None:
-        """``keep`` of them stay; ``backbone`` is code of the person's own, as they named it."""
+    def __init__(self, out: Path, *, keep: int = 3, backbone: str | None = None, recall: float = 1.0) -> None:
+        """``keep`` of them stay; ``backbone`` is code of the person's own, as they named it; ``recall`` as
+        :class:`LiveIndex` has it, whose ConfigError this raises."""
         self.out = out
+        self.index = LiveIndex(out, recall)
         self._keep, self._own = keep, backbone
         self._graphs: dict[str, _Graph] = {}
         self._centers: LiveCenters | None = None
@@ -198,7 +201,9 @@ class LiveVersions:
                     "recipe": recipe,
                 },
             }
-            seal_model(staging, _names(files, ids), config)
+            index = self.index.write(staging, arrays["centers"], arrays.get("biases"), ids, is_cosine=is_cosine)
+            seal_model(staging, _names(files, ids), config if index is None else {**config, "index": index})
+        self.index.begin(folder)
         self._centers = centers
         return folder
 

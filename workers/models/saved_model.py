@@ -169,10 +169,10 @@ def read_files(folder: Path, config: dict[str, Any]) -> ModelFiles:
         raise _damaged(folder / (CENTERS if missing else NAMES), "is missing")
     names: Sequence[str]
     if NAMES in config[_SUMS]:
-        names = ClassNames(**_mapped(folder / NAMES))
+        names = ClassNames(**map_arrays(folder / NAMES))
     else:
         names = json.loads((folder / OLD_NAMES).read_text(encoding="utf-8"))
-    return ModelFiles(folder, config, _mapped(folder / CENTERS), names)
+    return ModelFiles(folder, config, map_arrays(folder / CENTERS), names)
 
 
 def read_training(folder: Path) -> dict[str, Any]:
@@ -188,7 +188,8 @@ def _again(folder: Path) -> str:
     return _EXPORT_AGAIN if is_exported(folder) else _AGAIN
 
 
-def _mapped(path: Path) -> dict[str, npt.NDArray[Any]]:
+def map_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """Map what :func:`write_arrays` wrote. Raises ModelDamaged."""
     try:
         return map_tensors(path)
     except FileNotFoundError as exc:

@@ -15,7 +15,7 @@ from geartrain.serving.index import choice, shortcut
 from geartrain.serving.index.choice import choose_index, sample_queries
 from geartrain.serving.index.exact import EncodedRows
 from geartrain.serving.index.nearest import NearestIndex
-from geartrain.serving.index.registry import open_index, write_index
+from geartrain.serving.index.registry import open_index, write_index, write_older
 
 pytest.importorskip("faiss")
 
@@ -65,15 +65,46 @@ def test_more_answers_than_a_shortcut_has_are_all_there(opened: NearestIndex, ce
     assert agreement(opened, open_index(Path(), COSINE, centers), centers[:3], k=2999) == 1
 
 
-def test_retired_rows_never_come_out_of_faiss_and_later_ones_do(opened: NearestIndex, centers: Floats) -> None:
-    new = clustered(5, 24, seed=1)
-    positions = np.array([3, 4, 3000, 3001, 9000])
-    later = opened.with_rows(positions, new, retired=[*range(10, 900), 3001])
-    assert later.num_classes == 3000 - 890 + 3
-    found = later.search(np.concatenate([centers[:900], new]), 20)[1]
-    assert not np.isin(found, np.r_[10:900]).any()
-    assert found[-5:, 0].tolist() == [3, 4, 3000, 3001, 9000]
-    assert opened.search(centers[10:11], 1)[1].tolist() == [[10]]  # which goes on as it was
+@pytest.mark.parametrize("kind", ["flat", "ivf", "hnsw"])
+@pytest.mark.parametrize(("sub_centers", "with_biases"), [(1, False), (3, False), (1, True)])
+def test_an_index_serves_rows_of_later_moments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, sub_centers: int, with_biases: bool
+) -> None:
+    """Classes moved, some are gone, others came: scores are of now, none that is gone is answered, newcomers are."""
+    monkeypatch.setattr(choice, "_WORTHWHILE", 0.0)
+    generator = np.random.default_rng(0)
+    shape = (1000, 16) if sub_centers == 1 else (1000, sub_centers, 16)
+    before, held = clustered(1000, *shape[1:]), np.arange(0, 3000, 3)
+    built, later = tmp_path / "built", tmp_path / "later"
+    built.mkdir()
+    later.mkdir()
+    biases = generator.standard_normal(1000).astype(np.float32) / 9 if with_biases else None
+    write_older(built, before, biases, held, is_cosine=False, asked_recall=0.9, kind=kind)
+
+    ids = np.union1d(held[:800], np.array([1, 4, 5000, 5001]))
+    rows = generator.standard_normal((len(ids), *shape[1:])).astype(np.float32)
+    rows[np.isin(ids, held)] = before[:800] + np.float32(0.05) * generator.standard_normal((800, *shape[1:]))
+    now = None if biases is None else generator.standard_normal(len(ids)).astype(np.float32) / 9
+    facts = write_index(later, rows, now, is_cosine=False, asked_recall=0.8, ids=ids, older=built)
+    assert facts["kind"] == kind
+    (built / "index.faiss").unlink()
+    index = open_index(later, {"is_cosine": False, "index": facts}, rows, now, ids=ids)
+    exact = open_index(Path(), {"is_cosine": False}, rows, now)
+    assert index.num_classes == 804
+    assert agreement(index, exact, sample_queries(rows), k=1) >= 0.8
+    newcomers = np.flatnonzero(~np.isin(ids, held))
+    features = rows[newcomers] if sub_centers == 1 else rows[newcomers, 1]
+    assert index.search(9 * features, 1)[1][:, 0].tolist() == newcomers.tolist()
+    assert agreement(index, exact, features, k=804) == 1  # all that there are
+
+
+def test_an_index_without_a_class_that_is_still_there_leaves_exact_search(centers: Floats, tmp_path: Path) -> None:
+    (tmp_path / "built").mkdir()
+    write_older(tmp_path / "built", centers, None, np.arange(3000), **COSINE, asked_recall=0.9, kind="ivf")
+    ids = np.arange(5000, 5100)
+    facts = write_index(tmp_path, centers[:100], **COSINE, asked_recall=0.9, ids=ids, older=tmp_path / "built")
+    index = open_index(tmp_path, {**COSINE, "index": facts}, centers[:100], ids=ids)
+    assert agreement(index, open_index(Path(), COSINE, centers[:100]), centers[:50]) == 1
 
 
 def test_several_centers_and_biases_are_searched_by_faiss_too(tmp_path: Path) -> None:

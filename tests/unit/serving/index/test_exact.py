@@ -17,7 +17,6 @@ from geartrain.ams.kernels import neighbours as ops
 from geartrain.ams.values.errors import InvalidRows, ModelDamaged
 from geartrain.serving.index import exact
 from geartrain.serving.index.exact import EncodedRows
-from geartrain.serving.index.nearest import NearestIndex
 from geartrain.serving.index.registry import open_index, write_index
 
 Floats = npt.NDArray[np.float32]
@@ -118,52 +117,6 @@ def test_the_codes_of_rows_are_within_half_a_step() -> None:
         np.testing.assert_allclose(told[:40], true, rtol=1e-5)
 
 
-class TestLaterRows:
-    """``with_rows`` against an index of the same rows, made anew."""
-
-    def check(self, index: NearestIndex, rows: dict[int, Floats], features: Floats) -> None:
-        positions = np.array(sorted(rows))
-        scores, found = index.search(features, 30)
-        true_scores, true_places = expected(np.stack([rows[place] for place in positions.tolist()]), features, 30)
-        assert found.tolist() == positions[true_places].tolist()
-        assert scores.tobytes() == true_scores.tobytes()
-        assert index.num_classes == len(rows)
-
-    def test_changed_added_and_retired_rows(self) -> None:
-        generator = np.random.default_rng(0)
-        centers = drawn("ordinary", 100, 12, generator)
-        features = drawn("ordinary", 9, 12, generator)
-        index = open_index(Path(), {"is_cosine": False}, centers)
-        rows = dict(enumerate(centers))
-        for changed, retired in (([3, 50, 120], [7, 99]), ([3, 7, 101], [120, 51]), ([], [3, 0]), ([1, 51], [])):
-            earlier = index, dict(rows)
-            new = drawn("ordinary", len(changed), 12, generator)
-            index = index.with_rows(np.array(changed, np.int64), new, retired=retired)
-            for place in retired:
-                rows.pop(place, None)
-            rows |= dict(zip(changed, new, strict=True))
-            self.check(index, rows, features)
-            self.check(*earlier, features)
-
-    def test_nothing_is_left_to_answer_once_all_are_retired(self) -> None:
-        index = open_index(Path(), {"is_cosine": True}, np.eye(3, dtype=np.float32))
-        empty = index.with_rows(np.empty(0, np.int64), np.empty((0, 3), np.float32), retired=range(3))
-        scores, positions = empty.search(np.ones((2, 3), np.float32), 5)
-        assert scores.shape == positions.shape == (2, 0)
-
-    def test_several_centers_of_a_class_and_biases_change_together(self) -> None:
-        generator = np.random.default_rng(0)
-        centers = drawn("ordinary", 60, 4, generator).reshape(20, 3, 4)
-        index = open_index(Path(), {"is_cosine": False}, centers)
-        new = 9 * np.ones((1, 3, 4), np.float32)
-        assert index.with_rows(np.array([25]), new).search(np.ones((1, 4), np.float32), 1)[1].tolist() == [[25]]
-        biased = open_index(Path(), {"is_cosine": False}, centers[:, 0], np.zeros(20, np.float32))
-        changed = biased.with_rows(np.array([4]), centers[:1, 0], np.full(1, 50, np.float32))
-        assert changed.search(centers[1:2, 0], 1)[1].tolist() == [[4]]
-        with pytest.raises(InvalidRows, match=r"this index takes \[1, 4\], and biases as well"):
-            biased.with_rows(np.array([4]), centers[:1, 0])
-
-
 def test_a_written_index_is_mapped_and_answers_alike(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     centers, features = drawn("ordinary", 1003, 12, generator), drawn("ordinary", 9, 12, generator)
@@ -216,7 +169,7 @@ def test_the_room_on_the_disk_is_taken_before_mapped_memory_is_written(
 @pytest.mark.parametrize("wrong", ["features", "panels", "living", "k"])
 def test_the_kernel_refuses_arrays_that_do_not_fit(wrong: str) -> None:
     rows = EncodedRows.of(np.ones((20, 4), np.float32))
-    given = {"features": np.ones((2, 4), np.float32), "panels": rows.panels, "living": rows.living, "k": 3}
+    given = {"features": np.ones((2, 4), np.float32), "panels": rows.panels, "living": rows.there, "k": 3}
     given[wrong] = {
         "features": np.ones((2, 5), np.float32),
         "panels": rows.panels[:1],

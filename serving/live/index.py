@@ -1,0 +1,112 @@
+"""An index for versions that follow one another: built beside them, and taken while it finds enough.
+
+Versions come every few seconds, and an index of millions of classes takes minutes. So it is of a version before: its
+classes are scored as they are now, and younger ones searched beside it. Recall is measured of each version; where it is
+too little the version is searched exactly, and another index is built.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+from geartrain.ams.values.errors import GeartrainError
+from geartrain.ams.values.specs import Ids
+from geartrain.serving.index.choice import EXACT_IS_ENOUGH, sample_queries
+from geartrain.serving.index.queries import Floats
+from geartrain.serving.index.registry import FACTS, write_index
+from geartrain.serving.index.shortcut import load_faiss
+from geartrain.serving.live.child import run_child
+
+logger = logging.getLogger(__name__)
+
+_QUERIES = 256
+_GROWN = 1.25
+"""So many times the classes make another try worth while, where no index was fast enough."""
+
+
+class LiveIndex:
+    """The index of the versions in a folder. Used from one thread."""
+
+    def __init__(self, out: Path, asked_recall: float) -> None:
+        """``asked_recall`` 1: exact search, without a file. Raises ConfigError: it wants faiss, which is missing."""
+        self._built, self._asked = out / ".index", asked_recall
+        self._thread: threading.Thread | None = None
+        self._ending = threading.Event()
+        self._is_wanted = False
+        self.builds = 0
+        """How many were begun."""
+        if asked_recall < 1:
+            load_faiss()
+
+    def write(
+        self, staging: Path, centers: Floats, biases: Floats | None, ids: Ids, *, is_cosine: bool
+    ) -> dict[str, Any] | None:
+        """Write the files of a version's index; return what its ``config["index"]`` is to say, None: nothing.
+
+        Raises InvalidRows, OSError.
+        """
+        self._is_wanted = False
+        if self._asked == 1 or centers.size <= EXACT_IS_ENOUGH:
+            return None
+        write = functools.partial(
+            write_index, staging, centers, biases, is_cosine=is_cosine, asked_recall=self._asked, ids=ids
+        )
+        if not self._is_building and (self._built / FACTS).exists():
+            try:
+                facts = write(queries=sample_queries(centers, _QUERIES), older=self._built)
+                built = json.loads((self._built / FACTS).read_text(encoding="utf-8"))
+                is_useless = built["kind"] == "exact" and len(centers) < _GROWN * built["classes"]
+                self._is_wanted = facts["kind"] == "exact" and not is_useless
+                return facts
+            except (GeartrainError, ValueError, KeyError) as exc:
+                logger.warning("the index of an older version cannot be used, another is built: %s", exc)
+        self._is_wanted = True
+        return write(kind="exact")
+
+    def begin(self, version: Path) -> None:
+        """Build another index of a version that was written, if that wanted one; it goes on meanwhile."""
+        if self._is_wanted and not self._is_building:
+            self.builds += 1
+            self._thread = threading.Thread(target=self._build, args=(version,), name="index", daemon=True)
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Until what is being built is there, as tests do."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def close(self) -> None:
+        """Build no more."""
+        self._ending.set()
+        self.wait()
+
+    @property
+    def _is_building(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _build(self, version: Path) -> None:
+        staging = self._built.with_name(".index-new")
+        try:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir()
+            arguments = (str(version), str(staging), str(self._asked))
+            run_child(
+                f"the index of {version}",
+                "geartrain.serving.live.build_index",
+                *arguments,
+                is_ending=self._ending.is_set,
+            )
+            shutil.rmtree(self._built, ignore_errors=True)
+            staging.rename(self._built)
+            logger.info("there is an index of %s, for the versions that follow", version)
+        except (GeartrainError, OSError) as exc:
+            if not self._ending.is_set():
+                logger.warning("versions are searched exactly: %s", exc)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
