@@ -18,8 +18,7 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield temporary
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())
+        _sync(temporary)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -29,8 +28,8 @@ def replacing(path: Path) -> Iterator[Path]:
 def replacing_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder to fill; it takes the name ``path`` once the block has ended well.
 
-    The old folder is moved aside first and removed last, so that at every moment one of the two is complete:
-    :func:`complete_folder` finds it.
+    The old folder is moved aside once the new one is on the disk, and removed last, so that at every moment one of
+    the two is complete: :func:`complete_folder` finds it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -40,12 +39,19 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         yield temporary
         previous = previous_folder(path)
         if path.exists():
+            for written in (file for file in temporary.rglob("*") if file.is_file()):
+                _sync(written)
             shutil.rmtree(previous, ignore_errors=True)
             path.rename(previous)
         temporary.rename(path)
         shutil.rmtree(previous, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as written:
+        os.fsync(written.fileno())
 
 
 def previous_folder(path: Path) -> Path:

@@ -485,6 +485,14 @@ class ServeConfig(RoleConfig):
     origins: TextList = ()
     """Other web pages that may ask, as https://example.com (CORS). None by default."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for needed, names in {"canary": ("share",), "follow": ("versions", "keep", "recall", "backbone")}.items():
+            changed = [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+            if changed and getattr(self, needed) is None:
+                raise ConfigError(f"{changed[0]} is {getattr(self, changed[0])!r} without {needed}; give --{needed}")
+        return self
+
 
 class ClientConfig(Section):
     """A client: any process that pulls and pushes."""

@@ -67,20 +67,25 @@ class InferenceService:
         return Bound(
             SERVICE,
             {
-                name: _answering(kind, method if name in _PROBES else self._within_rate(method))
+                name: _answering(kind, method if name in _PROBES else self._within_rate(method, name == "ModelInfer"))
                 for name, (kind, method, _) in methods.items()
             },
             asks={name: _asking(kind, field) for name, (kind, _, field) in methods.items()},
         )
 
     def _within_rate(
-        self, method: Callable[[Any, grpc.ServicerContext], Message]
+        self, method: Callable[[Any, grpc.ServicerContext], Message], is_question: bool
     ) -> Callable[[Any, grpc.ServicerContext], Message]:
         def counted(request: Any, context: grpc.ServicerContext) -> Message:
+            began = time.perf_counter()
             said = dict(context.invocation_metadata() or ())
             address = unquote(context.peer()).partition(":")[2].rpartition(":")[0].strip("[]")
             if wait := self._rates.wait(self._client_of(str(said.get(METADATA_KEY, "")), address)):
-                raise Busy(self._rates.sentence(wait), wait)
+                refused = Busy(self._rates.sentence(wait), wait)
+                if is_question:
+                    code = status_of(refused).code.name
+                    self._service.counts.request(AskedOf(), "grpc", code, time.perf_counter() - began)
+                raise refused
             return method(request, context)
 
         return counted

@@ -211,7 +211,7 @@ class Follower:
                 logger.exception("following failed")
                 self._failed("an error that the log names")
             behind, now = self.behind, self._clock()
-            if behind.seconds > _SLOW_SECONDS and now - told > _SLOW_SECONDS:
+            if behind.seconds > _SLOW_SECONDS and now - told > _SLOW_SECONDS and self._state != "held":
                 told = now
                 logger.warning("what is served is %.0f s and %d steps behind", behind.seconds, behind.steps)
             self._ending.wait(self._every * min(1 + self._in_row, _SELDOM))

@@ -145,6 +145,8 @@ class Workers:
         self._models: Mapping[str, Any] | None = None
         """What workers say of their models since the last change."""
         self._is_ending = False
+        self._starting = threading.Lock()
+        """Held while one is started: none is once it is ending."""
         self._restarts: list[float] = []
         self.end_reason: str | None = None
         self.ended_all = threading.Event()
@@ -185,7 +187,8 @@ class Workers:
 
     def stop(self, grace_seconds: float) -> None:
         """Let each answer what is under way, and end."""
-        self._is_ending = True
+        with self._starting:
+            self._is_ending = True
         self._ports.close()
         workers = list(self._workers.values())
         for worker in workers:
@@ -218,7 +221,10 @@ class Workers:
                     return
                 logger.warning("worker %d %s; another is started", worker.number, why)
                 models = self._models
-                another = self._workers[worker.number] = _Worker(worker.number, self._config, self, models)
+                with self._starting:
+                    if self._is_ending:
+                        return
+                    another = self._workers[worker.number] = _Worker(worker.number, self._config, self, models)
                 try:
                     self._require_ready(another)
                     return

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -63,6 +64,25 @@ def test_one_that_dies_while_it_starts_is_started_again(start: Callable[[int], W
         pass
     assert [told.get("said") for told in workers.everywhere({"wish": "state"})] == ["state", "state"]
     assert workers.end_reason is None
+
+
+def test_one_that_is_being_started_ends_with_the_others(
+    start: Callable[[int], Workers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = start(0)
+    stand_in, started, stopping = subprocess.Popen, list[Any](), threading.Thread(target=lambda: workers.stop(5))
+
+    def while_it_ends(*given: Any, **settings: Any) -> Any:
+        stopping.start()
+        stopping.join(0.5)  # it would be over, if it did not wait for this one
+        started.append(stand_in(*given, **settings))
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", while_it_ends)
+    kill_one(workers)
+    assert workers.ended_all.wait(20)
+    stopping.join()
+    assert [one.poll() is not None for one in started] == [True]
 
 
 def test_workers_that_die_again_and_again_are_told_of_and_no_more_are_started(

@@ -240,6 +240,8 @@ def test_who_asks_too_often_is_told_when_to_ask_again_by_one_count_with_http() -
         code, sentence = served.refused(of_images())
         assert code is grpc.StatusCode.UNAVAILABLE and sentence.startswith("more than 0.001 requests per second")
         assert served.call("ServerReady", pb.ServerReadyRequest(), pb.ServerReadyResponse).ready
+        counted = [values[-2:] for name, values, _ in served.service.counts.read() if name == "serve_requests_total"]
+        assert sorted(map(tuple, counted)) == [("grpc", "OK"), ("grpc", "UNAVAILABLE")]
         assert served.rates.wait("127.0.0.1") > 0, "whom HTTP knows by this address has asked, too"
         assert served.rates.wait("127.0.0.2") == 0
 
