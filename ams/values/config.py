@@ -453,7 +453,8 @@ class ServeConfig(RoleConfig):
     keep: int = Field(default=3, ge=2)
     """Versions of what is followed that stay for a rollback."""
     recall: float = Field(default=1.0, gt=0, le=1)
-    """Of what is followed: the share of questions whose best class must be found. Below 1 many classes get an index."""
+    """Of a classifier that is followed: the share of questions whose best class must be found; below 1 many classes get
+    an index."""
     backbone: str | None = Field(default=None, min_length=1)
     """Code of your own that makes the network of what is followed (package.module:function); only then is it run."""
     grpc: ListenAddress | None = None
@@ -485,13 +486,12 @@ class ServeConfig(RoleConfig):
     origins: TextList = ()
     """Other web pages that may ask, as https://example.com (CORS). None by default."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def require_used(self) -> None:
+        """Raises ConfigError for a setting that nothing would read."""
         for needed, names in {"canary": ("share",), "follow": ("versions", "keep", "recall", "backbone")}.items():
             changed = [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
             if changed and getattr(self, needed) is None:
                 raise ConfigError(f"{changed[0]} is {getattr(self, changed[0])!r} without {needed}; give --{needed}")
-        return self
 
 
 class ClientConfig(Section):

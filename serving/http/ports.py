@@ -40,6 +40,8 @@ def joined_port(listen: str, flag: str = "--listen") -> socket.socket:
     family, *_, bind_to = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     joined = socket.socket(family)
     try:
+        if family == socket.AF_INET6:  # as listening_socket
+            joined.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
             joined.setsockopt(socket.SOL_SOCKET, option, 1)
         joined.bind(bind_to[:2])

@@ -6,11 +6,13 @@ Legend: C classes, K centers of a class, D width, N features, k answers.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from geartrain.ams.graph.building.recall import available_cores
@@ -26,6 +28,9 @@ from geartrain.workers.models.saved_model import map_arrays, write_arrays
 HELD, FACTS = "index_ids.safetensors", "index.json"
 """Ids of the classes that an index holds which is older than its model; what is said of one that is not in a model."""
 _SAMPLED_CENTERS = 64
+_AT_ONCE = 65_536
+_NEAR = 0.5
+"""Of its length a center may have moved, for an index to look for it where it was."""
 
 
 def write_index(
@@ -64,22 +69,30 @@ def write_index(
     threads = threads or available_cores()
     write_panels(staging / PANELS, centers, threads)
     rows = EncodedRows.of(centers, biases, panels=map_panels(staging / PANELS, centers))
-    given = None if older is None else _read_older(older, rows, ids)
-    if older is not None and given is None:
-        kind = "exact"
+    given = None
+    if older is not None and (built := json.loads((older / FACTS).read_text(encoding="utf-8")))["kind"] == "exact":
+        kind = "exact"  # no index was fast enough, with so much recall
+    elif older is not None:
+        ids = np.arange(len(centers)) if ids is None else ids
+        write_arrays(staging / HELD, {"ids": _still_held(map_arrays(older / HELD), rows, ids)})
+        _link(older / shortcut.FILE, staging / shortcut.FILE)
+        given = _opened(staging, built, rows, ids)
     chosen = choose_index(
         rows, is_cosine=is_cosine, asked_recall=asked_recall, kind=kind, queries=queries, older=given, threads=threads
     )
-    files = [PANELS]
-    if older is not None and chosen.shortcut is not None:
-        files += [shortcut.FILE, HELD]
+    facts = {**chosen.facts, "centers": _fingerprint(centers), "files": [PANELS]}
+    if given is not None and chosen.shortcut is None:
         for name in (shortcut.FILE, HELD):
-            (staging / name).hardlink_to(older / name)
+            (staging / name).unlink()
+    elif given is not None:
+        younger = 0 if given.younger is None else len(given.younger.centers)
+        facts |= {"files": [PANELS, shortcut.FILE, HELD], "younger": younger}
     elif chosen.shortcut is not None:
-        files.append(shortcut.FILE)
+        facts["files"] = [PANELS, shortcut.FILE]
         shortcut.write(chosen.shortcut, staging / shortcut.FILE)
-    size = (staging / shortcut.FILE).stat().st_size if chosen.shortcut is not None else None
-    return {**chosen.facts, "centers": _fingerprint(centers), "files": files, **({"bytes": size} if size else {})}
+    if chosen.shortcut is not None:
+        facts["bytes"] = (staging / shortcut.FILE).stat().st_size
+    return facts
 
 
 def write_older(folder: Path, centers: Floats, biases: Floats | None, ids: Ids, **asked: Any) -> None:
@@ -89,14 +102,40 @@ def write_older(folder: Path, centers: Floats, biases: Floats | None, ids: Ids, 
     """
     facts = write_index(folder, centers, biases, **asked)
     (folder / PANELS).unlink()
-    write_arrays(folder / HELD, {"ids": np.ascontiguousarray(ids, np.int64)})
+    values: dict[str, npt.NDArray[Any]] = {
+        "ids": np.ascontiguousarray(ids, np.int64),
+        "centers": np.ascontiguousarray(centers),
+    }
+    write_arrays(folder / HELD, values if biases is None else {**values, "biases": np.ascontiguousarray(biases)})
     (folder / FACTS).write_text(json.dumps({**facts, "classes": len(ids)}), encoding="utf-8")
 
 
-def _read_older(folder: Path, rows: EncodedRows, ids: Ids | None) -> shortcut.FaissShortcut | None:
-    """None: no index was fast enough, with so much recall."""
-    facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-    return None if facts["kind"] == "exact" else _opened(folder, facts, rows, ids)
+def _still_held(then: Mapping[str, npt.NDArray[Any]], rows: EncodedRows, ids: Ids) -> Ids:
+    """The ids that an index holds; -1: the class is gone, or is somewhere else, as where another took its id."""
+    held: Ids = np.array(then["ids"])
+    if then["centers"].shape[1:] != rows.centers.shape[1:] or ("biases" in then) != (rows.biases is not None):
+        raise ModelDamaged(f"the index is of centers {list(then['centers'].shape[1:])}, another size")
+    at = np.searchsorted(ids, held).clip(max=len(ids) - 1)
+    is_held = ids[at] == held
+    for start in range(0, len(held), _AT_ONCE):
+        some = slice(start, start + _AT_ONCE)
+        now = rows.centers[at[some]]
+        moved, length = np.square(now - then["centers"][some]).sum(-1), np.square(now).sum(-1)
+        if rows.biases is not None:
+            moved += np.square(rows.biases[at[some]] - then["biases"][some])
+        is_near = moved <= _NEAR**2 * length
+        is_held[some] &= is_near if is_near.ndim == 1 else is_near.all(axis=1)
+    return np.where(is_held, held, -1)
+
+
+def _link(file: Path, link: Path) -> None:
+    link.unlink(missing_ok=True)
+    try:
+        link.hardlink_to(file)
+    except FileNotFoundError as exc:
+        raise ModelDamaged(f"{file} is missing") from exc
+    except OSError:  # some disks have no links
+        shutil.copyfile(file, link)
 
 
 def _opened(folder: Path, facts: Mapping[str, Any], rows: EncodedRows, ids: Ids | None) -> shortcut.FaissShortcut:

@@ -10,6 +10,8 @@ from contextlib import suppress
 
 from geartrain.ams.values.errors import ConfigError
 
+NICE = 5
+"""Of all that is not an answer."""
 _LOOK_SECONDS = 0.2
 
 

@@ -14,12 +14,12 @@ from typing import Any
 
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.values.errors import GeartrainError
+from geartrain.serving.live.child import NICE
 from geartrain.serving.live.training import ExportedModel, Progress, Training
 from geartrain.serving.live.versions import LiveVersion, LiveVersions
 
 logger = logging.getLogger(__name__)
 
-_NICE = 5
 _SELDOM = 8
 _NO_ROOM = os.strerror(errno.ENOSPC)
 _SLOW_SECONDS = 10.0
@@ -203,7 +203,7 @@ class Follower:
             if self._served is not None and not is_nice:
                 is_nice = True
                 with suppress(OSError):  # answers come first
-                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
             try:
                 self.look()
                 self._tell(self.facts)

@@ -10,24 +10,26 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import shutil
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from geartrain.ams.values.errors import GeartrainError
 from geartrain.ams.values.specs import Ids
+from geartrain.serving.index import shortcut
 from geartrain.serving.index.choice import EXACT_IS_ENOUGH, sample_queries
 from geartrain.serving.index.queries import Floats
-from geartrain.serving.index.registry import FACTS, write_index
-from geartrain.serving.index.shortcut import load_faiss
-from geartrain.serving.live.child import run_child
+from geartrain.serving.index.registry import FACTS, HELD, write_index
+from geartrain.serving.live.child import NICE, run_child
 
 logger = logging.getLogger(__name__)
 
 _QUERIES = 256
 _GROWN = 1.25
-"""So many times the classes make another try worth while, where no index was fast enough."""
+"""So many times the classes make another try worth while, where no index was fast enough, or held all but these."""
 
 
 class LiveIndex:
@@ -42,7 +44,7 @@ class LiveIndex:
         self.builds = 0
         """How many were begun."""
         if asked_recall < 1:
-            load_faiss()
+            shortcut.load_faiss()
 
     def write(
         self, staging: Path, centers: Floats, biases: Floats | None, ids: Ids, *, is_cosine: bool
@@ -61,11 +63,18 @@ class LiveIndex:
             try:
                 facts = write(queries=sample_queries(centers, _QUERIES), older=self._built)
                 built = json.loads((self._built / FACTS).read_text(encoding="utf-8"))
-                is_useless = built["kind"] == "exact" and len(centers) < _GROWN * built["classes"]
-                self._is_wanted = facts["kind"] == "exact" and not is_useless
+                is_useless = (
+                    built["kind"] == "exact"
+                    and built["asked_recall"] <= self._asked
+                    and len(centers) < _GROWN * built["classes"]
+                )
+                has_aged = facts.get("younger", 0) > (_GROWN - 1) * len(centers)
+                self._is_wanted = has_aged or (facts["kind"] == "exact" and not is_useless)
                 return facts
             except (GeartrainError, ValueError, KeyError) as exc:
                 logger.warning("the index of an older version cannot be used, another is built: %s", exc)
+                for name in (shortcut.FILE, HELD):
+                    (staging / name).unlink(missing_ok=True)
         self._is_wanted = True
         return write(kind="exact")
 
@@ -91,6 +100,8 @@ class LiveIndex:
         return self._thread is not None and self._thread.is_alive()
 
     def _build(self, version: Path) -> None:
+        with suppress(OSError):  # answers come first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         staging = self._built.with_name(".index-new")
         try:
             shutil.rmtree(staging, ignore_errors=True)

@@ -35,6 +35,7 @@ class ServeRole:
                 "there is nothing to serve: give the folder of a model, as 'geartrain serve exported/', which "
                 "'geartrain export RUN --to exported/' writes"
             )
+        told.require_used()
         self.models = list(named_folders(told.models))
         self.workers: Workers | None = None
         self._here: ModelServer | None = None

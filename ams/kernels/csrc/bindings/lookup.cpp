@@ -197,9 +197,9 @@ void spread_row_bags(const FloatMatrix& vectors, const Places& places, const Pla
   spread_bags(bags, vectors.data(), static_cast<int64_t>(out.shape(1)), out.data());
 }
 
-// The mapped arrays of several tables, held while their rows may be pulled.
 using StridedRows = nb::ndarray<nb::ndim<2>, nb::device::cpu>;
 
+// The mapped arrays of several tables, held while their rows may be pulled.
 struct HeldTables {
   std::vector<nb::object> arrays;
   std::vector<MappedRows> tables;
@@ -251,7 +251,7 @@ void pull_tables(const HeldTables& self, const std::vector<size_t>& tables, cons
     const auto out = nb::cast<StridedRows>(outs[i], false);
     require(out.shape(0) == own.size(), "out must be as many as ids");
     require(out.shape(1) == self.widths[tables[i]] && out.itemsize() == self.item_sizes[tables[i]], "out has another width or type");
-    require(out.shape(1) <= 1 || out.stride(1) == 1, "rows of out must be whole");
+    require(out.size() == 0 || out.shape(1) <= 1 || out.stride(1) == 1, "rows of out must be whole");
     require(out.shape(0) <= 1 || out.stride(0) >= static_cast<int64_t>(out.shape(1)), "rows of out must lie apart");
     pulls.push_back({.table = &self.tables[tables[i]],
                      .ids = own.data(),

@@ -292,5 +292,5 @@ def test_what_belongs_to_another_setting_of_a_service_is_refused_without_it(
 ) -> None:
     ((name, value),) = given.items()
     with pytest.raises(ConfigError, match=f"{name} is {value} without {needed}; give --{needed}"):
-        ClusterConfig(serve=given)
-    ClusterConfig(serve={**given, needed: "there"})
+        ClusterConfig(serve=given).serve.require_used()
+    ClusterConfig(serve={**given, needed: "there"}).serve.require_used()

@@ -70,7 +70,8 @@ def test_more_answers_than_a_shortcut_has_are_all_there(opened: NearestIndex, ce
 def test_an_index_serves_rows_of_later_moments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, sub_centers: int, with_biases: bool
 ) -> None:
-    """Classes moved, some are gone, others came: scores are of now, none that is gone is answered, newcomers are."""
+    """Classes moved, some are gone, others came, some of them under ids that were free again: scores are of now, none
+    that is gone is answered, newcomers are."""
     monkeypatch.setattr(choice, "_WORTHWHILE", 0.0)
     generator = np.random.default_rng(0)
     shape = (1000, 16) if sub_centers == 1 else (1000, sub_centers, 16)
@@ -84,6 +85,8 @@ def test_an_index_serves_rows_of_later_moments(
     ids = np.union1d(held[:800], np.array([1, 4, 5000, 5001]))
     rows = generator.standard_normal((len(ids), *shape[1:])).astype(np.float32)
     rows[np.isin(ids, held)] = before[:800] + np.float32(0.05) * generator.standard_normal((800, *shape[1:]))
+    reused = np.isin(ids, [30, 33, 36])
+    rows[reused] = generator.standard_normal((3, *shape[1:]))
     now = None if biases is None else generator.standard_normal(len(ids)).astype(np.float32) / 9
     facts = write_index(later, rows, now, is_cosine=False, asked_recall=0.8, ids=ids, older=built)
     assert facts["kind"] == kind
@@ -92,7 +95,8 @@ def test_an_index_serves_rows_of_later_moments(
     exact = open_index(Path(), {"is_cosine": False}, rows, now)
     assert index.num_classes == 804
     assert agreement(index, exact, sample_queries(rows), k=1) >= 0.8
-    newcomers = np.flatnonzero(~np.isin(ids, held))
+    newcomers = np.flatnonzero(~np.isin(ids, held) | reused)
+    assert facts["younger"] >= len(newcomers)
     features = rows[newcomers] if sub_centers == 1 else rows[newcomers, 1]
     assert index.search(9 * features, 1)[1][:, 0].tolist() == newcomers.tolist()
     assert agreement(index, exact, features, k=804) == 1  # all that there are

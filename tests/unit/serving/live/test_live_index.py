@@ -54,25 +54,32 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_it_is_taken_for_later_versions_until_it_finds_too_little(tmp_path: Path) -> None:
+def test_it_is_taken_for_later_versions_until_it_finds_too_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     index, ids = LiveIndex(tmp_path, 0.9), np.arange(0, 1000, 2)
     assert written(index, tmp_path / "1", rows_of(500), ids)["kind"] == "exact"
     index.wait()
     ids = np.union1d(ids[10:], [3, 2000])
     facts = written(index, tmp_path / "2", rows_of(492), ids)
-    assert (facts["kind"], facts["asked_recall"]) == ("exact", 0.9)  # its rows are those of other classes
-    assert facts["passed_over"][0]["recall_at_1"] < 0.9
     index.wait()
+    assert (facts["kind"], facts["younger"], index.builds) == ("ivf", 492, 2)  # all rows are others
     ids = np.union1d(ids[:-1], [5, 3000])
     centers = rows_of(493, seed=1)
     centers[~np.isin(ids, [5, 3000])] = rows_of(492)[:-1]
     facts = written(index, tmp_path / "3", centers, ids)
-    assert facts["kind"] == "ivf"
+    assert (facts["kind"], facts["younger"], index.builds) == ("ivf", 2, 2)
     assert facts["recall_at_1"] >= 0.9
-    assert index.builds == 2
     served = open_index(tmp_path / "3", read_config(tmp_path / "3"), centers, ids=ids)
     newcomers = np.flatnonzero(np.isin(ids, [5, 3000]))
     assert served.search(centers[newcomers], 1)[1][:, 0].tolist() == newcomers.tolist()
+    monkeypatch.setattr(choice, "_EFFORTS", (1,))
+    index = LiveIndex(tmp_path, 0.9999)
+    facts = written(index, tmp_path / "4", centers, ids)
+    index.wait()
+    assert (facts["kind"], index.builds) == ("exact", 1)
+    assert facts["passed_over"][0]["recall_at_1"] < 0.9999
+    assert not (tmp_path / "4" / "index.faiss").exists()
 
 
 def test_a_process_builds_it_and_what_is_no_use_is_not_built_again(
