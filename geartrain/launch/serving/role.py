@@ -5,6 +5,7 @@ What a process needs that answers nobody itself is little: the rest is imported 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from geartrain.ams.observe.metrics import Metric
 from geartrain.ams.values.config import ClusterConfig, join_address, split_address
 from geartrain.ams.values.errors import ConfigError
 from geartrain.launch.serving.certificates import certificates_of
-from geartrain.launch.serving.workers import Workers
+from geartrain.launch.serving.workers import DRAIN_SECONDS, Workers
 from geartrain.serving.batching import Batcher
 from geartrain.serving.catalog import Catalog
 from geartrain.serving.http.ports import listening_socket
@@ -35,6 +36,9 @@ class ServeRole:
                 "there is nothing to serve: give the folder of a model, as 'geartrain serve exported/', which "
                 "'geartrain export RUN --to exported/' writes"
             )
+        for library in ("starlette", "uvicorn", "onnxruntime"):
+            if importlib.util.find_spec(library) is None:
+                raise ConfigError(f"a service needs {library}, which is not installed: pip install 'geartrain[serve]'")
         told.require_used()
         self.models = list(named_folders(told.models))
         self.workers: Workers | None = None
@@ -82,7 +86,8 @@ class ServeRole:
             self.workers.ended_all.wait()
 
     def stop(self, grace_seconds: float) -> None:
-        """Answer the requests under way, take no others, close the models."""
+        """Answer the requests under way, take no others, close the models. A grace at all is :data:`DRAIN_SECONDS`."""
+        grace_seconds = max(grace_seconds, DRAIN_SECONDS) if grace_seconds else 0
         self._following.close()
         if self._here is not None:
             self._here.stop(grace_seconds)

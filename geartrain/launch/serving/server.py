@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from geartrain.ams.values.config import ClusterConfig, split_address
 from geartrain.launch.serving.certificates import certificates_of
+from geartrain.launch.serving.workers import DRAIN_SECONDS
 from geartrain.serving.batching import Batcher
 from geartrain.serving.catalog import Catalog
 from geartrain.serving.cores import use_threads
@@ -24,8 +25,6 @@ from geartrain.serving.service import ModelService, open_models
 
 if TYPE_CHECKING:
     from geartrain.serving.kserve.service import InferenceServer
-
-DRAIN_SECONDS = 3.0
 
 
 class ModelServer:

@@ -18,7 +18,7 @@ from geartrain.ams.values.errors import GeartrainError, Unavailable
 from geartrain.launch import role as life
 from geartrain.launch.logs import log_to_stderr
 from geartrain.launch.serving.server import ModelServer
-from geartrain.launch.serving.workers import Lines
+from geartrain.launch.serving.workers import DRAIN_SECONDS, Lines
 from geartrain.serving.http.ports import joined_port
 from geartrain.serving.service import Told
 
@@ -78,7 +78,7 @@ def main() -> None:
     threading.Thread(target=parent.listen, args=(server,), name="parent", daemon=True).start()
     while not told_to_end.wait(1.0):
         pass
-    server.stop(life.STOP_GRACE_SECONDS)
+    server.stop(DRAIN_SECONDS)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ from geartrain.serving.service import Told
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
+DRAIN_SECONDS = 8.0
+"""For what is under way when a service is told to end; who stops containers waits for 10 s."""
 _WISH_SECONDS = 300.0
 """For all workers to do what is wished: one may load a model."""
 _MOST_RESTARTS, _RESTART_SECONDS = 5, 600.0
