@@ -121,9 +121,8 @@ class MappedRows:
     def pull(
         self, tables: Sequence[int], ids: Sequence[Ids], *, out: Sequence[npt.NDArray[Any]]
     ) -> dict[int, npt.NDArray[np.int64]]:
-        """Of each of ``tables``, by its number, write the row of each of its ``ids`` [N] to its ``out`` [N, D].
-
-        These may be columns of a wider array.
+        """Of each of ``tables``, by its number, write the row of each of its ``ids`` [N] to its ``out`` [N, D],
+        which may be columns of a wider array.
 
         Returns by place in ``tables`` the places of ids that have no row, rising, where there are any; ``out`` stays as
         it was there.

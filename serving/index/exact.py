@@ -29,8 +29,6 @@ class EncodedRows:
     """[C, D] or [C, K, D]; may be mapped."""
     panels: npt.NDArray[np.uint8]
     """[P, bytes], of :func:`encoded`; may be mapped."""
-    there: npt.NDArray[np.uint16]
-    """[P]: a bit for each row: the last panel may have fewer."""
     biases: Floats | None
     """[C], finite."""
     largest_bias: float
@@ -55,17 +53,12 @@ class EncodedRows:
         if biases is not None and not np.isfinite(biases).all():
             raise InvalidRows("a bias is not finite; train its class again")
         largest_bias = 0.0 if biases is None else float(np.abs(biases).max(initial=0))
-        return cls(centers, panels, _all_there(centers), biases, largest_bias, positions)
+        return cls(centers, panels, biases, largest_bias, positions)
 
     @property
     def centers_each(self) -> int:
         """K."""
         return 1 if self.centers.ndim == 2 else int(self.centers.shape[1])
-
-    @property
-    def num_rows(self) -> int:
-        """R."""
-        return len(self.centers) * self.centers_each
 
     def part(self, classes: Positions) -> EncodedRows | None:
         """Those of some classes, which keep their positions; None: there is none."""
@@ -84,7 +77,6 @@ class EncodedRows:
         ops.search_rows(
             self.centers.reshape(-1, self.centers.shape[-1]),
             self.panels,
-            self.there,
             biases,
             self.largest_bias,
             features_ND,
@@ -152,11 +144,3 @@ def map_panels(path: Path, centers: Floats) -> npt.NDArray[np.uint8]:
             "again"
         )
     return panels
-
-
-def _all_there(centers: Floats) -> npt.NDArray[np.uint16]:
-    rows = int(np.prod(centers.shape[:-1]))
-    there = np.full(-(-rows // _PANEL_ROWS), 0xFFFF, np.uint16)
-    if rows % _PANEL_ROWS:
-        there[-1] = (1 << rows % _PANEL_ROWS) - 1
-    return there

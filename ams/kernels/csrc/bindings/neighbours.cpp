@@ -1,7 +1,6 @@
 #include <nanobind/stl/optional.h>
 
 #include <algorithm>
-#include <bit>
 #include <optional>
 
 #include "neighbours/neighbour_recall.hpp"
@@ -159,7 +158,6 @@ void bind_select(nb::module_& m) {
 }
 
 using Panels = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Living = nb::ndarray<const uint16_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 void require_panels(const Rows& rows, int64_t num_panels, int64_t bytes) {
   const int64_t dim = static_cast<int64_t>(rows.shape(1));
@@ -175,22 +173,18 @@ void encode_checked(const Rows& rows, const Array<uint8_t, 2>& panels, int64_t t
   encode_rows(rows.data(), static_cast<int64_t>(rows.shape(0)), static_cast<int64_t>(rows.shape(1)), panels.data(), threads);
 }
 
-void search_checked(const Rows& rows, const Panels& panels, const Living& living,
+void search_checked(const Rows& rows, const Panels& panels,
                     const std::optional<Array<const float, 1>>& offsets, float largest_offset, const Rows& features,
                     const Array<float, 2>& scores, const Array<int64_t, 2>& found, int64_t threads) {
   require_panels(rows, static_cast<int64_t>(panels.shape(0)), static_cast<int64_t>(panels.shape(1)));
   require(threads >= 1, "threads must be at least 1");
-  require(living.size() == panels.shape(0), "living must be [panels]");
   require(!offsets.has_value() || offsets->size() == rows.shape(0), "offsets must be [rows]");
   require(features.shape(1) == rows.shape(1), "features must be as wide as the rows");
   require(scores.shape(0) == features.shape(0) && found.shape(0) == features.shape(0) && scores.shape(1) == found.shape(1),
           "scores and found must be [features, k]");
   const int64_t count = static_cast<int64_t>(rows.shape(0)), k = static_cast<int64_t>(scores.shape(1));
-  int64_t num_living = 0;
-  for (size_t i = 0; i < living.size(); ++i) num_living += std::popcount(living.data()[i]);
-  require(k <= num_living, "k must be at most the number of living rows");
-  require(count % kPanelRows == 0 || living.data()[living.size() - 1] >> (count % kPanelRows) == 0, "a living row is none");
-  const SearchedRows searched{rows.data(),     panels.data(), living.data(), offsets.has_value() ? offsets->data() : nullptr,
+  require(k <= count, "k must be at most the number of rows");
+  const SearchedRows searched{rows.data(),    panels.data(), offsets.has_value() ? offsets->data() : nullptr,
                               largest_offset, count,         static_cast<int64_t>(rows.shape(1))};
   WithoutInterpreter release;
   search_rows(searched, features.data(), static_cast<int64_t>(features.shape(0)), k, scores.data(), found.data(), threads);
@@ -215,7 +209,7 @@ void bind_neighbours(nb::module_& m) {
         nb::arg("accepted").noconvert(), nb::arg("threads"));
   m.def("panel_bytes", &panel_bytes, nb::arg("dim"));
   m.def("encode_rows", &encode_checked, nb::arg("rows").noconvert(), nb::arg("panels").noconvert(), nb::arg("threads"));
-  m.def("search_rows", &search_checked, nb::arg("rows").noconvert(), nb::arg("panels").noconvert(), nb::arg("living").noconvert(),
+  m.def("search_rows", &search_checked, nb::arg("rows").noconvert(), nb::arg("panels").noconvert(),
         nb::arg("offsets").noconvert().none(), nb::arg("largest_offset"), nb::arg("features").noconvert(),
         nb::arg("scores").noconvert(), nb::arg("found").noconvert(), nb::arg("threads"));
   bind_select<int32_t>(m);

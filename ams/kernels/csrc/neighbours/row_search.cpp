@@ -197,16 +197,17 @@ class Search {
 
  private:
   void visit(int64_t panel, Searcher& searcher) const {
-    if (rows_.living[panel] == 0) return;
     const int64_t first = panel * kPanelRows, num_features = static_cast<int64_t>(searcher.known.size());
     const float* offsets = rows_.offsets == nullptr ? nullptr : rows_.offsets + first;
+    const int64_t left = rows_.count - first;
+    const uint32_t there = left >= kPanelRows ? (1u << kPanelRows) - 1 : (1u << left) - 1;
     float last[kPanelRows] = {};
-    if (offsets != nullptr && first + kPanelRows > rows_.count) {
+    if (offsets != nullptr && left < kPanelRows) {
       std::copy(offsets, rows_.offsets + rows_.count, last);
       offsets = last;
     }
     const int64_t count =
-        kernels_.panel_hits(rows_.panels + panel * panel_bytes(rows_.dim), quads_, rows_.living[panel], offsets, codes_.data(),
+        kernels_.panel_hits(rows_.panels + panel * panel_bytes(rows_.dim), quads_, there, offsets, codes_.data(),
                             bounds_.data(), searcher.floors.data(), num_features, searcher.hits.data());
     for (int64_t i = 0; i < count; ++i) {
       const BoundHit& hit = searcher.hits[static_cast<size_t>(i)];

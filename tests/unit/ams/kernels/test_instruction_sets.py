@@ -60,11 +60,10 @@ def digest() -> str:
 def found_rows(generator: np.random.Generator) -> bytes:
     """The best of rows that are close to each other, for features that take every size of group."""
     rows = (generator.standard_normal(37) + 1e-4 * generator.standard_normal((700, 37))).astype(np.float32)
-    panels, living = np.empty((44, neighbours.panel_bytes(37)), np.uint8), np.full(44, 0xFFFF, np.uint16)
-    living[-1] = 0x0FFF
+    panels = np.empty((44, neighbours.panel_bytes(37)), np.uint8)
     neighbours.encode_rows(rows, panels, threads=2)
     scores, found = np.empty((21, 9), np.float32), np.empty((21, 9), np.int64)
-    neighbours.search_rows(rows, panels, living, None, 0.0, rows[:21], scores, found, threads=2)
+    neighbours.search_rows(rows, panels, None, 0.0, rows[:21], scores, found, threads=2)
     return panels.tobytes() + scores.tobytes() + found.tobytes()
 
 

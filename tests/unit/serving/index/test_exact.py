@@ -166,19 +166,18 @@ def test_the_room_on_the_disk_is_taken_before_mapped_memory_is_written(
     exact.write_panels(file, drawn("ordinary", 20_000, 60, np.random.default_rng(0)), 1)
 
 
-@pytest.mark.parametrize("wrong", ["features", "panels", "living", "k"])
+@pytest.mark.parametrize("wrong", ["features", "panels", "k"])
 def test_the_kernel_refuses_arrays_that_do_not_fit(wrong: str) -> None:
     rows = EncodedRows.of(np.ones((20, 4), np.float32))
-    given = {"features": np.ones((2, 4), np.float32), "panels": rows.panels, "living": rows.there, "k": 3}
+    given = {"features": np.ones((2, 4), np.float32), "panels": rows.panels, "k": 3}
     given[wrong] = {
         "features": np.ones((2, 5), np.float32),
         "panels": rows.panels[:1],
-        "living": np.full(2, 0xFFFF, np.uint16),
         "k": 21,
     }[wrong]
     shape = 2, given.pop("k")
-    with pytest.raises(ValueError, match=r"must be|is none"):
+    with pytest.raises(ValueError, match="must be"):
         ops.search_rows(
-            rows.centers, given["panels"], given["living"], None, 0.0, given["features"],
+            rows.centers, given["panels"], None, 0.0, given["features"],
             np.empty(shape, np.float32), np.empty(shape, np.int64), threads=1,
         )  # fmt: skip
