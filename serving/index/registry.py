@@ -23,10 +23,10 @@ from geartrain.serving.index.choice import choose_index
 from geartrain.serving.index.exact import PANELS, EncodedRows, map_panels, write_panels
 from geartrain.serving.index.nearest import NearestIndex
 from geartrain.serving.index.queries import Floats
-from geartrain.workers.models.saved_model import map_arrays, write_arrays
+from geartrain.workers.models.saved_model import CENTERS, map_arrays, write_arrays
 
-HELD, FACTS = "index_ids.safetensors", "index.json"
-"""Ids of the classes that an index holds which is older than its model; what is said of one that is not in a model."""
+PLACES, FACTS = "index_places.safetensors", "index.json"
+"""Where the classes of an index that is older are in the model; what is said of an index that is in no model."""
 _SAMPLED_CENTERS = 64
 _AT_ONCE = 65_536
 _NEAR = 0.5
@@ -73,20 +73,19 @@ def write_index(
     if older is not None and (built := json.loads((older / FACTS).read_text(encoding="utf-8")))["kind"] == "exact":
         kind = "exact"  # no index was fast enough, with so much recall
     elif older is not None:
-        ids = np.arange(len(centers)) if ids is None else ids
-        write_arrays(staging / HELD, {"ids": _still_held(map_arrays(older / HELD), rows, ids)})
+        write_arrays(staging / PLACES, {"places": _places(map_arrays(older / CENTERS), rows, ids)})
         _link(older / shortcut.FILE, staging / shortcut.FILE)
-        given = _opened(staging, built, rows, ids)
+        given = _opened(staging, built, rows)
     chosen = choose_index(
         rows, is_cosine=is_cosine, asked_recall=asked_recall, kind=kind, queries=queries, older=given, threads=threads
     )
     facts = {**chosen.facts, "centers": _fingerprint(centers), "files": [PANELS]}
     if given is not None and chosen.shortcut is None:
-        for name in (shortcut.FILE, HELD):
+        for name in (shortcut.FILE, PLACES):
             (staging / name).unlink()
     elif given is not None:
         younger = 0 if given.younger is None else len(given.younger.centers)
-        facts |= {"files": [PANELS, shortcut.FILE, HELD], "younger": younger}
+        facts |= {"files": [PANELS, shortcut.FILE, PLACES], "younger": younger}
     elif chosen.shortcut is not None:
         facts["files"] = [PANELS, shortcut.FILE]
         shortcut.write(chosen.shortcut, staging / shortcut.FILE)
@@ -95,37 +94,36 @@ def write_index(
     return facts
 
 
-def write_older(folder: Path, centers: Floats, biases: Floats | None, ids: Ids, **asked: Any) -> None:
-    """Build an index for ``write_index(older=folder)``, of classes that are only going to change; ``asked`` as there.
+def write_older(folder: Path, centers: Path, **asked: Any) -> None:
+    """Build an index for ``write_index(older=folder)``, of the file of centers of a model; ``asked`` as there.
 
     Raises as that does.
     """
-    facts = write_index(folder, centers, biases, **asked)
+    _link(centers, folder / CENTERS)
+    arrays = map_arrays(folder / CENTERS)
+    facts = write_index(folder, arrays["centers"], arrays.get("biases"), **asked)
     (folder / PANELS).unlink()
-    values: dict[str, npt.NDArray[Any]] = {
-        "ids": np.ascontiguousarray(ids, np.int64),
-        "centers": np.ascontiguousarray(centers),
-    }
-    write_arrays(folder / HELD, values if biases is None else {**values, "biases": np.ascontiguousarray(biases)})
-    (folder / FACTS).write_text(json.dumps({**facts, "classes": len(ids)}), encoding="utf-8")
+    (folder / FACTS).write_text(json.dumps({**facts, "classes": len(arrays["centers"])}), encoding="utf-8")
 
 
-def _still_held(then: Mapping[str, npt.NDArray[Any]], rows: EncodedRows, ids: Ids) -> Ids:
-    """The ids that an index holds; -1: the class is gone, or is somewhere else, as where another took its id."""
-    held: Ids = np.array(then["ids"])
+def _places(then: Mapping[str, npt.NDArray[Any]], rows: EncodedRows, ids: Ids | None) -> Ids:
+    """Where the classes of an index are among ``rows``; -1: one is gone, or somewhere else, as where another took its
+    id.
+    """
     if then["centers"].shape[1:] != rows.centers.shape[1:] or ("biases" in then) != (rows.biases is not None):
         raise ModelDamaged(f"the index is of centers {list(then['centers'].shape[1:])}, another size")
-    at = np.searchsorted(ids, held).clip(max=len(ids) - 1)
-    is_held = ids[at] == held
+    held = then.get("ids", np.arange(len(then["centers"])))
+    ids = np.arange(len(rows.centers)) if ids is None else ids
+    at: Ids = np.searchsorted(ids, held).clip(max=len(ids) - 1)
     for start in range(0, len(held), _AT_ONCE):
         some = slice(start, start + _AT_ONCE)
         now = rows.centers[at[some]]
         moved, length = np.square(now - then["centers"][some]).sum(-1), np.square(now).sum(-1)
         if rows.biases is not None:
             moved += np.square(rows.biases[at[some]] - then["biases"][some])
-        is_near = moved <= _NEAR**2 * length
-        is_held[some] &= is_near if is_near.ndim == 1 else is_near.all(axis=1)
-    return np.where(is_held, held, -1)
+        is_near = (moved <= _NEAR**2 * length).reshape(len(now), -1).all(axis=1)
+        at[some][(ids[at[some]] != held[some]) | ~is_near] = -1
+    return at
 
 
 def _link(file: Path, link: Path) -> None:
@@ -138,12 +136,13 @@ def _link(file: Path, link: Path) -> None:
         shutil.copyfile(file, link)
 
 
-def _opened(folder: Path, facts: Mapping[str, Any], rows: EncodedRows, ids: Ids | None) -> shortcut.FaissShortcut:
-    if not (folder / HELD).exists():
+def _opened(folder: Path, facts: Mapping[str, Any], rows: EncodedRows) -> shortcut.FaissShortcut:
+    if not (folder / PLACES).exists():
         return shortcut.read(folder / shortcut.FILE, facts, rows, len(rows.centers))
-    held: Ids = map_arrays(folder / HELD)["ids"]
-    way = shortcut.read(folder / shortcut.FILE, facts, rows, len(held))
-    return way.of_later(held, rows, np.arange(len(rows.centers)) if ids is None else ids)
+    places = map_arrays(folder / PLACES)["places"]
+    if places.max(initial=-1) >= len(rows.centers):
+        raise ModelDamaged(f"{folder / PLACES} is of another model than the centers beside it; export the model again")
+    return shortcut.read(folder / shortcut.FILE, facts, rows, len(places)).of_later(places, rows)
 
 
 def open_index(
@@ -152,14 +151,12 @@ def open_index(
     centers: Floats,
     biases: Floats | None = None,
     *,
-    ids: Ids | None = None,
     threads: int | None = None,
 ) -> NearestIndex:
     """Open the index in the folder of a model, or make an exact one if it has none.
 
     ``config`` is the model's, of which ``is_cosine`` and ``index`` are read; ``centers`` [C, D] or [C, K, D] and
-    ``biases`` [C] may be mapped; ``ids`` [C] of the classes rise (None: 0 … C - 1). An index that is older than the
-    centers names the classes it holds. Raises ModelDamaged (names the file), InvalidRows, ConfigError (no faiss).
+    ``biases`` [C] may be mapped. Raises ModelDamaged (names the file), InvalidRows, ConfigError (faiss is missing).
     """
     threads = threads or available_cores()
     facts = config.get("index")
@@ -172,7 +169,7 @@ def open_index(
             )
         panels = map_panels(folder / PANELS, centers)
     rows = EncodedRows.of(centers, biases, panels=panels, threads=threads)
-    way = None if facts["kind"] == "exact" else _opened(folder, facts, rows, ids)
+    way = None if facts["kind"] == "exact" else _opened(folder, facts, rows)
     return NearestIndex(rows, is_cosine=config["is_cosine"], threads=threads, facts=facts, shortcut=way)
 
 

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.values.errors import ConfigError, ModelDamaged
-from geartrain.ams.values.specs import Ids
 from geartrain.serving.index.exact import EncodedRows
 from geartrain.serving.index.queries import Floats, Positions
 
@@ -43,15 +42,14 @@ class FaissShortcut:
         self._bits: npt.NDArray[np.uint8] | None = None
         self._num_held = int(index.ntotal)
 
-    def of_later(self, held: Ids, rows: EncodedRows, ids: Ids) -> FaissShortcut:
-        """The same index for ``rows`` of classes ``ids`` [C], rising, of a later moment; it holds those of ``held``."""
+    def of_later(self, places: Positions, rows: EncodedRows) -> FaissShortcut:
+        """The same index for ``rows`` of a later moment: where each class that it holds is now; -1: it is gone."""
         later = FaissShortcut(self.index, self.kind, self.effort)
-        at = np.searchsorted(ids, held).clip(max=len(ids) - 1)
-        stayed = ids[at] == held
-        later._places = np.where(stayed, at, -1)
+        stayed = places >= 0
+        later._places = places
         later._bits = np.packbits(np.repeat(stayed, rows.centers_each), bitorder="little")
         later._num_held = int(stayed.sum()) * rows.centers_each
-        later.younger = rows.part(np.flatnonzero(~np.isin(ids, held)))
+        later.younger = rows.part(np.setdiff1d(np.arange(len(rows.centers)), places))
         return later
 
     def search(self, rows: EncodedRows, features_ND: Floats, k: int, threads: int) -> npt.NDArray[np.int32]:

@@ -6,21 +6,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from geartrain.serving.index.registry import write_older
-from geartrain.workers.models.saved_model import read_config, read_files
+from geartrain.workers.models.saved_model import CENTERS, read_config
 
 
 def main(arguments: Sequence[str]) -> None:
     """Build it."""
     version, folder, asked_recall = Path(arguments[0]), Path(arguments[1]), float(arguments[2])
-    config = read_config(version)
-    arrays = read_files(version, config).tensors
-    centers = arrays["centers"]
-    ids = arrays.get("ids", np.arange(len(centers)))
-    biases = arrays.get("biases")
-    write_older(folder, centers, biases, ids, is_cosine=config["is_cosine"], asked_recall=asked_recall)
+    is_cosine = read_config(version)["is_cosine"]
+    write_older(folder, version / CENTERS, is_cosine=is_cosine, asked_recall=asked_recall)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from geartrain.ams.values.specs import Ids
 from geartrain.serving.index import shortcut
 from geartrain.serving.index.choice import EXACT_IS_ENOUGH, sample_queries
 from geartrain.serving.index.queries import Floats
-from geartrain.serving.index.registry import FACTS, HELD, write_index
+from geartrain.serving.index.registry import FACTS, PLACES, write_index
 from geartrain.serving.live.child import NICE, run_child
 
 logger = logging.getLogger(__name__)
@@ -41,8 +41,6 @@ class LiveIndex:
         self._thread: threading.Thread | None = None
         self._ending = threading.Event()
         self._is_wanted = False
-        self.builds = 0
-        """How many were begun."""
         if asked_recall < 1:
             shortcut.load_faiss()
 
@@ -73,7 +71,7 @@ class LiveIndex:
                 return facts
             except (GeartrainError, ValueError, KeyError) as exc:
                 logger.warning("the index of an older version cannot be used, another is built: %s", exc)
-                for name in (shortcut.FILE, HELD):
+                for name in (shortcut.FILE, PLACES):
                     (staging / name).unlink(missing_ok=True)
         self._is_wanted = True
         return write(kind="exact")
@@ -81,12 +79,11 @@ class LiveIndex:
     def begin(self, version: Path) -> None:
         """Build another index of a version that was written, if that wanted one; it goes on meanwhile."""
         if self._is_wanted and not self._is_building:
-            self.builds += 1
             self._thread = threading.Thread(target=self._build, args=(version,), name="index", daemon=True)
             self._thread.start()
 
     def wait(self) -> None:
-        """Until what is being built is there, as tests do."""
+        """Until what is being built is there."""
         if self._thread is not None:
             self._thread.join()
 

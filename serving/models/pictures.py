@@ -79,8 +79,7 @@ class PictureModel:
         pictures = ClassPictures(folder)
         self.picture = pictures.png
         """What a class looks like, by its id: a PNG file, or None."""
-        biases = files.tensors.get("biases")
-        self.index = open_index(folder, config, centers, biases, ids=self._ids, threads=threads)
+        self.index = open_index(folder, config, centers, files.tensors.get("biases"), threads=threads)
         self._session = _session(folder / ONNX, threads)
         _require_of_one_model(folder, self._session, self.preprocessing, len(centers), self.num_classes, self.dim)
         self.operations = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from geartrain.serving.index.choice import choose_index, sample_queries
 from geartrain.serving.index.exact import EncodedRows
 from geartrain.serving.index.nearest import NearestIndex
 from geartrain.serving.index.registry import open_index, write_index, write_older
+from geartrain.workers.models.saved_model import write_arrays
 
 pytest.importorskip("faiss")
 
@@ -80,7 +82,9 @@ def test_an_index_serves_rows_of_later_moments(
     built.mkdir()
     later.mkdir()
     biases = generator.standard_normal(1000).astype(np.float32) / 9 if with_biases else None
-    write_older(built, before, biases, held, is_cosine=False, asked_recall=0.9, kind=kind)
+    arrays = {"centers": before, "ids": held}
+    write_arrays(tmp_path / "before", arrays if biases is None else {**arrays, "biases": biases})
+    write_older(built, tmp_path / "before", is_cosine=False, asked_recall=0.9, kind=kind)
 
     ids = np.union1d(held[:800], np.array([1, 4, 5000, 5001]))
     rows = generator.standard_normal((len(ids), *shape[1:])).astype(np.float32)
@@ -91,7 +95,7 @@ def test_an_index_serves_rows_of_later_moments(
     facts = write_index(later, rows, now, is_cosine=False, asked_recall=0.8, ids=ids, older=built)
     assert facts["kind"] == kind
     (built / "index.faiss").unlink()
-    index = open_index(later, {"is_cosine": False, "index": facts}, rows, now, ids=ids)
+    index = open_index(later, {"is_cosine": False, "index": facts}, rows, now)
     exact = open_index(Path(), {"is_cosine": False}, rows, now)
     assert index.num_classes == 804
     assert agreement(index, exact, sample_queries(rows), k=1) >= 0.8
@@ -102,12 +106,33 @@ def test_an_index_serves_rows_of_later_moments(
     assert agreement(index, exact, features, k=804) == 1  # all that there are
 
 
+def test_places_beyond_the_rows_are_no_index_of_theirs(centers: Floats, tmp_path: Path) -> None:
+    facts = write_index(tmp_path, centers, **COSINE, asked_recall=0.5, kind="ivf")
+    write_arrays(tmp_path / "index_places.safetensors", {"places": np.arange(1, 3001)})
+    with pytest.raises(ModelDamaged, match=r"index_places\.safetensors is of another model"):
+        open_index(tmp_path, {**COSINE, "index": facts}, centers)
+
+
+def test_a_disk_without_links_gets_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, centers: Floats) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "no links")
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    monkeypatch.setattr(choice, "_WORTHWHILE", 0.0)
+    (tmp_path / "built").mkdir()
+    write_arrays(tmp_path / "before", {"centers": centers})
+    write_older(tmp_path / "built", tmp_path / "before", **COSINE, asked_recall=0.5, kind="ivf")
+    facts = write_index(tmp_path, centers, **COSINE, asked_recall=0.5, older=tmp_path / "built")
+    assert (facts["kind"], facts["younger"]) == ("ivf", 0)
+
+
 def test_an_index_without_a_class_that_is_still_there_leaves_exact_search(centers: Floats, tmp_path: Path) -> None:
     (tmp_path / "built").mkdir()
-    write_older(tmp_path / "built", centers, None, np.arange(3000), **COSINE, asked_recall=0.9, kind="ivf")
+    write_arrays(tmp_path / "before", {"centers": centers})
+    write_older(tmp_path / "built", tmp_path / "before", **COSINE, asked_recall=0.9, kind="ivf")
     ids = np.arange(5000, 5100)
     facts = write_index(tmp_path, centers[:100], **COSINE, asked_recall=0.9, ids=ids, older=tmp_path / "built")
-    index = open_index(tmp_path, {**COSINE, "index": facts}, centers[:100], ids=ids)
+    index = open_index(tmp_path, {**COSINE, "index": facts}, centers[:100])
     assert agreement(index, open_index(Path(), COSINE, centers[:100]), centers[:50]) == 1
 
 

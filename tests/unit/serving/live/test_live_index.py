@@ -40,22 +40,24 @@ def written(index: LiveIndex, folder: Path, centers: Floats, ids: npt.NDArray[np
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few classes count as many, and are built by this process, which alone knows that."""
+def small(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Few classes count as many, and are built by this process, which alone knows that; of which versions."""
+    built = list[Path]()
     monkeypatch.setattr(choice, "EXACT_IS_ENOUGH", 0)
     monkeypatch.setattr(choice, "_WORTHWHILE", 0.0)
     monkeypatch.setattr(live, "EXACT_IS_ENOUGH", 0)
 
     def run(_: str, __: str, *arguments: str, is_ending: Callable[[], bool]) -> None:
         assert not is_ending()
+        built.append(Path(arguments[0]))
         build_index.main(arguments)
 
     monkeypatch.setattr(live, "run_child", run)
+    return built
 
 
-@pytest.mark.usefixtures("small")
 def test_it_is_taken_for_later_versions_until_it_finds_too_little(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index, ids = LiveIndex(tmp_path, 0.9), np.arange(0, 1000, 2)
     assert written(index, tmp_path / "1", rows_of(500), ids)["kind"] == "exact"
@@ -63,35 +65,41 @@ def test_it_is_taken_for_later_versions_until_it_finds_too_little(
     ids = np.union1d(ids[10:], [3, 2000])
     facts = written(index, tmp_path / "2", rows_of(492), ids)
     index.wait()
-    assert (facts["kind"], facts["younger"], index.builds) == ("ivf", 492, 2)  # all rows are others
+    assert (facts["kind"], facts["younger"], len(small)) == ("ivf", 492, 2)  # all rows are others
     ids = np.union1d(ids[:-1], [5, 3000])
     centers = rows_of(493, seed=1)
     centers[~np.isin(ids, [5, 3000])] = rows_of(492)[:-1]
     facts = written(index, tmp_path / "3", centers, ids)
-    assert (facts["kind"], facts["younger"], index.builds) == ("ivf", 2, 2)
+    assert (facts["kind"], facts["younger"], len(small)) == ("ivf", 2, 2)
     assert facts["recall_at_1"] >= 0.9
-    served = open_index(tmp_path / "3", read_config(tmp_path / "3"), centers, ids=ids)
+    served = open_index(tmp_path / "3", read_config(tmp_path / "3"), centers)
     newcomers = np.flatnonzero(np.isin(ids, [5, 3000]))
     assert served.search(centers[newcomers], 1)[1][:, 0].tolist() == newcomers.tolist()
     monkeypatch.setattr(choice, "_EFFORTS", (1,))
     index = LiveIndex(tmp_path, 0.9999)
     facts = written(index, tmp_path / "4", centers, ids)
     index.wait()
-    assert (facts["kind"], index.builds) == ("exact", 1)
+    assert (facts["kind"], len(small)) == ("exact", 3)
     assert facts["passed_over"][0]["recall_at_1"] < 0.9999
     assert not (tmp_path / "4" / "index.faiss").exists()
 
 
-def test_a_process_builds_it_and_what_is_no_use_is_not_built_again(
+def test_a_process_builds_it_and_what_is_no_use_is_built_again_only_for_more_classes_or_less_recall(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    built, run = list[str](), live.run_child
+
+    def noted(*arguments: str, is_ending: Callable[[], bool]) -> None:
+        built.append(Path(arguments[2]).name)
+        run(*arguments, is_ending=is_ending)
+
+    monkeypatch.setattr(live, "run_child", noted)
     monkeypatch.setattr(live, "EXACT_IS_ENOUGH", 0)  # the process finds that these are few
-    index = LiveIndex(tmp_path, 0.9)
-    for number, count in enumerate((100, 110, 130, 130)):
-        index.wait()
-        before = index.builds
+    for number, (count, recall) in enumerate([(100, 0.9), (110, 0.9), (130, 0.9), (130, 0.95), (130, 0.8), (130, 0.8)]):
+        index = LiveIndex(tmp_path, recall)
         assert written(index, tmp_path / str(number), rows_of(count), np.arange(count))["kind"] == "exact"
-        assert index.builds - before == (count in (100, 130) and number < 3)
+        index.wait()
+    assert built == ["0", "2", "4"]
 
 
 @pytest.mark.usefixtures("small")
