@@ -486,13 +486,6 @@ class ServeConfig(RoleConfig):
     origins: TextList = ()
     """Other web pages that may ask, as https://example.com (CORS). None by default."""
 
-    def require_used(self) -> None:
-        """Raises ConfigError for a setting that nothing would read."""
-        for needed, names in {"canary": ("share",), "follow": ("versions", "keep", "recall", "backbone")}.items():
-            changed = [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
-            if changed and getattr(self, needed) is None:
-                raise ConfigError(f"{changed[0]} is {getattr(self, changed[0])!r} without {needed}; give --{needed}")
-
 
 class ClientConfig(Section):
     """A client: any process that pulls and pushes."""

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from geartrain.ams.observe.metrics import Metric
-from geartrain.ams.values.config import ClusterConfig, join_address, split_address
+from geartrain.ams.values.config import ClusterConfig, ServeConfig, join_address, split_address
 from geartrain.ams.values.errors import ConfigError
 from geartrain.launch.serving.certificates import certificates_of
 from geartrain.launch.serving.workers import DRAIN_SECONDS, Workers
@@ -36,10 +36,7 @@ class ServeRole:
                 "there is nothing to serve: give the folder of a model, as 'geartrain serve exported/', which "
                 "'geartrain export RUN --to exported/' writes"
             )
-        for library in ("starlette", "uvicorn", "onnxruntime"):
-            if importlib.util.find_spec(library) is None:
-                raise ConfigError(f"a service needs {library}, which is not installed: pip install 'geartrain[serve]'")
-        told.require_used()
+        _require_startable(told)
         self.models = list(named_folders(told.models))
         self.workers: Workers | None = None
         self._here: ModelServer | None = None
@@ -93,3 +90,14 @@ class ServeRole:
             self._here.stop(grace_seconds)
         elif self.workers is not None:
             self.workers.stop(grace_seconds + 1)
+
+
+def _require_startable(told: ServeConfig) -> None:
+    """Raises ConfigError: a library is missing, or a setting was changed that nothing would read."""
+    for library in ("starlette", "uvicorn", "onnxruntime"):
+        if importlib.util.find_spec(library) is None:
+            raise ConfigError(f"a service needs {library}, which is not installed: pip install 'geartrain[serve]'")
+    for needed, names in {"canary": ("share",), "follow": ("versions", "keep", "recall", "backbone")}.items():
+        for name in names if getattr(told, needed) is None else ():
+            if (value := getattr(told, name)) != ServeConfig.model_fields[name].default:
+                raise ConfigError(f"{name} is {value!r} without {needed}; give --{needed}")

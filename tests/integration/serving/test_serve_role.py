@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import importlib.util
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import signal
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -23,7 +25,9 @@ import pytest
 
 import geartrain as gt
 from geartrain.ams.values.config import FOLDER_VARIABLE, TOKEN_VARIABLE, ClusterConfig, SecurityConfig, split_address
+from geartrain.ams.values.errors import ConfigError
 from geartrain.launch.certificates import issue, make_authority
+from geartrain.launch.serving.role import ServeRole
 from geartrain.launch.tokens import make_token
 from tests.support.command_line import typed
 from tests.support.role_process import RoleProcess
@@ -153,6 +157,40 @@ def test_a_worker_that_cannot_load_what_others_serve_answers_nothing_else_and_co
             counting = set(re.findall(r'serve_queue_items\{[^}]*worker="(\d)"', metrics_of(serving.address)))
 
 
+def test_connections_are_spread_over_workers(workers: RoleProcess) -> None:
+    children = psutil.Process(workers.process.pid).children()
+
+    def accepted() -> list[int]:
+        return [sum(one.status == "ESTABLISHED" for one in child.net_connections("tcp")) for child in children]
+
+    where = split_address(workers.address)
+    with contextlib.ExitStack() as opened:
+        for _ in range(128):
+            opened.enter_context(socket.create_connection(where, timeout=20))
+        while sum(accepted()) < 128:
+            pass
+        assert min(accepted()) > 32  # 64 but for chance, which makes it so few once in 10^8
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"share": 0.2}, "share is 0.2 without canary; give --canary"),
+        ({"keep": 5}, "keep is 5 without follow; give --follow"),
+        ({"recall": 0.9}, "recall is 0.9 without follow; give --follow"),
+    ],
+)
+def test_what_nothing_would_read_is_refused(given: dict[str, float], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        ServeRole(ClusterConfig(serve={"models": ["there"], **given}))
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "starlette" else name)
+    with pytest.raises(ConfigError, match=r"a service needs starlette, .* pip install 'geartrain\[serve\]'"):
+        ServeRole(ClusterConfig(serve={"models": ["there"]}))
+
+
 def test_a_killed_worker_fails_no_request_of_another(workers: RoleProcess) -> None:
     ending, answered, broken = threading.Event(), [0] * 6, [0] * 6
 
@@ -199,6 +237,7 @@ def test_what_was_accepted_is_answered_after_sigterm(folder: Path, number: int) 
                     socket.create_connection(where, timeout=20).close()
                 except ConnectionError:
                     break
+            time.sleep(3.5)  # longer than other roles are given
             accepted.sendall(PICTURE)
             response = http.client.HTTPResponse(accepted)
             response.begin()

@@ -282,15 +282,3 @@ def test_a_password_in_a_setting_is_not_shown_and_reaches_child_processes() -> N
     for text in (configuration.to_yaml(config), str(configuration.to_plain(config))):
         assert "secret" not in text and "redis://redis:6379/0" in text
     assert configuration.load(None, environ=configuration.to_environment(config, NO_ENVIRONMENT)) == config
-
-
-@pytest.mark.parametrize(
-    ("given", "needed"), [({"share": 0.2}, "canary"), ({"keep": 5}, "follow"), ({"recall": 0.9}, "follow")]
-)
-def test_what_belongs_to_another_setting_of_a_service_is_refused_without_it(
-    given: dict[str, float], needed: str
-) -> None:
-    ((name, value),) = given.items()
-    with pytest.raises(ConfigError, match=f"{name} is {value} without {needed}; give --{needed}"):
-        ClusterConfig(serve=given).serve.require_used()
-    ClusterConfig(serve={**given, needed: "there"}).serve.require_used()
