@@ -8,7 +8,7 @@ import socket
 from geartrain.ams.values.config import join_address, split_address
 from geartrain.ams.values.errors import ConfigError
 
-_BACKLOG = 1024
+BACKLOG = 1024
 
 
 def listening_socket(listen: str, what: str, flag: str = "--listen") -> socket.socket:
@@ -16,7 +16,7 @@ def listening_socket(listen: str, what: str, flag: str = "--listen") -> socket.s
     host, port = split_address(listen)
     try:
         family, *_, bind_to = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(bind_to[:2], family=family, backlog=_BACKLOG)
+        return socket.create_server(bind_to[:2], family=family, backlog=BACKLOG)
     except OSError as exc:
         why = (os.strerror(exc.errno) if exc.errno and exc.errno > 0 else str(exc)).lower()
         raise ConfigError(

@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 
 from geartrain.ams.values.config import join_address
+from geartrain.serving.http.ports import BACKLOG
 
 try:
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -48,7 +49,7 @@ class HttpServer:
         connections: int = MOST_CONNECTIONS,
         take_seconds: float = _TAKE_SECONDS,
     ) -> None:
-        """Serve ``app`` at a socket that listens.
+        """Serve ``app`` at a socket, which listens once this returns.
 
         Args:
             app: of ASGI, with lifespan.
@@ -87,6 +88,7 @@ class HttpServer:
             ws="none",
             **({} if tls is None else {"ssl_context_factory": lambda *_: tls}),  # type: ignore[arg-type]
         )
+        listener.listen(BACKLOG)
         self._listener = listener
         self._server = uvicorn.Server(settings)
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
