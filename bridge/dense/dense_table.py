@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.writes import RowWrite, Write
-from geartrain.ams.values.errors import InvalidArgument, NonFinite, SyncError, TableNotFound
+from geartrain.ams.values.errors import InvalidArgument, NonFinite, SpecMismatch, SyncError, TableNotFound
 from geartrain.ams.values.optimizers.registry import Adam, RowOptimizerSpec
 from geartrain.ams.values.shard_messages import Done
 from geartrain.ams.values.specs import DTypeName, checked_wire_dtype
@@ -156,6 +157,19 @@ class DenseTable(torch.optim.Optimizer):
                 self._buffers.drop_changes()
         self._pull()
         return True
+
+    def require_same(self, state: Mapping[str, Any], prefix: str) -> None:
+        """Raise SpecMismatch if a state_dict that is about to be loaded has other parameters than the table, which the
+        next pull would put in their place; takes the table's own first."""
+        self.refresh()
+        for name, mine in self._tensors.trained.items():
+            given = state.get(prefix + name)
+            if isinstance(given, Tensor) and not torch.equal(given.detach().to(mine), mine.detach()):
+                raise SpecMismatch(
+                    f"the state has another {name!r} than dense table {self.name!r}, whose values the next step would "
+                    "put in its place. Save an attached model with geartrain.save(model, path) and go back by "
+                    "geartrain.load(model, path, replace=True), or load the state before attach() makes a new table"
+                )
 
     def clippable(self) -> list[Tensor]:
         """The trained parameters, for :func:`geartrain.clip_grad_norm_`. InvalidArgument with ranks: what is applied is
@@ -403,8 +417,17 @@ def attach(
     dense = DenseTable(
         cluster, tensors, weights if wire_dtype is None else weights.with_wire(wire_dtype), buffers, ranks
     )
-    _attached[module] = weakref.ref(dense)  # for as long as somebody has both
+    _attached[module] = known = weakref.ref(dense)  # for as long as somebody has both
+    module.register_load_state_dict_pre_hook(partial(_require_same, known))  # type: ignore[no-untyped-call]
     return dense
+
+
+def _require_same(
+    known: weakref.ref[DenseTable], module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any
+) -> None:
+    dense = known()
+    if dense is not None and _attached.get(module) is known:
+        dense.require_same(state, prefix)
 
 
 def placement_of(module: nn.Module) -> Placement | None:

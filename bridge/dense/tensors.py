@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, SpecMismatch
+from geartrain.bridge.rows.stand_in import named_dense_parameters
 
 _LARGEST_INTEGER = 2**24
 
@@ -20,7 +21,7 @@ class ModuleTensors:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        parameters = dict(module.named_parameters())
+        parameters = dict(named_dense_parameters(module))
         for name, parameter in parameters.items():
             if nn.parameter.is_lazy(parameter):
                 raise InvalidArgument(f"parameter {name!r} has no shape yet; run the module once, then attach it")
@@ -48,7 +49,7 @@ class ModuleTensors:
 
     def check(self) -> None:
         """Raise SpecMismatch if the module has other parameters than when it was attached."""
-        now = dict(self._module.named_parameters())
+        now = dict(named_dense_parameters(self._module))
         for name, parameter in {**self.trained, **self._frozen}.items():
             if now.get(name) is not parameter:
                 raise SpecMismatch(

@@ -133,14 +133,15 @@ class ClusterFields(GroupRows):
             merged.lookup, merged.features, given, merged.rows, merged.pulled_at, self._parts, hosted, merged.on_device
         )
         found: Sequence[Tensor]
-        if torch.is_grad_enabled():
+        trained = [part.row_update for part in self._parts if part.row_update.is_trained]
+        if torch.is_grad_enabled() and trained:
             all_ids = iter(enumerate(merged.ids))
             for part in self._parts:
                 for place in range(len(part.row_update.tables)):
                     table, ids = next(all_ids)
                     part.note(place, hosted.ids_of(table) if hosted is not None and not len(ids) else ids)
-            carriers = [part.row_update.carrier for part in self._parts]
-            found = Vectors.apply(call, device, *carriers)  # type: ignore[no-untyped-call]
+            stand_ins = [update.stand_in_on(device) for update in trained]
+            found = Vectors.apply(call, device, *stand_ins)  # type: ignore[no-untyped-call]
         else:
             found = call.vectors(device, want_gradient=False)
         in_order = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from geartrain.ams.values.errors import SpecMismatch
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
@@ -21,6 +21,7 @@ from geartrain.bridge.embedding.modes import Mode
 from geartrain.bridge.placements.placement import Placement
 from geartrain.bridge.rows.pending import PendingUpdate
 from geartrain.bridge.rows.same_rows import LABELS
+from geartrain.bridge.rows.stand_in import ModuleWithRows
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
@@ -120,13 +121,14 @@ def by_optimizer(specs: Mapping[str, TableSpec]) -> list[list[str]]:
 U = TypeVar("U", bound=PendingUpdate[Any])
 
 
-class TrainedTables(nn.Module, Generic[U]):
+class TrainedTables(ModuleWithRows, Generic[U]):
     """A :class:`~geartrain.bridge.rows.pending.RowModule` of several tables with one optimizer."""
 
     def __init__(self, update: U, placement: Placement) -> None:
         """Both of the same tables."""
         super().__init__()
         self.row_update = update
+        self.register_stand_in(update)
         self.row_placement = placement
         self._specs = placement.specs()
         self._recent: list[Ids] = [np.empty(0, np.int64) for _ in self._specs]
@@ -148,7 +150,8 @@ class TrainedTables(nn.Module, Generic[U]):
         state = state_dict.get(f"{prefix}_extra_state")
         if isinstance(state, Mapping):
             self._require_tables(state)
-            self.row_placement.require_same({name: item["rows"] for name, item in state["tables"].items()})
+            named = {name: item["rows"] for name, item in state["tables"].items()}
+            self.row_placement.require_same(named, int(state["step"]))
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -156,7 +157,13 @@ class LookupCall:
             out += self._hosted.vectors()
         return tuple(upload(item, device) for item in out)
 
-    def queue_row_gradients(self, upstream: Sequence[Tensor | None]) -> None:
+    def passed(self, upstream: Sequence[Tensor | None]) -> list[Tensor]:
+        """Queue the row gradients, if the backward pass under way accumulates; give those of the stand-ins."""
+        first, *others = [part.row_update for part in self._parts if part.row_update.is_trained]
+        of_first = first.passed(partial(self._queue_row_gradients, upstream))
+        return [of_first, *(torch.empty(0, device=other.stand_in.device) for other in others)]
+
+    def _queue_row_gradients(self, upstream: Sequence[Tensor | None]) -> None:
         """Add the gradients of the rows to their updates."""
         for part, version in zip(self._parts, self._rows_versions, strict=True):
             if part.row_update.rows_version != version:
@@ -204,6 +211,8 @@ class LookupCall:
             its_tables = range(len(part.row_update.tables))
             bags = {place: updates[first + place] for place in its_tables if first + place in updates}
             first += len(its_tables)
+            if not part.row_update.is_trained:
+                continue
             if tables or bags or part.row_update.ranks is not None:  # ranks make every step together
                 own_squares = squares if len(self._parts) == 1 else _squares(tables)
                 collected = EmbeddingGradient(tables, own_squares, bags)
@@ -223,9 +232,10 @@ class Vectors(torch.autograd.Function):
     """Vectors of all features; backward queues the row gradients."""
 
     @staticmethod
-    def forward(ctx: Any, call: LookupCall, device: torch.device, *carriers: Tensor) -> tuple[Tensor, ...]:
-        """``carriers`` are there so that the vectors need a gradient."""
-        ctx.call, ctx.num_carriers = call, len(carriers)
+    def forward(ctx: Any, call: LookupCall, device: torch.device, *stand_ins: Tensor) -> tuple[Tensor, ...]:
+        """``stand_ins`` of the trained tables: where autograd reaches them, row gradients count."""
+        del stand_ins
+        ctx.call = call
         ctx.set_materialize_grads(False)
         return call.vectors(device, want_gradient=True)
 
@@ -233,8 +243,7 @@ class Vectors(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         """Queue the row gradients."""
         require_first_derivative()
-        ctx.call.queue_row_gradients(upstream)
-        return (None, None, *[None] * ctx.num_carriers)
+        return (None, None, *ctx.call.passed(upstream))
 
 
 def require_first_derivative() -> None:

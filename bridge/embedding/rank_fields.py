@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -206,22 +207,22 @@ class RankFields(GroupRows):
     def vectors(self, merged: RankBatch, device: torch.device) -> Sequence[Tensor]:
         fields = [self._fields[number] for number in self._with_rows]
         failure = self._late_failure() or merged.failure
+        trained = [update for update in self._updates if torch.is_grad_enabled() and update.is_trained]
         lookup, given = None, list[TensorIds]()
         if failure is None:
             assert merged.asked is not None and merged.status is not None
             given = [merged.given[number] for number in self._with_rows]
-            lookup = DeviceLookup(self._tables, merged.asked, makes_rows=torch.is_grad_enabled())
+            lookup = DeviceLookup(self._tables, merged.asked, makes_rows=bool(trained))
             if self._device.type != "cpu":
                 self._under_way.append((Readback(merged.status), merged.given))
         samples = given[0].num_samples if given else 0
         ranks = self._link.world_size
         num_counts = 2 * ranks * len(fields) + self._num_rows.count(None) + 1 if not self._link.is_alone else 0
-        agreed, weight = self._agree(failure, samples, lookup, num_counts)
+        agreed, weight = self._agree(failure, samples, lookup, num_counts, trains=bool(trained))
         assert lookup is not None and merged.status is not None
         call = _Call(self._updates, lookup, merged.status, agreed, weight, samples)
-        if torch.is_grad_enabled():
-            carriers = [update.carrier_on(self._device) for update in self._updates]
-            found = _Vectors.apply(call, *carriers)  # type: ignore[no-untyped-call]
+        if trained:
+            found = _Vectors.apply(call, *(update.on(self._device) for update in trained))  # type: ignore[no-untyped-call]
         else:
             found = lookup.vectors(agreed)
         return [
@@ -229,14 +230,20 @@ class RankFields(GroupRows):
         ]
 
     def _agree(
-        self, failure: GeartrainError | None, samples: int, lookup: DeviceLookup | None, num_counts: int
+        self,
+        failure: GeartrainError | None,
+        samples: int,
+        lookup: DeviceLookup | None,
+        num_counts: int,
+        *,
+        trains: bool,
     ) -> tuple[list[list[int]], float]:
         """The counts of every rank's look-up, and this rank's part of all samples. One exchange between the hosts.
 
         If any rank cannot go on, every rank raises: its own error there, SyncError elsewhere.
         """
         counts = [0] * num_counts if lookup is None else lookup.counts
-        refused, trains = sum(update.take_refused() for update in self._updates), torch.is_grad_enabled()
+        refused = sum(update.take_refused() for update in self._updates)
         step = self._updates[0].step
         answers = self._link.exchange([failure is None, samples, trains, step, refused, *counts])
         sound, sizes, modes, steps, left = (
@@ -327,7 +334,13 @@ class _Call:
         self._weight, self._samples, self._status = weight, samples, status
         self._rows_versions = [update.rows_version for update in updates]
 
-    def queue_row_gradients(self, upstream: Sequence[Tensor | None]) -> None:
+    def passed(self, upstream: Sequence[Tensor | None]) -> list[Tensor]:
+        """Queue the row gradients, if the backward pass under way accumulates; give those of the stand-ins."""
+        first, *others = [update for update in self._updates if update.is_trained]
+        of_first = first.passed(partial(self._queue_row_gradients, upstream))
+        return [of_first, *(torch.empty(0, device=other.stand_in.device) for other in others)]
+
+    def _queue_row_gradients(self, upstream: Sequence[Tensor | None]) -> None:
         """Add those of all ranks to the updates of the rows that are here."""
         if [update.rows_version for update in self._updates] != self._rows_versions:
             raise InvalidArgument(
@@ -343,20 +356,21 @@ class _Call:
             checksum = torch.where(self._status == 0, checksum, torch.nan)  # of ids that cannot be: no row changes
         checksum = self._updates[0].table.link.sum(checksum)
         for update, gradient in zip(self._updates, gradients, strict=True):
-            update.add(gradient, checksum, self._samples)
+            if update.is_trained:
+                update.add(gradient, checksum, self._samples)
 
 
 class _Vectors(torch.autograd.Function):
     """Sums of the rows that all fields ask for; backward sends their gradients to the rows."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *carriers: Tensor) -> tuple[Tensor, ...]:
-        ctx.call, ctx.num_carriers = call, len(carriers)
+    def forward(ctx: Any, call: _Call, *stand_ins: Tensor) -> tuple[Tensor, ...]:
+        del stand_ins
+        ctx.call = call
         ctx.set_materialize_grads(False)
         return tuple(call.lookup.vectors(call.counts))
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[None, ...]:
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         require_first_derivative()
-        ctx.call.queue_row_gradients(upstream)
-        return (None, *[None] * ctx.num_carriers)
+        return (None, *ctx.call.passed(upstream))

@@ -115,7 +115,7 @@ class GearUpdate(PendingUpdate[GearGradient]):
             self._pending.ids = self._pending.ids[good.numpy()]
             self._pending.gradients_KD = self._pending.gradients_KD[good]
             self._pending.versions = self._pending.versions[good.numpy()]
-            self._take_norm(torch.ones_like(self.carrier), torch.ones_like(self.carrier))
+            self._take_norm(torch.ones_like(self.carrier))
         return dropped
 
     def param_group(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -32,6 +33,8 @@ from geartrain.bridge.gear.gear_update import GearGradient, GearUpdate
 from geartrain.bridge.gear.samples import Decode, DenseSamples
 from geartrain.bridge.placements.placement import Placement
 from geartrain.bridge.rows.eager import runs_eagerly
+from geartrain.bridge.rows.same_rows import incarnation_of, moved_rows
+from geartrain.bridge.rows.stand_in import ModuleWithRows
 from geartrain.bridge.rows.transfers import download, put, upload
 
 _DEFAULTS = SlowGearConfig()
@@ -39,7 +42,7 @@ _NO_FEATURE = -1
 """In place of the dense version of a feature that is not there."""
 
 
-class SlowGear(nn.Module):
+class SlowGear(ModuleWithRows):
     """Dense features by id; ``features = image(image_ids)`` has a gradient, which goes back to the slow gears.
 
     It has no parameters of its own: the dense part lives in the slow gears and in the dense table ``name`` of the
@@ -160,6 +163,7 @@ class SlowGear(nn.Module):
         self.row_update = GearUpdate(
             self.table, self._port, self._source, stream.incarnation, trains_here=engine is not None
         )
+        self.register_stand_in(self.row_update)
         if engine is not None:
             weakref.finalize(self.row_update, engine.abandon)
 
@@ -175,9 +179,10 @@ class SlowGear(nn.Module):
         distinct, places, _ = ops.merge_duplicates(_checked(ids))
         vectors_KD, versions = self._features(distinct, ids.device if self._is_on_device else torch.device("cpu"))
         vectors_KD = upload(vectors_KD, ids.device)
-        if self.training and torch.is_grad_enabled():
-            update = self.row_update  # whose carrier stays on the host, where the gradients go
-            vectors_KD = _Delivered.apply(update.carrier, vectors_KD, update, distinct, versions)  # type: ignore[no-untyped-call]
+        update = self.row_update
+        if self.training and torch.is_grad_enabled() and update.is_trained:
+            stand_in = update.stand_in_on(vectors_KD.device)
+            vectors_KD = _Delivered.apply(stand_in, vectors_KD, update, distinct, versions)  # type: ignore[no-untyped-call]
         return vectors_KD.index_select(0, upload(places, ids.device)).reshape(*ids.shape, self.dim)
 
     @property
@@ -211,8 +216,16 @@ class SlowGear(nn.Module):
         self._port.close()
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Name, width and step; the weights are in snapshots of the cluster."""
-        return {"gear": self.name, "dim": self.dim, "step": self.step}
+        """Name, width, step and table; the weights are in snapshots of the cluster."""
+        return {"gear": self.name, "dim": self.dim, "step": self.step, "incarnation": incarnation_of(self.table)}
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        """Raises SpecMismatch for a state from before deliveries that the dense part has had since."""
+        state = state_dict.get(f"{prefix}_extra_state")
+        is_live = isinstance(state, Mapping) and state.get("incarnation") == incarnation_of(self.table)
+        if is_live and state["step"] < self.step:
+            raise moved_rows(self.name)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Go on at the saved step. SpecMismatch for another name or width."""
@@ -281,12 +294,12 @@ class _GearRows(Placement):
 
 
 class _Delivered(torch.autograd.Function):
-    """The features as they are; their gradient is queued for the step. (The carrier makes autograd call back.)"""
+    """The features as they are; their gradient is queued for the step where autograd reaches the stand-in."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        carrier: Tensor,  # noqa: ARG004
+        stand_in: Tensor,  # noqa: ARG004
         vectors_KD: Tensor,
         update: GearUpdate,
         ids: Ids,
@@ -297,13 +310,16 @@ class _Delivered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradients_KD: Tensor) -> Any:
-        gradients_KD = download(gradients_KD.detach().to(torch.float32, copy=True))
+        return ctx.update.passed(partial(_Delivered._queue, ctx, gradients_KD.detach())), None, None, None, None
+
+    @staticmethod
+    def _queue(ctx: Any, gradients_KD: Tensor) -> None:
+        gradients_KD = download(gradients_KD.to(torch.float32, copy=True))
         there = ctx.versions != _NO_FEATURE
         ids, versions = ctx.ids, ctx.versions
         if not there.all():
             ids, versions, gradients_KD = ids[there], versions[there], gradients_KD[torch.from_numpy(there)]
         ctx.update.add(GearGradient(ids, gradients_KD, versions), gradients_KD.sum(), len(ids))
-        return None, None, None, None, None
 
 
 def _refuse_settings(config: SlowGearConfig, given: Mapping[str, object]) -> None:

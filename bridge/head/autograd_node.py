@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -90,10 +91,12 @@ class HeadCall:
         """The derivatives by the losses of single samples [S] from that by what :meth:`run` returned."""
         return (upstream / self.divisor).expand(len(self.samples.labels_S)) if upstream.ndim == 0 else upstream
 
-    def queue_row_gradients(self, upstream: Tensor) -> None:
+    def passed(self, upstream: Tensor) -> Tensor | None:
+        """Queue the row gradients, if the backward pass under way accumulates gradients; give the stand-in's."""
+        return self.update.passed(partial(self._queue_row_gradients, upstream.detach())) if self.want_rows else None
+
+    def _queue_row_gradients(self, upstream: Tensor) -> None:
         """Make the row gradients and add them to the head's update."""
-        if not self.want_rows:
-            return
         if self.used:
             raise InvalidArgument(
                 "backward ran a second time over the loss of a ClassHead, whose pulled rows now hold their gradient; "
@@ -109,7 +112,8 @@ class HeadCall:
             upstream = self.upstream_of_samples(upstream)
         if isinstance(self.rank_weight, Tensor) or self.rank_weight != 1:
             upstream = upstream * self.rank_weight
-        gradient, checksum = self.rows.gradient(upstream)
+        with torch.autocast(upstream.device.type, enabled=False), torch.no_grad():
+            gradient, checksum = self.rows.gradient(upstream)
         # Ranks weigh alike in the push: micro-batches of one step may be divided among them in different ways.
         self.update.add(gradient, checksum, 1)
 
@@ -127,9 +131,9 @@ class HeadLoss(torch.autograd.Function):
     """loss(features [S, D]); backward gives the exact feature gradient and queues the row gradients."""
 
     @staticmethod
-    def forward(ctx: Any, features_SD: Tensor, carrier: Tensor, call: HeadCall) -> Tensor:
-        """Run the pass; ``carrier`` is there so that the loss needs a gradient even if the features do not."""
-        del carrier
+    def forward(ctx: Any, features_SD: Tensor, stand_in: Tensor | None, call: HeadCall) -> Tensor:
+        """Run the pass; where autograd reaches ``stand_in``, row gradients count."""
+        del stand_in
         want_gradient = bool(ctx.needs_input_grad[0])
         with torch.autocast(features_SD.device.type, enabled=False):
             loss, gradient_SD = call.run(want_gradient=want_gradient)
@@ -140,21 +144,21 @@ class HeadLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, None, None]:
-        """Scale the feature gradient of the forward pass; make the row gradients."""
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """Scale the feature gradient of the forward pass."""
         refuse_second_derivative()
+        of_stand_in, saved = ctx.call.passed(upstream), ctx.saved_tensors  # read once: under checkpoint() they are made
         with torch.autocast(upstream.device.type, enabled=False):
-            ctx.call.queue_row_gradients(upstream)
-            if not ctx.saved_tensors:
-                return None, None, None
-            (gradient_SD,) = ctx.saved_tensors
+            if not saved:
+                return None, of_stand_in, None
             each = upstream / ctx.call.divisor if upstream.ndim == 0 else upstream.unsqueeze(1)
-            return (gradient_SD * each).to(ctx.feature_dtype), None, None
+            return (saved[0] * each).to(ctx.feature_dtype), of_stand_in, None
 
 
-def head_loss(features_BD: Tensor, carrier: Tensor, call: HeadCall, reduction: Reduction) -> Tensor:
-    """Loss (0-dim), or losses [B], of one call, joined to the graphs of the features and of the carrier."""
+def head_loss(features_BD: Tensor, stand_in: Tensor | None, call: HeadCall, reduction: Reduction) -> Tensor:
+    """Loss (0-dim), or losses [B], of one call, joined to the graph of the features, and to ``stand_in`` of trained
+    rows."""
     samples = call.samples
     features_SD = features_BD if samples.counted is None else features_BD[samples.counted]
-    losses: Tensor = HeadLoss.apply(features_SD, carrier, call)  # type: ignore[no-untyped-call]
+    losses: Tensor = HeadLoss.apply(features_SD, stand_in, call)  # type: ignore[no-untyped-call]
     return samples.reduced(losses, len(features_BD), reduction)

@@ -52,13 +52,14 @@ from geartrain.bridge.kernels.launch import is_capturing
 from geartrain.bridge.placements.placement import Placement
 from geartrain.bridge.rows.eager import runs_eagerly
 from geartrain.bridge.rows.pending import PendingUpdate
+from geartrain.bridge.rows.stand_in import ModuleWithRows
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
 
-class ClassHead(nn.Module):
+class ClassHead(ModuleWithRows):
     """Class centers in the AMS; ``head(features, labels)`` is the loss, its backward the exact feature gradient.
 
     It has no parameters: the rows are trained by :class:`geartrain.RowOptimizer`. The classes sampled
@@ -161,6 +162,7 @@ class ClassHead(nn.Module):
         self._stats: StepStatistics | None = None
         self._watch = LearningWatch()
         self._backend: RowBackend = backend_named(rows)(settings)
+        self.register_stand_in(self._backend.update)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse what would be taken and change nothing: InvalidArgument."""
@@ -297,12 +299,12 @@ class ClassHead(nn.Module):
         row, and a later call, most often the next, raises InvalidIds.
         ``torch.compile`` breaks its graph here.
         """
-        training = self.training and torch.is_grad_enabled()
+        training = self._collects_gradients()
         # What is pulled outlives this call: it must not become an inference tensor.
         with torch.inference_mode(False), torch.no_grad():
             call = self._backend.begin(features, labels, weight, in_training=self.training, want_rows=training)
-        carrier = self.row_update.carrier_on(features.device)
-        loss = head_loss(features, carrier if training else carrier.detach(), call, self._reduction)
+        stand_in = self.row_update.on(features.device)
+        loss = head_loss(features, stand_in if training else None, call, self._reduction)
         self._note(call, training)
         return loss
 
@@ -319,13 +321,21 @@ class ClassHead(nn.Module):
         :class:`geartrain.MicroBatches` asks it. Raises what a call of the head does, and what computing them raises;
         SyncError where that happened on another rank.
         """
-        training = self.training and torch.is_grad_enabled()
+        training = self._collects_gradients()
         with torch.inference_mode(False), torch.no_grad():
             call = self._local.begin_parts(parts, labels, weight, in_training=self.training, want_rows=training)
-        carrier = self.row_update.carrier_on(parts.joined[0].device)
-        loss = parts_loss(parts, carrier if training else carrier.detach(), call, self._reduction)
+        stand_in = self.row_update.on(parts.joined[0].device)
+        loss = parts_loss(parts, stand_in if training else None, call, self._reduction)
         self._note(call, training)
         return loss
+
+    def _collects_gradients(self) -> bool:
+        """Whether rows are trained by this pass. Frozen ones count it as a step, so that other classes come next."""
+        if not (self.training and torch.is_grad_enabled()):
+            return False
+        if not self.row_update.is_trained:
+            self.row_update.step += 1
+        return self.row_update.is_trained
 
     def _note(self, call: HeadCall, training: bool) -> None:
         self._stats = call.statistics
@@ -519,7 +529,7 @@ class ClassHead(nn.Module):
         """Rows that are here go with ``head.to(device)``."""
         if self._backend.local is not None:
             self._backend.local.move_with(fn)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         return self
 
     def extra_repr(self) -> str:

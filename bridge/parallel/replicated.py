@@ -21,6 +21,7 @@ from geartrain.bridge.parallel.mesh import MeshGroup
 from geartrain.bridge.parallel.scopes import Replicate, called_parts
 from geartrain.bridge.parallel.split.first_values import first_rows, has_first_rows
 from geartrain.bridge.parallel.split.shard import RowShard, local_part
+from geartrain.bridge.rows.stand_in import named_dense_parameters
 
 
 class Replicas:
@@ -287,6 +288,6 @@ def require_first_values(scopes: Mapping[str, tuple[Replicate, nn.Module]], spli
                 "gives it values; make it on a real device"
             )
     for name, (scope, module) in scopes.items():
-        tensors = [*module.parameters(), *module.buffers()]
+        tensors = [*dict(named_dense_parameters(module)).values(), *module.buffers()]
         if scope.shard and 0 < sum(map(_is_meta, tensors)) < len(tensors):
             raise InvalidArgument(f"scope {name!r} is on the meta device in part; make all of it there, or none")

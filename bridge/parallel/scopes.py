@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from geartrain.ams.values.arguments import boolean
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
+from geartrain.bridge.rows.stand_in import named_dense_parameters
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def _require_all_named(
     owners: dict[int, tuple[str, str]] = {}
     kinds: dict[int, set[bool]] = {}
     first_names: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in named_dense_parameters(model, remove_duplicate=False):
         is_split = any(name == part or _is_inside(name, part) for part in split)
         if not is_split and not any(_is_inside(name, part) for part in replicated):
             raise InvalidArgument(

@@ -242,7 +242,8 @@ class DevicePlacement(Placement):
         del recent
         return [table.identity() for table in self._update.tables]
 
-    def require_same(self, identities: Mapping[str, Any]) -> None:
+    def require_same(self, identities: Mapping[str, Any], step: int) -> None:
+        self._update.require_step(step)
         for table in self._update.tables:
             table.require_same(identities[table.spec.name])
 

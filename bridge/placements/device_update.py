@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.bridge.kernels.launch import is_capturing
 from geartrain.bridge.kernels.optimizers import step_numbers
@@ -85,6 +85,16 @@ class DeviceUpdate(PendingUpdate[D]):
             table.is_written = False
             if table.clock is not None:  # so that rounding draws what it would have drawn
                 table.clock.fill_(step)
+
+    def require_step(self, step: int) -> None:
+        """Raise SpecMismatch for rows of another step than a state that is about to be loaded, unless they were just
+        restored."""
+        if not self.takes_any_step and step != self.step:
+            raise SpecMismatch(
+                f"the state is that of step {step}, the rows of {self.name!r} that of step {self.step}; they are "
+                "in no state_dict: save a model with geartrain.save(model, path), which keeps them, and go "
+                "back by geartrain.load(model, path, replace=True); of a head restore() the snapshot() of that step"
+            )
 
     def check_finite(self) -> None:
         """Raise NonFinite if the pending gradients are not finite; on a CPU only."""

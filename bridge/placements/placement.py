@@ -44,9 +44,9 @@ class Placement(ABC):
         """What tells the rows of each table from others, as JSON values; ``recent`` are ids that were trained."""
         raise InternalError(f"the rows of {self.specs()} are known by snapshots alone, not by {recent}")
 
-    def require_same(self, identities: Mapping[str, Any]) -> None:
-        """Raise SpecMismatch unless the rows are those of the :meth:`identities`, by name of the table."""
-        raise InternalError(f"the rows of {self.specs()} are known by snapshots alone, not by {identities}")
+    def require_same(self, identities: Mapping[str, Any], step: int) -> None:
+        """Raise SpecMismatch unless the rows are those of the :meth:`identities`, by table, and of ``step``."""
+        raise InternalError(f"the rows of {self.specs()} are known by snapshots alone, not by {identities} of {step}")
 
     def require_loadable(self) -> None:  # noqa: B027
         """Raise InvalidArgument if the tables cannot be replaced beneath this module."""
@@ -100,7 +100,7 @@ class ClusterPlacement(Placement):
     def identities(self, recent: Sequence[Ids]) -> list[dict[str, Any]]:
         return identities_of(self._tables, recent)
 
-    def require_same(self, identities: Mapping[str, Any]) -> None:
+    def require_same(self, identities: Mapping[str, Any], step: int) -> None:  # noqa: ARG002
         for table in self._tables:
             require_same_rows(table, identities[table.spec.name])
 

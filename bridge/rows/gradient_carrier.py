@@ -1,12 +1,13 @@
-"""What PyTorch sees of row gradients: the gradient of a carrier, a parameter of one element that stands for the rows.
+"""What PyTorch sees of row gradients: the gradient of a stand-in, one number for the rows of a module.
 
-Where the row gradients lie in this process's memory it is their norm, so that any clipper counts and scales them as it
-should. Elsewhere nobody but the rows' own code knows the norm: there it is a :class:`FactorAlone`, which GradScaler may
-multiply and nobody else may use.
+Where the row gradients lie in this process's memory it is their 2-norm, so that a clipper by that norm counts and
+scales them as it should. Elsewhere nobody but the rows' own code knows the norm: there it is 1, and only GradScaler may
+multiply it. Everything else that would change gradients in a way that one number cannot tell is refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,8 +31,15 @@ _MAY_DESCRIBE = frozenset(
         "size",
         "dim",
         "numel",
+        "requires_grad_",
+        "detach_",
     ]
 )
+_MAY_SCALE = frozenset(["mul_", "div_", "__imul__", "__itruediv__", "__idiv__", "_foreach_mul_", "_foreach_div_"])
+_MAY_MEASURE = frozenset(["norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "_foreach_norm", "square", "pow"])
+"""With 2 for the kind of norm, or the power."""
+_TWOS = (2, "fro", None)
+_FORGETS = frozenset(["zero_", "_foreach_zero_"])
 _GRAD_SCALER = "_amp_foreach_non_finite_check_and_unscale_"
 _SAME_MEMORY = frozenset({"detach", "__get__"})
 _ROWS_PER_SUM = 4096
@@ -39,42 +47,78 @@ _LEAST_SQUARES = 1e-24
 """Below this float32 may have lost squares altogether."""
 
 
-class FactorAlone(Tensor):
-    """A factor on row gradients whose norm is not known here: 1, multiplied by what GradScaler makes of it.
+class StandInGradient(Tensor):
+    """The gradient [1] of the stand-in for the rows of ``table``: their 2-norm if it ``is_norm``, else 1.
 
-    Any other operation on it raises InvalidArgument: a clipper would take 1 for the norm of the rows.
+    GradScaler may unscale it, zeroing it drops the row gradients, and where it is the norm it may be measured as a
+    2-norm and multiplied. Any other operation raises InvalidArgument: what a clipper by value, or by another norm, does
+    to each row cannot be told by one number.
     """
 
     table: str
+    is_norm: bool
+    forget: Callable[[], None]
+    is_unscaled_elsewhere: bool
+    """Whether GradScaler is to leave it alone: it unscales the rows by their own optimizer."""
 
     @staticmethod
-    def of(factor: Tensor, table: str) -> FactorAlone:
-        """``factor`` [1], the same memory, for the rows of ``table``."""
-        alone: FactorAlone = factor.as_subclass(FactorAlone)
-        alone.table = table
-        return alone
+    def of(
+        gradient: Tensor, table: str, forget: Callable[[], None], *, is_norm: bool, is_unscaled_elsewhere: bool = False
+    ) -> StandInGradient:
+        """``gradient`` [1], the same memory; ``forget`` drops the row gradients."""
+        guarded: StandInGradient = gradient.as_subclass(StandInGradient)
+        guarded.table, guarded.is_norm, guarded.forget = table, is_norm, forget
+        guarded.is_unscaled_elsewhere = is_unscaled_elsewhere
+        return guarded
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let GradScaler and those who only look pass."""
+        """Let those pass whose effect on the rows is known."""
         del types
+        kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name != _GRAD_SCALER and name not in _MAY_READ and name not in _MAY_DESCRIBE:
-            tables = [item.table for item in _flat([args, kwargs]) if isinstance(item, cls)]
-            raise not_for_clippers(tables[0] if tables else "", name)
+        guarded = [item for item in _flat([args, kwargs]) if isinstance(item, cls)]
+        if name in _FORGETS:
+            for item in guarded:
+                item.forget()
+        elif name == _GRAD_SCALER:
+            args = ([item for item in args[0] if not (isinstance(item, cls) and item.is_unscaled_elsewhere)], *args[1:])
+        elif name not in _MAY_READ and name not in _MAY_DESCRIBE:
+            for item in guarded:
+                if not (item.is_norm and (_scales(name, item, args) or _measures(name, args, kwargs))):
+                    raise not_for_clippers(item.table, name)
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
         if name in _SAME_MEMORY and isinstance(result, Tensor) and isinstance(args[0], cls):
-            return cls.of(result, args[0].table)
+            mine: StandInGradient = args[0]
+            return cls.of(
+                result,
+                mine.table,
+                mine.forget,
+                is_norm=mine.is_norm,
+                is_unscaled_elsewhere=mine.is_unscaled_elsewhere,
+            )
         return result
 
 
+def _scales(name: str, gradient: Tensor, args: Any) -> bool:
+    """Whether it is multiplied, and multiplies nothing."""
+    return name in _MAY_SCALE and all(item is not gradient for item in _flat(list(args[1:])))
+
+
+def _measures(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether its 2-norm, or its square, is taken."""
+    kinds = [kwargs[key] for key in ("ord", "p", "exponent") if key in kwargs] or list(args[1:2]) or [None]
+    return name in _MAY_MEASURE and kinds[0] in _TWOS
+
+
 def not_for_clippers(table: str, what: str) -> InvalidArgument:
-    """The error for whoever uses such a factor as if it were a gradient."""
+    """The error for an operation on a stand-in's gradient that would not reach the rows as it is meant."""
     return InvalidArgument(
-        f"{what} met the stand-in gradient of the rows of table {table!r}, which are streamed, hosted, on ranks or "
-        "summed over ranks: their norm is not in it. Clip with geartrain.clip_grad_norm_(parameters, rows, max_norm); "
-        "only torch.amp.GradScaler may change it"
+        f"{what} met the stand-in gradient of the rows of table {table!r}, which is one number: it can be scaled, or "
+        "measured as a 2-norm, where one process pulls the rows at once, and by torch.amp.GradScaler alone where they "
+        "are streamed, hosted, on ranks or summed over ranks. Clip with geartrain.clip_grad_norm_(parameters, rows, "
+        "max_norm), which is exact everywhere; to clip single values of rows there is no way"
     )
 
 

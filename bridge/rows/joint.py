@@ -13,6 +13,7 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import counted, quoted
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.pending import RowModule
+from geartrain.bridge.rows.stand_in import drop_stand_ins
 
 
 def joint(
@@ -33,12 +34,12 @@ def joint(
     ``state_dict`` is flat, as torch's is, and holds no rows: they are in snapshots.
 
     Clip with ``gt.clip_grad_norm_(model.parameters(), optimizer, max_norm)``, wherever the rows are.
-    ``torch.nn.utils.clip_grad_norm_`` over the parameters of all groups is as exact where one worker pulls rows at
-    once, and raises InvalidArgument elsewhere; over ``model.parameters()`` it does not see the rows.
+    ``torch.nn.utils.clip_grad_norm_`` over the parameters of all groups, or of a model that has the modules with rows,
+    is as exact where one worker pulls rows at once, and raises InvalidArgument elsewhere.
 
     Args:
         optimizer: Of the dense parameters, of any kind that steps without a closure; what :func:`geartrain.attach`
-            made, too.
+            made, too. Parameters that stand for rows (of ``model.parameters()``) are taken out of its groups.
         modules: Those with rows: class heads, slow gears, or of your own.
         row_lr: Learning rate of all rows; None: that of their tables.
 
@@ -77,6 +78,7 @@ class JointOptimizer(torch.optim.Optimizer):
         """Step ``rows`` before ``dense``. Raises InvalidArgument."""
         carriers = _ids_of(rows.param_groups)
         for number, group in enumerate(dense.param_groups):
+            drop_stand_ins(group)
             if carriers & _ids_of([group]):
                 raise InvalidArgument(
                     f"param_group {number} of the optimizer holds the carrier of a head, which stands for its rows; "
@@ -84,6 +86,8 @@ class JointOptimizer(torch.optim.Optimizer):
                 )
         self._dense = dense
         self._rows = rows
+        self._passes_stepped: int | None = None
+        """After a step that moved the parameters and not all rows: the backward passes that the rest is of."""
         self._num_first = len(dense.param_groups)
         """Groups that come before those of the rows."""
         self._step_supports_amp_scaling = bool(getattr(dense, "_step_supports_amp_scaling", False))
@@ -128,15 +132,19 @@ class JointOptimizer(torch.optim.Optimizer):
         params = [params] if isinstance(params, torch.Tensor) else list(params)
         if _ids_of(self._rows.param_groups) & set(map(id, params)):
             raise InvalidArgument("the rows of this head are trained already; add dense parameters only")
-        self._dense.add_param_group({**param_group, "params": params})
+        added = {**param_group, "params": params}
+        drop_stand_ins(added)
+        self._dense.add_param_group(added)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Push the rows' gradients, then step the dense parameters; ``closure`` is called once, before both.
+        """Step the dense parameters, then push the rows' gradients; ``closure`` is called once, before both.
 
-        The rows come first, for theirs is the step that can fail on its way. An error before any push (see
-        :meth:`RowOptimizer.step`) leaves the gradients of both pending. After a later one call step() again, which goes
-        on where it stopped and applies nothing twice, or zero_grad(), which drops the rest. A step that GradScaler
-        skips steps neither.
+        The rows' gradients are checked first: an error of theirs before any push (see :meth:`RowOptimizer.step`), and
+        whatever the dense optimizer raises, leaves the rows as they are and their gradients pending. After a later
+        error call step() again, which goes on where it stopped and applies nothing twice, or zero_grad(), which drops
+        the rest. A step that GradScaler skips steps neither.
+
+        Raises InvalidArgument for a backward pass between such an error and the step that goes on.
         """
         loss = None
         if closure is not None:
@@ -146,11 +154,28 @@ class JointOptimizer(torch.optim.Optimizer):
         if grad_scale is not None:
             self._unscale(1.0 / float(grad_scale))
             self.grad_scale = None  # after an error they are pending as they are now
-        for item in (self._rows, self._dense):
+        if found_inf is not None and bool(found_inf):
+            _step_unless(found_inf, self._dense)
+            _step_unless(found_inf, self._rows)
+            return loss
+        if self._passes_stepped not in (None, self._rows.num_passes):
+            raise InvalidArgument(
+                "the last step() moved the parameters and stopped with an error before all rows were pushed; call "
+                "step() again before the next backward(), or zero_grad() to give the rest up"
+            )
+        prepared = self._rows.prepare()
+        if self._passes_stepped is None:
             if found_inf is None:
-                item.step()
+                self._dense.step()
             else:
-                _step_unless(found_inf, item)
+                _step_unless(found_inf, self._dense)
+        try:
+            self._rows.push(prepared)
+        except BaseException:
+            self._passes_stepped = self._rows.num_passes
+            raise
+        self._passes_stepped = None
+        self._rows.keep_pace()
         return loss
 
     def _unscale(self, factor: float) -> None:
@@ -164,6 +189,7 @@ class JointOptimizer(torch.optim.Optimizer):
         """Drop the gradients of both; nothing is pushed."""
         self._dense.zero_grad(set_to_none)
         self._rows.zero_grad(set_to_none)
+        self._passes_stepped = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` gave. Groups of rows are known by the name of their table.
@@ -188,13 +214,13 @@ class JointOptimizer(torch.optim.Optimizer):
         self._rows.load_state_dict({"state": {}, "param_groups": rows})
 
     def _load_dense(self, state_dict: dict[str, Any]) -> None:
-        """torch takes the state of any kind of optimizer, and fails in the step, when rows are pushed already."""
-        before, needed = self._dense.state_dict(), [set(group) for group in self._dense.param_groups]
+        """torch takes the state of any kind of optimizer, and fails in the step. What a scheduler has added to groups
+        (``initial_lr``) is no part of a kind."""
+        before, needed = self._dense.state_dict(), {"params", *self._dense.defaults}
         self._dense.load_state_dict(state_dict)  # which fills in what a state of an older torch lacks
-        loaded = self._dense.param_groups
-        missing = sorted(set().union(*(names - group.keys() for names, group in zip(needed, loaded, strict=True))))
+        missing = sorted(set().union(*(needed - group.keys() for group in self._dense.param_groups)))
         if missing:
-            held = sorted(set().union(*state_dict["param_groups"]) - set().union(*needed))
+            held = sorted(set().union(*state_dict["param_groups"]) - needed)
             self._dense.load_state_dict(before)
             raise InvalidArgument(
                 f"the state has no {', '.join(missing)}, which {type(self._dense).__name__} needs, but "

@@ -11,9 +11,14 @@ from torch import Tensor
 
 from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, NonFinite
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.rows.pending import PendingUpdate, Replayed, RowModule, require_row_module
+from geartrain.bridge.rows.stand_in import StandIn
 from geartrain.bridge.rows.tables import TableWrite
+
+PreparedUpdate = tuple[RowOptimizerSpec, PendingUpdate[Any], Sequence[TableWrite]]
+"""An update, by which optimizer, and those of its pushes that can be sent together with others'."""
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -95,18 +100,31 @@ class RowOptimizer(torch.optim.Optimizer):
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None and bool(found_inf):
             self.zero_grad()
-            self._keep_pace()
+            self.keep_pace()
             return loss
+        steps = self._checked()
+        if grad_scale is not None:
+            self.multiply_gradients(1.0 / float(grad_scale))
+            self.grad_scale = None  # after an error they are pending as they are now
+        self.push([(optimizer, update, update.prepare(optimizer)) for optimizer, update in steps])
+        self.keep_pace()
+        return loss
+
+    def prepare(self) -> list[PreparedUpdate]:
+        """What :meth:`push` applies, checked. Raises what :meth:`step` raises before any push; nothing travels."""
+        return [(optimizer, update, update.prepare(optimizer)) for optimizer, update in self._checked()]
+
+    def _checked(self) -> list[tuple[RowOptimizerSpec, PendingUpdate[Any]]]:
         self._settle()
         steps = []
         for group, update in self._group_updates():
             update.require_present()
             steps.append((update.optimizer_of(group), update))
             update.check_finite()
-        if grad_scale is not None:
-            self.multiply_gradients(1.0 / float(grad_scale))
-            self.grad_scale = None  # after an error they are pending as they are now
-        prepared = [(optimizer, update, update.prepare(optimizer)) for optimizer, update in steps]
+        return steps
+
+    def push(self, prepared: Sequence[PreparedUpdate]) -> None:
+        """Apply what was prepared, each once. After an error prepare and push again, or drop the rest."""
         later: dict[int, list[TableWrite]] = {}
         for _, update, writes in prepared:
             if update.background is not None and writes:
@@ -122,8 +140,6 @@ class RowOptimizer(torch.optim.Optimizer):
                 update.apply(optimizer)
         if error is not None:
             raise error
-        self._keep_pace()
-        return loss
 
     def replay(self, graph: Replayed) -> None:
         """Replay a ``torch.cuda.CUDAGraph`` that holds a training step of all modules, :meth:`step` included.
@@ -156,7 +172,13 @@ class RowOptimizer(torch.optim.Optimizer):
                 if update.background.is_closed and update.background.is_clean:
                     update.background = None
 
-    def _keep_pace(self) -> None:
+    @property
+    def num_passes(self) -> int:
+        """Backward passes whose row gradients are pending."""
+        return sum(update.num_passes for update in self._updates.values())
+
+    def keep_pace(self) -> None:
+        """Tell those that wait for this worker of a step."""
         paces = {id(update.pace): update.pace for update in self._updates.values() if update.pace is not None}
         for pace in paces.values():
             pace.step_done()
@@ -262,7 +284,7 @@ def clip_grad_norm_(
         if isinstance(one, Clippable):
             dense += one.clippable()
     carriers = {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
-    distinct = {id(param): param for param in dense if id(param) not in carriers}
+    distinct = {id(param): param for param in dense if id(param) not in carriers and not isinstance(param, StandIn)}
     grads = [param.grad for param in distinct.values() if param.grad is not None]
     squares = _on_one_device(grads, optimizers)
     with torch.no_grad():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -19,9 +19,10 @@ from geartrain.ams.values.errors import InvalidArgument, NonFinite, TableNotFoun
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec, optimizer_with
 from geartrain.ams.values.optimizers.spec import require
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.rows.gradient_carrier import FactorAlone, not_for_clippers
+from geartrain.bridge.rows.gradient_carrier import StandInGradient, not_for_clippers
 from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.same_rows import incarnation_of
+from geartrain.bridge.rows.stand_in import StandIn
 from geartrain.bridge.rows.tables import ReadableTable, TableWrite
 from geartrain.bridge.rows.transfers import read
 
@@ -59,11 +60,12 @@ _FORGOTTEN_AFTER = 3
 
 
 class PendingUpdate(ABC, Generic[G]):
-    """Pending row gradients of one table, and the carrier through which PyTorch sees them.
+    """Pending row gradients of one table, and the tensors through which PyTorch sees them.
 
-    ``carrier`` is a tensor of one element that stands for the rows in ``param_groups``. After a backward pass its
-    gradient is the 2-norm of the row gradients if they lie in this process's memory, else 1 (:class:`FactorAlone`);
-    NaN if they are not finite. Whatever multiplies it (GradScaler's unscaling, clipping) multiplies the rows' gradients
+    ``stand_in`` is what autograd reaches, and a parameter of the module. ``carrier``, a tensor of one element, stands
+    for the rows in the ``param_groups`` of RowOptimizer. After a backward pass the gradient of both is the 2-norm of
+    the row gradients if they lie in this process's memory, else 1; NaN if they are not finite
+    (:class:`StandInGradient`). Whatever multiplies it (GradScaler's unscaling, clipping) multiplies the rows' gradients
     at the step.
     """
 
@@ -76,6 +78,9 @@ class PendingUpdate(ABC, Generic[G]):
 
     def __init__(self) -> None:
         self.carrier = torch.zeros(1, requires_grad=True)
+        self.stand_in = StandIn(self)
+        self._passes: dict[int, list[Callable[[], None]]] = {}
+        """What makes the row gradients of backward passes that autograd has yet to accumulate, by its graph task."""
         self.step = 0
         """Updates applied; with the seed it decides which classes are sampled next."""
         self.generation = 0
@@ -92,7 +97,9 @@ class PendingUpdate(ABC, Generic[G]):
         """:attr:`rows_version` of what is pending."""
         self.is_optimized = False
         """Whether a RowOptimizer applies what is pending."""
-        self._backward_passes = 0
+        self._version = 0
+        """Of the carrier's gradient before anybody changed it."""
+        self.num_passes = 0
         """Whose gradients nobody has taken."""
         self.applied_lr: float | None = None
         """Learning rate of the last step that was asked for; None before the first."""
@@ -130,14 +137,35 @@ class PendingUpdate(ABC, Generic[G]):
         """Whether row gradients wait for the step."""
         return self._pending is not None and self.carrier.grad is not None
 
-    def carrier_on(self, device: torch.device) -> Tensor:
-        """The carrier, moved to the device of the features."""
+    @property
+    def is_trained(self) -> bool:
+        """Whether backward passes collect row gradients: ``module.requires_grad_(False)`` freezes the rows."""
+        return self.stand_in.requires_grad
+
+    def on(self, device: torch.device) -> StandIn:
+        """The stand-in, to be joined to a graph; it and the carrier go to the device of the features."""
         if self.carrier.device != device:
             grad = self._shown()
             self.carrier.data = self.carrier.data.to(device)
             self._unchanged = self._unchanged.to(device)
             self._show(None if grad is None else grad.to(device))
-        return self.carrier
+        return self.stand_in_on(device)
+
+    def stand_in_on(self, device: torch.device) -> StandIn:
+        """The stand-in alone, where the row gradients stay on the host."""
+        if self.stand_in.device != device:
+            self.stand_in.data = self.stand_in.data.to(device)
+        return self.stand_in
+
+    def passed(self, queue: Callable[[], None]) -> Tensor:
+        """Call ``queue``, which adds row gradients, if the backward pass under way accumulates; give the stand-in's."""
+        self._passes.setdefault(torch._C._current_graph_task_id(), []).append(queue)
+        return torch.empty(0, device=self.stand_in.device)
+
+    def collect(self) -> None:
+        """Add the row gradients of the backward pass under way: autograd has reached the stand-in."""
+        for queue in self._passes.pop(torch._C._current_graph_task_id(), ()):
+            queue()
 
     def add(self, gradient: G, checksum: Tensor, samples: int) -> None:
         """Queue the gradient of one micro-batch over ``samples`` samples; ``checksum`` is finite if the gradient is."""
@@ -148,14 +176,14 @@ class PendingUpdate(ABC, Generic[G]):
             self.discard()
             self._pending = gradient
             self._rows_version = self.rows_version
-            factor: Tensor | None = None
         else:
-            factor = self._factor() * (self._unchanged * 0 + 1)  # what was not finite stays so
+            self._require_unscaled()
+            mark = mark * (self._unchanged * 0 + 1)  # what was not finite stays so
             self._pending.merge(gradient)
         self._samples += samples
-        self._take_norm(mark, factor)
-        self._backward_passes += 1
-        if self._backward_passes == _FORGOTTEN_AFTER and not self.is_optimized:
+        self._take_norm(mark)
+        self.num_passes += 1
+        if self.num_passes == _FORGOTTEN_AFTER and not self.is_optimized:
             name = self.name
             warnings.warn(
                 f"{_FORGOTTEN_AFTER} backward passes have gone through table {name!r} and nothing trains its rows: "
@@ -164,26 +192,55 @@ class PendingUpdate(ABC, Generic[G]):
                 stacklevel=2,
             )
 
-    def _take_norm(self, mark: Tensor, factor: Tensor | None) -> None:
-        """Show what is pending anew: its norm, or 1, times ``mark`` (1 or NaN) and its ``factor`` (None: 1)."""
+    def _require_unscaled(self) -> None:
+        """Raise InvalidArgument if what is pending was multiplied: one factor is kept for a step."""
+        grad = self._shown()
+        if grad is None:
+            return
+        is_changed = grad._version != self._version
+        if grad.device.type == "cpu":  # by way of .data, which counts no version, too
+            is_changed |= not torch.allclose(grad, self._unchanged, rtol=0, atol=0, equal_nan=True)
+        if is_changed:
+            raise InvalidArgument(
+                f"the row gradients of table {self.name!r} were clipped or scaled before the last micro-batch of their "
+                "step was there; clip once, behind the last backward(), or call zero_grad() to begin the step anew"
+            )
+
+    def _take_norm(self, mark: Tensor) -> None:
+        """Show what is pending anew: its norm, or 1, times ``mark`` (1 or NaN)."""
         assert self._pending is not None
         squares = None if self.ranks is not None else self._pending.squares
         self._is_norm = squares is not None
         self._unchanged = (mark if squares is None else squares.sqrt().to(mark) * mark).detach()
-        self._show(self._unchanged.clone() if factor is None else self._unchanged * factor)
+        self._show(self._unchanged.clone())
 
     def _show(self, grad: Tensor | None) -> None:
         """Make ``grad`` [1] the carrier's gradient."""
         self._known_factor = None
-        shows_all = grad is None or self._is_norm
-        self.carrier.grad = grad if shows_all or grad is None else FactorAlone.of(grad, self.name)
+        if grad is None:
+            self.carrier.grad = None
+            return
+        self._version = grad._version
+        self.carrier.grad = self._guarded(grad, of_module=False)
+
+    def _guarded(self, grad: Tensor, *, of_module: bool) -> Tensor:
+        return StandInGradient.of(
+            grad, self.name, self.stand_in.forget, is_norm=self._is_norm, is_unscaled_elsewhere=of_module
+        )
+
+    def gradient_of_module(self) -> Tensor | None:
+        """What the module's parameter shows of the row gradients [1], in the memory of what the carrier shows."""
+        grad = self.carrier.grad
+        return (
+            None if self._pending is None or grad is None else self._guarded(grad.as_subclass(Tensor), of_module=True)
+        )
 
     def _shown(self) -> Tensor | None:
         """The carrier's gradient [1], a plain tensor in the same memory. InvalidArgument if it is somebody else's."""
         grad = self.carrier.grad
         if grad is None:
             return None
-        if self._pending is not None and not self._is_norm and not isinstance(grad, FactorAlone):
+        if self._pending is not None and not isinstance(grad, StandInGradient):
             raise not_for_clippers(self.name, "Another gradient")
         return grad.as_subclass(Tensor)
 
@@ -280,14 +337,21 @@ class PendingUpdate(ABC, Generic[G]):
         if self.background is not None:
             self.background.wait()
 
+    def forget(self) -> None:
+        """Drop what is pending, as where a parameter's ``grad`` is set to None."""
+        self.carrier.grad = None
+        self.discard()
+
     def discard(self) -> None:
         """Forget what is pending."""
+        if torch._C._current_graph_task_id() < 0:  # else some may be of the backward pass around this one
+            self._passes.clear()
         if self._pending is not None:
             self._pending.discard()
         self._pending = None
         self._known_factor = None
         self._samples = 0
-        self._backward_passes = 0
+        self.num_passes = 0
 
 
 class Pace(Protocol):
@@ -324,9 +388,10 @@ class Background(Protocol):
 class RowModule(Protocol):
     """A module whose trained rows are in no parameter of it: a class head, a slow gear, or one of your own.
 
-    Its forward passes join :attr:`PendingUpdate.carrier` to the graph, so that autograd calls it back; its backward
-    passes :meth:`~PendingUpdate.add` the row gradients. :class:`~geartrain.bridge.rows.optimizer.RowOptimizer` does the
-    rest. A state_dict that is to go on counting steps holds ``row_update.step``.
+    Its forward passes join :meth:`PendingUpdate.on` to the graph while :attr:`PendingUpdate.is_trained`; their backward
+    passes tell :meth:`~PendingUpdate.passed` what :meth:`~PendingUpdate.add`\\ s the row gradients.
+    :class:`~geartrain.bridge.rows.optimizer.RowOptimizer` does the rest. As a :class:`~.stand_in.ModuleWithRows` it has
+    the stand-in among its parameters. A state_dict that is to go on counting steps holds ``row_update.step``.
     """
 
     @property

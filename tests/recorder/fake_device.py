@@ -116,17 +116,18 @@ def _stand_in_for_ours() -> None:
     for module in ("rows.native_types", "head.batch"):
         _of(module).gives_float32_products = lambda device, dtype: True  # noqa: ARG005
     pending = _of("rows.pending")
-    pending.FactorAlone = type("FactorAlone", (), {"of": staticmethod(lambda factor, table: factor)})  # noqa: ARG005
+    pending.StandInGradient = type("Plain", (), {"of": staticmethod(lambda grad, *_, **__: grad)})
     pending.PendingUpdate._shown = lambda update: update.carrier.grad
 
-    def carrier_on(update: Any, device: torch.device) -> Tensor:
+    def on(update: Any, device: torch.device) -> Tensor:
         if update.carrier.device.type != device.type:
             update.carrier = torch.zeros(1, device=device, requires_grad=True)
             update._unchanged = torch.ones(1, device=device)
-        carrier: Tensor = update.carrier
-        return carrier
+        stand_in: Tensor = update.stand_in  # on the host
+        return stand_in
 
-    pending.PendingUpdate.carrier_on = carrier_on
+    pending.PendingUpdate.on = on
+    pending.PendingUpdate.stand_in_on = lambda update, device: update.stand_in  # noqa: ARG005
 
 
 @contextlib.contextmanager

@@ -96,8 +96,8 @@ class _PartsLoss(torch.autograd.Function):
     """loss(features of each part); backward queues the row gradients and lets the features' travel."""
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, call: HeadCall, parts: FeatureParts, *joined: Tensor) -> Tensor:
-        del carrier
+    def forward(ctx: Any, stand_in: Tensor | None, call: HeadCall, parts: FeatureParts, *joined: Tensor) -> Tensor:
+        del stand_in
         with torch.autocast(joined[0].device.type, enabled=False):
             loss, _ = call.run(want_gradient=any(ctx.needs_input_grad[3:]))
         ctx.call, ctx.parts = call, parts
@@ -109,21 +109,22 @@ class _PartsLoss(torch.autograd.Function):
         refuse_second_derivative()
         call: HeadCall = ctx.call
         parts: FeatureParts = ctx.parts
+        of_stand_in = call.passed(upstream)
         with torch.autocast(upstream.device.type, enabled=False):
-            call.queue_row_gradients(upstream)
             if parts.gradients is None or not any(ctx.needs_input_grad[3:]):
-                return (None,) * len(ctx.needs_input_grad)
+                return (of_stand_in, *(None,) * (len(ctx.needs_input_grad) - 1))
             parts.gradients.begin()
             each_B = call.upstream_of_samples(upstream)
             parts.factors = [
                 of_part.unsqueeze(1) for of_part in torch.split(each_B, [shape[0] for shape, _ in ctx.like])
             ]
         nothing = upstream.new_zeros(())
-        return None, None, None, *(nothing.to(dtype).expand(shape) for shape, dtype in ctx.like)
+        return of_stand_in, None, None, *(nothing.to(dtype).expand(shape) for shape, dtype in ctx.like)
 
 
-def parts_loss(parts: FeatureParts, carrier: Tensor, call: HeadCall, reduction: Reduction) -> Tensor:
-    """Loss (0-dim), or losses [B], of one call, joined to the graphs of the parts and of the carrier."""
+def parts_loss(parts: FeatureParts, stand_in: Tensor | None, call: HeadCall, reduction: Reduction) -> Tensor:
+    """Loss (0-dim), or losses [B], of one call, joined to the graphs of the parts, and to ``stand_in`` of trained
+    rows."""
     joined, parts.joined = parts.joined, []  # the graph knows the parts: no cycle is to keep both
-    losses: Tensor = _PartsLoss.apply(carrier, call, parts, *joined)  # type: ignore[no-untyped-call]
+    losses: Tensor = _PartsLoss.apply(stand_in, call, parts, *joined)  # type: ignore[no-untyped-call]
     return call.samples.reduced(losses, parts.size, reduction)

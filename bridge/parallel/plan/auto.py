@@ -24,6 +24,7 @@ from geartrain.bridge.parallel.plan.dry import HeadSkeleton, skeleton_of
 from geartrain.bridge.parallel.plan.hardware import Hardware
 from geartrain.bridge.parallel.plan.plan import Plan, bytes_text, seconds_text
 from geartrain.bridge.parallel.scopes import Replicate, Scope, Split
+from geartrain.bridge.rows.stand_in import named_dense_parameters
 
 _MOST_SPLIT = 3
 """Layers that are tried, the largest first: each costs a dry run."""
@@ -229,7 +230,7 @@ def _candidates(model: nn.Module, ranks: int) -> Iterator[tuple[str, dict[str, S
         scopes = _with_rest(model, {**heads, **{name: Split() for name in names}}, Replicate())
         rest = "" if len(scopes) == len(names) + len(heads) else ", the rest replicated"
         yield f"{', '.join(name or 'model' for name in names)} split{rest}", scopes
-    if next(model.parameters(), None) is not None:
+    if next(named_dense_parameters(model), None) is not None:
         sharded = _with_rest(model, heads, Replicate(shard=True))
         if "" not in sharded or not heads:
             yield "everything sharded", sharded
@@ -250,9 +251,12 @@ def _with_rest(model: nn.Module, split: Mapping[str, Scope], rest: Replicate) ->
     """``split``, and ``rest`` for all other parameters: by the names of the model's own parts, or as a whole."""
     if "" in split:
         return dict(split)
-    parts = {name: child for name, child in model.named_children() if next(child.parameters(), None) is not None}
+    parts = {
+        name: child for name, child in model.named_children() if next(named_dense_parameters(child), None) is not None
+    }
     is_inside = any("." in name for name in split) or any(True for _ in model.parameters(recurse=False))
-    shared = sum(sum(1 for _ in part.parameters()) for part in parts.values()) != sum(1 for _ in model.parameters())
+    num_parameters = sum(1 for _ in named_dense_parameters(model))
+    shared = sum(sum(1 for _ in named_dense_parameters(part)) for part in parts.values()) != num_parameters
     if is_inside or shared or isinstance(model, nn.Linear | nn.Embedding):
         return {"": rest, **split}
     return {name: split.get(name, rest) for name in {**parts, **split}}

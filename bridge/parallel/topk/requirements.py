@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
+from geartrain.bridge.rows.stand_in import named_dense_parameters
 
 DTYPES = (torch.float32, torch.bfloat16)
 _COMPILED = "_orig_mod."
@@ -39,12 +40,12 @@ def trained_parameters(model: DistributedDataParallel, named: nn.Module) -> dict
     ignored: set[str] = getattr(model, "parameters_to_ignore", set())
     averaged = {
         id(parameter)
-        for name, parameter in model.module.named_parameters()
+        for name, parameter in named_dense_parameters(model.module)
         if parameter.requires_grad and name not in ignored
     }
     return {
         name.replace(_COMPILED, ""): parameter
-        for name, parameter in named.named_parameters()
+        for name, parameter in named_dense_parameters(named)
         if id(parameter) in averaged
     }
 

@@ -18,7 +18,7 @@ from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import FullSoftmax
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import Place
-from geartrain.ams.values.errors import GeartrainError, SpecMismatch
+from geartrain.ams.values.errors import GeartrainError
 from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.autograd_node import HeadCall
@@ -138,11 +138,7 @@ class RankBackend:
 
     def require_step(self, step: int) -> None:
         """SpecMismatch for rows of another step, unless they were just restored."""
-        if not self.update.takes_any_step and step != self.update.step:
-            raise SpecMismatch(
-                f"the state is that of step {step}, these rows that of step {self.update.step}; rows='ranks' are in no "
-                "state_dict: restore() the snapshot() of that step first"
-            )
+        self.update.require_step(step)
 
     def raise_late(self) -> None:
         """Raise on every rank what steps before have found out: one exchange between the hosts."""

@@ -367,7 +367,7 @@ def test_its_state_is_its_name_and_step(cluster: gt.Cluster) -> None:
     rows = gt.RowOptimizer(image)
     delivered(image, rows, [1])
     state = copy.deepcopy(image.state_dict())
-    assert list(image.parameters()) == []
+    assert sum(parameter.numel() for parameter in image.parameters()) == 0
     other = slow_gear(cluster, reuse=True)
     other.load_state_dict(state)
     assert other.step == 1

@@ -224,7 +224,10 @@ def test_gradients_made_finite_by_their_carrier_alone_are_not_taken_for_finite()
         rows = RowOptimizer(head)
         before = head.table.pull(np.arange(64))
         (head(torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)) * torch.inf).backward()
-        torch.nan_to_num_(rows.param_groups[0]["params"][0].grad)
+        carrier = rows.param_groups[0]["params"][0]
+        with pytest.raises(InvalidArgument, match="nan_to_num_ met the stand-in"):
+            torch.nan_to_num_(carrier.grad)
+        carrier.grad.as_subclass(torch.Tensor).nan_to_num_()  # whoever goes around that
         with pytest.raises(NonFinite, match="finite"):
             rows.step()
         np.testing.assert_array_equal(head.table.pull(np.arange(64)), before)

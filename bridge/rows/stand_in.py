@@ -1,0 +1,120 @@
+"""Rows as autograd and the idioms of modules see them: a parameter without elements in the place of all rows.
+
+Autograd reaches it, or does not: where a backward pass accumulates a gradient into it, and there alone, row gradients
+count (``backward()``, but not ``torch.autograd.grad``, nor ``backward(inputs=...)`` of others). Its ``requires_grad``
+says whether rows are trained, and ``grad = None`` drops what they have collected.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from geartrain.bridge.rows.gradient_carrier import StandInGradient
+
+if TYPE_CHECKING:
+    from geartrain.bridge.rows.pending import PendingUpdate
+
+
+class StandIn(nn.Parameter):
+    """Stands for the rows of one update among the parameters of their module: float32, without elements."""
+
+    _ddp_ignored = True  # there is nothing to average
+    _update: ref[PendingUpdate[Any]]
+
+    def __new__(cls, update: PendingUpdate[Any]) -> StandIn:
+        """Row gradients are those of ``update``, which keeps it."""
+        made: StandIn = super().__new__(cls, torch.empty(0, device="cpu"))
+        made._update = ref(update)
+        made.register_post_accumulate_grad_hook(StandIn._collect)  # type: ignore[no-untyped-call]
+        return made
+
+    @staticmethod
+    def _collect(stand_in: Any) -> None:
+        if (update := stand_in._update()) is not None:
+            update.collect()
+
+    @property
+    def grad(self) -> Tensor | None:
+        """That of the rows as a :class:`StandInGradient`; None without any, and for optimizers of parameters."""
+        update = self._update()
+        return None if update is None or _is_asked_by_optimizer() else update.gradient_of_module()
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        update = self._update()
+        if update is not None and grad is None:
+            update.forget()
+        elif update is not None and grad is not None and not isinstance(grad, StandInGradient):
+            update.carrier.grad = grad.detach().reshape(-1)[:1].to(update.carrier)  # which the step refuses
+
+    def forget(self) -> None:
+        """Drop the row gradients."""
+        self.grad = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A parameter that stands for nothing: rows are trained in one place."""
+        return nn.Parameter(torch.empty(0), self.requires_grad)
+
+
+def _is_asked_by_optimizer() -> bool:
+    """Whether an optimizer of parameters asks: it is to step and to zero its own alone."""
+    caller = sys._getframe(2)
+    frames = (caller, caller.f_back)  # a comprehension in its method is a frame of its own
+    return any(frame and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer) for frame in frames)
+
+
+def named_dense_parameters(module: nn.Module, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """``module.named_parameters()`` without those that stand for rows."""
+    for name, parameter in module.named_parameters(**options):
+        if not isinstance(parameter, StandIn):
+            yield name, parameter
+
+
+def drop_stand_ins(group: dict[str, Any]) -> None:
+    """Leave out of a group of an optimizer what stands for rows."""
+    kept = [not isinstance(item, StandIn) for item in group["params"]]
+    for key in ("params", "param_names"):
+        if key in group:
+            group[key] = [item for item, is_kept in zip(group[key], kept, strict=True) if is_kept]
+
+
+class ModuleWithRows(nn.Module):
+    """Base of modules whose rows are trained: the rows' stand-in is a parameter, but in no state_dict."""
+
+    def register_stand_in(self, update: PendingUpdate[Any]) -> None:
+        """Make the stand-in of ``update`` a parameter."""
+        self.register_parameter("stand_in", update.stand_in)
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, *arguments: Any, **options: Any) -> Any:
+        """See ``nn.Module``. Without ``recurse`` no stand-in: so do DDP and FSDP2 ask for what they manage."""
+        for name, parameter in super().named_parameters(prefix, recurse, *arguments, **options):
+            if recurse or not isinstance(parameter, StandIn):
+                yield name, parameter
+
+    @contextmanager
+    def _without_stand_in(self) -> Iterator[None]:
+        stand_in = self._parameters.pop("stand_in")
+        try:
+            yield
+        finally:
+            self._parameters["stand_in"] = stand_in
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move all but the stand-in, which follows the features and stays float32."""
+        with self._without_stand_in():
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def _save_to_state_dict(self, *arguments: Any) -> None:
+        with self._without_stand_in():
+            super()._save_to_state_dict(*arguments)
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        with self._without_stand_in():
+            super()._load_from_state_dict(*arguments)
