@@ -65,7 +65,7 @@ def trained(folder: Path, loader: DataLoader[Any], epochs: range) -> list[float]
                     loss = model(inputs, labels)
                     accelerator.backward(loss)
                     if accelerator.sync_gradients:
-                        gt.clip_grad_norm_(model.parameters(), joint, max_norm=5.0)  # the rows are no parameters
+                        gt.clip_grad_norm_(model.parameters(), joint, max_norm=5.0)  # exact wherever the rows are
                     optimizer.step()
                     schedule.step()
                     optimizer.zero_grad()

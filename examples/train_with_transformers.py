@@ -64,7 +64,7 @@ class RowCheckpoints(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: Any, control: Any, model: Any, **kwargs: Any
     ) -> None:
-        gt.clip_grad_norm_(model.parameters(), self.optimizer, self.max_norm)  # the rows are no parameters
+        gt.clip_grad_norm_(model.parameters(), self.optimizer, self.max_norm)  # exact wherever the rows are
 
 
 class StopAt(TrainerCallback):

@@ -294,6 +294,7 @@ class DenseTable(torch.optim.Optimizer):
         if not isinstance(samples, int) or samples < 0:
             raise InvalidArgument(f"samples is {samples!r}; it must be the number of samples of the batch, 0 or more")
         self._tensors.check()
+        self._tensors.require_all_trained(self.name)
         weights = self._weights
         group = None if self._ranks is None else self._ranks.sync_group(samples)
         gradients = self._gradients.now([item.grad for item in self._tensors.trained.values()])

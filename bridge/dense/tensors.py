@@ -56,6 +56,16 @@ class ModuleTensors:
                     f"parameter {name!r} was replaced or removed since the module was attached; attach it again"
                 )
 
+    def require_all_trained(self, name: str) -> None:
+        """Raise InvalidArgument for parameters frozen since the module was attached, beside some that are not: their
+        rows would move by momentum and weight decay."""
+        frozen = [key for key, item in self.trained.items() if not item.requires_grad]
+        if frozen and len(frozen) < len(self.trained):
+            raise InvalidArgument(
+                f"parameter {frozen[0]!r} of dense table {name!r} was frozen after attach(), and a step moves all rows "
+                "of the table; nothing was pushed. Freeze it before attach(), or all of them: module.requires_grad_(False)"
+            )
+
     def first_non_finite(self) -> str | None:
         """Name the first trained parameter whose gradient holds NaN or infinity."""
         for name, parameter in self.trained.items():

@@ -512,3 +512,14 @@ def test_training_goes_on_from_a_snapshot_on_any_number_of_shards(
             train(again, restored, range(4, 8))
             assert_same(again, module)
             assert restored.version == dense.version
+
+
+def test_a_parameter_frozen_after_attach_is_refused_beside_others(cluster: gt.Cluster) -> None:
+    layer = nn.Linear(3, 2)
+    dense = gt.attach(layer, cluster, name="layer", optimizer=gt.Momentum(0.1, 0.9))
+    before = layer.bias.detach().clone()
+    layer.bias.requires_grad_(False)
+    layer(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(InvalidArgument, match="'bias' of dense table 'layer' was frozen after attach"):
+        dense.step()
+    assert torch.equal(torch.from_numpy(cluster.table("layer").pull([0]))[0, 6:8], before)
