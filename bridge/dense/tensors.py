@@ -63,7 +63,7 @@ class ModuleTensors:
         if frozen and len(frozen) < len(self.trained):
             raise InvalidArgument(
                 f"parameter {frozen[0]!r} of dense table {name!r} was frozen after attach(), and a step moves all rows "
-                "of the table; nothing was pushed. Freeze it before attach(), or all of them: module.requires_grad_(False)"
+                "of the table; nothing was pushed. Freeze it before attach(), or all: module.requires_grad_(False)"
             )
 
     def first_non_finite(self) -> str | None:

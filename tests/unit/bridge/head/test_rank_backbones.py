@@ -19,6 +19,8 @@ from geartrain.bridge.rows.optimizer import RowOptimizer
 from tests.support.rank_processes import run_ranks
 
 CLASSES, DIM, INPUTS, BATCH, STEPS = 53, 8, 10, 12, 6
+FROZEN, ASKED, DROPPED = 2, 3, 4
+"""Steps with frozen rows, with torch.autograd.grad, and with a backward pass that zero_grad() drops."""
 
 
 class Classifier(nn.Module):
@@ -78,10 +80,17 @@ def train(wrap: Callable[[Classifier], nn.Module], rank: int, ranks: int) -> dic
     losses = []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
-        inputs = torch.randn(BATCH, INPUTS, generator=generator)
+        inputs = torch.randn(BATCH, INPUTS, generator=generator).requires_grad_()
         labels = torch.randint(CLASSES, (BATCH,), generator=generator)
+        head.requires_grad_(step != FROZEN)
         loss = model(inputs[share], labels[share])
+        if step == ASKED:  # which leaves no row gradient
+            torch.autograd.grad(loss, inputs, retain_graph=True)
         loss.backward()
+        if step == DROPPED:
+            model.zero_grad()
+            loss = model(inputs[share], labels[share])
+            loss.backward()
         optimizer.step()
         rows.step()
         optimizer.zero_grad()
