@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -160,10 +159,10 @@ class LookupCall:
     def passed(self, upstream: Sequence[Tensor | None]) -> list[Tensor]:
         """Queue the row gradients, if the backward pass under way accumulates; give those of the stand-ins."""
         first, *others = [part.row_update for part in self._parts if part.row_update.is_trained]
-        of_first = first.passed(partial(self._queue_row_gradients, upstream))
+        of_first = first.passed(self, upstream)
         return [of_first, *(torch.empty(0, device=other.stand_in.device) for other in others)]
 
-    def _queue_row_gradients(self, upstream: Sequence[Tensor | None]) -> None:
+    def queue_row_gradients(self, upstream: Sequence[Tensor | None]) -> None:
         """Add the gradients of the rows to their updates."""
         for part, version in zip(self._parts, self._rows_versions, strict=True):
             if part.row_update.rows_version != version:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -337,10 +336,10 @@ class _Call:
     def passed(self, upstream: Sequence[Tensor | None]) -> list[Tensor]:
         """Queue the row gradients, if the backward pass under way accumulates; give those of the stand-ins."""
         first, *others = [update for update in self._updates if update.is_trained]
-        of_first = first.passed(partial(self._queue_row_gradients, upstream))
+        of_first = first.passed(self, upstream)
         return [of_first, *(torch.empty(0, device=other.stand_in.device) for other in others)]
 
-    def _queue_row_gradients(self, upstream: Sequence[Tensor | None]) -> None:
+    def queue_row_gradients(self, upstream: Sequence[Tensor | None]) -> None:
         """Add those of all ranks to the updates of the rows that are here."""
         if [update.rows_version for update in self._updates] != self._rows_versions:
             raise InvalidArgument(

@@ -8,8 +8,7 @@ from __future__ import annotations
 import uuid
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from functools import partial
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -182,7 +181,7 @@ class SlowGear(ModuleWithRows):
         update = self.row_update
         if self.training and torch.is_grad_enabled() and update.is_trained:
             stand_in = update.stand_in_on(vectors_KD.device)
-            vectors_KD = _Delivered.apply(stand_in, vectors_KD, update, distinct, versions)  # type: ignore[no-untyped-call]
+            vectors_KD = _Delivered.apply(stand_in, vectors_KD, _Call(update, distinct, versions))  # type: ignore[no-untyped-call]
         return vectors_KD.index_select(0, upload(places, ids.device)).reshape(*ids.shape, self.dim)
 
     @property
@@ -293,33 +292,35 @@ class _GearRows(Placement):
         self._gear._begin_anew()
 
 
+@dataclass(eq=False)
+class _Call:
+    """One forward pass: features of ids [K] and their dense versions [K]."""
+
+    update: GearUpdate
+    ids: Ids
+    versions: npt.NDArray[np.int64]
+
+    def queue_row_gradients(self, upstream: Tensor) -> None:
+        """Add the gradients [K, D] of the features that there are."""
+        gradients_KD = download(upstream.to(torch.float32, copy=True))
+        there = self.versions != _NO_FEATURE
+        ids, versions = self.ids[there], self.versions[there]
+        if not there.all():
+            gradients_KD = gradients_KD[torch.from_numpy(there)]
+        self.update.add(GearGradient(ids, gradients_KD, versions), gradients_KD.sum(), len(ids))
+
+
 class _Delivered(torch.autograd.Function):
     """The features as they are; their gradient is queued for the step where autograd reaches the stand-in."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        stand_in: Tensor,  # noqa: ARG004
-        vectors_KD: Tensor,
-        update: GearUpdate,
-        ids: Ids,
-        versions: npt.NDArray[np.int64],
-    ) -> Tensor:
-        ctx.update, ctx.ids, ctx.versions = update, ids, versions
+    def forward(ctx: Any, stand_in: Tensor, vectors_KD: Tensor, call: _Call) -> Tensor:  # noqa: ARG004
+        ctx.call = call
         return vectors_KD.view_as(vectors_KD)
 
     @staticmethod
     def backward(ctx: Any, gradients_KD: Tensor) -> Any:
-        return ctx.update.passed(partial(_Delivered._queue, ctx, gradients_KD.detach())), None, None, None, None
-
-    @staticmethod
-    def _queue(ctx: Any, gradients_KD: Tensor) -> None:
-        gradients_KD = download(gradients_KD.to(torch.float32, copy=True))
-        there = ctx.versions != _NO_FEATURE
-        ids, versions = ctx.ids, ctx.versions
-        if not there.all():
-            ids, versions, gradients_KD = ids[there], versions[there], gradients_KD[torch.from_numpy(there)]
-        ctx.update.add(GearGradient(ids, gradients_KD, versions), gradients_KD.sum(), len(ids))
+        return ctx.call.update.passed(ctx.call, gradients_KD.detach()), None, None
 
 
 def _refuse_settings(config: SlowGearConfig, given: Mapping[str, object]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -37,7 +36,7 @@ class RowsPass(Protocol):
         """Let go of everything when no row gradient is wanted."""
 
 
-@dataclass
+@dataclass(eq=False)
 class HeadCall:
     """One forward pass of a head."""
 
@@ -93,9 +92,9 @@ class HeadCall:
 
     def passed(self, upstream: Tensor) -> Tensor | None:
         """Queue the row gradients, if the backward pass under way accumulates gradients; give the stand-in's."""
-        return self.update.passed(partial(self._queue_row_gradients, upstream.detach())) if self.want_rows else None
+        return self.update.passed(self, upstream.detach()) if self.want_rows else None
 
-    def _queue_row_gradients(self, upstream: Tensor) -> None:
+    def queue_row_gradients(self, upstream: Tensor) -> None:
         """Make the row gradients and add them to the head's update."""
         if self.used:
             raise InvalidArgument(

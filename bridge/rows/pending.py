@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from weakref import ref
 
 import numpy as np
 import torch
@@ -79,8 +80,8 @@ class PendingUpdate(ABC, Generic[G]):
     def __init__(self) -> None:
         self.carrier = torch.zeros(1, requires_grad=True)
         self.stand_in = StandIn(self)
-        self._passes: dict[int, list[Callable[[], None]]] = {}
-        """What makes the row gradients of backward passes that autograd has yet to accumulate, by its graph task."""
+        self._passes: list[tuple[int, ref[BackwardCall], Any]] = []
+        """Of backward passes that autograd may yet accumulate: its graph task, what is to queue, and its upstream."""
         self.step = 0
         """Updates applied; with the seed it decides which classes are sampled next."""
         self.generation = 0
@@ -157,15 +158,24 @@ class PendingUpdate(ABC, Generic[G]):
             self.stand_in.data = self.stand_in.data.to(device)
         return self.stand_in
 
-    def passed(self, queue: Callable[[], None]) -> Tensor:
-        """Call ``queue``, which adds row gradients, if the backward pass under way accumulates; give the stand-in's."""
-        self._passes.setdefault(torch._C._current_graph_task_id(), []).append(queue)
+    def passed(self, call: BackwardCall, upstream: Any) -> Tensor:
+        """Let ``call``, of the graph, queue its row gradients if the backward pass under way accumulates gradients.
+
+        Gives that of the stand-in. Others of the call were of ``torch.autograd.grad``, which accumulates none.
+        """
+        self._passes = [item for item in self._passes if item[1]() not in (None, call)]
+        self._passes.append((torch._C._current_graph_task_id(), ref(call), upstream))
         return torch.empty(0, device=self.stand_in.device)
 
     def collect(self) -> None:
-        """Add the row gradients of the backward pass under way: autograd has reached the stand-in."""
-        for queue in self._passes.pop(torch._C._current_graph_task_id(), ()):
-            queue()
+        """Queue the row gradients of the backward pass under way: autograd has reached the stand-in."""
+        task = torch._C._current_graph_task_id()
+        mine = [item for item in self._passes if item[0] == task]
+        self._passes = [item for item in self._passes if item[0] != task]
+        for _, known, upstream in mine:
+            call = known()
+            assert call is not None, "its graph is being walked"
+            call.queue_row_gradients(upstream)
 
     def add(self, gradient: G, checksum: Tensor, samples: int) -> None:
         """Queue the gradient of one micro-batch over ``samples`` samples; ``checksum`` is finite if the gradient is."""
@@ -354,6 +364,13 @@ class PendingUpdate(ABC, Generic[G]):
         self.num_passes = 0
 
 
+class BackwardCall(Protocol):
+    """One forward pass, that its graph keeps."""
+
+    def queue_row_gradients(self, upstream: Any) -> None:
+        """Make the row gradients from the derivatives by what the pass returned, and add them to their updates."""
+
+
 class Pace(Protocol):
     """What keeps the workers of one job near one another."""
 
@@ -389,7 +406,7 @@ class RowModule(Protocol):
     """A module whose trained rows are in no parameter of it: a class head, a slow gear, or one of your own.
 
     Its forward passes join :meth:`PendingUpdate.on` to the graph while :attr:`PendingUpdate.is_trained`; their backward
-    passes tell :meth:`~PendingUpdate.passed` what :meth:`~PendingUpdate.add`\\ s the row gradients.
+    passes tell :meth:`~PendingUpdate.passed`, and queue by :meth:`~PendingUpdate.add` when it says so.
     :class:`~geartrain.bridge.rows.optimizer.RowOptimizer` does the rest. As a :class:`~.stand_in.ModuleWithRows` it has
     the stand-in among its parameters. A state_dict that is to go on counting steps holds ``row_update.step``.
     """

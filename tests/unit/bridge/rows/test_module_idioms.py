@@ -7,6 +7,7 @@ A cell that cannot be is skipped, and says why. Several ranks: ``test_rank_backb
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -299,6 +300,19 @@ def test_a_gradient_norm_balanced_by_autograd_grad_trains_as_parameters_do(subje
         (losses[0] * norms[1] + losses[1] * norms[0]).backward()
     subject.step()
     subject.require_equal()
+
+
+def test_gradients_by_something_else_alone_keep_no_graph_alive(subject: Subject) -> None:
+    if subject.kind == "dense":
+        pytest.skip("its parameters are ordinary ones")
+    if subject.wrapper == "ddp":
+        pytest.skip("DDP waits for its parameters' gradients in every pass")
+    parts = subject.rows.trained if isinstance(subject.rows, gt.EmbeddingGroup) else [subject.rows]
+    for seed in range(5):
+        torch.autograd.grad(subject.loss(seed), subject.factor)
+    gc.collect()
+    assert all(call() is None for part in parts for _, call, _ in part.row_update._passes)
+    assert all(len(part.row_update._passes) <= 1 for part in parts)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
