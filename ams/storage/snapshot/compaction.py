@@ -62,6 +62,7 @@ def compact(root: str | Path, name: str, *, new_name: str | None = None) -> Plac
         job=snapshot.manifest.job,
         moment=snapshot.manifest.moment_id,
         writer=snapshot.manifest.writer,
+        number=snapshot.manifest.number,
     )
     damage = open_snapshot(path).verify()
     if damage:

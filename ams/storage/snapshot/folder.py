@@ -85,12 +85,14 @@ class Staging:
         deltas: Mapping[str, Sequence[int]] | None = None,
         moment: str | None = None,
         writer: Writer | None = None,
+        number: int | None = None,
     ) -> Place:
         """Make the snapshot appear, whole and safe from a loss of power, and return its folder.
 
         ``created`` is Unix time in seconds; ``bucket_shards`` is the bucket map of the shards that wrote the rows;
         ``tables`` and ``job`` hold JSON values; ``parent`` is left out if there are no ``deltas``; ``writer`` is the
-        process that took it, if it has a name. Raises InvalidArgument for values that cannot be a manifest, and
+        process that took it, if it has a name; ``number`` that of the snapshot that it was compacted from, None: the
+        next one of the root, for which all manifests there are read. Raises InvalidArgument for values that cannot be a manifest, and
         SnapshotFailed; then the staging folder is removed and nothing new listed.
         """
         final, store = within(self.root, self.name), store_of(self.root)
@@ -107,6 +109,7 @@ class Staging:
                 deltas={table: sorted(shards) for table, shards in (deltas or {}).items()},
                 moment=moment,
                 writer=writer,
+                number=self._next_number() if number is None else number,
             )
             data = encode_manifest(manifest)
             self._require_files(files)
@@ -143,6 +146,10 @@ class Staging:
     @property
     def _folder(self) -> Place:
         return store_of(self.root).staging(self.root, self.name, self.id)
+
+    def _next_number(self) -> int:
+        found = (listed.snapshot for listed in list_snapshots(self.root))
+        return 1 + max((snapshot.manifest.number for snapshot in found if snapshot is not None), default=0)
 
     def _manifest(self, **fields: Any) -> Manifest:
         try:
@@ -344,7 +351,11 @@ def _not_found(folder: Place) -> SnapshotNotFound:
 
 
 def list_snapshots(root: str | Path) -> list[Listed]:
-    """Return the snapshots of a root, the newest (by step, then creation) first; none if there is no such folder.
+    """Return the snapshots of a root, the newest first; none if there is no such folder.
+
+    The one that was written last is the newest, by its number, whatever its step and the clock; one that was compacted
+    comes right before the one that it was made from. Those without a number, which are older than all others, are
+    sorted by step, then by creation.
 
     Only manifests are read. One with a damaged manifest, whose age is therefore unknown, comes before all others. After
     all others come those of a process beside which its successor, a higher incarnation of the same stream, has taken
@@ -487,17 +498,19 @@ def _abandoned(manifests: Sequence[Manifest]) -> set[str]:
         for other in manifests:
             if manifest.writer is None or other.writer is None or manifest.writer.stream != other.writer.stream:
                 continue
-            is_later = other.step <= manifest.step or other.created <= manifest.created
+            first, second = ((one.number, one.created) for one in (other, manifest))
+            is_later = other.step <= manifest.step or first <= second
             if manifest.writer.incarnation < other.writer.incarnation and is_later:
                 found.add(manifest.id)
     return found
 
 
-def _age(listed: Listed, abandoned: Collection[str]) -> tuple[bool, float, float, str]:
+def _age(listed: Listed, abandoned: Collection[str]) -> tuple[bool, float, int, float, str]:
     if listed.snapshot is None:
-        return (True, float("inf"), 0.0, listed.name)
+        return (True, float("inf"), 0, 0.0, listed.name)
     manifest = listed.snapshot.manifest
-    return (manifest.id not in abandoned, manifest.step, manifest.created, listed.name)
+    step = 0 if manifest.number else manifest.step
+    return (manifest.id not in abandoned, manifest.number, step, manifest.created, listed.name)
 
 
 def _damage(listed: Listed) -> Sequence[SnapshotError]:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from geartrain.ams.storage.snapshot.folder import list_snapshots
 from tests.support.role_process import RoleProcess
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -182,6 +183,29 @@ def test_newcomers_are_answered_the_retired_never_and_a_rollback_stays(training:
     assert service.classify()[0] == 2
     assert service.ask("POST", "/v1/models/faces/rollback", {"to": 10})[0] == 200
     service.wait_for_version(11)
+
+
+def test_a_training_that_begins_again_at_an_earlier_step_is_served_and_keeps_what_it_publishes(
+    training: Training, service: Client
+) -> None:
+    for version in (60, 70, 80, 90, 100):
+        training.do("publish", version=version)
+    service.wait_for_version(100)
+    again = Training()
+    try:
+        again.begin(training.folder)
+        for number, version in enumerate((50, 60, 70), 101):
+            again.do("publish", version=version)
+            service.wait_for_version(number)
+            assert service.following()["step"] == version
+            found, best = service.classify()
+            assert (found, best[0]["class"]) == (number, f"0@{version}")
+            assert best[0]["score"] == pytest.approx(1, abs=1e-5)
+    finally:
+        again.process.kill()
+        again.process.communicate()
+    names = [listed.name for listed in list_snapshots(training.folder)]
+    assert names[:4] == ["step-000000070-2", "step-000000060-2", "step-000000050", "step-000000100"]
 
 
 def test_a_training_that_is_gone_is_served_on_also_by_the_next_service(

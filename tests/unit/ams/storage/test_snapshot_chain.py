@@ -110,6 +110,7 @@ def test_a_parent_that_is_not_the_one_is_named(chain: Path, how: str) -> None:
     }[how] in str(raised.value)
     if how != "circle":
         assert str(raised.value) in [str(damage) for damage in taken.verify()]
+        shutil.rmtree(chain / "a", ignore_errors=True)
         with pytest.raises(SnapshotDamaged):
             latest(chain)
 
@@ -117,10 +118,11 @@ def test_a_parent_that_is_not_the_one_is_named(chain: Path, how: str) -> None:
 def test_pruning_keeps_what_a_kept_one_adds_to(chain: Path) -> None:
     take(chain, "x", 0)
     take(chain, "y", 2, parent="a")
+    take(chain, "z", 1, parent="c")
     assert prune(chain, 1) == ["x", "y"]
-    assert names(chain) == ["c", "b", "a"]
-    take(chain, "d", 4)
-    assert prune(chain, 1) == ["c", "b", "a"], "none was left without its parent on the way"
+    assert names(chain) == ["z", "c", "b", "a"]
+    take(chain, "d", 0)
+    assert prune(chain, 1) == ["z", "c", "b", "a"], "none was left without its parent on the way"
 
 
 def test_pruning_keeps_what_one_with_a_damaged_manifest_may_add_to(
@@ -191,6 +193,12 @@ def test_what_cannot_be_compacted_leaves_nothing_and_the_chain(chain: Path, monk
     with pytest.raises(SnapshotDamaged, match="a worn disk"):
         compact(chain, "c")
     assert sorted(path.name for path in chain.iterdir()) == ["a", "b", "c"]
+
+
+def test_one_that_is_compacted_is_newer_than_what_it_was_made_from_and_no_other(chain: Path) -> None:
+    take(chain, "later", 1)
+    compact(chain, "c")
+    assert names(chain) == ["later", "c-whole", "c", "b", "a"]
 
 
 def test_a_chain_goes_once_no_kept_snapshot_needs_it(chain: Path) -> None:

@@ -60,8 +60,8 @@ def test_a_snapshot_is_written_listed_read_and_pruned(root: str, take: Take, mem
 
 
 def test_every_damage_below_a_url_is_named(root: str, take: Take, memory: MemoryFileSystem) -> None:
-    snapshot = open_snapshot(take(root, "a"))
     take(root, "b", step=0)
+    snapshot = open_snapshot(take(root, "a"))
     where = f"{root}/a/{snapshot.manifest.id}"
     for entry in snapshot.manifest.files:
         path = f"{where}/{entry.path}"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import geartrain as gt
-from geartrain.ams.storage.snapshot.folder import open_snapshot
+from geartrain.ams.storage.snapshot.folder import list_snapshots, open_snapshot
 from geartrain.serving.folder import load_folder
 from geartrain.serving.live import versions
 from geartrain.serving.live.follow import Follower
@@ -53,9 +53,8 @@ class Trained:
             sub_centers=sub_centers,
             rows=rows,
         )
-        self.publisher = Publisher(
-            self.backbone, self.head, folder / "live", preprocessing=LOOK, class_names={0: "null"}, increments=2, keep=2
-        )
+        self.folder = folder / "live"
+        self.begin()
         self.optimizer = gt.joint(torch.optim.SGD(self.backbone.parameters(), lr=0.1), self.head)
         self.now = 0.0
         self.held_at: int | None = None
@@ -68,6 +67,12 @@ class Trained:
             lambda version: self.served.append(load_folder(version.folder)),
             held_at=lambda: self.held_at,
             clock=lambda: self.now,
+        )
+
+    def begin(self) -> None:
+        """Publish from here on as a process does that has begun again."""
+        self.publisher = Publisher(
+            self.backbone, self.head, self.folder, preprocessing=LOOK, class_names={0: "null"}, increments=2, keep=2
         )
 
     def step(self, number: int) -> None:
@@ -120,6 +125,21 @@ def test_rows_on_ranks_and_several_centers_a_class_are_followed(tmp_path: Path, 
             trained.step(step)
             assert trained.follower.look()
             trained.require_same_answers()
+
+
+def test_rows_on_ranks_that_begin_again_at_an_earlier_step_are_served_and_kept(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="needs pip install 'geartrain[serve]'")
+    trained = Trained(None, tmp_path, rows="ranks")
+    for step in (80, 90, 100):
+        trained.step(step)
+    assert trained.follower.look()
+    trained.begin()
+    for number, step in ((101, 50), (102, 100), (103, 60)):  # there is a snapshot of step 100 already
+        trained.step(step)
+        assert trained.follower.look()
+        assert (trained.served[-1].version, trained.follower.facts["step"]) == (number, step)
+        trained.require_same_answers()
+    assert [listed.name for listed in list_snapshots(trained.folder)] == ["step-000000060", "step-000000100-2"]
 
 
 def test_newcomers_can_be_asked_for_and_the_retired_are_never_answered(trained: Trained) -> None:
