@@ -465,15 +465,15 @@ class ClassHead(ModuleWithRows):
         """Write rows that lie on ranks, with their slots, as the snapshot ``root``/``name``; return its folder.
 
         Every rank calls it between two steps and waits; ``root`` is the same folder for all, a URL included. ``step``
-        is :attr:`step` and ``name`` ``step-000000042`` unless given; ``values`` (JSON) and ``files`` of rank 0 travel
-        with the rows: put ``state_to_bytes(head.state_dict())`` and the backbone there. All rows are written, there are
-        no increments. Warns of bad labels, and of rows that were left as they were, which no call of the head has
-        raised yet. :meth:`restore` reads it on any number of ranks, and ``Cluster.restore`` into any number of shards.
+        is :attr:`step` and ``name`` ``step-000000042`` unless given (``step-000000042-2`` if an earlier run has left
+        that); ``values`` (JSON) and ``files`` of rank 0 travel with the rows: put ``state_to_bytes(head.state_dict())``
+        and the backbone there. All rows are written, there are no increments. Warns of bad labels, and of rows that
+        were left as they were, which no call of the head has raised yet. :meth:`restore` reads it on any number of
+        ranks, and ``Cluster.restore`` into any number of shards.
         Raises SnapshotFailed on every rank if one of them fails, and InvalidArgument for rows in a cluster:
         ``Cluster.snapshot`` is theirs.
         """
         step = self.step if step is None else step
-        name = f"step-{step:09}" if name is None else name
         return self._local.snapshot(root, name, step=step, values=values or {}, files=files or {})
 
     def restore(self, path: str | Path) -> Snapshot:

@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from geartrain.ams.client.snapshots.snapshot import free_name
 from geartrain.ams.server.freeze.dedup import ShardDedup, restore_table_steps
 from geartrain.ams.storage.snapshot.blocks import BLOCK_BYTES, write_block, write_dedup, write_job_file
 from geartrain.ams.storage.snapshot.chain import layers_of
 from geartrain.ams.storage.snapshot.folder import Snapshot, Staging, new_staging, open_snapshot
 from geartrain.ams.storage.snapshot.manifest import DEDUP, ROWS, FileEntry
-from geartrain.ams.storage.snapshot.store import Place, place, within
+from geartrain.ams.storage.snapshot.store import Place, name_of, place, within
 from geartrain.ams.tables.row_table import TableSteps
 from geartrain.ams.values.errors import SnapshotError, SnapshotFailed, SpecMismatch, TableNotFound
 from geartrain.ams.values.placement import BUCKET_ORDER, NUM_BUCKETS, ONE_OWNER, bucket_of
@@ -36,7 +37,7 @@ from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
 def snapshot_rows(
     tables: Sequence[DeviceRows],
     root: str | Path,
-    name: str,
+    name: str | None,
     *,
     step: int,
     values: Mapping[str, Any],
@@ -44,21 +45,21 @@ def snapshot_rows(
 ) -> Place:
     """Write the rows of all ranks as the snapshot ``root``/``name``; return its folder, on every rank.
 
-    Every rank names the same folder and writes its rows there, synced; rank 0 adds ``values`` (JSON) and ``files`` and
-    commits. If any rank fails, no snapshot appears and every rank raises: its own error, or SnapshotFailed. Memory: two
-    blocks of 8 MiB.
+    ``name`` None is what :func:`free_name` finds on rank 0. Every rank names the same folder and writes its rows there,
+    synced; rank 0 adds ``values`` (JSON) and ``files`` and commits. If any rank fails, no snapshot appears and every
+    rank raises: its own error, or SnapshotFailed. Memory: two blocks of 8 MiB.
     """
     link = tables[0].link
-    what = f"snapshot {name!r} was not written"
+    what = f"snapshot {name or f'of step {step}'!r} was not written"
     staging: Staging | None = None
     entries: list[FileEntry] = []
     failure: Exception | None = None  # of any kind: the others wait for this rank
     try:
         if link.rank == 0:
-            staging = new_staging(root, name)
+            staging = new_staging(root, free_name(root, step) if name is None else name)
     except Exception as exc:
         failure = exc
-    final = None if staging is None else str(within(staging.root, name))
+    final = None if staging is None else str(within(staging.root, staging.name))
     said = link.gather_json(
         [None if staging is None else [staging.path, staging.id, final], [_num_blocks(table) for table in tables]]
     )
@@ -66,6 +67,7 @@ def snapshot_rows(
     before = [sum(counts[place] for _, counts in said[: link.rank]) for place in range(len(tables))]
     try:
         if told is not None:
+            name = name_of(told[2]) if name is None else name
             if (here := str(within(place(root), name))) != told[2]:
                 raise SpecMismatch(f"the snapshot is {here} on rank {link.rank}, {told[2]} on rank 0; name one folder")
             parts = [_write(table, told[0], told[1], index) for table, index in zip(tables, before, strict=True)]
@@ -90,6 +92,7 @@ def snapshot_rows(
     if None in written and failure is None:
         failure = SnapshotFailed(f"{what}: rank {written.index(None)} failed; its error tells why")
     link.fail_together(failure, what, SnapshotFailed)
+    assert name is not None
     return within(place(root), name)
 
 

@@ -92,8 +92,8 @@ class Staging:
         ``created`` is Unix time in seconds; ``bucket_shards`` is the bucket map of the shards that wrote the rows;
         ``tables`` and ``job`` hold JSON values; ``parent`` is left out if there are no ``deltas``; ``writer`` is the
         process that took it, if it has a name; ``number`` that of the snapshot that it was compacted from, None: the
-        next one of the root, for which all manifests there are read. Raises InvalidArgument for values that cannot be a manifest, and
-        SnapshotFailed; then the staging folder is removed and nothing new listed.
+        next one of the root, for which all manifests there are read. Raises InvalidArgument for values that cannot be a
+        manifest, and SnapshotFailed; then the staging folder is removed and nothing new listed.
         """
         final, store = within(self.root, self.name), store_of(self.root)
         try:

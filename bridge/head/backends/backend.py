@@ -141,7 +141,7 @@ class LocalRows(Protocol):
         """Follow ``module.to(device)``: ``fn`` is what that does to each tensor."""
 
     def snapshot(
-        self, root: str | Path, name: str, *, step: int, values: Mapping[str, Any], files: Mapping[str, bytes]
+        self, root: str | Path, name: str | None, *, step: int, values: Mapping[str, Any], files: Mapping[str, bytes]
     ) -> Place:
         """See ``ClassHead.snapshot``."""
 

@@ -158,7 +158,7 @@ class RankBackend:
         self.table.move_to(device)
 
     def snapshot(
-        self, root: str | Path, name: str, *, step: int, values: Mapping[str, Any], files: Mapping[str, bytes]
+        self, root: str | Path, name: str | None, *, step: int, values: Mapping[str, Any], files: Mapping[str, bytes]
     ) -> Place:
         """See ``ClassHead.snapshot``. One exchange between the hosts before it, of rows that were left as they were."""
         self._warn_of_late_errors(sum(count for (count,) in self.table.link.exchange([self.update.count_refused()])))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import geartrain as gt
 from geartrain.ams.client.factory import local
 from geartrain.ams.programs.selection import PartialFC
-from geartrain.ams.storage.snapshot.folder import open_snapshot
+from geartrain.ams.storage.snapshot.folder import latest, open_snapshot
 from geartrain.ams.values.errors import (
     InvalidArgument,
     SnapshotDamaged,
@@ -156,6 +156,19 @@ def test_a_snapshot_of_another_table_or_a_damaged_one_leaves_initial_rows(tmp_pa
     with pytest.raises(SnapshotDamaged, match=block.name):
         head.restore(path)
     assert torch.equal(head.weights(), initial)
+
+
+@on_ranks(2)
+def test_a_step_that_an_earlier_life_has_left_gets_another_name_and_is_newer(
+    rank: int, ranks: int, folder: Path
+) -> None:
+    for life in range(2):
+        head = make_head("ranks")
+        losses = train(head, range(2 + life), rank, ranks)
+        path = head.snapshot(folder / "snapshots", step=42, values={"life": life})
+        assert (len(losses), Path(path).name) == (2 + life, ("step-000000042", "step-000000042-2")[life])
+        assert latest(folder / "snapshots").manifest.job == {"life": life}
+        dist.barrier()
 
 
 def test_a_state_is_taken_with_the_rows_of_its_step_only(tmp_path: Path) -> None:
