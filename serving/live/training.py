@@ -45,8 +45,9 @@ class ExportedModel:
     """A version that somebody exported. Its files are checked when it is taken."""
 
     folder: Path
+    version: int
     step: int
-    """Its version."""
+    """Of the training; that of a model which does not say it is its version."""
     moment_id: str
 
 
@@ -147,8 +148,10 @@ class TrainingFolder:
 def _exported(folder: Path) -> ExportedModel:
     config = read_config(folder)
     kind_of(folder, config)
-    step = int(config.get("version", 1))
-    return ExportedModel(folder=folder, step=step, moment_id=f"{step}@{config.get('created')}")
+    version = int(config.get("version", 1))
+    step = int(config.get("training", {}).get("step") or version)
+    moment = f"{version}@{config.get('created')}"
+    return ExportedModel(folder=folder, version=version, step=step, moment_id=moment)
 
 
 class ClusterJob:

@@ -78,7 +78,7 @@ class LiveVersions:
         self._keep, self._own = keep, backbone
         self._graphs: dict[str, _Graph] = {}
         self._centers: LiveCenters | None = None
-        self._last = max((found.version for found in self.written()), default=-1)
+        self._last = max((int(folder.name) for folder in self._folders()), default=-1)
 
     def written(self) -> list[LiveVersion]:
         """Those that are there, the newest first."""
@@ -118,7 +118,7 @@ class LiveVersions:
 
     def _copy(self, exported: ExportedModel) -> Path:
         """Of an exported model; it may be removed or replaced afterwards."""
-        folder = self.out / f"{self._number(exported.step):09}"
+        folder = self.out / f"{self._number(exported.version):09}"
         with replacing_folder(folder) as staging:
             try:
                 shutil.copytree(exported.folder, staging, dirs_exist_ok=True)

@@ -35,9 +35,10 @@ KIND = "clicks"
 NETWORK = "network.onnx"
 
 
-def export_clicks(run: Path, out: Path, *, cache: Path, say: Say) -> dict[str, Any]:
+def export_clicks(run: Path, out: Path, *, version: int | None = None, cache: Path, say: Say) -> dict[str, Any]:
     """Replace the folder ``out`` by the model of the newest snapshot of ``run``, as a whole; return its config.
 
+    ``version`` is its number; None: the step of the training.
     Raises ConfigError, SnapshotDamaged, InvalidArgument, OSError; then the old folder stays.
     """
     next_version(out)  # raises if other files are there
@@ -53,7 +54,7 @@ def export_clicks(run: Path, out: Path, *, cache: Path, say: Say) -> dict[str, A
         config = {
             "kind": KIND,
             "model": state.recipe.model,
-            **about(snapshot, state),
+            **about(snapshot, state, version),
             "fields": list(design.layout.fields),
             "items": list(design.layout.schema.item),
             "history": state.recipe.history if uses & {HISTORY, HISTORY_ITEMS} else 0,
@@ -68,10 +69,10 @@ def export_clicks(run: Path, out: Path, *, cache: Path, say: Say) -> dict[str, A
     return config
 
 
-def about(snapshot: Snapshot, state: JobState) -> dict[str, Any]:
+def about(snapshot: Snapshot, state: JobState, version: int | None) -> dict[str, Any]:
     """What config.json says of the training."""
     return {
-        "version": state.progress.step,
+        "version": state.progress.step if version is None else version,
         "created": snapshot.manifest.created,
         "training": {
             "job": state.progress.table,

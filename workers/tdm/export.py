@@ -24,7 +24,7 @@ KIND = "tree"
 TREE = "tree.safetensors"
 
 
-def export_tree(run: Path, out: Path) -> dict[str, Any]:
+def export_tree(run: Path, out: Path, *, version: int | None = None) -> dict[str, Any]:
     """Replace the folder ``out`` by the model of the newest snapshot of ``run``, as a whole; return its config.
 
     Raises as :func:`geartrain.workers.ctr.export.export_clicks`.
@@ -51,7 +51,7 @@ def export_tree(run: Path, out: Path) -> dict[str, Any]:
         write_arrays(staging / TREE, {"items": items.numpy()})
         config = {
             "kind": KIND,
-            **about(snapshot, state),
+            **about(snapshot, state, version),
             "fields": list(fields),
             "history": recipe.history,
             "beam": recipe.beam,

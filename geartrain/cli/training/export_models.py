@@ -6,8 +6,9 @@ import json
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ from geartrain.workers.job.folder import has_run, read_run
 from geartrain.workers.job.state import newest_snapshot
 from geartrain.workers.models.export import Arrays, RunImages, export_model, next_version
 from geartrain.workers.models.precision import require_precision
-from geartrain.workers.models.saved_model import CONFIG, ONNX, numbered_versions
+from geartrain.workers.models.saved_model import CONFIG, ONNX, numbered_versions, read_training
 from geartrain.workers.models.trained_model import TrainedModel, load_model
 from geartrain.workers.tdm.export import export_tree
 
@@ -73,10 +74,11 @@ def export_run(run: Path, to: Path, settings: ModelExport, *, as_json: bool) -> 
 
 
 def _export_clicks(run: Path, to: Path, settings: ModelExport) -> tuple[dict[str, Any], list[str]]:
-    step = newest_snapshot(read_run(run).snapshots).manifest.step
-    with _version_folder(to, step, settings.keep) as folder:
-        config = export_clicks(run, folder, cache=settings.cache, say=lambda line: print(line, file=sys.stderr))
-    version, error = config["version"], config["parity"]["max_error"]
+    job, step = read_run(run).job, newest_snapshot(read_run(run).snapshots).manifest.step
+    with _version_folder(to, job, step, settings.keep) as (folder, version):
+        tell = partial(print, file=sys.stderr)
+        config = export_clicks(run, folder, version=version, cache=settings.cache, say=tell)
+    error = config["parity"]["max_error"]
     num_rows = sum(table["rows"] for table in config["tables"])
     facts = {"folder": str(folder), "version": version, "rows": num_rows, "max_error": error}
     return facts, [
@@ -86,10 +88,10 @@ def _export_clicks(run: Path, to: Path, settings: ModelExport) -> tuple[dict[str
 
 
 def _export_tree(run: Path, to: Path, settings: ModelExport) -> tuple[dict[str, Any], list[str]]:
-    step = newest_snapshot(read_run(run).snapshots).manifest.step
-    with _version_folder(to, step, settings.keep) as folder:
-        config = export_tree(run, folder)
-    version, items, error = config["version"], config["num_items"], config["parity"]["max_error"]
+    job, step = read_run(run).job, newest_snapshot(read_run(run).snapshots).manifest.step
+    with _version_folder(to, job, step, settings.keep) as (folder, version):
+        config = export_tree(run, folder, version=version)
+    items, error = config["num_items"], config["parity"]["max_error"]
     facts = {"folder": str(folder), "version": version, "items": items, "max_error": error}
     return facts, [
         f"{folder} holds version {version}: a tree of {items:,} items; onnxruntime's log-odds are {error:.1e} from "
@@ -115,14 +117,13 @@ def _export_pictures(run: Path, to: Path, settings: ModelExport, console: Consol
             kind=settings.index,
             queries=features,
         )
-        return {"index": written}
+        return {"index": written, "training": {**model.training, "job": job, "step": step}}
 
     def track(items: Iterable[Item], what: str, count: int) -> Iterable[Item]:
         return rich_track(items, what, count, console=console, transient=True, disable=not console.is_terminal)
 
-    version = _version(model, run)
-    with _version_folder(to, version, settings.keep) as folder:
-        next_version(folder)  # raises before anything takes long
+    job, step = _moment(model, run)
+    with _version_folder(to, job, step, settings.keep) as (folder, version):
         images, why = _images(run, model, settings, console)
         console.print(f"Writing the network of {run} as ONNX", highlight=False)
         exported = export_model(
@@ -183,26 +184,50 @@ def _index_line(index: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def _version_folder(to: Path, version: int | None, keep: int | None) -> Iterator[Path]:
-    """The folder to write a version to: ``to``, or one in it where it has versions; older ones go at the end."""
-    versions = _versions(to)
+def _version_folder(to: Path, job: str | None, step: int | None, keep: int | None) -> Iterator[tuple[Path, int]]:
+    """The folder to write a version to, and its number: ``to``, or one in it where it has versions; older ones go at
+    the end.
+
+    The number is the step, or one more than the newest where that is not lower. The newest is replaced where it is of
+    the same job and step.
+    """
+    versions = numbered_versions(to)
     has_versions = keep is not None or bool(versions)
     if has_versions and (to / CONFIG).exists():
         raise ConfigError(f"{to} holds one model, and --keep {keep} is for a folder of versions; give a new name")
-    folder = to / f"{1 + max(versions, default=0) if version is None else version:06}" if has_versions else to
-    yield folder
+    folder = versions[0] if versions else to
+    last = int(folder.name) if versions else 0 if has_versions else next_version(to) - 1
+    there = read_training(folder)
+    is_again = job is not None and (there.get("job"), there.get("step")) == (job, step)
+    number = last if is_again else max(step or 0, last + 1)
+    if has_versions and not is_again:
+        number, folder = _claimed(to, number)
+    try:
+        yield folder, number
+    finally:
+        if has_versions:
+            with suppress(OSError):
+                folder.rmdir()  # nothing was written
     if has_versions:
-        others = {number: path for number, path in _versions(to).items() if path != folder}
-        for number in sorted(others)[: max(0, len(others) + 1 - (keep or VERSIONS_KEPT))]:
-            shutil.rmtree(others[number])
+        for path in numbered_versions(to)[keep or VERSIONS_KEPT :]:
+            shutil.rmtree(path)
 
 
-def _version(model: TrainedModel, run: Path) -> int | None:
-    """The step that the model is of; None: nobody knows."""
+def _claimed(to: Path, number: int) -> tuple[int, Path]:
+    """Make the folder of a version, a later one where another process has made that."""
+    while True:
+        try:
+            (to / f"{number:06}").mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            return number, to / f"{number:06}"
+
+
+def _moment(model: TrainedModel, run: Path) -> tuple[str | None, int | None]:
+    """The job and the step that the model is of; None: nobody knows."""
+    found = read_run(run) if has_run(run) else None
+    job = model.training.get("job") if found is None else found.job
     if "best" in model.training:
-        return int(model.training["best"]["step"])
-    return read_run(run).stage_end if has_run(run) else None
-
-
-def _versions(folder: Path) -> dict[int, Path]:
-    return {int(path.name): path for path in numbered_versions(folder)}
+        return job, int(model.training["best"]["step"])
+    return job, None if found is None else found.stage_end

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
@@ -14,7 +17,8 @@ from geartrain.ams.values.errors import GeartrainError
 from geartrain.cli.main import build_app
 from geartrain.workers.models.saved_model import read_config
 from geartrain.workers.recipes import signs
-from tests.support.served_models import require_onnx
+from tests.support.role_process import RoleProcess
+from tests.support.served_models import exported, require_onnx
 
 
 def typed(*arguments: object) -> Result:
@@ -28,6 +32,17 @@ def refusal(*arguments: object) -> str:
     done = typed(*arguments)
     assert isinstance(done.exception, GeartrainError), done.output
     return str(done.exception)
+
+
+def asked(address: str, path: str) -> dict[str, Any]:
+    """What a service answers to GET."""
+    connection = http.client.HTTPConnection(address, timeout=60)
+    try:
+        connection.request("GET", path)
+        answer: dict[str, Any] = json.loads(connection.getresponse().read())
+        return answer
+    finally:
+        connection.close()
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +76,49 @@ def test_a_run_is_exported_with_what_its_held_out_images_say(run: Path, tmp_path
 
 def test_a_folder_of_versions_gets_one_more_and_keeps_the_newest(run: Path, tmp_path: Path) -> None:
     step = gt.load_model(run).training["best"]["step"]
-    for _ in range(2):  # the same step is the same version
+    for _ in range(2):  # the same step of the same run is the same version
         assert typed("export", run, "--to", tmp_path / "v", "--keep", 2).exit_code == 0
     assert [path.name for path in (tmp_path / "v").iterdir()] == [f"{step:06}"]
     for later in (step + 1, step + 2):
-        (tmp_path / "v" / f"{step:06}").rename(tmp_path / "v" / f"{later:06}")
-        assert typed("export", run, "--to", tmp_path / "v", "--keep", 2).exit_code == 0
+        exported(tmp_path / "v" / f"{later:06}", version=later)
+    (tmp_path / "v" / f"{step + 3:06}").mkdir()  # somebody else is at it
+    done = typed("export", run, "--to", tmp_path / "v", "--keep", 2, "--json")
+    facts = json.loads(done.stdout)
+    assert (facts["version"], facts["folder"]) == (step + 4, str(tmp_path / "v" / f"{step + 4:06}"))
     assert gt.load_model(tmp_path / "v").class_names == gt.load_model(run).class_names  # of the newest
-    assert sorted(path.name for path in (tmp_path / "v").iterdir()) == [f"{step:06}", f"{step + 2:06}"]
+    assert sorted(path.name for path in (tmp_path / "v").glob("*/")) == [f"{step + n:06}" for n in (2, 3, 4)]
+
+
+def test_a_new_run_that_is_exported_into_a_followed_folder_is_served_and_kept(run: Path, tmp_path: Path) -> None:
+    step, models = gt.load_model(run).training["best"]["step"], tmp_path / "models"
+    for before in (80, 90, 100):
+        exported(models / f"{before:06}", version=before)
+    with RoleProcess(
+        "serve", "--follow", f"signs={models}", "--listen", "127.0.0.1:0", errors=tmp_path / "log"
+    ) as service:
+
+        def wait_for(version: int) -> dict[str, Any]:
+            end = time.monotonic() + 60
+            while (said := asked(service.address, "/v1/models/signs"))["current"] != version:
+                assert time.monotonic() < end, said
+                time.sleep(0.02)
+            return said
+
+        wait_for(100)
+        assert json.loads(typed("export", run, "--to", models, "--keep", 2, "--json").stdout)["version"] == 101
+        wait_for(101)
+        assert asked(service.address, "/v1/models/signs")["following"]["step"] == step
+    assert sorted(path.name for path in models.iterdir()) == ["000100", "000101"]
+    fresh = read_config(models / "000101")
+    assert typed("export", run, "--to", models, "--keep", 2).exit_code == 0  # the newest, once more
+    again = read_config(models / "000101")
+    assert (again["version"], again["created"] > fresh["created"]) == (101, True)
+
+
+def test_an_export_that_fails_leaves_no_version(run: Path, tmp_path: Path) -> None:
+    exported(tmp_path / "v" / "000100", version=100)
+    refusal("export", run, "--to", tmp_path / "v", "--data", tmp_path / "nothing")
+    assert [path.name for path in (tmp_path / "v").iterdir()] == ["000100"]
 
 
 def test_held_out_images_that_moved_are_named_or_said_to_be_missing(run: Path, tmp_path: Path) -> None:
