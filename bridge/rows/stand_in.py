@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -18,17 +18,30 @@ from torch import Tensor, nn
 
 from geartrain.bridge.rows.gradient_carrier import StandInGradient
 
-if TYPE_CHECKING:
-    from geartrain.bridge.rows.pending import PendingUpdate
+
+class RowsStoodFor(Protocol):
+    """The pending row gradients that a stand-in shows."""
+
+    carrier: Tensor
+    stand_in: StandIn
+
+    def collect(self) -> None:
+        """Autograd has accumulated into the stand-in."""
+
+    def forget(self) -> None:
+        """Drop them."""
+
+    def gradient_of_module(self) -> Tensor | None:
+        """What the stand-in shows as its gradient [1]; None: there are none."""
 
 
 class StandIn(nn.Parameter):
     """Stands for the rows of one update among the parameters of their module: float32, without elements."""
 
     _ddp_ignored = True  # there is nothing to average
-    _update: ref[PendingUpdate[Any]]
+    _update: ref[RowsStoodFor]
 
-    def __new__(cls, update: PendingUpdate[Any]) -> StandIn:
+    def __new__(cls, update: RowsStoodFor) -> StandIn:
         """Row gradients are those of ``update``, which keeps it."""
         made: StandIn = super().__new__(cls, torch.empty(0, device="cpu"))
         made._update = ref(update)
@@ -88,7 +101,7 @@ def drop_stand_ins(group: dict[str, Any]) -> None:
 class ModuleWithRows(nn.Module):
     """Base of modules whose rows are trained: the rows' stand-in is a parameter, but in no state_dict."""
 
-    def register_stand_in(self, update: PendingUpdate[Any]) -> None:
+    def register_stand_in(self, update: RowsStoodFor) -> None:
         """Make the stand-in of ``update`` a parameter."""
         self.register_parameter("stand_in", update.stand_in)
 
