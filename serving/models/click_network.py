@@ -5,7 +5,9 @@ Legend: N samples, L ids of the longest bag or events of the longest history, D 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ from geartrain.ams.values.errors import InvalidArgument, ModelDamaged
 from geartrain.ams.values.specs import Ids
 from geartrain.serving.vectors import FeatureVectors, Floats, MappedTables
 from geartrain.workers.ctr.samples.features import HISTORY, HISTORY_ITEMS, SampleFeature
+from geartrain.workers.ctr.samples.kinds import UNCHECKED, kinds_from_json
+
+logger = logging.getLogger(__name__)
 
 NETWORK = "network.onnx"
 Inputs = Mapping[str, npt.NDArray[Any]]
@@ -27,6 +32,9 @@ class ClickNetwork:
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         """Raises ModelDamaged, InvalidArgument (onnxruntime cannot run it)."""
         self._config = config
+        self.kinds = kinds_from_json(config.get("kinds"))
+        if not self.kinds:
+            _warn_unchecked(str(config["training"]["job"]))
         self.features = tuple(SampleFeature.from_json(said) for said in config["features"])
         self.tables = MappedTables({said["table"]: (folder / said["file"], said["spec"]) for said in config["tables"]})
         self._vectors = FeatureVectors(self.tables, self.features)
@@ -100,6 +108,11 @@ class ClickNetwork:
         (found,) = self._session.run(["logits"], dict(inputs))
         logits: npt.NDArray[np.float64] = found.astype(np.float64)
         return logits
+
+
+@cache  # versions of a training that is followed are many
+def _warn_unchecked(job: str) -> None:
+    logger.warning("the model of %s %s", job, UNCHECKED)
 
 
 def _opened(network: Path, width: int) -> Any:

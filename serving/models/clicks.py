@@ -6,6 +6,7 @@ Legend: N samples or contexts, C candidates of the context that has most, M cand
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,15 @@ from geartrain.ams.values.text import quoted
 from geartrain.serving.answers import Arrays, Question, TensorSpec
 from geartrain.serving.models.click_network import ClickNetwork, probabilities
 from geartrain.serving.models.samples import (
+    HISTORY_OUTCOMES,
     SampleReader,
-    example_of,
-    ids_schema,
     objects_of,
     require_keys,
-    width_of,
     with_histories,
 )
 from geartrain.workers.ctr.samples.click_samples import PADDING
 from geartrain.workers.ctr.samples.features import HISTORY, HISTORY_ITEMS, SampleFeature, ids_by_feature
+from geartrain.workers.ctr.samples.kinds import INTEGER, FieldKind, width_of
 
 MOST_CANDIDATES = 10_000
 _AT_ONCE = 65_536
@@ -47,7 +47,11 @@ class ClicksModel:
         self.network = ClickNetwork(folder, config)
         self.items: tuple[str, ...] = tuple(config["items"])
         crossed = {name for feature in self.network.features for name in feature.of[:-1]}
-        self.reader = SampleReader(config["fields"], int(config["history"]), crossed)
+        history, kinds = int(config["history"]), self.network.kinds
+        if kinds and history:
+            kinds[HISTORY_ITEMS] = replace(kinds[self.items[0]], is_list=True)
+            kinds[HISTORY_OUTCOMES] = FieldKind(item=INTEGER, is_list=True)
+        self.reader = SampleReader(config["fields"], history, crossed, kinds)
         self._facts = {name: config[name] for name in ("model", "items")}
         self.operations = {"click": ClickOperation(self), "rank": RankOperation(self)}
 
@@ -85,9 +89,9 @@ class ClickOperation:
         self._model = model
         reader = model.reader
         arrays = reader.array_names(reader.names)
-        self.inputs = [TensorSpec(name=name, dtype="int64", shape=(None, None)) for name in arrays]
+        self.inputs = [TensorSpec(name=name, dtype=reader.dtype(name), shape=(None, None)) for name in arrays]
         self.outputs = [TensorSpec(name="probability", dtype="float64", shape=(None,))]
-        samples = {"type": "array", "minItems": 1, "items": ids_schema(reader.names)}
+        samples = {"type": "array", "minItems": 1, "items": reader.schema(reader.names)}
         self.request = {
             "type": "object",
             "properties": {
@@ -99,7 +103,7 @@ class ClickOperation:
                 },
             },
             "required": ["samples"],
-            "example": {"samples": [example_of(reader.names)], "explain": True},
+            "example": {"samples": [reader.example(reader.names)], "explain": True},
         }
         numbers = {"type": "object", "additionalProperties": {"type": "number"}}
         self.answer = {
@@ -109,14 +113,14 @@ class ClickOperation:
         }
 
     def read(self, body: Mapping[str, Any]) -> Question:
-        """``{"samples": [{field: id | text | list}…], "explain": false}``. Raises InvalidArgument."""
+        """``{"samples": [{field: value | list}…], "explain": false}``. Raises InvalidArgument."""
         require_keys(body, ("samples", "explain"))
         reader = self._model.reader
         arrays = reader.read(objects_of(body, "samples"), reader.names, "sample")
         return Question(arrays=arrays, parameters=_explained(body.get("explain", False)))
 
     def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
-        """Ids [N] or [N, L] of each field. Raises InvalidArgument."""
+        """Values [N] or [N, L] of each field. Raises InvalidArgument."""
         reader = self._model.reader
         checked = reader.take(arrays, reader.names)
         return Question(arrays=checked, parameters=_explained(parameters.get("explain", False)))
@@ -163,22 +167,27 @@ class RankOperation:
         self._of_context = [name for name in reader.names if name not in model.items]
         names = [*reader.array_names(self._of_context), *model.items]
         self.inputs = [
-            TensorSpec(name=name, dtype="int64", shape=(None,) * (3 if name in model.items else 2)) for name in names
+            TensorSpec(name=name, dtype=reader.dtype(name), shape=(None,) * (3 if name in model.items else 2))
+            for name in names
         ]
         self.outputs = [
             TensorSpec(name="candidate", dtype="int64", shape=(None, None)),
             TensorSpec(name="probability", dtype="float64", shape=(None, None)),
         ]
         example = {
-            "context": example_of(self._of_context),
-            "candidates": [example_of(model.items, n) for n in (1, 2)],
+            "context": reader.example(self._of_context),
+            "candidates": [reader.example(model.items)] * 2,
             "k": 1,
         }
         self.request = {
             "type": "object",
             "properties": {
-                "context": {**ids_schema(reader.names), "required": []},
-                "candidates": {"type": "array", "minItems": 1, "items": {**ids_schema(reader.fields), "required": []}},
+                "context": {**reader.schema(reader.names), "required": []},
+                "candidates": {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {**reader.schema(reader.fields), "required": []},
+                },
                 "k": {"type": "integer", "minimum": 1, "default": _BEST},
             },
             "required": ["context", "candidates"],
@@ -212,7 +221,7 @@ class RankOperation:
         return self._question(arrays, np.array([len(candidates)]), body.get("k", _BEST))
 
     def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
-        """Ids [N] or [N, L] of the context, [N, C] or [N, C, L] of the candidates: the fields of items. Raises
+        """Values [N] or [N, L] of the context, [N, C] or [N, C, L] of the candidates: the fields of items. Raises
         InvalidArgument.
         """
         reader, items = self._model.reader, self._model.items

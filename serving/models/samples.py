@@ -1,4 +1,4 @@
-"""Samples of fields as requests give them, made arrays of ids: checked, texts hashed as in training.
+"""Samples of fields as requests give them, made arrays of ids: of the kinds that training had, texts hashed as there.
 
 Legend: N samples, L ids of the longest bag, a power of two, so that requests of about the same length are answered
 together; :data:`PADDING` stands behind the last id of a bag.
@@ -6,7 +6,7 @@ together; :data:`PADDING` stands behind the last id of a bag.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -14,26 +14,57 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.values.errors import InvalidArgument, InvalidIds
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
-from geartrain.ams.values.strings import hash_strings
 from geartrain.ams.values.text import quoted
-from geartrain.workers.ctr.samples.click_samples import PADDING
+from geartrain.serving.kserve.datatypes import datatype_of
 from geartrain.workers.ctr.samples.features import HISTORY, HISTORY_ITEMS, crossed
+from geartrain.workers.ctr.samples.kinds import (
+    ANY,
+    BOOLEAN,
+    INTEGER,
+    PADDING,
+    TEXT,
+    UNKNOWN,
+    FieldKind,
+    side_by_side,
+    width_of,
+)
 
-_MOST, _LONGEST = 2**63, 10_000
-_KINDS = "give an id (an integer from 0 to 2^63 - 1), a text, or a list of such"
+_LONGEST = 10_000
+_INTEGER, _TEXT = {"type": "integer", "minimum": 0}, {"type": "string"}
+_FORMS: dict[str, tuple[str, Any, list[dict[str, Any]]]] = {
+    INTEGER: ("int64", 1, [_INTEGER, {**_TEXT, "pattern": "^(0|[1-9][0-9]*)$"}]),
+    TEXT: ("object", "text", [_TEXT]),
+    BOOLEAN: ("bool", True, [{"type": "boolean"}]),
+    UNKNOWN: ("int64", 1, [_INTEGER, _TEXT]),
+}
+"""Of values of each kind: the type in arrays, an example, and what they are in JSON."""
 HISTORY_OUTCOMES = "history_outcomes"
 
 
 class SampleReader:
     """Reads the fields of one model. Thread-safe."""
 
-    def __init__(self, fields: Sequence[str], history: int, single: Collection[str]) -> None:
-        """``history``: latest events that count; 0: samples have none. Fields ``single`` have one id each time."""
+    def __init__(
+        self, fields: Sequence[str], history: int, single: Collection[str], kinds: Mapping[str, FieldKind]
+    ) -> None:
+        """``history``: latest events that count; 0: samples have none. Fields ``single`` have one id each time.
+
+        ``kinds`` are of fields, and of the arrays of a history; those that lack are not checked.
+        """
         self.fields = tuple(fields)
+        self._kinds = kinds
         self.history = history
         self._single = frozenset(single)
+        self._of_integers = frozenset(name for name in fields if self._kind(name).item in (INTEGER, UNKNOWN))
+
+    def _kind(self, name: str) -> FieldKind:
+        return self._kinds.get(name, ANY)
+
+    def dtype(self, name: str) -> str:
+        """The type of an array of :meth:`array_names`."""
+        return _FORMS[self._kind(name).item][0]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -71,10 +102,9 @@ class SampleReader:
                 )
         return arrays
 
-    @staticmethod
-    def _plain(samples: Sequence[Mapping[str, Any]], names: Collection[str]) -> dict[str, Ids] | None:
-        """The ids of samples that have one in each field, as most do; None: there is more to look at."""
-        if len(names) < 2 or set(map(len, samples)) != {len(names)}:
+    def _plain(self, samples: Sequence[Mapping[str, Any]], names: Collection[str]) -> dict[str, Ids] | None:
+        """The ids of samples that have one integer in each field, as many do; None: there is more to look at."""
+        if len(names) < 2 or not self._of_integers.issuperset(names) or set(map(len, samples)) != {len(names)}:
             return None
         try:
             values = list(chain.from_iterable(map(itemgetter(*names), samples)))
@@ -91,42 +121,44 @@ class SampleReader:
         return [part for name in names for part in of.get(name, (name,))]
 
     def take(self, arrays: Mapping[str, npt.NDArray[Any]], names: Collection[str], ndim: int = 2) -> dict[str, Ids]:
-        """The ids [N, L] of arrays that are ids already, [N] or [N, L], of histories those of items and of outcomes.
+        """The ids [N, L] of arrays of values, [N] or [N, L], of histories those of items and of outcomes.
 
-        With ``ndim`` 3 they are [N, C] or [N, C, L]. Raises InvalidArgument.
+        Behind the end of a list stands :data:`PADDING`, of texts "". With ``ndim`` 3 they are [N, C] or [N, C, L].
+        Raises InvalidArgument.
         """
         found = {}
         shapes = "[N] or [N, L]" if ndim == 2 else "[N, C] or [N, C, L]"
         for name in self.array_names(names):
             if name not in arrays:
-                raise InvalidArgument(f"there is no array {name!r}; give ids int64 {shapes}")
-            array = arrays[name]
-            if array.dtype.kind not in "iu" or array.ndim not in (ndim - 1, ndim) or not array.size:
+                raise InvalidArgument(f"there is no array {name!r}; give {datatype_of(self.dtype(name))} {shapes}")
+            array, kind = arrays[name], self._kind(name)
+            if array.dtype.kind not in "iubO" or array.ndim not in (ndim - 1, ndim) or not array.size:
                 raise InvalidArgument(
-                    f"array {name!r} is {array.dtype} {list(array.shape)}; it must be int64 {shapes}, and not empty"
+                    f"array {name!r} is {array.dtype} {list(array.shape)}; it must be "
+                    f"{datatype_of(self.dtype(name))} {shapes}, and not empty"
                 )
-            ids = array.astype(np.int64, copy=False)
+            if array.ndim == ndim and array.shape[-1] != 1:
+                kind.require_lists(f"array {name!r}", list(array.shape))
+            ids = _ids_of(array, kind, f"array {name!r}")
             found[name] = _widened(ids if ids.ndim == ndim else ids[..., None])
-            if int(ids.min()) < PADDING:
-                raise InvalidArgument(f"array {name!r} holds {ids.min()}; ids are >= 0, and {PADDING} stands for none")
             if name in self._single and (found[name].shape[-1] != 1 or int(ids.min()) < 0):
                 raise InvalidArgument(f"array {name!r} must have one id for each sample; it is {list(ids.shape)}")
         return found
 
     def _ids(self, name: str, values: list[Any], who: str) -> Ids:
-        kinds = set(map(type, values))
-        if kinds == {int}:
-            return _of_integers(values, lambda at: f"field {name!r} of {who} {at}")[:, None]
-        if kinds == {str}:
-            return _of_texts(values, lambda at: f"field {name!r} of {who} {at}")[:, None]
-        bags = []
+        def where(at: int) -> str:
+            return f"field {name!r} of {who} {at}"
+
         for at, value in enumerate(values):
-            where = f"field {name!r} of {who} {at}"
-            items = value if isinstance(value, list) else [value]
-            bags.append(_of_list(items, where, value))
-            if name in self._single and len(bags[-1]) != 1:
-                raise InvalidArgument(f"{where} is {quoted(value)}; it must have one id, since the model crosses it")
-        return _side_by_side(bags)
+            if isinstance(value, list) and len(value) > _LONGEST:  # all bags of a request become as wide as its longest
+                raise InvalidArgument(
+                    f"{where(at)} has {len(value):,} entries; give at most {_LONGEST:,}, those that count most"
+                )
+            if isinstance(value, list) and name in self._single and len(value) != 1:
+                raise InvalidArgument(
+                    f"{where(at)} is {quoted(value)}; it must have one id, since the model crosses it"
+                )
+        return self._kind(name).bags(values, where)
 
     def _histories(self, values: list[Any], who: str) -> dict[str, Ids]:
         items, outcomes = [], []
@@ -138,9 +170,32 @@ class SampleReader:
                     "as [[7, 1]]; an empty one if nothing happened"
                 )
             latest = events[-self.history :]
-            items.append(_of_list([event[0] for event in latest], where, events))
-            outcomes.append(_of_list([event[1] for event in latest], where, events))
-        return {HISTORY_ITEMS: _side_by_side(items), HISTORY_OUTCOMES: _side_by_side(outcomes)}
+            items.append(self._of_events(HISTORY_ITEMS, [event[0] for event in latest], where))
+            outcomes.append(self._of_events(HISTORY_OUTCOMES, [event[1] for event in latest], where))
+        return {HISTORY_ITEMS: side_by_side(items), HISTORY_OUTCOMES: side_by_side(outcomes)}
+
+    def _of_events(self, name: str, values: list[Any], where: str) -> Ids:
+        return self._kind(name).ids(values, lambda _: f"one of {name} in {where}")
+
+    def schema(self, names: Collection[str]) -> dict[str, Any]:
+        """JSON schema of one sample."""
+        of = {name: self._schema(name) for name in names}
+        return {"type": "object", "properties": of, "required": list(names), "additionalProperties": False}
+
+    def _schema(self, name: str) -> dict[str, Any]:
+        if name == HISTORY and self.history:
+            parts = [{"anyOf": _FORMS[self._kind(part).item][2]} for part in self.array_names([HISTORY])]
+            event = {"type": "array", "prefixItems": parts, "minItems": 2, "maxItems": 2}
+            return {"type": "array", "items": {**event, "description": "[item, outcome]"}}
+        kind = self._kind(name)
+        one = _FORMS[kind.item][2]
+        some = {"maxItems": 0} if kind.is_single else {"items": {"anyOf": one}}
+        return {"anyOf": [*one, {"type": "array", **some}]}
+
+    def example(self, names: Iterable[str]) -> dict[str, Any]:
+        """A sample, for people to see its form."""
+        of = {name: [_FORMS[self._kind(part).item][1] for part in self.array_names([name])] for name in names}
+        return {name: [parts] if len(parts) > 1 else parts[0] for name, parts in of.items()}
 
 
 def with_histories(fields: Mapping[str, Ids]) -> dict[str, Ids]:
@@ -151,50 +206,23 @@ def with_histories(fields: Mapping[str, Ids]) -> dict[str, Ids]:
     return found
 
 
-def _of_list(items: list[Any], where: str, value: object) -> Ids:
-    kinds = set(map(type, items))
-    if not items:
-        return np.empty(0, np.int64)
-    if len(items) > _LONGEST:  # all bags of a request become as wide as its longest
-        raise InvalidArgument(f"{where} has {len(items):,} entries; give at most {_LONGEST:,}, those that count most")
-    if kinds == {int}:
-        return _of_integers(items, lambda _: where)
-    if kinds == {str}:
-        return _of_texts(items, lambda _: where)
-    raise InvalidArgument(f"{where} is {quoted(value)}; {_KINDS}")
-
-
-def _of_integers(values: list[int], where: Callable[[int], str]) -> Ids:
-    if min(values) < 0 or max(values) >= _MOST:
-        at = next(at for at, value in enumerate(values) if not 0 <= value < _MOST)
-        raise InvalidArgument(f"{where(at)} is {quoted(values[at])}; {_KINDS}")
-    return np.array(values, np.int64)
-
-
-def _of_texts(values: list[str], where: Callable[[int], str]) -> Ids:
-    try:
-        return hash_strings(values)
-    except InvalidIds:  # a lone surrogate, which JSON can write
-        at = next(at for at, text in enumerate(values) if not text.isprintable())
-        raise InvalidArgument(f"{where(at)} is {quoted(values[at])}, which is no text") from None
-
-
-def _side_by_side(bags: Sequence[Ids]) -> Ids:
-    lengths = np.array([len(bag) for bag in bags])
-    padded = np.full((len(bags), width_of(int(lengths.max()))), PADDING, np.int64)
-    padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.concatenate(bags)
-    return padded
+def _ids_of(array: npt.NDArray[Any], kind: FieldKind, where: str) -> Ids:
+    """The ids of an array of values, of its shape; :data:`PADDING`, in lists of texts "", stays that."""
+    is_integer = array.dtype.kind in "iu"
+    if is_integer and kind.item in (INTEGER, UNKNOWN) and int(array.min()) >= PADDING and int(array.max()) < 2**63:
+        return array.astype(np.int64, copy=False)
+    is_there = np.ones(array.shape, np.bool_)
+    if is_integer or kind.is_list:
+        is_there = array != (PADDING if is_integer else b"")
+    ids = np.full(array.shape, PADDING, np.int64)
+    ids[is_there] = kind.ids(array[is_there].tolist(), lambda _: f"a value of {where}")
+    return ids
 
 
 def _widened(ids: Ids) -> Ids:
     width = width_of(ids.shape[-1])
     padding = [(0, 0)] * (ids.ndim - 1) + [(0, width - ids.shape[-1])]
     return ids if width == ids.shape[-1] else np.pad(ids, padding, constant_values=PADDING)
-
-
-def width_of(length: int) -> int:
-    """The power of two that holds so many."""
-    return 1 << (max(1, length) - 1).bit_length()
 
 
 def objects_of(body: Mapping[str, Any], name: str, most: int = 1_000_000) -> list[Mapping[str, Any]]:
@@ -212,17 +240,3 @@ def require_keys(body: Mapping[str, Any], known: Iterable[str]) -> None:
     known = tuple(known)
     if unknown := [name for name in body if name not in known]:
         raise InvalidArgument(f"the body has {quoted(unknown[0])}; it may have {', '.join(map(repr, known))}")
-
-
-def ids_schema(names: Collection[str], *, events: bool = True) -> dict[str, Any]:
-    """JSON schema of one sample."""
-    one = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]}
-    event = {"type": "array", "items": one, "minItems": 2, "maxItems": 2, "description": "[item, outcome]"}
-    ids = {"anyOf": [*one["anyOf"], {"type": "array", "items": one}]}
-    of = {name: {"type": "array", "items": event} if events and name == HISTORY else ids for name in names}
-    return {"type": "object", "properties": of, "required": list(names), "additionalProperties": False}
-
-
-def example_of(names: Iterable[str], first: int = 1) -> dict[str, Any]:
-    """A sample, for people to see its form."""
-    return {name: [[1, 1]] if name == HISTORY else first + at for at, name in enumerate(names)}

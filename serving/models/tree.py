@@ -19,7 +19,7 @@ from geartrain.ams.values.specs import Ids
 from geartrain.bridge.retrieval.item_tree import ItemTree, leaf_ids
 from geartrain.serving.answers import Arrays, Question, TensorSpec
 from geartrain.serving.models.click_network import ClickNetwork, Inputs
-from geartrain.serving.models.samples import SampleReader, example_of, ids_schema, objects_of, require_keys
+from geartrain.serving.models.samples import SampleReader, objects_of, require_keys
 from geartrain.workers.ctr.samples.click_samples import PADDING
 from geartrain.workers.ctr.samples.features import HISTORY, ids_by_feature
 
@@ -122,15 +122,15 @@ class ItemsOperation:
 
     def __init__(self, model: TreeModel) -> None:
         self._model = model
-        self._reader = SampleReader((*model.fields, HISTORY), 0, ())
-        names = self._reader.names
-        self.inputs = [TensorSpec(name=name, dtype="int64", shape=(None, None)) for name in names]
+        self._reader = reader = SampleReader((*model.fields, HISTORY), 0, (), model.network.kinds)
+        names = reader.names
+        self.inputs = [TensorSpec(name=name, dtype=reader.dtype(name), shape=(None, None)) for name in names]
         self.outputs = [
             TensorSpec(name="item", dtype="int64", shape=(None, None)),
             TensorSpec(name="score", dtype="float64", shape=(None, None)),
         ]
         one = {"type": "object", "properties": {"item": {"type": "integer"}, "score": {"type": "number"}}}
-        samples = {"type": "array", "minItems": 1, "items": ids_schema(names, events=False)}
+        samples = {"type": "array", "minItems": 1, "items": reader.schema(names)}
         self.request = {
             "type": "object",
             "properties": {
@@ -139,7 +139,7 @@ class ItemsOperation:
                 "beam": {"type": "integer", "minimum": 1, "default": model.beam, "description": "Nodes kept a level."},
             },
             "required": ["samples"],
-            "example": {"samples": [{**example_of(model.fields), HISTORY: [1, 2]}], "k": 3},
+            "example": {"samples": [reader.example(names)], "k": 3},
         }
         self.answer = {"type": "array", "items": {**one, "required": ["item", "score"]}, "description": "Log-odds."}
 
@@ -150,7 +150,7 @@ class ItemsOperation:
         return self._question(arrays, body)
 
     def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
-        """Ids [N] or [N, L] of each field and of the history. Raises InvalidArgument."""
+        """Values [N] or [N, L] of each field and of the history. Raises InvalidArgument."""
         return self._question(self._reader.take(arrays, self._reader.names), parameters)
 
     def _question(self, arrays: dict[str, Ids], parameters: Mapping[str, Any]) -> Question:

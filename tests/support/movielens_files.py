@@ -6,6 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
+from geartrain.ams.values.strings import hash_strings
+
+WORDS = ("M", "F", "artist", "writer", "00", "Drama", "Comedy", "War")
+"""All texts of the fields."""
+WORD_OF = dict(zip(hash_strings(list(WORDS)).tolist(), WORDS, strict=True))
 USERS, ITEMS, RATINGS = 12, 20, 600
 
 

@@ -1,7 +1,7 @@
 """A run of ``geartrain worker ctr`` as a folder to serve: its network as ONNX, and its tables.
 
 config.json     sealed, see :mod:`geartrain.workers.models.saved_model`: kind "clicks", the fields of a sample, what
-                is looked up for them (``features``), and where (``tables``)
+                their values are (``kinds``), what is looked up for them (``features``), and where (``tables``)
 network.onnx    see :mod:`.served_network`
 tables/N.safetensors    a table, see :mod:`geartrain.ams.storage.export.mapped_rows`
 """
@@ -22,6 +22,7 @@ from geartrain.workers.atomic import replacing_folder
 from geartrain.workers.ctr.designs import IMAGE, Design, SampleLayout
 from geartrain.workers.ctr.samples.features import HISTORY, HISTORY_ITEMS, SampleFeature
 from geartrain.workers.ctr.samples.images import ItemImages
+from geartrain.workers.ctr.samples.kinds import kinds_to_json
 from geartrain.workers.ctr.samples.sources import load_samples
 from geartrain.workers.ctr.served_network import write_network
 from geartrain.workers.ctr.trainer import ClickTrainer
@@ -57,6 +58,7 @@ def export_clicks(run: Path, out: Path, *, version: int | None = None, cache: Pa
             **about(snapshot, state, version),
             "fields": list(design.layout.fields),
             "items": list(design.layout.schema.item),
+            "kinds": kinds_to_json(design.layout.schema.kinds),
             "history": state.recipe.history if uses & {HISTORY, HISTORY_ITEMS} else 0,
             "longest": longest,
             "features": [feature.to_json() for feature in design.served],

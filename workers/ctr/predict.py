@@ -16,6 +16,7 @@ from geartrain.workers.atomic import replacing
 from geartrain.workers.ctr.designs import Design, SampleLayout
 from geartrain.workers.ctr.samples.click_samples import ClickSamples, split
 from geartrain.workers.ctr.samples.histories import histories_before
+from geartrain.workers.ctr.samples.kinds import UNCHECKED
 from geartrain.workers.ctr.samples.parquet import read_parquet
 from geartrain.workers.ctr.samples.sources import load_samples
 from geartrain.workers.ctr.trainer import ClickTrainer, click_probabilities
@@ -44,14 +45,18 @@ def predict_clicks(run: Path, samples: str, *, cache: Path, say: Say) -> npt.NDA
 
     It has the columns that the run was trained on; ``click`` is not looked at. A model with histories reads the run's
     own samples again: what a user did among those it was trained on, before ``time``, or all of it if there is no such
-    column. Raises ConfigError, SnapshotDamaged, and SourceError that names a column that is missing.
+    column. Raises ConfigError, SnapshotDamaged, SourceError that names a column that is missing, and InvalidArgument
+    for values of another kind than those of training.
     """
     snapshot = newest_snapshot(read_run(run).snapshots)
     state = JobState.read(snapshot, ClickTrainer.job, ClickTrainer.recipe_class)
     design = Design(state.recipe, SampleLayout.from_json(state.data))
-    given = _with_fields_of(design, read_parquet(samples, clicks=False), samples)
+    kinds = design.layout.schema.kinds
+    if not kinds:
+        say(f"{run} {UNCHECKED}")
+    given = _with_fields_of(design, read_parquet(samples, clicks=False, kinds=kinds), samples)
     if state.recipe.history:
-        given = _with_histories(design, given, load_samples(state.data["source"], cache, say))
+        given = _with_histories(design, given, load_samples(state.data["source"], cache, say, kinds))
     with local(num_shards=1) as cluster:
         cluster.restore(snapshot.path)
         fields = design.fields(cluster, state.progress.table, reuse=True)

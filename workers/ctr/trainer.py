@@ -20,6 +20,7 @@ from geartrain.workers.ctr.designs import Design, layout_of
 from geartrain.workers.ctr.metrics import draw_calibration, measured
 from geartrain.workers.ctr.recipe import CtrRecipe, usual_for
 from geartrain.workers.ctr.samples.click_samples import ClickSamples, split
+from geartrain.workers.ctr.samples.kinds import kinds_from_json
 from geartrain.workers.ctr.samples.sources import found_again, load_samples
 from geartrain.workers.job.options import JobOptions
 from geartrain.workers.job.state import JobState
@@ -47,7 +48,8 @@ class EmbeddingTrainer(Trainer):
     def load(options: JobOptions, state: JobState | None, console: Console) -> tuple[str, ClickSamples]:
         """The samples, and where they are."""
         source = options.data or (None if state is None else state.data["source"])
-        samples = load_samples(source, options.cache, lambda line: console.print(line, highlight=False))
+        kinds = None if state is None else kinds_from_json(state.data.get("schema", {}).get("kinds"))
+        samples = load_samples(source, options.cache, lambda line: console.print(line, highlight=False), kinds)
         return found_again(str(source)), samples
 
     def modules(self) -> dict[str, Any]:

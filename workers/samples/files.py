@@ -220,6 +220,7 @@ class ParquetSamples(FileSamples):
         from geartrain.workers.samples.parquet import ParquetRows
 
         source = ParquetRows(where, columns=columns, hash_strings=hash_strings, fill=fill or {})
+        self.types = source.types
         super().__init__(
             source,
             batch_size=batch_size,

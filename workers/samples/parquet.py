@@ -64,6 +64,7 @@ class ParquetRows:
         plan = planned_columns(
             columns, pa.schema(fields), place.rpartition("/")[0] if trees else place, hash_strings, fill
         )
+        self.types = plan.types
         self._plans = {level: _part_of(plan, own[level]) for level in self.levels}
         for file_set in self._sets:
             for level, found in file_set.items():

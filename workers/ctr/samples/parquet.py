@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,50 +11,88 @@ from torch import Tensor
 
 from geartrain.ams.values.errors import ColumnMismatch, ConfigError, SourceDamaged
 from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, SampleSchema
+from geartrain.workers.ctr.samples.kinds import BOOLEAN, INTEGER, TEXT, FieldKind
 from geartrain.workers.samples.files import ParquetSamples
+
+if TYPE_CHECKING:
+    from geartrain.workers.samples.columns import ColumnType
 
 CLICK, TIME, USER, ITEM = "click", "time", "user", "item"
 _AT_ONCE = 65_536
+_ITEMS = {"int64": INTEGER, "string": TEXT, "bool": BOOLEAN}
 
 
-def read_parquet(path: str, *, clicks: bool = True) -> ClickSamples:
+def read_parquet(path: str, *, clicks: bool = True, kinds: Mapping[str, FieldKind] | None = None) -> ClickSamples:
     """Read the Parquet file, folder or URL ``path`` into memory.
 
     ``click`` is 0 or 1 (without ``clicks`` it may be missing, and is then 0), ``time`` is Unix seconds, if there is
     one. Every other column is a field: integers are ids, texts are hashed, lists of either are bags. ``item`` and
     what begins with ``item_`` tell of the item, all others of the user and the moment; where there are ``user``,
-    ``item`` and ``time``, samples have histories.
+    ``item`` and ``time``, samples have histories. ``kinds`` are those that a model was trained on: values of another
+    kind are converted where that is exact.
 
-    Raises SourceError that names file, column and row of what is missing or cannot be, ConfigError without any field.
+    Raises SourceError that names file, column and row of what is missing or cannot be, ConfigError without any field,
+    InvalidArgument that names sample, field and value of another kind.
     """
-    batches = ParquetSamples(path, batch_size=_AT_ONCE, hash_strings=True)
+    samples = ParquetSamples(path, batch_size=_AT_ONCE, hash_strings=True)
+    types, known = samples.types, kinds or {}
+    if texts := [name for name in (CLICK, TIME) if name in types and types[name].item == "string"]:
+        raise ColumnMismatch(f"column {texts[0]!r} of {path} holds texts; it must hold numbers")
+    converted = {
+        name: _converted(path, name, kind, types[name])
+        for name, kind in known.items()
+        if name in types and not _is_read(types[name], kind)
+    }
+    plain = [name for name in types if name not in converted]
+    if converted and plain:
+        samples = ParquetSamples(path, batch_size=_AT_ONCE, hash_strings=True, columns=plain)
     parts: dict[str, list[npt.NDArray[Any]]] = {}
     rows = 0
-    for batch in batches:
+    for batch in samples if plain else ():
         for name, values in batch.items():
             parts.setdefault(name, []).append(_array(path, name, values, rows))
         rows += batch.num_samples
-    columns = {name: _joined(some) for name, some in parts.items()}
+    read = converted | {name: _joined(some) for name, some in parts.items()}
+    columns = {name: read[name] for name in types if name in read}
     clicked, times = columns.pop(CLICK, None), columns.pop(TIME, None)
     if clicked is None and clicks:
         raise ColumnMismatch(
             f"{path} has no column {CLICK!r}, which says by 0 or 1 what was clicked; it has {_names(columns)}"
         )
     if clicked is None:
-        clicked = np.zeros(rows)
+        clicked = np.zeros(samples.num_samples)
     if len(bad := np.flatnonzero((clicked != 0) & (clicked != 1))):
         raise SourceDamaged(f"{path}, sample {bad[0]}: {CLICK} is {clicked[bad[0]]}; it must be 0 or 1")
     if not columns:
         raise ConfigError(f"{path} has no column beside {CLICK} and {TIME}; give it fields: user, item, …")
     item = (ITEM, *(name for name in columns if name.startswith(f"{ITEM}_"))) if ITEM in columns else ()
     has_users = USER in columns and columns[USER].ndim == 1 and bool(item) and columns[ITEM].ndim == 1
-    schema = SampleSchema(item=item, user=USER if has_users else None)
+    own = {name: FieldKind(item=_ITEMS[types[name].item], is_list=types[name].is_list) for name in columns}
+    own |= {name: kind for name, kind in known.items() if name in columns}
+    schema = SampleSchema(item=item, user=USER if has_users else None, kinds=own)
     return ClickSamples(
         fields=columns,
         clicks=clicked.astype(np.float32),
         times=None if times is None else times.astype(np.int64),
         schema=schema,
     )
+
+
+def _is_read(found: ColumnType, kind: FieldKind) -> bool:
+    """Whether a column is read as it is."""
+    return _ITEMS.get(found.item) == kind.item and kind.is_list >= found.is_list and kind.fill is None
+
+
+def _converted(path: str, name: str, kind: FieldKind, found: ColumnType) -> npt.NDArray[np.int64]:
+    """The ids [N] or [N, L] of a column of another kind than the field. Raises InvalidArgument, SourceDamaged."""
+    from geartrain.workers.samples.parquet import ParquetRows
+
+    fill = {} if kind.fill is None or found.item == "string" else {name: kind.fill}
+    source = ParquetRows(path, columns=[name], hash_strings=None, fill=fill)
+    tables = (source.read(part).table for part in range(len(source.part_rows)))
+    values = [value for table in tables for value in table.column(name).to_pylist()]
+    ids = kind.bags(values, lambda at: f"{path}, sample {at}: {name}")
+    return ids if kind.is_list else ids[:, 0]
 
 
 def _array(path: str, name: str, values: Tensor | tuple[Tensor, Tensor], row: int) -> npt.NDArray[Any]:

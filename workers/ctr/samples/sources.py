@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import quoted
 from geartrain.workers.ctr.samples.click_samples import ClickSamples
 from geartrain.workers.ctr.samples.flights import find_flights, read_flights
+from geartrain.workers.ctr.samples.kinds import FieldKind
 from geartrain.workers.ctr.samples.movielens import RATINGS, find_movielens, read_movielens
 from geartrain.workers.ctr.samples.parquet import read_parquet
 from geartrain.workers.data.packages import Say
@@ -21,8 +22,13 @@ PUBLIC: dict[str, tuple[Callable[[Path, Say], Path], Callable[[Path], ClickSampl
 _WHAT = f"{', '.join(PUBLIC)}, a Parquet file or folder, or a folder with the files of MovieLens-100K"
 
 
-def load_samples(source: str | None, cache: Path, say: Say) -> ClickSamples:
-    """The samples that ``--data`` names, in memory. Raises ConfigError, SourceError."""
+def load_samples(
+    source: str | None, cache: Path, say: Say, kinds: Mapping[str, FieldKind] | None = None
+) -> ClickSamples:
+    """The samples that ``--data`` names, in memory; ``kinds`` are those of the run that they are for.
+
+    Raises ConfigError, SourceError, and InvalidArgument for values of another kind.
+    """
     if source is None:
         raise ConfigError(f"which samples? Give --data: {_WHAT}")
     if source in PUBLIC:
@@ -31,7 +37,7 @@ def load_samples(source: str | None, cache: Path, say: Say) -> ClickSamples:
     if (Path(source) / RATINGS).exists():
         return read_movielens(Path(source))
     if "://" in source or Path(source).exists():
-        return read_parquet(source)
+        return read_parquet(source, kinds=kinds)
     raise ConfigError(f"--data is {quoted(source)}; it must be {_WHAT}")
 
 

@@ -25,7 +25,7 @@ from geartrain.workers.job.trainer import Attempt
 from geartrain.workers.tdm.export import export_tree
 from geartrain.workers.tdm.recipe import TdmRecipe
 from geartrain.workers.tdm.trainer import TreeTrainer
-from tests.support.movielens_files import write_movielens
+from tests.support.movielens_files import WORD_OF, write_movielens
 from tests.support.served_models import require_onnx
 
 RECIPE = TdmRecipe(dim=4, hidden=(8,), batch_size=40, steps=15, rebuilds=1, beam=50, history=5, row_lr=0.05)
@@ -70,7 +70,9 @@ def by_torch(folder: Path, k: int, beam: int) -> tuple[list[dict[str, Any]], np.
 def as_json(users: ClickSamples, names: tuple[str, ...], at: int) -> dict[str, Any]:
     assert users.histories is not None
     places, _ = users.histories.take(np.array([at]))
-    return {name: int(users.fields[name][at]) for name in names} | {"history": users.histories.items[places].tolist()}
+    return {name: WORD_OF.get(id, id) for name in names for id in [int(users.fields[name][at])]} | {
+        "history": users.histories.items[places].tolist()
+    }
 
 
 def test_a_wide_beam_for_many_users_is_scored_in_parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +119,10 @@ def test_the_latest_of_a_history_count(folder: Path) -> None:
         ({"samples": [{}], "K": 3}, "the body has 'K'; it may have 'samples', 'k', 'beam'"),
         ({"k": 0}, "k is 0"),
         ({"k": 5, "beam": 4}, "beam is 4"),
+        (
+            {"history": ["anna"]},
+            "field 'history' of sample 0 is 'anna'; the model was trained on lists of integers there",
+        ),
         ({"history": [2**62]}, "the history has item 4611686018427387904; items lie in"),
     ],
 )

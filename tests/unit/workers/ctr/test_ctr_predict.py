@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,20 +17,21 @@ from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, s
 from geartrain.workers.ctr.samples.movielens import read_movielens
 from geartrain.workers.job.options import JobOptions
 from tests.support.command_line import typed
-from tests.support.movielens_files import write_movielens
+from tests.support.movielens_files import WORD_OF, write_movielens
 
 pa = pytest.importorskip("pyarrow", reason="samples from files need the extra data")
 pq = pytest.importorskip("pyarrow.parquet", reason="samples from files need the extra data")
 
 
 def write_samples(path: Path, samples: ClickSamples, *without: str) -> None:
-    """Fields that lack an id somewhere as lists."""
-    columns = {}
-    for name, ids in {**samples.fields, "time": samples.times}.items():
-        if name not in without:
-            has_gaps = ids.ndim == 2 or (ids == PADDING).any()
-            bags = ids.reshape(len(ids), -1).tolist()
-            columns[name] = pa.array([[item for item in bag if item != PADDING] for bag in bags] if has_gaps else ids)
+    """As they were read; a year that is not known is missing."""
+    columns: dict[str, Any] = {"time": samples.times}
+    for name, ids in samples.fields.items():
+        values = [
+            [WORD_OF.get(item, item) for item in bag if item != PADDING] for bag in np.atleast_2d(ids.T).T.tolist()
+        ]
+        columns[name] = values if samples.schema.kinds[name].is_list else [bag[0] if bag else None for bag in values]
+    columns = {name: values for name, values in columns.items() if name not in without}
     pq.write_table(pa.table(columns), path)
 
 

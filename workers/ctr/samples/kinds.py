@@ -1,0 +1,156 @@
+"""What the values of each field are: read in training, kept with the model, and asked of everybody who uses it.
+
+Without torch: a service reads samples by it, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from geartrain.ams.values.errors import ConfigError, InvalidArgument, InvalidIds
+from geartrain.ams.values.specs import Ids
+from geartrain.ams.values.strings import hash_strings
+from geartrain.ams.values.text import quoted
+
+PADDING = -1
+"""Stands for no id."""
+INTEGER, TEXT, BOOLEAN, UNKNOWN = "integer", "text", "boolean", "unknown"
+UNCHECKED = (
+    "was trained by a version that did not keep what the values of its fields are: a text for a field of integers, or "
+    "the reverse, is scored as an id that training never saw. Train on for a step with --resume, which keeps it"
+)
+_HASH = "xxh3, 63 bits"
+"""How an id is made of a text: ``hash_strings``."""
+_DECIMAL = re.compile("0|[1-9][0-9]{0,18}")
+_PLURALS = {INTEGER: "integers", TEXT: "texts", BOOLEAN: "true and false"}
+_REMEDIES = {
+    INTEGER: "give an integer from 0 to 2^63 - 1, as a number or as its decimal digits",
+    TEXT: "give the text as it was in training, a number as '7'",
+    BOOLEAN: "give true or false",
+    UNKNOWN: "give an id (an integer from 0 to 2^63 - 1), a text, or a list of such",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldKind:
+    """Integers, which are ids themselves, texts, which are hashed, or booleans, whose ids are 0 and 1."""
+
+    item: str
+    is_list: bool = False
+    """Whether a sample has a list of values; one value is a list of one then."""
+    fill: int | None = None
+    """The id of a missing value; None: it must not miss."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {**asdict(self), "hash": _HASH if self.item == TEXT else None}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> FieldKind:
+        """What :meth:`to_json` returned. Raises ConfigError for a kind, or a hash, that this version does not know."""
+        kind = cls(**{name: values.get(name) for name in ("item", "is_list", "fill")})  # type: ignore[arg-type]
+        if kind.item not in _PLURALS or kind.to_json() != values:
+            raise ConfigError(f"the values of a field are {quoted(values)}; use the version that trained the model")
+        return kind
+
+    def ids(self, values: Sequence[Any], where: Callable[[int], str]) -> Ids:
+        """The id [N] of each of N values as JSON, numpy and Parquet have them; bytes are texts.
+
+        The decimal digits of an integer are the integer, 0 and 1 are booleans; nothing else is converted. ``where``
+        names a value by its place. Raises InvalidArgument that names the first one of another kind.
+        """
+        types = set(map(type, values))
+        if types == {int} and self.item in (INTEGER, UNKNOWN) and min(values) >= 0 and max(values) < 2**63:
+            return np.array(values, np.int64)
+        if types and types <= {str, bytes} and self.item in (TEXT, UNKNOWN):
+            with suppress(InvalidIds):
+                return hash_strings(values)
+        found = [self._id(value) for value in values]
+        if None in found:
+            at = found.index(None)
+            trained = f"the model was trained on {self} there: " if self.item != UNKNOWN else ""
+            raise InvalidArgument(f"{where(at)} is {quoted(_text(values[at]))}; {trained}{_REMEDIES[self.item]}")
+        return np.array(found, np.int64)
+
+    def __str__(self) -> str:
+        return f"lists of {_PLURALS[self.item]}" if self.is_list else _PLURALS[self.item]
+
+    def bags(self, values: Sequence[Any], where: Callable[[int], str]) -> Ids:
+        """The ids [N, L] of the values of N samples, each one value or a list; an empty list is nothing.
+
+        Raises InvalidArgument, also for a list where training had single values.
+        """
+        if not any(isinstance(value, list) for value in values):
+            return self.ids(values, where)[:, None]
+        bags = []
+        for at, value in enumerate(values):
+            if isinstance(value, list) and value:
+                self.require_lists(where(at), value)
+            bags.append(self.ids(value if isinstance(value, list) else [value], lambda _, at=at: where(at)))  # type: ignore[misc]
+        return side_by_side(bags)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether a sample has one value, and no list."""
+        return not self.is_list and self.item != UNKNOWN
+
+    def require_lists(self, where: str, value: object) -> None:
+        """Raise InvalidArgument for the list ``value`` if training had single values."""
+        if self.is_single:
+            raise InvalidArgument(
+                f"{where} is {quoted(value)}; the model was trained on single {self} there: give one without a list, "
+                "an empty list if there is nothing"
+            )
+
+    def _id(self, value: object) -> int | None:
+        """None: it is of another kind."""
+        if isinstance(value, str | bytes) and self.item in (TEXT, UNKNOWN):
+            with suppress(InvalidIds):  # a lone surrogate, which JSON can write
+                return int(hash_strings([value])[0])
+            return None
+        if value is None:
+            return self.fill
+        if self.item == BOOLEAN:
+            return int(value) if isinstance(value, int) and value in (0, 1) else None
+        if self.item == TEXT or isinstance(value, bool):
+            return None
+        if isinstance(value, str | bytes):
+            value = int(value) if _DECIMAL.fullmatch(_text(value)) else None
+        return value if isinstance(value, int) and (0 <= value < 2**63 or value == self.fill) else None
+
+
+ANY = FieldKind(item=UNKNOWN)
+"""That of a field which was trained by an older version: integers are ids, texts are hashed."""
+
+
+def kinds_from_json(said: Mapping[str, Any] | None) -> dict[str, FieldKind]:
+    """The kinds by field; none of a model that an older version trained. Raises ConfigError."""
+    return {name: FieldKind.from_json(values) for name, values in (said or {}).items()}
+
+
+def kinds_to_json(kinds: Mapping[str, FieldKind]) -> dict[str, Any]:
+    """As plain values."""
+    return {name: kind.to_json() for name, kind in kinds.items()}
+
+
+def side_by_side(bags: Sequence[Ids]) -> Ids:
+    """The ids [N, L] of N lists, with padding behind them; L is a power of two."""
+    lengths = np.array([len(bag) for bag in bags])
+    padded = np.full((len(bags), width_of(int(lengths.max()))), PADDING, np.int64)
+    padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.concatenate(bags)
+    return padded
+
+
+def width_of(length: int) -> int:
+    """The power of two that holds so many."""
+    return 1 << (max(1, length) - 1).bit_length()
+
+
+def _text(value: Any) -> Any:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
