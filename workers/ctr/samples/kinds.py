@@ -23,7 +23,8 @@ PADDING = -1
 INTEGER, TEXT, BOOLEAN, UNKNOWN = "integer", "text", "boolean", "unknown"
 UNCHECKED = (
     "was trained by a version that did not keep what the values of its fields are: a text for a field of integers, or "
-    "the reverse, is scored as an id that training never saw. Train on for a step with --resume, which keeps it"
+    "the reverse, is scored as an id that training never saw. Train on for a step (--resume RUN --steps 1), and export "
+    "again what is served"
 )
 _HASH = "xxh3, 63 bits"
 """How an id is made of a text: ``hash_strings``."""
