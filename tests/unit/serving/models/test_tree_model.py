@@ -10,18 +10,21 @@ import pytest
 from rich.console import Console
 
 import geartrain as gt
-from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.errors import ConfigError, InvalidArgument
+from geartrain.bridge.checkpoint.folder import read_record, read_state
 from geartrain.serving.folder import load_folder
 from geartrain.serving.models import tree
 from geartrain.serving.models.click_network import ClickNetwork
 from geartrain.workers import jobs
 from geartrain.workers.ctr.samples.click_samples import ClickSamples
-from geartrain.workers.ctr.samples.movielens import read_movielens
+from geartrain.workers.ctr.samples.kinds import kinds_from_json
+from geartrain.workers.ctr.samples.movielens import SCHEMA, read_movielens
 from geartrain.workers.job.folder import read_run
 from geartrain.workers.job.options import JobOptions
 from geartrain.workers.job.ranks import JobRanks
 from geartrain.workers.job.state import JobState, newest_snapshot
 from geartrain.workers.job.trainer import Attempt
+from geartrain.workers.models.saved_model import read_config
 from geartrain.workers.tdm.export import export_tree
 from geartrain.workers.tdm.recipe import TdmRecipe
 from geartrain.workers.tdm.trainer import TreeTrainer
@@ -73,6 +76,16 @@ def as_json(users: ClickSamples, names: tuple[str, ...], at: int) -> dict[str, A
     return {name: WORD_OF.get(id, id) for name in names for id in [int(users.fields[name][at])]} | {
         "history": users.histories.items[places].tolist()
     }
+
+
+def test_the_saved_tree_says_what_its_fields_are(folder: Path) -> None:
+    model = folder / "run" / "model"
+    kinds = read_state(model, read_record(model))["values"]["kinds"]
+    assert kinds_from_json(kinds) == SCHEMA.kinds
+    assert read_config(folder / "model")["kinds"]["zip"] == kinds["zip"]
+    assert kinds["zip"]["hash"] == "xxh3, 63 bits"
+    with pytest.raises(ConfigError, match="use the version that trained the model"):
+        kinds_from_json({"zip": {**kinds["zip"], "hash": "sha1"}})
 
 
 def test_a_wide_beam_for_many_users_is_scored_in_parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
