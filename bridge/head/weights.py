@@ -41,6 +41,7 @@ EXPORTED_NAME = "weight"
 EXPORTED_BIASES = "bias"
 """Name of the tensor [C] beside it, if classes have biases."""
 SUFFIXES = (".pt", ".pth", ".safetensors", ".npy")
+_RANK = re.compile(r"(?:rank|gpu|shard|part)\D?(\d+)", re.IGNORECASE)
 _NPY_START = b"\x93NUMPY"
 _SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "BF16"}
 
@@ -97,11 +98,12 @@ def import_class_weights(
 
     ``paths`` is one file [C, D], or files [n, D] in rank order whose classes follow one another, as partial FC of
     InsightFace and PLSC saves them (``rank:0_softmax_weight.pt``, …); or a folder of such files, taken in the order of
-    the numbers in their names. A file is a ``.safetensors`` or ``.npy``, or a ``.pt`` / ``.pth`` that holds a tensor or
-    a state dict (loaded with ``weights_only=True``); ``key`` names its matrix where several would fit and none is
-    called "weight". Rows are stored in the table's dtype, and their momentum becomes zero, for files hold none. A head
-    with biases takes those [n] beside the matrix ("fc.bias" beside "fc.weight"), or zeros. One with K centers a class
-    takes files [n · K, D], those of a class one after the other (as InsightFace has them), or [n, K, D].
+    the numbers in their names. A list in another order than that, or without one of the ranks, is refused. A file is a
+    ``.safetensors`` or ``.npy``, or a ``.pt`` / ``.pth`` that holds a tensor or a state dict (loaded with
+    ``weights_only=True``); ``key`` names its matrix where several would fit and none is called "weight". Rows are
+    stored in the table's dtype, and their momentum becomes zero, for files hold none. A head with biases takes those
+    [n] beside the matrix ("fc.bias" beside "fc.weight"), or zeros. One with K centers a class takes files [n · K, D],
+    those of a class one after the other (as InsightFace has them), or [n, K, D].
 
     The files hold all classes of the head; or, of one with ``num_living=N``, the first N: so a head is made larger.
 
@@ -259,7 +261,35 @@ def _files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
         raise InvalidArgument(f"{twice} was given twice; give the file of each rank once, in rank order")
     if not given:
         raise InvalidArgument("no weight file was given; give one, or those of all ranks in their order")
+    _check_order(given)
     return given
+
+
+def _check_order(given: list[Path]) -> None:
+    """Raise InvalidArgument where the numbers in the files' names contradict their order, or a rank has none or two.
+
+    That of a rank is behind such a word; without one it is the only number that differs from file to file.
+    """
+    files = [path.absolute() for path in given]
+    names = [os.path.relpath(file, os.path.commonpath([each.parent for each in files])) for file in files]
+    ranks = [int(found[-1]) for name in names if (found := _RANK.findall(name))]
+    listed = ", ".join(map(str, given))
+    if len(given) > 1 and len(ranks) == len(given):
+        missing = sorted(set(range(min(1, *ranks), max(ranks))) - set(ranks))
+        twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+        if missing or twice:
+            wrong = f"no file of rank {missing[0]}" if missing else f"several files of rank {twice[0]}"
+            raise InvalidArgument(f"{listed} hold {wrong}; give the file of each rank once, in rank order")
+    else:
+        numbers = [[int(number) for number in re.findall(r"\d+", name)] for name in names]
+        differing = [each for each in zip(*numbers, strict=False) if len(set(each)) > 1]
+        ranks = list(differing[0]) if len(differing) == 1 and len(set(differing[0])) == len(names) else []
+    if ranks != sorted(ranks):
+        right = ", ".join(str(path) for _, path in sorted(zip(ranks, given, strict=True)))
+        raise InvalidArgument(
+            f"{listed} are not in the order of the numbers in their names, in which their classes follow one another "
+            f"(as text, 10 is before 2); give {right}"
+        )
 
 
 def _path(path: object) -> Path:

@@ -75,6 +75,55 @@ def test_a_folder_is_taken_in_the_order_of_its_numbers(cluster: gt.Cluster, tmp_
     assert torch.equal(head.weights(), weights)
 
 
+def test_a_list_that_sorts_10_before_2_is_refused_with_the_right_order(cluster: gt.Cluster, tmp_path: Path) -> None:
+    head, weights = head_of(cluster), matrix()
+    before = head.weights()
+    for rename in ("rank:{}_softmax_weight", "step_70_rank_{}", "part-{:02}", "checkpoint_gpu_{}/fc", "centers{}"):
+        folder = tmp_path / rename[:5]
+        folder.mkdir()
+        files = [folder / f"{rename.format(rank)}.npy" for rank in range(12)]
+        for file, part in zip(files, torch.tensor_split(weights, 12), strict=True):
+            file.parent.mkdir(exist_ok=True)
+            np.save(file, part.numpy())
+        scrambled = sorted(files) if sorted(files) != files else files[::-1]
+        with pytest.raises(InvalidArgument, match="not in the order of the numbers") as refused:
+            gt.import_class_weights(head, scrambled)
+        assert torch.equal(head.weights(), before)
+        right = str(refused.value).rpartition("; give ")[2].split(", ")
+        assert right == list(map(str, files))
+        gt.import_class_weights(head, right)
+        assert torch.equal(head.weights(), weights)
+        head.table.assign(torch.arange(CLASSES), before)
+
+
+def test_a_rank_without_a_file_or_with_two_is_refused(cluster: gt.Cluster, tmp_path: Path) -> None:
+    head = head_of(cluster, num_classes=CLASSES + 5, num_living=CLASSES)
+    paths = [tmp_path / name for name in ("rank_0.npy", "rank_2.npy", "rank_02.npy", "old_rank_2.npy", "rank_3.npy")]
+    for path in paths:
+        np.save(path, matrix(8).numpy())
+    for given, message in (
+        ([paths[0], paths[1], paths[4]], "hold no file of rank 1; give the file of each rank once"),
+        ([paths[1], paths[4]], "hold no file of rank 1"),
+        ([paths[1], paths[2]], "hold no file of rank 1"),
+        ([*paths[:2], paths[3]], "hold no file of rank 1"),
+        ([paths[0], paths[0].with_name("rank-1.npy"), paths[1], paths[3]], "hold several files of rank 2"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            gt.import_class_weights(head, given)
+
+
+def test_names_without_ranks_leave_the_order_to_the_list(cluster: gt.Cluster, tmp_path: Path) -> None:
+    head, weights = head_of(cluster), matrix()
+    first, second = torch.tensor_split(weights, 2)
+    for names in (("men.npy", "boys.npy"), ("2024_b1.npy", "2023_b2.npy"), ("rank_0/a.npy", "more.npy")):
+        head.table.assign(torch.arange(CLASSES), torch.zeros(CLASSES, DIM))
+        (tmp_path / "rank_0").mkdir(exist_ok=True)
+        for name, part in zip(names, (first, second), strict=True):
+            np.save(tmp_path / name, part.numpy())
+        gt.import_class_weights(head, [tmp_path / name for name in names])
+        assert torch.equal(head.weights(), weights)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_what_is_exported_is_imported_again_bit_by_bit(dtype: Any, cluster: gt.Cluster, tmp_path: Path) -> None:
     head = head_of(cluster, dtype=dtype)
