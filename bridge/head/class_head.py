@@ -286,10 +286,11 @@ class ClassHead(ModuleWithRows):
     def forward(self, features: Tensor, labels: Tensor, weight: Tensor | None = None) -> Tensor:
         """Mean loss (0-dim, float32 or float64) of features [B, D] with labels [B] int64, both on any device.
 
-        ``weight`` [B], finite and >= 0, says how much each sample counts (None: 1): the mean is Σ w·loss / Σ w, as
-        ``torch.nn.functional.cross_entropy`` weighs samples by the weights of their classes. Like the labels it is
-        looked at on the host, unless the labels are on the device of the rows. ``reduction`` may ask for the sum, or
-        the losses [B], instead. Where nothing counts (all
+        ``weight`` [B], finite and >= 0, says how much each sample counts (None: 1): the mean is Σ w·loss / Σ w, of the
+        losses that ``torch.nn.functional.cross_entropy`` has with ``reduction="none"``. ``weight_of_class[labels]`` is
+        its ``weight=weight_of_class``, but not with ``label_smoothing``: the smoothed part it weighs by every class,
+        which no weight of samples says. Like the labels the weight is looked at on the host, unless the labels are on
+        the device of the rows. ``reduction`` may ask for the sum, or the losses [B], instead. Where nothing counts (all
         weights 0, all labels ignored) the mean is 0, and so are its gradients.
 
         Costs one pull of the active rows. Labels are read, never changed. Raises InvalidRows, InvalidIds,

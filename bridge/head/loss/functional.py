@@ -60,7 +60,8 @@ def margin_cross_entropy(
         group: The ranks that hold the other classes. They exchange one number each and, per sample, a maximum and
             three sums (four with smoothed labels); never the logits. Every rank returns the same loss, whose backward
             gives each the gradient of its own columns.
-        weight: What each sample counts, [B] on the device of the logits (None: 1); the mean is Σ w·loss / Σ w.
+        weight: What each sample counts, [B] on the device of the logits (None: 1); the mean is Σ w·loss / Σ w. With
+            ``label_smoothing`` that is not what weights of classes are to ``torch.nn.functional.cross_entropy``.
         reduction: "mean" or "sum" over the samples, 0-dim, or "none", [B].
         ignore_index: A label whose samples have no loss and are not counted in the mean; None: there is none. Where
             nothing counts the mean is 0.

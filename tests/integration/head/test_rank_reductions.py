@@ -31,6 +31,7 @@ JOINT = [
     Question("mean", "none", 3, None, SELECTIONS[0]),
     Question("sum", "none", 2, MARGINS[1], SELECTIONS[0]),
     Question("mean", "none", 1, None, SELECTIONS[0], smoothing=0.2),
+    Question("mean", "some", 2, None, SELECTIONS[0], smoothing=0.2),
     Question("none", "some", 0, MARGINS[2], SELECTIONS[1]),
     Question("mean", "mixed", 0, None, SELECTIONS[2]),
 ]

@@ -198,6 +198,27 @@ def test_it_is_torchs_cross_entropy() -> None:
     torch.testing.assert_close(head(features, labels).detach(), theirs, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_weights_weigh_the_losses_that_torch_has_of_each_sample(place: dict[str, Any]) -> None:
+    """Smoothed ones too. Weights of classes are something else there: torch weighs the smoothed part class by class."""
+    features, labels, _ = Question(num_ignored=3).batch()
+    of_class = torch.linspace(0.1, 3, CLASSES, dtype=torch.float64)
+    weight = of_class[labels.clamp(min=0)]
+    with gt.local(num_shards=2) if place["rows"] != "ranks" else nullcontext() as cluster:
+        for smoothing in (0.0, 0.2):
+            head = Question(smoothing=smoothing).head(cluster, place)
+            x, rows = features.double().requires_grad_(), head.weights().double()
+            losses = F.cross_entropy(x @ rows.t(), labels, reduction="none", label_smoothing=smoothing)
+            theirs = (losses * weight).sum() / weight[labels != -100].sum()
+            mine = head(mine_x := features.clone().requires_grad_(), labels, weight)
+            (gradient,) = torch.autograd.grad(theirs, x)
+            (mine_gradient,) = torch.autograd.grad(mine, mine_x)
+            close(mine.detach(), theirs.detach(), 2e-6)
+            close(mine_gradient, gradient, 2e-6)
+            by_class = F.cross_entropy(x @ rows.t(), labels, weight=of_class, label_smoothing=smoothing)
+            assert bool(torch.isclose(by_class, theirs)) == (smoothing == 0)
+
+
 @pytest.mark.parametrize("place", PLACES[1:4], ids=str)
 def test_a_loss_without_gradients_has_the_same_value(place: dict[str, Any]) -> None:
     question = QUESTIONS[1]
