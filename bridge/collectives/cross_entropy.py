@@ -108,7 +108,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         with without_autocast(local_BL.device):
             samples = SplitSamples(local_BL, labels, link)
-            losses_B, ctx.lse_B = samples.losses(local_BL)
+            losses_B = samples.losses(local_BL)
         ctx.samples, ctx.takes_memory = samples, takes_memory
         ctx.save_for_backward(local_BL)
         return losses_B
@@ -116,7 +116,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream_B: Tensor) -> tuple[Tensor, None, None, None]:
-        if ctx.lse_B is None:
+        if ctx.samples is None:
             raise InvalidArgument(
                 "backward ran a second time over the loss of split logits, whose memory now holds their gradient; "
                 "compute the loss again (retain_graph does not help)"
@@ -125,9 +125,9 @@ class _SplitCrossEntropy(torch.autograd.Function):
         in_place = ctx.takes_memory()
         out_BL = local_BL.detach() if in_place else torch.empty_like(local_BL)
         with without_autocast(local_BL.device):
-            ctx.samples.write_gradient(local_BL.detach(), ctx.lse_B, upstream_B, out_BL)
+            ctx.samples.write_gradient(local_BL.detach(), upstream_B, out_BL)
         if in_place:
-            ctx.lse_B = None
+            ctx.samples = None
         return out_BL, None, None, None
 
 
@@ -143,43 +143,50 @@ class SplitSamples:
         self._places_B = labels.places_B.clamp(0, max(0, num_local - 1))
         self._spread_B = self._counts_B.to(self._sum_dtype) * (labels.smoothing / labels.num_classes)
         """What of a sample goes to each class."""
+        self._top_B = self._sum_B = self._spread_B
+        """The largest logit of each sample, and the sum of exponentials over it, over all classes."""
         self._kept_B: Tensor | None = None
         """The shift of each sample's exponentials, where the logits' memory holds those."""
 
-    def losses(self, local_BL: Tensor, *, keeps_exponentials: bool = False) -> tuple[Tensor, Tensor]:
-        """The losses [B], and the logarithm of the sum of exponentials [B] over all classes.
+    def losses(self, local_BL: Tensor, *, keeps_exponentials: bool = False) -> Tensor:
+        """The losses [B].
 
         ``keeps_exponentials``: write these over the logits, of the type of the losses, for :meth:`write_gradient`.
         """
         labels = self._labels
         if not len(local_BL):
-            return labels.weights_B.clone(), labels.weights_B
+            self._top_B = self._sum_B = labels.weights_B
+            return labels.weights_B.clone()
         target_B = self._target_logits(local_BL)
         highest_B, sums_B, weighted_B = self._local_sums(local_BL, in_place=keeps_exponentials)
         others = [target_B, self._is_here_B, *([weighted_B] if labels.smoothing else [])]
         top_B, (sum_B, target_B, owners_B, *weighted), _ = joint_sums(self._link, highest_B, sums_B, others)
-        lse_B = torch.where(torch.isfinite(top_B), top_B, 0.0) + torch.log(sum_B)
-        lse_B = torch.where(~self._counts_B | (owners_B > 0), lse_B, torch.nan)
-        losses_B = (1 - labels.smoothing) * labels.weights_B * (lse_B - target_B)
+        self._top_B = torch.where(torch.isfinite(top_B), top_B, 0.0)
+        self._sum_B = torch.where(~self._counts_B | (owners_B > 0), sum_B, torch.nan)
+        log_sum_B = torch.log(self._sum_B)
+        losses_B = (1 - labels.smoothing) * labels.weights_B * (self._top_B - target_B + log_sum_B)
         if labels.smoothing:
+            lse_B = self._top_B + log_sum_B
             losses_B = losses_B + self._spread_B * (labels.total_weight * lse_B - weighted[0])
-        return torch.where(self._counts_B, losses_B, 0.0), lse_B
+        return torch.where(self._counts_B, losses_B, 0.0)
 
-    def write_gradient(self, local_BL: Tensor, lse_B: Tensor, upstream_B: Tensor, out_BL: Tensor) -> None:
+    def write_gradient(self, local_BL: Tensor, upstream_B: Tensor, out_BL: Tensor) -> None:
         """Write the derivative by the logits to ``out_BL``, which may be their own memory, with what that holds now."""
         labels, upstream_B = self._labels, upstream_B.to(self._sum_dtype)
         own_B = (1 - labels.smoothing) * labels.weights_B * upstream_B
-        spread_B = self._spread_B * upstream_B
+        spread_B = self._spread_B * upstream_B if labels.smoothing else own_B
         all_B = own_B + spread_B * labels.total_weight if labels.smoothing else own_B
         hot_B = torch.where(self._is_here_B, -own_B, 0.0)
+        # Not exp(logit - log-sum-exp): that is rounded, at 600 by 3e-5, and so would be the sum of the probabilities.
+        times_B = all_B / self._sum_B
         for rows in self._chunks(local_BL):
             logits_NL = local_BL[rows].to(self._sum_dtype)
             work_NL = out_BL[rows] if out_BL.dtype == self._sum_dtype else torch.empty_like(logits_NL)
             if self._kept_B is None:
-                torch.sub(logits_NL, lse_B[rows].unsqueeze(1), out=work_NL)
-                work_NL.exp_().mul_(all_B[rows].unsqueeze(1))
+                torch.sub(logits_NL, self._top_B[rows].unsqueeze(1), out=work_NL)
+                work_NL.exp_().mul_(times_B[rows].unsqueeze(1))
             else:
-                factor_N = torch.exp(self._kept_B[rows] - lse_B[rows]) * all_B[rows]
+                factor_N = torch.exp(self._kept_B[rows] - self._top_B[rows]) * times_B[rows]
                 torch.mul(logits_NL, factor_N.unsqueeze(1), out=work_NL)
             if labels.smoothing and labels.weight_L is None:
                 work_NL.sub_(spread_B[rows].unsqueeze(1))

@@ -200,10 +200,12 @@ class Batch:
     ) -> Tensor:
         """Note how the loss of each sample changes with its target's cosine and its feature's length.
 
-        ``losses_B`` are −log of the targets' probabilities; returned with the margin's penalties, and smoothed if
-        ``mean_logits_B`` over all classes are given: log-sum-exp − (1 − ε) · target logit − ε · mean logit.
+        ``losses_B``, float64, are −log of the targets' probabilities; returned in the compute dtype with the margin's
+        penalties, and smoothed if ``mean_logits_B`` over all classes are given: log-sum-exp − (1 − ε) · target logit
+        − ε · mean logit.
         """
-        by_logit_B = torch.expm1(-losses_B)
+        by_logit_B = torch.expm1(-losses_B).to(self.arithmetic.compute)
+        losses_B = losses_B.to(self.arithmetic.compute)
         if mean_logits_B is not None:
             by_logit_B += self.smoothing
             losses_B = losses_B + self.smoothing * (target.logits_B - mean_logits_B)

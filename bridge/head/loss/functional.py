@@ -151,11 +151,11 @@ class _MarginCrossEntropy(torch.autograd.Function):
         ones_B = torch.ones_like(own_B)
         labels = LocalLabels(places_B=places_B, counts_B=ones_B.bool(), weights_B=ones_B)
         ctx.samples = SplitSamples(logits_BC, labels, link)
-        losses_B, lse_B = ctx.samples.losses(logits_BC, keeps_exponentials=True)
+        losses_B = ctx.samples.losses(logits_BC, keeps_exponentials=True)
         if mean_B is not None:
             spread_B = torch.where(inside_B, target.logits_B, 0.0) - mean_B
             losses_B = losses_B + smoothing * (spread_B if link is None else link.sum(spread_B))
-        ctx.save_for_backward(logits_BC, lse_B, columns, inside_B, target.by_cos_B)
+        ctx.save_for_backward(logits_BC, columns, inside_B, target.by_cos_B)
         ctx.scale, ctx.dtype = scale_of(margin), cos_BC.dtype
         ctx.smoothing, ctx.spread = smoothing, smoothing / num_classes.to(compute) * scale_of(margin)
         joined: Tensor = losses_B
@@ -164,9 +164,9 @@ class _MarginCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream_B: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        logits_BC, lse_B, columns, inside_B, slope_B = ctx.saved_tensors
+        logits_BC, columns, inside_B, slope_B = ctx.saved_tensors
         gradient_BC = torch.empty_like(logits_BC)
-        ctx.samples.write_gradient(logits_BC, lse_B, upstream_B, gradient_BC)
+        ctx.samples.write_gradient(logits_BC, upstream_B, gradient_BC)
         target_B = (gradient_BC.gather(1, columns).squeeze(1) + ctx.smoothing * upstream_B) * slope_B
         gradient_BC.mul_(ctx.scale)
         if ctx.smoothing:

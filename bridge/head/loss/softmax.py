@@ -132,16 +132,16 @@ class OnlineSoftmax:
         if highest_B is None and batch.shift_is_highest:
             highest_B = joint_B
         batch.target_B, batch.highest_B = cos_B[own], None if highest_B is None else highest_B[own] / batch.logit_factor
-        shift_B, joint_B = shift_beside_target(shift_B, sum_B), shift_beside_target(joint_B, sum_B)
+        shift_B = shift_beside_target(shift_B, sum_B)
         target = batch.target_logits(cos_B)
         target2_B = target.logits_B * LOG2_E
-        top_B = torch.maximum(joint_B, target2_B)
-        total_B = sum_B * torch.exp2(joint_B - top_B) + torch.exp2(target2_B - top_B)
-        batch.lse2_B = (top_B + torch.log2(total_B)).to(cos_B.dtype)
-        losses_B = batch.take_target_weights(target, (batch.lse2_B - target2_B) / LOG2_E, *means)
+        # float64: rounded, a log-sum-exp of 900 is off by 3e-5, and so would be the sum of the probabilities.
+        lse2_B = torch.logaddexp2(joint_B + torch.log2(sum_B), target2_B)
+        batch.lse2_B = lse2_B.to(cos_B.dtype)
+        losses_B = batch.take_target_weights(target, (lse2_B - target2_B) / LOG2_E, *means)
         if weighted_BD is None:
             return losses_B[own], None
-        gradient_BD = weighted_BD.mul_(torch.exp2(shift_B - batch.lse2_B).unsqueeze(1))
+        gradient_BD = weighted_BD.mul_(torch.exp2(shift_B - lse2_B).to(cos_B.dtype).unsqueeze(1))
         gradient_BD.addcmul_(sums.target_rows_BD, batch.target_weight_B.unsqueeze(1))
         if mean_row_D is not None:
             gradient_BD.sub_(mean_row_D * batch.smoothing)
