@@ -6,6 +6,7 @@ import gc
 import io
 import os
 import signal
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from geartrain.ams.observe import failpoints
 from geartrain.workers.classify.trainer import ImageTrainer
 from geartrain.workers.recipes.recipe import ClassifyRecipe
 from tests.faults.test_job_recovery import JOB
@@ -29,7 +31,8 @@ def main(
     recipe: ClassifyRecipe = JOB,
     resume: bool = False,
 ) -> str:
-    """``dies``: RANK:STEP at which that rank dies in its first life, or "never". Returns what it told in its last."""
+    """``dies``: RANK:STEP at which that rank dies in its first life, RANK:STEP:disk at which its disk is full from then
+    on, or "never". Returns what it told in its last."""
     torch.set_num_threads(1)
     whole = ImageTrainer.step
     first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -37,6 +40,8 @@ def main(
     def step(self: ImageTrainer, number: int) -> torch.Tensor:
         if first_life and dies == f"{os.environ.get('RANK', '0')}:{number}":
             os.kill(os.getpid(), signal.SIGKILL)
+        if first_life and dies == f"{os.environ.get('RANK', '0')}:{number}:disk":
+            full_disk.enter_context(failpoints.armed("block.write.before=error(ENOSPC)"))
         return whole(self, number)
 
     leave = dist.destroy_process_group
@@ -47,7 +52,8 @@ def main(
 
     ImageTrainer.step = step  # type: ignore[method-assign]
     dist.destroy_process_group = left
-    told = io.StringIO()
+    told, full_disk = io.StringIO(), ExitStack()
     settings = {"scheduler": scheduler, "resume": resume, "resume_steps": steps, "overwrite": overwrite}
-    classify(out, images, replace(recipe, steps=steps), told, **settings)
+    with full_disk:
+        classify(out, images, replace(recipe, steps=steps), told, **settings)
     return told.getvalue()

@@ -92,11 +92,12 @@ def _with_its_run(
     if run is not None:
         snapshot = newest_snapshot(run.snapshots, allow_fallback=options.allow_fallback)
         options = _with_saved_recipe(options, _read_state(trainer_class, snapshot, run))
+        is_done = run.ended and snapshot.manifest.step >= run.stage_end
     given = HERE if options.scheduler is None and _on_ranks(options) else options.scheduler
     options = replace(options, scheduler=cluster_of(given, run, say))
     if run is None:
         return options, None
-    report = read_report(options.out) if options.continues and run.ended else None
+    report = read_report(options.out) if options.continues and is_done else None
     if report is None:
         return options, None
     say(f"The run in {options.out} has ended at step {run.stage_end} (to train on: --resume {options.out} --steps N)")

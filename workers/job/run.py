@@ -9,7 +9,7 @@ from typing import Any
 
 from geartrain.ams.observe import failpoints, traces
 from geartrain.ams.storage.snapshot.store import place
-from geartrain.ams.values.errors import NonFinite, TrainingDiverged
+from geartrain.ams.values.errors import NonFinite, SnapshotError, SnapshotFailed, TrainingDiverged
 from geartrain.ams.values.scheduler_messages import JobCondition, JobReport
 from geartrain.ams.values.text import counted
 from geartrain.workers.atomic import write_json
@@ -116,7 +116,7 @@ class TrainingRun:
                     trainer.trained()
             except NonFinite as exc:
                 raise self._diverged(exc) from exc
-            self._save(last=True)
+            self._save_last(finished=finished)
             report = None
             if finished:
                 try:
@@ -127,6 +127,7 @@ class TrainingRun:
                     finished = False
             stop.doing = "waited for the other ranks"
             if report is not None:
+                trainer.events.flush()  # a log that cannot be written is heard of before
                 self._note_stage(ended=True)
             self._state = "ended" if finished else "stopped"
             if not finished:
@@ -194,7 +195,13 @@ class TrainingRun:
                 write_recipe(self._options.out, trainer.recipe)
             now = trainer.state(self._options)
             if self._takes_part:
-                self._snapshots.require(now)  # something to go back to, or to go on from
+                try:
+                    self._snapshots.require(now)  # something to go back to, or to go on from
+                except SnapshotError as exc:
+                    raise SnapshotFailed(
+                        f"a training begins with a snapshot, and there is none: {exc}. Snapshots are written by the "
+                        "shards: give a folder or URL that they and this worker see alike (--snapshots)"
+                    ) from exc
                 trainer.begun()
             return
         trainer.restore(state)
@@ -222,21 +229,33 @@ class TrainingRun:
                 stop=stop, due=lambda: self._is_first and self._snapshots.is_due, save=self._save, show=show
             )
 
-    def _save(self, *, last: bool = False) -> None:
-        """Begin a snapshot, unless there is one of this step; the ``last`` one is waited for."""
+    def _save(self, *, required: bool = False) -> None:
+        """Begin a snapshot. Of one that is ``required`` return once it is there, or raise what it fails with."""
         state = self._trainer.state(self._options)
         if not self._takes_part:
             return
         self._trainer.events.flush()  # what is logged of the steps that the snapshot holds stays as surely as it
         failpoints.reach("job.save.before")
-        if last:
-            self._snapshots.settle()
-        if self._snapshots.last is None or self._snapshots.last.progress != state.progress:
-            with traces.span("snapshot", step=state.progress.step):
-                self._snapshots.begin(state)
-            failpoints.reach("job.save.after")
-        if last:
-            self._snapshots.settle()
+        with traces.span("snapshot", step=state.progress.step):
+            (self._snapshots.require if required else self._snapshots.begin)(state)
+        failpoints.reach("job.save.after")
+
+    def _save_last(self, *, finished: bool) -> None:
+        """Save where the training stands, and write the model of that step.
+
+        If the step cannot be saved, what has ``finished`` has not ended: raises SnapshotFailed on every rank.
+        """
+        step = self._trainer.progress.step
+        failure: SnapshotFailed | None = None
+        try:
+            self._save(required=True)
+        except SnapshotError as exc:
+            failure = SnapshotFailed(f"step {step} is not saved: {exc}; {self._saved()}")
+        if finished:
+            self._attempt.ranks.fail_together(failure, f"step {step} is not saved", SnapshotFailed)
+        if failure is not None:
+            self._attempt.say(str(failure))
+        elif self._takes_part:
             self._stop.doing = "wrote the model"
             self._trainer.saved()
 

@@ -22,7 +22,6 @@ from geartrain.ams.values.errors import (
     ShardUnavailable,
     SnapshotDamaged,
     SnapshotError,
-    SnapshotFailed,
     SnapshotNotFound,
     StaleCluster,
     TableNotFound,
@@ -77,7 +76,7 @@ class JobSnapshots:
     """Takes snapshots of a job's rows with the job's state. Used from one thread of every rank that takes part in it.
 
     One is written at a time, while the training goes on. A snapshot that fails is told and passed over: the training
-    goes on, and the one before stays.
+    goes on, and the one before stays. But the first and the last of a run are required.
     """
 
     def __init__(
@@ -115,6 +114,7 @@ class JobSnapshots:
         self._pending: tuple[PendingSnapshot, str, SnapshotMoment] | None = None
         self._begun = clock()
         self._failure: GeartrainError | None = None
+        self._is_required = False
         self._begins = False
         self.last: SnapshotMoment | None = None
         """Of the newest whole snapshot that this object took."""
@@ -181,7 +181,7 @@ class JobSnapshots:
             # Not found: a shard was restarted since the last push, which the next push says, and the job goes back; or
             # the scheduler was, and not every shard has told it of its tables.
             lost = "a role was restarted, and the scheduler does not know the tables of this job (any more, or yet)"
-            self._tell(moment, SnapshotFailed(lost) if isinstance(exc, TableNotFound) else exc)
+            self._tell(moment, ShardRestarted(lost) if isinstance(exc, TableNotFound) else exc)
             return ()
         self._pending = pending, name, moment
         return leaving
@@ -236,22 +236,27 @@ class JobSnapshots:
         try:
             prune(self._root, self._keep)
         except SnapshotError as exc:
-            self._say(f"Old snapshots stay for now, training goes on: {exc}")
+            self._say(f"Old snapshots stay for now: {exc}")
 
     def require(self, state: JobState) -> None:
-        """Take one that must succeed. Raises SnapshotFailed."""
-        say, self._say = self._say, lambda _: None
+        """Return once there is one of this moment. Raises what it fails with: SnapshotError, or as :meth:`begin`."""
+        self.settle()
+        if self._holds(state):
+            return
+        self._is_required = True
         try:
             self.begin(state)
             self.settle()
         finally:
-            self._say = say
-        if self.last is None or self.last.progress != state.progress:
-            raise SnapshotFailed(
-                f"a training begins with a snapshot, and there is none: {self._failure}. Snapshots are written by the "
-                "shards: give a folder or URL that they and this worker see alike (--snapshots)"
-            )
+            self._is_required = False
+        if not self._holds(state):
+            assert self._failure is not None
+            raise self._failure
+
+    def _holds(self, state: JobState) -> bool:
+        return self.last is not None and self.last.progress == state.progress
 
     def _tell(self, moment: SnapshotMoment, exc: GeartrainError) -> None:
         self._failure = exc
-        self._say(f"No snapshot of step {moment.progress.step}, training goes on: {exc}")
+        if not self._is_required:
+            self._say(f"No snapshot of step {moment.progress.step}, training goes on: {exc}")

@@ -37,7 +37,7 @@ def test_a_snapshot_is_whole_although_the_old_ones_cannot_be_removed(
     assert snapshots.last is not None and snapshots.last.progress == progress
     snapshots.begin(state)
     snapshots.settle()
-    assert told == ["Old snapshots stay for now, training goes on: the folder is read-only"]
+    assert told == ["Old snapshots stay for now: the folder is read-only"] * 2
 
 
 @pytest.mark.parametrize(("every_seconds", "due"), [(60.0, [False, True]), (None, [False, False])])
