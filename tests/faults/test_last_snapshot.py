@@ -17,6 +17,7 @@ import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+import geartrain as gt
 from geartrain.ams.client.cluster_status import cluster_status
 from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.snapshot.folder import list_snapshots
@@ -31,6 +32,7 @@ from tests.integration.jobs.small_job import stop_after
 from tests.integration.jobs.test_classify_and_predict import one_thread
 from tests.support.command_line import typed
 from tests.support.movielens_files import write_movielens
+from tests.support.served_models import require_onnx
 
 __all__ = ["images", "one_thread"]
 SETTINGS = ["--logger=none", "--steps=30", "--set=snapshots.steps=10"]
@@ -207,6 +209,7 @@ def test_a_run_ends_once_all_of_it_is_written(
     assert (failed.returncode, "error: No space left on device" in failed.stderr) == (1, True), failed.stderr
     assert (read_run(out).ended, steps_of(out)[0]) == (False, 30)
     require_ended(out, *command)
+    assert gt.load_model(out).training["step"] == 30
 
 
 @pytest.mark.parametrize("role", ["server", "scheduler"])
@@ -242,6 +245,50 @@ def test_all_ranks_fail_with_the_one_that_cannot_save(rows: str, rank: int, imag
         result, told = train(out, images, recipe, scheduler=scheduler, continues=True)
     assert result.finished and "Going on at step 20" in told
     assert (read_run(out).ended, steps_of(out)[0]) == (True, STEPS)
+
+
+def test_a_run_that_was_said_to_have_ended_and_was_not_saved_is_told_from_others(
+    ctr: list[str], out: Path, tmp_path: Path
+) -> None:
+    """As one that ended so before this was looked at."""
+    require_onnx()
+    pytest.importorskip("pyarrow", reason="samples from files need the extra data")
+    from geartrain.workers.ctr.samples.movielens import read_movielens
+    from tests.unit.workers.ctr.test_ctr_predict import write_samples
+
+    assert typed(*ctr).returncode == 0
+    write_samples(tmp_path / "some.parquet", read_movielens(tmp_path / "films"))
+    predict = ["predict", str(out), str(tmp_path / "some.parquet"), "--json"]
+    export = ["export", str(out), "--to", str(tmp_path / "model"), "--json"]
+    assert not [said for said in (typed(*predict).stderr, typed(*export).stderr) if "has not ended" in said]
+    Path(list_snapshots(out / "snapshots")[0].path).rename(tmp_path / "gone")
+    assert read_run(out).ended
+    for command in (predict, export):
+        done = typed(*command)
+        assert done.returncode == 0 and json.loads(done.stdout)
+        assert "has not ended: this is its model of step 20, and it is to end at step 30" in done.stderr
+        *_, remedy = done.stderr.strip().splitlines()[-1].partition("with: geartrain ")
+    assert typed(*remedy.split(), "--logger=none").returncode == 0
+    assert (read_run(out).ended, steps_of(out)[0]) == (True, 30)
+    assert "has not ended" not in typed(*predict).stderr
+    Path(list_snapshots(out / "snapshots")[0].path).rename(tmp_path / "gone too")
+    require_ended(out, *ctr)
+
+
+def test_a_model_says_its_step_though_the_run_was_stopped(
+    images: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_onnx()
+    command = ["worker", "classify", f"--data={images}", f"--out={out}", *SETTINGS, *OF_PICTURES, "--set=held_out=0"]
+    with monkeypatch.context() as told:
+        told.setattr(job, "interruption", stop_after(14))
+        assert typed(*command).returncode == 3
+    picture = next(images.rglob("*.png"))
+    named = typed("predict", str(out / "model"), str(picture))
+    assert "has not ended: this is its model of step 14, and it is to end at step 30" in named.stderr
+    exported = typed("export", str(out), "--to", str(tmp_path / "model"), "--json")
+    assert "this is its model of step 14" in exported.stderr
+    assert json.loads(exported.stdout)["version"] == 14
 
 
 def test_a_stopped_run_that_cannot_be_saved_says_why_and_keeps_the_model_before(

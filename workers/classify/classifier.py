@@ -203,7 +203,7 @@ class Classifier(ImageTrainer):
     def saved(self) -> None:
         """Without a validation the last model is the one that is written."""
         if not self._labelled.chooses_model:
-            self._write_model(training={})
+            self._write_model(training={"step": self.progress.step})
 
     def _consider(self, centers: str) -> None:
         step = self.progress.step

@@ -21,7 +21,7 @@ from geartrain.workers.ctr.samples.parquet import read_parquet
 from geartrain.workers.ctr.samples.sources import load_samples
 from geartrain.workers.ctr.trainer import ClickTrainer, click_probabilities
 from geartrain.workers.data.packages import Say
-from geartrain.workers.job.folder import read_run
+from geartrain.workers.job.folder import read_run, say_unended
 from geartrain.workers.job.state import JobState, newest_snapshot
 
 
@@ -49,6 +49,7 @@ def predict_clicks(run: Path, samples: str, *, cache: Path, say: Say) -> npt.NDA
     for values of another kind than those of training.
     """
     snapshot = newest_snapshot(read_run(run).snapshots)
+    say_unended(run, snapshot.manifest.step, say)
     state = JobState.read(snapshot, ClickTrainer.job, ClickTrainer.recipe_class)
     design = Design(state.recipe, SampleLayout.from_json(state.data))
     kinds = design.layout.schema.kinds

@@ -84,6 +84,24 @@ def has_run(folder: Path) -> bool:
     return (folder / _RUN).exists()
 
 
+def say_unended(folder: Path, step: int | None, say: Callable[[str], None]) -> None:
+    """Say which step the model in ``folder``, a run or its folder "model", is of, unless the run has ended.
+
+    One that says it has ended and has no snapshot of its end has not.
+    """
+    folder = folder.parent if folder.name == "model" and not has_run(folder) else folder
+    if not has_run(folder):
+        return
+    run = read_run(folder)
+    newest = next((entry.snapshot for entry in list_snapshots(run.snapshots) if entry.snapshot is not None), None)
+    if run.ended and (newest is None or newest.manifest.step >= run.stage_end):
+        return
+    which = "a step that it does not say" if step is None else f"step {step}"
+    job = None if newest is None else newest.manifest.job.get("job")
+    go_on = f". Train it to its end with: geartrain worker {job} --resume {folder}" if job else ""
+    say(f"{folder} has not ended: this is its model of {which}, and it is to end at step {run.stage_end}{go_on}")
+
+
 def has_snapshot(run: Run) -> bool:
     """Whether there is something to go on from."""
     return bool(list_snapshots(run.snapshots))

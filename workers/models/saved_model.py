@@ -185,6 +185,12 @@ def read_training(folder: Path) -> dict[str, Any]:
     return training
 
 
+def step_of(training: Mapping[str, Any]) -> int | None:
+    """The step that a model is of, by what it says of its training; None: it does not say."""
+    step: int | None = training["best"]["step"] if "best" in training else training.get("step")
+    return step
+
+
 def _again(folder: Path) -> str:
     return _EXPORT_AGAIN if is_exported(folder) else _AGAIN
 

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,11 +24,11 @@ from geartrain.workers.classify import class_pictures
 from geartrain.workers.classify.run_images import images_of
 from geartrain.workers.ctr.export import export_clicks
 from geartrain.workers.ctr.predict import job_of_rows
-from geartrain.workers.job.folder import has_run, read_run
+from geartrain.workers.job.folder import has_run, read_run, say_unended
 from geartrain.workers.job.state import newest_snapshot
 from geartrain.workers.models.export import Arrays, RunImages, export_model, next_version
 from geartrain.workers.models.precision import require_precision
-from geartrain.workers.models.saved_model import CONFIG, ONNX, numbered_versions, read_training
+from geartrain.workers.models.saved_model import CONFIG, ONNX, numbered_versions, read_training, step_of
 from geartrain.workers.models.trained_model import TrainedModel, load_model
 from geartrain.workers.tdm.export import export_tree
 
@@ -76,8 +75,8 @@ def export_run(run: Path, to: Path, settings: ModelExport, *, as_json: bool) -> 
 def _export_clicks(run: Path, to: Path, settings: ModelExport) -> tuple[dict[str, Any], list[str]]:
     job, step = read_run(run).job, newest_snapshot(read_run(run).snapshots).manifest.step
     with _version_folder(to, job, step, settings.keep) as (folder, version):
-        tell = partial(print, file=sys.stderr)
-        config = export_clicks(run, folder, version=version, cache=settings.cache, say=tell)
+        config = export_clicks(run, folder, version=version, cache=settings.cache, say=_say)
+    say_unended(run, config["training"]["step"], _say)
     error = config["parity"]["max_error"]
     num_rows = sum(table["rows"] for table in config["tables"])
     facts = {"folder": str(folder), "version": version, "rows": num_rows, "max_error": error}
@@ -91,6 +90,7 @@ def _export_tree(run: Path, to: Path, settings: ModelExport) -> tuple[dict[str, 
     job, step = read_run(run).job, newest_snapshot(read_run(run).snapshots).manifest.step
     with _version_folder(to, job, step, settings.keep) as (folder, version):
         config = export_tree(run, folder, version=version)
+    say_unended(run, config["training"]["step"], _say)
     items, error = config["num_items"], config["parity"]["max_error"]
     facts = {"folder": str(folder), "version": version, "items": items, "max_error": error}
     return facts, [
@@ -123,6 +123,7 @@ def _export_pictures(run: Path, to: Path, settings: ModelExport, console: Consol
         return rich_track(items, what, count, console=console, transient=True, disable=not console.is_terminal)
 
     job, step = _moment(model, run)
+    say_unended(run, step, _say)
     with _version_folder(to, job, step, settings.keep) as (folder, version):
         images, why = _images(run, model, settings, console)
         console.print(f"Writing the network of {run} as ONNX", highlight=False)
@@ -228,6 +229,11 @@ def _moment(model: TrainedModel, run: Path) -> tuple[str | None, int | None]:
     """The job and the step that the model is of; None: nobody knows."""
     found = read_run(run) if has_run(run) else None
     job = model.training.get("job") if found is None else found.job
-    if "best" in model.training:
-        return job, int(model.training["best"]["step"])
-    return job, None if found is None else found.stage_end
+    step = step_of(model.training)
+    if step is None and found is not None and found.ended:
+        step = found.stage_end
+    return job, step
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)

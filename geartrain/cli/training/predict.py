@@ -53,12 +53,15 @@ def predict(
         return
     if out is not None:
         raise ConfigError(f"--out is for scores of clicks, and {model} names images; leave it out, and use --json")
+    from geartrain.workers.job.folder import say_unended
     from geartrain.workers.models.predict import image_files
     from geartrain.workers.models.predict import predict as predictions
+    from geartrain.workers.models.saved_model import step_of
     from geartrain.workers.models.trained_model import picture_model  # torch is loaded after the arguments are known
 
     files = image_files(images)
     loaded = picture_model(model, backbone)
+    say_unended(model, step_of(loaded.training), lambda line: print(line, file=sys.stderr))
     if missing := [str(path) for path in files if not path.exists()]:
         raise ConfigError(f"{', '.join(missing)}: no such file or folder; give images, or folders of images")
     results = list(predictions(loaded, files, min(DEFAULT_K, len(loaded.class_names)) if k is None else k))
@@ -94,7 +97,9 @@ def _score_clicks(run: Path, samples: list[Path], out: Path | None, cache: Path,
     if len(samples) != 1:
         raise ConfigError(f"{len(samples)} files are given; a model of clicks scores one Parquet file, or one folder")
     console = Console(stderr=True)  # stdout is for scores
-    scores = predict_clicks(run, str(samples[0]), cache=cache, say=lambda line: console.print(line, highlight=False))
+    scores = predict_clicks(
+        run, str(samples[0]), cache=cache, say=lambda line: console.print(line, highlight=False, soft_wrap=True)
+    )
     if out is not None:
         write_scores(out, scores)
         console.print(f"{counted(len(scores), 'score')} in {out}", highlight=False)
