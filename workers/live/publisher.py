@@ -76,6 +76,8 @@ class Publisher:
         self._preprocessing, self.class_names = preprocessing, class_names
         self._network: LiveNetwork = live_graph(backbone, example_of(preprocessing))
         self._failure = ""
+        self._newest: int | None = None
+        """Step of the version that was begun last."""
         self._snapshots = JobSnapshots(
             self,
             str(path_name("folder", folder, "a folder or URL")),
@@ -91,15 +93,16 @@ class Publisher:
         One that fails is logged, and the next one holds what it would have; with ``wait`` SnapshotFailed is raised.
         """
         self._snapshots.begin(self._state(integer("step", step, 0)))
+        self._newest = step
         if wait:
-            self._snapshots.settle()
-            last = self._snapshots.last
-            if last is None or last.progress.step != step:
-                raise SnapshotFailed(self._failure)
+            self.close()
 
     def close(self) -> None:
-        """Wait for the last version."""
+        """Wait for the last version. Raises SnapshotFailed if it was not written: no next one holds what it would."""
         self._snapshots.settle()
+        last = self._snapshots.last
+        if self._newest is not None and (last is None or last.progress.step != self._newest):
+            raise SnapshotFailed(self._failure)
 
     def begin_snapshot(self, root: str, name: str, *, parent: str | None, state: JobState) -> PendingSnapshot:
         """Hold what ``state`` says and the rows as the snapshot ``root``/``name``; for its own use."""

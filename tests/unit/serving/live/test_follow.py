@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import geartrain as gt
+from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.snapshot.folder import list_snapshots, open_snapshot
+from geartrain.ams.values.errors import SnapshotFailed
 from geartrain.serving.folder import load_folder
 from geartrain.serving.live import versions
 from geartrain.serving.live.follow import Follower
@@ -100,6 +102,16 @@ def trained(tmp_path: Path) -> Iterator[Trained]:
     pytest.importorskip("onnxruntime", reason="needs pip install 'geartrain[serve]'")
     with gt.local(num_shards=2) as cluster:
         yield Trained(cluster, tmp_path)
+
+
+def test_a_publisher_whose_last_version_was_not_written_says_so_at_its_end(trained: Trained) -> None:
+    trained.publisher.publish(1, wait=True)
+    with failpoints.armed("manifest.write.before=error(ENOSPC)@1"):
+        trained.publisher.publish(2)
+        with pytest.raises(SnapshotFailed, match=r"No snapshot of step 2.*No space left"):
+            trained.publisher.close()
+    trained.publisher.publish(3)
+    trained.publisher.close()
 
 
 def test_each_snapshot_becomes_the_version_that_answers_as_the_training_does(trained: Trained) -> None:
