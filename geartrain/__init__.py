@@ -89,6 +89,7 @@ if TYPE_CHECKING:  # the one list of public names: "X as X" is how a module give
     from geartrain.bridge.optim.fccs import FCCS as FCCS
     from geartrain.bridge.optim.lamb import LAMB as LAMB
     from geartrain.bridge.optim.lars import LARS as LARS
+    from geartrain.bridge.parallel.global_mean import mean_over_ranks as mean_over_ranks
     from geartrain.bridge.parallel.mesh import mesh as mesh
     from geartrain.bridge.parallel.overlap.micro_batches import MicroBatches as MicroBatches
     from geartrain.bridge.parallel.overlap.trace import trace_step as trace_step

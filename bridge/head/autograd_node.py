@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.collectives.communicator import Communicator
+from geartrain.bridge.collectives.mean import mean_of_ranks
 from geartrain.bridge.head.batch import Batch
 from geartrain.bridge.head.loss.samples import CountedSamples, Reduction
 from geartrain.bridge.head.loss.statistics import StepStatistics
@@ -46,23 +48,30 @@ class HeadCall:
     keep_bytes: int
     want_rows: bool
     """Whether a backward pass queues row gradients."""
-    rank_weight: float | Tensor = 1.0
-    """Multiplies the derivatives that the rows take: what this rank weighs beside the others."""
+    link: Communicator | None = None
+    """The ranks that train together; None: this process alone."""
+    share: float | Tensor | None = None
+    """What this rank's loss counts in that of all ranks; None: it is that of all, or there is none."""
+    num_ranks: int = 1
+    """Whose samples the batch holds."""
     takes_mean: bool = True
-    """Whether the rows take the derivative by the mean, where there is one; else always those by single samples, as
-    another rank has them."""
+    """Whether the loss is the plain mean of the batch, and the rows take the derivative by it, where this rank has a
+    mean; else always those by single samples, as another rank has them."""
     used: bool = False
     rows_version: PulledVersion = field(init=False)
     statistics: StepStatistics = field(init=False)
     """Once it has run."""
 
-    divisor: int | Tensor = field(init=False)
-    """Of the mean: the samples that count, or 1."""
+    divisor: float | Tensor = field(init=False)
+    """Of the derivative by the mean, for those by each sample: the samples that count, or 1. Of a mean over several
+    ranks those of a rank on average: DDP and FSDP2 average the gradients of their features over the ranks."""
 
     def __post_init__(self) -> None:
         """Remember of which classes and rows the pass is."""
-        own = self.rows.batch.own_divisor
-        self.divisor = max(1, len(self.samples.labels_S)) if own is None else own
+        batch = self.rows.batch
+        self.divisor = max(1, len(self.samples.labels_S)) if batch.own_divisor is None else batch.own_divisor
+        if self.takes_mean and self.num_ranks > 1:
+            self.divisor = batch.divisor / self.num_ranks
         self.rows_version = self.update.rows_version
 
     def run(self, *, want_gradient: bool) -> tuple[Tensor, Tensor | None]:
@@ -73,8 +82,10 @@ class HeadCall:
         with torch.inference_mode(False), torch.no_grad():
             keep_bytes = self.keep_bytes if self.want_rows else 0
             losses_S, gradient_SD = self.rows.forward(want_gradient=want_gradient, keep_bytes=keep_bytes)
-            loss = losses_S.sum() / self.divisor if self.samples.reduces else losses_S
-        batch = self.rows.batch
+        batch, loss = self.rows.batch, losses_S
+        if self.samples.reduces:
+            is_joint = self.takes_mean and self.num_ranks > 1
+            loss = batch.losses_B.sum() / batch.divisor if is_joint else losses_S.sum() / self.divisor
         self.statistics = StepStatistics(
             losses=losses_S.detach(),
             targets=batch.target_B,
@@ -89,6 +100,13 @@ class HeadCall:
     def upstream_of_samples(self, upstream: Tensor) -> Tensor:
         """The derivatives by the losses of single samples [S] from that by what :meth:`run` returned."""
         return (upstream / self.divisor).expand(len(self.samples.labels_S)) if upstream.ndim == 0 else upstream
+
+    def reduced(self, losses: Tensor, batch: int, reduction: Reduction) -> Tensor:
+        """The loss (0-dim) over the samples of all ranks, or the losses [B], of what :meth:`run` returned."""
+        loss = self.samples.reduced(losses, batch, reduction)
+        if self.share is None or self.link is None:
+            return loss
+        return mean_of_ranks(loss * self.share, None, self.link).to(loss.dtype)
 
     def passed(self, upstream: Tensor) -> Tensor | None:
         """Queue the row gradients, if the backward pass under way accumulates gradients; give the stand-in's."""
@@ -108,9 +126,7 @@ class HeadCall:
             )
         self.used = True
         if not (self.takes_mean and self.samples.reduces):
-            upstream = self.upstream_of_samples(upstream)
-        if isinstance(self.rank_weight, Tensor) or self.rank_weight != 1:
-            upstream = upstream * self.rank_weight
+            upstream = self.upstream_of_samples(upstream) / self.num_ranks
         with torch.autocast(upstream.device.type, enabled=False), torch.no_grad():
             gradient, checksum = self.rows.gradient(upstream)
         # Ranks weigh alike in the push: micro-batches of one step may be divided among them in different ways.
@@ -157,7 +173,7 @@ class HeadLoss(torch.autograd.Function):
 def head_loss(features_BD: Tensor, stand_in: Tensor | None, call: HeadCall, reduction: Reduction) -> Tensor:
     """Loss (0-dim), or losses [B], of one call, joined to the graph of the features, and to ``stand_in`` of trained
     rows."""
-    samples = call.samples
-    features_SD = features_BD if samples.counted is None else features_BD[samples.counted]
+    counted = call.samples.counted
+    features_SD = features_BD if counted is None else features_BD[counted]
     losses: Tensor = HeadLoss.apply(features_SD, stand_in, call)  # type: ignore[no-untyped-call]
-    return samples.reduced(losses, len(features_BD), reduction)
+    return call.reduced(losses, len(features_BD), reduction)

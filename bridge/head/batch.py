@@ -120,6 +120,7 @@ class Batch:
     """Cosine of each target (its logit without a margin), of this rank's samples."""
     highest_B: Tensor | None = field(default=None, init=False)
     """The largest one of the other active classes; None where it was not looked for."""
+    losses_B: Tensor = field(init=False)
     lse2_B: Tensor = field(init=False)
     """Log-sum-exp of the logits, to base 2."""
     target_weight_B: Tensor = field(init=False)

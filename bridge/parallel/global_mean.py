@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -16,32 +17,48 @@ from torch.utils._pytree import tree_leaves
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.collectives.communicator import Communicator
+from geartrain.bridge.collectives.mean import mean_of_ranks
+from geartrain.bridge.rows.eager import runs_eagerly
 
 LossFunction = Callable[[Any, Tensor], Tensor]
 
 
-class _MeanOfRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own_sum: Tensor, amount: Tensor | None, link: Communicator) -> Tensor:
-        # Of one type, for a rank without samples does not know what the others' losses are of.
-        own = own_sum.detach().double()
-        amounts = torch.zeros_like(own) if amount is None else amount.to(own)
-        total, divisor = link.sum(torch.stack([own, amounts])).unbind()
-        ctx.factor = link.world_size if amount is None else (link.world_size / divisor).to(own_sum.dtype)
-        return (total if amount is None else total / divisor).to(own_sum.dtype)
+@runs_eagerly
+def mean_over_ranks(
+    losses: Tensor, weights: Tensor | None = None, process_group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Mean (0-dim) of the losses of all ranks, Σ w·loss / Σ w; the loss of one worker with the joint batch.
 
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        return upstream * ctx.factor, None, None
+        losses = F.binary_cross_entropy_with_logits(logits, clicks, reduction="none")
+        loss = gt.mean_over_ranks(losses)
 
+    DDP, FSDP2 and rows that ranks train together average gradients over the R ranks, all alike, however many samples
+    each has. So the derivative given to each rank's losses is R times that of the mean. The returned number is the same
+    on every rank. Every rank calls it, and goes backward from it: one all-reduce of two numbers. Without
+    torch.distributed it is the plain weighted mean. NaN where the weights of all ranks are 0, as torch's own.
 
-def mean_of_ranks(own_sum: Tensor, amount: Tensor | None, link: Communicator) -> Tensor:
-    """Σ ``own_sum`` / Σ ``amount`` over the ranks (None: 1), the same number on each: one all-reduce of two numbers.
+    Args:
+        losses: Of this rank's samples, floating point of any shape, maybe empty.
+        weights: What each counts, in their shape; 0: not at all. None: 1.
+        process_group: The ranks whose gradients are averaged; None: all of torch.distributed.
 
-    Backward gives R times the derivative, for the gradients of replicated parts are averaged over the R ranks.
+    Raises InvalidArgument for what is no such tensor, RankLost.
     """
-    mean: Tensor = _MeanOfRanks.apply(own_sum, amount, link)  # type: ignore[no-untyped-call]
-    return mean
+    if not isinstance(losses, Tensor) or not losses.is_floating_point():
+        found = losses.dtype if isinstance(losses, Tensor) else quoted(losses)
+        raise InvalidArgument(f"losses is {found}; it must be a floating point tensor, a loss for each sample")
+    if weights is not None and (getattr(weights, "shape", None) != losses.shape or weights.requires_grad):
+        found = f"{list(weights.shape)}" if isinstance(weights, Tensor) else quoted(weights)
+        raise InvalidArgument(
+            f"weights is {found}; it must be a tensor {list(losses.shape)} like the losses, without a gradient"
+        )
+    link = Communicator(process_group)
+    own_sum, amount = losses.sum(), losses.new_tensor(losses.numel(), dtype=torch.float64)
+    if weights is not None:
+        own_sum, amount = (losses * weights).sum(), weights.sum(dtype=torch.float64)
+    if losses.device.type == "cpu":  # which NCCL does not carry
+        own_sum = own_sum.to(link.device)
+    return mean_of_ranks(own_sum, amount, link).to(losses)
 
 
 def own_sum_of(loss: LossFunction, reduction: str, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:

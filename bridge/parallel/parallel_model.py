@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from geartrain.ams.values.errors import InvalidArgument, SyncError
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.collectives.communicator import Communicator
-from geartrain.bridge.parallel.global_mean import LossFunction, mean_of_ranks, own_sum_of
+from geartrain.bridge.collectives.mean import mean_of_ranks
+from geartrain.bridge.parallel.global_mean import LossFunction, own_sum_of
 from geartrain.bridge.parallel.mesh import Mesh
 from geartrain.bridge.parallel.overlap.inputs import micro_batch, sizes_of_parts
 from geartrain.bridge.parallel.overlap.split_parts import SplitParts

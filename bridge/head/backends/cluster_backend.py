@@ -95,7 +95,7 @@ class ClusterBackend(ABC):
         another one, and SpecMismatch for other living classes.
         """
         ranks = self.peers if in_training else None
-        samples, joint, rank_weight = self._samples(features, labels, weight, ranks)
+        samples, joint, share = self._samples(features, labels, weight, ranks)
         if in_training:
             self.select.prepare()
         if want_rows:
@@ -117,7 +117,8 @@ class ClusterBackend(ABC):
             samples,
             self.keeps_logits_bytes,
             want_rows=want_rows,
-            rank_weight=rank_weight,
+            link=ranks,
+            share=share,
         )
 
     @abstractmethod
@@ -146,9 +147,9 @@ class ClusterBackend(ABC):
 
     def _samples(
         self, features: Tensor, labels: Tensor, weight: Tensor | None, ranks: SyncRanks | None
-    ) -> tuple[CountedSamples, JointBatch, float]:
-        """Checked samples of this rank, where they are among those of all, and what this rank's loss counts more than a
-        part of all ranks that is as large as the others: ranks refuse a batch together, or some would wait."""
+    ) -> tuple[CountedSamples, JointBatch, float | None]:
+        """Checked samples of this rank, where they are among those of all, and what this rank's loss counts in that of
+        all ranks, if there is one: ranks refuse a batch together, or some would wait."""
         samples: CountedSamples | None = None
         failure: GeartrainError | None = None
         try:
@@ -165,7 +166,7 @@ class ClusterBackend(ABC):
             failure = exc
         if ranks is None:
             assert samples is not None
-            return samples, JointBatch(labels=samples.labels_S, first=0, sum=lambda own: own), 1.0
+            return samples, JointBatch(labels=samples.labels_S, first=0, sum=lambda own: own), None
         none: Ids = np.empty(0, np.int64)
         parts, amounts = ranks.gather_samples(
             none if samples is None else samples.labels_S,
@@ -176,7 +177,8 @@ class ClusterBackend(ABC):
         )
         assert samples is not None
         joint = JointBatch(labels=np.concatenate(parts), first=sum(map(len, parts[: ranks.rank])), sum=ranks.sum)
-        return samples, joint, samples.amount * ranks.world_size / (sum(amounts) or 1.0)
+        shares = {"mean": samples.amount / (sum(amounts) or 1.0), "sum": 1.0}
+        return samples, joint, shares.get(self.settings.config.reduction)
 
     def _said(self) -> str:
         """The settings that decide which collectives a pass has, and what it is the loss of."""

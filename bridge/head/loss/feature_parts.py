@@ -127,4 +127,4 @@ def parts_loss(parts: FeatureParts, stand_in: Tensor | None, call: HeadCall, red
     rows."""
     joined, parts.joined = parts.joined, []  # the graph knows the parts: no cycle is to keep both
     losses: Tensor = _PartsLoss.apply(stand_in, call, parts, *joined)  # type: ignore[no-untyped-call]
-    return call.samples.reduced(losses, parts.size, reduction)
+    return call.reduced(losses, parts.size, reduction)

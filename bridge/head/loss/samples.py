@@ -198,7 +198,7 @@ class CountedSamples:
         )
 
     def reduced(self, losses: Tensor, batch: int, reduction: Reduction) -> Tensor:
-        """The loss (0-dim), or the losses [B], of what the pass gave: the plain mean, or the losses [S].
+        """This rank's loss (0-dim), or the losses [B], of what the pass gave: the plain mean, or the losses [S].
 
         Where nothing counts the mean is 0.
         """

@@ -333,7 +333,7 @@ class _Summed(OnlineSoftmax):
         own = self.own
         batch.target_B, batch.highest_B = cos_B[own], None if highest_B is None else highest_B[own] / batch.logit_factor
         made = losses(cos_B, sum_B, joint_B, shift_B, self._middle, batch.counts_B, self._angle)
-        batch.lse2_B, batch.target_weight_B = made.lse2_B, made.target_weight_B
+        batch.losses_B, batch.lse2_B, batch.target_weight_B = made.losses_B, made.lse2_B, made.target_weight_B
         return made
 
     def _joint(self) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -89,10 +89,10 @@ class RankRows:
         softmax = self._sums(joint_want, keep_bytes)
         losses_S, gradient_SD = self._finish(softmax)
         if self.batch.counts_B is not None and not softmax.leaves_out:
-            counts_S = self.batch.counts_B[softmax.own]
-            losses_S = losses_S * counts_S
+            self.batch.losses_B = self.batch.losses_B * self.batch.counts_B
+            losses_S = self.batch.losses_B[softmax.own]
             if gradient_SD is not None:
-                gradient_SD.masked_fill_((counts_S != 1).unsqueeze(1), 0.0)
+                gradient_SD.masked_fill_((self.batch.counts_B[softmax.own] != 1).unsqueeze(1), 0.0)
         return losses_S, gradient_SD if want_gradient else None
 
     def _sums(self, joint_want: bool, keep_bytes: int) -> OnlineSoftmax:

@@ -202,7 +202,9 @@ class RankBackend:
             samples,
             _kept_bytes(self.settings.config, self.table.device),
             want_rows=want_rows,
-            rank_weight=agreed.rank_weight,
+            link=self.table.link,
+            share=agreed.share,
+            num_ranks=self.table.link.world_size,
             takes_mean=agreed.take_mean,
         )
 

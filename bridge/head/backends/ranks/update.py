@@ -73,8 +73,8 @@ class Agreed:
     """Whether any rank's features need theirs."""
     all_want_gradient: bool
     """Whether those of every rank do."""
-    rank_weight: float | Tensor
-    """What this rank's loss weighs, as a part of all; 1 where every rank's is the plain mean."""
+    share: float | Tensor | None
+    """What this rank's loss counts in that of all ranks; None: it has none, or every rank's is the plain mean."""
     take_mean: bool
     """Whether every rank's loss is the plain mean of its samples."""
     part_sizes: list[list[int]]
@@ -288,22 +288,23 @@ class RankStep:
                     "same mode (train() with gradients, or not) and with features of one dtype"
                 )
         take_mean, known_amounts = all(reducing), [float_of(bits) for bits in amounts]
-        rank_weight: float | Tensor = 1.0
-        if not take_mean and any(mark & 2 for mark in marked):
+        reduction, link = self.backend.settings.config.reduction, self.backend.table.link
+        share: float | Tensor | None = 1.0 if reduction == "sum" else None
+        if reduction == "mean" and not take_mean and any(mark & 2 for mark in marked):
             own = (
                 amount().sum(dtype=torch.float64)
                 if callable(amount)
                 else upload(np.array(amount), self.backend.table.device)
             )
-            total = self.backend.table.link.sum(own)
-            rank_weight = own / total.where(total != 0, 1.0)
-        elif not take_mean:
-            rank_weight = amount_here / (sum(known_amounts) or 1.0)
+            total = link.sum(own)
+            share = own / total.where(total != 0, 1.0)
+        elif reduction == "mean" and not take_mean:
+            share = amount_here / (sum(known_amounts) or 1.0)
         return samples, Agreed(
             sizes=sizes,
             want_gradient=any(gradients),
             all_want_gradient=all(gradients),
-            rank_weight=rank_weight,
+            share=None if link.is_alone else share,
             take_mean=take_mean,
             late=any(mark & 1 for mark in marked),
             part_sizes=[list(of_rank) for of_rank in zip(*parts, strict=True)],
