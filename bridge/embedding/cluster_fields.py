@@ -130,7 +130,7 @@ class ClusterFields(GroupRows):
         hosted = merged.hosted
         given = [merged.given[number] for number in self._order]
         call = LookupCall(
-            merged.lookup, merged.features, given, merged.rows, merged.pulled_at, self._parts, hosted, merged.on_device
+            merged.lookup, merged.features, merged.rows, merged.pulled_at, self._parts, hosted, merged.on_device
         )
         found: Sequence[Tensor]
         trained = [part.row_update for part in self._parts if part.row_update.is_trained]

@@ -120,7 +120,6 @@ class LookupCall:
         self,
         lookup: Lookup,
         features: Sequence[FeatureIds],
-        given: Sequence[BatchIds],
         rows: Sequence[npt.NDArray[Any]],
         pulled_at: Sequence[tuple[int, ...] | None],
         parts: Sequence[TrainedTables[EmbeddingUpdate]],
@@ -128,8 +127,7 @@ class LookupCall:
         on_device: Sequence[Tensor] = (),
     ) -> None:
         """``rows`` [U, D] of each table of the lookup, in the order of the ``parts`` and of the tables in them, and the
-        writes that the table had had on each shard then; None: nothing was pulled. ``given`` are the ids of the
-        features, and then those of the ``hosted`` ones.
+        writes that the table had had on each shard then; None: nothing was pulled.
         """
         self._hosted = hosted
         self._lookup = lookup
@@ -140,7 +138,6 @@ class LookupCall:
         self._pulled_at = pulled_at
         self._parts = parts
         self._rows_versions = [part.row_update.rows_version for part in parts]
-        self._num_samples = max((item.num_samples for item in given), default=0)
 
     def vectors(self, device: torch.device, *, want_gradient: bool) -> tuple[Tensor, ...]:
         """The vectors [V, D] of each feature, and of each hosted one, float32, on ``device``."""
@@ -215,7 +212,7 @@ class LookupCall:
             if tables or bags or part.row_update.ranks is not None:  # ranks make every step together
                 own_squares = squares if len(self._parts) == 1 else _squares(tables)
                 collected = EmbeddingGradient(tables, own_squares, bags)
-                part.row_update.add(collected, checksum, self._num_samples)
+                part.row_update.add(collected, checksum, 1)  # ranks weigh alike, as in DDP's average
 
 
 def _squares(tables: dict[int, TableGradient]) -> float:

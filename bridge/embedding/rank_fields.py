@@ -214,12 +214,11 @@ class RankFields(GroupRows):
             lookup = DeviceLookup(self._tables, merged.asked, makes_rows=bool(trained))
             if self._device.type != "cpu":
                 self._under_way.append((Readback(merged.status), merged.given))
-        samples = given[0].num_samples if given else 0
         ranks = self._link.world_size
         num_counts = 2 * ranks * len(fields) + self._num_rows.count(None) + 1 if not self._link.is_alone else 0
-        agreed, weight = self._agree(failure, samples, lookup, num_counts, trains=bool(trained))
+        agreed = self._agree(failure, lookup, num_counts, trains=bool(trained))
         assert lookup is not None and merged.status is not None
-        call = _Call(self._updates, lookup, merged.status, agreed, weight, samples)
+        call = _Call(self._updates, lookup, merged.status, agreed, 1 / ranks)
         if trained:
             found = _Vectors.apply(call, *(update.on(self._device) for update in trained))  # type: ignore[no-untyped-call]
         else:
@@ -229,25 +228,17 @@ class RankFields(GroupRows):
         ]
 
     def _agree(
-        self,
-        failure: GeartrainError | None,
-        samples: int,
-        lookup: DeviceLookup | None,
-        num_counts: int,
-        *,
-        trains: bool,
-    ) -> tuple[list[list[int]], float]:
-        """The counts of every rank's look-up, and this rank's part of all samples. One exchange between the hosts.
+        self, failure: GeartrainError | None, lookup: DeviceLookup | None, num_counts: int, *, trains: bool
+    ) -> list[list[int]]:
+        """The counts of every rank's look-up. One exchange between the hosts.
 
         If any rank cannot go on, every rank raises: its own error there, SyncError elsewhere.
         """
         counts = [0] * num_counts if lookup is None else lookup.counts
         refused = sum(update.take_refused() for update in self._updates)
         step = self._updates[0].step
-        answers = self._link.exchange([failure is None, samples, trains, step, refused, *counts])
-        sound, sizes, modes, steps, left = (
-            list(column) for column in zip(*(answer[:5] for answer in answers), strict=True)
-        )
+        answers = self._link.exchange([failure is None, trains, step, refused, *counts])
+        sound, modes, steps, left = (list(column) for column in zip(*(answer[:4] for answer in answers), strict=True))
         if failure is not None:
             raise failure
         if 0 in sound:
@@ -265,7 +256,7 @@ class RankFields(GroupRows):
                 "their type, or its gradients were not finite; those rows were left as they were. Lower the learning "
                 "rate, or use torch.amp.GradScaler"
             )
-        return [answer[5:] for answer in answers], samples / (sum(sizes) or 1)
+        return [answer[4:] for answer in answers]
 
 
 def _specs(settings: GroupSettings) -> dict[str, TableSpec]:
@@ -327,10 +318,10 @@ class _Call:
         status: Tensor,
         counts: Sequence[Sequence[int]],
         weight: float,
-        samples: int,
     ) -> None:
+        """``weight``: of this rank's gradients among those of all ranks."""
         self._updates, self.lookup, self.counts = updates, lookup, counts
-        self._weight, self._samples, self._status = weight, samples, status
+        self._weight, self._status = weight, status
         self._rows_versions = [update.rows_version for update in updates]
 
     def passed(self, upstream: Sequence[Tensor | None]) -> list[Tensor]:
@@ -356,7 +347,7 @@ class _Call:
         checksum = self._updates[0].table.link.sum(checksum)
         for update, gradient in zip(self._updates, gradients, strict=True):
             if update.is_trained:
-                update.add(gradient, checksum, self._samples)
+                update.add(gradient, checksum, 1)
 
 
 class _Vectors(torch.autograd.Function):
