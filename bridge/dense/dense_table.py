@@ -97,8 +97,10 @@ class DenseTable(torch.optim.Optimizer):
 
         A parameter without a gradient has a gradient of zero, which momentum and weight decay act on as on any other;
         where no parameter has one, nothing is pushed. With ranks every rank calls it, and the update is that of the
-        mean of their gradients weighted by ``samples``, which each is the mean over (0: it had none). A step that
-        GradScaler skips on one rank is skipped on all, and pushes nothing.
+        average of their gradients, all alike as in DDP, FSDP2 and the rows of embeddings: leave ``samples`` out beside
+        those, and make the loss by :func:`geartrain.mean_over_ranks`. Of a module alone ``samples`` may say of how
+        many each rank's loss is the mean (0: it had none), by which the average is weighted. A step that GradScaler
+        skips on one rank is skipped on all, and pushes nothing.
 
         Costs, per step: 4·P bytes up and 4·P down over S shards, in one request per shard (4·B more each way for what
         is beside the parameters, in requests of their own; with ranks the weights are pulled by themselves, and a small
@@ -374,7 +376,8 @@ def attach(
         name: Of the table. The first to come makes it from its own values.
         optimizer: Runs in the shards.
         mode: With ``"async"`` every push applies when it arrives, no worker waits for another. With ``"sync"`` the
-            ranks step together, which equals one worker with the joint batch up to rounding, but for batch statistics.
+            ranks step together: with a loss by :func:`geartrain.mean_over_ranks` that equals one worker with the joint
+            batch up to rounding, but for batch statistics.
         reuse: Wait for the tables of another worker (also after ``Cluster.restore``), and take their values.
         dim: Width of a row of the table; None: that of the table that ``reuse`` finds, or 4,096.
         process_group: The ranks that step together; None: those of torch.distributed, if it is initialised, else this

@@ -69,8 +69,9 @@ class EmbeddingGroup(nn.Module):
             seed: Of the initial values.
             reuse: Open tables that are there with equal specs.
             mode: What several workers wait for. ``"async"``: nothing, a push applies when it arrives. ``"sync"``: the
-                ranks step together; rows change once by the mean of their gradients, weighted by samples (bags), which
-                equals one worker with the joint batch up to rounding, and every rank sees them at its next look-up.
+                ranks step together; rows change once by the average of their gradients, all ranks alike as in DDP and
+                FSDP2, and every rank sees them at its next look-up. With a loss by
+                :func:`geartrain.mean_over_ranks` that is a step of one worker with the joint batch, up to rounding.
                 :class:`geartrain.SSP`: those that are more than some steps behind.
             process_group: The ranks that step together; None: those of torch.distributed, if it is initialised, else
                 this process alone.
@@ -81,8 +82,8 @@ class EmbeddingGroup(nn.Module):
                 devices of the ranks (``process_group``; without torch.distributed this process alone), each table split
                 by its rows, and there is no cluster. Where a field says no ``num_rows``, look-ups that train make rows,
                 and room for them doubles as they come. Every rank looks up its own batch and goes backward, and all
-                step together: rows change by the mean of the gradients, weighted by samples
-                (bags), once. Rows move with ``.to(device)``. Cost of a step for N ids on a rank, whatever the number of
+                step together: rows change once, by the average of the ranks' gradients, as in mode "sync". Rows move
+                with ``.to(device)``. Cost of a step for N ids on a rank, whatever the number of
                 fields: one exchange of counts between the hosts, three all-to-alls (16·N bytes of ids, 4·D for
                 each bag and rank that has ids of it, and as much for its gradient) and an all-reduce of one number.
             device_cache_bytes: Memory on the module's device for rows that are looked up again and again: those that

@@ -69,9 +69,11 @@ class HeadCall:
     def __post_init__(self) -> None:
         """Remember of which classes and rows the pass is."""
         batch = self.rows.batch
-        self.divisor = max(1, len(self.samples.labels_S)) if batch.own_divisor is None else batch.own_divisor
-        if self.takes_mean and self.num_ranks > 1:
-            self.divisor = batch.divisor / self.num_ranks
+        if self.takes_mean and self.num_ranks > 1:  # without bad labels (NaN), which leave the others' gradients alone
+            counted = max(1, batch.size) if batch.counts_B is None else batch.counts_B.nansum().clamp(min=1)
+            self.divisor = counted / self.num_ranks
+        else:
+            self.divisor = max(1, len(self.samples.labels_S)) if batch.own_divisor is None else batch.own_divisor
         self.rows_version = self.update.rows_version
 
     def run(self, *, want_gradient: bool) -> tuple[Tensor, Tensor | None]:
@@ -85,7 +87,7 @@ class HeadCall:
         batch, loss = self.rows.batch, losses_S
         if self.samples.reduces:
             is_joint = self.takes_mean and self.num_ranks > 1
-            loss = batch.losses_B.sum() / batch.divisor if is_joint else losses_S.sum() / self.divisor
+            loss = (batch.losses_B.sum() / self.num_ranks if is_joint else losses_S.sum()) / self.divisor
         self.statistics = StepStatistics(
             losses=losses_S.detach(),
             targets=batch.target_B,

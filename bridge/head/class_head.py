@@ -68,8 +68,9 @@ class ClassHead(ModuleWithRows):
     as it would have. In ``eval()`` the loss is over the same selection; features get their gradient, rows get none.
 
     With ranks (a ``process_group``, or ``sync=True`` under an initialised torch.distributed) labels are gathered so
-    that all ranks share the active classes, each rank's loss is its local mean, and the shards sum the ranks' pushes by
-    sample count. The backbone may be under DDP or FSDP2, with or without the head in the same module. Not thread-safe.
+    that all ranks share the active classes, and the loss is that of one worker with the joint batch, the same number on
+    every rank. The backbone may be under DDP or FSDP2, with or without the head in the same module: as those average
+    gradients over the R ranks, each rank's features get R times the derivative. Not thread-safe.
     """
 
     def __init__(
@@ -291,9 +292,13 @@ class ClassHead(ModuleWithRows):
         its ``weight=weight_of_class``, but not with ``label_smoothing``: the smoothed part it weighs by every class,
         which no weight of samples says. Like the labels the weight is looked at on the host, unless the labels are on
         the device of the rows. ``reduction`` may ask for the sum, or the losses [B], instead. Where nothing counts (all
-        weights 0, all labels ignored) the mean is 0, and so are its gradients.
+        weights 0, all labels ignored) the mean is 0, and so are its gradients. Of ranks that train together mean and
+        sum are over the samples of all, and a rank may have none; in ``eval()`` with rows in a cluster, where a rank
+        asks alone, over its own. Losses [B] are always its own: :func:`geartrain.mean_over_ranks` makes one loss of
+        them.
 
-        Costs one pull of the active rows. Labels are read, never changed. Raises InvalidRows, InvalidIds,
+        Costs one pull of the active rows, and with ranks an all-reduce of two numbers unless they hold the rows and
+        give no weights. Labels are read, never changed. Raises InvalidRows, InvalidIds,
         InvalidArgument for weights, and NonFinite for features on the CPU, unless ranks train together. Looking would
         stall a GPU, and ranks must fail as one: there the loss is NaN, and ``RowOptimizer.step`` refuses the gradients.
         Labels on the device of ``rows="ranks"`` are checked there: the loss of a bad one is NaN, its step changes no

@@ -57,6 +57,7 @@ PUBLIC_NAMES = {
     "PartialFC",
     "GroupFollower",
     "MicroBatches",
+    "mean_over_ranks",
     "MinCount",
     "RowBlock",
     "Rule",

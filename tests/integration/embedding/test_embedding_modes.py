@@ -42,19 +42,19 @@ def batch_of(step: int, mine: slice) -> dict[str, torch.Tensor]:
     return {"user": ids[mine, 0], "item": ids[mine, :3], "seen": ids[mine, 3:5], "wide": ids[mine, 5]}
 
 
-def loss_of(vectors: dict[str, torch.Tensor], step: int, mine: slice) -> torch.Tensor:
+def losses_of(vectors: dict[str, torch.Tensor], step: int, mine: slice) -> torch.Tensor:
     rng = torch.Generator().manual_seed(100 + step)
     every = torch.cat([vectors[name] for name in ("user", "item", "seen", "wide")], dim=1)
     targets = torch.randn(JOINT, every.shape[1], generator=rng)[mine]
-    return (every - targets.to(every)).square().sum(dim=1).mean()
+    return (every - targets.to(every)).square().sum(dim=1)
 
 
 def train(fields: gt.EmbeddingGroup, mine: slice, clips: bool = True) -> float:
     rows, norm = gt.RowOptimizer(fields), 0.0
     for step in range(STEPS):
         for micro in (slice(mine.start, mine.start + 2), slice(mine.start + 2, mine.stop)):
-            share = (micro.stop - micro.start) / (mine.stop - mine.start)
-            (loss_of(fields(batch_of(step, micro)), step, micro) * share).backward()
+            loss = losses_of(fields(batch_of(step, micro)), step, micro).sum() / JOINT
+            (loss * len(SHARES)).backward()  # rows take the average over the ranks
         if clips:
             norm = float(rows.clip_grad_norm_(5.0))
         rows.step()
@@ -92,7 +92,7 @@ def reference_rows(name: str, *, clips: bool) -> dict[str, np.ndarray]:
             "seen": rows["item"][batch["seen"]].sum(1),
             "wide": rows["wide"][batch["wide"]],
         }
-        loss_of(vectors, step, joint).backward()
+        losses_of(vectors, step, joint).mean().backward()
         if clips:
             torch.nn.utils.clip_grad_norm_(rows.values(), 5.0)
         for item in (sgd, adagrad):

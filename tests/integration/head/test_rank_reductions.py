@@ -1,7 +1,7 @@
-"""Weights, ignored labels and reductions where ranks train together: rows take Σ amount · loss / Σ amount of the ranks.
+"""Weights, ignored labels and reductions where ranks train together: rows take the mean, or the sum, over all samples.
 
-An amount is what a rank's mean is over, its samples or their weights; 1 where the loss is no mean. Ranks are real
-processes (gloo), one of them without samples.
+Of ``reduction="none"`` they take the average of what the ranks make of their losses. Ranks are real processes (gloo),
+one of them without samples.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def weights_of(question: Question, rank: int) -> Tensor | None:
 
 
 def joint_row_gradient(question: Question, rows: Tensor) -> Tensor:
-    """By autograd, [C, D]: of every rank's loss times its share."""
+    """By autograd, [C, D]: of the loss of all ranks."""
     features, labels, _ = question.batch() if question.weights != "mixed" else Question().batch()
     w = rows.double().requires_grad_()
     kept = labels[labels != -100]
@@ -62,9 +62,9 @@ def joint_row_gradient(question: Question, rows: Tensor) -> Tensor:
         losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=question.smoothing)
         weight = weights_of(question, rank)
         counts = torch.ones(len(x), dtype=torch.float64) if weight is None else weight[counted].double()
-        amounts.append(float(counts.sum()) if question.reduction == "mean" else 1.0)
-        total = total + (losses * counts).sum()  # amount · mean, or the sum times 1
-    (total / sum(amounts)).backward()
+        amounts.append(float(counts.sum()))
+        total = total + (losses * counts).sum()
+    (total / {"mean": sum(amounts), "sum": 1, "none": len(SHARES)}[question.reduction]).backward()
     assert w.grad is not None
     return w.grad
 

@@ -114,7 +114,7 @@ def learning_rate(base: float, step: int) -> float:
 
 
 def train_share(head: ClassHead, rank: int, ranks: int, steps: range = range(STEPS)) -> list[tuple[float, Array]]:
-    """This rank's loss sum and the gradients of the joint mean by its samples, per step."""
+    """This rank's part of the joint mean and the gradients of that by its samples, per step."""
     rows = RowOptimizer(head)
     base = rows.param_groups[0]["lr"]
     said = []
@@ -128,8 +128,7 @@ def train_share(head: ClassHead, rank: int, ranks: int, steps: range = range(STE
         rows.step()
         rows.zero_grad()
         assert own.grad is not None
-        part = len(own) / BATCH
-        said.append((float(loss.detach()) * part, own.grad.numpy() * part))
+        said.append((float(loss.detach()) / ranks, own.grad.numpy() / ranks))  # as averages over the ranks take it
     return said
 
 

@@ -149,7 +149,7 @@ def test_losses_and_weights_that_are_none_are_refused() -> None:
     losses = torch.ones(3, requires_grad=True)
     assert gt.mean_over_ranks(losses, torch.tensor([1.0, 0.0, 3.0])) == 1
     for wrong in ([1.0], torch.ones(3, dtype=torch.int64)):
-        with pytest.raises(gt.errors.InvalidArgument, match="losses is .*a floating point tensor"):
+        with pytest.raises(gt.errors.InvalidArgument, match=r"losses is .*a floating point tensor"):
             gt.mean_over_ranks(wrong)  # type: ignore[arg-type]
     for weights in ([1.0] * 3, torch.ones(2), torch.ones(3, requires_grad=True)):
         with pytest.raises(gt.errors.InvalidArgument, match=r"weights is .*it must be a tensor \[3\]"):
