@@ -63,17 +63,23 @@ class HeadCall:
     """Once it has run."""
 
     divisor: float | Tensor = field(init=False)
-    """Of the derivative by the mean, for those by each sample: the samples that count, or 1. Of a mean over several
-    ranks those of a rank on average: DDP and FSDP2 average the gradients of their features over the ranks."""
+    """Of the mean: the samples that count, or 1."""
+    rank_divisor: float | Tensor = field(init=False)
+    """Of its derivative, for those by single samples: these of a rank on average, for DDP and FSDP2 average the
+    gradients of the ranks' features."""
 
     def __post_init__(self) -> None:
         """Remember of which classes and rows the pass is."""
         batch = self.rows.batch
-        if self.takes_mean and self.num_ranks > 1:  # without bad labels (NaN), which leave the others' gradients alone
-            counted = max(1, batch.size) if batch.counts_B is None else batch.counts_B.nansum().clamp(min=1)
-            self.divisor = counted / self.num_ranks
+        if self.samples.reduces and not self.takes_mean:  # another rank's samples have weights
+            own_S = None if batch.counts_B is None else batch.counts_B[batch.own]
+            own = max(1, len(self.samples.labels_S)) if own_S is None else own_S.nansum().clamp(min=1)
+            self.divisor = self.rank_divisor = own
+        elif batch.late_divisors is not None:
+            self.divisor, self.rank_divisor = batch.late_divisors
         else:
-            self.divisor = max(1, len(self.samples.labels_S)) if batch.own_divisor is None else batch.own_divisor
+            self.divisor = max(1, batch.size)
+            self.rank_divisor = self.divisor / self.num_ranks
         self.rows_version = self.update.rows_version
 
     def run(self, *, want_gradient: bool) -> tuple[Tensor, Tensor | None]:
@@ -84,10 +90,9 @@ class HeadCall:
         with torch.inference_mode(False), torch.no_grad():
             keep_bytes = self.keep_bytes if self.want_rows else 0
             losses_S, gradient_SD = self.rows.forward(want_gradient=want_gradient, keep_bytes=keep_bytes)
-        batch, loss = self.rows.batch, losses_S
-        if self.samples.reduces:
-            is_joint = self.takes_mean and self.num_ranks > 1
-            loss = (batch.losses_B.sum() / self.num_ranks if is_joint else losses_S.sum()) / self.divisor
+            batch = self.rows.batch
+            of_mean = batch.losses_B if self.takes_mean else losses_S
+            loss = of_mean.sum() / self.divisor if self.samples.reduces else losses_S
         self.statistics = StepStatistics(
             losses=losses_S.detach(),
             targets=batch.target_B,
@@ -101,7 +106,7 @@ class HeadCall:
 
     def upstream_of_samples(self, upstream: Tensor) -> Tensor:
         """The derivatives by the losses of single samples [S] from that by what :meth:`run` returned."""
-        return (upstream / self.divisor).expand(len(self.samples.labels_S)) if upstream.ndim == 0 else upstream
+        return (upstream / self.rank_divisor).expand(len(self.samples.labels_S)) if upstream.ndim == 0 else upstream
 
     def reduced(self, losses: Tensor, batch: int, reduction: Reduction) -> Tensor:
         """The loss (0-dim) over the samples of all ranks, or the losses [B], of what :meth:`run` returned."""
@@ -128,7 +133,8 @@ class HeadCall:
             )
         self.used = True
         if not (self.takes_mean and self.samples.reduces):
-            upstream = self.upstream_of_samples(upstream) / self.num_ranks
+            upstream = self.upstream_of_samples(upstream)
+            upstream = upstream / self.num_ranks if self.num_ranks > 1 else upstream
         with torch.autocast(upstream.device.type, enabled=False), torch.no_grad():
             gradient, checksum = self.rows.gradient(upstream)
         # Ranks weigh alike in the push: micro-batches of one step may be divided among them in different ways.
@@ -168,7 +174,7 @@ class HeadLoss(torch.autograd.Function):
         with torch.autocast(upstream.device.type, enabled=False):
             if not saved:
                 return None, of_stand_in, None
-            each = upstream / ctx.call.divisor if upstream.ndim == 0 else upstream.unsqueeze(1)
+            each = upstream / ctx.call.rank_divisor if upstream.ndim == 0 else upstream.unsqueeze(1)
             return (saved[0] * each).to(ctx.feature_dtype), of_stand_in, None
 
 

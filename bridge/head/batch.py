@@ -110,8 +110,8 @@ class Batch:
     """Sum of these: NaN if there is a wrong label."""
     own: slice = field(default_factory=lambda: slice(None))
     """Where the samples of this rank are."""
-    own_divisor: Tensor | None = None
-    """How many of these count, or 1, where a device alone knows."""
+    late_divisors: tuple[Tensor, Tensor] | None = None
+    """How many count, or 1, and of each rank on average, where a device alone knows: bad labels are not among them."""
     queries_BD: Tensor | None = None
     """Features times ``logit_factor`` in the type of products, where a kernel has made them."""
     centers: int = 1
@@ -171,7 +171,7 @@ class Batch:
             spread_over=num_rows,
             counts_B=counts_B,
             num_counted=num_counted,
-            own_divisor=None if late is None else late.own_divisor,
+            late_divisors=None if late is None else (late.divisor, late.rank_divisor),
             queries_BD=queries_BD,
         )
 

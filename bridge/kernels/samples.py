@@ -27,23 +27,22 @@ class SettledLabels(NamedTuple):
     """float32: 1 where the sample counts, 0 where it is ignored, NaN where its label is of no class."""
     num_counted: Tensor
     """float32 (0-dim): the sum of ``counts_B``."""
-    own_divisor: Tensor
-    """float32 (0-dim): how many of this rank's samples count, or 1."""
+    divisor: Tensor
+    """float32 (0-dim): how many samples count, or 1."""
+    rank_divisor: Tensor
+    """float32 (0-dim): the same divided by the number of ranks."""
     positions_B: Tensor | None
     """int64: the label's row of this rank; −1: elsewhere, or the sample does not count. None: not looked for."""
 
 
 def settle_labels(
-    labels_B: Tensor, num_classes: int, ignored: int | None, first: int, num_local: int, own: slice
+    labels_B: Tensor, num_classes: int, ignored: int | None, first: int, num_local: int, num_ranks: int
 ) -> SettledLabels:
-    """Check labels int64 [B] of ``num_classes``, of which this rank has ``num_local`` from ``first`` on.
-
-    ``own``: where this rank's samples are.
-    """
+    """Check labels int64 [B] of ``num_classes``, of which this rank has ``num_local`` from ``first`` on."""
     from geartrain.bridge.kernels.triton import samples as kernels
 
     counts_B = torch.empty_like(labels_B, dtype=torch.float32)
-    sums = counts_B.new_empty(()), counts_B.new_empty(())
+    sums = counts_B.new_empty(()), counts_B.new_empty(()), counts_B.new_empty(())
     made = SettledLabels(torch.empty_like(labels_B), counts_B, *sums, torch.empty_like(labels_B))
     launch(
         kernels.settle_labels,
@@ -55,8 +54,7 @@ def settle_labels(
         ignored,
         first,
         num_local,
-        own.start,
-        own.stop,
+        num_ranks,
         BLOCK=1024,
         num_warps=8,
         cost=Cost(36.0 * len(labels_B)),

@@ -37,23 +37,25 @@ def _counted(label, num_classes, ignored):
 
 @triton.jit
 def settle_labels(
-    labels, settled, counts, num_counted, own_divisor, positions, num, num_classes, ignored, first, num_local,
-    own_start, own_stop,
+    labels, settled, counts, num_counted, divisor, rank_divisor, positions, num, num_classes, ignored, first, num_local,
+    num_ranks,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     largest = tl.zeros((BLOCK,), tl.int64)
     total = tl.zeros((BLOCK,), tl.float32)
-    own = tl.zeros((BLOCK,), tl.float32)
+    num_good = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, num, BLOCK):
         b = start + tl.arange(0, BLOCK)
         label = tl.load(labels + b, mask=b < num, other=-1)
         good, count = _counted(label, num_classes, ignored)
         largest = tl.maximum(largest, tl.where(good, label, 0))
         total += tl.where(b < num, count, 0.0)
-        own += tl.where((b >= own_start) & (b < own_stop) & good, 1.0, 0.0)
+        num_good += tl.where(good, 1.0, 0.0)
     stand_in = tl.max(largest, 0)
     tl.store(num_counted, tl.sum(total, 0))
-    tl.store(own_divisor, tl.maximum(tl.sum(own, 0), 1.0))
+    whole = tl.maximum(tl.sum(num_good, 0), 1.0)
+    tl.store(divisor, whole)
+    tl.store(rank_divisor, whole / num_ranks)
     for start in range(0, num, BLOCK):
         b = start + tl.arange(0, BLOCK)
         label = tl.load(labels + b, mask=b < num, other=-1)

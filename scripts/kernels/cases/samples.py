@@ -19,8 +19,6 @@ _INTEGERS = (
     "num_active",
     "num_living",
     "num_rows",
-    "own_start",
-    "own_stop",
 )
 _NUMBERS = ("factor", "scale", "middle", "cos_m", "sin_m", "m3")
 

@@ -38,9 +38,7 @@ class LateLabels:
         self._living: tuple[LiveClasses, Tensor, Tensor] | None = None
         """The classes that live, and on a device where each run of retired ones starts and the last one stopped."""
 
-    def settled(
-        self, labels_B: Tensor, live_classes: LiveClasses, step: int, rows: DeviceRows, own: slice
-    ) -> SettledLabels:
+    def settled(self, labels_B: Tensor, live_classes: LiveClasses, step: int, rows: DeviceRows) -> SettledLabels:
         """Labels of living classes alone, and what each sample counts.
 
         A label that is ignored or wrong becomes one of those that count; of none that does, any living class.
@@ -50,7 +48,8 @@ class LateLabels:
         else:
             self._under_way.append((Readback(labels_B), step, live_classes))
         if runs_kernels(labels_B.device) and live_classes.are_all:
-            return settle_labels(labels_B, live_classes.num_classes, self._ignored, rows.first, rows.num_local, own)
+            place = rows.first, rows.num_local, rows.link.world_size
+            return settle_labels(labels_B, live_classes.num_classes, self._ignored, *place)
         are_good_B = self._live(labels_B, live_classes)
         if self._ignored is None:
             counts_B = torch.where(are_good_B, 1.0, torch.nan)
@@ -62,8 +61,8 @@ class LateLabels:
             any_living = int(live_classes.ids(np.zeros(1, np.int64))[0])
             stand_in = labels_B.where(are_good_B, any_living).amax()
             labels_B = labels_B.where(are_good_B, stand_in)
-        own_divisor = are_good_B[own].sum(dtype=torch.float32).clamp_(min=1)
-        return SettledLabels(labels_B, counts_B, counts_B.sum(), own_divisor, None)
+        divisor = are_good_B.sum(dtype=torch.float32).clamp_(min=1)
+        return SettledLabels(labels_B, counts_B, counts_B.sum(), divisor, divisor / rows.link.world_size, None)
 
     def _live(self, labels_B: Tensor, live_classes: LiveClasses) -> Tensor:
         are_ids_B = labels_B == labels_B.clamp(0, live_classes.num_classes - 1)

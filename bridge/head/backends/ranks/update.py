@@ -152,7 +152,7 @@ class RankStep:
         own = slice(first, first + agreed.sizes[table.link.rank])
         if agreed.late:
             late = self.backend.late_labels.settled(
-                joint_labels_B, self.backend.live_classes, self.backend.update.step, table, own
+                joint_labels_B, self.backend.live_classes, self.backend.update.step, table
             )
         labels_B: Ids | Tensor = joint_labels_B.numpy() if late is None else late.labels_B
         num_active, here = self.backend.selector.choose(labels_B, self.backend.live_classes, self.backend.update.step)

@@ -23,12 +23,12 @@ def test_labels_are_settled(size: int, ignored: int | None) -> None:
     labels[size // 2] = 50
     labels[size // 3] = -100 if size < 1000 else 2**63 - 1
     with interpreted():
-        made = samples.settle_labels(labels, 50, ignored, 10, 20, slice(size // 4, size))
+        made = samples.settle_labels(labels, 50, ignored, 10, 20, 4)
     good = (labels >= 0) & (labels < 50)
     counts = torch.where(good, 1.0, torch.where(labels == (ignored or 99), 0.0, torch.nan))
     torch.testing.assert_close(made.counts_B, counts, equal_nan=True)
     torch.testing.assert_close(made.num_counted, counts.sum(), equal_nan=True)
-    assert float(made.own_divisor) == max(1, int(good[size // 4 :].sum()))
+    assert float(made.divisor) == 4 * float(made.rank_divisor) == max(1, int((counts == 1).sum()))
     stand_in = labels[good].max() if good.any() else torch.tensor(0)
     torch.testing.assert_close(made.labels_B, labels.where(good, stand_in))
     is_here = good & (labels >= 10) & (labels < 30)
