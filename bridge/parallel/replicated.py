@@ -21,7 +21,7 @@ from geartrain.bridge.parallel.mesh import MeshGroup
 from geartrain.bridge.parallel.scopes import Replicate, called_parts
 from geartrain.bridge.parallel.split.first_values import first_rows, has_first_rows
 from geartrain.bridge.parallel.split.shard import RowShard, local_part
-from geartrain.bridge.rows.stand_in import named_dense_parameters
+from geartrain.bridge.rows.stand_in import StandIn, named_dense_parameters
 
 
 class Replicas:
@@ -52,7 +52,9 @@ class Replicas:
         if group.link.world_size == 1:
             return
         parameters = [
-            parameter for parameter in _distinct(whole.values(), nn.Module.parameters) if id(parameter) not in split
+            parameter
+            for parameter in _distinct(whole.values(), nn.Module.parameters)
+            if id(parameter) not in split and not isinstance(parameter, StandIn)
         ]
         buffers = _distinct(whole.values(), nn.Module.buffers)
         names = {id(parameter): f"{name}.{key}" for name, part in _named(whole) for key, parameter in _own(part)}

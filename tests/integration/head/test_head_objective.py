@@ -48,6 +48,8 @@ class Case:
     micro: int = 1
     """Of ``gt.MicroBatches``."""
     compiled: bool = False
+    parallel: bool = False
+    """Whether ``gt.parallelize`` replicates backbone and head as one model, in place of DDP."""
 
     @property
     def reduction(self) -> str:
@@ -79,6 +81,7 @@ CASES = {
     "micro-batches": Case({"margin": gt.CosFace(8, 0.2)}, ignored=(2, 11), micro=3),
     "weights of micro-batches": Case(weights=True, micro=2),
     "compiled": Case(ignored=(9, 10), compiled=True),
+    "parallelized": Case(ignored=(9, 10), parallel=True),
 }
 
 
@@ -106,6 +109,18 @@ def expected(case: Case, rows: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
     return losses, flat([parameter.grad for parameter in network.parameters()]), w.grad
 
 
+class Whole(nn.Module):
+    """Backbone and head."""
+
+    def __init__(self, net: nn.Module, head: gt.ClassHead) -> None:
+        super().__init__()
+        self.net, self.head = net, head
+
+    def forward(self, inputs: Tensor, labels: Tensor, weight: Tensor | None = None) -> Tensor:
+        loss: Tensor = self.head(self.net(inputs), labels, weight)
+        return loss
+
+
 def flat(gradients: list[Any]) -> Tensor:
     whole = [gradient.full_tensor() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     return torch.cat([gradient.double().reshape(-1) for gradient in whole])
@@ -113,20 +128,20 @@ def flat(gradients: list[Any]) -> Tensor:
 
 @contextmanager
 def syncing(model: nn.Module, last: bool) -> Iterator[None]:
-    if isinstance(model, DistributedDataParallel):
+    if not hasattr(model, "set_requires_gradient_sync"):
         with nullcontext() if last else model.no_sync():
             yield
         return
-    model.set_requires_gradient_sync(last)
+    model.set_requires_gradient_sync(last)  # type: ignore[operator]
     yield
 
 
 def step(case: Case, head: gt.ClassHead, model: nn.Module, rank: int) -> list[Tensor]:
     """Of the micro-batches the losses that this rank has."""
     inputs, labels, weights = case.joint()
-    whole: Any = gt.MicroBatches(model, head, case.micro)
-    if case.micro == 1:
-        whole = lambda images, *more: head(model(images), *more)  # noqa: E731
+    whole: Any = Whole(model, head) if case.micro == 1 else gt.MicroBatches(model, head, case.micro)
+    if case.parallel:
+        whole = lambda inputs, labels, weight: model((inputs,), labels)  # noqa: E731, ARG005
     if case.compiled:
         whole = torch.compile(whole, backend="eager")
     losses = []
@@ -161,11 +176,15 @@ def train_rank(rank: int, folder: Path, place: str, address: str | None) -> None
                     **PLACES[place],
                     **case.settings,
                 )
-                model: Any = backbone()
-                model = DistributedDataParallel(model) if wrap == "ddp" else fully_shard(model)
+                net = backbone()
+                model: nn.Module
+                if case.parallel:
+                    model = gt.parallelize(Whole(net, head), gt.mesh(), {"": gt.Replicate(shard=wrap != "ddp")})
+                else:
+                    model = DistributedDataParallel(net) if wrap == "ddp" else fully_shard(net)
                 rows, before = gt.RowOptimizer(head), head.weights()
                 losses = step(case, head, model, rank)
-                dense = flat([parameter.grad for parameter in model.parameters()])
+                dense = flat([parameter.grad for parameter in net.parameters()])
                 rows.step()
                 dist.barrier()
                 change = (before - head.weights()).double()

@@ -499,5 +499,7 @@ def test_layers_that_cannot_be_split_say_why() -> None:
             gt.parallelize(nn.Embedding(4, 2, **setting), gt.mesh(), {"": gt.Split()})  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="no module of the model was made inside"):
         gt.parallelize(Classifier(), gt.mesh())
-    with pytest.raises(InvalidArgument, match="loss has parameters"):
-        gt.parallelize(Classifier(), gt.mesh(), FUSION, loss=nn.Linear(2, 2))
+    head = gt.ClassHead(None, "c", num_classes=4, dim=2, rows="ranks")  # whose loss is that of all ranks already
+    for loss in (nn.Linear(2, 2), head):
+        with pytest.raises(InvalidArgument, match=r"loss has parameters.*make it part of the model"):
+            gt.parallelize(Classifier(), gt.mesh(), FUSION, loss=loss)
