@@ -19,8 +19,8 @@ class HeadConfig:
     """What a :class:`ClassHead` seldom is given: ``gt.ClassHead(..., config=gt.HeadConfig(dtype="float16"))``."""
 
     reduction: Reduction = "mean"
-    """``"mean"`` over the samples (by their weights, if they have any), ``"sum"``, both over those of all ranks that train
-    together, or ``"none"``: the losses [B]."""
+    """``"mean"`` over the samples (by their weights, if they have any), ``"sum"``, both over those of all ranks that
+    train together, or ``"none"``: the losses [B]."""
     ignore_index: int | None = -100
     """A sample with this label takes no part: its loss is 0, it activates no class, and no mean counts it. None: there
     is no such label."""

@@ -45,12 +45,10 @@ def mean_over_ranks(
     Raises InvalidArgument for what is no such tensor, RankLost.
     """
     if not isinstance(losses, Tensor) or not losses.is_floating_point():
-        found = losses.dtype if isinstance(losses, Tensor) else quoted(losses)
-        raise InvalidArgument(f"losses is {found}; it must be a floating point tensor, a loss for each sample")
+        raise InvalidArgument(f"losses is {quoted(losses)}; it must be a floating point tensor, a loss for each sample")
     if weights is not None and (getattr(weights, "shape", None) != losses.shape or weights.requires_grad):
-        found = f"{list(weights.shape)}" if isinstance(weights, Tensor) else quoted(weights)
         raise InvalidArgument(
-            f"weights is {found}; it must be a tensor {list(losses.shape)} like the losses, without a gradient"
+            f"weights is {quoted(weights)}; it must be a tensor {list(losses.shape)} as the losses, without a gradient"
         )
     link = Communicator(process_group)
     own_sum, amount = losses.sum(), losses.new_tensor(losses.numel(), dtype=torch.float64)

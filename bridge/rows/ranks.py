@@ -1,7 +1,7 @@
 """Synchronous data parallel training: what the ranks of one head tell each other, and the numbering of their pushes.
 
-Per training forward: two all-gathers (batch sizes, labels; 8 bytes a sample). Per backward: one all-reduce of one
-number. Rows and their gradients travel between ranks only through the shards.
+Per training forward: two all-gathers (batch sizes, labels; 8 bytes a sample) and an all-reduce of the loss. Per
+backward: one all-reduce of one number. Rows and their gradients travel between ranks only through the shards.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 Per training step and rank, with B samples of R ranks, D width, A active classes (all of them together):
 one exchange of twelve integers between the hosts, an all-gather of the labels (8·B bytes) and of the features (their
 type · B·D), the all-reduces of ``softmax.py`` (24·B bytes), a reduce-scatter of 4·B·D, and an all-gather of R
-numbers in the backward. Time O(B·D·A / R). Memory beside the rows: O(B·D) and some chunks; a row's gradient is made,
-used and forgotten chunk by chunk at the optimizer's step.
+numbers in the backward; with sample weights, and for the sum of losses, an all-reduce of the loss. Time O(B·D·A / R).
+Memory beside the rows: O(B·D) and some chunks; a row's gradient is made, used and forgotten chunk by chunk at the
+optimizer's step.
 
 Legend: B samples of all ranks, S of this one, L rows on this rank, A active ones of them, D width, N rows of a chunk.
 """
