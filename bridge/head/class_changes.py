@@ -6,7 +6,7 @@ Legend: N classes of a call, D width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
@@ -19,11 +19,12 @@ from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite, SpecMismatch
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.collectives.communicator import Communicator
-from geartrain.bridge.head.backends.backend import RowBackend
+from geartrain.bridge.head.backends.backend import Imprinted, RowBackend
 from geartrain.bridge.head.backends.pull.stream import block_rows_for
-from geartrain.bridge.head.batch import NORM_FLOOR, normalise_
+from geartrain.bridge.head.batch import NORM_FLOOR
 from geartrain.bridge.head.checks import check_class_ids, check_labels
-from geartrain.bridge.head.imprint import feature_sums
+from geartrain.bridge.head.imprinting.imprint import Loader, feature_sums
+from geartrain.bridge.head.imprinting.mean_centers import CenterMaker
 from geartrain.bridge.head.sub_centers import initial_rows, whole_rows
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
 
@@ -35,7 +36,7 @@ def add_classes(
     dim: int,
     num: int,
     rows: Tensor | None,
-    examples: Iterable[tuple[Tensor, Tensor]] | None,
+    examples: Loader | None,
     backbone: nn.Module | None,
     sub_centers: int = 1,
 ) -> Ids:
@@ -48,7 +49,7 @@ def add_classes(
         if examples is not None:
             if backbone is None or rows is not None:
                 raise InvalidArgument("examples need a backbone=, which makes features of them, and no rows=")
-            return ids, feature_sums(examples, backbone, num, dim)
+            return ids, feature_sums(examples, backbone, num, dim, backend.settings.config.ignore_index)
         shapes: list[tuple[int, ...]] = [(num, dim)] if sub_centers == 1 else [(num, dim), (num, sub_centers, dim)]
         return ids, None if rows is None else _checked_rows(rows, shapes, TORCH_DTYPES[table.spec.dtype])
 
@@ -59,10 +60,9 @@ def add_classes(
         return [num, kind, digest, backend.live_classes.fingerprint]
 
     ids, values = _agreed(backend.peers, prepare, summary, f"the classes to add to {table.spec.name!r}")
+    imprinted = backend.imprinted
     if examples is not None and values is not None:
-        values = _centers(
-            values if backend.peers is None else backend.peers.sum(values), TORCH_DTYPES[table.spec.dtype]
-        )
+        values, imprinted = _centers(backend, values if backend.peers is None else backend.peers.sum(values))
 
     def write(part: slice) -> None:
         spec = table.spec
@@ -70,6 +70,7 @@ def add_classes(
         table.assign(ids[part], rows)
 
     _write(backend, len(ids), write)
+    backend.imprinted = imprinted
     _follow(backend, backend.live_classes.with_added(ids), ids)
     return ids
 
@@ -132,15 +133,23 @@ def _checked_rows(rows: Tensor, shapes: list[tuple[int, ...]], dtype: torch.dtyp
     return stored
 
 
-def _centers(sums_ND: Tensor, dtype: torch.dtype) -> Tensor:
-    """Unit rows [N, D] of the feature sums of all ranks."""
+def _centers(backend: RowBackend, sums: Tensor) -> tuple[Tensor, Imprinted | None]:
+    """Rows of new classes from the :func:`feature_sums` of all ranks, and what the head then remembers of them."""
+    sums_ND, of_examples = sums[:, :-1], float(sums[:, -1].sum())
     lengths_N = torch.linalg.vector_norm(sums_ND, dim=1)
     if not bool(torch.isfinite(lengths_N).all()):
         raise NonFinite("the mean feature of a new class holds NaN or infinity; check the backbone and its input")
     if len(wrong := torch.nonzero(lengths_N <= NORM_FLOOR)):
         raise InvalidArgument(f"new class {int(wrong[0])} of {len(sums_ND)} has no example; give one at least of each")
-    normalise_(sums_ND)
-    return sums_ND.to(dtype)
+    num_living = backend.live_classes.num_living + len(sums_ND)
+    maker = CenterMaker.of(backend, [sums_ND], of_examples, num_living, lambda ids: np.zeros(len(ids), np.bool_))
+    rows, seen_N = maker.rows(sums_ND)
+    if len(wrong := torch.nonzero(~seen_N)):
+        raise InvalidArgument(
+            f"the examples of new class {int(wrong[0])} of {len(sums_ND)} have nothing but what the features of all "
+            "classes share; give others, or rows="
+        )
+    return rows.to(TORCH_DTYPES[backend.table.spec.dtype]), maker.imprinted
 
 
 def _write(backend: RowBackend, num: int, write: Callable[[slice], None]) -> None:

@@ -5,7 +5,7 @@ Legend: B samples, C classes, D width, k answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, NoReturn, SupportsIndex
 
@@ -42,7 +42,7 @@ from geartrain.bridge.head.defaults import (
     margin_optimizer,
 )
 from geartrain.bridge.head.head_state import head_rows, require_loadable, resume_state, state_of
-from geartrain.bridge.head.imprint import features_of, imprint_rows, in_eval_mode
+from geartrain.bridge.head.imprinting.imprint import Loader, features_of, imprint_rows, in_eval_mode
 from geartrain.bridge.head.loss.feature_parts import FeatureParts, parts_loss
 from geartrain.bridge.head.loss.margins.margin import AnyMargin
 from geartrain.bridge.head.loss.margins.scale import automatic_scale, scale_of
@@ -246,23 +246,24 @@ class ClassHead(ModuleWithRows):
         num: int,
         *,
         rows: Tensor | None = None,
-        examples: Iterable[tuple[Tensor, Tensor]] | None = None,
+        examples: Loader | None = None,
         backbone: nn.Module | None = None,
     ) -> Tensor:
         """Let ``num`` more classes live, between two steps; return their ids [num] int64, the lowest free ones.
 
-        Their centers are ``rows`` [num, D] (or [num, sub_centers, D]); or the unit-length mean features that
-        ``backbone`` gives of ``examples``,
-        pairs (images, labels [N] int64) with labels 0 … num − 1 for the classes to be; or, without either, the initial
-        values of their ids. Momentum is zero. Ids of retired classes are given out again. They take part from the next
-        step on, in the graph of KNN softmax too. Of several centers a class a single one is the first, and the others
-        have their initial values. With ranks, every rank calls it with equal ``num`` and ``rows`` (its
-        own ``examples``); several workers without a process group each call it, in the same order, and train on when
-        all have: each writes the rows anew, and what another had trained of them is lost.
+        Their centers are ``rows`` [num, D] (or [num, sub_centers, D]); or made of the mean features that ``backbone``
+        gives of ``examples``, batches as :meth:`imprint` takes them with labels 0 … num − 1 for the classes to be; or,
+        without either, the initial values of their ids. Those of ``examples`` are placed as :meth:`imprint` places a
+        few classes, so that the others keep their samples. Momentum is zero. Ids of retired classes are given out
+        again. They take part from the next step on, in the graph of KNN softmax too. Of several centers a class a
+        single one is the first, and the others have their initial values. With ranks, every rank calls it with equal
+        ``num`` and ``rows`` (its own ``examples``); several workers without a process group each call it, in the same
+        order, and train on when all have: each writes the rows anew, and what another had trained of them is lost.
 
-        Costs an assign of the rows, with ranks one exchange; for KNN softmax see :meth:`KNNSelection.follow`. Raises
-        InvalidArgument (no ids free, an update pending, a class without an example), InvalidRows, NonFinite,
-        SpecMismatch (ranks disagree), SyncError (another rank failed); then nothing lives that did not before.
+        Costs an assign of the rows, with ranks one exchange, with ``examples`` a pull of up to 32 MiB; for KNN softmax
+        see :meth:`KNNSelection.follow`. Raises InvalidArgument (no ids free, an update pending, a class without an
+        example, a batch of another form than :meth:`imprint` takes), InvalidRows, NonFinite, SpecMismatch (ranks
+        disagree), SyncError (another rank failed); then nothing lives that did not before.
         """
         return torch.from_numpy(add_classes(self._backend, self.dim, num, rows, examples, backbone, self.sub_centers))
 
@@ -385,7 +386,7 @@ class ClassHead(ModuleWithRows):
 
     def imprint(
         self,
-        loader: Iterable[tuple[Tensor, Tensor]],
+        loader: Loader,
         backbone: nn.Module,
         *,
         memory_bytes: int = 1 << 30,
@@ -394,28 +395,34 @@ class ClassHead(ModuleWithRows):
         """Make each class center the unit-length mean feature of its images; return how many were changed.
 
         If the means of at least half of the living classes have an average cosine above 0.5 to each other, as an
-        untrained backbone's have, the direction that they share is taken off first: it tells none from another. A mean
-        that has nothing else, or is zero, changes nothing.
+        untrained backbone's have, the direction that they share is taken off first: it tells none from another. It is
+        part of the state, and is taken off the means of classes that come later, too. A mean that has nothing else, or
+        is zero, changes nothing.
 
-        ``loader`` yields (images, labels [N] int64); ``backbone`` runs in eval() without gradients, on its own device,
-        and is put back in its mode. Classes without images keep their row; an imprinted row's momentum becomes zero.
-        Of several centers a class the mean is the first, and the others get their initial values.
-        ``loader`` is read once. Sums of all classes take up to ``memory_bytes``, one byte a class, and 64 MiB while
+        Fewer than half are placed among the others once these have trained, where they score on their own samples as
+        the best other center does. Without a margin: the mean of the others, its bias too, and so much of a class's own
+        direction. Under a margin a quarter more: a center is turned away from the mean of the others, to a cosine of
+        0.8 with its own mean at least. The others are up to 32 MiB of rows, evenly spread.
+
+        ``loader`` yields (images, labels [N] int64) or (images, labels, weights [N]), as a step takes them: weights
+        weigh the mean; samples of weight 0 or of the head's ``ignore_index`` do not count. ``backbone`` runs in eval()
+        without gradients, on its own device, and is put back in its mode. Classes without images keep their row; an
+        imprinted row's momentum becomes zero. Of several centers a class the mean is the first, and the others get
+        their initial values.
+        ``loader`` is read once. Sums of all classes take up to ``memory_bytes``, one byte a class, and 384 MiB while
         they become rows; if they need more, they are in a file without a name in ``tempfile.gettempdir()``
         (``TMPDIR``), 4·dim bytes of disk for each class with images. Rows are assigned when all images were read.
-        ``progress`` is called with the images read so far; without it a bar appears after two seconds. With ranks,
-        every rank gives its own images, and they exchange which classes have any, and the sums of those.
+        ``progress`` is called with the images so far that count; without it a bar appears after two seconds. With
+        ranks, every rank gives its own images, and they exchange which classes have any, and the sums of those.
 
         Raises InvalidIds for a label that is no class, NonFinite for a feature that is NaN or infinite and
-        InvalidArgument where the file finds no room: no class was changed then.
+        InvalidArgument for a batch of another form, for weights, and where the file finds no room: no class was changed
+        then.
         """
-        backend = self._backend
-        return imprint_rows(
-            self.table, backend.peers, loader, backbone, memory_bytes, progress, backend.live_classes, self.dim
-        )
+        return imprint_rows(self._backend, loader, backbone, memory_bytes, progress)
 
     @torch.no_grad()
-    def dominant_centers(self, loader: Iterable[tuple[Tensor, Tensor]], backbone: nn.Module) -> Tensor:
+    def dominant_centers(self, loader: Loader, backbone: nn.Module) -> Tensor:
         """The number [C] int64 of each class's center that is nearest to most of its images; 0 without images.
 
         What other centers have drawn to themselves is mostly mislabelled or hard (sub-center ArcFace, section 3.3).
@@ -431,7 +438,8 @@ class ClassHead(ModuleWithRows):
                 "for its dominant centers in one process that has loaded it"
             )
         with in_eval_mode(backbone):
-            batches = features_of(loader, backbone, self.dim, self._backend.live_classes)
+            ignored = self._backend.settings.config.ignore_index
+            batches = features_of(loader, backbone, self.dim, self._backend.live_classes, ignored)
             return dominant_centers(self.table, batches, self.sub_centers)
 
     @torch.no_grad()

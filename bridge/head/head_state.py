@@ -9,7 +9,7 @@ from torch import Tensor
 
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.errors import SpecMismatch
-from geartrain.bridge.head.backends.backend import RowBackend
+from geartrain.bridge.head.backends.backend import Imprinted, RowBackend
 from geartrain.bridge.placements.device_snapshot import DevicePlacement
 from geartrain.bridge.placements.placement import ClusterPlacement, Placement
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def state_of(backend: RowBackend) -> dict[str, Any]:
     """See ``ClassHead.get_extra_state``."""
-    identity, graph = backend.identity(), backend.select.state()
+    identity, graph, imprinted = backend.identity(), backend.select.state(), backend.imprinted
     return {
         **_size_of(backend),
         "step": backend.update.step,
@@ -30,6 +30,7 @@ def state_of(backend: RowBackend) -> dict[str, Any]:
         **({} if identity is None else {"table_rows": identity}),
         "retired_runs": backend.live_classes.retired_runs.tolist(),
         **({} if graph is None else {"graph": graph}),
+        **({} if imprinted is None else {"imprinted": imprinted.state()}),
     }
 
 
@@ -53,6 +54,7 @@ def resume_state(backend: RowBackend, state: Mapping[str, Any]) -> None:
     backend.update.step = step
     backend.update.generation += 1
     backend.live_classes = live_classes
+    backend.imprinted = Imprinted.of(state.get("imprinted"))
     backend.select.resume(state.get("graph"), live_classes)
 
 

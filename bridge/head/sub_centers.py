@@ -78,17 +78,19 @@ def largest_cosines(unit_BD: Tensor, rows_BD: Tensor) -> Tensor:
     return (unit_BKD * unit_BD.unsqueeze(1)).sum(2).amax(1)
 
 
-def dominant_centers(table: ReadableTable, batches: Iterable[tuple[Tensor, Tensor]], sub_centers: int) -> Tensor:
-    """See ``ClassHead.dominant_centers``; ``batches`` are features [N, D] float32 and labels [N], on the host."""
+def dominant_centers(
+    table: ReadableTable, batches: Iterable[tuple[Tensor, Tensor, Tensor]], sub_centers: int
+) -> Tensor:
+    """See ``ClassHead.dominant_centers``; ``batches`` are those of ``features_of``."""
     num_classes = table.spec.num_rows or 0
-    counts_CK = np.zeros((num_classes, sub_centers), np.int32)
-    for features_ND, labels_N in batches:
+    counts_CK = np.zeros((num_classes, sub_centers), np.float32)
+    for features_ND, labels_N, weight_N in batches:
         ids, places = np.unique(labels_N.numpy(), return_inverse=True)
         rows = torch.empty(len(ids), table.spec.dim, dtype=TORCH_DTYPES[table.spec.dtype])
         table.pull_into(ids, as_numpy(rows))
         unit_NKD = normalize(rows.float().view(len(ids), sub_centers, features_ND.shape[1]), dim=2)[places]
         chosen_N = (unit_NKD * features_ND.unsqueeze(1)).sum(2).argmax(1)
-        np.add.at(counts_CK, (labels_N.numpy(), chosen_N.numpy()), 1)
+        np.add.at(counts_CK, (labels_N.numpy(), chosen_N.numpy()), weight_N.numpy())
     return torch.from_numpy(counts_CK.argmax(1))
 
 

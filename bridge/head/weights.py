@@ -122,6 +122,7 @@ def import_class_weights(
         what = f"class weights of table {table.spec.name!r} were not imported"
         parts = peers.run_together(lambda: _open_parts(_files(paths), table, wanted, key), what)
         peers.write_together(lambda: _assign_all(table, parts, own), what)
+    backend.imprinted = None
     return [(part.path, part.num_rows) for part in parts]
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from geartrain.ams.client.cluster import Cluster
@@ -36,6 +37,27 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Imprinted:
+    """When most centers of a head were last made of means, and what was taken off these: part of its state."""
+
+    step: int
+    shared_D: Tensor | None
+    """The direction that they shared, float64; None: none."""
+
+    def state(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"step": self.step, "shared": None if self.shared_D is None else self.shared_D.tolist()}
+
+    @staticmethod
+    def of(state: Mapping[str, Any] | None) -> Imprinted | None:
+        """That of :meth:`state`."""
+        if state is None:
+            return None
+        shared = state["shared"]
+        return Imprinted(state["step"], None if shared is None else torch.tensor(shared, dtype=torch.float64))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +217,8 @@ class RowBackend(Protocol):
     """The classes that are not retired."""
     margins: HeadMargin
     """The margin, and what it has learned."""
+    imprinted: Imprinted | None
+    """How most centers were made of means; None: they were not."""
 
     @property
     def select(self) -> Selection:

@@ -22,7 +22,7 @@ from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.head.autograd_node import HeadCall, RowsPass
-from geartrain.bridge.head.backends.backend import HeadSettings
+from geartrain.bridge.head.backends.backend import HeadSettings, Imprinted
 from geartrain.bridge.head.batch import with_ones
 from geartrain.bridge.head.checks import check_finite
 from geartrain.bridge.head.loss.margins.head_margin import HeadMargin, JointBatch
@@ -60,6 +60,7 @@ class ClusterBackend(ABC):
                 "rows='ranks' none"
             )
         self.live_classes = LiveClasses.first(settings.num_classes, settings.num_living)
+        self.imprinted: Imprinted | None = None
         group = settings.config.process_group
         joined = group is not None or (settings.sync and dist.is_initialized())
         self.peers = ranks = SyncRanks(settings.name, group) if joined else None

@@ -22,7 +22,7 @@ from geartrain.ams.values.errors import GeartrainError
 from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.autograd_node import HeadCall
-from geartrain.bridge.head.backends.backend import HeadSettings, HeadState, require_no_wire
+from geartrain.bridge.head.backends.backend import HeadSettings, HeadState, Imprinted, require_no_wire
 from geartrain.bridge.head.backends.predict import top_on_ranks
 from geartrain.bridge.head.backends.ranks import passes as rank_rows
 from geartrain.bridge.head.backends.ranks.checkpoint import ShardedRows
@@ -74,6 +74,7 @@ class RankBackend:
         """
         require_no_wire(settings, "the ranks hold them, and features and labels are gathered")
         self.live_classes = LiveClasses.first(settings.num_classes, settings.num_living)
+        self.imprinted: Imprinted | None = None
         self.table = _open_table(settings, Communicator(settings.config.process_group))
         self.process_group = settings.config.process_group
         self.peers = self.table.link

@@ -116,8 +116,8 @@ def test_weights_and_biases_go_out_to_a_file_and_come_back(cluster: gt.Cluster, 
 def test_new_and_imprinted_classes_have_no_bias_yet() -> None:
     with gt.local() as cluster:
         head = made(cluster, num_living=30)
-        pictures, labels = torch.randn(8, DIM), torch.arange(8)
-        assert head.imprint([(pictures, labels)], nn.Identity()) == 8
+        pictures, labels = torch.randn(16, DIM), torch.arange(16)
+        assert head.imprint([(pictures, labels)], nn.Identity()) == 16
         torch.testing.assert_close(head.weights(labels), F.normalize(pictures))
         ids = head.add_classes(2, rows=pictures[:2])
         assert torch.equal(head.weights(ids), pictures[:2])

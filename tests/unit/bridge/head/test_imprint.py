@@ -16,7 +16,7 @@ from geartrain.ams.values.errors import InvalidArgument, NonFinite
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.head.class_sums import ClassSums
+from geartrain.bridge.head.imprinting.class_sums import ClassSums
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from tests.support import heads
 from tests.support.rank_processes import on_ranks

@@ -60,9 +60,9 @@ class ClassSums:
             self._add_in_file(classes, batch_sums)
         self._met[classes] = True
 
-    def met(self, first: int, stop: int) -> npt.NDArray[np.bool_]:
-        """Which of the classes ``first`` … ``stop`` − 1 have features."""
-        return self._met[first:stop]
+    def met(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Which of the classes have features."""
+        return self._met[ids]
 
     def of(self, ids: Ids) -> Tensor:
         """Sums [S, D] of rising classes; zeros where there are no features."""

@@ -1,0 +1,1 @@
+"""Class centers made of the mean features of their images."""
