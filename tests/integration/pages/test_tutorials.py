@@ -117,7 +117,7 @@ def test_the_cells_of_the_notebook_show_what_they_say(tmp_path: Path) -> None:
         float(found) for found in re.findall(r": +(?:right )?(\d\.\d+)$", printed, re.MULTILINE)
     )
     assert unsure < others - 0.2, printed
-    assert added > 0.8, printed
+    assert added > 0.6, printed  # without training, beside 390 classes that lose no point by it
     assert retired > 0.6, printed
     assert "class 1 in " in printed
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)  # what runs is what is shown

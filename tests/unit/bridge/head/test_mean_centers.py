@@ -133,7 +133,9 @@ def test_newcomers_of_a_trained_head_are_placed_as_written_out_in_float64(cluste
 def test_a_newcomer_with_nothing_of_its_own_is_refused() -> None:
     head = made(FakeCluster())
     head.imprint([features_of(0, OLD, 20.0)], nn.Identity())
-    shared = torch.tensor(head.get_extra_state()["imprinted"]["shared"]).unsqueeze(0)
+    assert head.backend.imprinted is not None
+    assert head.backend.imprinted.shared_D is not None
+    shared = head.backend.imprinted.shared_D.float().unsqueeze(0)
     with pytest.raises(InvalidArgument, match=r"new class 0 of 1 have nothing but what .* all classes share"):
         head.add_classes(1, examples=[(shared, torch.zeros(1, dtype=torch.int64))], backbone=nn.Identity())
     assert head.num_living == OLD
