@@ -24,32 +24,51 @@ def incarnation_of(table: ReadableTable) -> int:
     return int(getattr(table, "incarnation", 0))
 
 
-def identities_of(tables: Sequence[Table], recent_ids: Sequence[Ids]) -> list[dict[str, Any]]:
-    """What :func:`require_same_rows` compares of each table, as JSON values: its writes, and of some ids a hash of the
-    row. A small request per table and shard, and one pull of up to 128 rows of all: a dead shard is waited for once.
+def identity_of(table: ReadableTable, recent_labels: Ids) -> dict[str, Any]:
+    """What :func:`require_same_rows` compares, as JSON values: the table's writes, and of some ids a hash of the row. A
+    small request per shard, and one pull of up to 128 rows.
 
     Where rows cannot be read (the cluster is closed) it is the incarnation alone: the rest of a model can be saved.
     """
+    ids = _looked_at(table, recent_labels)
+    try:
+        return _identity(table, ids, _pulled(table, ids))
+    except GeartrainError:
+        return {"incarnation": incarnation_of(table)}
+
+
+def identities_of(tables: Sequence[Table], recent_ids: Sequence[Ids]) -> list[dict[str, Any]]:
+    """:func:`identity_of` each of several tables of a cluster, in one pull: so a dead shard is waited for once."""
     looked_at = [_looked_at(table, recent) for table, recent in zip(tables, recent_ids, strict=True)]
     rows = [_room(table, ids) for table, ids in zip(tables, looked_at, strict=True)]
     try:
         pull_together(list(zip(tables, looked_at, rows, strict=True)))
-        writes = [list(table.versions()) for table in tables]
+        return [_identity(*item) for item in zip(tables, looked_at, rows, strict=True)]
     except GeartrainError:
         return [{"incarnation": incarnation_of(table)} for table in tables]
-    return [
-        {"incarnation": incarnation_of(table), "writes": its, "ids": ids.tolist(), "row_digests": row_digests(own)}
-        for table, its, ids, own in zip(tables, writes, looked_at, rows, strict=True)
-    ]
 
 
-def _looked_at(table: Table, recent_labels: Ids) -> Ids:
+def _looked_at(table: ReadableTable, recent_labels: Ids) -> Ids:
     num_rows = table.spec.num_rows  # of a hashed table nobody here knows which others there are
     others = np.arange(OTHERS) if num_rows is None else sample_ids(num_rows, min(OTHERS, num_rows), 0, 0)
     return np.unique(np.concatenate([recent_labels[:LABELS], others]))
 
 
-def require_same_rows(table: Table, identity: Mapping[str, Any] | None) -> None:
+def _identity(table: ReadableTable, ids: Ids, rows: npt.NDArray[Any]) -> dict[str, Any]:
+    return {
+        "incarnation": incarnation_of(table),
+        "writes": _writes_of(table),
+        "ids": ids.tolist(),
+        "row_digests": row_digests(rows),
+    }
+
+
+def _writes_of(table: ReadableTable) -> list[int] | None:
+    """None where writes are not counted."""
+    return list(table.versions()) if isinstance(table, Table) else None
+
+
+def require_same_rows(table: ReadableTable, identity: Mapping[str, Any] | None) -> None:
     """Raise SpecMismatch unless the table is the one of ``identity`` and had no write since, or is another that has its
     rows. None: of an earlier version, and nothing is known. A small request per shard, or one pull of up to 128 rows
     where the table is another.
@@ -57,7 +76,7 @@ def require_same_rows(table: Table, identity: Mapping[str, Any] | None) -> None:
     if identity is None:
         return
     if identity["incarnation"] and identity["incarnation"] == incarnation_of(table):
-        if "writes" in identity and identity["writes"] != list(table.versions()):
+        if identity.get("writes") not in (None, _writes_of(table)):
             raise moved_rows(table.spec.name)
         return
     digests = identity.get("row_digests")
@@ -75,8 +94,8 @@ def moved_rows(name: str) -> SpecMismatch:
     return SpecMismatch(
         f"rows of table {name!r} have moved since the state was taken, and a state_dict holds no rows to go back to. "
         "Save a model with geartrain.save(model, path), which keeps its rows, and go back by geartrain.load(model, "
-        "path, replace=True). To go on with the rows as they are, load the state without the '_extra_state' of their "
-        "modules"
+        "path, replace=True). To go on with the rows as they are, load the state with strict=False and without "
+        "the '_extra_state' of their modules"
     )
 
 
@@ -87,15 +106,15 @@ def other_rows(name: str) -> SpecMismatch:
         "model with geartrain.save(model, path), which keeps its rows, and load it with geartrain.load(model, path). "
         "Or restore the rows first: the snapshot taken beside this state (cluster.restore(...), then the head with "
         "reuse=True; head.restore(...) for rows='ranks'), or geartrain.import_class_weights(...) of exported ones. To "
-        "go on with the rows as they are, load the state without the head's '_extra_state'"
+        "go on with the rows as they are, load the state with strict=False and without the '_extra_state' of the module"
     )
 
 
-def _pulled(table: Table, ids: Ids) -> npt.NDArray[Any]:
+def _pulled(table: ReadableTable, ids: Ids) -> npt.NDArray[Any]:
     rows = _room(table, ids)
     table.pull_into(ids, rows)
     return rows
 
 
-def _room(table: Table, ids: Ids) -> npt.NDArray[Any]:
+def _room(table: ReadableTable, ids: Ids) -> npt.NDArray[Any]:
     return np.empty((len(ids), table.spec.dim), table.spec.numpy_dtype)

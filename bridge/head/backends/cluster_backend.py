@@ -32,7 +32,7 @@ from geartrain.bridge.head.selection.served_graph import TableGraphs
 from geartrain.bridge.head.sub_centers import largest_cosines
 from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.row_update import RowUpdate
-from geartrain.bridge.rows.same_rows import identities_of, require_same_rows
+from geartrain.bridge.rows.same_rows import identity_of, require_same_rows
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy, counted_as
 from geartrain.bridge.rows.transfers import upload
 
@@ -194,7 +194,7 @@ class ClusterBackend(ABC):
         return f"{self.summary}, {', '.join(texts)}"
 
     def identity(self) -> dict[str, Any] | None:
-        return identities_of([self.table], [self._recent_labels])[0]
+        return identity_of(self.table, self._recent_labels)
 
     def require_rows(self, identity: Mapping[str, Any] | None) -> None:
         """One pull of up to 128 rows where the table is another."""
