@@ -36,10 +36,10 @@ class EmbeddingGroup(nn.Module):
         vectors = fields({"user": users, "item": (items, offsets)})
         model(vectors).backward(); rows.step(); rows.zero_grad()
 
-    The rows are in tables of the cluster, ``ctr/user`` and ``ctr/item``; the module has no parameters. An id that was
-    never pushed has its initial value, and no row is made by looking it up. Ids are merged across the fields of a
-    table, gradients summed by the same index. The gradient that reaches the rows is exact; in ``torch.no_grad()``
-    nothing is queued. Not thread-safe.
+    The rows are in tables of the cluster, ``ctr/user`` and ``ctr/item``; the parameters have no elements, and stand for
+    the rows of one optimizer each (``requires_grad_(False)`` freezes them). An id that was never pushed has its initial
+    value, and no row is made by looking it up. Ids are merged across the fields of a table, gradients summed by the
+    same index. The gradient that reaches the rows is exact; in ``torch.no_grad()`` nothing is queued. Not thread-safe.
 
     Cost of a step with N ids, U of them distinct: O(N·D) here; 8·U bytes of ids and 4·U·D of rows each way.
     """

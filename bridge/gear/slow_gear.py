@@ -44,10 +44,10 @@ _NO_FEATURE = -1
 class SlowGear(ModuleWithRows):
     """Dense features by id; ``features = image(image_ids)`` has a gradient, which goes back to the slow gears.
 
-    It has no parameters of its own: the dense part lives in the slow gears and in the dense table ``name`` of the
-    cluster. :class:`geartrain.RowOptimizer` delivers the gradients at ``step()``, once for each distinct id, with its
-    learning rate; GradScaler, clipping and LR schedulers work as they do for heads. In ``eval()`` features have no
-    gradient. Not thread-safe (its slow gear is).
+    Its parameter has no elements, and stands for the dense part, which lives in the slow gears and in the dense
+    table ``name`` of the cluster. :class:`geartrain.RowOptimizer` delivers the gradients at ``step()``, once for
+    each distinct id, with its learning rate; GradScaler, clipping and LR schedulers work as they do for heads. In
+    ``eval()`` features have no gradient. Not thread-safe (its slow gear is).
 
     Cost of a call of K distinct ids: those in the worker's cache cost no network; the others one request per slow gear
     that holds some of them, 8 bytes an id there and 4·D + 16 bytes back. Of a step: one request per slow gear, 4·D + 16

@@ -62,7 +62,8 @@ if TYPE_CHECKING:
 class ClassHead(ModuleWithRows):
     """Class centers in the AMS; ``head(features, labels)`` is the loss, its backward the exact feature gradient.
 
-    It has no parameters: the rows are trained by :class:`geartrain.RowOptimizer`. The classes sampled
+    The rows are trained by :class:`geartrain.RowOptimizer`; a parameter without elements, ``stand_in``, stands for them
+    (``requires_grad_(False)`` freezes them, ``grad = None`` drops their gradients). The classes sampled
     for a batch are a function of (seed, ``step``), and ``step`` counts the updates applied. So the micro-batches
     between two steps share their negative classes, a skipped step tries the same ones again, and a resumed head goes on
     as it would have. In ``eval()`` the loss is over the same selection; features get their gradient, rows get none.
