@@ -66,6 +66,8 @@ class DenseTable(torch.optim.Optimizer):
         self._gradients = HostValues(weights.layout)
         self._values = HostValues(weights.layout)
         self._update: _Push | None = None
+        self._has_pushed = False
+        """Whether this process has trained the table."""
         self._pull_is_due = False
         """Whether a step was pushed whose new weights could not be pulled."""
         group = {"params": list(tensors.trained.values()), "lr": weights.table.spec.optimizer.lr, "table": self.name}
@@ -161,12 +163,15 @@ class DenseTable(torch.optim.Optimizer):
         return True
 
     def require_same(self, state: Mapping[str, Any], prefix: str) -> None:
-        """Raise SpecMismatch if a state_dict that is about to be loaded has other parameters than the table, which the
-        next pull would put in their place; takes the table's own first."""
-        self.refresh()
+        """Raise SpecMismatch if a state_dict that is about to be loaded has other parameters than this module, after
+        steps of this process: the next pull would put the table's in their place."""
+        if not self._has_pushed or self._weights.table.incarnation != self._incarnation:  # restored: the next pull says
+            return
         for name, mine in self._tensors.trained.items():
             given = state.get(prefix + name)
-            if isinstance(given, Tensor) and not torch.equal(given.detach().to(mine), mine.detach()):
+            if not isinstance(given, Tensor) or given.shape != mine.shape:
+                continue  # which torch tells
+            if not torch.equal(given.detach().to(mine), mine.detach()):
                 raise SpecMismatch(
                     f"the state has another {name!r} than dense table {self.name!r}, whose values the next step would "
                     "put in its place. Save an attached model with geartrain.save(model, path) and go back by "
@@ -232,7 +237,7 @@ class DenseTable(torch.optim.Optimizer):
                 raise self._non_finite(culprit) from exc
             update.keep()
             raise
-        self._update = None
+        self._update, self._has_pushed = None, True
         if self._ranks is not None:
             self._ranks.sequence += 1
         if came is not None:

@@ -133,14 +133,13 @@ class ClusterFields(GroupRows):
             merged.lookup, merged.features, merged.rows, merged.pulled_at, self._parts, hosted, merged.on_device
         )
         found: Sequence[Tensor]
-        trained = [part.row_update for part in self._parts if part.row_update.is_trained]
-        if torch.is_grad_enabled() and trained:
+        if torch.is_grad_enabled() and call.trained:
             all_ids = iter(enumerate(merged.ids))
             for part in self._parts:
                 for place in range(len(part.row_update.tables)):
                     table, ids = next(all_ids)
                     part.note(place, hosted.ids_of(table) if hosted is not None and not len(ids) else ids)
-            stand_ins = [update.stand_in_on(device) for update in trained]
+            stand_ins = [update.stand_in_on(device) for update in call.trained]
             found = Vectors.apply(call, device, *stand_ins)  # type: ignore[no-untyped-call]
         else:
             found = call.vectors(device, want_gradient=False)

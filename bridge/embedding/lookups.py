@@ -138,6 +138,9 @@ class LookupCall:
         self._pulled_at = pulled_at
         self._parts = parts
         self._rows_versions = [part.row_update.rows_version for part in parts]
+        self.trained = [part.row_update for part in parts if part.row_update.is_trained]
+        self._made: tuple[object, dict[int, tuple[EmbeddingGradient, Tensor]]] | None = None
+        """The row gradients by what upstream, and of each update by its id those that it has not taken."""
 
     def vectors(self, device: torch.device, *, want_gradient: bool) -> tuple[Tensor, ...]:
         """The vectors [V, D] of each feature, and of each hosted one, float32, on ``device``."""
@@ -155,12 +158,16 @@ class LookupCall:
 
     def passed(self, upstream: Sequence[Tensor | None]) -> list[Tensor]:
         """Queue the row gradients, if the backward pass under way accumulates; give those of the stand-ins."""
-        first, *others = [part.row_update for part in self._parts if part.row_update.is_trained]
-        of_first = first.passed(self, upstream)
-        return [of_first, *(torch.empty(0, device=other.stand_in.device) for other in others)]
+        return [update.passed(self, upstream) for update in self.trained]
 
-    def queue_row_gradients(self, upstream: Sequence[Tensor | None]) -> None:
-        """Add the gradients of the rows to their updates."""
+    def queue_row_gradients(self, upstream: Sequence[Tensor | None], update: EmbeddingUpdate) -> None:
+        """Add the gradients of the rows of ``update``; those of all updates are made at once."""
+        if self._made is None or self._made[0] is not upstream:
+            self._made = upstream, self._gradients(upstream)
+        if (made := self._made[1].pop(id(update), None)) is not None:
+            update.add(*made, 1)  # ranks weigh alike, as in DDP's average
+
+    def _gradients(self, upstream: Sequence[Tensor | None]) -> dict[int, tuple[EmbeddingGradient, Tensor]]:
         for part, version in zip(self._parts, self._rows_versions, strict=True):
             if part.row_update.rows_version != version:
                 raise InvalidArgument(
@@ -169,9 +176,13 @@ class LookupCall:
                 )
             part.row_update.require_no_step()  # of all of them, before any takes something
         fetched = iter(downloaded([item for item in upstream if item is not None]))
-        self._add([None if item is None else next(fetched).to(torch.float32).contiguous().numpy() for item in upstream])
+        return self._sums(
+            [None if item is None else next(fetched).to(torch.float32).contiguous().numpy() for item in upstream]
+        )
 
-    def _add(self, every: Sequence[Floats | None]) -> None:
+    def _sums(self, every: Sequence[Floats | None]) -> dict[int, tuple[EmbeddingGradient, Tensor]]:
+        """What each update is to add, by its id."""
+        found: dict[int, tuple[EmbeddingGradient, Tensor]] = {}
         gradients, of_bags = every[: len(self._features)], every[len(self._features) :]
         updates = {} if self._hosted is None else self._hosted.updates(of_bags)
         ids = self._lookup.ids()
@@ -207,12 +218,11 @@ class LookupCall:
             its_tables = range(len(part.row_update.tables))
             bags = {place: updates[first + place] for place in its_tables if first + place in updates}
             first += len(its_tables)
-            if not part.row_update.is_trained:
-                continue
             if tables or bags or part.row_update.ranks is not None:  # ranks make every step together
                 own_squares = squares if len(self._parts) == 1 else _squares(tables)
                 collected = EmbeddingGradient(tables, own_squares, bags)
-                part.row_update.add(collected, checksum, 1)  # ranks weigh alike, as in DDP's average
+                found[id(part.row_update)] = collected, checksum
+        return found
 
 
 def _squares(tables: dict[int, TableGradient]) -> float:

@@ -220,7 +220,7 @@ class RankFields(GroupRows):
         assert lookup is not None and merged.status is not None
         call = _Call(self._updates, lookup, merged.status, agreed, 1 / ranks)
         if trained:
-            found = _Vectors.apply(call, *(update.on(self._device) for update in trained))  # type: ignore[no-untyped-call]
+            found = _Vectors.apply(call, *(update.on(self._device) for update in call.trained))  # type: ignore[no-untyped-call]
         else:
             found = lookup.vectors(agreed)
         return [
@@ -323,15 +323,21 @@ class _Call:
         self._updates, self.lookup, self.counts = updates, lookup, counts
         self._weight, self._status = weight, status
         self._rows_versions = [update.rows_version for update in updates]
+        self.trained = [update for update in updates if update.is_trained]
+        self._made: tuple[object, dict[int, tuple[RowGradients, Tensor]]] | None = None
+        """As of :class:`~.lookups.LookupCall`."""
 
     def passed(self, upstream: Sequence[Tensor | None]) -> list[Tensor]:
         """Queue the row gradients, if the backward pass under way accumulates; give those of the stand-ins."""
-        first, *others = [update for update in self._updates if update.is_trained]
-        of_first = first.passed(self, upstream)
-        return [of_first, *(torch.empty(0, device=other.stand_in.device) for other in others)]
+        return [update.passed(self, upstream) for update in self.trained]
 
-    def queue_row_gradients(self, upstream: Sequence[Tensor | None]) -> None:
-        """Add those of all ranks to the updates of the rows that are here."""
+    def queue_row_gradients(self, upstream: Sequence[Tensor | None], update: RankTablesUpdate) -> None:
+        """Add those of all ranks to the rows of ``update`` that are here; those of all updates are made at once."""
+        if self._made is None or self._made[0] is not upstream:
+            self._made = upstream, self._gradients(upstream)
+        update.add(*self._made[1].pop(id(update)), 1)
+
+    def _gradients(self, upstream: Sequence[Tensor | None]) -> dict[int, tuple[RowGradients, Tensor]]:
         if [update.rows_version for update in self._updates] != self._rows_versions:
             raise InvalidArgument(
                 f"rows of {self._updates[0].name} were loaded or restored between this forward pass and its backward; "
@@ -345,9 +351,7 @@ class _Call:
         if self._status.device.type != "cpu":
             checksum = torch.where(self._status == 0, checksum, torch.nan)  # of ids that cannot be: no row changes
         checksum = self._updates[0].table.link.sum(checksum)
-        for update, gradient in zip(self._updates, gradients, strict=True):
-            if update.is_trained:
-                update.add(gradient, checksum, 1)
+        return {id(update): (gradient, checksum) for update, gradient in zip(self._updates, gradients, strict=True)}
 
 
 class _Vectors(torch.autograd.Function):

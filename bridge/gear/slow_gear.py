@@ -32,6 +32,7 @@ from geartrain.bridge.gear.gear_update import GearGradient, GearUpdate
 from geartrain.bridge.gear.samples import Decode, DenseSamples
 from geartrain.bridge.placements.placement import Placement
 from geartrain.bridge.rows.eager import runs_eagerly
+from geartrain.bridge.rows.pending import PendingUpdate
 from geartrain.bridge.rows.same_rows import incarnation_of, moved_rows
 from geartrain.bridge.rows.stand_in import ModuleWithRows
 from geartrain.bridge.rows.transfers import download, put, upload
@@ -300,14 +301,14 @@ class _Call:
     ids: Ids
     versions: npt.NDArray[np.int64]
 
-    def queue_row_gradients(self, upstream: Tensor) -> None:
+    def queue_row_gradients(self, upstream: Tensor, update: PendingUpdate[Any]) -> None:
         """Add the gradients [K, D] of the features that there are."""
         gradients_KD = download(upstream.to(torch.float32, copy=True))
         there = self.versions != _NO_FEATURE
         ids, versions = self.ids[there], self.versions[there]
         if not there.all():
             gradients_KD = gradients_KD[torch.from_numpy(there)]
-        self.update.add(GearGradient(ids, gradients_KD, versions), gradients_KD.sum(), len(ids))
+        update.add(GearGradient(ids, gradients_KD, versions), gradients_KD.sum(), len(ids))
 
 
 class _Delivered(torch.autograd.Function):

@@ -119,8 +119,8 @@ class HeadCall:
         """Queue the row gradients, if the backward pass under way accumulates gradients; give the stand-in's."""
         return self.update.passed(self, upstream.detach()) if self.want_rows else None
 
-    def queue_row_gradients(self, upstream: Tensor) -> None:
-        """Make the row gradients and add them to the head's update."""
+    def queue_row_gradients(self, upstream: Tensor, update: PendingUpdate[Any]) -> None:
+        """Make the row gradients and add them to the head's ``update``."""
         if self.used:
             raise InvalidArgument(
                 "backward ran a second time over the loss of a ClassHead, whose pulled rows now hold their gradient; "
@@ -138,7 +138,7 @@ class HeadCall:
         with torch.autocast(upstream.device.type, enabled=False), torch.no_grad():
             gradient, checksum = self.rows.gradient(upstream)
         # Ranks weigh alike in the push: micro-batches of one step may be divided among them in different ways.
-        self.update.add(gradient, checksum, 1)
+        update.add(gradient, checksum, 1)
 
 
 def refuse_second_derivative() -> None:

@@ -338,12 +338,8 @@ class ClassHead(ModuleWithRows):
         return loss
 
     def _collects_gradients(self) -> bool:
-        """Whether rows are trained by this pass. Frozen ones count it as a step, so that other classes come next."""
-        if not (self.training and torch.is_grad_enabled()):
-            return False
-        if not self.row_update.is_trained:
-            self.row_update.step += 1
-        return self.row_update.is_trained
+        """Whether rows are trained by this pass."""
+        return self.training and torch.is_grad_enabled() and self.row_update.is_trained
 
     def _note(self, call: HeadCall, training: bool) -> None:
         self._stats = call.statistics

@@ -25,6 +25,7 @@ def state_of(backend: RowBackend) -> dict[str, Any]:
     return {
         **_size_of(backend),
         "step": backend.update.step,
+        "frozen_steps": backend.update.frozen_steps,
         "select": repr(backend.select),
         **backend.margins.state(),
         **({} if identity is None else {"table_rows": identity}),
@@ -51,7 +52,7 @@ def resume_state(backend: RowBackend, state: Mapping[str, Any]) -> None:
     live_classes = LiveClasses(backend.settings.num_classes, state.get("retired_runs", []))
     backend.margins.resume(state)
     backend.update.discard()
-    backend.update.step = step
+    backend.update.step, backend.update.frozen_steps = step, int(state.get("frozen_steps", 0))
     backend.update.generation += 1
     backend.live_classes = live_classes
     backend.imprinted = Imprinted.of(state.get("imprinted"))

@@ -77,8 +77,8 @@ class StandInGradient(Tensor):
         del types
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        guarded = [item for item in _flat([args, kwargs]) if isinstance(item, cls)]
-        if name in _FORGETS:
+        guarded = [item for item in _flat([args, *kwargs.values()]) if isinstance(item, cls)]
+        if name in _FORGETS and "out" not in kwargs:
             for item in guarded:
                 item.forget()
         elif name == _GRAD_SCALER:

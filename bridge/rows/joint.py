@@ -11,7 +11,7 @@ import torch
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import counted, quoted
-from geartrain.bridge.rows.optimizer import RowOptimizer
+from geartrain.bridge.rows.optimizer import RowOptimizer, forget_scale
 from geartrain.bridge.rows.pending import RowModule
 from geartrain.bridge.rows.stand_in import drop_stand_ins
 
@@ -86,8 +86,10 @@ class JointOptimizer(torch.optim.Optimizer):
                 )
         self._dense = dense
         self._rows = rows
-        self._passes_stepped: int | None = None
-        """After a step that moved the parameters and not all rows: the backward passes that the rest is of."""
+        self._left: list[tuple[object, int]] | None = None
+        """After a step that moved the parameters and not all rows: what of these was left pending."""
+        self._unscaled: torch.Tensor | None = None
+        """The first of the parameters' gradients that GradScaler's scale was taken off by a step that failed then."""
         self._num_first = len(dense.param_groups)
         """Groups that come before those of the rows."""
         self._step_supports_amp_scaling = bool(getattr(dense, "_step_supports_amp_scaling", False))
@@ -151,45 +153,61 @@ class JointOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if grad_scale is not None:
-            self._unscale(1.0 / float(grad_scale))
-            self.grad_scale = None  # after an error they are pending as they are now
         if found_inf is not None and bool(found_inf):
             _step_unless(found_inf, self._dense)
             _step_unless(found_inf, self._rows)
             return loss
-        if self._passes_stepped not in (None, self._rows.num_passes):
-            raise InvalidArgument(
-                "the last step() moved the parameters and stopped with an error before all rows were pushed; call "
-                "step() again before the next backward(), or zero_grad() to give the rest up"
-            )
-        prepared = self._rows.prepare()
-        if self._passes_stepped is None:
+        try:
+            self._step(found_inf, grad_scale)
+        except BaseException:
+            forget_scale(self)
+            raise
+        self._rows.keep_pace()
+        return loss
+
+    def _step(self, found_inf: torch.Tensor | None, grad_scale: torch.Tensor | None) -> None:
+        checked = self._rows.check()
+        if not self._has_stepped_dense():
+            if grad_scale is not None:
+                self._unscale(grad_scale)
             if found_inf is None:
                 self._dense.step()
             else:
                 _step_unless(found_inf, self._dense)
         try:
-            self._rows.push(prepared)
+            self._rows.push(checked)
         except BaseException:
-            self._passes_stepped = self._rows.num_passes
+            self._left = self._rows.pending()
             raise
-        self._passes_stepped = None
-        self._rows.keep_pace()
-        return loss
+        self._left = self._unscaled = None
 
-    def _unscale(self, factor: float) -> None:
-        for group in self._dense.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
-        self._rows.multiply_gradients(factor)
+    def _has_stepped_dense(self) -> bool:
+        """Whether a step that failed has left rows to push, and nothing else has come since."""
+        pairs = list(zip(self._left or [], self._rows.pending(), strict=False))
+        if not any(was is not None and was is its for (was, _), (its, _) in pairs):
+            return False  # or it was dropped
+        if any(was is not its or passes != more for (was, passes), (its, more) in pairs):
+            raise InvalidArgument(
+                "the last step() moved the parameters and stopped with an error before all rows were pushed; call "
+                "step() again before the next backward(), or zero_grad() to give the rest up"
+            )
+        return True
+
+    def _unscale(self, grad_scale: torch.Tensor) -> None:
+        """Take GradScaler's scale off, once, however often a step that fails is called again."""
+        self._rows.unscale_once(grad_scale)
+        gradients = [item.grad for group in self._dense.param_groups for item in group["params"]]
+        gradients = [gradient for gradient in gradients if gradient is not None]
+        if gradients and gradients[0] is not self._unscaled:
+            for gradient in gradients:
+                gradient.mul_(1.0 / float(grad_scale))
+            self._unscaled = gradients[0]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of both; nothing is pushed."""
         self._dense.zero_grad(set_to_none)
         self._rows.zero_grad(set_to_none)
-        self._passes_stepped = None
+        self._left = self._unscaled = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` gave. Groups of rows are known by the name of their table.

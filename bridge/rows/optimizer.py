@@ -17,8 +17,8 @@ from geartrain.bridge.rows.pending import PendingUpdate, Replayed, RowModule, re
 from geartrain.bridge.rows.stand_in import StandIn
 from geartrain.bridge.rows.tables import TableWrite
 
-PreparedUpdate = tuple[RowOptimizerSpec, PendingUpdate[Any], Sequence[TableWrite]]
-"""An update, by which optimizer, and those of its pushes that can be sent together with others'."""
+CheckedUpdate = tuple[RowOptimizerSpec, PendingUpdate[Any]]
+"""By which optimizer which update is to be applied."""
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -59,6 +59,8 @@ class RowOptimizer(torch.optim.Optimizer):
         self.defaults = {name: value for name, value in groups[0].items() if all(name in group for group in groups)}
         for name in ("params", "table"):
             del self.defaults[name]
+        self._unscaled: list[object] = []
+        """What GradScaler's scale was taken off by a step that failed then."""
         for update in updates:
             update.is_optimized = True
 
@@ -102,19 +104,26 @@ class RowOptimizer(torch.optim.Optimizer):
             self.zero_grad()
             self.keep_pace()
             return loss
-        steps = self._checked()
-        if grad_scale is not None:
-            self.multiply_gradients(1.0 / float(grad_scale))
-            self.grad_scale = None  # after an error they are pending as they are now
-        self.push([(optimizer, update, update.prepare(optimizer)) for optimizer, update in steps])
+        try:
+            checked = self.check()
+            if grad_scale is not None:
+                self.unscale_once(grad_scale)
+            self.push(checked)
+        except BaseException:
+            forget_scale(self)
+            raise
         self.keep_pace()
         return loss
 
-    def prepare(self) -> list[PreparedUpdate]:
-        """What :meth:`push` applies, checked. Raises what :meth:`step` raises before any push; nothing travels."""
-        return [(optimizer, update, update.prepare(optimizer)) for optimizer, update in self._checked()]
+    def unscale_once(self, grad_scale: Tensor) -> None:
+        """Take GradScaler's scale off: once, however often a step that fails is called again."""
+        now = [update.pending for update in self._updates.values()]
+        if not any(was is not None and was is its for was, its in zip(self._unscaled, now, strict=False)):
+            self.multiply_gradients(1.0 / float(grad_scale))
+            self._unscaled = now
 
-    def _checked(self) -> list[tuple[RowOptimizerSpec, PendingUpdate[Any]]]:
+    def check(self) -> list[CheckedUpdate]:
+        """What :meth:`push` is to apply. Raises what :meth:`step` raises before any push; nothing travels."""
         self._settle()
         steps = []
         for group, update in self._group_updates():
@@ -123,8 +132,9 @@ class RowOptimizer(torch.optim.Optimizer):
             update.check_finite()
         return steps
 
-    def push(self, prepared: Sequence[PreparedUpdate]) -> None:
-        """Apply what was prepared, each once. After an error prepare and push again, or drop the rest."""
+    def push(self, checked: Sequence[CheckedUpdate]) -> None:
+        """Apply what was checked, each once. After an error check and push again, or drop the rest."""
+        prepared = [(optimizer, update, update.prepare(optimizer)) for optimizer, update in checked]
         later: dict[int, list[TableWrite]] = {}
         for _, update, writes in prepared:
             if update.background is not None and writes:
@@ -140,6 +150,9 @@ class RowOptimizer(torch.optim.Optimizer):
                 update.apply(optimizer)
         if error is not None:
             raise error
+        self._unscaled = []
+        for _, update in checked:
+            update.frozen_steps += not update.is_trained
 
     def replay(self, graph: Replayed) -> None:
         """Replay a ``torch.cuda.CUDAGraph`` that holds a training step of all modules, :meth:`step` included.
@@ -172,10 +185,9 @@ class RowOptimizer(torch.optim.Optimizer):
                 if update.background.is_closed and update.background.is_clean:
                     update.background = None
 
-    @property
-    def num_passes(self) -> int:
-        """Backward passes whose row gradients are pending."""
-        return sum(update.num_passes for update in self._updates.values())
+    def pending(self) -> list[tuple[object, int]]:
+        """Of each update what is pending, and of how many backward passes it is."""
+        return [(update.pending, update.num_passes) for update in self._updates.values()]
 
     def keep_pace(self) -> None:
         """Tell those that wait for this worker of a step."""
@@ -186,6 +198,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
         """Drop the pending row gradients; nothing is pushed."""
         super().zero_grad(set_to_none=True)
+        self._unscaled = []
         for update in self._updates.values():
             update.discard()
             if update.background is not None:
@@ -208,6 +221,12 @@ class RowOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the pending row gradients alone; :func:`clip_grad_norm_` clips them with dense parameters."""
         return clip_grad_norm_((), self, max_norm)
+
+
+def forget_scale(optimizer: Any) -> None:
+    """Let GradScaler call a step that failed again: what it left there would count as a further scale."""
+    for name in ("grad_scale", "found_inf"):
+        optimizer.__dict__.pop(name, None)
 
 
 @runtime_checkable

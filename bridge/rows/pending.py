@@ -83,7 +83,9 @@ class PendingUpdate(ABC, Generic[G]):
         self._passes: list[tuple[int, ref[BackwardCall], Any]] = []
         """Of backward passes that autograd may yet accumulate: its graph task, what is to queue, and its upstream."""
         self.step = 0
-        """Updates applied; with the seed it decides which classes are sampled next."""
+        """Updates applied."""
+        self.frozen_steps = 0
+        """Steps of RowOptimizer while the rows were frozen."""
         self.generation = 0
         """Raised when the classes change: a backward pass must be of this one."""
         self._pending: G | None = None
@@ -134,6 +136,11 @@ class PendingUpdate(ABC, Generic[G]):
         return self.generation, incarnation_of(self.table)
 
     @property
+    def pending(self) -> object:
+        """The row gradients that wait for the step; None: there are none."""
+        return None if self.carrier.grad is None else self._pending
+
+    @property
     def is_pending(self) -> bool:
         """Whether row gradients wait for the step."""
         return self._pending is not None and self.carrier.grad is not None
@@ -141,7 +148,12 @@ class PendingUpdate(ABC, Generic[G]):
     @property
     def is_trained(self) -> bool:
         """Whether backward passes collect row gradients: ``module.requires_grad_(False)`` freezes the rows."""
-        return self.stand_in.requires_grad
+        return self.stand_in.requires_grad and self.carrier.requires_grad
+
+    @property
+    def draw(self) -> int:
+        """With the seed it decides which classes are sampled; goes on at every step, of frozen rows, too."""
+        return self.step + self.frozen_steps
 
     def on(self, device: torch.device) -> StandIn:
         """The stand-in, to be joined to a graph; it and the carrier go to the device of the features."""
@@ -172,10 +184,10 @@ class PendingUpdate(ABC, Generic[G]):
         task = torch._C._current_graph_task_id()
         mine = [item for item in self._passes if item[0] == task]
         self._passes = [item for item in self._passes if item[0] != task]
-        for _, known, upstream in mine:
+        for _, known, upstream in mine if self.is_trained else ():
             call = known()
             assert call is not None, "its graph is being walked"
-            call.queue_row_gradients(upstream)
+            call.queue_row_gradients(upstream, self)
 
     def add(self, gradient: G, checksum: Tensor, samples: int) -> None:
         """Queue the gradient of one micro-batch over ``samples`` samples; ``checksum`` is finite if the gradient is."""
@@ -367,8 +379,8 @@ class PendingUpdate(ABC, Generic[G]):
 class BackwardCall(Protocol):
     """One forward pass, that its graph keeps."""
 
-    def queue_row_gradients(self, upstream: Any) -> None:
-        """Make the row gradients from the derivatives by what the pass returned, and add them to their updates."""
+    def queue_row_gradients(self, upstream: Any, update: Any) -> None:
+        """Make the row gradients from the derivatives by what the pass returned, and add those of ``update`` to it."""
 
 
 class Pace(Protocol):

@@ -16,14 +16,18 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from geartrain.bridge.rows.gradient_carrier import StandInGradient
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.rows.gradient_carrier import StandInGradient, not_for_clippers
 
 
 class RowsStoodFor(Protocol):
     """The pending row gradients that a stand-in shows."""
 
-    carrier: Tensor
     stand_in: StandIn
+
+    @property
+    def name(self) -> str:
+        """Of the rows."""
 
     def collect(self) -> None:
         """Autograd has accumulated into the stand-in."""
@@ -61,11 +65,26 @@ class StandIn(nn.Parameter):
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
+        """None drops the row gradients. Raises InvalidArgument for anything but what it is already."""
         update = self._update()
-        if update is not None and grad is None:
+        if update is None or _is_asked_by(_CHECKPOINT):  # which gives every parameter one, to make optimizer states
+            return
+        if grad is None:
             update.forget()
-        elif update is not None and grad is not None and not isinstance(grad, StandInGradient):
-            update.carrier.grad = grad.detach().reshape(-1)[:1].to(update.carrier)  # which the step refuses
+            return
+        shown = update.gradient_of_module()
+        if shown is not None and isinstance(grad, StandInGradient) and _place(grad) == _place(shown):
+            return
+        raise InvalidArgument(
+            f"another gradient was put in the place of that of the rows of table {update.name!r}, which are made by "
+            "backward() alone, and gone once they are dropped. To scale or clip them call "
+            "geartrain.clip_grad_norm_(parameters, rows, max_norm)"
+        )
+
+    def register_hook(self, hook: Any) -> Any:
+        """Raises InvalidArgument: a hook would be given no row gradient."""
+        update = self._update()
+        raise not_for_clippers("" if update is None else update.name, f"The hook {hook!r}")
 
     def forget(self) -> None:
         """Drop the row gradients."""
@@ -76,11 +95,25 @@ class StandIn(nn.Parameter):
         return nn.Parameter(torch.empty(0), self.requires_grad)
 
 
+_CHECKPOINT = "torch.distributed.checkpoint."
+
+
+def _place(gradient: Tensor) -> int:
+    """In memory."""
+    return gradient.as_subclass(Tensor).data_ptr()
+
+
+def _is_asked_by(package: str) -> bool:
+    """Whether a module of ``package`` asks."""
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(package)
+
+
 def _is_asked_by_optimizer() -> bool:
     """Whether an optimizer of parameters asks: it is to step and to zero its own alone."""
-    caller = sys._getframe(2)
-    frames = (caller, caller.f_back)  # a comprehension in its method is a frame of its own
-    return any(frame and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer) for frame in frames)
+    frame = sys._getframe(2)
+    if frame.f_code.co_name in ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>") and frame.f_back is not None:
+        frame = frame.f_back
+    return isinstance(frame.f_locals.get("self"), torch.optim.Optimizer)
 
 
 def named_dense_parameters(module: nn.Module, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -120,9 +153,13 @@ class ModuleWithRows(nn.Module):
             self._parameters["stand_in"] = stand_in
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move all but the stand-in, which follows the features and stays float32."""
+        """Move the stand-in, too, and leave it float32."""
         with self._without_stand_in():
-            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        stand_in = self._parameters["stand_in"]
+        if stand_in is not None and (device := fn(stand_in.data).device).type != "meta":
+            stand_in.data = stand_in.data.to(device)
+        return self
 
     def _save_to_state_dict(self, *arguments: Any) -> None:
         with self._without_stand_in():

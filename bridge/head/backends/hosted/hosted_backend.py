@@ -61,7 +61,7 @@ class HostedBackend(ClusterBackend):
         required: SyncGroup | None,
     ) -> RowsPass:
         is_corrected = self.select.corrects(margin)
-        chosen = Chosen(self.select, self.live_classes, self.update.step, all_labels, is_corrected)
+        chosen = Chosen(self.select, self.live_classes, self.update.draw, all_labels, is_corrected)
         smoothing = self.settings.config.label_smoothing
         centers = self.settings.sub_centers
         return RowsOnShards(self._calls, features, labels_B, margin, chosen, required, smoothing, centers)

@@ -85,7 +85,7 @@ class PullBackend(ClusterBackend):
         required: SyncGroup | None,
     ) -> RowsPass:
         live_classes, table = self.live_classes, self.step_table
-        chosen = live_classes.select(self.select, all_labels, self.update.step)
+        chosen = live_classes.select(self.select, all_labels, self.update.draw)
         active = HostActive(chosen.num, chosen.sorted_ids)
         is_corrected = self.select.corrects(margin)
         correction = SamplingCorrection.of(all_labels, active.num, live_classes.num_living) if is_corrected else None

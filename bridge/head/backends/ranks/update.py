@@ -155,7 +155,7 @@ class RankStep:
                 joint_labels_B, self.backend.live_classes, self.backend.update.step, table
             )
         labels_B: Ids | Tensor = joint_labels_B.numpy() if late is None else late.labels_B
-        num_active, here = self.backend.selector.choose(labels_B, self.backend.live_classes, self.backend.update.step)
+        num_active, here = self.backend.selector.choose(labels_B, self.backend.live_classes, self.backend.update.draw)
         numbers_B = labels_B - table.first if late is None or late.positions_B is None else late.positions_B
         margin = self.backend.margins.of_pass(
             joint_features_BD,

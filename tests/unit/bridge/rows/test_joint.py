@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
+from torch.utils.checkpoint import checkpoint
 
 import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
@@ -276,6 +277,89 @@ def test_a_step_that_failed_on_its_way_goes_on_and_applies_nothing_twice(
     for head, weight in zip(heads, weights, strict=True):
         torch.testing.assert_close(head.weights().double(), weight.detach(), rtol=0, atol=1e-6)
     torch.testing.assert_close(backbone.weight, twin.weight, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("drop", ["optimizer", "model", "nothing"])
+def test_what_a_failed_step_left_is_given_up_or_told_of_by_the_next_pass(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, drop: str
+) -> None:
+    model = nn.ModuleList([make_backbone(), make_head(cluster)])
+    backbone, head = model
+    optimizer = gt.joint(torch.optim.SGD(model.parameters(), LR), head)
+    inputs, labels = batch(0)
+    head(backbone(inputs), labels).backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            RowCalls,
+            "write",
+            lambda _, writes: [[ShardUnavailable("planted") for _ in shards] for (_, shards, _) in writes],
+        )
+        with pytest.raises(ShardUnavailable, match="planted"):
+            optimizer.step()
+    if drop == "nothing":
+        with pytest.raises(InvalidArgument, match=r"call step\(\) again"):
+            head(backbone(inputs), labels).backward()
+        return
+    (optimizer if drop == "optimizer" else model).zero_grad()
+    twin, weight = copy.deepcopy(backbone), head.weights().double().requires_grad_()
+    head(backbone(inputs), labels).backward()
+    optimizer.step()
+    F.cross_entropy(twin(inputs) @ weight.T, labels).backward()
+    torch.optim.SGD([*twin.parameters(), weight], LR).step()
+    torch.testing.assert_close(head.weights().double(), weight.detach(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(backbone.weight, twin.weight, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_step_that_failed_under_a_grad_scaler_is_called_again_by_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, place: str, joined: bool
+) -> None:
+    backbone, head = make_backbone(), make_head(cluster, place)
+    dense = torch.optim.SGD(backbone.parameters(), LR)
+    optimizer = gt.joint(dense, head) if joined else gt.RowOptimizer(head)
+    twin, weight = copy.deepcopy(backbone), head.weights().double().requires_grad_()
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+    inputs, labels = batch(0)
+    scaler.scale(head(backbone(inputs), labels)).backward()
+    group = optimizer.param_groups[-1]
+    group["lr"] = -1.0
+    with pytest.raises(InvalidArgument, match="lr"):
+        scaler.step(optimizer)
+    group["lr"] = LR
+    scaler.step(optimizer)
+    F.cross_entropy(twin(inputs) @ weight.T, labels).backward()
+    torch.optim.SGD([weight], LR).step()
+    torch.testing.assert_close(head.weights().double(), weight.detach(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_of_a_group_with_two_optimizers_each_part_is_reached_by_itself(cluster: Cluster, part: int) -> None:
+    columns = [gt.Field("user", dim=3, num_rows=9), gt.Field("item", dim=3, num_rows=9, optimizer=gt.Adagrad(0.1))]
+    fields = gt.EmbeddingGroup(cluster, "g", columns, optimizer=gt.SGD(LR))
+    optimizer = gt.RowOptimizer(fields)
+    before = [torch.as_tensor(fields.table(name).pull(np.arange(9))) for name in ("user", "item")]
+    vectors = fields({"user": torch.arange(4), "item": torch.arange(4)})
+    sum(vector.square().sum() for vector in vectors.values()).backward(  # type: ignore[union-attr]
+        inputs=[fields.parts[part].stand_in]
+    )
+    optimizer.step()
+    after = [torch.as_tensor(fields.table(name).pull(np.arange(9))) for name in ("user", "item")]
+    assert [torch.equal(was, now) for was, now in zip(before, after, strict=True)] == [part != 0, part != 1]
+
+
+def test_a_frozen_sampled_head_is_exact_under_checkpoint_and_draws_anew_at_a_step(cluster: Cluster) -> None:
+    head = gt.ClassHead(cluster, "classes", num_classes=400, dim=DIM, select=gt.PartialFC(0.05))
+    optimizer = gt.joint(torch.optim.SGD([nn.Parameter(torch.zeros(1))], LR), head)
+    head.requires_grad_(False)
+    features, labels = torch.randn(6, DIM, requires_grad=True), torch.arange(6)
+    (expected,) = torch.autograd.grad(head(features, labels), features)
+    checkpoint(head, features, labels, use_reentrant=False).backward()
+    torch.testing.assert_close(features.grad, expected)
+    optimizer.step()
+    assert head.step == 0
+    (other,) = torch.autograd.grad(head(features, labels), features)
+    assert not torch.equal(other, expected)
 
 
 @pytest.mark.parametrize(

@@ -334,6 +334,43 @@ def test_a_gradient_set_to_none_is_dropped(subject: Subject) -> None:
     np.testing.assert_array_equal(subject.rows_now(), before)
 
 
+def test_rows_frozen_between_forward_and_backward_stay(subject: Subject) -> None:
+    if subject.wrapper != "alone":
+        pytest.skip("DDP and FSDP2 want the parameters of a pass in its backward")
+    before, loss = subject.rows_now(), subject.loss()
+    subject.rows.requires_grad_(False)
+    loss.backward()
+    assert all(item.grad is None for item in subject.rows.parameters())
+    subject.step()
+    np.testing.assert_array_equal(subject.rows_now(), before)
+
+
+def test_a_gradient_scaled_in_a_closure_scales_rows(subject: Subject) -> None:
+    if not has_norm(subject) or subject.wrapper == "fsdp2" or subject.kind == "dense":
+        pytest.skip("where it can be scaled by hand, by the optimizer of both")
+
+    def closure() -> Tensor:
+        loss = subject.loss()
+        loss.backward()
+        for parameter in subject.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+        return loss
+
+    subject.optimizers[0].step(closure)
+    (subject.twin_loss() * 0.5).backward()
+    subject.twin_optimizer.step()
+    subject.require_equal()
+
+
+def test_a_hook_on_the_rows_is_refused(subject: Subject) -> None:
+    if subject.kind == "dense":
+        pytest.skip("its parameters are ordinary ones")
+    for item in subject.rows.parameters():
+        with pytest.raises(InvalidArgument, match=r"geartrain\.clip_grad_norm_"):
+            item.register_hook(lambda gradient: gradient * 0.1)
+
+
 def test_micro_batches_are_summed(subject: Subject) -> None:
     for seed in (1, 2):
         subject.loss(seed).backward()
@@ -380,8 +417,9 @@ def test_the_clipper_of_geartrain_is_exact_over_the_model(subject: Subject) -> N
         lambda parameters: nn.utils.clip_grad_value_(parameters, 0.01),
         lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.01, norm_type=torch.inf),
         lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.01, norm_type=1.0),
+        lambda parameters: [torch.clamp(input=item.grad, min=-0.01, max=0.01, out=item.grad) for item in parameters],
     ],
-    ids=["value", "inf", "1"],
+    ids=["value", "inf", "1", "clamp"],
 )
 def test_what_no_one_factor_can_do_is_refused_before_a_push(
     subject: Subject, clip: Callable[[list[nn.Parameter]], Any]
@@ -401,9 +439,13 @@ def test_another_gradient_in_the_place_of_the_rows_is_refused_before_a_push(subj
     before, front = subject.rows_now(), subject.twin.front.weight.detach().clone()
     subject.loss().backward()
     for item in subject.rows.parameters():
-        item.grad = torch.ones(1)
-    with pytest.raises(InvalidArgument, match=r"geartrain\.clip_grad_norm_"):
-        subject.step()
+        shown = item.grad
+        item.grad = shown  # itself
+        with pytest.raises(InvalidArgument, match=r"geartrain\.clip_grad_norm_"):
+            item.grad = torch.ones(1)
+        item.grad = None
+        with pytest.raises(InvalidArgument, match="gone once they are dropped"):
+            item.grad = shown
     np.testing.assert_array_equal(subject.rows_now(), before)
     mine = subject.model.front.weight
     torch.testing.assert_close((mine.full_tensor() if isinstance(mine, DTensor) else mine).double(), front)
@@ -449,6 +491,26 @@ def test_a_dense_optimizer_that_fails_leaves_no_half_step(subject: Subject) -> N
         optimizer.step()
     np.testing.assert_array_equal(subject.rows_now(), before)
     subject.step()  # by another optimizer nothing is lost
+    subject.require_equal()
+
+
+def test_a_step_after_a_failed_dense_one_takes_what_was_changed_since(subject: Subject) -> None:
+    if subject.kind == "dense" or subject.wrapper != "alone":
+        pytest.skip("of gt.joint alone")
+    dense = torch.optim.SGD(subject.model.front.parameters(), LR)
+    optimizer = gt.joint(dense, subject.rows)
+    subject.loss().backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dense, "step", lambda: (_ for _ in ()).throw(MemoryError("planted")))
+        with pytest.raises(MemoryError, match="planted"):
+            optimizer.step()
+    for group in [*optimizer.param_groups, *subject.twin_optimizer.param_groups]:
+        group["lr"] = LR / 2
+    subject.loss(1).backward()  # nothing was sent: it may still be added to
+    for seed in (0, 1):
+        subject.twin_loss(seed).backward()
+    optimizer.step()
+    subject.twin_optimizer.step()
     subject.require_equal()
 
 
