@@ -313,7 +313,7 @@ def test_what_a_failed_step_left_is_given_up_or_told_of_by_the_next_pass(
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("joined", [True, False])
 def test_a_step_that_failed_under_a_grad_scaler_is_called_again_by_it(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, place: str, joined: bool
+    cluster: Cluster, place: str, joined: bool
 ) -> None:
     backbone, head = make_backbone(), make_head(cluster, place)
     dense = torch.optim.SGD(backbone.parameters(), LR)
