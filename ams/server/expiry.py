@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from geartrain.ams.kernels.engine import Engine
 from geartrain.ams.server.tables import ShardTable, ShardTables
-from geartrain.ams.tables.expiry import expire_block
+from geartrain.ams.tables.expiry import NEVER, expire_block
 from geartrain.ams.tables.row_table import TableClock
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.expiry.rules import Expiry
@@ -15,7 +15,6 @@ from geartrain.ams.values.shard_messages import Expire, Expired
 
 logger = logging.getLogger(__name__)
 
-_NEVER = 2**63 - 1
 _NOW = 0.0
 _LEAP_SECONDS = 3600
 """Of one push, for rules that do not say after how many seconds to look."""
@@ -62,9 +61,10 @@ class ExpirySchedule:
         expiry, served = table.spec.expiry, table.rows.served
         assert expiry is not None
         if table.expiry_pass is None:
-            table.expiry_doubtful |= _is_leap(expiry, table.rows.take_leap())
+            table.expiry_doubtful |= _is_leap(expiry, table.expiry_state.leap)
+            table.expiry_leap = TableClock(0, 0)
             table.expiry_pass = ExpiryPass(table.rows.clock, only_counts=table.expiry_doubtful)
-            served.expiry_step = served.expiry_seconds = _NEVER
+            served.expiry_step = served.expiry_seconds = NEVER
         under_way = table.expiry_pass
         try:
             found = self._block(table, expiry, under_way.position, under_way.clock, dry_run=under_way.only_counts)
@@ -89,9 +89,9 @@ class ExpirySchedule:
             under_way.position = -1
         if under_way.position < 0:
             table.expiry_pass = None
-            served.expiry_step = min(_NEVER, (under_way.clock.step // expiry.every + 1) * expiry.every)
+            served.expiry_step = min(NEVER, (under_way.clock.step // expiry.every + 1) * expiry.every)
             seconds = expiry.every_seconds
-            served.expiry_seconds = _NEVER if seconds is None else min(_NEVER, under_way.clock.seconds + int(seconds))
+            served.expiry_seconds = NEVER if seconds is None else min(NEVER, under_way.clock.seconds + int(seconds))
 
     def command(self, table: ShardTable, request: Expire) -> Expired:
         """Do what a client asks for: a block of rows. Raises InvalidArgument."""

@@ -436,7 +436,8 @@ class Shard:
                     f"table {name!r} is being restored; take the snapshot when all of it is there, or of other tables"
                 )
         rows = {name: table.rows for name, table in tables.items()}
-        dedup = held_dedup(self._completed_writes, self._groups, rows, rows)
+        expiry = {name: table.expiry_state for name, table in tables.items() if table.spec.expiry is not None}
+        dedup = held_dedup(self._completed_writes, self._groups, rows, rows, expiry)
         return self._freezes.begin(request, rows, dedup)
 
     def _describe(self) -> ShardState:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from geartrain.ams.kernels.engine import Engine
-from geartrain.ams.tables.row_table import RowTable
+from geartrain.ams.tables.expiry import NEVER, ExpiryState, farthest
+from geartrain.ams.tables.row_table import RowTable, TableClock
 from geartrain.ams.values.errors import GeartrainError, SpecMismatch, TableExists, being_restored
 from geartrain.ams.values.shard_messages import CallContext, Done, Reply, TableState
 from geartrain.ams.values.specs import Ids, TableSpec
@@ -40,7 +41,9 @@ class ShardTable:
         self.expiry_pass: Any = None
         """The look for rows that are to go that is under way: an :class:`~geartrain.ams.server.expiry.ExpiryPass`."""
         self.expiry_doubtful = False
-        """Whether the clock leapt, so that expiry would take rows that were in use: most of them do not go unasked."""
+        """See :attr:`ExpiryState.is_doubtful`."""
+        self.expiry_leap = TableClock(0, 0)
+        """That of :class:`ExpiryState`, as far as the rows were asked."""
         self.expired = 0
         """Rows that went by a rule, since the table was made here."""
         if rows.spec.expiry is not None:
@@ -61,6 +64,21 @@ class ShardTable:
     def is_open(self) -> bool:
         """Whether it may be read and written."""
         return self.is_whole and self.is_public
+
+    @property
+    def expiry_state(self) -> ExpiryState:
+        """What a table that is given these rows must know, so as to expire them as this one would."""
+        self.expiry_leap = farthest([self.expiry_leap, self.rows.take_leap()])
+        served = self.rows.served
+        due = TableClock(served.expiry_step, served.expiry_seconds)
+        if self.expiry_pass is not None:  # which begins anew elsewhere
+            due = TableClock(0, NEVER)
+        return ExpiryState(self.expiry_doubtful, self.expiry_leap, due)
+
+    @expiry_state.setter
+    def expiry_state(self, state: ExpiryState) -> None:
+        self.expiry_doubtful, self.expiry_leap, due = state
+        self.rows.served.expiry_step, self.rows.served.expiry_seconds = due
 
     def note_state(self) -> None:
         """Let the engine know whether it is open."""

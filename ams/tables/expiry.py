@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,24 @@ from geartrain.ams.values.specs import Ids
 
 _MOST_ROWS = 8_192
 _MOST_BYTES = 2 << 20
+NEVER = 2**63 - 1
+"""A step and a second that no clock comes to."""
+
+
+class ExpiryState(NamedTuple):
+    """What decides whether the next look at a table takes rows. JSON values."""
+
+    is_doubtful: bool
+    """Whether a look found that the clock had leapt, so that most rows do not go unasked."""
+    leap: TableClock
+    """The farthest that one push moved the clock since the last look began."""
+    due: TableClock
+    """What the clock must come to for the next look: one of the two numbers."""
+
+
+def farthest(leaps: Iterable[TableClock]) -> TableClock:
+    """Return the largest of each number, at least 0."""
+    return TableClock(*map(max, zip(TableClock(0, 0), *leaps, strict=True)))
 
 
 def expire_block(

@@ -28,12 +28,14 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from geartrain.ams.kernels.engine import CompletedWrites, HeldStreams, SyncGroups
+from geartrain.ams.tables.expiry import NEVER, ExpiryState, farthest
 from geartrain.ams.tables.row_table import RowTable, TableClock, TableSteps
 from geartrain.ams.values.arguments import SECONDS_AHEAD
 from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged
 
 _STEPS = TypeAdapter(TableSteps)
 _CLOCKS = TypeAdapter(dict[str, TableClock])
+_EXPIRY = TypeAdapter(ExpiryState)
 
 
 class CompletedWrite(NamedTuple):
@@ -74,6 +76,8 @@ class ShardDedup(BaseModel):
     """By table, the writes applied to it."""
     clocks: dict[str, TableClock] = {}
     """By table, the largest step and time that pushes said, where there are such."""
+    expiry: dict[str, ExpiryState] = {}
+    """By table, where rows expire."""
 
 
 class HeldDedup:
@@ -93,8 +97,10 @@ def held_dedup(
     groups: SyncGroups,
     names: Collection[str],
     tables: Mapping[str, RowTable] = MappingProxyType({}),
+    expiry: Mapping[str, ExpiryState] = MappingProxyType({}),
 ) -> HeldDedup:
-    """Return the dedup state of tables with these ``names``: with the writes, steps and clocks of ``tables``.
+    """Return the dedup state of tables with these ``names``: with the writes, steps and clocks of ``tables``, and with
+    ``expiry``, by table.
 
     A stream that never wrote to one of them is not among them: its numbers are of no concern to who restores these.
     """
@@ -104,8 +110,9 @@ def held_dedup(
         steps={name: steps for name, table in tables.items() if (steps := table.steps) is not None},
         writes={name: table.served.all_writes for name, table in tables.items()},
         clocks={name: table.clock for name, table in tables.items() if any(table.clock)},
+        expiry=dict(expiry),
     )
-    left_out = {name for name in ("steps", "clocks") if not getattr(held, name)}
+    left_out = {name for name in ("steps", "clocks", "expiry") if not getattr(held, name)}
     return HeldDedup(completed_writes.streams(names), held.model_dump(mode="json", exclude={"streams", *left_out}))
 
 
@@ -177,6 +184,22 @@ def restore_clocks(sources: Sequence[Mapping[str, Any]], tables: Mapping[str, Ro
             if name in tables:
                 seconds = clock.seconds if clock.seconds <= present + SECONDS_AHEAD else present
                 tables[name].advance_clock(clock._replace(seconds=seconds))
+
+
+def restored_expiry(sources: Sequence[Mapping[str, Any]], name: str, clock: TableClock) -> ExpiryState:
+    """Return what a restored table, whose clock is ``clock`` now, must know: what any of its sources did.
+
+    A source whose own clock was behind makes a leap to it, as its next push would have been. One that does not say (it
+    is of an earlier version) is in doubt.
+    """
+    known = [_EXPIRY.validate_python(source["expiry"][name]) for source in sources if name in source.get("expiry", {})]
+    clocks = [TableClock(*source.get("clocks", {}).get(name, (0, 0))) for source in sources]
+    behind = [TableClock(clock.step - its.step, clock.seconds - its.seconds) for its in clocks]
+    return ExpiryState(
+        is_doubtful=not known or len(known) < len(sources) or any(state.is_doubtful for state in known),
+        leap=farthest([*(state.leap for state in known), *behind]),
+        due=TableClock(*map(min, zip(*(state.due for state in known), strict=True))) if known else TableClock(0, NEVER),
+    )
 
 
 def joint_steps(known: Sequence[TableSteps]) -> TableSteps:

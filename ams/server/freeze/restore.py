@@ -12,7 +12,13 @@ import numpy.typing as npt
 
 from geartrain.ams.kernels.engine import CompletedWrites, SyncGroups, Turn
 from geartrain.ams.observe import failpoints
-from geartrain.ams.server.freeze.dedup import RestoredDedup, restore_clocks, restore_steps, writes_before
+from geartrain.ams.server.freeze.dedup import (
+    RestoredDedup,
+    restore_clocks,
+    restore_steps,
+    restored_expiry,
+    writes_before,
+)
 from geartrain.ams.server.freeze.freezes import Freezes
 from geartrain.ams.server.tables import RestoreWork, ShardTable, ShardTables
 from geartrain.ams.storage.snapshot.chain import Layer, is_among, layers_of
@@ -92,6 +98,8 @@ class Restores:
             restore_steps(sources, rows)
             restore_clocks(sources, rows)
             for name, table in tables.items():
+                if table.spec.expiry is not None:
+                    table.expiry_state = restored_expiry(sources, name, table.rows.clock)
                 table.rows.served.writes_before = writes_before(sources, name)
                 table.is_whole = True
                 table.note_state()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.factory import local
 from geartrain.ams.client.rows import push_options
 from geartrain.ams.client.table import Table
-from geartrain.ams.server.freeze.dedup import restore_clocks
+from geartrain.ams.server.freeze.dedup import held_dedup, restore_clocks
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values import errors
@@ -38,7 +38,7 @@ from tests.integration.conftest import ServedCluster
 DIM = 4
 
 
-def push(table: Table, ids: range, *, step: int | None = None, seconds: float = 0.0, value: float = 1.0) -> None:
+def push(table: Table, ids: Sequence[int] | np.ndarray, *, step: int | None = None, seconds: float = 0.0, value: float = 1.0) -> None:
     gradients = np.full((len(ids), DIM), value, np.float32)
     table.push(np.array(ids), gradients, step=step, unix_seconds=seconds)
 
@@ -306,6 +306,120 @@ def test_expiry_goes_on_after_a_restore(tmp_path: Path) -> None:
         push(table, range(200, 300), step=110)
         wait_for(cluster, 50)
         assert there(table, range(100)) == list(range(50, 100))
+
+
+def rows_left(cluster: Cluster) -> int:
+    """Rows there, once shards have looked: each call lets them look at a block before it is answered."""
+    return [cluster.status().tables[0].rows for _ in range(4)][-1]
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+@pytest.mark.parametrize(
+    "rule",
+    [Unseen(seconds=DAY), Unseen(steps=1000, every=100), Rule(f"unseen_seconds > {DAY}", every=100)],
+    ids=["seconds", "steps", "expression"],
+)
+def test_an_expiry_that_is_held_is_held_after_a_restore(tmp_path: Path, shards: int, rule: Expiry) -> None:
+    now, hours = time.time() - 100 * HOUR, 0
+    with local(2) as cluster:
+        table = cluster.create_table("t", dim=DIM, optimizer=SGD(0.1), expiry=rule)
+        push(table, range(1000), seconds=now - 8 * DAY, step=1)
+        push(table, range(10), seconds=now, step=100_000)
+        assert rows_left(cluster) == 1000
+        path = cluster.snapshot(tmp_path, "first").result(60)
+    for name in ("second", "third"):  # a snapshot of a restored table says it, too
+        with local(shards) as cluster:
+            cluster.restore(path)
+            table = cluster.table("t")
+            for hours in range(hours + 1, hours + 30):
+                push(table, range(10), seconds=now + hours * 0.9 * HOUR, step=100_000 + 50 * hours)
+            assert rows_left(cluster) == 1000
+            path = cluster.snapshot(tmp_path, name, parent=path).result(60)
+            assert table.expire() == (1000, 990)
+
+
+def test_a_leap_that_no_look_has_met_yet_is_in_a_snapshot(tmp_path: Path) -> None:
+    now = time.time() - HOUR
+    with local(2) as cluster:
+        rule = Rule(f"unseen_seconds > {DAY}", every=1000)
+        table = cluster.create_table("t", dim=DIM, optimizer=SGD(0.1), expiry=rule)
+        push(table, range(1000), seconds=now - 8 * DAY, step=1)
+        push(table, range(10), seconds=now, step=2)
+        paths = [cluster.snapshot(tmp_path, name).result(60) for name in ("s", "s2")]  # the first forgets nothing
+    for path in paths:
+        with local(2) as cluster:
+            cluster.restore(path)
+            for step in (3, 1000, 2000):
+                push(cluster.table("t"), range(10), seconds=now + step, step=step)
+                assert rows_left(cluster) == 1000
+
+
+def test_rows_of_a_shard_that_pushes_have_left_behind_are_held_where_another_takes_them(tmp_path: Path) -> None:
+    with local(2) as cluster:
+        table = cluster.create_table("t", dim=DIM, optimizer=SGD(0.1), expiry=Unseen(steps=100, every=10))
+        ((_, ahead), (_, behind)) = table.shards_of(np.arange(2000))
+        assert ahead is not None and behind is not None
+        push(table, behind[:600], step=1)
+        for step in range(1, 1000, 10):
+            push(table, ahead[:400], step=step)
+        assert rows_left(cluster) == 1000
+        path = cluster.snapshot(tmp_path, "s").result(60)
+        push(table, behind[:10], step=1000)  # what the shard does that goes on
+        assert rows_left(cluster) == 1000
+    with local(1) as cluster:
+        cluster.restore(path)
+        for step in range(1000, 1100, 10):
+            push(cluster.table("t"), ahead[:400], step=step)
+        assert rows_left(cluster) == 1000
+
+
+def test_a_snapshot_that_does_not_say_whether_an_expiry_was_held_is_in_doubt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = Unseen(steps=100, every=10)
+    with local(2) as cluster, monkeypatch.context() as before:
+        before.setattr("geartrain.ams.server.shard.held_dedup", lambda *arguments: held_dedup(*arguments[:4]))
+        for name, last_pushed in (("held", range(10)), ("usual", range(400))):
+            table = cluster.create_table(name, dim=DIM, optimizer=SGD(0.1), expiry=rule)
+            push(table, range(1000), step=1)
+            push(table, last_pushed, step=1000)
+            assert {table.rows for table in cluster.status().tables} == {1000}
+        push(table, range(400, 700), step=1001)
+        path = cluster.snapshot(tmp_path, "s").result(60)
+    with local(2) as cluster:
+        cluster.restore(path)
+        deadline = time.monotonic() + 30
+        while (rows := {table.name: table.rows for table in cluster.status().tables})["usual"] > 700:
+            assert time.monotonic() < deadline
+        assert rows == {"held": 1000, "usual": 700}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_restored_table_loses_the_rows_that_the_living_one_loses(tmp_path: Path, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    now, step = time.time() - 50 * DAY, 0
+    rule = [Unseen(steps=60, every=20), Unseen(seconds=2 * DAY, every=1000)][seed % 2]
+    with local(2) as living, local(2) as restored:
+        table = living.create_table("t", dim=DIM, optimizer=SGD(0.1), expiry=rule)
+        twin, differ = table, 0
+        for turn in range(120):
+            leaps = random.random() < 0.03
+            step += int(random.integers(1, 8)) + 500 * leaps
+            now += float(random.random()) * HOUR * 6 + 4 * DAY * leaps
+            ids = np.unique(random.integers(0, 400, random.integers(1, 60)) + turn // 2)
+            for one in {id(table): table, id(twin): twin}.values():
+                one.push(ids, np.ones((len(ids), DIM), np.float32), step=step, unix_seconds=now)
+            if random.random() < 0.2:
+                path = living.snapshot(tmp_path, f"s{turn}").result(60)
+                restored.restore(path, replace=True)
+                twin = restored.table("t")
+            rows_left(living)
+            if twin is not table:
+                rows_left(restored)
+                every = range(600)
+                assert there(twin, every) == there(table, every), turn
+                differ += 600 - len(there(table, every))
+        assert differ
 
 
 def test_a_field_has_a_rule() -> None:
