@@ -45,6 +45,7 @@ from geartrain.ams.values.shard_messages import (
     Request,
     ShardState,
     SyncGroup,
+    TableState,
 )
 from geartrain.ams.values.specs import DTypeName, Ids, TableSpec, checked_wire_dtype
 from geartrain.ams.values.text import counted
@@ -143,14 +144,16 @@ class Table:
         if self.spec.num_rows is not None:
             first_ids = np.arange(min(self.spec.num_rows, NUM_BUCKETS), dtype=np.int64)  # of every bucket that has any
             shards = [shard for shard, _ in self._calls.rows.routes(self._facts, first_ids)]
-        return tuple(self._writes_in(reply) for reply in self._calls.read([(shard, Describe()) for shard in shards]))
+        return tuple(
+            self._state_in(reply).writes for reply in self._calls.read([(shard, Describe()) for shard in shards])
+        )
 
-    def _writes_in(self, reply: Reply) -> int:
+    def _state_in(self, reply: Reply) -> TableState:
         assert isinstance(reply, ShardState)
         for table in reply.tables:
             both = self.incarnation, table.spec.incarnation
             if table.spec.name == self.spec.name and (0 in both or both[0] == both[1]):
-                return table.writes
+                return table
         raise TableNotFound(
             f"shard {reply.shard} has no table {self.spec.name!r} any more, or another: it was dropped; if there is "
             f"one again, open that: cluster.table({self.spec.name!r}), or make its head, dense module or slow gear anew"
@@ -356,6 +359,16 @@ def prepare_together(
             settings = table._writes.settings_of(options)
             settings |= {"check": CHECK_PRODUCT, "step_goes_on": False, "are_distinct": True}
         yield table._writes.cut(ids, gradients, settings, batch)
+
+
+def next_step(tables: Sequence[Table]) -> int:
+    """Return the step after the largest that a push said to any of these tables of one cluster; 0: none said one.
+
+    Costs one small request per shard. Raises as :meth:`Table.versions`.
+    """
+    calls = tables[0]._calls
+    replies = calls.read([(shard, Describe()) for shard in range(calls.view.num_shards)])
+    return max(table._state_in(reply).next_step for reply in replies for table in tables)
 
 
 def _count(ids: Any) -> int:

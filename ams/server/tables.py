@@ -13,6 +13,9 @@ from geartrain.ams.values.errors import GeartrainError, SpecMismatch, TableExist
 from geartrain.ams.values.shard_messages import CallContext, Done, Reply, TableState
 from geartrain.ams.values.specs import Ids, TableSpec
 
+_LATEST_START = 2**61
+"""So that a job that begins there, after a wrong step, has as many to go below the largest that a push may say."""
+
 
 @dataclass(frozen=True)
 class RestoreWork:
@@ -192,6 +195,7 @@ class ShardTables:
                 refused_ids=table.rows.refused.ids,
                 refused_gradients=table.rows.refused.gradients,
                 refused_occurrences=table.rows.refused.occurrences,
+                next_step=min(table.rows.clock.step + 1, _LATEST_START) if any(table.rows.clock) else 0,
             )
             for table in self._tables.values()
         )

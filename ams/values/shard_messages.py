@@ -113,6 +113,8 @@ class TableState:
     this shard."""
     refused_occurrences: int = 0
     """How often those ids occurred in those pushes."""
+    next_step: int = 0
+    """The step after the largest that a push said; 0: none said when it was, or the table does not ask."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from geartrain.ams.client.table import Table, next_step
 from geartrain.ams.kernels.embedding import BadId, Lookup
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import TableSpec
@@ -27,7 +28,6 @@ from geartrain.bridge.rows.ranks import SyncRanks
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
-    from geartrain.ams.client.table import Table
 
 
 class ClusterFields(GroupRows):
@@ -66,6 +66,7 @@ class ClusterFields(GroupRows):
             own = [made[table] for table in tables]
             kept = [self._caches[table] for table in tables] if self._caches else ()
             update = EmbeddingUpdate(own, hosted=places, ranks=its_ranks, pace=self._lead, caches=kept)
+            update.step = _first_step(own, its_ranks)
             self._parts.append(TrainedTables(update, _ClusterTables(cluster, update)))
         self.parts = self._parts
         names = [table for tables in order for table in tables]
@@ -192,6 +193,14 @@ def _made_by_all(
     if ranks is None:
         return make(reuse=reuse)
     return ranks.first_then_others(partial(make, reuse=reuse), partial(make, reuse=True))
+
+
+def _first_step(tables: Sequence[Table], ranks: SyncRanks | None) -> int:
+    """Where tables that go by steps have come to, or rows would age at no step until a new job has made as many."""
+    clocked = [table for table in tables if table.spec.asks_for_clock]
+    if ranks is None or not clocked:
+        return next_step(clocked) if clocked else 0
+    return ranks.share(ranks.first_then_others(partial(next_step, clocked), lambda: 0))
 
 
 def _made(cluster: Cluster, specs: Mapping[str, TableSpec], *, reuse: bool) -> dict[str, Table]:

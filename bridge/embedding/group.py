@@ -67,7 +67,7 @@ class EmbeddingGroup(nn.Module):
             fields: Of the model; those that name one table share its rows.
             optimizer: Of every table whose fields name none; None: ``Adagrad(lr=0.05)``.
             seed: Of the initial values.
-            reuse: Open tables that are there with equal specs.
+            reuse: Open tables that are there with equal specs, and count steps on from those that pushes told them.
             mode: What several workers wait for. ``"async"``: nothing, a push applies when it arrives. ``"sync"``: the
                 ranks step together; rows change once by the average of their gradients, all ranks alike as in DDP and
                 FSDP2, and every rank sees them at its next look-up. With a loss by

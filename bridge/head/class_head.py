@@ -123,7 +123,7 @@ class ClassHead(ModuleWithRows):
                 ``process_group`` hold C / ranks classes each on their devices; labels and features are all-gathered.
                 Such rows are in no snapshot of a cluster: :meth:`snapshot` and :meth:`restore` are theirs.
             initializer: Gives their first values; None: those of ``nn.Linear``, uniform in ±1/√dim.
-            reuse: Open a table that is there, if it has these settings.
+            reuse: Open a table that is there, if it has these settings. ``step`` is 0 until a state is loaded.
             sync: Train together with the other ranks of torch.distributed, if that is initialised.
             config: What is seldom given: types of rows and slots, reduction, ignored and smoothed labels, seed, process
                 group, caches (:class:`geartrain.HeadConfig`).

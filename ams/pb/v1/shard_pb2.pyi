@@ -933,6 +933,7 @@ class TableState(_message.Message):
     REFUSED_OCCURRENCES_FIELD_NUMBER: _builtins.int
     EXPIRED_FIELD_NUMBER: _builtins.int
     EVICTED_FIELD_NUMBER: _builtins.int
+    NEXT_STEP_FIELD_NUMBER: _builtins.int
     rows: _builtins.int
     """Rows present on this shard."""
     memory_bytes: _builtins.int
@@ -948,6 +949,8 @@ class TableState(_message.Message):
     expired: _builtins.int
     """Rows that went by a rule, and those that went because others needed their room, since the table was made on this shard."""
     evicted: _builtins.int
+    next_step: _builtins.int
+    """The step after the largest that a push said. 0: none said when it was, or the table does not ask."""
     @_builtins.property
     def spec(self) -> _types_pb2.TableSpec: ...
     @_builtins.property
@@ -969,10 +972,11 @@ class TableState(_message.Message):
         refused_occurrences: _builtins.int = ...,
         expired: _builtins.int = ...,
         evicted: _builtins.int = ...,
+        next_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted", b"evicted", "expired", b"expired", "memory_bytes", b"memory_bytes", "refused_gradients", b"refused_gradients", "refused_ids", b"refused_ids", "refused_occurrences", b"refused_occurrences", "rows", b"rows", "spec", b"spec", "staleness", b"staleness", "writes", b"writes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted", b"evicted", "expired", b"expired", "memory_bytes", b"memory_bytes", "next_step", b"next_step", "refused_gradients", b"refused_gradients", "refused_ids", b"refused_ids", "refused_occurrences", b"refused_occurrences", "rows", b"rows", "spec", b"spec", "staleness", b"staleness", "writes", b"writes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

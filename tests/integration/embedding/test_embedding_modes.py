@@ -112,6 +112,27 @@ def test_ranks_that_step_together_equal_one_worker_with_the_joint_batch(
             np.testing.assert_allclose(first[name], expected, rtol=2e-4, atol=2e-5, err_msg=f"{file} {name}")
 
 
+def open_a_rank(rank: int, folder: Path, address: str) -> None:
+    rule = gt.Unseen(steps=100, every=10)
+    with gt.connect(address) as cluster:
+        for day in range(2):
+            members = [gt.Field("user", dim=3, expiry=rule), gt.Field("wide", dim=1, optimizer=gt.Adagrad(0.1))]
+            reuse = day > 0 or rank > 0  # what rank 0 finds holds on all
+            fields = gt.EmbeddingGroup(cluster, "m", members, optimizer=gt.SGD(0.5), mode="sync", reuse=reuse)
+            begins = [part.row_update.step for part in fields.trained]
+            rows = gt.RowOptimizer(fields)
+            for _ in range(STEPS):
+                fields({"user": [rank], "wide": [3]})["user"].sum().backward()
+                rows.step()
+                rows.zero_grad()
+        (folder / f"rank{rank}").write_text(str(begins))
+
+
+def test_ranks_that_step_together_all_begin_where_their_tables_are(served: Callable[..., Any], tmp_path: Path) -> None:
+    run_ranks(open_a_rank, 2, tmp_path, served(2).address)
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == [f"[{STEPS}, 0]"] * 2
+
+
 class Pauses:
     """Stands where a worker that waits sleeps: says that it does, and lets it go on when the test does."""
 

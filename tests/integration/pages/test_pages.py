@@ -95,6 +95,11 @@ def test_classes_come_and_go_as_their_page_says(tmp_path: Path) -> None:
     ]
 
 
+def test_tables_of_today_go_on_tomorrow_as_their_page_says(tmp_path: Path) -> None:
+    printed = run(file_of("how-to/embeddings.md", "days.py"), tmp_path)
+    assert printed.splitlines() == ["goes on at step 200", "items of today that are left: 0"]
+
+
 def test_a_model_of_several_tensors_answers_as_its_page_says(tmp_path: Path) -> None:
     (block,) = [block for block in blocks_of("how-to/save-a-model.md") if "class Reader" in block.code]
     run(f"import torch\nfrom torch import nn\nimport geartrain as gt\n{block.code}", tmp_path)

@@ -33,12 +33,14 @@ from geartrain.bridge.embedding.field import Field
 from geartrain.bridge.embedding.group import EmbeddingGroup
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.cli.main import build_app
-from tests.integration.conftest import ServedCluster
+from tests.integration.conftest import ServedCluster, over_few_carriers
 
 DIM = 4
 
 
-def push(table: Table, ids: Sequence[int] | np.ndarray, *, step: int | None = None, seconds: float = 0.0, value: float = 1.0) -> None:
+def push(
+    table: Table, ids: Sequence[int] | np.ndarray, *, step: int | None = None, seconds: float = 0.0, value: float = 1.0
+) -> None:
     gradients = np.full((len(ids), DIM), value, np.float32)
     table.push(np.array(ids), gradients, step=step, unix_seconds=seconds)
 
@@ -435,6 +437,88 @@ def test_a_field_has_a_rule() -> None:
         for _ in range(3):
             assert cluster.status().tables[0].rows <= 200
         assert cluster.status().tables[0].expired > 100
+
+
+def daily_group(cluster: Cluster, where: Any = "pull", *, reuse: bool = True) -> EmbeddingGroup:
+    """Two tables of one optimizer, one of another, and one that keeps its rows."""
+    rule = Unseen(steps=20, every=5)
+    fields = [
+        Field("item", dim=DIM, expiry=rule, where=where),
+        Field("user", dim=DIM),
+        Field("page", dim=DIM, expiry=rule),
+    ]
+    fields.append(Field("old", dim=DIM, expiry=rule, optimizer=SGD(0.2)))
+    return EmbeddingGroup(cluster, "m", fields, optimizer=SGD(0.1), reuse=reuse)
+
+
+def train_days(fields: EmbeddingGroup, batches: range, names: Sequence[str] = ("item", "user", "page", "old")) -> None:
+    """Each batch has 10 ids of its own."""
+    rows = RowOptimizer(fields)
+    for batch in batches:
+        ids, other = (torch.arange(batch * 10, batch * 10 + 10).reshape(2, 5), torch.zeros(2, 1, dtype=torch.int64))
+        vectors = fields({field.name: ids if field.name in names else other for field in fields.fields})
+        sum(vectors[field.name].sum() for field in fields.fields).backward()
+        rows.step()
+        rows.zero_grad()
+
+
+def steps_of(fields: EmbeddingGroup) -> list[int]:
+    return [part.row_update.step for part in fields.trained]
+
+
+@pytest.mark.parametrize("where", ["pull", "hosted"])
+def test_a_group_made_anew_goes_on_at_the_step_of_its_tables(cluster: Cluster, where: str) -> None:
+    fields = daily_group(cluster, where, reuse=False)
+    assert steps_of(fields) == [0, 0]
+    train_days(fields, range(30))
+    for day in (1, 2):  # of a job that is new each day: nothing but the tables is left
+        fields = daily_group(cluster, where)
+        assert steps_of(fields) == [30 * day] * 2
+        train_days(fields, range(30 * day, 30 * day + 30))
+        for name in ("item", "page", "old"):
+            last = 10 * (30 * day + 30)
+            wait_for_rows(cluster, f"m/{name}", most=260)
+            assert there(fields.table(name), range(last - 200, last)) == list(range(last - 200, last))
+            assert not there(fields.table(name), range(300 * day - 300, 300 * day))
+    assert cluster.table("m/user").present(np.arange(900)).all()
+
+
+def wait_for_rows(cluster: Cluster, name: str, most: int) -> None:
+    deadline = time.monotonic() + 30
+    while next(table.rows for table in cluster.status().tables if table.name == name) > most:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@over_few_carriers
+def test_a_group_made_anew_beside_a_worker_that_is_far_ahead_begins_where_that_one_is(cluster: Cluster) -> None:
+    ahead = daily_group(cluster, reuse=False)
+    ahead.trained[0].row_update.step = 5_000
+    train_days(ahead, range(3))
+    assert steps_of(daily_group(cluster)) == [5_003, 3]  # by optimizer
+
+
+def test_a_wrong_step_that_is_the_last_there_can_be_stops_no_group_that_is_made_anew(cluster: Cluster) -> None:
+    fields = daily_group(cluster, reuse=False)
+    push(fields.table("item"), range(10), step=2**62)
+    train_days(daily_group(cluster), range(3))
+    assert there(fields.table("item"), range(30)) == list(range(30))
+
+
+def test_rows_that_were_restored_go_on_at_the_step_of_their_state_or_of_their_table(tmp_path: Path) -> None:
+    with local(2) as cluster:
+        fields = daily_group(cluster, reuse=False)
+        train_days(fields, range(30))
+        fields.trained[0].row_update.step = 12  # as of a worker that another one is ahead of
+        state = fields.state_dict()
+        path = cluster.snapshot(tmp_path, "s").result(60)
+        train_days(fields, range(30, 40))
+    with local(3) as cluster:
+        cluster.restore(path)
+        fields = daily_group(cluster)
+        assert steps_of(fields) == [30, 30]
+        fields.load_state_dict(state)
+        assert steps_of(fields) == [12, 30]
 
 
 @pytest.mark.parametrize("where", ["pull", "hosted"])

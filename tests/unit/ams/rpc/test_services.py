@@ -100,7 +100,7 @@ def test_a_request_comes_as_it_was_sent_and_says_who_calls(service: Service, req
                 incarnation=2,
                 cluster_version=3,
                 uptime_seconds=4.5,
-                tables=(TableState(spec=SPEC, rows=1, memory_bytes=2, writes=3),),
+                tables=(TableState(spec=SPEC, rows=1, memory_bytes=2, writes=3, next_step=4),),
             ),
         ),
         (SCHEDULER, CreateClusterTable, 2**63),
