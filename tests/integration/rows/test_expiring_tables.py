@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -322,7 +323,7 @@ def rows_left(cluster: Cluster) -> int:
     ids=["seconds", "steps", "expression"],
 )
 def test_an_expiry_that_is_held_is_held_after_a_restore(tmp_path: Path, shards: int, rule: Expiry) -> None:
-    now, hours = time.time() - 100 * HOUR, 0
+    now, hours = time.time() - 100 * HOUR, iter(range(1, 59))
     with local(2) as cluster:
         table = cluster.create_table("t", dim=DIM, optimizer=SGD(0.1), expiry=rule)
         push(table, range(1000), seconds=now - 8 * DAY, step=1)
@@ -333,8 +334,8 @@ def test_an_expiry_that_is_held_is_held_after_a_restore(tmp_path: Path, shards: 
         with local(shards) as cluster:
             cluster.restore(path)
             table = cluster.table("t")
-            for hours in range(hours + 1, hours + 30):
-                push(table, range(10), seconds=now + hours * 0.9 * HOUR, step=100_000 + 50 * hours)
+            for hour in islice(hours, 29):
+                push(table, range(10), seconds=now + hour * 0.9 * HOUR, step=100_000 + 50 * hour)
             assert rows_left(cluster) == 1000
             path = cluster.snapshot(tmp_path, name, parent=path).result(60)
             assert table.expire() == (1000, 990)
