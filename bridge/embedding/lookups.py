@@ -156,9 +156,9 @@ class LookupCall:
             out += self._hosted.vectors()
         return tuple(upload(item, device) for item in out)
 
-    def passed(self, upstream: Sequence[Tensor | None]) -> list[Tensor]:
-        """Queue the row gradients, if the backward pass under way accumulates; give those of the stand-ins."""
-        return [update.passed(self, upstream) for update in self.trained]
+    def defer(self, upstream: Sequence[Tensor | None]) -> list[Tensor]:
+        """Have the row gradients queued once autograd accumulates; return the stand-ins' gradients."""
+        return [update.defer(self, upstream) for update in self.trained]
 
     def queue_row_gradients(self, upstream: Sequence[Tensor | None], update: EmbeddingUpdate) -> None:
         """Add the gradients of the rows of ``update``; those of all updates are made at once."""
@@ -249,7 +249,7 @@ class Vectors(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         """Queue the row gradients."""
         require_first_derivative()
-        return (None, None, *ctx.call.passed(upstream))
+        return (None, None, *ctx.call.defer(upstream))
 
 
 def require_first_derivative() -> None:

@@ -327,9 +327,9 @@ class _Call:
         self._made: tuple[object, dict[int, tuple[RowGradients, Tensor]]] | None = None
         """As of :class:`~.lookups.LookupCall`."""
 
-    def passed(self, upstream: Sequence[Tensor | None]) -> list[Tensor]:
-        """Queue the row gradients, if the backward pass under way accumulates; give those of the stand-ins."""
-        return [update.passed(self, upstream) for update in self.trained]
+    def defer(self, upstream: Sequence[Tensor | None]) -> list[Tensor]:
+        """Have the row gradients queued once autograd accumulates; return the stand-ins' gradients."""
+        return [update.defer(self, upstream) for update in self.trained]
 
     def queue_row_gradients(self, upstream: Sequence[Tensor | None], update: RankTablesUpdate) -> None:
         """Add those of all ranks to the rows of ``update`` that are here; those of all updates are made at once."""
@@ -367,4 +367,4 @@ class _Vectors(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         require_first_derivative()
-        return (None, *ctx.call.passed(upstream))
+        return (None, *ctx.call.defer(upstream))

@@ -321,7 +321,7 @@ class _Delivered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradients_KD: Tensor) -> Any:
-        return ctx.call.update.passed(ctx.call, gradients_KD.detach()), None, None
+        return ctx.call.update.defer(ctx.call, gradients_KD.detach()), None, None
 
 
 def _refuse_settings(config: SlowGearConfig, given: Mapping[str, object]) -> None:

@@ -115,9 +115,9 @@ class HeadCall:
             return loss
         return mean_of_ranks(loss * self.share, None, self.link).to(loss.dtype)
 
-    def passed(self, upstream: Tensor) -> Tensor | None:
-        """Queue the row gradients, if the backward pass under way accumulates gradients; give the stand-in's."""
-        return self.update.passed(self, upstream.detach()) if self.want_rows else None
+    def defer(self, upstream: Tensor) -> Tensor | None:
+        """Have the row gradients queued once autograd accumulates; return the stand-in's gradient."""
+        return self.update.defer(self, upstream.detach()) if self.want_rows else None
 
     def queue_row_gradients(self, upstream: Tensor, update: PendingUpdate[Any]) -> None:
         """Make the row gradients and add them to the head's ``update``."""
@@ -170,7 +170,7 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         """Scale the feature gradient of the forward pass."""
         refuse_second_derivative()
-        of_stand_in, saved = ctx.call.passed(upstream), ctx.saved_tensors  # read once: under checkpoint() they are made
+        of_stand_in, saved = ctx.call.defer(upstream), ctx.saved_tensors  # read once: under checkpoint() they are made
         with torch.autocast(upstream.device.type, enabled=False):
             if not saved:
                 return None, of_stand_in, None

@@ -170,10 +170,10 @@ class PendingUpdate(ABC, Generic[G]):
             self.stand_in.data = self.stand_in.data.to(device)
         return self.stand_in
 
-    def passed(self, call: BackwardCall, upstream: Any) -> Tensor:
-        """Let ``call``, of the graph, queue its row gradients if the backward pass under way accumulates gradients.
+    def defer(self, call: BackwardCall, upstream: Any) -> Tensor:
+        """Have ``call`` queue its row gradients once autograd accumulates into the stand-in; return its gradient [0].
 
-        Gives that of the stand-in. Others of the call were of ``torch.autograd.grad``, which accumulates none.
+        What the call deferred earlier was of ``torch.autograd.grad``, which accumulates nothing, and is dropped.
         """
         self._passes = [item for item in self._passes if item[1]() not in (None, call)]
         self._passes.append((torch._C._current_graph_task_id(), ref(call), upstream))
@@ -418,7 +418,7 @@ class RowModule(Protocol):
     """A module whose trained rows are in no parameter of it: a class head, a slow gear, or one of your own.
 
     Its forward passes join :meth:`PendingUpdate.on` to the graph while :attr:`PendingUpdate.is_trained`; their backward
-    passes tell :meth:`~PendingUpdate.passed`, and queue by :meth:`~PendingUpdate.add` when it says so.
+    passes call :meth:`~PendingUpdate.defer`, which lets them :meth:`~PendingUpdate.add` the row gradients.
     :class:`~geartrain.bridge.rows.optimizer.RowOptimizer` does the rest. As a :class:`~.stand_in.ModuleWithRows` it has
     the stand-in among its parameters. A state_dict that is to go on counting steps holds ``row_update.step``.
     """

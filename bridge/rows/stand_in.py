@@ -27,26 +27,26 @@ class RowsStoodFor(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the rows."""
+        """Name of the rows."""
 
     def collect(self) -> None:
-        """Autograd has accumulated into the stand-in."""
+        """Queue the row gradients of the backward pass that has accumulated into the stand-in."""
 
     def forget(self) -> None:
-        """Drop them."""
+        """Drop the row gradients."""
 
     def gradient_of_module(self) -> Tensor | None:
-        """What the stand-in shows as its gradient [1]; None: there are none."""
+        """Return the gradient [1] that the stand-in shows; None without row gradients."""
 
 
 class StandIn(nn.Parameter):
-    """Stands for the rows of one update among the parameters of their module: float32, without elements."""
+    """Parameter without elements, float32, in the place of the rows of one update."""
 
     _ddp_ignored = True  # there is nothing to average
     _update: ref[RowsStoodFor]
 
     def __new__(cls, update: RowsStoodFor) -> StandIn:
-        """Row gradients are those of ``update``, which keeps it."""
+        """Stand for the rows of ``update``, which keeps it."""
         made: StandIn = super().__new__(cls, torch.empty(0, device="cpu"))
         made._update = ref(update)
         made.register_post_accumulate_grad_hook(StandIn._collect)  # type: ignore[no-untyped-call]
@@ -59,7 +59,7 @@ class StandIn(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """That of the rows as a :class:`StandInGradient`; None without any, and for optimizers of parameters."""
+        """Gradient of the rows, a :class:`StandInGradient`; None without one, and for optimizers of parameters."""
         update = self._update()
         return None if update is None or _is_asked_by_optimizer() else update.gradient_of_module()
 

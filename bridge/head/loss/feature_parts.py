@@ -109,7 +109,7 @@ class _PartsLoss(torch.autograd.Function):
         refuse_second_derivative()
         call: HeadCall = ctx.call
         parts: FeatureParts = ctx.parts
-        of_stand_in = call.passed(upstream)
+        of_stand_in = call.defer(upstream)
         with torch.autocast(upstream.device.type, enabled=False):
             if parts.gradients is None or not any(ctx.needs_input_grad[3:]):
                 return (of_stand_in, *(None,) * (len(ctx.needs_input_grad) - 1))
