@@ -97,17 +97,18 @@ def test_a_new_run_that_is_exported_into_a_followed_folder_is_served_and_kept(ru
         "serve", "--follow", f"signs={models}", "--listen", "127.0.0.1:0", errors=tmp_path / "log"
     ) as service:
 
-        def wait_for(version: int) -> dict[str, Any]:
+        def wait_for(version: int, step: int) -> None:
             end = time.monotonic() + 60
-            while (said := asked(service.address, "/v1/models/signs"))["current"] != version:
+            while True:
+                said = asked(service.address, "/v1/models/signs")
+                if (said["current"], said["following"].get("step")) == (version, step):
+                    return
                 assert time.monotonic() < end, said
                 time.sleep(0.02)
-            return said
 
-        wait_for(100)
+        wait_for(100, 100)
         assert json.loads(typed("export", run, "--to", models, "--keep", 2, "--json").stdout)["version"] == 101
-        wait_for(101)
-        assert asked(service.address, "/v1/models/signs")["following"]["step"] == step
+        wait_for(101, step)
     assert sorted(path.name for path in models.iterdir()) == ["000100", "000101"]
     fresh = read_config(models / "000101")
     assert typed("export", run, "--to", models, "--keep", 2).exit_code == 0  # the newest, once more
