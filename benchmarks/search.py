@@ -14,15 +14,18 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from _clustered import clustered_rows
 from _common import result, threads
+from torch import nn
 
+import geartrain as gt
 from geartrain.launch.bench import Result
 from geartrain.serving.index.choice import sample_queries
 from geartrain.serving.index.nearest import NearestIndex
@@ -50,6 +53,8 @@ def results(full: bool = False) -> Iterator[Result]:
         started = time.perf_counter()
         open_index(Path(folder), config, rows, threads=THREADS)
         yield result(f"open an index of {NUM_ROWS:,} rows", time.perf_counter() - started, "aim", 3.0, "s", target=1.0)
+    for num_classes, batch in ((9_262, 256), (100_000, 1024)):
+        yield from _predicted(rows[:num_classes], batch)
     for kind in ("ivf", "hnsw"):
         yield from _chosen(rows[:FEW_ROWS], kind)
     if full:
@@ -83,7 +88,29 @@ def _exact(index: NearestIndex, rows: Floats, queries: Floats) -> Iterator[Resul
     yield result(case, 100 * float(same.mean()), "all", 100.0, "%", target=1.0, more_is_better=True)
 
 
-def _medians(sides: list[Callable[[Floats], object]], batches: list[Floats]) -> list[float]:
+def _predicted(rows: Floats, batch: int) -> Iterator[Result]:
+    """What a head says in an evaluation: no row changes between two batches."""
+    features = torch.from_numpy(sample_queries(rows, batch * ROUNDS).astype(np.float32))
+    with threads(THREADS), gt.local(num_shards=2) as cluster:
+        heads = {}
+        for where in ("pull", "hosted"):
+            heads[where] = gt.ClassHead(cluster, where, num_classes=len(rows), dim=DIM, margin=gt.ArcFace(), rows=where)
+            cluster.table(where).assign(np.arange(len(rows)), rows)
+        all_rows = torch.from_numpy(rows)
+        pulled, hosted, by_hand = _medians(
+            [
+                lambda some: heads["pull"].predict(some, K),
+                lambda some: heads["hosted"].predict(some, K),
+                lambda some: torch.topk(nn.functional.normalize(some) @ all_rows.T, K),
+            ],
+            list(features.split(batch)),
+        )
+    case = f"head.predict of {len(rows):,} classes, D={DIM}, k={K}, batch of {batch:,}"
+    yield result(f"{case}, rows pulled", 1e3 * pulled, "torch product and topk", 1e3 * by_hand, "ms", target=1.2)
+    yield result(f"{case}, rows hosted", 1e3 * hosted, "torch product and topk", 1e3 * by_hand, "ms", target=1.2)
+
+
+def _medians(sides: list[Callable[[Any], object]], batches: Sequence[Any]) -> list[float]:
     """Median seconds of a call of each side; the first round does not count."""
     seconds: list[list[float]] = [[] for _ in sides]
     for some in batches:

@@ -35,9 +35,12 @@ from geartrain.ams.kernels._core import (
 
 __all__ = [
     "RunningBestArrays",
+    "best_classes",
     "encode_rows",
     "exact_best",
     "exact_scores",
+    "first_of_each",
+    "make_panels",
     "make_unit_rows",
     "panel_bytes",
     "rank_candidates",
@@ -50,6 +53,9 @@ __all__ = [
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 Ids32 = npt.NDArray[np.int32]
+
+PANEL_ROWS = 16
+"""Rows of a panel."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,3 +101,50 @@ def rank_candidates(
     out, accepted = np.empty((len(scores), k), np.int32), np.empty(len(scores), np.uint8)
     _core.rank_candidates(scores, ids, counts, floors, error_bound, out, accepted, threads=threads)
     return out, accepted.astype(np.bool_)
+
+
+def make_panels(rows: Floats, *, threads: int) -> npt.NDArray[np.uint8] | None:
+    """The panels of rows [S, D]; None: a row is not finite, and cannot be searched."""
+    panels = np.empty((-(-len(rows) // PANEL_ROWS), panel_bytes(rows.shape[1])), np.uint8)
+    encode_rows(rows, panels, threads=threads)
+    lengths = panels[:, -4 * PANEL_ROWS :].view(np.float32)
+    return panels if np.isfinite(lengths).all() else None
+
+
+def best_classes(
+    rows: Floats,
+    panels: npt.NDArray[np.uint8],
+    features: Floats,
+    k: int,
+    *,
+    centers: int = 1,
+    biases: Floats | None = None,
+    largest_bias: float = 0.0,
+    threads: int,
+) -> tuple[Floats, npt.NDArray[np.int64]]:
+    """Exact scores [N, k'], falling, and numbers [N, k'] of the best classes for finite features [N, D].
+
+    Of equal scores the lower number is first; k' = min(k, classes). A class has ``centers`` of the rows, one after the
+    other, and the score of the best of them, to which its bias [classes] is added.
+    """
+    k = min(k, len(rows) // centers)
+    shape = len(features), k * centers
+    scores, found = np.empty(shape, np.float32), np.empty(shape, np.int64)
+    offsets = np.repeat(biases, centers) if biases is not None and centers > 1 else biases
+    search_rows(rows, panels, offsets, largest_bias, features, scores, found, threads=threads)
+    return first_of_each(scores, found, k, centers)
+
+
+def first_of_each(
+    scores: Floats, rows: npt.NDArray[np.int64], k: int, centers: int
+) -> tuple[Floats, npt.NDArray[np.int64]]:
+    """Of sorted scores of rows, ``centers`` of which are a class at most, those of the k best classes and these."""
+    if centers == 1:
+        return scores, rows
+    classes = rows // centers
+    order = np.argsort(classes, axis=1, kind="stable")
+    by_class = np.take_along_axis(classes, order, axis=1)
+    is_again = np.zeros(classes.shape, np.bool_)
+    np.put_along_axis(is_again, order[:, 1:], by_class[:, 1:] == by_class[:, :-1], axis=1)
+    places = np.argsort(is_again, axis=1, kind="stable")[:, :k]
+    return np.take_along_axis(scores, places, axis=1), np.take_along_axis(classes, places, axis=1)

@@ -37,6 +37,8 @@ PARTS = 8
 """Sums that are kept apart and added in order, whatever the number of threads: the result does not depend on it."""
 PART_BYTES = 64 << 20
 """All parts together take no more, but for the first."""
+SEARCHED_BYTES = 8 << 20
+"""Rows of a chunk whose best are looked for: a search of few begins with knowing nothing."""
 NO_LOGIT = -1e37
 """Below every logit, and finite: differences of it are no NaN."""
 UNSHIFTED_LIMIT = 84.0
@@ -313,7 +315,7 @@ def _top(rows: HostedRows, inputs: HostedInputs) -> Arrays:
     features_BD = _array(inputs, "features", np.float32, (None, rows.spec.dim // centers))
     k = _whole_number(inputs, "k", None)
     normalised = _setting(inputs, "normalised", 0.0) != 0
-    chunks = _chunks(rows.num_owned)
+    chunks = _chunks(rows.num_owned, max(CHUNK_ROWS, SEARCHED_BYTES // rows.spec.row_bytes))
     parts = max(1, min(PARTS, len(chunks)))
     return top_classes(
         rows,
@@ -396,8 +398,8 @@ def step_bytes(active: int, batch_bytes: int, dim: int) -> tuple[int, str]:
     return size, f"({sums} + 1)·R·B·D·4 or 2·A·D·4/S, if that is at most 2 · 32 MiB"
 
 
-def _chunks(num: int) -> list[tuple[int, int]]:
-    return [(start, min(start + CHUNK_ROWS, num)) for start in range(0, num, CHUNK_ROWS)]
+def _chunks(num: int, size: int = CHUNK_ROWS) -> list[tuple[int, int]]:
+    return [(start, min(start + size, num)) for start in range(0, num, size)]
 
 
 def _array(inputs: HostedInputs, name: str, dtype: type[Any], shape: tuple[int | None, ...]) -> npt.NDArray[Any]:

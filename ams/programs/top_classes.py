@@ -7,24 +7,52 @@ numbers. Legend: B samples, D width, N rows of a chunk, k answers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from geartrain.ams.kernels.neighbours import best_classes, make_panels, make_unit_rows
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.hosted import Float32, HostedRows
-from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.errors import InvalidArgument, NonFinite
 from geartrain.ams.values.shard_messages import Arrays
 from geartrain.ams.values.specs import Ids
 
-_LEAST_LENGTH = np.float32(1e-12)
-"""Lengths below this count as this, as in ``torch.nn.functional.normalize``."""
 MOST_ANSWERS = 1 << 22
 """B·k of one call."""
 
 Best = tuple[Float32, Ids]
 """Scores and class ids [B, k'], best first."""
+
+
+@dataclass(frozen=True, eq=False)
+class SearchedRows:
+    """Rows of N classes, of which the exact best are found by codes of one byte a column."""
+
+    rows_SD: Float32
+    """S = N · centers."""
+    panels: npt.NDArray[np.uint8]
+    ids: Ids
+    """Of the classes [N]."""
+    centers: int
+
+    @classmethod
+    def of(cls, rows_SD: Float32, ids: Ids, centers: int = 1, *, normalised: bool, threads: int) -> SearchedRows:
+        """Take over ``rows_SD``, which get unit length in place if ``normalised``. Raises NonFinite, naming a class."""
+        if normalised:
+            make_unit_rows(rows_SD, threads=threads)
+        panels = make_panels(rows_SD, threads=threads)
+        if panels is None:
+            bad = int(np.isfinite(rows_SD).all(axis=1).argmin()) // centers
+            raise NonFinite(f"the row of class {ids[bad]} holds NaN or infinity; assign it, or restore a snapshot")
+        return cls(rows_SD, panels, ids, centers)
+
+    def best(self, features_BD: Float32, k: int, *, threads: int) -> Best:
+        """The best classes of finite features."""
+        scores, numbers = best_classes(self.rows_SD, self.panels, features_BD, k, centers=self.centers, threads=threads)
+        return scores, self.ids[numbers]
 
 
 def top_classes(
@@ -54,20 +82,16 @@ def top_classes(
             ids = rows.owned_ids(start, stop)
             ids = ids if living.are_all else ids[living.holds(ids)]
             rows_SD = rows.read(ids).reshape(-1, features_BD.shape[1])
-            if normalised:
-                rows_SD /= np.maximum(np.linalg.norm(rows_SD, axis=1, keepdims=True), _LEAST_LENGTH)
-            scores_BN = features_BD @ rows_SD.T
-            if centers > 1:
-                scores_BN = scores_BN.reshape(size, len(ids), centers).max(axis=2)
-            best = _best_of([best, (scores_BN, np.broadcast_to(ids, (size, len(ids))))], k)
+            found = SearchedRows.of(rows_SD, ids, centers, normalised=normalised, threads=1)
+            best = best_of([best, found.best(features_BD, k, threads=1)], k)
         return best
 
-    scores, ids = _best_of(rows.side_by_side(best_of_part, range(parts)), k)
+    scores, ids = best_of(rows.side_by_side(best_of_part, range(parts)), k)
     found: dict[str, npt.NDArray[Any]] = {"scores": scores, "ids": ids}
     return found
 
 
-def _best_of(several: Sequence[Best], k: int) -> Best:
+def best_of(several: Sequence[Best], k: int) -> Best:
     """The ``k`` best of each sample among several, best first; of equals the first one."""
     scores_BN = np.concatenate([scores for scores, _ in several], axis=1)
     ids_BN = np.concatenate([ids for _, ids in several], axis=1)

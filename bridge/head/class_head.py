@@ -372,8 +372,9 @@ class ClassHead(ModuleWithRows):
     def predict(self, features: Tensor, k: int = 5) -> tuple[Tensor, Tensor]:
         """The ``k`` best classes of features [B, D]: scores [B, k] (cos θ; x·w without a margin) and ids [B, k] int64.
 
-        Best first; the margin plays no part. Streams all C rows once per 1,024 samples; hosted rows do not travel.
-        Raises InvalidRows, InvalidArgument, and NonFinite for features on the CPU, unless
+        Best first; the margin plays no part. Pulled rows are kept until they change if 5 · C · D bytes are within
+        ``rows_cache_bytes``; else all C travel, for each 1,024 samples on a GPU. Hosted rows do not travel. Raises
+        InvalidRows, InvalidArgument, and NonFinite for rows or features on the CPU, unless
         ranks hold the rows: there the scores are NaN.
         """
         check_features(features, self.dim)

@@ -14,10 +14,9 @@ import numpy.typing as npt
 
 from geartrain.ams.kernels import neighbours as ops
 from geartrain.ams.values.errors import InvalidRows, ModelDamaged
-from geartrain.serving.index.queries import Answers, Floats, Positions, first_of_each, ranked
+from geartrain.serving.index.queries import Answers, Floats, Positions, ranked
 
 PANELS = "index.npy"
-_PANEL_ROWS = 16
 _ROWS_AT_ONCE = 1 << 16
 
 
@@ -69,34 +68,33 @@ class EncodedRows:
 
     def search(self, features_ND: Floats, k: int, threads: int) -> Answers:
         """The k best classes, or all."""
-        centers_each = self.centers_each
-        k = min(k, len(self.centers))
-        shape = len(features_ND), k * centers_each
-        scores, rows = np.empty(shape, np.float32), np.empty(shape, np.int64)
-        biases = np.repeat(self.biases, centers_each) if self.biases is not None and centers_each > 1 else self.biases
-        ops.search_rows(
+        found = ops.best_classes(
             self.centers.reshape(-1, self.centers.shape[-1]),
             self.panels,
-            biases,
-            self.largest_bias,
             features_ND,
-            scores,
-            rows,
+            k,
+            centers=self.centers_each,
+            biases=self.biases,
+            largest_bias=self.largest_bias,
             threads=threads,
         )
-        return self._named(*first_of_each(scores, rows, k, centers_each))
+        return self._named(*found)
 
     def best_among(self, features_ND: Floats, rows_NW: npt.NDArray[np.int32], k: int, threads: int) -> Answers:
         """The k best classes of those that have the given rows, or as many as there are if these are all of theirs."""
-        k = min(k, rows_NW.shape[1] // self.centers_each)
-        scores_NW, counts = np.empty(rows_NW.shape), np.full(len(rows_NW), rows_NW.shape[1], np.int32)
+        each = self.centers_each
+        k, classes_NW = min(k, rows_NW.shape[1] // each), rows_NW // each
+        of_classes = classes_NW if each == 1 else (classes_NW[:, :, None] * each + np.arange(each, dtype=np.int32))
+        of_classes = np.ascontiguousarray(of_classes.reshape(len(rows_NW), -1), np.int32)
+        scores_NW, counts = np.empty(of_classes.shape), np.full(len(rows_NW), of_classes.shape[1], np.int32)
         all_rows = self.centers.reshape(-1, self.centers.shape[-1])
-        ops.exact_scores(features_ND, rows_NW, counts, all_rows, 0, scores_NW, threads=threads)
+        ops.exact_scores(features_ND, of_classes, counts, all_rows, 0, scores_NW, threads=threads)
+        scores_NW = scores_NW.reshape(*classes_NW.shape, each).max(axis=2)  # of all centers, the found ones or not
         if self.biases is not None:
-            scores_NW += self.biases[rows_NW // self.centers_each]
+            scores_NW += self.biases[classes_NW]
         with np.errstate(over="ignore"):
             scores, rows = ranked(scores_NW.astype(np.float32), rows_NW.astype(np.int64), rows_NW.shape[1])
-        scores, classes = first_of_each(scores, rows, k, self.centers_each)
+        scores, classes = ops.first_of_each(scores, rows, k, each)
         return self._named(scores[:, :k], classes[:, :k])
 
     def _named(self, scores: Floats, classes: Positions) -> Answers:
@@ -106,7 +104,7 @@ class EncodedRows:
 def panels_shape(centers: Floats) -> tuple[int, int]:
     """Of the panels of ``centers``."""
     rows = int(np.prod(centers.shape[:-1]))
-    return -(-rows // _PANEL_ROWS), ops.panel_bytes(centers.shape[-1])
+    return -(-rows // ops.PANEL_ROWS), ops.panel_bytes(centers.shape[-1])
 
 
 def encode(centers: Floats, panels: npt.NDArray[np.uint8], threads: int) -> None:
@@ -118,7 +116,8 @@ def encode(centers: Floats, panels: npt.NDArray[np.uint8], threads: int) -> None
         if not finite.all():
             place = (start + int(finite.argmin())) * len(centers) // len(rows)
             raise InvalidRows(f"the center at position {place} has a value that is not finite; train it again")
-        ops.encode_rows(some, panels[start // _PANEL_ROWS : -(-(start + len(some)) // _PANEL_ROWS)], threads=threads)
+        stop = -(-(start + len(some)) // ops.PANEL_ROWS)
+        ops.encode_rows(some, panels[start // ops.PANEL_ROWS : stop], threads=threads)
 
 
 def write_panels(path: Path, centers: Floats, threads: int) -> None:

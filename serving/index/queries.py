@@ -44,16 +44,3 @@ def ranked(scores: Floats, positions: Positions, k: int) -> Answers:
     """The k best by (score falling, position rising)."""
     order = np.lexsort((positions, -scores), axis=1)[:, :k]
     return np.take_along_axis(scores, order, axis=1), np.take_along_axis(positions, order, axis=1)
-
-
-def first_of_each(scores: Floats, rows: Positions, k: int, centers_each: int) -> Answers:
-    """Of sorted scores of rows, ``centers_each`` of which are a class, the k best classes."""
-    if centers_each == 1:
-        return scores, rows
-    classes = rows // centers_each
-    order = np.argsort(classes, axis=1, kind="stable")
-    by_class = np.take_along_axis(classes, order, axis=1)
-    is_again = np.zeros(classes.shape, np.bool_)
-    np.put_along_axis(is_again, order[:, 1:], by_class[:, 1:] == by_class[:, :-1], axis=1)
-    places = np.argsort(is_again, axis=1, kind="stable")[:, :k]
-    return np.take_along_axis(scores, places, axis=1), np.take_along_axis(classes, places, axis=1)

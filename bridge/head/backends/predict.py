@@ -5,16 +5,19 @@ Legend: B samples (of all ranks), S of this rank, or centers of the rows of a ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from geartrain.ams.client.hosted_calls import HostedCalls
+from geartrain.ams.client.table import Table
 from geartrain.ams.programs.class_head import TOP
 from geartrain.ams.programs.class_lifecycle import LiveClasses
-from geartrain.ams.programs.selection import ActiveClasses
-from geartrain.ams.programs.top_classes import MOST_ANSWERS
+from geartrain.ams.programs.selection import ActiveClasses, FullSoftmax
+from geartrain.ams.programs.top_classes import MOST_ANSWERS, SearchedRows, best_of
 from geartrain.ams.values.shard_messages import HostedInputs
 from geartrain.bridge.head.backends.active_rows import HostActive
 from geartrain.bridge.head.backends.pull.stream import Block, RowStream
@@ -23,61 +26,85 @@ from geartrain.bridge.head.loss.chunk_pool import CHUNKS
 from geartrain.bridge.head.sub_centers import scores_of_classes
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.placements.workspace import Arithmetic, BufferPool, Scratch, Workspace
-from geartrain.bridge.rows.tables import ReadableTable
+from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
 
 SAMPLES_AT_ONCE = 1024
+_LEAST_ROWS = 1024
 _BYTES_PER_ANSWER = 12
 
 TopK = tuple[Tensor, Tensor]
 """Scores [B, k] in the compute dtype, and ids [B, k] int64 of the best classes, best first."""
 
 
-def top_of_pulled(
-    table: ReadableTable,
-    active: ActiveClasses,
-    features_BD: Tensor,
-    k: int,
-    *,
-    normalised: bool,
-    centers: int,
-    pool: BufferPool,
-) -> TopK:
-    """The best of the ``active`` rows, on the features' device. Streams them once for every 1,024 samples."""
-    arithmetic = Arithmetic.of(features_BD)
-    none = _nothing(features_BD[:0], arithmetic, k)
-    queries = torch.split(_queries(features_BD, arithmetic, normalised), SAMPLES_AT_ONCE) if len(features_BD) else ()
-    parts = [_top_of_stream(table, active, part_BD, k, normalised, centers, arithmetic, pool) for part_BD in queries]
-    return torch.cat([none[0], *(scores for scores, _ in parts)]), torch.cat([none[1], *(ids for _, ids in parts)])
+class TopOfPulled:
+    """The best of rows that are pulled, on the features' device.
 
+    On a CPU rows are coded and searched, as many at a time as take ``kept_bytes`` with their codes; if these are all,
+    they are kept until they change: each batch of an evaluation asks for the same ones. Elsewhere, and for features in
+    float64, products are made, and rows streamed once for every 1,024 samples.
+    """
 
-def _top_of_stream(
-    table: ReadableTable,
-    active: ActiveClasses,
-    query_BD: Tensor,
-    k: int,
-    normalised: bool,
-    centers: int,
-    arithmetic: Arithmetic,
-    pool: BufferPool,
-) -> TopK:
-    stream = RowStream(table, active, pool, arithmetic.device)
-    chunk_rows = chunk_rows_for(len(query_BD), table.spec.dim, arithmetic.device)
+    def __init__(self, table: ReadableTable, pool: BufferPool, *, centers: int, kept_bytes: int) -> None:
+        self._table, self._pool, self._centers, self._kept_bytes = table, pool, centers, kept_bytes
+        self._kept: tuple[object, Any] = (None, None)
+        """What tells these rows from later ones, and they."""
 
-    def top_of_chunk(scratch: Scratch, item: tuple[Block, tuple[int, int]]) -> TopK:
-        block, (low, high) = item
-        work = Workspace(arithmetic, scratch)
-        rows_ND = work.load_rows(block.rows_ND[low:high])
-        scores, columns = _top_of_rows(work, rows_ND, query_BD, k, normalised, centers)
-        return scores, columns + (block.start + low)
+    def __call__(self, living: LiveClasses, features_BD: Tensor, k: int, *, normalised: bool) -> TopK:
+        """Scores and ids of the best living classes."""
+        arithmetic = Arithmetic.of(features_BD)
+        query_BD = _queries(features_BD, arithmetic, normalised)
+        active = living.select(FullSoftmax(), np.empty(0, np.int64), 0)
+        if arithmetic.device.type == "cpu" and arithmetic.compute == torch.float32 and len(features_BD):
+            queries, threads = query_BD.contiguous().numpy(), torch.get_num_threads()
+            found = [rows.best(queries, k, threads=threads) for rows in self._rows(living, active, normalised)]
+            scores, ids = best_of(found, k)
+            return torch.from_numpy(scores), torch.from_numpy(ids)
+        none = _nothing(query_BD[:0], arithmetic, k)
+        some = torch.split(query_BD, SAMPLES_AT_ONCE) if len(query_BD) else ()
+        parts = [self._top_of_stream(active, part_BD, k, normalised, arithmetic) for part_BD in some]
+        return torch.cat([none[0], *(scores for scores, _ in parts)]), torch.cat([none[1], *(ids for _, ids in parts)])
 
-    best = _nothing(query_BD, arithmetic, 0)
-    for block in stream.blocks():
-        chunks = [(block, bounds) for bounds in chunk_bounds(len(block.rows_ND), chunk_rows)]
-        best = _best_of([best, *CHUNKS.map(top_of_chunk, chunks, arithmetic.device)], k)
-    stream.close()
-    if active.sorted_ids is None:
-        return best
-    return best[0], torch.from_numpy(active.sorted_ids).to(arithmetic.device)[best[1]]  # so far they are positions
+    def _rows(self, living: LiveClasses, active: ActiveClasses, normalised: bool) -> Iterator[SearchedRows]:
+        """All of them, some at a time."""
+        table, threads = self._table, torch.get_num_threads()
+        at_once = max(_LEAST_ROWS, self._kept_bytes // (5 * table.spec.dim))
+        now = None
+        if isinstance(table, Table) and active.num <= at_once:  # asked for before rows are read
+            now = (table.incarnation, table.versions(), living.fingerprint)
+        if now is not None and now == self._kept[0]:
+            yield self._kept[1]
+            return
+        for start, stop in chunk_bounds(active.num, at_once):
+            ids = active.range(start, stop)
+            rows_ND = torch.empty(len(ids), table.spec.dim, dtype=TORCH_DTYPES[table.spec.dtype])
+            table.pull_into(ids, as_numpy(rows_ND))
+            rows_SD = rows_ND.float().numpy().reshape(-1, table.spec.dim // self._centers)
+            found = SearchedRows.of(rows_SD, ids, self._centers, normalised=normalised, threads=threads)
+            if now is not None:
+                self._kept = now, found
+            yield found
+
+    def _top_of_stream(
+        self, active: ActiveClasses, query_BD: Tensor, k: int, normalised: bool, arithmetic: Arithmetic
+    ) -> TopK:
+        stream = RowStream(self._table, active, self._pool, arithmetic.device)
+        chunk_rows = chunk_rows_for(len(query_BD), self._table.spec.dim, arithmetic.device)
+
+        def top_of_chunk(scratch: Scratch, item: tuple[Block, tuple[int, int]]) -> TopK:
+            block, (low, high) = item
+            work = Workspace(arithmetic, scratch)
+            rows_ND = work.load_rows(block.rows_ND[low:high])
+            scores, columns = _top_of_rows(work, rows_ND, query_BD, k, normalised, self._centers)
+            return scores, columns + (block.start + low)
+
+        best = _nothing(query_BD, arithmetic, 0)
+        for block in stream.blocks():
+            chunks = [(block, bounds) for bounds in chunk_bounds(len(block.rows_ND), chunk_rows)]
+            best = _best_of([best, *CHUNKS.map(top_of_chunk, chunks, arithmetic.device)], k)
+        stream.close()
+        if active.sorted_ids is None:
+            return best
+        return best[0], torch.from_numpy(active.sorted_ids).to(arithmetic.device)[best[1]]  # so far they are positions
 
 
 def top_of_hosted(

@@ -1,12 +1,15 @@
 #include "neighbours/row_codes.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numeric>
 
 #include "base/common.hpp"
 #include "machine/fan_out.hpp"
+#include "machine/isa.hpp"
 
 namespace geartrain {
 namespace {
@@ -27,34 +30,53 @@ float largest_magnitude(const float* values, int64_t count) {
   return largest;
 }
 
-void encode_row(const float* row, int64_t dim, int64_t place, uint8_t* panel) {
-  const int64_t quads = quads_of(dim);
-  float scale = largest_magnitude(row, dim) / 127;
+// Sums are of eight lanes, so that vectors may add them up: one sum has an order of its own.
+GEARTRAIN_INLINE void encode_row(const float* row, int64_t dim, uint8_t* __restrict codes, float* words) {
+  constexpr int kLanes = 8;
+  int32_t bits = 0;  // magnitudes are ordered as their bits are
+  for (int64_t d = 0; d < dim; ++d) bits = std::max(bits, std::bit_cast<int32_t>(row[d]) & 0x7fffffff);
+  float scale = std::bit_cast<float>(bits) / 127;
   if (!(scale >= kLeastScale)) scale = 0;
-  const double inverse = scale > 0 ? 1.0 / static_cast<double>(scale) : 0.0;
-  double left_out = 0, length = 0;
+  const double inverse = scale > 0 ? 1.0 / static_cast<double>(scale) : 0.0, step = static_cast<double>(scale);
   for (int64_t d = 0; d < dim; ++d) {
-    const double value = static_cast<double>(row[d]);
-    const double code = std::clamp(value * inverse + kToInteger - kToInteger, -127.0, 127.0);
-    const double rest = value - code * static_cast<double>(scale);
-    length += value * value;
-    left_out += rest * rest;
-    panel[(d / 4 * kPanelRows + place) * 4 + d % 4] = static_cast<uint8_t>(static_cast<int>(code) + kCodeZero);
+    const double code = static_cast<double>(row[d]) * inverse + kToInteger - kToInteger;
+    codes[d] = static_cast<uint8_t>(static_cast<int>(std::min(std::max(code, -127.0), 127.0)) + kCodeZero);
   }
-  for (int64_t d = dim; d < 4 * quads; ++d) panel[(d / 4 * kPanelRows + place) * 4 + d % 4] = kCodeZero;
-  const float words[3] = {scale, static_cast<float>(std::sqrt(left_out) * kUp), static_cast<float>(std::sqrt(length) * kUp)};
-  for (int64_t i = 0; i < 3; ++i) std::memcpy(panel + ((quads + i) * kPanelRows + place) * 4, &words[i], sizeof(float));
+  double lengths[kLanes] = {}, left_out[kLanes] = {};
+  const int64_t whole = dim / kLanes * kLanes;
+  for (int64_t d = 0; d < whole; d += kLanes)
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const double value = static_cast<double>(row[d + lane]);
+      const double rest = value - static_cast<double>(codes[d + lane] - kCodeZero) * step;
+      lengths[lane] += value * value;
+      left_out[lane] += rest * rest;
+    }
+  for (int64_t d = whole; d < dim; ++d) {
+    const double value = static_cast<double>(row[d]), rest = value - static_cast<double>(codes[d] - kCodeZero) * step;
+    lengths[0] += value * value;
+    left_out[0] += rest * rest;
+  }
+  words[0] = scale;
+  words[1] = static_cast<float>(std::sqrt(std::accumulate(left_out, left_out + kLanes, 0.0)) * kUp);
+  words[2] = static_cast<float>(std::sqrt(std::accumulate(lengths, lengths + kLanes, 0.0)) * kUp);
 }
 
 }  // namespace
 
 void encode_rows(const float* rows, int64_t count, int64_t dim, uint8_t* panels, int64_t threads) {
-  const int64_t bytes = panel_bytes(dim);
+  const int64_t bytes = panel_bytes(dim), quads = quads_of(dim);
+  const auto encode = Versions<&encode_row>::pick(active_isa());
   fan_out(panels_of(count), static_cast<size_t>(count * dim) * sizeof(float), threads, [&](int64_t begin, int64_t end, int64_t) {
     DefaultFloatMode float_mode;
     const std::vector<float> nothing(static_cast<size_t>(dim));
-    for (int64_t row = begin * kPanelRows; row < end * kPanelRows; ++row)
-      encode_row(row < count ? rows + row * dim : nothing.data(), dim, row % kPanelRows, panels + row / kPanelRows * bytes);
+    std::vector<uint8_t> codes(static_cast<size_t>(4 * quads), kCodeZero);
+    for (int64_t row = begin * kPanelRows; row < end * kPanelRows; ++row) {
+      float words[3];
+      encode(row < count ? rows + row * dim : nothing.data(), dim, codes.data(), words);
+      uint8_t* place = panels + row / kPanelRows * bytes + row % kPanelRows * 4;
+      for (int64_t q = 0; q < quads; ++q) std::memcpy(place + q * kPanelRows * 4, codes.data() + 4 * q, 4);
+      for (int64_t i = 0; i < 3; ++i) std::memcpy(place + (quads + i) * kPanelRows * 4, &words[i], sizeof(float));
+    }
   });
 }
 

@@ -1,6 +1,7 @@
 #include "neighbours/row_search.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -41,6 +42,13 @@ struct Scored {
   int32_t row;
 };
 
+// std::nextafter towards minus infinity, without a call: a search raises its floors many times.
+float next_below(float value) {
+  const int32_t bits = std::bit_cast<int32_t>(value + 0.0f);  // no -0
+  if (!(value >= kLowest)) return value;
+  return bits == 0 ? -std::numeric_limits<float>::denorm_min() : std::bit_cast<float>(bits > 0 ? bits - 1 : bits + 1);
+}
+
 bool better(const Scored& x, const Scored& y) { return x.score > y.score || (x.score == y.score && x.row < y.row); }
 
 class ExactScores {
@@ -65,7 +73,7 @@ class ExactScores {
 class Running {
  public:
   Running(const float* feature, const FeatureBounds& bounds, int64_t k)
-      : feature_(feature), exponent_(bounds.exponent), k_(static_cast<size_t>(k)), full_(std::max(kCandidates, 4 * k_)) {}
+      : feature_(feature), unit_(std::ldexp(1.0, bounds.exponent)), per_unit_(1 / unit_), k_(static_cast<size_t>(k)), full_(std::max(kCandidates, 4 * k_)) {}
 
   // No row whose upper bound is below it can be an answer.
   float floor() const { return floor_; }
@@ -104,14 +112,13 @@ class Running {
     }
     lowers_.push_back(lower);
     std::push_heap(lowers_.begin(), lowers_.end(), std::greater<>());  // the least in front
-    if (lowers_.size() == k_) raise_floor_to_score(std::ldexp(static_cast<double>(lowers_.front()), exponent_));
+    if (lowers_.size() == k_) raise_floor_to_score(static_cast<double>(lowers_.front()) * unit_);
   }
 
   // k rows have at least this score. Others may round to the same float32, and come first if they are lower.
   void raise_floor_to_score(double score) {
-    const float below = std::nextafter(static_cast<float>(score), -std::numeric_limits<float>::infinity());
-    const float scaled = static_cast<float>(std::ldexp(static_cast<double>(below), -exponent_));
-    raise_floor(std::nextafter(scaled, -std::numeric_limits<float>::infinity()));
+    const float below = next_below(static_cast<float>(score));
+    raise_floor(next_below(static_cast<float>(static_cast<double>(below) * per_unit_)));
   }
 
   void raise_floor(float floor) {
@@ -139,7 +146,7 @@ class Running {
   };
 
   const float* feature_;
-  int exponent_;
+  double unit_, per_unit_;  // powers of two: scores are products of what was coded times the first
   size_t k_;
   size_t full_;
   float floor_ = kLowest;

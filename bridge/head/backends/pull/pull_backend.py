@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import numpy as np
 from torch import Tensor
 
-from geartrain.ams.programs.selection import FullSoftmax, SamplingCorrection
+from geartrain.ams.programs.selection import SamplingCorrection
 from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.ams.values.specs import Ids, checked_wire_dtype
 from geartrain.bridge.head.autograd_node import RowsPass
 from geartrain.bridge.head.backends.active_rows import HostActive, take_offsets
 from geartrain.bridge.head.backends.backend import HeadSettings
 from geartrain.bridge.head.backends.cluster_backend import ClusterBackend
-from geartrain.bridge.head.backends.predict import top_of_pulled
+from geartrain.bridge.head.backends.predict import TopOfPulled
 from geartrain.bridge.head.backends.pull import streamed_rows
 from geartrain.bridge.head.backends.pull.held_rows import HeldRows
 from geartrain.bridge.head.backends.pull.streamed_rows import StreamedRows
@@ -49,6 +48,9 @@ class PullBackend(ClusterBackend):
         self._pool = BufferPool()
         checked_wire_dtype(settings.config.wire_dtype, settings.name, settings.config.dtype)  # before there is a table
         super().__init__(settings)
+        self._top = TopOfPulled(
+            self.table, self._pool, centers=settings.sub_centers, kept_bytes=settings.config.rows_cache_bytes
+        )
 
     @classmethod
     def step_memory(cls, plan: MemoryPlan) -> list[MemoryPart]:
@@ -104,13 +106,4 @@ class PullBackend(ClusterBackend):
 
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
         check_finite(features)
-        active = self.live_classes.select(FullSoftmax(), np.empty(0, np.int64), 0)
-        return top_of_pulled(
-            self.table,
-            active,
-            features,
-            k,
-            normalised=self.margins.margin is not None,
-            centers=self.settings.sub_centers,
-            pool=self._pool,
-        )
+        return self._top(self.live_classes, features, k, normalised=self.margins.margin is not None)

@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import geartrain as gt
 from geartrain.ams.kernels.ops import has_bfloat16_class_pass
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite
@@ -158,13 +160,16 @@ def test_on_a_cpu_networks_run_in_bfloat16_only_with_amx(has_amx: bool, monkeypa
     assert native_types.has_fast_bfloat16(torch.device("cpu")) == has_amx
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("margin", [None, ArcFace(scale=64)])
-def test_predict_equals_brute_force(margin: ArcFace | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predict_equals_brute_force(
+    margin: ArcFace | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("geartrain.bridge.head.backends.pull.stream.block_rows_for", lambda _: 17)
+    monkeypatch.setattr("geartrain.bridge.head.backends.predict._LEAST_ROWS", 17)
     monkeypatch.setattr("geartrain.bridge.head.backends.predict.SAMPLES_AT_ONCE", 5)
-    head, table = make_head(margin=margin)
-    features, _ = batch()
-    rows = torch.from_numpy(table.rows)
+    head, table = make_head(margin=margin, rows_cache_bytes=0)
+    features, rows = batch()[0].to(dtype), torch.from_numpy(table.rows).to(dtype)
     plain = features @ rows.t() if margin is None else F.normalize(features) @ F.normalize(rows).t()
     expected = plain.detach().topk(7, dim=1)
     scores, ids = head.predict(features, k=7)
@@ -173,6 +178,35 @@ def test_predict_equals_brute_force(margin: ArcFace | None, monkeypatch: pytest.
     with pytest.raises(InvalidArgument, match="k is 51"):
         head.predict(features, k=51)
     assert head.predict(features[:0])[1].shape == (0, 5)
+
+
+def test_predict_follows_what_others_do_with_the_rows_that_it_keeps(tmp_path: Path) -> None:
+    rows, features = torch.randn(40, 8), torch.randn(6, 8)
+
+    def require_best() -> None:
+        for _ in range(2):
+            scores, ids = head.predict(features, k=3)
+            best = (features @ rows.t()).topk(3, dim=1)
+            torch.testing.assert_close(scores, best.values)
+            assert torch.equal(ids, best.indices)
+
+    with gt.local(num_shards=2) as cluster:
+        head = gt.ClassHead(cluster, "classes", num_classes=40, dim=8, margin=None)
+        table = cluster.table("classes")
+        table.assign(np.arange(40), rows.numpy())
+        require_best()
+        saved = cluster.snapshot(tmp_path).result(60)
+        table.assign(np.array([7]), np.zeros((1, 8), np.float32))
+        before, rows[7] = rows[7].clone(), 0
+        require_best()
+        rows[7] = before
+        cluster.restore(saved, replace=True)
+        table.assign(np.array([7]), 9 * features[:1].numpy())  # as many writes as before
+        rows[7] = 9 * features[0]
+        require_best()
+        head.retire_classes(torch.tensor([7]))
+        rows[7] = -1e3 * features[0]
+        assert not (head.predict(features, k=3)[1] == 7).any()
 
 
 def test_imprinted_centers_are_the_unit_mean_features() -> None:

@@ -146,6 +146,17 @@ def test_several_centers_and_biases_are_searched_by_faiss_too(tmp_path: Path) ->
         assert agreement(index, exact, sample_queries(rows), k=1) == facts["recall_at_1"] >= 0.95
 
 
+def test_a_class_that_was_found_by_any_of_its_centers_is_scored_by_the_best_of_all() -> None:
+    rows, features = clustered(50, 3, 16), clustered(7, 1, 16, seed=3)[:, 0]
+    biases = clustered(50, 1, seed=1)[:, 0]
+    found = np.stack([np.random.default_rng(n).choice(50, 20, replace=False) * 3 + n % 3 for n in range(7)])
+    true = np.einsum("nd,ckd->nck", features.astype(np.float64), rows.astype(np.float64)).max(-1) + biases
+    scores, classes = EncodedRows.of(rows, biases).best_among(features, found.astype(np.int32), 4, threads=1)
+    np.testing.assert_allclose(scores, np.take_along_axis(true, classes, 1), rtol=1e-6)
+    of_found = np.sort(np.take_along_axis(true, found // 3, 1), axis=1)[:, :-5:-1]
+    np.testing.assert_allclose(scores, of_found, rtol=1e-6)
+
+
 class TestChoice:
     """:func:`choose_index` of many rows."""
 
