@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 
 from geartrain.ams.kernels import ops
 from geartrain.ams.tables.counted_ids import compiled_admission
@@ -12,13 +13,17 @@ from geartrain.ams.values.specs import DTYPES, Constant, Ids, Initializer, Table
 _CONSTANT, _UNIFORM, _NORMAL = range(3)
 _LARGEST_NORMAL = 6.5
 _LARGEST = {"float32": (2 - 2**-23) * 2.0**127, "float16": 65504.0, "bfloat16": (2 - 2**-7) * 2.0**127}
+_RUN = re.compile(r".*~[0-9a-f]{8}(?=/|$)")
 ELAPSED_WINDOW = 16_384
 """Steps after which a row that nobody pushed is caught up at the latest, where untouched rows move."""
 
 
 def table_hash(name: str) -> int:
-    """Return the 32-bit hash of a table's name that enters its initial values."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
+    """Return the 32-bit hash of a table's name that enters its initial values.
+
+    What tells runs apart, up to ``~`` and eight hexadecimal digits, does not: runs of equal settings have equal ones.
+    """
+    return int.from_bytes(hashlib.blake2b(_RUN.sub("", name).encode(), digest_size=4).digest(), "little")
 
 
 def distribution_of(initializer: Initializer) -> tuple[int, float, float, float]:

@@ -225,7 +225,7 @@ def _run_on(
         data = _load_in_turn(trainer_class, options, state, ranks, console)
         stop.doing = "opened its cluster"
         failpoints.reach("job.connect.before")
-        job = f"{options.out.name or 'run'}-{ranks.new_job_id()}" if state is None else state.progress.table
+        job = f"{options.out.name or 'run'}~{ranks.new_job_id()}" if state is None else state.progress.table
         again = loss is not None or is_restart
         cluster = (
             stack.enter_context(_open_cluster(options, ranks, job, goes_on=again)) if not _on_ranks(options) else None
