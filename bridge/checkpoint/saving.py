@@ -64,7 +64,8 @@ def save(model: nn.Module, path: str | Path, *, state: Mapping[str, Any] | None 
         model: A module; it need not have rows.
         path: A folder that does not exist, is empty, or holds a saved model.
         state: More to keep, by names of yours: whatever has ``state_dict()`` (optimizers, RowOptimizer, LR schedulers,
-            GradScaler), and numbers, strings, tensors, dicts and lists of them (the epoch, ``torch.get_rng_state()``).
+            GradScaler), and numbers, strings, tensors, arrays, dicts and lists of them (the epoch,
+            ``torch.get_rng_state()``, ``numpy.random.get_state()``).
 
     Raises:
         InvalidArgument: Gradients wait for a step, a value cannot be kept, the folder holds something else, a module

@@ -88,11 +88,11 @@ def check_class_ids(ids: Ids, num_classes: int, what: str, but: int | None = Non
     is_wrong = (ids < 0) | (ids >= num_classes)
     wrong = np.flatnonzero(is_wrong if but is None else is_wrong & (ids != but))
     if len(wrong):
-        index = int(wrong[0])
-        raise InvalidIds(
-            f"{what} {int(ids[index])} at index {index} is outside [0, {num_classes}); "
-            "raise num_classes or map your classes to 0 … num_classes − 1"
-        )
+        index, found = int(wrong[0]), int(ids[wrong[0]])
+        remedy = "raise num_classes or map your classes to 0 … num_classes − 1"
+        if found < 0 and but is not None:
+            remedy = f"if it means no class, give ignore_index={found}; else map your classes to 0 … num_classes − 1"
+        raise InvalidIds(f"{what} {found} at index {index} is outside [0, {num_classes}); {remedy}")
     return ids
 
 

@@ -1,8 +1,8 @@
 """State of PyTorch objects as bytes, for ``files=`` of ``Cluster.snapshot``: safetensors, no pickle.
 
 Whatever ``state_dict()`` of a module, an optimizer, an LR scheduler or a GradScaler returns: nested dicts, lists and
-tuples of tensors, numbers, strings and None. Tensors are stored once each, on the host; the rest, and where each tensor
-belongs, is JSON in the file's metadata.
+tuples of tensors, arrays of numpy, numbers, strings and None. Tensors are stored once each, on the host; the rest, and
+where each tensor belongs, is JSON in the file's metadata.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -20,7 +21,7 @@ from torch import Tensor
 from geartrain.ams.values.errors import InvalidArgument
 
 _TREE = "geartrain-state"
-_TENSOR, _TUPLE, _PAIRS, _FLOAT, _APART = "$tensor", "$tuple", "$pairs", "$float", "$apart"
+_TENSOR, _ARRAY, _TUPLE, _PAIRS, _FLOAT, _APART = "$tensor", "$array", "$tuple", "$pairs", "$float", "$apart"
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class RowsOfRank:
 def state_to_bytes(state: Any) -> bytes:
     """Return ``state`` as the bytes of a safetensors file.
 
-    Dtypes, shapes, tuples and integer keys are kept; tensors that share memory are stored apart. Raises InvalidArgument
-    naming the place of a value of any other type.
+    Dtypes, shapes, tuples and integer keys are kept; tensors that share memory are stored apart, and a number of numpy
+    becomes Python's. Raises InvalidArgument naming the place of a value of any other type.
     """
     tensors: dict[str, Tensor] = {}
     tree = _packed(state, "state", tensors)
@@ -73,6 +74,10 @@ def _packed(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
             return {_TENSOR: name}
         case ShardedTensorRef():
             return {_APART: [value.name, list(value.shape), value.dtype]}
+        case np.ndarray() if value.dtype.kind in "biuf":
+            return {_ARRAY: _packed(torch.from_numpy(np.array(value)), place, tensors)[_TENSOR]}
+        case np.generic() if value.dtype.kind in "biuf":
+            return _packed(value.item(), place, tensors)
         case None | bool() | int() | str():
             return value
         case float():
@@ -89,8 +94,8 @@ def _packed(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
             return [_packed(item, f"{place}[{i}]", tensors) for i, item in enumerate(value)]
         case _:
             raise InvalidArgument(
-                f"{place} is {type(value).__name__}; a state holds tensors, numbers, strings, None, and dicts, lists "
-                "and tuples of them"
+                f"{place} is {type(value).__name__}; a state holds tensors, arrays, numbers, strings, None, and dicts, "
+                "lists and tuples of them"
             )
 
 
@@ -103,6 +108,8 @@ def _unpacked(value: Any, tensors: dict[str, Tensor]) -> Any:
     match kind:
         case "$tensor":
             return tensors[content]
+        case "$array":
+            return tensors[content].numpy()
         case "$float":
             return float(content)
         case "$pairs":

@@ -125,6 +125,14 @@ def test_predict_refuses_features_that_are_not_finite() -> None:
         head.predict(features)
 
 
+def test_a_negative_label_is_told_of_ignore_index_which_takes_it() -> None:
+    features, labels = batch()
+    labels[3] = -1
+    with pytest.raises(InvalidIds, match="label -1 at index 3 .* give ignore_index=-1"):
+        make_head()[0](features, labels)
+    assert make_head(ignore_index=-1)[0](features, labels).isfinite()
+
+
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 def test_on_a_cpu_without_amx_the_products_of_autocast_are_made_in_float32(
     kind: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -74,9 +75,22 @@ def test_tensors_keep_dtype_and_shape_and_views_are_stored_whole() -> None:
         assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype, name
 
 
+def test_arrays_and_numbers_of_numpy_are_kept_as_evaluations_make_them() -> None:
+    drawn = np.random.RandomState(3)
+    best = {"loss": np.float32(0.25), "step": np.int64(7), "met": np.bool_(True), "worst": np.float32("inf")}
+    found = state_from_bytes(state_to_bytes({"numpy": drawn.get_state(), "best": best, "seen": np.eye(2)[:, ::-1]}))
+    assert found["best"] == best and type(found["best"]["loss"]) is float
+    np.testing.assert_array_equal(found["seen"], np.eye(2)[:, ::-1])
+    expected = drawn.rand(4)
+    drawn.set_state(found["numpy"])
+    np.testing.assert_array_equal(drawn.rand(4), expected)
+
+
 def test_what_is_no_state_is_named() -> None:
     with pytest.raises(InvalidArgument, match=r"state\['a'\]\[1\] is object"):
         state_to_bytes({"a": [1, object()]})
+    with pytest.raises(InvalidArgument, match=r"state\['c'\] is ndarray"):
+        state_to_bytes({"c": np.array(["text"])})
     with pytest.raises(InvalidArgument, match=r"state\['b'\] is a tensor of layout torch.sparse_coo; .* to_dense"):
         state_to_bytes({"b": torch.zeros(3).to_sparse()})
     with pytest.raises(InvalidArgument, match="not a state"):
