@@ -78,9 +78,11 @@ class Publisher:
         self._failure = ""
         self._newest: int | None = None
         """Step of the version that was begun last."""
+        peers = head.backend.peers
         self._snapshots = JobSnapshots(
             self,
             str(path_name("folder", folder, "a folder or URL")),
+            is_first=peers is None or peers.rank == 0,
             keep=integer("keep", keep, 1),
             increments=integer("increments", increments, 0) if head.backend.local is None else 0,
             say=self._tell,

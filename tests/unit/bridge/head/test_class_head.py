@@ -128,7 +128,7 @@ def test_predict_refuses_features_that_are_not_finite() -> None:
 def test_a_negative_label_is_told_of_ignore_index_which_takes_it() -> None:
     features, labels = batch()
     labels[3] = -1
-    with pytest.raises(InvalidIds, match="label -1 at index 3 .* give ignore_index=-1"):
+    with pytest.raises(InvalidIds, match=r"label -1 at index 3 .* give ignore_index=-1"):
         make_head()[0](features, labels)
     assert make_head(ignore_index=-1)[0](features, labels).isfinite()
 
