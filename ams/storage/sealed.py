@@ -9,11 +9,9 @@ from geartrain.ams.storage.snapshot.manifest import unseal_json
 from geartrain.ams.values.errors import ConfigError, ModelDamaged
 from geartrain.ams.values.text import other_format
 
-FORMAT = 1
 
-
-def read_sealed(path: Path, hint: str, again: str) -> dict[str, Any]:
-    """The content of a model's sealed JSON of :data:`FORMAT`; ``again`` says how the model is written once more.
+def read_sealed(path: Path, format_number: int, hint: str, again: str) -> dict[str, Any]:
+    """The content of a model's sealed JSON of this format; ``again`` says how the model is written once more.
 
     Raises ConfigError, with the ``hint`` if it is not there, or in another format; ModelDamaged.
     """
@@ -25,6 +23,6 @@ def read_sealed(path: Path, hint: str, again: str) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {exc}") from exc
     except ValueError as exc:
         raise ModelDamaged(f"{path} is damaged: {exc}; bring it back from a copy, or {again}") from exc
-    if content.get("format") != FORMAT:
-        raise ConfigError(f"{path} {other_format(content.get('format'), FORMAT)}, or {again}")
+    if content.get("format") != format_number:
+        raise ConfigError(f"{path} {other_format(content.get('format'), format_number)}, or {again}")
     return content

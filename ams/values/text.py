@@ -42,3 +42,9 @@ def quoted(name: object) -> str:
 def other_format(found: object, read: object) -> str:
     """What is wrong with a file of another format than the one that is read, and what to do, after its name."""
     return f"has format {found!r}; this version of Geartrain reads format {read!r}. Use the version that wrote it"
+
+
+def of_another_version(lacks: object) -> str:
+    """What is wrong with a whole file that has other keys than this version writes, after its name: its checksum is
+    right, so nothing is damaged."""
+    return f"was made by another version of Geartrain: {lacks}. Use the version that wrote it"

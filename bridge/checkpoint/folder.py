@@ -23,15 +23,18 @@ import xxhash
 
 from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.durable import create_folders, sync_folder, write_file
-from geartrain.ams.storage.sealed import FORMAT, read_sealed
+from geartrain.ams.storage.sealed import read_sealed
 from geartrain.ams.storage.snapshot.folder import Snapshot, open_snapshot
 from geartrain.ams.storage.snapshot.manifest import seal_json
 from geartrain.ams.values.arguments import path_name
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged, SnapshotError
+from geartrain.ams.values.text import of_another_version
 from geartrain.bridge.checkpoint.rank_rows import RankFile
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
 
 MODEL = "model.json"
+FORMAT = 2
+"""Of what is here; 1 had no pieces."""
 _ID = r"[0-9a-f]{32}"
 _OURS = re.compile(
     rf"(?:state|rows|rank)-({_ID})(?:\.safetensors|-\d+|-\d+\.json|-\d+-\d+\.safetensors)|\.(?:staging|trash|part)-.*"
@@ -144,7 +147,7 @@ def sweep(folder: Path) -> None:
 def read_record(folder: Path) -> ModelRecord:
     """Raises ConfigError if no model was saved there, or in another format; ModelDamaged."""
     path = folder / MODEL
-    content = read_sealed(path, f"is {folder} the folder that geartrain.save wrote?", _AGAIN)
+    content = read_sealed(path, FORMAT, f"is {folder} the folder that geartrain.save wrote?", _AGAIN)
     try:
         return ModelRecord(
             id=content["id"],
@@ -156,7 +159,7 @@ def read_record(folder: Path) -> ModelRecord:
             about=content["about"],
         )
     except (KeyError, TypeError) as exc:
-        raise ModelDamaged(f"{path} is damaged: it lacks {exc}; {_REMEDY}") from exc
+        raise ConfigError(f"{path} {of_another_version(f'it lacks {exc}')}, or {_AGAIN}") from exc
 
 
 def read_state(folder: Path, record: ModelRecord) -> Any:

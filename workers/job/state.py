@@ -14,7 +14,7 @@ from typing import Any
 from geartrain.ams.storage.snapshot.folder import Snapshot, latest, list_snapshots, open_snapshot
 from geartrain.ams.storage.snapshot.store import place, within
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, SnapshotDamaged
-from geartrain.ams.values.text import other_format
+from geartrain.ams.values.text import of_another_version, other_format
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
 from geartrain.workers.job.keys import as_json, recipe_of
 
@@ -105,7 +105,7 @@ class JobState:
                 scheduler=values["scheduler"],
             )
         except (KeyError, TypeError, ValueError, InvalidArgument) as exc:
-            raise ConfigError(f"{snapshot.path} does not hold a whole job: {exc!r}") from exc
+            raise ConfigError(f"the job's state in {snapshot.path} {of_another_version(repr(exc))}") from exc
         if snapshot.manifest.step != state.progress.step:
             raise ConfigError(
                 f"{snapshot.path} holds rows of step {snapshot.manifest.step}, but the state of a job at step "

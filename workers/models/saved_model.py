@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from geartrain.ams.storage.sealed import FORMAT, read_sealed
+from geartrain.ams.storage.sealed import read_sealed
 from geartrain.ams.storage.snapshot.manifest import seal_json
 from geartrain.ams.storage.tensor_file import map_tensors, tensor_file
 from geartrain.ams.values.errors import ConfigError, ModelDamaged
@@ -43,6 +43,7 @@ from geartrain.workers.atomic import complete_folder
 BACKBONE, ONNX = "backbone.safetensors", "backbone.onnx"
 CONFIG, CENTERS, NAMES = "config.json", "centers.safetensors", "names.safetensors"
 OLD_NAMES = "classes.json"
+FORMAT = 1
 _SUMS = "xxh3_128_of"
 _CHUNK_BYTES = 1 << 20
 _AGAIN = "train on: 'geartrain worker ... --resume RUN' saves the model anew at its end"
@@ -130,7 +131,7 @@ def sealed_files(config: Mapping[str, Any]) -> set[str]:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The content of config.json, whose other files are not looked at. Raises as :func:`unseal_folder`."""
-    return read_sealed(folder / CONFIG, f"is {folder} the model folder of a run?", _again(folder))
+    return read_sealed(folder / CONFIG, FORMAT, f"is {folder} the model folder of a run?", _again(folder))
 
 
 def unseal_folder(folder: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from geartrain.ams.values.placement import (
     placement_from_bytes,
     placement_to_bytes,
 )
-from geartrain.ams.values.text import other_format
+from geartrain.ams.values.text import of_another_version, other_format
 
 FORMAT: Literal[1] = 1
 MANIFEST = "manifest.json"
@@ -54,6 +54,8 @@ MAX_MANIFEST_BYTES = 1 << 30
 SNAPSHOT_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 """Of a snapshot, and of a file of the job."""
 _DIGEST = "xxh3_128"
+_OF_OTHER_KEYS = {"missing", "extra_forbidden"}
+"""What pydantic calls a key too few and one too many."""
 
 Hex128 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(ge=0)]
@@ -234,6 +236,8 @@ def decode_manifest(data: bytes) -> Manifest:
     try:
         return Manifest.model_validate(content)
     except (ValidationError, InvalidArgument) as exc:
+        if isinstance(exc, ValidationError) and {error["type"] for error in exc.errors()} <= _OF_OTHER_KEYS:
+            raise SnapshotOfOtherFormat(of_another_version(in_words(exc))) from exc
         raise ValueError(f"its content is not legal: {in_words(exc)}") from exc
 
 
