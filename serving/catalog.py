@@ -86,7 +86,7 @@ class _Model:
     is_held: bool = False
     """Rolled back: newer versions do not become current by themselves."""
     is_expected: bool = False
-    changing: threading.Lock = field(default_factory=threading.Lock)
+    changing: Any = field(default_factory=threading.RLock)
     """One change after the other."""
 
     @property
@@ -132,9 +132,9 @@ class Catalog:
     def add(self, name: str, servable: Servable, folder: Path | None = None, *, share: float | None = None) -> bool:
         """Serve a version, from the next question on; return whether it became current (or, with ``share``, canary).
 
-        One that is newer than all before becomes current, unless the model was rolled back; others wait for a rollback
-        to them. With ``share`` it is asked that part of the questions, beside the current one. What does not become
-        current or canary is closed, and remembered if it has a folder.
+        One of a higher number than all before becomes current, unless the model was rolled back; others wait for a
+        rollback to them. With ``share`` it is asked that part of the questions, beside the current one. What does not
+        become current or canary is closed, and remembered if it has a folder.
 
         Raises InvalidArgument: the version is served already or of another kind, or ``share`` is not in 0 … 1.
         """
@@ -146,8 +146,8 @@ class Catalog:
         with model.changing, self._lock:
             if version in model.loaded:
                 raise InvalidArgument(
-                    f"version {version} of {name!r} is served already; a new one has a higher number, the step of its "
-                    "training; two of one step are served as two models: NAME=DIR each"
+                    f"version {version} of {name!r} is served already; versions differ in their numbers, the steps of "
+                    "their trainings; two of one step are served as two models: NAME=DIR each"
                 )
             self._require_alike(model, servable)
             newest = max(model.known, default=version)
@@ -165,27 +165,38 @@ class Catalog:
         return taken
 
     def rollback(self, name: str | None = None, to: int | None = None) -> int:
-        """Make an older version current, or a newer one again; return it. The one before stays loaded.
+        """Make another version current and return it. The one that was stays loaded.
 
-        Newer versions do not become current from now on, until a rollback goes ``to`` the newest.
+        Those of higher numbers do not become current from now on, until a rollback goes ``to`` the highest.
 
         Args:
             name: of the model; None: the only one.
-            to: the version; None: the newest before the current that can be served.
+            to: the version; None: that of the next lower number that can be served.
 
         Raises NotServed (no such model or version), and what loading it raises: then nothing has changed.
         """
         model = self._find(name)
         with model.changing:
-            to, loaded = self._before(model) if to is None else (to, self._loaded(model, to))
+            to = self.prepare(name, to)
             with self._lock:
-                model.loaded[to] = loaded
                 self._make_current(model, to)
                 model.is_held = to != model.known[-1]
                 over = self._take_over(model)
         self._close(over)
-        logger.info("%s: version %d is current%s", model.name, to, "; newer ones wait" if model.is_held else "")
+        logger.info("%s: version %d is current%s", model.name, to, "; higher numbers wait" if model.is_held else "")
         return to
+
+    def prepare(self, name: str | None = None, version: int | None = None) -> int:
+        """Load the version that a rollback or a canary will need, and return it; None: as of :meth:`rollback`.
+
+        The change after it loads nothing. Raises what :meth:`rollback` raises.
+        """
+        model = self._find(name)
+        with model.changing:
+            version, loaded = self._before(model) if version is None else (version, self._loaded(model, version))
+            with self._lock:
+                model.loaded[version] = loaded
+        return version
 
     def set_canary(self, name: str | None, version: int | None, share: float) -> None:
         """Ask a version ``share`` of the questions, beside the current one; of 0: nobody any more.
@@ -195,7 +206,6 @@ class Catalog:
         _require_share(share)
         model = self._find(name)
         with model.changing:
-            loaded = None
             if share > 0:
                 if model.current is None:
                     raise self._none_yet(model)
@@ -203,10 +213,8 @@ class Catalog:
                     raise InvalidArgument(f"version is missing; one of {_listed(model.known)} takes a share of {share}")
                 if version == model.current:
                     raise InvalidArgument(f"version {version} is current in {model.name!r}; a canary is another one")
-                loaded = self._loaded(model, version)
+                self.prepare(name, version)
             with self._lock:
-                if version is not None and loaded is not None:
-                    model.loaded[version] = loaded
                 model.canary, model.share = (version, share) if share > 0 else (None, 0.0)
                 over = self._take_over(model)
         self._close(over)
@@ -272,22 +280,27 @@ class Catalog:
                     "current": model.current,
                     "canary": [model.canary, model.share],
                     "is_held": model.is_held,
+                    "loaded": [*model.loaded],
                 }
                 for name, model in self._models.items()
             }
 
     def become(self, models: Mapping[str, Any]) -> None:
-        """Serve the same versions as another process."""
+        """Serve the same versions as another process, or as this one did before a change that is undone."""
         for name, said in models.items():
             self.expect(name)
-            for version, folder in said["folders"].items():
-                self.know(name, int(version), Path(folder))
-            if said["current"] is not None:
+            model, folders = self._find(name), {int(version): Path(at) for version, at in said["folders"].items()}
+            for version, folder in folders.items():
+                self.know(name, version, folder)
+            if said["current"] not in (None, model.current):
                 self.rollback(name, said["current"])
             self.set_canary(name, *said["canary"])
-            with self._lock:
-                self._models[name].is_held = said["is_held"]
-                self._models[name].is_expected = said["current"] is None
+            with model.changing, self._lock:
+                model.current, model.folders, model.is_held = said["current"], folders, said["is_held"]
+                model.previous = model.previous if model.previous in said["loaded"] else None
+                model.is_expected = said["current"] is None
+                over = self._take_over(model)
+            self._close(over)
 
     def why_not_ready(self) -> str:
         """What is missing until questions can be answered; empty: nothing."""
@@ -338,7 +351,10 @@ class Catalog:
             except (NotServed, InvalidArgument) as exc:
                 logger.warning("passed over: %s", exc)
                 wrong = wrong or exc
-        raise wrong or NotServed(f"there is no version of {model.name!r} before {current}")
+        raise wrong or NotServed(
+            f"there is no version of {model.name!r} before {current}: one goes to lower numbers, which are steps of a "
+            f"training; name another of {_listed(known)}"
+        )
 
     def _loaded(self, model: _Model, version: int) -> _Loaded:
         """The version, loaded now if it is not; nobody who asks waits meanwhile."""

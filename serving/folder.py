@@ -53,15 +53,16 @@ def versions_in(folder: Path) -> dict[int, Path]:
     return found
 
 
-def load_newest(folder: Path) -> Servable:
-    """The newest whole version that ``folder`` holds. A damaged one is passed over where there is one before it.
+def load_newest(folder: Path) -> tuple[Path, Servable]:
+    """The newest whole version that ``folder`` holds, behind its own folder. A damaged one is passed over where there
+    is one before it.
 
     Raises ConfigError (no model), ModelDamaged (the newest, if none is whole).
     """
     damage: ModelDamaged | None = None
     for candidate in version_folders(folder):
         try:
-            return load_folder(candidate)
+            return candidate, load_folder(candidate)
         except ModelDamaged as exc:
             logger.warning("passed over: %s", exc)
             damage = damage or exc

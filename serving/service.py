@@ -10,6 +10,7 @@ from typing import Any
 from geartrain.ams.observe.metrics import Metric
 from geartrain.ams.values.config import ServeConfig
 from geartrain.ams.values.errors import ConfigError, GeartrainError, InternalError, error_named
+from geartrain.serving.answers import Servable
 from geartrain.serving.batching import Batcher
 from geartrain.serving.catalog import Catalog
 from geartrain.serving.folder import load_folder, load_newest, versions_in
@@ -20,6 +21,24 @@ Told = dict[str, Any]
 """What one process says of a change: ``{"said": ...}``, or ``{"error": class, "message": ...}``.
 
 With ``is_gone`` it has died; its successor is told what others serve."""
+
+
+def all_or_none(
+    tell: Callable[[Mapping[str, Any]], list[Told]], wish: Mapping[str, Any], before: Mapping[str, Any]
+) -> list[Told]:
+    """Have every process make a change, or none; return what each said last.
+
+    Each first loads what the change needs. If one of them cannot, or they would come to different versions, all go back
+    to ``before``, which one said of its ``state``. One that has died counts for nothing.
+    """
+    told: list[Told] = []
+    for step in ({"wish": "prepare", "change": wish}, wish):
+        told = tell(step)
+        alive = [answer for answer in told if not answer.get("is_gone")]
+        if any("error" in answer or answer != alive[0] for answer in alive):
+            tell({"wish": "become", "models": before})
+            break
+    return told
 
 
 class ModelService:
@@ -35,17 +54,20 @@ class ModelService:
         """Gives a wish to :meth:`apply` of every process of the service, this one included."""
         self.following: dict[str, Mapping[str, Any]] = {}
         """Of models that follow a training: how far they are behind it."""
+        self._prepared: dict[str, Servable] = {}
+        """Versions that a change is to add, by their folders."""
         self._wishes: dict[str, Callable[..., Any]] = {
             "add": self._add,
             "know": self._know,
-            "expect": self._expect,
-            "open": self._open,
-            "forget": self._forget,
-            "following": self._note_following,
-            "rollback": self._rollback,
-            "canary": self._set_canary,
-            "state": lambda: self.catalog.remembered(),
-            "become": lambda models: self.catalog.become(models),
+            "expect": lambda model: self.catalog.expect(model),
+            "open": lambda model: self.catalog.open(model),
+            "forget": lambda model, version: self.catalog.forget(model, version),
+            "following": lambda model, facts: self.following.update({model: facts}),
+            "prepare": self._prepare,
+            "rollback": lambda model, to: self.catalog.rollback(model, to),
+            "canary": lambda model, version, share: self.catalog.set_canary(model, version, share),
+            "state": self._state,
+            "become": self.become,
             "counts": lambda: told_by(self.counts, self.batcher.queued, self.catalog),
         }
 
@@ -60,14 +82,9 @@ class ModelService:
 
     def rollback(self, model: str, to: int | None = None) -> int:
         """Make an older version current in every process, or in none: see :meth:`Catalog.rollback`."""
-        before = self.change("state")[0]
-        try:
-            found = set(self.change("rollback", model=model, to=to))
-            if len(found) > 1:  # one of them cannot serve what others can
-                found = set(self.change("rollback", model=model, to=min(found)))
-        except GeartrainError:
-            self.change("become", models={name: said for name, said in before.items() if name == model})
-            raise
+        found = set(self.change("rollback", model=model, to=to))
+        if len(found) > 1:  # one of them cannot serve what others can: none has changed
+            found = set(self.change("rollback", model=model, to=min(found)))
         return int(found.pop())
 
     def apply(self, wish: Mapping[str, Any]) -> Told:
@@ -79,6 +96,13 @@ class ModelService:
             return {"error": type(exc).__name__, "message": str(exc)}
         except Exception as exc:
             return {"error": InternalError.__name__, "message": f"{type(exc).__name__}: {exc}"}
+
+    def become(self, models: Mapping[str, Any]) -> None:
+        """Serve what the wish ``state`` said, of another process or before a change that is undone."""
+        while self._prepared:
+            self._prepared.popitem()[1].close()
+        self.following |= {name: said["following"] for name, said in models.items() if said["following"] is not None}
+        self.catalog.become(models)
 
     def metrics(self) -> Iterator[Metric]:
         """What all processes of the service have counted."""
@@ -94,28 +118,24 @@ class ModelService:
 
     def _add(self, model: str, folder: str, share: float | None = None) -> bool:
         path = Path(folder)
-        return self.catalog.add(model, load_folder(path), path, share=share)
+        servable = self._prepared.pop(folder) if folder in self._prepared else load_folder(path)
+        return self.catalog.add(model, servable, path, share=share)
+
+    def _prepare(self, change: Mapping[str, Any]) -> int | None:
+        if change["wish"] == "add":
+            self._prepared[change["folder"]] = load_folder(Path(change["folder"]))
+        elif change["wish"] == "rollback":
+            return self.catalog.prepare(change["model"], change["to"])
+        elif change["wish"] == "canary" and change["share"] and change["version"] is not None:
+            self.catalog.prepare(change["model"], change["version"])
+        return None
+
+    def _state(self) -> dict[str, Any]:
+        models = self.catalog.remembered()
+        return {name: {**said, "following": self.following.get(name)} for name, said in models.items()}
 
     def _know(self, model: str, version: int, folder: str) -> None:
         self.catalog.know(model, version, Path(folder))
-
-    def _expect(self, model: str) -> None:
-        self.catalog.expect(model)
-
-    def _open(self, model: str) -> None:
-        self.catalog.open(model)
-
-    def _note_following(self, model: str, facts: Mapping[str, Any]) -> None:
-        self.following[model] = facts
-
-    def _forget(self, model: str, version: int) -> None:
-        self.catalog.forget(model, version)
-
-    def _rollback(self, model: str | None = None, to: int | None = None) -> int:
-        return self.catalog.rollback(model, to)
-
-    def _set_canary(self, model: str | None, version: int | None, share: float) -> None:
-        self.catalog.set_canary(model, version, share)
 
 
 def open_models(catalog: Catalog, config: ServeConfig) -> None:
@@ -124,16 +144,16 @@ def open_models(catalog: Catalog, config: ServeConfig) -> None:
     Raises ConfigError, ModelDamaged: what is no model, or is named twice.
     """
     for name, folder in named_folders(config.models).items():
-        servable = load_newest(folder)
-        versions = versions_in(folder)
-        for version, path in versions.items():
+        found, servable = load_newest(folder)
+        for version, path in versions_in(folder).items():
             if version < servable.version:  # newer ones are damaged
                 catalog.know(name, version, path)
-        catalog.add(name, servable, versions.get(servable.version, folder))
+        catalog.add(name, servable, found)
     if config.canary is not None:
         if not catalog.names:
             raise ConfigError("canary is a folder, and there is no model beside which it would answer; name one")
-        catalog.add(catalog.names[0], load_newest(Path(config.canary)), Path(config.canary), share=config.share)
+        found, servable = load_newest(Path(config.canary))
+        catalog.add(catalog.names[0], servable, found, share=config.share)
 
 
 def named_folders(models: Sequence[str]) -> dict[str, Path]:

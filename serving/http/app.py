@@ -211,6 +211,9 @@ class HttpQuestions:
                 for operation in lease.servable.operations.values()
             }
             kind, facts = lease.servable.kind, lease.servable.facts
+            if follows is not None:  # of the version beside it, whatever the follower has said by now
+                age = round(time.time() - lease.servable.created, 3)
+                state["following"] = {**follows, "step": facts["training"]["step"], "age_seconds": age}
             return json_response({**state, "kind": kind, "facts": facts, "operations": operations})
 
     async def _picture(self, request: Request) -> Response:

@@ -30,7 +30,10 @@ _REFUSED = {
 }
 _INTEGER = {"type": "integer"}
 _FILE = {"schema": {"type": "string", "format": "binary"}}
-_ROLLBACK = {"type": "object", "properties": {"to": {**_INTEGER, "description": "Default: the version before."}}}
+_ROLLBACK = {
+    "type": "object",
+    "properties": {"to": {**_INTEGER, "description": "Default: that of the next lower number."}},
+}
 _CANARY = {
     "type": "object",
     "required": ["share"],
@@ -68,7 +71,7 @@ def _paths(catalog: Catalog) -> Iterator[tuple[str, Any]]:
     for name in catalog.names:
         path = f"/v1/models/{name}"
         yield path, {"get": _asked("Facts of the model, its versions and operations.", None)}
-        yield f"{path}/rollback", {"post": _asked("Make an older version the current one.", _ROLLBACK, example={})}
+        yield f"{path}/rollback", {"post": _asked("Make another version the current one.", _ROLLBACK, example={})}
         yield (
             f"{path}/canary",
             {

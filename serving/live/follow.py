@@ -55,14 +55,15 @@ class Follower:
         every_seconds: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``serve`` makes a version current, ``served`` is so already. ``held_at`` says the version that somebody has
-        rolled back to, who wants no newer one; None: nobody has. ``tell`` is told the facts after each look."""
+        """``serve`` makes a version current, or returns False: it waits. ``served`` is current already. ``held_at``
+        says the version that somebody has rolled back to, who wants no newer one; None: nobody has. ``tell`` is told
+        the facts after each look."""
         self._training, self._versions, self._serve = training, versions, serve
         self._held_at, self._tell, self._every, self._clock = held_at, tell, every_seconds, clock
         self._ending = threading.Event()
         self._lock = threading.Lock()
         self._served = served
-        """Was made current last."""
+        """Was written last."""
         self._shown = served
         """Is current, unless somebody has rolled back."""
         self._newest: Snapshot | ExportedModel | None = None
@@ -168,7 +169,7 @@ class Follower:
         version: LiveVersion | None = None
         try:
             version = self._versions.write(newest, self._ending.is_set)
-            self._serve(version)
+            is_current = self._serve(version) is not False
         except (GeartrainError, OSError) as exc:
             if version is not None:
                 self._versions.drop(version)
@@ -176,14 +177,14 @@ class Follower:
             self._failed(f"no version of step {step:,}: {exc}{remedy}")
             return False
         with self._lock:
-            self._served = self._shown = version
-            self._newer_since, self._state, self._error = None, "following", ""
+            self._served, self._state, self._error, self._told = version, "held", "", ""
+            if is_current:
+                self._shown, self._newer_since, self._state = version, None, "following"
             self._last_seconds = self._clock() - began
             self._in_row = 0
             self._num_versions += 1
-            self._told = ""
-        logger.info("step %d is served (%.2f s)", step, self._last_seconds)
-        return True
+        logger.info("step %d %s (%.2f s)", step, "is served" if is_current else "waits", self._last_seconds)
+        return is_current
 
     def _failed(self, why: str) -> None:
         with self._lock:

@@ -44,12 +44,16 @@ def follow(service: ModelService, told: ServeConfig, client: ClientConfig, clean
         out.mkdir(parents=True, exist_ok=True)
     versions = LiveVersions(out, keep=told.keep, backbone=told.backbone, recall=told.recall)
 
-    def serve(version: LiveVersion) -> None:
-        service.change("add", model=name, folder=str(version.folder))
-        service.change("open", model=name)
-        state = service.change("state")[0][name]  # somebody may have rolled back while it was written
-        for gone in versions.prune((state["current"], state["canary"][0])):
-            service.change("forget", model=name, version=gone)
+    def serve(version: LiveVersion) -> bool:
+        is_current: bool = service.change("add", model=name, folder=str(version.folder))[0]
+        try:
+            service.change("open", model=name)
+            loaded = {number for state in service.change("state") for number in state[name]["loaded"]}
+            for gone in versions.prune(loaded):
+                service.change("forget", model=name, version=gone)
+        except GeartrainError as exc:  # the version is served all the same
+            logger.warning("%s: %s", name, exc)
+        return is_current
 
     def held_at() -> int | None:
         state = service.change("state")[0].get(name, {})

@@ -14,14 +14,15 @@ def rollback(
     address: Annotated[str, typer.Argument(help="host:port of the service, as 127.0.0.1:8000.")],
     model: Annotated[str | None, typer.Argument(help="Name of the model.", show_default="the only one")] = None,
     to: Annotated[
-        int | None, typer.Option(min=0, help="The version.", show_default="the one before the current")
+        int | None, typer.Option(min=0, help="The version.", show_default="that of the next lower number")
     ] = None,
     security_folder: SecurityFolder = None,
     as_json: Json = False,
 ) -> None:
     """Make an older version of a served model the current one, from the next question on; no request fails.
 
-    Newer versions that come then wait. 'geartrain rollback HOST:PORT --to NEWEST' goes on with them.
+    Versions have the steps of trainings as numbers. Those of higher numbers then wait, also those that come; 'geartrain
+    rollback HOST:PORT --to HIGHEST' goes on with them.
     """
     from geartrain.ams.values.config import split_address
     from geartrain.cli.serving.client import ask_service

@@ -31,7 +31,7 @@ class ModelServer:
     """Serves the models of a configuration on a socket that listens, on threads of this process."""
 
     def __init__(self, config: ClusterConfig, listener: socket.socket, models: Mapping[str, Any] | None = None) -> None:
-        """Load the models, or ``models``: those of another process, by :meth:`Catalog.remembered`.
+        """Load the models, or ``models``: those of another process, by :meth:`ModelService.become`.
 
         Raises ConfigError, ModelDamaged, NotServed; the socket is closed then, and when it ends.
         """
@@ -61,7 +61,7 @@ class ModelServer:
             if models is None:
                 open_models(catalog, told)
             else:  # before anybody is answered by other versions
-                catalog.become(models)
+                self.service.become(models)
             gc.collect()
             gc.freeze()  # else looking through all that was imported stops answers for 0.1 s, now and then
             if told.grpc is not None:

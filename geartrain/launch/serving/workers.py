@@ -8,9 +8,11 @@ socket does; one that dies is started anew, and first told what the others said 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import logging
+import os
 import queue
 import socket
 import subprocess
@@ -23,7 +25,7 @@ from typing import Any
 from geartrain.ams.values.config import ClusterConfig, join_address, split_address
 from geartrain.ams.values.errors import GeartrainError, InternalError, NotServed, error_named
 from geartrain.serving.http.ports import held_port
-from geartrain.serving.service import Told
+from geartrain.serving.service import Told, all_or_none
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +108,14 @@ class _Worker:
         self.thread = threading.Thread(target=self._listen, name=f"worker-{number}", daemon=True)
         self.thread.start()
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal stopped its process, as SIGSTOP does."""
+        try:
+            return os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            return False
+
     def _listen(self) -> None:
         while (message := self.lines.receive()) is not None:
             if "ready" in message:
@@ -144,7 +154,7 @@ class Workers:
         self._ids = itertools.count()
         self._one_wish = threading.Condition()
         """Notified when one was done."""
-        self._models: Mapping[str, Any] | None = None
+        self._models: dict[str, Any] = {}
         """What workers say of their models since the last change."""
         self._is_ending = False
         self._starting = threading.Lock()
@@ -175,12 +185,16 @@ class Workers:
         return [worker.process.pid for worker in self._workers.values()]
 
     def everywhere(self, wish: Mapping[str, Any]) -> list[Told]:
-        """Have every worker do it, one wish after the other; return what each said."""
+        """Have every worker do it, or none, one wish after the other; return what each said."""
         with self._one_wish:
-            told = self._told(list(self._workers.values()), wish)
-            if wish["wish"] not in _CHANGES_NOTHING:
-                self._note_models()
-                self._one_wish.notify_all()
+            tell = functools.partial(self._told, list(self._workers.values()))
+            if wish["wish"] in _CHANGES_NOTHING:
+                if wish["wish"] == "following" and wish["model"] in self._models:
+                    self._models[wish["model"]]["following"] = wish["facts"]
+                return tell(wish)
+            told = all_or_none(tell, wish, self._models)
+            self._note_models()
+            self._one_wish.notify_all()
             return told
 
     def _note_models(self) -> None:
@@ -226,7 +240,7 @@ class Workers:
                 with self._starting:
                     if self._is_ending:
                         return
-                    another = self._workers[worker.number] = _Worker(worker.number, self._config, self, models)
+                    another = self._workers[worker.number] = _Worker(worker.number, self._config, self, models or None)
                 try:
                     self._require_ready(another)
                     return
@@ -246,19 +260,24 @@ class Workers:
     def _told(self, workers: list[_Worker], wish: Mapping[str, Any]) -> list[Told]:
         number = next(self._ids)
         waiting = [(worker, worker.answers.setdefault(number, queue.SimpleQueue())) for worker in workers]
-        told: list[Told] = []
         for worker, waits in waiting:
             try:
                 worker.lines.send({"id": number, "do": wish})
             except OSError:
                 waits.put(_GONE)
         until = time.monotonic() + _WISH_SECONDS
-        for _, waits in waiting:
-            try:
-                told.append(waits.get(timeout=max(0.0, until - time.monotonic())))
-            except queue.Empty:
-                told.append({"error": InternalError.__name__, "message": f"no answer after {_WISH_SECONDS:g} s"})
-        return told
+        return [self._answer(worker, waits, until) for worker, waits in waiting]
+
+    @staticmethod
+    def _answer(worker: _Worker, waits: queue.SimpleQueue[Told], until: float) -> Told:
+        """Its answer. One that is stopped, or gives none, is ended: another takes its place."""
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return waits.get(timeout=_LOOK_SECONDS)
+            if worker.is_stopped or time.monotonic() > until:
+                logger.warning("worker %d is stopped, or did not answer for long; it is killed", worker.number)
+                worker.process.kill()
+                return _GONE
 
     @staticmethod
     def _require_ready(worker: _Worker) -> None:

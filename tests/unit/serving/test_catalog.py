@@ -160,6 +160,19 @@ def test_a_canary_becomes_current_by_a_rollback_to_it_or_goes() -> None:
     assert current(catalog) == 20
 
 
+def test_a_canary_of_a_lower_number_becomes_current_and_what_is_said_of_numbers_is_true(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    catalog, _ = catalog_of(400)
+    catalog.add("glyphs", EchoModel(180), share=0.5)  # of another run
+    with caplog.at_level("INFO"):
+        assert catalog.rollback("glyphs", 180) == 180
+    assert "version 180 is current; higher numbers wait" in caplog.text
+    with pytest.raises(NotServed, match=r"before 180: .* lower numbers, .* name another of 180, 400"):
+        catalog.rollback("glyphs")
+    assert catalog.rollback("glyphs", 400) == 400
+
+
 def test_unknown_names_are_answered_with_those_there_are() -> None:
     catalog, _ = catalog_of(10)
     with pytest.raises(InvalidArgument, match="version 10 of 'glyphs' is served already"):

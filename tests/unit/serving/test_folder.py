@@ -119,7 +119,7 @@ def test_versions_are_those_that_models_say_not_their_folders(whole: Path, tmp_p
 
 def test_the_folder_in_which_one_is_may_be_served(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(whole)
-    assert load_newest(Path()).version == 7
+    assert load_newest(Path())[1].version == 7
 
 
 def test_what_is_no_model_is_told_from_one(tmp_path: Path) -> None:

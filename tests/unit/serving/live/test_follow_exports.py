@@ -137,5 +137,8 @@ def test_what_somebody_rolled_back_to_is_not_removed(tmp_path: Path, monkeypatch
         monkeypatch.setattr(LiveVersions, "write", write_slowly)
         follower.look()
         assert service.catalog.state("m")["current"] == 90
+        assert (follower.facts["state"], follower.facts["step"]) == ("held", 120)  # until it looks again
+        assert not follower.look()
+        assert (follower.facts["state"], follower.facts["step"]) == ("held", 90)
         load_folder(tmp_path / "out" / "000000090")
     service.close()

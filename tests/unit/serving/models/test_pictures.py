@@ -166,7 +166,7 @@ def test_a_model_of_tensors_says_that_it_takes_no_pictures(tmp_path: Path) -> No
 def test_serving_needs_neither_torch_nor_a_model_of_its_own(folder: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from geartrain.serving.folder import load_newest\n"
-        f"model = load_newest(Path({str(folder)!r})); chosen = model.operations['classify']\n"
+        f"_, model = load_newest(Path({str(folder)!r})); chosen = model.operations['classify']\n"
         "chosen.run(chosen.read(chosen.request['example'])); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
