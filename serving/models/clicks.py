@@ -5,7 +5,7 @@ Legend: N samples or contexts, C candidates of the context that has most, M cand
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -221,21 +221,32 @@ class RankOperation:
         return self._question(arrays, np.array([len(candidates)]), body.get("k", _BEST))
 
     def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
-        """Values [N] or [N, L] of the context, [N, C] or [N, C, L] of the candidates: the fields of items. Raises
-        InvalidArgument.
+        """Values [N] or [N, L] of the context, [N, C] or [N, C, L] of the candidates: the fields of items.
+
+        Behind the last candidate of a row all of them are -1, of texts "". Raises InvalidArgument.
         """
         reader, items = self._model.reader, self._model.items
         if not items:
             raise InvalidArgument("no field of the model is of an item; rank by JSON, which says what a candidate has")
         checked = reader.take(arrays, self._of_context)
-        of_candidates = reader.take(arrays, items, ndim=3)
-        if len({ids.shape[1] for ids in of_candidates.values()}) > 1:
+        given = {name: arrays[name] for name in items if name in arrays}
+        if len({array.shape[:2] for array in given.values()}) > 1:
             raise InvalidArgument(f"the arrays {', '.join(map(repr, items))} have different numbers of candidates")
+        is_there = _are_there(given.values())
+        for name, array in given.items() if is_there.ndim == 2 else ():
+            mask = is_there.reshape(is_there.shape + (1,) * (array.ndim - 2))
+            given[name] = np.where(mask, array, array[:, :1])  # what is not there need not be a value of the field
+        of_candidates = reader.take(given, items, ndim=3)
         checked.update({_candidate(name): ids for name, ids in of_candidates.items()})
-        num, most = next(iter(of_candidates.values())).shape[:2]
+        counts, most = np.maximum(is_there.sum(1), 1), is_there.shape[1]
         if most > MOST_CANDIDATES:
             raise InvalidArgument(f"there are {most:,} candidates; at most {MOST_CANDIDATES:,} are ranked at once")
-        return self._question(checked, np.full(num, most), parameters.get("k", _BEST))
+        if len(wrong := np.argwhere(is_there != (np.arange(most) < counts[:, None]))):
+            raise InvalidArgument(
+                f"candidate {wrong[0].tolist()} is missing; each row has one at least, and behind its last one -1 (of "
+                f'texts "") in all of {", ".join(map(repr, items))}'
+            )
+        return self._question(checked, counts, parameters.get("k", _BEST))
 
     def _question(self, arrays: dict[str, Ids], counts: Ids, k: object) -> Question:
         best = min(integer("k", k, 1), int(counts.max()))
@@ -281,6 +292,15 @@ class RankOperation:
             [{"candidate": at, "probability": value} for at, value in zip(places, values, strict=True) if at >= 0]
             for places, values in zip(answered["candidate"].tolist(), answered["probability"].tolist(), strict=True)
         ]
+
+
+def _are_there(fields: Iterable[npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
+    """Which candidates [N, C] have a value in one of the fields [N, C] or [N, C, L]."""
+    each = [
+        (array != (b"" if array.dtype.kind == "O" else PADDING)).any(tuple(range(2, array.ndim))) for array in fields
+    ]
+    found: npt.NDArray[np.bool_] = np.logical_or.reduce(each)
+    return found
 
 
 _CANDIDATE = "candidate/"

@@ -33,10 +33,10 @@ from tests.support.served_models import require_onnx
 CACHE = Path(".cache")
 
 
-def trained(folder: Path, model: str, history: int) -> Path:
+def trained(folder: Path, model: str, history: int, **others: Any) -> Path:
     films = write_movielens(folder / "films")
     recipe = CtrRecipe(
-        model=model, dim=4, hidden=(8,), batch_size=50, steps=40, row_lr=0.1, split="time", history=history
+        model=model, dim=4, hidden=(8,), batch_size=50, steps=40, row_lr=0.1, split="time", history=history, **others
     )
     options = JobOptions(job="ctr", out=folder / "run", recipe=recipe, data=str(films), loggers=())
     jobs.train(options, Console(quiet=True))
@@ -170,6 +170,38 @@ def test_arrays_are_answered_as_json_is(wide: Path) -> None:
             np.testing.assert_array_equal(operation.run(again)[key], found)
     with pytest.raises(InvalidArgument, match="array 'user' is float64"):
         model.operations["click"].accept({"user": np.zeros(2)}, {})
+
+
+@pytest.mark.parametrize("wide_as", [4, 6])
+def test_rows_of_fewer_candidates_rank_those_alone(wide: Path, wide_as: int) -> None:
+    model = load_folder(wide / "model")
+    rank, items = model.operations["rank"], ("item", "genres", "year")
+    samples = as_json(held_out(wide, 4))[:4]
+    context = {name: value for name, value in samples[0].items() if name not in items}
+    candidates = [{name: sample[name] for name in items} for sample in samples]
+    read = rank.read({"context": context, "candidates": candidates, "k": 4})
+    arrays = {key.removeprefix("candidate/"): array for key, array in read.arrays.items()}
+    arrays.pop("num_candidates")
+    for key in ("gender", "occupation", "zip", "genres"):
+        words = [WORD_OF.get(id, "text" * (id != PADDING)).encode() for id in arrays[key].ravel().tolist()]
+        arrays[key] = np.array(words, object).reshape(arrays[key].shape)
+    both = {name: np.repeat(array, 2, 0) for name, array in arrays.items()}
+    for name in items:
+        nothing = b"" if both[name].dtype == object else PADDING
+        both[name][1, 3:] = nothing
+        width = [(0, 0), (0, wide_as - 4), *[(0, 0)] * (both[name].ndim - 2)]
+        both[name] = np.pad(both[name], width, constant_values=nothing)
+    answered = rank.run(rank.accept(both, {"k": wide_as}))
+    for row, count in enumerate((4, 3)):
+        body = {"context": context, "candidates": candidates[:count], "k": count}
+        (alone,) = rank.write(rank.run(rank.read(body)))
+        assert answered["candidate"][row].tolist() == [one["candidate"] for one in alone] + [-1] * (4 - count)
+        np.testing.assert_allclose(answered["probability"][row, :count], [one["probability"] for one in alone])
+        assert np.isnan(answered["probability"][row, count:]).all()
+    for name in items:
+        both[name][1, 1] = both[name][1, 3]
+    with pytest.raises(InvalidArgument, match=r"candidate \[1, 1\] is missing; each row has one at least"):
+        rank.accept(both, {})
 
 
 def test_a_field_contributes_what_the_log_odds_lose_without_it(wide: Path) -> None:
