@@ -19,14 +19,12 @@ import xxhash
 
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.storage.snapshot.folder import Snapshot
-from geartrain.ams.storage.snapshot.store import parent_of
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged, SnapshotDamaged
 from geartrain.serving.live.centers import LiveCenters, centers_of
 from geartrain.serving.live.child import run_child
 from geartrain.serving.live.index import LiveIndex
 from geartrain.serving.live.training import ExportedModel
 from geartrain.workers.atomic import replacing_folder
-from geartrain.workers.job.folder import Run, write_run
 from geartrain.workers.live.network import LAYOUT, NETWORK, LiveNetwork
 from geartrain.workers.live.state_arrays import state_dict_arrays
 from geartrain.workers.models.saved_model import (
@@ -78,7 +76,7 @@ class LiveVersions:
         self._keep, self._own = keep, backbone
         self._graphs: dict[str, _Graph] = {}
         self._centers: LiveCenters | None = None
-        self._last = max((int(folder.name) for folder in self._folders()), default=-1)
+        self._last = -1
 
     def written(self) -> list[LiveVersion]:
         """Those that are there, the newest first."""
@@ -92,8 +90,9 @@ class LiveVersions:
         return [int(folder.name) for folder in old]
 
     def drop(self, version: LiveVersion) -> None:
-        """Remove one that cannot be served. Its number is not used again."""
+        """Remove the newest, which nobody serves. Its number is free again."""
         shutil.rmtree(version.folder, ignore_errors=True)
+        self._last = version.version - 1
 
     def write(self, snapshot: Snapshot | ExportedModel, is_ending: Callable[[], bool] = lambda: False) -> LiveVersion:
         """Write the snapshot as the next version; ``is_ending`` says that nobody waits for it any more.
@@ -114,6 +113,7 @@ class LiveVersions:
         return found
 
     def _number(self, step: int) -> int:
+        self._last = max([self._last, *(int(folder.name) for folder in self._folders())])
         return max(step, self._last + 1)
 
     def _copy(self, exported: ExportedModel) -> Path:
@@ -135,16 +135,12 @@ class LiveVersions:
         return folder
 
     def _export(self, snapshot: Snapshot, is_ending: Callable[[], bool]) -> Path:
-        """Of a model of clicks or a tree of items: the newest snapshot, exported as a whole by a process with torch."""
-        root, job = parent_of(snapshot.path), snapshot.manifest.job
+        """Of a model of clicks or a tree of items: the snapshot, exported as a whole by a process with torch."""
         made = self.out / ".export"
         shutil.rmtree(made, ignore_errors=True)
         try:
-            with tempfile.TemporaryDirectory(prefix="geartrain-run-") as run:
-                table = str(job["progress"]["table"])  # type: ignore[call-overload, index]
-                write_run(Path(run), Run(job=table, snapshots=str(root), launch=None))
-                what = f"the model of {snapshot.path}"
-                run_child(what, "geartrain", "export", run, "--to", str(made), is_ending=is_ending)
+            module, what = "geartrain.workers.live.export", f"the model of {snapshot.path}"
+            run_child(what, module, str(snapshot.path), str(made), is_ending=is_ending)
             config = unseal_folder(made)
             config["version"] = self._number(int(config["training"]["step"]))
             (made / CONFIG).unlink()

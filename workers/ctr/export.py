@@ -36,14 +36,17 @@ KIND = "clicks"
 NETWORK = "network.onnx"
 
 
-def export_clicks(run: Path, out: Path, *, version: int | None = None, cache: Path, say: Say) -> dict[str, Any]:
-    """Replace the folder ``out`` by the model of the newest snapshot of ``run``, as a whole; return its config.
+def export_clicks(
+    run: Path | Snapshot, out: Path, *, version: int | None = None, cache: Path, say: Say
+) -> dict[str, Any]:
+    """Replace the folder ``out`` by the model of a snapshot, as a whole; return its config.
 
-    ``version`` is its number; None: the step of the training.
+    ``run``: the snapshot, or the folder of a run, which means its newest one. ``version`` is its number; None: the
+    step of the training.
     Raises ConfigError, SnapshotDamaged, InvalidArgument, OSError; then the old folder stays.
     """
     next_version(out)  # raises if other files are there
-    snapshot = newest_snapshot(read_run(run).snapshots)
+    snapshot = run if isinstance(run, Snapshot) else newest_snapshot(read_run(run).snapshots)
     state = JobState.read(snapshot, ClickTrainer.job, ClickTrainer.recipe_class)
     design = Design(state.recipe, SampleLayout.from_json(state.data))
     network = design.network()

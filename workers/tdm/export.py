@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.values.errors import ConfigError
 from geartrain.bridge.models.deepfm import DeepFM
 from geartrain.workers.atomic import replacing_folder
@@ -27,17 +28,17 @@ KIND = "tree"
 TREE = "tree.safetensors"
 
 
-def export_tree(run: Path, out: Path, *, version: int | None = None) -> dict[str, Any]:
-    """Replace the folder ``out`` by the model of the newest snapshot of ``run``, as a whole; return its config.
+def export_tree(run: Path | Snapshot, out: Path, *, version: int | None = None) -> dict[str, Any]:
+    """Replace the folder ``out`` by the model of a snapshot, as a whole; return its config.
 
-    Raises as :func:`geartrain.workers.ctr.export.export_clicks`.
+    ``run`` and errors as of :func:`geartrain.workers.ctr.export.export_clicks`.
     """
     next_version(out)  # raises if other files are there
-    snapshot = newest_snapshot(read_run(run).snapshots)
+    snapshot = run if isinstance(run, Snapshot) else newest_snapshot(read_run(run).snapshots)
     state = JobState.read(snapshot, TreeTrainer.job, TreeTrainer.recipe_class)
     fields = state.data.get("fields")
     if fields is None:
-        raise ConfigError(f"{snapshot.path} does not say its fields; train on for a step: --resume {run} saves it anew")
+        raise ConfigError(f"{snapshot.path} does not say its fields; train on for a step: --resume saves it anew")
     kinds = {}
     if "schema" in state.data and (schema := SampleSchema.from_json(state.data["schema"])).kinds:
         kinds = {name: schema.kinds[name] for name in fields}
