@@ -80,6 +80,7 @@ class Cluster:
         self._later_writes: weakref.WeakSet[LaterWrites] = weakref.WeakSet()
         self._leave_watches: list[LeaveWatch] = []
         self._job_steps: weakref.WeakSet[JobSteps] = weakref.WeakSet()
+        self._stream_readers: dict[JobWorker, DataStreams] = {}
         self._events = EventTeller(scheduler)
         if stream.is_named:
             # Only the dedup state of numbered writes means anything to a process that goes on under this name.
@@ -273,6 +274,7 @@ class Cluster:
             num_workers=integer("num_workers", num_workers, 1),
             data="" if not data else checked_name("data", data),
             timeout_seconds=self._config.attempt_timeout_seconds,
+            latest=self._stream_readers,
         )
 
     def job_steps(self, job: str, *, worker: str | None = None) -> JobSteps:

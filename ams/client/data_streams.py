@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier
-from geartrain.ams.values.errors import InvalidArgument, SchedulerUnavailable
+from geartrain.ams.values.errors import InvalidArgument, SchedulerUnavailable, StaleClient
 from geartrain.ams.values.rpc import Rpc
 from geartrain.ams.values.scheduler_messages import (
     Cursor,
@@ -47,11 +47,15 @@ class DataStreams:
         num_workers: int,
         data: str = "",
         timeout_seconds: float,
+        latest: dict[JobWorker, DataStreams],
     ) -> None:
+        """``latest``: of this process, what leased last by each name; another one that had leased by it is stale."""
         self._scheduler = scheduler
         self._reader = JobWorker(job, worker, incarnation)
         self._num_streams, self._num_workers, self._data = num_streams, num_workers, data
         self._timeout_seconds = timeout_seconds
+        self._latest = latest
+        self._has_leased = False
 
     @property
     def job(self) -> str:
@@ -64,6 +68,8 @@ class DataStreams:
         Read a stream from its cursor on, but one whose epoch is beyond the job's only when :meth:`commit` says that
         the job has come there.
         """
+        if not self._has_leased:
+            self._has_leased, self._latest[self._reader] = True, self
         return self._call(
             LeaseStreams(
                 reader=self._reader, num_streams=self._num_streams, num_workers=self._num_workers, data=self._data
@@ -103,6 +109,11 @@ class DataStreams:
         self._call(RestoreStreams(job=reader.job, incarnation=reader.incarnation, cursors=_checked(cursors)))
 
     def _call(self, request: Rpc[R]) -> R:
+        if self._has_leased and self._latest.get(self._reader) is not self:
+            raise StaleClient(
+                f"worker {self._reader.worker!r} of job {self._reader.job!r} reads here a second time, and that reader "
+                "has its streams now: go on with it, or give each reader a worker name of its own"
+            )
         try:
             return self._scheduler.call(request, self._timeout_seconds)
         except AttemptFailed as exc:

@@ -55,7 +55,12 @@ class LeasedSamples(Iterator[SampleBatch]):
         self._lease_seconds = 0.0
         self._handed_out_at = 0.0
         """When the last batch was."""
-        self._has_committed = self._is_closed = self._is_interrupted = False
+        self._committer: int | None = None
+        """The thread that committed last; None: nobody has."""
+        self._why_lost = ""
+        self._told_at = 0.0
+        """When a wait for commits was last told of."""
+        self._is_closed = self._is_interrupted = False
         tell_of(self)
 
     def metrics(self) -> Iterator[Metric]:
@@ -87,7 +92,8 @@ class LeasedSamples(Iterator[SampleBatch]):
             SchedulerUnavailable: it was away for as long as a lease lasts.
             SourceError: samples cannot be read.
             BrokerUnavailable: those of a topic cannot; the loop may be entered again.
-            InvalidArgument: batches are never committed.
+            InvalidArgument: it waits for a third of a lease for commits that this thread does not make. They may be
+                made then, and the loop entered again.
         """
         while not (self._is_closed or self._is_interrupted):
             with self._lock:
@@ -146,13 +152,13 @@ class LeasedSamples(Iterator[SampleBatch]):
                 cursors.update(handed.cursors)
             if self._renew(cursors) is None:
                 raise StaleClient(
-                    "this worker was silent for longer than its lease; what it had read since its last commit is read "
-                    "again by whoever holds the streams now. Going on with the loop leases streams anew"
+                    f"{self._why_lost}. What this worker had read since its last commit is read again by whoever holds "
+                    "the streams now"
                 )
             for handed in done:
                 self._handed_out.popleft()
                 handed.is_committed_by = self
-            self._has_committed = True
+            self._committer = threading.get_ident()
             self._lock.notify_all()
 
     def close(self) -> None:
@@ -231,13 +237,15 @@ class LeasedSamples(Iterator[SampleBatch]):
         """There is nothing to read now: say so to the scheduler, and wait until there may be."""
         if self._handed_out:
             self._lock.wait(min(_LOOK_SECONDS, self._lease_seconds / 3))
-            waited = time.monotonic() - self._handed_out_at
-            if not self._has_committed and waited > self._lease_seconds / 3:
-                raise InvalidArgument(
-                    f"all samples that this worker may read now were handed out and none of "
-                    f"{counted(len(self._handed_out), 'batch', 'batches')} was committed; call commit(batch) when a "
-                    "batch is done"
-                )
+            now, behind = time.monotonic(), counted(len(self._handed_out), "batch", "batches")
+            if self._handed_out and now - max(self._handed_out_at, self._told_at) > self._lease_seconds / 3:
+                self._told_at = now
+                if self._committer in (None, threading.get_ident()):  # nobody else will
+                    raise InvalidArgument(
+                        f"all samples that this worker may read now were handed out, and {behind} not committed; call "
+                        "commit(batch) when a batch is done, the last one of an epoch before asking for the next"
+                    )
+                logger.warning("job %r: the next epoch waits for the commits of %s", self._streams.job, behind)
             return
         positions = self._reader.positions
         ended = {stream: at for stream, at in positions.items() if at != self._committed.get(stream)}
@@ -255,6 +263,7 @@ class LeasedSamples(Iterator[SampleBatch]):
             logger.warning(
                 "%s (%s handed out and not committed)", exc, counted(len(self._handed_out), "batch", "batches")
             )
+            self._why_lost = str(exc)
             self._lose()
             return None
         self._spoke = time.monotonic()

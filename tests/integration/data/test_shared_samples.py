@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import threading
 from collections import Counter
@@ -188,7 +189,7 @@ def test_a_loop_that_never_commits_is_told(data: Path, monkeypatch: pytest.Monke
         batches = samples.shared(cluster, "job", worker="a")
         read = [next(batches)]
         monkeypatch.setattr(batches, "_lease_seconds", 0.3)
-        with pytest.raises(gt.errors.InvalidArgument, match=r"none of 6 batches was committed; call commit\(batch\)"):
+        with pytest.raises(gt.errors.InvalidArgument, match=r"6 batches not committed; call commit\(batch\)"):
             read.extend(batches)
         assert len(read) == 6
 
@@ -248,3 +249,76 @@ def test_a_pipeline_reads_ahead_over_epochs_and_ends_with_an_error_of_the_loop(d
         with pytest.raises(ZeroDivisionError):  # while the reader waits for the commits of its epoch
             prefetched(data, cluster, stop_at=5)
     assert not [thread.name for thread in threading.enumerate() if "prefetch" in thread.name]
+
+
+def test_a_second_reader_of_a_workers_name_takes_the_place_of_the_first(data: Path) -> None:
+    samples = gt.ParquetSamples(data, columns=["id"], batch_size=300)
+    with gt.local() as cluster:
+        first, second = (samples.shared(cluster, "job", worker="a") for _ in range(2))
+        counts: Counter[int] = Counter()
+        batch = next(first)
+        first.commit(batch)
+        counts.update(batch["id"].tolist())
+        late = next(first)
+        batch = next(second)
+        with pytest.raises(gt.errors.StaleClient, match="worker 'a' of job 'job' reads here a second time"):
+            first.commit(late)
+        with pytest.raises(gt.errors.StaleClient, match="give each reader a worker name of its own"):
+            next(first)
+        second.commit(batch)
+        counts.update(batch["id"].tolist())
+        work(second, counts)
+        assert counts == Counter(range(COUNT))
+
+
+def test_a_loop_that_leaves_the_last_batches_uncommitted_is_told_and_goes_on(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = gt.ParquetSamples(data, columns=["id"], batch_size=300)
+    with gt.local() as cluster:
+        batches = samples.shared(cluster, "job", worker="a", epochs=2)
+        counts: Counter[int] = Counter()
+        read: list[Any] = []
+
+        def every_third() -> None:
+            for batch in batches:
+                monkeypatch.setattr(batches, "_lease_seconds", 0.3)
+                read.append(batch)
+                if len(read) % 3 == 0:
+                    batches.commit(batch)
+
+        for epoch in (1, 2):
+            with pytest.raises(gt.errors.InvalidArgument, match=r"batch(es)? not committed.*the last one of an epoch"):
+                every_third()
+            assert len(read) == 10 * epoch
+            batches.commit(read[-1])
+        assert list(batches) == []
+        counts.update(item for batch in read for item in batch["id"].tolist())
+        assert counts == Counter(dict.fromkeys(range(COUNT), 2))
+
+
+def test_a_wait_for_the_commits_of_another_thread_is_told_of(
+    data: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    samples = gt.ParquetSamples(data, columns=["id"], batch_size=1500)
+    with gt.local() as cluster:
+        batches = samples.shared(cluster, "job", worker="a", epochs=2)
+        first, second = next(batches), next(batches)
+        committer = threading.Thread(target=batches.commit, args=(first,))
+        committer.start()
+        committer.join(30)
+        monkeypatch.setattr(batches, "_lease_seconds", 0.3)
+        is_told = threading.Event()
+
+        handler = logging.NullHandler()
+        monkeypatch.setattr(handler, "handle", lambda _: is_told.set())
+        log = logging.getLogger("geartrain.workers.samples.leased")
+        log.addHandler(handler)
+        late = threading.Thread(target=lambda: is_told.wait(30) and batches.commit(second))
+        late.start()
+        try:
+            assert next(batches).num_samples == 1500  # of the second epoch
+        finally:
+            log.removeHandler(handler)
+            late.join(30)
+        assert "job 'job': the next epoch waits for the commits of 1 batch" in caplog.text
