@@ -20,14 +20,19 @@ from geartrain.ams.values.text import quoted
 from geartrain.serving.answers import Arrays, Question, TensorSpec
 from geartrain.serving.models.click_network import ClickNetwork, probabilities
 from geartrain.serving.models.samples import (
-    HISTORY_OUTCOMES,
     SampleReader,
     objects_of,
     require_keys,
     with_histories,
 )
 from geartrain.workers.ctr.samples.click_samples import PADDING
-from geartrain.workers.ctr.samples.features import HISTORY, HISTORY_ITEMS, SampleFeature, ids_by_feature
+from geartrain.workers.ctr.samples.features import (
+    HISTORY,
+    HISTORY_ITEMS,
+    HISTORY_OUTCOMES,
+    SampleFeature,
+    ids_by_feature,
+)
 from geartrain.workers.ctr.samples.kinds import INTEGER, FieldKind, width_of
 
 MOST_CANDIDATES = 10_000
@@ -49,7 +54,7 @@ class ClicksModel:
         crossed = {name for feature in self.network.features for name in feature.of[:-1]}
         history, kinds = int(config["history"]), self.network.kinds
         if kinds and history:
-            kinds[HISTORY_ITEMS] = replace(kinds[self.items[0]], is_list=True)
+            kinds[HISTORY_ITEMS] = replace(kinds[self.items[0]], is_list=True, fill=None)
             kinds[HISTORY_OUTCOMES] = FieldKind(item=INTEGER, is_list=True)
         self.reader = SampleReader(config["fields"], history, crossed, kinds)
         self._facts = {name: config[name] for name in ("model", "items")}
@@ -128,7 +133,7 @@ class ClickOperation:
     def run(self, question: Question) -> Arrays:
         """``probability`` [N]; explained, also ``contributions`` [N, fields]."""
         model = self._model
-        fields = with_histories(question.arrays)
+        fields = with_histories(question.arrays, model.reader.history)
         inputs = model.network.inputs(ids_by_feature(model.network.features, fields), _lengths(fields))
         logits = model.network.logits(inputs)
         if not dict(question.parameters).get("explain"):
@@ -210,7 +215,7 @@ class RankOperation:
             raise InvalidArgument(
                 f"field {quoted(both[0])} is in the context and in candidate 0; give it in one of them"
             )
-        if HISTORY in varying:
+        if reader.history and HISTORY in varying:
             raise InvalidArgument(f"the context has no field {HISTORY!r}; give an empty list if there is nothing")
         arrays = reader.read([context], [name for name in reader.names if name in context], "context")
         of_candidates = reader.read(candidates, varying, "candidate")
@@ -264,7 +269,8 @@ class RankOperation:
     def _ranked(self, arrays: Arrays, k: int) -> Arrays:
         model, counts = self._model, arrays[_COUNTS]
         given = {name: ids for name, ids in arrays.items() if name != _COUNTS}
-        context = with_histories({name: ids for name, ids in given.items() if not name.startswith(_CANDIDATE)})
+        of_context_ids = {name: ids for name, ids in given.items() if not name.startswith(_CANDIDATE)}
+        context = with_histories(of_context_ids, model.reader.history)
         there = None
         varying = {}
         for name, ids in given.items():

@@ -18,7 +18,7 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import quoted
 from geartrain.serving.kserve.datatypes import datatype_of
-from geartrain.workers.ctr.samples.features import HISTORY, HISTORY_ITEMS, crossed
+from geartrain.workers.ctr.samples.features import HISTORY, HISTORY_ITEMS, HISTORY_OUTCOMES, crossed
 from geartrain.workers.ctr.samples.kinds import (
     ANY,
     BOOLEAN,
@@ -40,7 +40,6 @@ _FORMS: dict[str, tuple[str, Any, list[dict[str, Any]]]] = {
     UNKNOWN: ("int64", 1, [_INTEGER, _TEXT]),
 }
 """Of values of each kind: the type in arrays, an example, and what they are in JSON."""
-HISTORY_OUTCOMES = "history_outcomes"
 
 
 class SampleReader:
@@ -189,6 +188,7 @@ class SampleReader:
             return {"type": "array", "items": {**event, "description": "[item, outcome]"}}
         kind = self._kind(name)
         one = _FORMS[kind.item][2]
+        one = [*one, {"type": "null"}] if kind.fill is not None else one
         some = {"maxItems": 0} if kind.is_single else {"items": {"anyOf": one}}
         return {"anyOf": [*one, {"type": "array", **some}]}
 
@@ -198,10 +198,10 @@ class SampleReader:
         return {name: [parts] if len(parts) > 1 else parts[0] for name, parts in of.items()}
 
 
-def with_histories(fields: Mapping[str, Ids]) -> dict[str, Ids]:
-    """The fields, with the ids of events in the place of their outcomes."""
+def with_histories(fields: Mapping[str, Ids], history: int) -> dict[str, Ids]:
+    """The fields, with the ids of events, if the model reads a ``history``, in the place of their outcomes."""
     found = dict(fields)
-    if HISTORY_OUTCOMES in found:
+    if history and HISTORY_OUTCOMES in found:
         found[HISTORY] = crossed(found[HISTORY_ITEMS], found.pop(HISTORY_OUTCOMES))
     return found
 

@@ -1,11 +1,12 @@
 """From samples to the vectors of each model: which fields have embeddings, weights, histories and images.
 
-An id has a row in a table for each use: ``user`` (its embedding), ``user_weight`` (its weight in the linear part).
+An id has a row in a table for each use: ``user`` (its embedding), ``user_weight`` (its weight in the linear part; if
+that is a field itself, ``user_weight_``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,15 @@ from geartrain.bridge.models.din import DIN
 from geartrain.bridge.models.dssm import DSSM
 from geartrain.bridge.models.wide_deep import WideDeep
 from geartrain.workers.ctr.recipe import CtrRecipe
-from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, SampleSchema
-from geartrain.workers.ctr.samples.features import HISTORY, HISTORY_ITEMS, SampleFeature, crossed, ids_by_feature
+from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, SampleSchema, require_free
+from geartrain.workers.ctr.samples.features import (
+    HISTORY,
+    HISTORY_ITEMS,
+    HISTORY_OUTCOMES,
+    SampleFeature,
+    crossed,
+    ids_by_feature,
+)
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
@@ -134,12 +142,14 @@ class Design:
             raise ConfigError(f"history is 0, and {recipe.model} needs one; give --set history=20, or another model")
         if kind.images and layout.image_dim is None:
             raise ConfigError(f"{recipe.model} needs images of the items, and the samples have none; take din")
+        if recipe.history:
+            require_free(layout.fields, (HISTORY, HISTORY_ITEMS, HISTORY_OUTCOMES))
         pooled = bool(recipe.history) and not kind.events and not kind.images
         names = [*layout.fields, *([HISTORY] if pooled else [])]
         embedded = names + ([HISTORY] if kind.events else [])
         self.features: tuple[SampleFeature, ...] = (
             *(self._feature(name, recipe.dim, (name,)) for name in embedded),
-            *(self._feature(f"{name}_weight", 1, (name,)) for name in names if kind.weights),
+            *(self._feature(_free(f"{name}_weight", embedded), 1, (name,)) for name in names if kind.weights),
             *(self._feature("_x_".join(cross), 1, cross) for cross in schema.crosses if kind.crosses),
         )
         self.dims = {feature.name: feature.dim for feature in self.features}
@@ -155,9 +165,12 @@ class Design:
 
     def _feature(self, name: str, dim: int, of: tuple[str, ...]) -> SampleFeature:
         pooling: PoolingName | None = "mean"
-        if HISTORY in of:
+        if self._is_history(of):
             pooling = None if self._kind.events else "sqrtn"
         return SampleFeature(name=name, dim=dim, of=of, pooling=pooling, table=name)
+
+    def _is_history(self, of: Sequence[str]) -> bool:
+        return bool(self.recipe.history) and HISTORY in of  # else it is a field of that name
 
     def network(self) -> ClickModel:
         """The network, with fresh parameters."""
@@ -166,13 +179,16 @@ class Design:
     def fields(self, cluster: Cluster, job: str, *, reuse: bool) -> EmbeddingGroup:
         """The embeddings, in tables of ``job``."""
         optimizer = Adam(self.recipe.row_lr, weight_decay=self.recipe.row_weight_decay)
-        members = [_field(feature) for feature in self.features]
+        members = [
+            Field(one.name, one.dim, pooling=one.pooling, padding_id=None if self._is_history(one.of) else PADDING)
+            for one in self.features
+        ]
         return EmbeddingGroup(cluster, job, members, optimizer=optimizer, seed=self.recipe.seed, reuse=reuse)
 
     def ids(self, samples: ClickSamples, indices: npt.NDArray[np.int64]) -> dict[str, Any]:
         """The ids of the samples at ``indices``, as the embeddings take them."""
         ids: dict[str, Any] = samples.ids(indices)
-        if HISTORY in self.dims:
+        if self._is_history(tuple(self.dims)):
             assert samples.histories is not None
             places, offsets = samples.histories.take(indices)
             ids[HISTORY] = (crossed(samples.histories.items[places], samples.histories.outcomes[places]), offsets)
@@ -193,6 +209,7 @@ class Design:
         }
 
 
-def _field(feature: SampleFeature) -> Field:
-    padding = None if HISTORY in feature.of else PADDING
-    return Field(feature.name, feature.dim, pooling=feature.pooling, padding_id=padding)
+def _free(name: str, taken: Sequence[str]) -> str:
+    while name in taken:
+        name += "_"
+    return name

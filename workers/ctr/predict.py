@@ -17,8 +17,7 @@ from geartrain.workers.ctr.designs import Design, SampleLayout
 from geartrain.workers.ctr.samples.click_samples import ClickSamples, split
 from geartrain.workers.ctr.samples.histories import histories_before
 from geartrain.workers.ctr.samples.kinds import UNCHECKED
-from geartrain.workers.ctr.samples.parquet import read_parquet
-from geartrain.workers.ctr.samples.sources import load_samples
+from geartrain.workers.ctr.samples.sources import load_samples, own_samples
 from geartrain.workers.ctr.trainer import ClickTrainer, click_probabilities
 from geartrain.workers.data.packages import Say
 from geartrain.workers.job.folder import read_run, say_unended
@@ -55,7 +54,7 @@ def predict_clicks(run: Path, samples: str, *, cache: Path, say: Say) -> npt.NDA
     kinds = design.layout.schema.kinds
     if not kinds:
         say(f"{run} {UNCHECKED}")
-    given = _with_fields_of(design, read_parquet(samples, clicks=False, kinds=kinds), samples)
+    given = _with_fields_of(design, own_samples(samples, clicks=False, kinds=kinds), samples)
     if state.recipe.history:
         given = _with_histories(design, given, load_samples(state.data["source"], cache, say, kinds))
     with local(num_shards=1) as cluster:
@@ -92,7 +91,7 @@ def _with_histories(design: Design, given: ClickSamples, of_run: ClickSamples) -
         np.concatenate([train.fields[schema.item[0]], nothing]),
         np.concatenate([outcomes, nothing]),
         np.concatenate([train.times, late if given.times is None else given.times]),
-        events=np.arange(len(train)),
+        events=np.flatnonzero(train.is_known),
         length=recipe.history,
     )
     own = histories.subset(np.arange(len(train), len(train) + len(given)))

@@ -159,5 +159,5 @@ def click_probabilities(
                 parts.append(network({**fields(design.ids(samples, indices)), **design.images(samples, indices)}))
     finally:
         network.train(was_training)
-    probabilities: npt.NDArray[np.float64] = torch.cat(parts).double().sigmoid().numpy()
+    probabilities: npt.NDArray[np.float64] = torch.cat([torch.empty(0), *parts]).double().sigmoid().numpy()
     return probabilities

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -29,8 +31,46 @@ _NAMED = 20
 
 Hashed = bool | Sequence[str] | Mapping[str, int] | None
 """Which columns of strings become ids: all, none, some, some with seeds of their own; None: strings stay strings."""
+Fill = Mapping[str, float | str]
+"""Stands for a missing value, by column."""
+MISSING: Any = object()
+"""Stands for itself: missing values are left to whoever looks at them one by one."""
 NameRow = Callable[[int], str]
 """Of a row of a table, the words for where it is: "clicks.csv, line 7"."""
+
+
+class Remedies(NamedTuple):
+    """How errors spell what to do: whoever reads them has arguments, options, or nothing but the file."""
+
+    fill: str
+    kind: str
+    without: str
+
+
+IN_PYTHON = Remedies(
+    "say what stands for it: fill={{{name!r}: {value!r}}}",
+    "say its type, beside those of the other columns: columns={{{name!r}: {value!r}, ...}}",
+    "name the columns without it: columns=[...]",
+)
+ON_THE_COMMAND_LINE = Remedies(
+    "say what stands for it: --fill {name}={value}",
+    "say its type, and those of the other columns: --column {name}:{value}",
+    "name the others: --column NAME for each",
+)
+IN_THE_FILE = Remedies("write one there, or leave the row out", "write it as {value}", "leave it out of the file")
+_REMEDIES: ContextVar[Remedies] = ContextVar("remedies", default=IN_PYTHON)
+EXAMPLES: Mapping[str, float] = {"int64": -1, "float32": 0.0, "float64": 0.0, "bool": False}
+"""What could stand for a missing value of a type that has no default."""
+
+
+@contextmanager
+def remedies(spelled: Remedies) -> Iterator[None]:
+    """Let errors that are raised meanwhile be ``spelled`` so."""
+    before = _REMEDIES.set(spelled)
+    try:
+        yield
+    finally:
+        _REMEDIES.reset(before)
 
 
 @dataclass(frozen=True)
@@ -47,12 +87,25 @@ class ColumnType:
             return self.item
         return f"list<{self.item}>" if self.length is None else f"{self.item}[{self.length}]"
 
-    def holds(self, found: ColumnType) -> bool:
-        """Whether a column of type ``found`` can be read as this one, each value as it is (floats to rounding)."""
+    def holds(self, arrow: Any) -> bool:
+        """Whether a column of an Arrow type can be read as this one, each value as it is (floats to rounding). One
+        without any value can.
+        """
+        if pa.types.is_null(arrow):
+            return True
+        if pa.types.is_list(arrow) and pa.types.is_null(arrow.value_type):
+            return self.is_list
+        found = type_of(arrow)
+        if found is None:
+            return False
         if self.is_list != found.is_list or (self.length is not None and self.length != found.length):
             return False
         is_number = found.item in ("int64", "float32", "float64")
-        return self.item == found.item or (self.item.startswith("float") and is_number)
+        return (
+            self.item == found.item
+            or (self.item.startswith("float") and is_number)
+            or (self.item == "int64" and found.item == "bool")
+        )
 
     @property
     def arrow(self) -> Any:
@@ -95,6 +148,57 @@ def type_of(arrow: Any) -> ColumnType | None:
     return None if kind is None else ColumnType(kind)
 
 
+def _is_moment(arrow: Any) -> bool:
+    return bool(pa.types.is_timestamp(arrow) or pa.types.is_date(arrow))
+
+
+def _is_number(arrow: Any) -> bool:
+    """Whether a column of no type that samples have becomes numbers if somebody says which."""
+    return _is_moment(arrow) or bool(pa.types.is_decimal(arrow))
+
+
+def says_type(name: str, kind: str) -> str:
+    """The remedy of a column whose type nobody has said."""
+    return _REMEDIES.get().kind.format(name=name, value=kind)
+
+
+def joint_schema(schemas: Sequence[Any]) -> Any:
+    """The columns of several files of a source, those of the first one first. A type is that of the first file that has
+    values there; float64 where some have float32 and others a wider number.
+    """
+    fields = list(schemas[0])
+    known = {field.name for field in fields}
+    for schema in schemas[1:]:
+        fields += [field for field in schema if field.name not in known]
+        known.update(schema.names)
+    found: dict[str, dict[Any, None]] = {name: {} for name in known}
+    for schema in schemas:
+        for field in schema:
+            found[field.name][field.type] = None
+    return pa.schema([(field.name, _joint(list(found[field.name]))) for field in fields])
+
+
+def _joint(types: Sequence[Any]) -> Any:
+    first = next((arrow for arrow in types if type_of(arrow) is not None), types[0])
+    kind = type_of(first)
+    if kind is None or kind.item != "float32":
+        return first
+    wider = replace(kind, item="float64")
+    return wider.arrow if any(type_of(arrow) not in (None, kind) and wider.holds(arrow) for arrow in types) else first
+
+
+def require_column(name: str, names: Sequence[str], file: str) -> None:
+    """Raise ColumnMismatch unless a table with columns ``names`` has one of that name, and no second one."""
+    count = list(names).count(name)
+    if not count:
+        near = difflib.get_close_matches(str(name), list(names), 3, 0.6)
+        meant = f"did you mean {' or '.join(map(repr, near))}? It" if near else "it"
+        raise ColumnMismatch(f"{file} has no column {name!r}; {meant} has {_listed(list(names))}")
+    if count > 1:
+        without = _REMEDIES.get().without
+        raise ColumnMismatch(f"{file} has {count} columns {name!r}; give them names of their own, or {without}")
+
+
 @dataclass(frozen=True)
 class ColumnPlan:
     """What is read of every file, and what becomes of it."""
@@ -103,20 +207,25 @@ class ColumnPlan:
     """Of each column to read."""
     seeds: Mapping[str, int]
     """Of the hash of the columns of strings."""
-    fill: Mapping[str, float]
-    """Stands for a missing value, by column."""
+    fill: Fill
+    can_hash: bool = True
 
-    def require_in(self, schema: Any, file: str, said_by: str) -> None:
-        """Raise ColumnMismatch unless a table of this schema has the columns; ``said_by`` is who wants their types."""
+    def require_in(self, schema: Any, file: str, said_by: str, *, is_said: bool = True) -> None:
+        """Raise ColumnMismatch unless a table of this schema has the columns, or what stands for them; ``said_by`` is
+        who wants their types. Moments become Unix seconds only where a person has said the type (``is_said``).
+        """
         for name, wanted in self.types.items():
-            if name not in schema.names:
-                raise missing_column(name, schema.names, file)
+            if name in self.fill and name not in schema.names:
+                continue
+            require_column(name, schema.names, file)
             arrow = schema.field(name).type
-            found = type_of(arrow)
-            if found is None or not wanted.holds(found):
-                hint = ""
-                if found is not None and found.item == "string":
+            is_number = is_said and _is_number(arrow) and str(wanted) in ("int64", "float32", "float64")
+            if not (is_number or wanted.holds(arrow)):
+                hint, found = "", type_of(arrow)
+                if found is not None and found.item == "string" and self.can_hash:
                     hint = f"; for ids of texts, ask for a string and give hash_strings=[{name!r}]"
+                elif found == replace(wanted, item="float64"):
+                    hint = f"; to read both, {says_type(name, str(found))}"
                 raise ColumnMismatch(
                     f"column {name!r} of {file} is {arrow}; it must be {wanted}, as {said_by} says{hint}"
                 )
@@ -125,7 +234,18 @@ class ColumnPlan:
         """The columns as samples have them: of the planned types, strings hashed, nothing missing. Raises SourceDamaged
         for a value that is missing or does not fit, with its row.
         """
+        table = self.aligned(table)
         columns = {name: self._column(name, table.column(name), name_row) for name in self.types}
+        return pa.table(columns) if columns else table.select([])
+
+    def aligned(self, table: Any) -> Any:
+        """The planned columns of a table; those that it lacks, or has no type of, are missing."""
+        columns: dict[str, Any] = {}
+        for name, wanted in self.types.items():
+            column = table.column(name) if name in table.column_names else pa.nulls(table.num_rows)
+            if pa.types.is_null(column.type):
+                column = pa.nulls(table.num_rows, wanted.arrow)
+            columns[name] = column
         return pa.table(columns) if columns else table.select([])
 
     def _column(self, name: str, column: Any, name_row: NameRow) -> Any:
@@ -151,23 +271,30 @@ class ColumnPlan:
 
     def _values(self, name: str, array: Any, name_place: NameRow) -> Any:
         wanted = self.types[name].item
-        if array.null_count:
-            if name not in self.fill:
-                place = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
-                raise SourceDamaged(
-                    f"{name_place(place)}: column {name!r} has no value; say what stands for it: fill={{{name!r}: -1}}"
-                )
-            if wanted == "string":
-                raise InvalidArgument(f"fill of column {name!r} stands for missing numbers; strings have none")
-            array = array.cast(_ITEMS[wanted]).fill_null(pa.scalar(self.fill[name], _ITEMS[wanted]))
-        if name in self.seeds:
-            return pa.array(hash_strings(array, seed=self.seeds[name]))
-        if array.type == _ITEMS[wanted]:
-            return array
-        try:
-            return array.cast(_ITEMS[wanted], safe=not wanted.startswith("float"))
-        except pa.ArrowInvalid as exc:
-            raise SourceDamaged(f"{name_place(_first_bad(array, wanted))}: column {name!r}: {exc}") from exc
+        if pa.types.is_dictionary(array.type) and (array.null_count or array.dictionary.null_count):
+            array = array.dictionary_decode()
+        stands_for = self.fill.get(name, "" if wanted == "string" else None)
+        if array.null_count and stands_for is None:
+            place = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
+            remedy = _REMEDIES.get().fill.format(name=name, value=EXAMPLES[wanted])
+            raise SourceDamaged(f"{name_place(place)}: column {name!r} has no value; {remedy}")
+        if array.type != _ITEMS[wanted] and (name not in self.seeds or pa.types.is_null(array.type)):
+            try:
+                array = _as_item(array, wanted)
+            except pa.ArrowInvalid as exc:
+                raise SourceDamaged(f"{name_place(_first_bad(array, wanted))}: column {name!r}: {exc}") from exc
+        if array.null_count and stands_for is not MISSING:
+            array = array.fill_null(pa.scalar(stands_for, array.type))
+        return pa.array(hash_strings(array, seed=self.seeds[name])) if name in self.seeds else array
+
+
+def _as_item(array: Any, wanted: str) -> Any:
+    """Raises ArrowInvalid for a value that does not fit."""
+    if _is_moment(array.type):
+        zone = getattr(array.type, "tz", None)
+        seconds = array.cast(pa.timestamp("us", zone), safe=False).cast(pa.int64()).to_numpy(zero_copy_only=False) / 1e6
+        array = pa.array(np.floor(seconds) if wanted == "int64" else seconds, from_pandas=True)
+    return array.cast(_ITEMS[wanted], safe=not wanted.startswith("float"))
 
 
 def whole_array(column: Any) -> Any:
@@ -189,7 +316,7 @@ def _first_bad(array: Any, wanted: str) -> int:
     while high - low > 1:
         middle = (low + high) // 2
         try:
-            array.slice(low, middle - low).cast(_ITEMS[wanted])
+            _as_item(array.slice(low, middle - low), wanted)
             low = middle
         except pa.ArrowInvalid:
             high = middle
@@ -201,7 +328,7 @@ def planned_columns(
     schema: Any,
     file: str,
     hashed: Hashed,
-    fill: Mapping[str, float],
+    fill: Fill,
 ) -> ColumnPlan:
     """What a user asked for, made whole from the schema of the first file. Raises InvalidArgument, ColumnMismatch."""
     if isinstance(columns, str):
@@ -211,18 +338,14 @@ def planned_columns(
     else:
         types = {}
         for name in schema.names if columns is None else columns:
-            if name not in schema.names:
-                raise missing_column(name, schema.names, file)
+            require_column(name, schema.names, file)
             found = type_of(schema.field(name).type)
             if found is None:
-                raise ColumnMismatch(
-                    f"column {name!r} of {file} is {schema.field(name).type}; samples have integers, floats, bools, "
-                    "strings to hash, and lists of these: leave it out, or write it as one of them"
-                )
+                raise ColumnMismatch(_no_type(name, schema.field(name).type, file))
             types[name] = found
     if not types:
         raise InvalidArgument(f"no column of {file} is read; name at least one; it has {_listed(list(schema.names))}")
-    ColumnPlan(types, {}, {}).require_in(schema, file, "columns")
+    ColumnPlan(types, {}, {}, hashed is not None).require_in(schema, file, "columns")
     seeds = _seeds(hashed, types)
     _check_fill(fill, types)
     for name, kind in types.items():
@@ -231,20 +354,40 @@ def planned_columns(
                 f"column {name!r} of {file} holds strings; hash_strings=[{name!r}] makes ids of them, "
                 "hash_strings=True of all strings"
             )
-    return ColumnPlan(types, seeds, dict(fill))
+    return ColumnPlan(types, seeds, dict(fill), hashed is not None)
 
 
-def _check_fill(fill: Mapping[str, float], types: Mapping[str, ColumnType]) -> None:
+def _no_type(name: str, arrow: Any, file: str) -> str:
+    spelled = _REMEDIES.get()
+    if any(ColumnType("int64", is_list=is_list).holds(arrow) for is_list in (False, True)):
+        fill = spelled.fill.format(name=name, value=EXAMPLES["int64"])
+        kind = says_type(name, "int64" if pa.types.is_null(arrow) else "list<int64>")
+        remedy = spelled.without if spelled is IN_THE_FILE else f"{kind}, and {fill}"
+        return f"column {name!r} of {file} has no value that shows its type; {remedy}"
+    kinds = "samples have integers, floats, bools, strings to hash, and lists of these"
+    what = ""
+    if _is_number(arrow):
+        value = "int64" if _is_moment(arrow) else "float64"
+        what = f", or {says_type(name, value)}{' for Unix seconds' * _is_moment(arrow)}"
+    return f"column {name!r} of {file} is {arrow}; {kinds}: {spelled.without}{what}"
+
+
+def _check_fill(fill: Fill, types: Mapping[str, ColumnType]) -> None:
     for name, value in fill.items():
         if name not in types:
             raise InvalidArgument(f"fill names column {name!r}, which is not read; there are {_listed(list(types))}")
+        if value is MISSING:
+            continue
         item, what = types[name].item, f"fill of column {name!r}, which is {types[name]},"
         if item == "int64":
             integer(what, value, -(2**63), 2**63 - 1)
         elif item in ("float32", "float64"):
             real_number(what, value)
-        elif item == "bool" and value not in (False, True):
-            raise InvalidArgument(f"{what} is {quoted(value)}; it must be True or False")
+        elif item == "bool":
+            if value not in (False, True):
+                raise InvalidArgument(f"{what} is {quoted(value)}; it must be True or False")
+        elif not isinstance(value, str):
+            raise InvalidArgument(f"{what} is {quoted(value)}; it must be a text")
 
 
 def _seeds(hashed: Hashed, types: Mapping[str, ColumnType]) -> dict[str, int]:
@@ -260,13 +403,6 @@ def _seeds(hashed: Hashed, types: Mapping[str, ColumnType]) -> dict[str, int]:
             raise ColumnMismatch(f"column {name!r} is {types[name]}; hash_strings takes strings, leave it out there")
         integer(f"the seed of column {name!r}", seed, 0, 2**64 - 1)
     return seeds
-
-
-def missing_column(name: str, names: Sequence[str], file: str) -> ColumnMismatch:
-    """The error of a column that is not there, with those that it could have meant."""
-    near = difflib.get_close_matches(str(name), list(names), 3, 0.6)
-    meant = f"did you mean {' or '.join(map(repr, near))}? It" if near else "it"
-    return ColumnMismatch(f"{file} has no column {name!r}; {meant} has {_listed(list(names))}")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -14,7 +14,16 @@ from pyarrow import csv
 from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument, SourceDamaged
 from geartrain.ams.values.text import quoted
-from geartrain.workers.samples.columns import ColumnPlan, Hashed, missing_column, planned_columns, type_named
+from geartrain.workers.samples.columns import (
+    ColumnPlan,
+    Fill,
+    Hashed,
+    joint_schema,
+    planned_columns,
+    says_type,
+    type_named,
+    type_of,
+)
 from geartrain.workers.samples.rows import SampleRows
 from geartrain.workers.samples.urls import DataFile, Sources, find_files
 
@@ -44,7 +53,7 @@ class CsvRows:
         *,
         columns: Sequence[str] | Mapping[str, str] | None,
         hash_strings: Hashed,
-        fill: Mapping[str, float],
+        fill: Fill,
         delimiter: str,
         list_delimiter: str,
         names: Sequence[str] | None,
@@ -61,16 +70,9 @@ class CsvRows:
         self.part_rows: list[int] = []
         for place, file in enumerate(self._files):
             self._scan(place, file, names)
-        if columns is not None and not isinstance(columns, str):
-            for file, own in zip(self._files, self._names, strict=True):
-                for name in columns:
-                    if name not in own:
-                        raise missing_column(name, own, file.name)
         self._plan = self._planned(columns, hash_strings, fill)
         for file, own in zip(self._files, self._names, strict=True):
-            for name in self._plan.types:
-                if name not in own:
-                    raise missing_column(name, own, file.name)
+            self._plan.require_in(pa.schema([(name, pa.null()) for name in own]), file.name, "columns")
 
     @property
     def identity(self) -> Any:
@@ -109,18 +111,24 @@ class CsvRows:
             raise SourceDamaged(f"{file.name}, line 1: it must name the columns: {exc}") from exc
         return list(table.column_names)
 
-    def _planned(self, columns: Any, hash_strings: Any, fill: Mapping[str, float]) -> ColumnPlan:
-        """Types that nobody said are those of the first block: integers, floats, bools, else strings."""
-        first = self._files[0].name
-        known = [name for name in (self._names[0] if columns is None else columns) if name in self._names[0]]
-        said = dict(columns) if isinstance(columns, Mapping) else {}
-        guessed = pa.schema([])
-        if self._blocks and not said:
-            guessed = self._parse(0, known, {}).schema
-        fields = [
-            (name, type_named(name, said[name]).arrow if name in said else _type_in(guessed, name)) for name in known
-        ]
-        return planned_columns(columns, pa.schema(fields), first, hash_strings, fill)
+    def _planned(self, columns: Any, hash_strings: Any, fill: Fill) -> ColumnPlan:
+        """Types that nobody said are those of the first block with a value: integers, floats, bools, else texts."""
+        names = joint_schema([pa.schema([(name, pa.null()) for name in own]) for own in self._names]).names
+        wanted = self._names[0] if columns is None else columns
+        types = (
+            {name: type_named(name, kind).arrow for name, kind in columns.items()}
+            if isinstance(columns, Mapping)
+            else {}
+        )
+        if isinstance(hash_strings, Sequence | Mapping):
+            types = {**dict.fromkeys(hash_strings, pa.string()), **types}
+        self._guessed = {name for name in names if name in wanted and names.count(name) == 1 and name not in types}
+        for part in range(len(self._blocks)):
+            if unknown := [name for name in names if name in self._guessed and name not in types]:
+                found = self._parse(part, unknown, {}).schema
+                types |= {field.name: _guess(field.type) for field in found if not pa.types.is_null(field.type)}
+        schema = pa.schema([(name, types.get(name, pa.null())) for name in names])
+        return planned_columns(wanted, schema, self._files[0].name, hash_strings, fill)
 
     def read(self, part: int) -> SampleRows:
         """See SampleSource. Raises SourceDamaged."""
@@ -131,10 +139,13 @@ class CsvRows:
                 f"{self._name_row(part, 0)}: {self.part_rows[part]} lines hold {table.num_rows} rows; "
                 "line breaks inside quotes are not read, and the file must not change"
             )
-        for name, kind in self._plan.types.items():
-            if kind.is_list:
-                place = table.column_names.index(name)
-                table = table.set_column(place, name, self._split(table.column(name)))
+        for place, (name, kind) in enumerate(self._plan.types.items()):
+            if kind.is_list or kind.item == "string":
+                texts = table.column(name)
+                texts = pc.if_else(pc.equal(texts, ""), None, texts)
+                table = table.set_column(
+                    place, name, pc.split_pattern(texts, self._list_delimiter) if kind.is_list else texts
+                )
         samples = self._plan.apply(table, lambda row: self._name_row(part, row))
         return SampleRows(samples, self.part_rows[part])
 
@@ -154,7 +165,9 @@ class CsvRows:
                     column_names=self._names[block.file], use_threads=False, block_size=len(content) + 1
                 ),
                 parse_options=csv.ParseOptions(delimiter=self._delimiter, invalid_row_handler=note),
-                convert_options=csv.ConvertOptions(include_columns=names, column_types=dict(types)),
+                convert_options=csv.ConvertOptions(
+                    include_columns=names, column_types=dict(types), include_missing_columns=True
+                ),
             )
         except pa.ArrowInvalid as exc:
             if bad:
@@ -175,18 +188,31 @@ class CsvRows:
         block = self._blocks[part]
         for number, line in enumerate(text for text in content.splitlines(keepends=True) if text.strip(b"\r\n")):
             for name, kind in types.items():
-                try:
-                    csv.read_csv(
-                        io.BytesIO(line),
-                        read_options=csv.ReadOptions(column_names=self._names[block.file], use_threads=False),
-                        parse_options=csv.ParseOptions(delimiter=self._delimiter),
-                        convert_options=csv.ConvertOptions(include_columns=[name], column_types={name: kind}),
-                    )
-                except pa.ArrowInvalid as reason:
+                if reason := self._why_not(line, block.file, name, kind):
+                    hint = ""
+                    if name in self._guessed:
+                        is_text = kind == pa.float64() or self._why_not(line, block.file, name, pa.float64())
+                        hint = f"; lines before hold {kind}: {says_type(name, 'string' if is_text else 'float64')}"
+                        hint += f", hash_strings=[{name!r}]" if is_text and self._plan.can_hash else ""
                     return SourceDamaged(
-                        f"{self._name_row(part, number)}: column {name!r} is no {kind}: {quoted(str(reason))}"
+                        f"{self._name_row(part, number)}: column {name!r} is no {kind}: {quoted(reason)}{hint}"
                     )
         return SourceDamaged(f"{self._name_row(part, 0)} or below: {exc}")
+
+    def _why_not(self, line: bytes, file: int, name: str, kind: Any) -> str:
+        """Why a value of a line is not of a type; empty: it is."""
+        try:
+            csv.read_csv(
+                io.BytesIO(line),
+                read_options=csv.ReadOptions(column_names=self._names[file], use_threads=False),
+                parse_options=csv.ParseOptions(delimiter=self._delimiter),
+                convert_options=csv.ConvertOptions(
+                    include_columns=[name], column_types={name: kind}, include_missing_columns=True
+                ),
+            )
+        except pa.ArrowInvalid as reason:
+            return str(reason)
+        return ""
 
     def _name_row(self, part: int, row: int) -> str:
         """Of a row of a block, the line; blank ones count."""
@@ -195,14 +221,10 @@ class CsvRows:
         line = [number for number, text in enumerate(lines) if text][row]
         return f"{self._files[block.file].name}, line {block.first_line + line}"
 
-    def _split(self, column: Any) -> Any:
-        """The lists that texts are, separated by the delimiter of lists; an empty text is an empty list."""
-        return pc.split_pattern(pc.if_else(pc.equal(column, ""), None, column), self._list_delimiter)
 
-
-def _type_in(schema: Any, name: str) -> Any:
-    arrow = schema.field(name).type if name in schema.names else pa.string()
-    return pa.string() if pa.types.is_null(arrow) else arrow
+def _guess(arrow: Any) -> Any:
+    """Dates and times of day are texts, unless somebody says otherwise."""
+    return arrow if type_of(arrow) else pa.string()
 
 
 def _parsed_as(kind: Any) -> Any:

@@ -184,7 +184,7 @@ class ParquetSamples(FileSamples):
         batch_size: int,
         columns: Sequence[str] | Mapping[str, str] | None = None,
         hash_strings: bool | Sequence[str] | Mapping[str, int] = False,
-        fill: Mapping[str, float] | None = None,
+        fill: Mapping[str, float | str] | None = None,
         seed: int | None = None,
         window_rows: int = 65_536,
         drop_last: bool = False,
@@ -197,10 +197,11 @@ class ParquetSamples(FileSamples):
                 knows, or a list of them.
             batch_size: B, also across files.
             columns: Which to read; None: all. A mapping says their types, too: "int64", "float32", "float64", "bool",
-                "string", "list<int64>", "int64[8]"; otherwise they are those of the first file.
+                "string", "list<int64>", "int64[8]"; otherwise they are those of the first file with a value.
             hash_strings: Columns of strings, or of lists of them, that ``gt.hash_strings`` makes ids of; True: all. A
                 mapping gives each its seed.
-            fill: What stands for a missing value, by column. A missing list is an empty one.
+            fill: What stands for a missing value, by column, also in a file that lacks the column. A missing list is an
+                empty one; of what ``fill`` does not name, a missing text is the empty one, and another value an error.
             seed: Row groups come in another order in each epoch, and rows within a window; None: all in order.
             window_rows: Rows that are mixed.
             drop_last: Leave the last batch of an epoch out if it is not full.
@@ -248,7 +249,7 @@ class CsvSamples(FileSamples):
         batch_size: int,
         columns: Sequence[str] | Mapping[str, str] | None = None,
         hash_strings: bool | Sequence[str] | Mapping[str, int] = False,
-        fill: Mapping[str, float] | None = None,
+        fill: Mapping[str, float | str] | None = None,
         seed: int | None = None,
         window_rows: int = 65_536,
         drop_last: bool = False,
@@ -265,7 +266,7 @@ class CsvSamples(FileSamples):
             batch_size: B.
             columns: As there; types that are not said are guessed from the first lines.
             hash_strings: As there.
-            fill: As there; a value that is empty or NA is missing.
+            fill: As there; a value that is empty is missing, of numbers NA as well.
             seed: As there; the parts that change places are blocks of lines.
             window_rows: As there.
             drop_last: As there.
@@ -319,7 +320,7 @@ class TreeSamples(FileSamples):
         batch_size: int,
         columns: Sequence[str] | Mapping[str, str] | None = None,
         hash_strings: bool | Sequence[str] | Mapping[str, int] = False,
-        fill: Mapping[str, float] | None = None,
+        fill: Mapping[str, float | str] | None = None,
         seed: int | None = None,
         window_rows: int = 65_536,
         drop_last: bool = False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import pyarrow.parquet as pq
 
 from geartrain.ams.values.errors import SourceDamaged
 from geartrain.ams.values.specs import Ids
-from geartrain.workers.samples.columns import ColumnPlan, Hashed, planned_columns
+from geartrain.workers.samples.columns import ColumnPlan, Fill, Hashed, joint_schema, planned_columns
 from geartrain.workers.samples.rows import SampleRows
 from geartrain.workers.samples.trees.layout import COUNTS, levels_in
 from geartrain.workers.samples.urls import DataFile, Sources, find_files
@@ -34,6 +35,11 @@ class _Level(NamedTuple):
     footer: Any
 
 
+def schema_of(where: Sources) -> Any:
+    """The columns of all files of a source together; see :func:`joint_schema`. Raises SourceError."""
+    return joint_schema([footer.schema.to_arrow_schema() for footer in _footers_of(find_files(where, SUFFIXES))])
+
+
 class ParquetRows:
     """A :class:`~geartrain.workers.samples.source.SampleSource`. Opening it reads the footer of every file."""
 
@@ -43,12 +49,11 @@ class ParquetRows:
         *,
         columns: Sequence[str] | Mapping[str, str] | None,
         hash_strings: Hashed,
-        fill: Mapping[str, float],
+        fill: Fill,
         trees: bool = False,
     ) -> None:
         files = find_files(where, SUFFIXES)
-        with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
-            footers = list(pool.map(_footer_of, files))
+        footers = _footers_of(files)
         schemas = {file.name: footer.schema.to_arrow_schema() for file, footer in zip(files, footers, strict=True)}
         place = files[0].name
         self.levels = levels_in(schemas[place], place)[0] if trees else _PLAIN
@@ -57,10 +62,16 @@ class ParquetRows:
             if trees
             else [{"": _Level(file, footer)} for file, footer in zip(files, footers, strict=True)]
         )
-        first = {level: schemas[found.file.name] for level, found in self._sets[0].items()}
-        own = {level: [name for name in first[level].names if not trees or name != COUNTS] for level in self.levels}
-        fields = [first[level].field(name) for level in self.levels for name in own[level]]
-        said_by = "columns" if isinstance(columns, Mapping) else place
+        joint = {
+            level: joint_schema([schemas[file_set[level].file.name] for file_set in self._sets])
+            for level in self.levels
+        }
+        own = {level: [name for name in joint[level].names if not trees or name != COUNTS] for level in self.levels}
+        fields = [field for level in self.levels for field in joint[level] if field.name in own[level]]
+        if columns is None:  # a further column of a later file is left alone
+            first = [name for found in self._sets[0].values() for name in schemas[found.file.name].names]
+            columns = [name for name in first if not trees or name != COUNTS]
+        is_said = isinstance(columns, Mapping)
         plan = planned_columns(
             columns, pa.schema(fields), place.rpartition("/")[0] if trees else place, hash_strings, fill
         )
@@ -68,7 +79,8 @@ class ParquetRows:
         self._plans = {level: _part_of(plan, own[level]) for level in self.levels}
         for file_set in self._sets:
             for level, found in file_set.items():
-                self._plans[level].require_in(schemas[found.file.name], found.file.name, said_by)
+                schema, name = schemas[found.file.name], found.file.name
+                self._plans[level].require_in(schema, name, "columns" if is_said else place, is_said=is_said)
         self._groups = [
             (file_set, group)
             for file_set in self._sets
@@ -115,11 +127,7 @@ def _row_name(level: _Level, group: int, row: int) -> str:
 
 
 def _part_of(plan: ColumnPlan, columns: Sequence[str]) -> ColumnPlan:
-    return ColumnPlan(
-        {name: plan.types[name] for name in plan.types if name in columns},
-        {name: seed for name, seed in plan.seeds.items() if name in columns},
-        {name: value for name, value in plan.fill.items() if name in columns},
-    )
+    return replace(plan, types={name: kind for name, kind in plan.types.items() if name in columns})
 
 
 def _sets(
@@ -158,6 +166,11 @@ def _read_group(file: DataFile, footer: Any, group: int, columns: list[str]) -> 
         first = sum(footer.row_group(before).num_rows for before in range(group))
         last = first + footer.row_group(group).num_rows - 1
         raise SourceDamaged(f"{file.name}: row group {group} (rows {first} to {last}) cannot be read: {exc}") from exc
+
+
+def _footers_of(files: Sequence[DataFile]) -> list[Any]:
+    with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
+        return list(pool.map(_footer_of, files))
 
 
 def _footer_of(file: DataFile) -> Any:

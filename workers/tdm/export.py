@@ -42,7 +42,7 @@ def export_tree(run: Path | Snapshot, out: Path, *, version: int | None = None) 
     kinds = {}
     if "schema" in state.data and (schema := SampleSchema.from_json(state.data["schema"])).kinds:
         kinds = {name: schema.kinds[name] for name in fields}
-        kinds[HISTORY] = replace(schema.kinds[schema.item[0]], is_list=True)
+        kinds[HISTORY] = replace(schema.kinds[schema.item[0]], is_list=True, fill=None)
     saved, recipe = state.tensors["tdm"], state.recipe
     items = saved["_extra_state"]["items"]
     dims = dims_of(fields, recipe.dim)

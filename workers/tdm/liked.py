@@ -58,6 +58,7 @@ def liked_of(samples: ClickSamples, recipe: TdmRecipe) -> Liked:
     if schema.user is None or not schema.item or samples.times is None:
         raise ConfigError("a tree needs fields user and item, and a column time; give samples that have them")
     item, user = schema.item[0], schema.user
+    samples = samples.subset(np.flatnonzero(samples.is_known))
     known, held_out = split(samples, recipe.split, recipe.seed)
     clicked = np.flatnonzero(known.clicks > 0)
     learnt = known.subset(clicked)

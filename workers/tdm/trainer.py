@@ -17,7 +17,7 @@ from geartrain.bridge.embedding.group import EmbeddingGroup
 from geartrain.bridge.models.deepfm import DeepFM
 from geartrain.bridge.retrieval.item_tree import ItemTree
 from geartrain.bridge.retrieval.tdm import TDM
-from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples
+from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, require_free
 from geartrain.workers.ctr.trainer import EmbeddingTrainer
 from geartrain.workers.job.state import JobState
 from geartrain.workers.job.trainer import Attempt
@@ -38,6 +38,7 @@ class TreeTrainer(EmbeddingTrainer):
         source, samples = data
         recipe: TdmRecipe = attempt.options.recipe
         self._liked = liked = liked_of(samples, recipe)
+        require_free(liked.user_fields, (HISTORY, NODE, NODE_WEIGHT))
         self._recalls: list[dict[str, Any]] = []
         torch.manual_seed(recipe.seed)
         network = DeepFM(dims_of(liked.user_fields, recipe.dim), recipe.hidden, dropout=recipe.dropout)

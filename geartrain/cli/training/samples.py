@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
+import yaml
 
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import counted, quoted
@@ -35,7 +37,9 @@ def compress(
         list[str] | None,
         typer.Option("--column", help="Take this column: NAME, or NAME:TYPE (tags:list<int64>). Repeatable."),
     ] = None,
-    fill: Annotated[list[str] | None, typer.Option(help="Stands for a missing value: year=-1. Repeatable.")] = None,
+    fill: Annotated[
+        list[str] | None, typer.Option(help="Stands for a missing value: year=-1, city=unknown. Repeatable.")
+    ] = None,
     delimiter: Annotated[str, typer.Option(help="Of CSV.")] = ",",
     list_delimiter: Annotated[str, typer.Option(help="Of lists in CSV.")] = "|",
     compression: Annotated[str, typer.Option(help="Codec of the files: zstd, snappy, none, ...")] = "zstd",
@@ -45,6 +49,10 @@ def compress(
 
     Columns that no level names go to the outermost level in which they never change. gt.TreeSamples reads the result.
     """
+    from geartrain.workers.samples.files import require_arrow
+
+    require_arrow()
+    from geartrain.workers.samples.columns import ON_THE_COMMAND_LINE, remedies
     from geartrain.workers.samples.trees.compress import compress_samples
 
     named: dict[str, tuple[str, ...]] = {level: (level,) for level in levels.split(",")}
@@ -57,17 +65,18 @@ def compress(
     if any(kind for _, _, kind in typed) and not all(kind for _, _, kind in typed):
         raise ConfigError("give a type with every --column or with none")
     wanted = {name: kind for name, _, kind in typed} if any(kind for _, _, kind in typed) else [t[0] for t in typed]
-    report = compress_samples(
-        source,
-        out,
-        named,
-        sort=sort,
-        columns=wanted or None,
-        fill={name: _number(value) for name, value in (_pair(text, "--fill") for text in fill or [])},
-        delimiter=delimiter,
-        list_delimiter=list_delimiter,
-        compression=compression,
-    )
+    with remedies(ON_THE_COMMAND_LINE):
+        report = compress_samples(
+            source,
+            out,
+            named,
+            sort=sort,
+            columns=wanted or None,
+            fill={name: _value(value) for name, value in (_pair(text, "--fill") for text in fill or [])},
+            delimiter=delimiter,
+            list_delimiter=list_delimiter,
+            compression=compression,
+        )
     if as_json:
         print(json.dumps(dataclasses.asdict(report)))
         return
@@ -84,8 +93,12 @@ def _pair(text: str, option: str) -> tuple[str, str]:
     return name, value
 
 
-def _number(text: str) -> float:
+def _value(text: str) -> float | str:
+    """A number, else what YAML reads, as in --set: true, a text, also '7' in quotation marks."""
     try:
         return int(text) if text.lstrip("-").isdecimal() else float(text)
     except ValueError:
-        raise ConfigError(f"--fill has {quoted(text)}; it must be a number") from None
+        with suppress(yaml.YAMLError):
+            if isinstance(value := yaml.safe_load(text), bool | str):
+                return value
+        return text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,6 +67,16 @@ class ClickSamples:
     def __len__(self) -> int:
         return len(self.clicks)
 
+    @property
+    def is_known(self) -> npt.NDArray[np.bool_]:
+        """Of each sample [N] whether its user and item are known: strangers share no history."""
+        schema = self.schema
+        known = np.ones(len(self), np.bool_)
+        for name in filter(None, (schema.user, *schema.item[:1])):
+            if name in schema.kinds and schema.kinds[name].fill is not None and self.fields[name].ndim == 1:
+                known &= self.fields[name] != schema.kinds[name].fill
+        return known
+
     def ids(self, indices: npt.NDArray[np.int64]) -> dict[str, Ids]:
         """The ids of the fields of the samples at ``indices``."""
         return {name: ids[indices] for name, ids in self.fields.items()}
@@ -80,6 +90,15 @@ class ClickSamples:
             times=None if self.times is None else self.times[indices],
             outcomes=None if self.outcomes is None else self.outcomes[indices],
             histories=None if self.histories is None else self.histories.subset(indices),
+        )
+
+
+def require_free(fields: Collection[str], own: Sequence[str]) -> None:
+    """Raise ConfigError for a field with one of a model's ``own`` names."""
+    if taken := [name for name in own if name in fields]:
+        raise ConfigError(
+            f"the samples have a column {taken[0]!r}, and this model has something of its own of that name (what users "
+            "did before, or nodes of a tree); rename the column"
         )
 
 
@@ -146,4 +165,5 @@ def _histories(samples: ClickSamples, events: npt.NDArray[np.int64], length: int
         )
     outcomes = samples.clicks.astype(np.int64) if samples.outcomes is None else samples.outcomes
     users, items = samples.fields[schema.user], samples.fields[schema.item[0]]
+    events = events[samples.is_known[events]]
     return histories_before(users, items, outcomes, samples.times, events=events, length=length)

@@ -17,6 +17,7 @@ from geartrain.workers.ctr.samples.click_samples import PADDING
 
 HISTORY, HISTORY_ITEMS = "history", "history_items"
 """What stands for the events of a history in the place of a field: ids of item and outcome together; of the item."""
+HISTORY_OUTCOMES = "history_outcomes"
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 

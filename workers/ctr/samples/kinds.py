@@ -26,6 +26,8 @@ UNCHECKED = (
     "the reverse, is scored as an id that training never saw. Train on for a step (--resume RUN --steps 1), and export "
     "again what is served"
 )
+ID_OF_MISSING: Mapping[str, int] = {INTEGER: PADDING, BOOLEAN: PADDING, TEXT: int(hash_strings([""])[0])}
+"""The id of a missing value of samples of one's own: of numbers none at all, of texts that of the empty one."""
 _HASH = "xxh3, 63 bits"
 """How an id is made of a text: ``hash_strings``."""
 _DECIMAL = re.compile("0|[1-9][0-9]{0,18}")
@@ -87,6 +89,8 @@ class FieldKind:
 
         Raises InvalidArgument, also for a list where training had single values.
         """
+        if self.is_list:
+            values = [[] if value is None else value for value in values]
         if not any(isinstance(value, list) for value in values):
             return self.ids(values, where)[:, None]
         bags = []
@@ -118,7 +122,7 @@ class FieldKind:
         if value is None:
             return self.fill
         if self.item == BOOLEAN:
-            return int(value) if isinstance(value, int) and value in (0, 1) else None
+            return int(value) if isinstance(value, int) and (value in (0, 1) or value == self.fill) else None
         if self.item == TEXT or isinstance(value, bool):
             return None
         if isinstance(value, str | bytes):

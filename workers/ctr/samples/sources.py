@@ -11,8 +11,8 @@ from geartrain.workers.ctr.samples.click_samples import ClickSamples
 from geartrain.workers.ctr.samples.flights import find_flights, read_flights
 from geartrain.workers.ctr.samples.kinds import FieldKind
 from geartrain.workers.ctr.samples.movielens import RATINGS, find_movielens, read_movielens
-from geartrain.workers.ctr.samples.parquet import read_parquet
 from geartrain.workers.data.packages import Say
+from geartrain.workers.samples.files import require_arrow
 
 PUBLIC: dict[str, tuple[Callable[[Path, Say], Path], Callable[[Path], ClickSamples]]] = {
     "movielens": (find_movielens, read_movielens),
@@ -37,8 +37,16 @@ def load_samples(
     if (Path(source) / RATINGS).exists():
         return read_movielens(Path(source))
     if "://" in source or Path(source).exists():
-        return read_parquet(source, kinds=kinds)
+        return own_samples(source, kinds=kinds)
     raise ConfigError(f"--data is {quoted(source)}; it must be {_WHAT}")
+
+
+def own_samples(path: str, *, clicks: bool = True, kinds: Mapping[str, FieldKind] | None = None) -> ClickSamples:
+    """As ``read_parquet``; raises ConfigError without pyarrow."""
+    require_arrow()
+    from geartrain.workers.ctr.samples.parquet import read_parquet
+
+    return read_parquet(path, clicks=clicks, kinds=kinds)
 
 
 def found_again(source: str) -> str:

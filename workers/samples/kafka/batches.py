@@ -235,7 +235,7 @@ class KafkaBatches:
         return SourceDamaged(
             f"topic {self._topic.name!r}, partition {partition}: the message at offset {self._next[partition]} is not "
             f"there any more; the brokers have {low} to {high - 1}. They deleted it before it was read (retention), or "
-            "the topic was made anew: begin with another job name"
+            "the topic was made anew: begin with start='earliest', a job under another name"
         )
 
     def _hear(self) -> None:

@@ -11,7 +11,7 @@ import pyarrow.json
 
 from geartrain.ams.values.errors import InvalidArgument, SourceDamaged, SourceError
 from geartrain.ams.values.text import quoted
-from geartrain.workers.samples.columns import ColumnPlan, planned_columns, type_named
+from geartrain.workers.samples.columns import ColumnPlan, Fill, planned_columns, type_named
 
 MOST_ROWS = 2**20
 """Of one message."""
@@ -65,7 +65,7 @@ class MessageFormat(Protocol):
 def plan_of(
     schema: Mapping[str, str],
     hash_strings: bool | Sequence[str] | Mapping[str, int],
-    fill: Mapping[str, float],
+    fill: Fill,
     who: str,
 ) -> ColumnPlan:
     """The columns that messages have. Raises InvalidArgument."""
@@ -120,11 +120,17 @@ class ArrowMessages:
 
     def table(self, rows: Sequence[MessageRows]) -> Any:
         """See MessageFormat. Raises ColumnMismatch, too."""
-        names = list(self._plan.types)
         for part in rows:
             self._plan.require_in(part.content.schema, f"the message at offset {part.offset}", "schema")
-        parts = [part.content.select(names).slice(part.first, part.size) for part in rows]
+        parts = [self._plan.aligned(part.content.slice(part.first, part.size)) for part in rows]
+        if any(part.schema != parts[0].schema for part in parts):  # dictionaries do not join texts
+            parts = [_decoded(part) for part in parts]
         return pa.concat_tables(parts, promote_options="permissive")
+
+
+def _decoded(table: Any) -> Any:
+    types = [kind.value_type if pa.types.is_dictionary(kind) else kind for kind in table.schema.types]
+    return table.cast(pa.schema(list(zip(table.column_names, types, strict=True))))
 
 
 FORMATS: dict[str, Callable[[ColumnPlan], MessageFormat]] = {"json": JsonMessages, "arrow": ArrowMessages}
@@ -150,9 +156,12 @@ class MessageTables:
         """The samples. Raises SourceError that names the message."""
         try:
             return self._table(rows)
-        except (pa.ArrowException, SourceError):
+        except SourceError:
             self._require_each(rows)
             raise
+        except pa.ArrowException as exc:
+            self._require_each(rows)
+            raise self._damaged(rows[0].partition, rows[0].offset, exc) from exc
 
     def sound(self, rows: Sequence[MessageRows]) -> tuple[list[MessageRows], list[SourceError]]:
         """Those that can be read, and what is wrong with the others."""

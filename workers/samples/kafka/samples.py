@@ -42,7 +42,7 @@ class KafkaSamples:
         batch_size: int,
         format: Literal["json", "arrow"] = "json",
         hash_strings: bool | Sequence[str] | Mapping[str, int] = False,
-        fill: Mapping[str, float] | None = None,
+        fill: Mapping[str, float | str] | None = None,
         start: Literal["earliest", "latest"] | Mapping[int, int] = "earliest",
         until: Literal["now"] | datetime | None = None,
         max_wait_seconds: float | None = None,
@@ -61,7 +61,8 @@ class KafkaSamples:
             format: Of the messages.
             hash_strings: Columns of strings, or of lists of them, that ``gt.hash_strings`` makes ids of; True: all. A
                 mapping gives each its seed.
-            fill: What stands for a missing value, by column. A missing list is an empty one.
+            fill: What stands for a missing value, by column. A missing list is an empty
+                one; of what ``fill`` does not name, a missing text is the empty one, and another value an error.
             start: Where a partition begins that the job has not read; a mapping gives the offset of each.
             until: Where reading ends: at what is there now, or before the first message of a time; None: it follows.
             max_wait_seconds: A batch that is not full is given when its first sample has waited for so long; None: it

@@ -28,7 +28,7 @@ def compress_samples(
     *,
     sort: bool = False,
     columns: Sequence[str] | Mapping[str, str] | None = None,
-    fill: Mapping[str, float] | None = None,
+    fill: Mapping[str, float | str] | None = None,
     delimiter: str = ",",
     list_delimiter: str = "|",
     rows_per_group: int = 65_536,
@@ -88,7 +88,7 @@ def _tables(source: Any) -> Iterator[Any]:
         yield source.read(part).table
 
 
-def _source(where: Sources, columns: Any, fill: Mapping[str, float], delimiter: str, list_delimiter: str) -> Any:
+def _source(where: Sources, columns: Any, fill: Mapping[str, float | str], delimiter: str, list_delimiter: str) -> Any:
     from geartrain.workers.samples.csv_lines import SUFFIXES as CSV
     from geartrain.workers.samples.csv_lines import CsvRows
     from geartrain.workers.samples.parquet import SUFFIXES as PARQUET

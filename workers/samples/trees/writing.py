@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from geartrain.ams.values.errors import ColumnMismatch, InvalidArgument
 from geartrain.ams.values.text import quoted
 from geartrain.workers.atomic import replacing_folder
-from geartrain.workers.samples.columns import missing_column
+from geartrain.workers.samples.columns import require_column
 from geartrain.workers.samples.dedup import Mask, changes
 from geartrain.workers.samples.trees.layout import COUNTS, file_name, with_levels
 
@@ -85,8 +85,7 @@ def _named(columns: Sequence[str], levels: Mapping[str, Sequence[str]]) -> dict[
     seen: dict[str, str] = {}
     for level, own in levels.items():
         for column in own:
-            if column not in columns:
-                raise missing_column(column, columns, "the source")
+            require_column(column, columns, "the source")
             if column in seen:
                 raise InvalidArgument(f"column {column!r} is in levels {seen[column]!r} and {level!r}; give it one")
             seen[column] = level

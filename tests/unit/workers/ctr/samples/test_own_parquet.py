@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import geartrain as gt
-from geartrain.workers.ctr.samples.click_samples import PADDING
+from geartrain.workers.ctr.samples.click_samples import PADDING, split
 from geartrain.workers.ctr.samples.parquet import read_parquet
 
 pa = pytest.importorskip("pyarrow", reason="samples from files need the extra data")
@@ -51,10 +51,82 @@ def test_columns_become_fields(tmp_path: Path) -> None:
         ({"prices": [[0.5], [], [2.0]]}, "column 'prices' .* numbers with fractions"),
         ({"user": [7, -8, 7]}, "sample 1: user is -8; ids are >= 0"),
         ({"item_tags": [[1], [], [2, -3]]}, "sample 2: item_tags is -3; ids are >= 0"),
-        ({"user": [7, None, 7]}, "clicks.parquet, row 1: column 'user' has no value"),
+        ({"click": [1, None, 0]}, "clicks.parquet, row 1: column 'click' has no value"),
         ({"user": None, "item": None, "item_tags": None}, "no column beside click and time"),
     ],
 )
 def test_a_column_that_cannot_be_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(gt.errors.GeartrainError, match=message):
         read_parquet(written(tmp_path, **changes))
+
+
+def test_a_missing_value_is_no_id_or_the_empty_text(tmp_path: Path) -> None:
+    columns: dict[str, Any] = {
+        "user": [7, None, 7],
+        "item": ["a", None, ""],
+        "flag": [True, None, False],
+        "item_tags": [[1, None], None, [3]],
+        "words": [["x", None], None, []],
+    }
+    samples = read_parquet(written(tmp_path, **columns))
+    nothing = gt.hash_strings([""]).tolist()[0]
+    assert samples.fields["user"].tolist() == [7, PADDING, 7]
+    assert samples.fields["item"].tolist()[1:] == [nothing, nothing]
+    assert samples.fields["flag"].tolist() == [1, PADDING, 0]
+    assert samples.fields["item_tags"].tolist() == [[1, PADDING], [PADDING, PADDING], [3, PADDING]]
+    assert samples.fields["words"].tolist() == [[*gt.hash_strings(["x", ""])], [PADDING] * 2, [PADDING] * 2]
+    again = read_parquet(written(tmp_path, **columns), kinds=samples.schema.kinds)
+    assert {name: ids.tolist() for name, ids in again.fields.items()} == {
+        name: ids.tolist() for name, ids in samples.fields.items()
+    }
+    texts = {"user": ["7", None, None], "flag": [1, None, 0], "item_tags": [["1", None], None, ["3"]]}
+    converted = read_parquet(written(tmp_path, **{**columns, **texts}), kinds=samples.schema.kinds)
+    assert converted.fields["user"].tolist() == [7, PADDING, PADDING]
+    assert converted.fields["flag"].tolist() == [1, PADDING, 0]
+    assert converted.fields["item_tags"].tolist() == [[1, PADDING], [PADDING, PADDING], [3, PADDING]]
+
+
+def test_strangers_share_no_history(tmp_path: Path) -> None:
+    count = 30
+    users = [None if number % 3 == 0 else number % 3 for number in range(count)]
+    items = [f"i{number}" if number % 5 else None for number in range(count)]
+    columns = {"click": [1] * count, "time": [*range(count)], "user": users, "item": items, "item_tags": None}
+    samples = read_parquet(written(tmp_path, **columns))
+    train, test = split(samples, "time", 0, history=100)
+    for part, first in ((train, 0), (test, len(train))):
+        assert part.histories is not None
+        for at in range(len(part)):
+            places, _ = part.histories.take(np.array([at]))
+            of = [
+                number
+                for number in range(min(first + at, len(train)))
+                if items[number] and users[number] and users[number] == users[first + at]
+            ]
+            assert part.histories.items[places].tolist() == gt.hash_strings([f"i{number}" for number in of]).tolist()
+
+
+def test_times_may_be_timestamps(tmp_path: Path) -> None:
+    times = pa.array([30, 10, 20], pa.int64()).cast(pa.timestamp("s", "UTC")).cast(pa.timestamp("us", "UTC"))
+    found = read_parquet(written(tmp_path, time=times)).times
+    assert found is not None and found.tolist() == [30, 10, 20]
+
+
+def test_a_file_of_no_rows_has_no_samples(tmp_path: Path) -> None:
+    table = pa.table(COLUMNS).slice(0, 0)
+    pq.write_table(table, tmp_path / "none.parquet")
+    samples = read_parquet(str(tmp_path / "none.parquet"))
+    assert len(samples) == 0 and set(samples.fields) == {"user", "item", "item_tags"}
+    with pytest.raises(gt.errors.ConfigError, match="there are 0 samples"):
+        split(samples, "random", 0)
+    again = read_parquet(str(tmp_path / "none.parquet"), kinds=samples.schema.kinds)
+    assert len(again) == 0
+
+
+def test_samples_of_a_model_are_read_by_its_fields(tmp_path: Path) -> None:
+    kinds = read_parquet(written(tmp_path)).schema.kinds
+    changed = read_parquet(written(tmp_path, further=[1, 2, 3], user=[None] * 3, item_tags=[[], [], []]), kinds=kinds)
+    assert set(changed.fields) == set(kinds) and changed.fields["user"].tolist() == [PADDING] * 3
+    with pytest.raises(gt.errors.ColumnMismatch, match="has no column 'user', which the model was trained on"):
+        read_parquet(written(tmp_path, user=None), kinds=kinds)
+    with pytest.raises(gt.errors.InvalidArgument, match=r"sample 1: user is 1.5; the model was trained on integers"):
+        read_parquet(written(tmp_path, user=[None, 1.5, None]), kinds={**kinds, "user": kinds["user"]})
