@@ -131,7 +131,8 @@ def test_samples_are_read_as_their_page_says(tmp_path: Path) -> None:
         block.code for block in blocks_of("how-to/samples.md") if block.language == "python" and not block.title
     ]
     alone, shared = untitled
-    program = f"{alone}\nwith gt.local() as cluster:\n{textwrap.indent(shared, '    ')}"
+    (missing,) = [block.code for block in blocks_of("how-to/samples.md") if block.title == "missing"]
+    program = f"{alone}\n{missing}\nwith gt.local() as cluster:\n{textwrap.indent(shared, '    ')}"
     assert run(program, tmp_path) == "40 batches, 20,000 samples\n"
 
 
