@@ -11,6 +11,8 @@ import pytest
 import geartrain as gt
 from geartrain.workers.ctr.samples.click_samples import PADDING, split
 from geartrain.workers.ctr.samples.parquet import read_parquet
+from geartrain.workers.tdm.liked import liked_of
+from geartrain.workers.tdm.recipe import TdmRecipe
 
 pa = pytest.importorskip("pyarrow", reason="samples from files need the extra data")
 pq = pytest.importorskip("pyarrow.parquet", reason="samples from files need the extra data")
@@ -130,3 +132,17 @@ def test_samples_of_a_model_are_read_by_its_fields(tmp_path: Path) -> None:
         read_parquet(written(tmp_path, user=None), kinds=kinds)
     with pytest.raises(gt.errors.InvalidArgument, match=r"sample 1: user is 1.5; the model was trained on integers"):
         read_parquet(written(tmp_path, user=[None, 1.5, None]), kinds={**kinds, "user": kinds["user"]})
+
+
+def test_a_tree_learns_nothing_of_strangers_and_of_items_that_nobody_knows(tmp_path: Path) -> None:
+    count = 40
+    columns = {
+        "click": [1] * count,
+        "time": [*range(count)],
+        "user": [None if number % 4 == 0 else number % 4 for number in range(count)],
+        "item": [None if number % 5 == 0 else number for number in range(count)],
+        "item_tags": None,
+    }
+    liked = liked_of(read_parquet(written(tmp_path, **columns)), TdmRecipe(split="time"))
+    assert liked.items.tolist() == [number for number in range(count) if number % 5 and number % 4]
+    assert set(liked.train.fields["user"].tolist()) == {1, 2, 3}
