@@ -15,15 +15,14 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-import tests.faults  # noqa: F401  (loads the core without what GEARTRAIN_TEST_REMOVE names, before anything else does)
+# Before anything else: it loads the core without what GEARTRAIN_TEST_REMOVE names, and sets security.folder to none.
+import tests.faults  # noqa: F401
 
 # Before torch is loaded, here and in what tests start: its idle threads sleep. As a rule they spin for a while,
 # which takes the cores from the other processes of a run: threefold the time of some files.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Those of numpy spin, too, and cannot be told not to: five times the processor time of a test that multiplies matrices.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Tests speak to roles by plain gRPC, too, whatever certificates this user's clusters have: tests/integration/security.
-os.environ.setdefault("GEARTRAIN_SECURITY__FOLDER", "none")
 # Where no GPU is, kernels run in Triton's interpreter, which is chosen before Triton is loaded.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")

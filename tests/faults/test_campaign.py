@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from geartrain.ams.values.config import CLIENT, FOLDER_VARIABLE
+from geartrain.launch.certificates import issue, make_authority
 from tests.faults.campaign import UNEXPLAINED
 
 COMMAND = (sys.executable, "-m", "tests.faults.campaign")
@@ -49,6 +51,21 @@ def test_a_failure_is_recorded_with_its_seed_and_names_the_command_that_repeats_
     assert again.returncode == 1
     assert "AssertionError" in again.stderr
     assert results(path)["damage"]["runs"] == 1
+
+
+def test_certificates_of_this_user_do_not_reach_the_cluster_of_an_attack(tmp_path: Path) -> None:
+    folder = tmp_path / "geartrain" / "security"
+    make_authority(folder, "local")
+    issue(folder, folder, [CLIENT])
+    variables = {name: value for name, value in os.environ.items() if name != FOLDER_VARIABLE}
+    ended = subprocess.run(
+        [*COMMAND, "--only=bulk", "--seed=1"],
+        env=variables | {"XDG_DATA_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def test_an_interrupt_keeps_what_was_done(tmp_path: Path) -> None:
