@@ -17,6 +17,7 @@ from geartrain.ams.values.errors import (
     ClusterNotReady,
     SchedulerUnavailable,
     ShardRestarted,
+    ShardUnavailable,
     TableNotFound,
     being_restored,
 )
@@ -113,15 +114,22 @@ class SchedulerCalls:
     def _ask(
         self, request: Rpc[R], unknown: str, *, asks_shards: bool = False, timeout_seconds: float | None = None
     ) -> R:
-        """``unknown`` says what is not known if no answer comes."""
+        """``unknown`` says what is not known if no answer comes. A shard that the scheduler asks in vain is waited for:
+        what it began is undone, and may be asked for again."""
         self._calls.require_usable()
         naming: AbstractContextManager[None] = self._calls.naming_silent_shards() if asks_shards else nullcontext()
-        try:
-            with naming:
-                longest = self._calls.config.attempt_timeout_seconds
-                return self.carrier.call(request, min(longest, timeout_seconds or longest))
-        except AttemptFailed as exc:
-            raise SchedulerUnavailable(f"{exc}; {unknown}" if unknown else str(exc)) from None
+        patience = self._calls.patience()
+        longest = self._calls.config.attempt_timeout_seconds
+        with naming:
+            while True:
+                try:
+                    return self.carrier.call(request, min(longest, timeout_seconds or longest))
+                except AttemptFailed as exc:
+                    raise SchedulerUnavailable(f"{exc}; {unknown}" if unknown else str(exc)) from None
+                except ShardUnavailable:
+                    if not (asks_shards and patience.pause()):
+                        raise
+                    self._calls.require_usable()
 
 
 def await_cluster(

@@ -42,6 +42,10 @@ def channel_options(
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", round(connect_seconds * 1000)),  # which is also what bounds an attempt
         ("grpc.max_reconnect_backoff_ms", 2000),
+        # A name may have another address a moment later, as one of a container that is started anew has (gRPC: 30 s); a
+        # question that nobody answers is asked again (gRPC: after two minutes).
+        ("grpc.dns_min_time_between_resolutions_ms", 1000),
+        ("grpc.dns_ares_query_timeout", 5000),
         ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_SECONDS * 1000)),
         ("grpc.keepalive_time_ms", round(ping_seconds * 1000)),
         ("grpc.keepalive_timeout_ms", 10_000),

@@ -39,6 +39,9 @@ SCHEME = "geartrain://"
 ANY_NUMBER = "*"
 _NAME = re.compile(rf"{SCHEME}([a-z0-9-]+)/([a-z]+)/(\d+|\*)", re.ASCII)
 _LOOK_SECONDS = 1.0
+_RESOLVE_AGAIN_SECONDS = 1.0
+UNRESOLVED = ("errors resolving", "dns resolution failed")
+"""How what gRPC says of a call begins whose address is a name that could not be resolved."""
 _Metadata = tuple[tuple[str, str], ...]
 _WARN_SECONDS = 86_400.0
 """Between two warnings of a certificate that runs out."""
@@ -135,13 +138,8 @@ class Credentials:
         self, address: str, options: Sequence[tuple[str, Any]], role: str | None = None, shard: int | None = None
     ) -> Any:
         """Open a grpc.Channel to a process of ``role``, or to one that may be ``shard``; None: of any."""
-        return (
-            grpc.insecure_channel(address, options=options)
-            if self._files is None
-            else _Channel(
-                self._current, address, options, role, shard, tuple if self._token is None else self._token.metadata
-            )
-        )
+        token = tuple if self._token is None else self._token.metadata
+        return _Channel(self._current, address, options, role, shard, token)
 
     def open_port(self, server: grpc.Server, listen: str, begun: Callable[[], None] = lambda: None) -> int:
         """Let ``server`` listen at ``"host:port"``; return the port, 0 if nobody can listen there.
@@ -345,7 +343,11 @@ def names_of(certificate: Certificate) -> tuple[Name, ...]:
 
 
 class _Channel:
-    """A grpc.Channel under certificates that change: calls go by a connection under the newest ones."""
+    """A grpc.Channel for an address: calls go by a connection under the newest certificates.
+
+    gRPC keeps that a name could not be resolved, and asks again later each time, in the end after two minutes. So after
+    a call that failed thus the next one, a second later or more, goes by a channel that asks at once.
+    """
 
     def __init__(
         self,
@@ -362,24 +364,35 @@ class _Channel:
         """What every call says of its rights."""
         self._lock = threading.Lock()
         self._is_closed = False
-        self._files: _Files | None = None
-        self.now()
+        self._files = current()
+        self._channel = self._opened(self._files)
 
     def now(self) -> grpc.Channel:
         """The channel for the next call. One that it follows is left to the calls that are under way there."""
         files = self._current()
-        if files is not self._files:
+        if files is not self._files or self._is_unresolved:
             with self._lock:
-                if files is not self._files and not self._is_closed:
-                    cluster = files.names[0].cluster
-                    # Who is any shard itself, as by the certificate of one machine, could serve in its place.
-                    is_any = self._shard is None or Name(cluster, "server", ANY_NUMBER) in files.names
-                    name = host_of(cluster, self._role, None if is_any else str(self._shard))
-                    options = [*self._options, ("grpc.ssl_target_name_override", name)]
-                    shown = grpc.ssl_channel_credentials(files.authorities, files.key, files.certificate)
-                    self._channel = grpc.secure_channel(self._address, shown, options=options)
-                    self._files = files
+                is_due = self._is_unresolved and time.monotonic() - self._opened_at > _RESOLVE_AGAIN_SECONDS
+                if (files is not self._files or is_due) and not self._is_closed:
+                    self._channel, self._files = self._opened(files), files
         return self._channel
+
+    def ended(self, call: Any) -> None:
+        """Note whether a call ended because the address could not be resolved."""
+        if call.code() is grpc.StatusCode.UNAVAILABLE and (call.details() or "").lower().startswith(UNRESOLVED):
+            self._is_unresolved = True
+
+    def _opened(self, files: _Files | None) -> grpc.Channel:
+        self._is_unresolved, self._opened_at = False, time.monotonic()
+        if files is None:
+            return grpc.insecure_channel(self._address, options=self._options)
+        cluster = files.names[0].cluster
+        # Who is any shard itself, as by the certificate of one machine, could serve in its place.
+        is_any = self._shard is None or Name(cluster, "server", ANY_NUMBER) in files.names
+        name = host_of(cluster, self._role, None if is_any else str(self._shard))
+        options = [*self._options, ("grpc.ssl_target_name_override", name)]
+        shown = grpc.ssl_channel_credentials(files.authorities, files.key, files.certificate)
+        return grpc.secure_channel(self._address, shown, options=options)
 
     def unary_unary(self, path: str, **codecs: Any) -> _Method:
         return _Method(self, "unary_unary", path, codecs)
@@ -417,7 +430,16 @@ class _Method:
         return (*(metadata or ()), *self._channel.token())
 
     def __call__(self, *args: Any, metadata: _Metadata | None = None, **kwargs: Any) -> Any:
-        return self._now()(*args, metadata=self._with_token(metadata), **kwargs)
+        try:
+            reply = self._now()(*args, metadata=self._with_token(metadata), **kwargs)
+        except grpc.RpcError as exc:
+            self._channel.ended(exc)
+            raise
+        if isinstance(reply, grpc.Future):  # a stream of replies
+            reply.add_done_callback(self._channel.ended)
+        return reply
 
     def future(self, *args: Any, metadata: _Metadata | None = None, **kwargs: Any) -> Any:
-        return self._now().future(*args, metadata=self._with_token(metadata), **kwargs)
+        call = self._now().future(*args, metadata=self._with_token(metadata), **kwargs)
+        call.add_done_callback(self._channel.ended)
+        return call

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import grpc
 
 from geartrain.ams.rpc.carrier import AttemptFailed, NobodyThere, NotBelieved, NotSent
+from geartrain.ams.rpc.credentials import UNRESOLVED
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import token_path
 
@@ -21,7 +22,7 @@ RETRY_AFTER_KEY = "geartrain-retry-after-seconds"
 _LONGEST_RETRY_AFTER_SECONDS = 60.0
 _MAX_DETAILS = 4000
 
-_NO_CONNECTION = ("failed to connect to all addresses", "errors resolving", "dns resolution failed")
+_NO_CONNECTION = ("failed to connect to all addresses", *UNRESOLVED)
 """How what gRPC says of a call begins that never left this process."""
 
 # A part of what gRPC says of an unavailable peer -> in our words.

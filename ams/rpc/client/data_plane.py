@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 
 from geartrain.ams.kernels import _core
-from geartrain.ams.rpc.carrier import AttemptFailed, NotSent
+from geartrain.ams.rpc.carrier import AttemptFailed, NobodyThere, NotSent
 from geartrain.ams.values.config import split_address
 from geartrain.ams.values.errors import ConfigError, DataPortClosed
 from geartrain.ams.values.interrupts import shielded
@@ -123,6 +123,8 @@ class DataPlane:
         try:
             return self._by_tcp(offer)
         except (OSError, RuntimeError) as exc:
+            if str(exc).startswith("no address of"):
+                raise NobodyThere(f"shard at {self._address}: the name of the host cannot be resolved") from exc
             raise DataPortClosed(
                 f"the shard at {self._address} answers, but its port for rows, {self._host}:{offer.port}, does not "
                 f"({exc}); open it in the firewall, or start the server with a port that is open: --data-port"
