@@ -68,7 +68,7 @@ class GrpcServer:
 
         ``is_shared``: other processes of this user may bind it, too; each connection is of one of them.
         """
-        self.calls = CallThreads(MAX_CONCURRENT_CALLS, "grpc")
+        self.calls = CallThreads(MAX_CONCURRENT_CALLS, "grpc", max_message_bytes)
         """Runs the methods that have no lane of their own."""
         mine = credentials or Credentials.mine(listen)
         self.counts = CallCounts()

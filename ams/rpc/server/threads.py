@@ -19,8 +19,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-MOST_READING = 8
-"""Calls that read their messages at once. Each may hold a message of max_message_bytes."""
+from geartrain.ams.values.config import MIB
+
+READING_BYTES = 256 * MIB
+"""Of messages that come at once, for calls without a lane: so many read as can hold a message of max_message_bytes each
+in that, but no more than 8, and 2 at least."""
+_LEAST_READING, _MOST_READING = 2, 8
 MESSAGE_SECONDS = 30.0
 """For a message to be there."""
 _CROWDED_SECONDS = 2.0
@@ -58,13 +62,15 @@ def message_is_here() -> None:
 
 
 class CallThreads(ThreadPoolExecutor):
-    """Threads for the work of ``most_calls`` calls of a server at once, and for those that read their messages.
+    """Threads for the work of ``most_calls`` calls of a server at once, and for those that read their messages: two at
+    once on a lane, whose messages are small, or what ``max_message_bytes`` leaves room for.
 
     Thread-safe.
     """
 
-    def __init__(self, most_calls: int, name: str) -> None:
-        super().__init__(most_calls + MOST_READING, thread_name_prefix=name)
+    def __init__(self, most_calls: int, name: str, max_message_bytes: int = READING_BYTES) -> None:
+        self.most_reading = min(max(READING_BYTES // max_message_bytes, _LEAST_READING), _MOST_READING)
+        super().__init__(most_calls + self.most_reading, thread_name_prefix=name)
         self._slots = threading.Semaphore(most_calls)
         self._changed = threading.Condition()
         self._line: list[_Call] = []
@@ -82,7 +88,7 @@ class CallThreads(ThreadPoolExecutor):
             return super().submit(self._work, fn, args, kwargs)
         call = _Call(handle, partial(fn, *args, **kwargs))
         with self._changed:
-            if not self._line and len(self._reading) < MOST_READING // 2:  # nobody has too many
+            if not self._line and len(self._reading) < self.most_reading // 2:  # nobody has too many
                 self._reading.add(call)
                 return super().submit(self._run, call)
             self._line.append(call)
@@ -108,7 +114,7 @@ class CallThreads(ThreadPoolExecutor):
 
     def _begin(self) -> None:
         """Let those read whose turn it is."""
-        while self._line and len(self._reading) < MOST_READING:
+        while self._line and len(self._reading) < self.most_reading:
             of_peer = Counter(reading.peer for reading in self._reading)
             of_host = Counter(map(_host, of_peer.elements()))
 
@@ -118,7 +124,7 @@ class CallThreads(ThreadPoolExecutor):
 
             call = min(self._line, key=rank)
             _, others_of_host, others_of_peer = rank(call)
-            if others_of_peer and others_of_host >= MOST_READING // 2:
+            if others_of_peer and others_of_host >= self.most_reading // 2:
                 return
             self._line.remove(call)
             self._reading.add(call)
@@ -143,7 +149,7 @@ class CallThreads(ThreadPoolExecutor):
 
     def _patience(self, place: int) -> float:
         """How long a call may read where so many read that began before it."""
-        if not self._line or place < MOST_READING // 2:
+        if not self._line or place < self.most_reading // 2:
             return MESSAGE_SECONDS
         return max(_CROWDED_SECONDS / (1 + len(self._line) / 8), _LOOK_SECONDS)
 

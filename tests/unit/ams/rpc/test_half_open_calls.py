@@ -93,10 +93,15 @@ def test_a_call_whose_message_does_not_come_is_ended(half_open: HalfOpen, monkey
     assert call.code() is not grpc.StatusCode.OK
 
 
-def test_few_calls_hold_messages_that_are_not_whole(server: GrpcServer, half_open: HalfOpen) -> None:
-    strangers = half_open("/s/Echo", 50)
-    assert len(server.calls._reading) <= call_threads.MOST_READING
-    assert len(strangers) == 50
+def test_few_calls_hold_messages_that_are_not_whole(
+    server: GrpcServer, lane: CallThreads, half_open: HalfOpen
+) -> None:
+    methods = ("/s/Echo", "/s/Beat", "/grpc.health.v1.Health/Check")
+    strangers = [half_open(method, 50) for method in methods]
+    reading = [len(threads._reading) for threads in (server.calls, lane, server._health_lane)]
+    assert reading[0] * (64 << 20) <= call_threads.READING_BYTES
+    assert max(reading[1:]) <= 2  # of each lane, whose own messages are small
+    assert [len(calls) for calls in strangers] == [50, 50, 50]
 
 
 def test_a_call_that_is_at_work_for_long_is_not_ended(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
