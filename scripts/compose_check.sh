@@ -2,17 +2,30 @@
 # docker-compose.yml for real: builds the image, starts the cluster, waits until it is ready, trains on it, takes and
 # restores a snapshot, asks a service of models that runs once and three times, ends all.
 #   COMPOSE="docker compose" scripts/compose_check.sh
+# All of it is of a project of its own: containers, networks and volumes of the cluster that you may have stay as they are.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 read -r -a compose <<<"${COMPOSE:-docker compose}"
-trap '"${compose[@]}" --profile worker --profile gear --profile serve down -v' EXIT
+export COMPOSE_PROJECT_NAME=geartrain-check
+end() { "${compose[@]}" --profile worker --profile gear --profile serve --profile cli down -v; }
+trap end EXIT
 
-"${compose[@]}" up -d
+end # what a check left that was killed
+"${compose[@]}" up -d --build
+health=("${compose[@]}" exec -T scheduler geartrain health 127.0.0.1:7000)
 for _ in $(seq 60); do
-  if "${compose[@]}" exec -T scheduler geartrain health 127.0.0.1:7000 --service ready; then ready=1 && break; fi
+  if "${health[@]}" --service ready 2>/dev/null; then ready=1 && break; fi
   sleep 1
 done
-[ "${ready:-}" ] || { echo "the cluster is not ready after a minute" >&2; exit 1; }
+if [ -z "${ready:-}" ]; then
+  echo "the cluster is not ready after a minute:" >&2
+  for part in shards complete restored; do "${health[@]}" --service "$part" >&2 || true; done
+  "${compose[@]}" ps -a >&2
+  "${compose[@]}" --profile cli run --rm -T cli status >&2 || true
+  "${compose[@]}" logs --tail=5 >&2
+  exit 1
+fi
+"${compose[@]}" --profile cli run --rm -T cli status
 "${compose[@]}" --profile worker run --rm -T worker
 if "${compose[@]}" --profile gear pull redis; then
   "${compose[@]}" --profile gear run --rm -T fast-gear
