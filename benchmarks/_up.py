@@ -1,4 +1,4 @@
-"""A cluster of processes on this machine, for as long as a bench needs it."""
+"""A cluster of processes on this machine, for as long as a bench needs it; and how a bench starts any command."""
 
 from __future__ import annotations
 
@@ -6,9 +6,44 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+from geartrain.ams.values.errors import GeartrainError
+
+GEARTRAIN = (sys.executable, "-P", "-m", "geartrain")
+"""The installed package, also in a checkout, whose folder of that name lacks most of it."""
+
+
+class CommandEnded(GeartrainError):
+    """A command that a bench started is over before it was ready."""
+
+
+@contextmanager
+def started(
+    command: Sequence[object], env: Mapping[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """A process, ended after the block, and the object of JSON in its first line.
+
+    Raises CommandEnded, with the last line that it wrote to its stderr, if it ends without one.
+    """
+    words = list(map(str, command))
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8") as said,
+        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=said, text=True, env=env) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            if not (line := process.stdout.readline()):
+                code = process.wait()
+                said.seek(0)
+                lines = [line.strip("│ ") for line in said.read().splitlines() if any(map(str.isalpha, line))]
+                raise CommandEnded(f"'{' '.join(words)}' ended with {code}: {''.join(lines[-1:]) or 'it said nothing'}")
+            yield process, json.loads(line)
+        finally:
+            process.terminate()
 
 
 @contextmanager
@@ -29,16 +64,6 @@ def running_cluster(
         settings: variables of the environment, such as ``GEARTRAIN_SERVER__SHARDS``.
         prefix: a command that runs the command, such as ``ip netns exec``.
     """
-    command = [sys.executable, "-m", "geartrain", "up", f"--shards={shards}", f"--scheduler-listen={host}:0", "--json"]
-    with subprocess.Popen(
-        [*prefix, *command, *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, **(settings or {})},
-    ) as up:
-        assert up.stdout is not None
-        try:
-            yield json.loads(up.stdout.readline())
-        finally:
-            up.terminate()
+    command = [*GEARTRAIN, "up", f"--shards={shards}", f"--scheduler-listen={host}:0", "--json"]
+    with started([*prefix, *command, *flags], {**os.environ, **(settings or {})}) as (_, facts):
+        yield facts

@@ -24,6 +24,7 @@ from typing import Annotated, Any
 
 import typer
 from _common import result
+from _up import GEARTRAIN
 
 from geartrain.launch.bench import Result
 from geartrain.workers.job.keys import as_json
@@ -128,7 +129,7 @@ def _report(settings: list[str]) -> dict[str, Any]:
     if not path.exists():
         work = FOLDER / f"{folder.name}.running"
         shutil.rmtree(work, ignore_errors=True)  # of a run that was stopped
-        command = [sys.executable, "-m", "geartrain", "worker", "glyphs", f"--out={work}"]
+        command = [*GEARTRAIN, "worker", "glyphs", f"--out={work}"]
         command += [f"--set={setting}" for setting in settings]
         subprocess.run(command, check=True, stdout=sys.stderr)
         (work / "arguments.json").write_text(identity, encoding="utf-8")

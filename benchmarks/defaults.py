@@ -28,6 +28,7 @@ import geartrain as gt
 from geartrain.bridge.head.loss.margins.scale import with_scale
 from geartrain.launch.bench import Result
 
+NEEDS = ("fonticon_mdi7", "wordfreq")
 SEEDS, STEPS = 3, 400
 ALLOWED_POINTS, ALLOWED_POINTS_OF_SCALE, ALLOWED_POINTS_OF_GRAPH = 0.5, 2.0, 1.0
 THREADS = 2

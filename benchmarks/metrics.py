@@ -29,6 +29,7 @@ while True:
         urllib.request.urlopen(f"http://{address}/metrics").read()
     time.sleep(1)
 """
+NEEDS = ("prometheus_client",)
 WITHOUT = {"GEARTRAIN_SECURITY__FOLDER": NO_FOLDER}
 
 
@@ -77,7 +78,7 @@ def _table(*, watched: bool) -> Iterator[gt.Table]:
         flags = ["--metrics=127.0.0.1:0"] if watched else []
         cluster = stack.enter_context(running_cluster(flags=flags, settings=WITHOUT))
         if watched:
-            scraper = subprocess.Popen([sys.executable, "-c", _SCRAPER, *cluster["metrics"].values()])
+            scraper = subprocess.Popen([sys.executable, "-P", "-c", _SCRAPER, *cluster["metrics"].values()])
             stack.callback(scraper.kill)
         table = stack.enter_context(gt.connect(cluster["scheduler"])).create_table(
             "rows", dim=DIM, optimizer=gt.SGD(lr=0.01)

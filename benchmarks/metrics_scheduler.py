@@ -7,17 +7,15 @@ apart or as the scheduler says. Watched: scraped by Prometheus every 15 s (its d
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 
 import psutil
 from _common import result
+from _up import GEARTRAIN, started
 
 from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
 from geartrain.ams.values.config import FOLDER_VARIABLE, NO_FOLDER, identify
@@ -35,6 +33,7 @@ from geartrain.ams.values.scheduler_messages import (
 from geartrain.launch.bench import Result
 from geartrain.watch.looks import JOBS_PER_LOOK
 
+NEEDS = ("prometheus_client",)
 SHARDS, SECONDS, SCRAPE_SECONDS, TICKS = 100, 15, 15, 20
 TARGET_PERCENT = 5.0
 _Who = tuple[type, int]
@@ -55,11 +54,8 @@ def results(full: bool = False) -> Iterator[Result]:
 def _percent_of_a_core(*, jobs: int, watched: bool, seconds: int) -> float:
     command = ["scheduler", "--listen=127.0.0.1:0", f"--num-shards={SHARDS}", "--metrics=127.0.0.1:0"]
     without = os.environ | {FOLDER_VARIABLE: NO_FOLDER}
-    command = [sys.executable, "-m", "geartrain", *command]
-    with subprocess.Popen(command, env=without, stdout=subprocess.PIPE, text=True) as process:
+    with started([*GEARTRAIN, *command], without) as (process, facts):
         try:
-            assert process.stdout is not None
-            facts = json.loads(process.stdout.readline())
             carrier = GrpcSchedulerCarrier(facts["address"])
             for shard in range(SHARDS):
                 carrier.call(Register(address=f"host{shard}:7000", shard=shard, incarnation=shard + 1), 10)

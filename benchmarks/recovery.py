@@ -7,11 +7,8 @@ the bytes alone takes, with nothing of them in the page cache.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 from _common import result
+from _up import GEARTRAIN, started
 
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.cluster_status import cluster_status
@@ -40,27 +38,20 @@ FOLDER = Path(".cache")
 def results(full: bool = False) -> Iterator[Result]:
     """The cases of ``geartrain bench recovery``; ``full`` kills three times as often."""
     FOLDER.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "geartrain", "up", "--json", "--shards=1", "--scheduler-listen=127.0.0.1:0"]
-    with (
-        tempfile.TemporaryDirectory(dir=FOLDER) as folder,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as up,
-    ):
-        try:
-            assert up.stdout is not None
-            scheduler = json.loads(up.stdout.readline())["scheduler"]
-            with connect(scheduler) as cluster:
-                _fill(cluster)
-                path = cluster.snapshot(Path(folder).absolute()).result()
-            size = sum(file.stat().st_size for file in path.iterdir())
-            whole, restarts, reads = [], [], []
-            for _ in range(ROUNDS * (3 if full else 1)):
-                reads.append(_read(path))
-                _forget(path)
-                restarted, back = _kill_and_restore(psutil.Process(up.pid), scheduler, path)
-                restarts.append(restarted)
-                whole.append(back)
-        finally:
-            up.terminate()
+    command = [*GEARTRAIN, "up", "--json", "--shards=1", "--scheduler-listen=127.0.0.1:0"]
+    with tempfile.TemporaryDirectory(dir=FOLDER) as folder, started(command) as (up, facts):
+        scheduler = facts["scheduler"]
+        with connect(scheduler) as cluster:
+            _fill(cluster)
+            path = cluster.snapshot(Path(folder).absolute()).result()
+        size = sum(file.stat().st_size for file in path.iterdir())
+        whole, restarts, reads = [], [], []
+        for _ in range(ROUNDS * (3 if full else 1)):
+            reads.append(_read(path))
+            _forget(path)
+            restarted, back = _kill_and_restore(psutil.Process(up.pid), scheduler, path)
+            restarts.append(restarted)
+            whole.append(back)
     seconds, disk = statistics.median(whole), statistics.median(reads)
     rows = f"a shard of {NUM_ROWS:,} rows of {DIM} with momentum, {size / 2**20:.0f} MiB"
     yield result(f"{rows}: killed, restored, serving", seconds, "budget", BUDGET_SECONDS, "s", target=1.0)

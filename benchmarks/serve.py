@@ -19,10 +19,10 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from _common import result
+from _up import GEARTRAIN, CommandEnded, started
 from PIL import Image, ImageDraw, ImageFont
 
 from geartrain.launch.bench import Result
@@ -31,6 +31,7 @@ from geartrain.workers.models.backbones import build_backbone
 from geartrain.workers.models.export import export_model
 from geartrain.workers.models.trained_model import TrainedModel, save_model
 
+NEEDS = ("onnx", "onnxruntime", "onnxscript", "starlette", "uvicorn")
 CLASSES, DIM, CONNECTIONS, PICTURES = 40_992, 128, 32, 62
 CLASSIFY = "/v1/classify?k=5"
 HERE = Path(__file__).parent
@@ -115,14 +116,8 @@ def asked(
 @contextlib.contextmanager
 def served(model: Path, *flags: str) -> Iterator[str]:
     """The address of 'geartrain serve'."""
-    command = [sys.executable, "-m", "geartrain", "serve", str(model), "--listen=127.0.0.1:0", *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            facts: dict[str, Any] = json.loads(process.stdout.readline())
-            yield facts["address"]
-        finally:
-            process.terminate()
+    with started([*GEARTRAIN, "serve", model, "--listen=127.0.0.1:0", *flags]) as (_, facts):
+        yield facts["address"]
 
 
 @contextlib.contextmanager
@@ -138,7 +133,7 @@ def plain(program: str, model: Path, *arguments: str) -> Iterator[str]:
                     break
                 except OSError:
                     if process.poll() is not None:
-                        raise
+                        raise CommandEnded(f"{program} ended with {process.returncode}") from None
                     time.sleep(0.1)
             yield f"127.0.0.1:{port}"
         finally:

@@ -31,6 +31,7 @@ from geartrain.workers.ctr.samples.features import SampleFeature
 from geartrain.workers.ctr.served_network import write_network
 from geartrain.workers.models.saved_model import seal_folder
 
+NEEDS = ("onnx", "onnxruntime", "onnxscript", "starlette", "uvicorn")
 FIELDS, DIM, ROWS, HIDDEN, CANDIDATES = 26, 16, 50_000, (64, 32), 100
 NAMES = [f"field_{number}" for number in range(FIELDS)]
 OF_CONTEXT = NAMES[: FIELDS // 2]

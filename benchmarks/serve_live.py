@@ -21,10 +21,12 @@ from typing import Any
 
 import numpy as np
 from _common import result
+from _up import GEARTRAIN, started
 from PIL import Image
 
 from geartrain.launch.bench import Result
 
+NEEDS = ("onnx", "onnxruntime", "onnxscript", "starlette", "uvicorn")
 CLASSES = 40_992
 HERE = Path(__file__).parent
 TURN_SECONDS, EVERY_SECONDS = 10.0, 5.0
@@ -143,11 +145,8 @@ def followed(num_classes: int) -> Iterator[Live]:
         running.enter_context(training)
         running.callback(training.kill)
         follow = ["serve", "--follow", f"live={folder}/live", "--listen=127.0.0.1:0", "--log-level=warning"]
-        serve = subprocess.Popen([sys.executable, "-m", "geartrain", *follow], stdout=subprocess.PIPE, text=True)
-        running.enter_context(serve)
-        running.callback(serve.terminate)
-        assert serve.stdout is not None
-        live = Live(training, json.loads(serve.stdout.readline())["address"], picture)
+        _, facts = running.enter_context(started([*GEARTRAIN, *follow]))
+        live = Live(training, facts["address"], picture)
         live.tell("begin", folder=f"{folder}/live")
         live.tell("turn")
         live.wait()

@@ -23,6 +23,7 @@ import numpy as np
 import psutil
 import torch
 from _common import result
+from _up import GEARTRAIN, started
 from PIL import Image
 
 import geartrain as gt
@@ -32,6 +33,7 @@ from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.models.backbones import build_backbone
 from geartrain.workers.models.export import export_model
 
+NEEDS = ("onnx", "onnxruntime", "onnxscript", "starlette", "uvicorn")
 NUM_CLASSES, DIM, SIDE = 1_000_000, 128, 32
 ROUNDS, QUESTIONS, FEATURES = 3, 12, 250
 ASKED_SECONDS, ASKED_MEMORY = 3.0, 1.2
@@ -54,7 +56,7 @@ def results(full: bool = False) -> Iterator[Result]:
         for _ in range(ROUNDS * (3 if full else 1)):
             served.append(_ready_seconds(model, picture, 1, one))
             start = time.perf_counter()
-            subprocess.run([sys.executable, "-c", _PLAIN, model, picture], check=True, capture_output=True)
+            subprocess.run([sys.executable, "-P", "-c", _PLAIN, model, picture], check=True, capture_output=True)
             plain.append(time.perf_counter() - start)
             _ready_seconds(model, picture, 3, three)
         case = f"until ready, {NUM_CLASSES:,} classes x {DIM}"
@@ -102,14 +104,9 @@ def _ready_seconds(model: Path, picture: Path, workers: int, sizes: list[int]) -
 
 @contextmanager
 def _server(model: Path, workers: int) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    command = [sys.executable, "-m", "geartrain", "serve", str(model), "--listen=127.0.0.1:0", f"--workers={workers}"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield process, json.loads(process.stdout.readline())
-        finally:
-            process.terminate()
-            process.wait(30)
+    command = [*GEARTRAIN, "serve", model, "--listen=127.0.0.1:0", f"--workers={workers}"]
+    with started(command) as process_and_facts:
+        yield process_and_facts
 
 
 if __name__ == "__main__":

@@ -82,22 +82,71 @@ def run_bench(name: str, folder: Path, *, full: bool = False) -> Iterator[Result
             f"there is no bench {name!r} in {str(folder)!r}. There are (with the files of each, which run alone, too): "
             f"{known}. 'geartrain bench' says what each measures"
         )
-    for path in (folder / f"{file}.py" for file in chosen):
-        try:
-            for result in _module(path).results(full=full):
-                if set(result) != set(Result.__annotations__):
-                    raise BrokenBench(f"{path} yields {sorted(result)}; a result has {sorted(Result.__annotations__)}")
-                yield result
-        except ModuleNotFoundError as exc:
-            package = (exc.name or "").partition(".")[0]
-            if package not in EXTRAS:
-                raise
-            raise ConfigError(
-                f"bench {path.stem} needs {package}, which is not installed; pip install '.[{EXTRAS[package]}]'"
-            ) from exc
+    paths = [folder / f"{file}.py" for file in chosen]
+    for path in paths:
+        require_packages(path)
+    for path in paths:
+        for result in _module(path).results(full=full):
+            if set(result) != set(Result.__annotations__):
+                raise BrokenBench(f"{path} yields {sorted(result)}; a result has {sorted(Result.__annotations__)}")
+            yield result
 
 
-EXTRAS = {"pyarrow": "data", "confluent_kafka": "kafka", "faiss": "bench", "matplotlib": "bench", "redis": "redis"}
+def require_packages(path: Path) -> None:
+    """Raise ConfigError if a package is missing of those that a bench file, or one beside it that it uses, imports or
+    lists in ``NEEDS``, as what the product imports for it. An import in a ``try`` may fail."""
+    missing = sorted(
+        package for package in _needed(path, set()) & set(EXTRAS) if importlib.util.find_spec(package) is None
+    )
+    if missing:
+        extras = ",".join(sorted({EXTRAS[package] for package in missing}))
+        raise ConfigError(
+            f"bench {path.stem} needs {', '.join(missing)}, which is not installed; pip install '.[{extras}]'"
+        )
+
+
+def _needed(path: Path, seen: set[Path]) -> set[str]:
+    if path in seen or not path.exists():
+        return set()
+    seen.add(path)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    optional = {id(node) for body in ast.walk(tree) if isinstance(body, ast.Try) for node in ast.walk(body)}
+    modules, programs = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) and id(node) not in optional:
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and id(node) not in optional:
+            modules.add(node.module or "")
+        elif isinstance(node, ast.Assign) and "NEEDS" in [getattr(target, "id", "") for target in node.targets]:
+            modules |= set(ast.literal_eval(node.value))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith(".py"):
+            programs.add(path.parent / node.value)
+    for module in modules:
+        programs |= {root / f"{module.replace('.', '/')}.py" for root in _roots(path)}
+    return {module.partition(".")[0] for module in modules}.union(*(_needed(used, seen) for used in programs))
+
+
+def _roots(path: Path) -> tuple[Path, Path]:
+    """Where the modules of a bench lie: beside it, or in the examples."""
+    return path.parent, path.parent.parent / "examples"
+
+
+EXTRAS = {
+    "confluent_kafka": "kafka",
+    "faiss": "bench",
+    "fastapi": "bench",
+    "fonticon_mdi7": "bench",
+    "matplotlib": "bench",
+    "onnx": "onnx",
+    "onnxruntime": "serve",
+    "onnxscript": "onnx",
+    "prometheus_client": "metrics",
+    "pyarrow": "data",
+    "redis": "redis",
+    "starlette": "serve",
+    "uvicorn": "serve",
+    "wordfreq": "bench",
+}
 """Modules that a bench may lack -> the extra of pyproject.toml that has them."""
 
 
@@ -132,7 +181,7 @@ def _module(path: Path) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and typing look a class's module up here
-    for folder in (path.parent, path.parent.parent / "examples"):  # a bench may use a file beside it, or example data
+    for folder in _roots(path):
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
     spec.loader.exec_module(module)

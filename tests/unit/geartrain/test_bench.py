@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,10 +12,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.errors import ConfigError, GeartrainError
 from geartrain.cli.main import build_app
-from geartrain.launch.bench import EXTRAS, BrokenBench, Result, benches, run_bench
+from geartrain.launch.bench import EXTRAS, BrokenBench, Result, benches, require_packages, run_bench
 
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 GOOD = """
 import _helper
 
@@ -97,15 +99,94 @@ def test_a_bench_without_a_package_names_its_extra(folder: Path, text: str, monk
         list(run_bench("rows", folder))
 
 
+def test_nothing_is_run_of_a_bench_of_which_a_file_lacks_a_package(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "rows_b.py").write_text("import _beside\n" + GOOD, encoding="utf-8")
+    (folder / "_beside.py").write_text('PROGRAM = "_program.py"', encoding="utf-8")
+    (folder / "_program.py").write_text('NEEDS = ("faiss", "uvicorn")', encoding="utf-8")
+    for package in ("faiss", "uvicorn"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=r"rows_b needs faiss, uvicorn.*'\.\[bench,serve\]'"):
+        next(run_bench("rows", folder))
+
+
+def test_an_import_that_may_fail_is_no_need(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    optional = "try:\n    import redis\nexcept ImportError:\n    redis = None\n"
+    (folder / "rows_a.py").write_text(optional + GOOD, encoding="utf-8")
+    monkeypatch.setitem(sys.modules, "redis", None)
+    assert len(list(run_bench("rows_a", folder))) == 1
+
+
+SERVES = {"onnx", "onnxruntime", "onnxscript", "starlette", "uvicorn"}
+NEEDS = {
+    "defaults": {"fonticon_mdi7", "wordfreq"},
+    "graph": {"faiss"},
+    "metrics": {"prometheus_client"},
+    "metrics_scheduler": {"prometheus_client"},
+    "search": {"faiss"},
+    "serve": {*SERVES, "fastapi"},
+    "serve_clicks": {*SERVES, "fastapi"},
+    "serve_live": SERVES,
+    "serve_start": SERVES,
+    "sparse_compression": {"pyarrow"},
+    "sparse_workers": {"pyarrow"},
+}
+"""Packages that a bench starts nothing without."""
+
+
+@pytest.mark.parametrize("name", [file for files in benches(BENCHMARKS).values() for file in files])
+def test_a_bench_without_its_extras_is_one_sentence_before_anything_starts(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in EXTRAS:
+        monkeypatch.setitem(sys.modules, package, None)
+    if not (needs := NEEDS.get(name, set())):
+        require_packages(BENCHMARKS / f"{name}.py")
+        return
+    monkeypatch.setattr("geartrain.launch.bench._module", lambda path: pytest.fail(f"{path} was loaded"))
+    with pytest.raises(ConfigError, match="which is not installed; pip install") as told:
+        next(run_bench(name, BENCHMARKS))
+    assert all(package in str(told.value) for package in needs)
+    assert not any(package in str(told.value) for package in EXTRAS.keys() - needs - {"onnx", "redis"})
+
+
+def test_no_bench_starts_a_folder_of_the_checkout_in_place_of_the_installed_package() -> None:
+    for path in BENCHMARKS.glob("*.py"):
+        assert not re.search(r'sys\.executable, "-[mc]"', path.read_text("utf-8")), path
+
+
+def test_a_cluster_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import _up
+
+    flags = ["--snapshot-root=no-such-flag"]
+    with pytest.raises(GeartrainError, match=r"up .*ended with 2: .*--snapshot-root"), _up.running_cluster(flags=flags):
+        pass
+
+
+def test_in_a_checkout_a_bench_starts_the_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which the folder ``geartrain`` there is a part."""
+    (tmp_path / "geartrain").mkdir()
+    (tmp_path / "geartrain" / "__init__.py").write_text("raise SystemExit('not this one')", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import _up
+
+    with _up.running_cluster() as facts:
+        assert facts["scheduler"].startswith("127.0.0.1:")
+
+
 def test_every_extra_that_a_bench_names_is_one_of_the_project() -> None:
     text = (Path(__file__).resolve().parents[3] / "pyproject.toml").read_text(encoding="utf-8")
     extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    distributions = {"fonticon_mdi7": "fonticon-materialdesignicons7"}
     for module, extra in EXTRAS.items():
-        assert any(requirement.startswith(module.replace("_", "-")) for requirement in extras[extra]), module
+        name = distributions.get(module, module)
+        assert any(line.replace("_", "-").startswith(name.replace("_", "-")) for line in extras[extra]), module
 
 
 def test_every_bench_of_this_repository_has_the_right_form() -> None:
-    benchmarks = Path(__file__).resolve().parents[3] / "benchmarks"
-    for name in benches(benchmarks):
-        files = [*benchmarks.glob(f"{name}.py"), *benchmarks.glob(f"{name}_*.py")]
+    for name in benches(BENCHMARKS):
+        files = [*BENCHMARKS.glob(f"{name}.py"), *BENCHMARKS.glob(f"{name}_*.py")]
         assert all("def results(" in path.read_text(encoding="utf-8") for path in files), name
