@@ -6,11 +6,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 read -r -a compose <<<"${COMPOSE:-docker compose}"
-export COMPOSE_PROJECT_NAME=geartrain-check
-end() { "${compose[@]}" --profile worker --profile gear --profile serve --profile cli down -v; }
+export COMPOSE_PROJECT_NAME=geartrain-check-$$ # podman-compose leaves some volumes behind: none is met again
+end() { "${compose[@]}" --profile worker --profile gear --profile serve --profile cli down -v --remove-orphans; }
 trap end EXIT
 
-end # what a check left that was killed
 "${compose[@]}" up -d --build
 health=("${compose[@]}" exec -T scheduler geartrain health 127.0.0.1:7000)
 for _ in $(seq 60); do
