@@ -95,6 +95,7 @@ class ClusterStatus:
     """Of the bucket map, which says what shard each row is on."""
     num_shards: int
     ready: bool
+    """All shards are up, and every table is whole: as the service ``ready`` of a scheduler's health says it."""
     shards: tuple[ShardStatus, ...]
     tables: tuple[TableStatus, ...]
     incomplete_tables: tuple[str, ...] = ()
@@ -233,7 +234,7 @@ def _joint_status(view: ClusterView, states: dict[int, ShardState], ahead: dict[
         cluster_version=view.cluster_version,
         map_version=view.map_version,
         num_shards=view.num_shards,
-        ready=view.ready,
+        ready=view.ready and not view.incomplete_tables,
         shards=tuple(shards),
         tables=tuple(tables_status),
         incomplete_tables=view.incomplete_tables,

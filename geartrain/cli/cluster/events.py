@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from datetime import datetime
-from itertools import chain
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,11 +19,11 @@ from geartrain.cli.shared.options import ConfigFile, SchedulerAddress
 
 if TYPE_CHECKING:
     from geartrain.ams.values.scheduler_messages import ClusterEvent, EventPage
-    from geartrain.watch.events import EventReader
 
 _ASK_SECONDS = 0.5
 _ANSWER_SECONDS = 5.0
-_SHOWN = 50
+_SHOWN, _READ = 50, 500
+_NAMED = 5
 
 
 def events(
@@ -55,9 +56,11 @@ def events(
 
     carrier, _ = dial(config.server.scheduler, config.client, once=True)
     try:
-        reader = EventReader(read, since=since, most=_SHOWN, forgot=_forgot)
-        first = list(reader.new()) if follow else ()  # a scheduler that has never answered is not waited for
-        for event in chain(first, _followed(reader)) if follow else reader.new():
+        reader = EventReader(read, since=since, most=_READ, forgot=_forgot)
+        new = reader.new if as_json else lambda: folded(reader.new())
+        first = list(new())  # a scheduler that has never answered is not waited for
+        first = first[-_SHOWN:] if since is None else first
+        for event in chain(first, _followed(new)) if follow else first:
             print(json.dumps(fields_of(event)) if as_json else line_of(event), flush=True)
     except AttemptFailed as exc:
         raise SchedulerUnavailable(f"{exc}; {remedy(exc)}") from None
@@ -76,14 +79,27 @@ def line_of(event: ClusterEvent, *, is_brief: bool = False) -> str:
     return line.replace("\n", " ")  # or a client's text could look like events
 
 
-def _followed(reader: EventReader) -> Iterator[ClusterEvent]:
+def folded(events: Iterable[ClusterEvent]) -> Iterator[ClusterEvent]:
+    """The events, but of changes of tables that came one after another, as 36 that were dropped, the last in the place
+    of all: it tells how many, and names the first."""
+    for what, run in groupby(events, lambda event: event.text.rpartition(" ")[2] if event.kind == "schema" else None):
+        same = list(run)
+        if what is None or len(same) == 1:
+            yield from same
+            continue
+        tables = tuple(table for event in same for table in event.tables)
+        text = f"{len(tables)} tables {what}: {', '.join(tables[:_NAMED])}{', ...' if len(tables) > _NAMED else ''}"
+        yield replace(same[-1], text=text, tables=tables)
+
+
+def _followed(new: Callable[[], Iterable[ClusterEvent]]) -> Iterator[ClusterEvent]:
     """All from then on; a scheduler that is away for a while is waited for once it has answered."""
     from geartrain.ams.rpc.carrier import AttemptFailed
 
     is_silent = False
     while True:
         try:
-            yield from reader.new()
+            yield from new()
             is_silent = False
         except AttemptFailed as exc:
             if not is_silent:

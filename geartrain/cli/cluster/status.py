@@ -44,6 +44,8 @@ def status(
     pongs = _pongs({address: role for report in reports for address, role in report.addresses.items()})
     if as_json:
         facts = {key: value for report in reports for key, value in report.facts.items()}
+        for shard in facts["shards"]:
+            shard["pid"] = None if (pong := pongs.get(shard["address"])) is None else pong.pid
         told = [{"address": address, **dataclasses.asdict(pong)} for address, pong in pongs.items()]
         print(json.dumps({**facts, "roles": told, "insecure": _is_insecure(config.server.scheduler)}))
     else:
@@ -246,7 +248,7 @@ def _print_tables(found: ClusterStatus, address: str, pongs: Mapping[str, Pong])
             for shard in found.shards
         ],
     )
-    if not found.ready:
+    if up < found.num_shards:
         advice = remedy_for_absent((shard.state for shard in found.shards), address)
         console.print(f"{counted(found.num_shards - up, 'shard')} not up: {advice}", highlight=False, markup=False)
     if found.tables:

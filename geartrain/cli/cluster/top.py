@@ -67,13 +67,13 @@ class _View:
         from rich.console import Group
         from rich.text import Text
 
-        from geartrain.cli.cluster.events import line_of
+        from geartrain.cli.cluster.events import folded, line_of
         from geartrain.cli.cluster.status import job_lines
         from geartrain.cli.shared.consoles import table_of
 
         look = self._watch.look()
         found = look.status
-        self._newest.extend(look.events)
+        self._newest.extend(folded(look.events))
         up = sum(shard.state == "up" for shard in found.shards)
         summary = f"{up} of {found.num_shards} shards up, cluster version {found.cluster_version}"
         parts: list[Any] = [f"{self._watch.address}: {summary}"]

@@ -168,7 +168,8 @@ def test_single_roles_make_a_cluster() -> None:
         with role("server", "--scheduler", address) as server:
             ready = typed("status", "--scheduler", address, "--json")
             assert ready.returncode == 0
-            assert [shard["address"] for shard in json.loads(ready.stdout)["shards"]] == server["addresses"]
+            (shard,) = json.loads(ready.stdout)["shards"]
+            assert ([shard["address"]], shard["pid"]) == (server["addresses"], server["pid"])
             assert "1 of 1 shard up · insecure" in typed("status", "--scheduler", address).stdout
             for served in (address, *server["addresses"]):
                 health = typed("health", served, "--json")

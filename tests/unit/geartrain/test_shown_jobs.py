@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from geartrain.ams.values.scheduler_messages import ClusterEvent, JobEntry, JobReport
-from geartrain.cli.cluster.events import line_of
+from geartrain.cli.cluster.events import folded, line_of
 from geartrain.cli.cluster.status import job_lines
 
 
@@ -30,3 +30,21 @@ def test_a_job_has_room_on_a_terminal_and_no_text_looks_like_two_events() -> Non
     ]
     assert max(map(len, lines)) <= 80
     assert "\n" not in line_of(ClusterEvent(kind="snapshot", text="whole\n     9 2026-01-01 lost  shard 0"))
+
+
+def test_tables_that_are_dropped_one_after_another_are_one_line_and_a_crash_stays_another() -> None:
+    drops = [
+        ClusterEvent(kind="schema", text=f"table t{number} dropped", tables=(f"t{number}",), number=number)
+        for number in range(1, 37)
+    ]
+    lost = ClusterEvent(kind="lost", text="shard 0 is lost", number=20)
+    made = ClusterEvent(kind="schema", text="table u made", tables=("u",), number=37)
+    shown = list(folded([*drops[:19], lost, *drops[20:], made]))
+    assert [event.text for event in shown] == [
+        "19 tables dropped: t1, t2, t3, t4, t5, ...",
+        "shard 0 is lost",
+        "16 tables dropped: t21, t22, t23, t24, t25, ...",
+        "table u made",
+    ]
+    assert [event.number for event in shown] == [19, 20, 36, 37]  # what --since goes on behind
+    assert list(folded([drops[0]])) == [drops[0]]
