@@ -27,15 +27,22 @@ from geartrain.ams.client.table import Table
 from geartrain.ams.client.writes import ClientStream, checked_incarnation
 from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier, ShardCarrier
 from geartrain.ams.storage.snapshot.folder import Snapshot
+from geartrain.ams.storage.snapshot.store import place
 from geartrain.ams.values.admission.rules import Admission
 from geartrain.ams.values.arguments import checked_name, integer
 from geartrain.ams.values.config import ClientConfig
-from geartrain.ams.values.errors import GeartrainError, GraphUnavailable, InvalidArgument, SchedulerUnavailable
+from geartrain.ams.values.errors import (
+    GeartrainError,
+    GraphUnavailable,
+    InvalidArgument,
+    SchedulerUnavailable,
+    SnapshotRefused,
+)
 from geartrain.ams.values.expiry.rules import Expiry
 from geartrain.ams.values.gear_messages import Freshness
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.scheduler_messages import ClusterEvent, ClusterView, JobReport, JobWorker
-from geartrain.ams.values.shard_messages import Fence
+from geartrain.ams.values.shard_messages import Fence, Restore
 from geartrain.ams.values.specs import DTYPES, DTypeName, Initializer, Normal, TableSpec, checked_wire_dtype
 
 if TYPE_CHECKING:
@@ -374,6 +381,14 @@ class Cluster:
         hold, where = time.monotonic() - began, str(pending.path)
         pending.when_done(lambda error: self._tell_snapshot(where, tables, job.step, began, error, hold))
         return pending
+
+    def require_snapshot_root(self, root: str | Path) -> None:
+        """Raise SnapshotRefused if a shard writes no snapshots below ``root`` (``snapshot_roots``), before there are
+        any. One RPC to each."""
+        asked = Restore(folder=f"{place(root)}/any", tables=())  # reads nothing more than whether one is there
+        for outcome in self._calls.on_all_shards(asked, caller=self._stream.caller):
+            if isinstance(outcome, SnapshotRefused):
+                raise outcome
 
     def _tell_snapshot(
         self,

@@ -24,6 +24,7 @@ from geartrain.ams.client.factory import connect, local
 from geartrain.ams.observe import failpoints
 from geartrain.ams.programs.models import hosted_models
 from geartrain.ams.storage.snapshot.folder import Snapshot
+from geartrain.ams.storage.snapshot.store import place
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import ConfigError
 from geartrain.bridge.head.backends.registry import ROW_BACKENDS
@@ -37,6 +38,7 @@ from geartrain.workers.job.folder import (
     read_run,
     require_folder,
     require_new_run,
+    require_new_snapshots,
     require_one_process,
     sole_trainer,
 )
@@ -210,6 +212,9 @@ def _run_on(
         is_restart = ranks.any(_is_restart())  # of a machine that took another's place it is the first start
         options = _after_restart(options, ranks, is_restart=is_restart)
         _require_place(options, ranks)
+        if ranks.is_first and loss is None and not is_restart:
+            stop.doing = "looked where its snapshots go"
+            _require_snapshot_root(options)
         if ranks.is_first and (options.scheduler is None or not options.resume):
             stack.enter_context(sole_trainer(options.out))  # a run that goes on in a cluster is fenced there
         snapshot, state = None, None
@@ -302,6 +307,18 @@ def _require_place(options: JobOptions, ranks: JobRanks) -> None:
             f"{ranks.world_size} ranks train the same rows: give --rows ranks, and they hold them, or "
             f"--scheduler HOST:PORT of a cluster ('geartrain up' starts one)"
         )
+
+
+def _require_snapshot_root(options: JobOptions) -> None:
+    """Raise SnapshotRefused, InvalidArgument or ConfigError before anything is fetched or made, if snapshots of the job
+    cannot go where they are to go."""
+    root = read_run(options.out).snapshots if options.resume else str(place(options.snapshot_root))
+    goes_aside = options.overwrite and root == str((options.out / "snapshots").absolute())
+    if options.snapshots is not None and not options.resume and not goes_aside:
+        require_new_snapshots(root)
+    if options.scheduler is not None:
+        with connect(options.scheduler, config=_client_config(options, goes_on=False)) as cluster:
+            cluster.require_snapshot_root(root)
 
 
 def _open_cluster(options: JobOptions, ranks: JobRanks, job: str, *, goes_on: bool) -> Cluster:

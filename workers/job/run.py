@@ -19,7 +19,6 @@ from geartrain.workers.job.folder import (
     has_snapshot,
     put_aside,
     read_run,
-    require_new_snapshots,
     write_run,
 )
 from geartrain.workers.job.interruption import Interruption, Stopped
@@ -161,9 +160,6 @@ class TrainingRun:
     def _claim_folder(self) -> None:
         options, out = self._options, self._options.out
         root = str(place(options.snapshot_root))
-        goes_aside = options.overwrite and root == str((out / "snapshots").absolute())
-        if options.snapshots is not None and not goes_aside:
-            require_new_snapshots(root)
         if options.overwrite and (aside := put_aside(out)) is not None:
             self._attempt.say(f"The run that was in {out} is now in {aside}")
         self._drop_leftovers()

@@ -416,4 +416,6 @@ def _typed_argument(url: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, ImportError) as exc:
-        raise InvalidArgument(f"{url!r} cannot be opened: {exc}. Install what serves it, or give a folder") from exc
+        is_s3 = url.partition("://")[0] in ("s3", "s3a") and isinstance(exc, ImportError)
+        remedy = "pip install 'geartrain[s3]'" if is_s3 else "install what serves it"
+        raise InvalidArgument(f"{url!r} cannot be opened ({exc}); {remedy}, or give a folder") from exc

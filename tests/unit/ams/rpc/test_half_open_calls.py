@@ -93,9 +93,7 @@ def test_a_call_whose_message_does_not_come_is_ended(half_open: HalfOpen, monkey
     assert call.code() is not grpc.StatusCode.OK
 
 
-def test_few_calls_hold_messages_that_are_not_whole(
-    server: GrpcServer, lane: CallThreads, half_open: HalfOpen
-) -> None:
+def test_few_calls_hold_messages_that_are_not_whole(server: GrpcServer, lane: CallThreads, half_open: HalfOpen) -> None:
     methods = ("/s/Echo", "/s/Beat", "/grpc.health.v1.Health/Check")
     strangers = [half_open(method, 50) for method in methods]
     reading = [len(threads._reading) for threads in (server.calls, lane, server._health_lane)]

@@ -269,5 +269,5 @@ def test_a_url_whose_package_is_missing_names_it(monkeypatch: pytest.MonkeyPatch
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
-    with pytest.raises(InvalidArgument, match=r"s3://b/x.*cannot be opened: Install s3fs"):
+    with pytest.raises(InvalidArgument, match=r"s3://b/x.*\(Install s3fs.*pip install 'geartrain\[s3\]'"):
         list_snapshots("s3://b/x")
