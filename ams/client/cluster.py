@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
 
 from geartrain.ams.client.cluster_status import ClusterStatus, describe_cluster
 from geartrain.ams.client.data_streams import DataStreams
@@ -43,7 +43,15 @@ from geartrain.ams.values.gear_messages import Freshness
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.scheduler_messages import ClusterEvent, ClusterView, JobReport, JobWorker
 from geartrain.ams.values.shard_messages import Fence, Restore
-from geartrain.ams.values.specs import DTYPES, DTypeName, Initializer, Normal, TableSpec, checked_wire_dtype
+from geartrain.ams.values.specs import (
+    DTYPES,
+    DTypeName,
+    Initializer,
+    Normal,
+    TableSettings,
+    TableSpec,
+    checked_wire_dtype,
+)
 
 if TYPE_CHECKING:
     from geartrain.ams.gear.client.remote import RemoteGears
@@ -178,13 +186,14 @@ class Cluster:
             max_bytes: Of memory that all rows of a hashed table may take, slots and index included; each shard has its
                 share, by its buckets. Where new rows need room, those go that were pushed least often, of these the
                 ones not pushed for longest. None: any number.
-            reuse: Open the table if it is there with an equal spec.
+            reuse: Open the table if it is there. It keeps the settings that :meth:`alter_table` changes, and a warning
+                says which of them differ from these; modules made on it train by ``optimizer`` all the same.
             wire_dtype: How rows travel to and from this process; see :meth:`table`.
 
         Raises:
             TableExists: The name is taken, and not ``reuse``: a script that runs twice never trains on yesterday's rows
                 by accident.
-            SpecMismatch: The table is there with another spec.
+            SpecMismatch: The table is there, and differs in what cannot be altered.
         """
         spec = TableSpec(
             name=name,
@@ -205,7 +214,8 @@ class Cluster:
                 f"rows and slots in a cluster are one of {', '.join(map(repr, DTYPES))}"
             )
         checked_wire_dtype(wire_dtype, name, dtype)  # before there is a table
-        return Table(self._scheduler.create_table(spec, reuse=reuse), self._calls, self._stream, wire_dtype)
+        made = self._scheduler.create_table(spec, reuse=reuse)
+        return Table(made, self._calls, self._stream, wire_dtype, optimizer)
 
     def table(self, name: str, *, wire_dtype: DTypeName | None = None) -> Table:
         """Return an existing table.
@@ -218,6 +228,21 @@ class Cluster:
         if that is not known because shards have not registered yet, and InvalidArgument.
         """
         return Table(self._scheduler.table(name), self._calls, self._stream, wire_dtype)
+
+    def alter_table(self, name: str, **settings: Unpack[TableSettings]) -> Table:
+        """Change settings of a living table on every shard, while it is read and written; return it.
+
+        ``cluster.alter_table("t", max_bytes=8 << 30, expiry=gt.Unseen(steps=100_000))``. Its settings are
+        ``optimizer`` (other numbers of the same kind), ``initializer`` (of rows that are not there), ``admission``,
+        ``expiry`` and ``max_bytes``, as in :meth:`create_table`; what is left out stays. Other processes learn of it
+        with their next call. Pushes of heads, groups and dense modules carry the numbers of their own optimizers.
+        Snapshots and exports have the settings from now on, and a restore in the table's place keeps them.
+
+        Raises TableNotFound, InvalidArgument for what cannot be altered, OutOfMemory, Busy (a snapshot of it is being
+        written); then all is as it was. ShardUnavailable, SchedulerUnavailable: some shards may have the new settings;
+        call it again. ClusterNotReady, ShardRestarted.
+        """
+        return Table(self._scheduler.alter_table(name, settings), self._calls, self._stream)
 
     def table_incarnations(self) -> dict[str, int]:
         """The numbers of all tables by name, which tell a table from earlier and later ones of its name. One RPC."""
@@ -455,8 +480,9 @@ class Cluster:
         All or nothing: nobody can open, read or write the tables (TableBeingRestored) before all of their rows are
         there, and if anything fails before that, none of them stays. Those of a process that died meanwhile are listed
         as incomplete; a restore in their place begins anew. With ``replace=True`` (a job that goes back) tables of
-        these names are dropped first, but only after every byte of the snapshot was read and found sound. What
-        this process has open of them with equal settings goes on with the restored rows: tables, and heads of one
+        these names are dropped first, but only after every byte of the snapshot was read and found sound; each restored
+        table keeps the settings (:meth:`alter_table`) of the one in whose place it comes, and a warning says so. What
+        this process has open of them goes on with the restored rows: tables, and heads of one
         process; a dense module once it is refreshed (``refresh()``). Heads of several ranks and slow gears are made
         anew. Other processes must open theirs anew (:meth:`table`): until then they get TableNotFound, so that nobody
         writes into what is restored. A write that the restored rows hold is recognised if it is sent again (exactly
@@ -491,8 +517,8 @@ class Cluster:
         return restored
 
     def reopen(self, names: Sequence[str]) -> None:
-        """Go on with tables that another process has restored, as the process that did: what is open of them with equal
-        settings means those that there are now. One RPC. Raises as :meth:`table`.
+        """Go on with tables that another process has restored, as the process that did: what is open of them
+        means those that there are now. One RPC. Raises as :meth:`table`.
         """
         self._calls.restored([self._scheduler.table(name) for name in names])
 

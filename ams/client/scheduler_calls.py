@@ -15,6 +15,7 @@ from geartrain.ams.rpc.carrier import AttemptFailed, NobodyThere, SchedulerCarri
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import (
     ClusterNotReady,
+    InvalidArgument,
     SchedulerUnavailable,
     ShardRestarted,
     ShardUnavailable,
@@ -23,6 +24,7 @@ from geartrain.ams.values.errors import (
 )
 from geartrain.ams.values.rpc import Rpc
 from geartrain.ams.values.scheduler_messages import (
+    AlterClusterTable,
     CheckCaller,
     ClusterView,
     CreateClusterTable,
@@ -33,7 +35,7 @@ from geartrain.ams.values.scheduler_messages import (
     ShardCondition,
     TakeIncarnation,
 )
-from geartrain.ams.values.specs import TableSpec
+from geartrain.ams.values.specs import SETTINGS, TableSettings, TableSpec
 from geartrain.ams.values.text import quoted
 
 logger = logging.getLogger(__name__)
@@ -82,12 +84,32 @@ class SchedulerCalls:
     def create_table(
         self, spec: TableSpec, *, reuse: bool = False, for_restore: bool = False, replace: bool = False
     ) -> TableSpec:
-        """Make a table, see :class:`CreateClusterTable`; return its spec with its incarnation."""
+        """Make a table, see :class:`CreateClusterTable`; return its spec as it is, with its incarnation.
+
+        One that was there keeps its settings, and that is said.
+        """
         create = CreateClusterTable(
             spec=spec, reuse=reuse, caller=self._stream.caller, for_restore=for_restore, replace=replace
         )
-        incarnation = self._ask(create, f"whether table {spec.name!r} was created is unknown", asks_shards=True)
-        return dataclasses.replace(spec, incarnation=incarnation)
+        made = self._ask(create, f"whether table {spec.name!r} was created is unknown", asks_shards=True)
+        if made != spec:
+            logger.warning("%s", kept_settings(made, spec))
+        return made
+
+    def alter_table(self, name: str, settings: TableSettings) -> TableSpec:
+        """Give a table other settings, see :class:`AlterClusterTable`; return it as it is now."""
+        before = self.table(name)
+        if fixed := settings.keys() - SETTINGS:
+            raise InvalidArgument(
+                f"{min(fixed)} of table {name!r} cannot be altered: it is what the table is, and {', '.join(SETTINGS)} "
+                "are not. Make another table, or drop this one first"
+            )
+        wanted = dataclasses.replace(before, **settings)
+        alter = AlterClusterTable(spec=wanted, settings=tuple(settings), caller=self._stream.caller)
+        unknown = f"whether table {name!r} was altered is unknown, alter it again"
+        altered = self._ask(alter, unknown, asks_shards=True)
+        self._calls.note_settings([altered])
+        return altered
 
     def publish_tables(self, tables: Sequence[TableSpec]) -> None:
         """Open restored tables, all at once. Idempotent. After SchedulerUnavailable they may be open."""
@@ -130,6 +152,14 @@ class SchedulerCalls:
                     if not (asks_shards and patience.pause()):
                         raise
                     self._calls.require_usable()
+
+
+def kept_settings(kept: TableSpec, other: TableSpec) -> str:
+    """What is said where a table keeps settings, though it was asked for with others or has them in a snapshot."""
+    return (
+        f"table {kept.name!r} keeps its settings: {kept.unlike(other)}. cluster.alter_table({kept.name!r}, ...) and "
+        "'geartrain table alter' change them; what a head or a group is given as its optimizer holds for its own pushes"
+    )
 
 
 def await_cluster(

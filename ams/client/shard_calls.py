@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from geartrain.ams.client.rows.row_calls import RowAttempt, RowCalls
 from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
@@ -50,6 +51,21 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_count_fork)
 
 
+class OpenTable(Protocol):
+    """A table that this process has open."""
+
+    @property
+    def spec(self) -> TableSpec:
+        """What it is, as far as this process knows."""
+
+    @property
+    def incarnation(self) -> int:
+        """Which table of its name is meant."""
+
+    def take_settings(self, spec: TableSpec) -> None:
+        """Go on with the settings of ``spec``, which is the same table."""
+
+
 class ShardCalls:
     """Calls to the shards of one cluster, with retries. Thread-safe."""
 
@@ -78,6 +94,7 @@ class ShardCalls:
         self.silence = SilenceWatch()
         self._restored: dict[str, TableSpec] = {}
         """By name."""
+        self._open_tables: weakref.WeakSet[OpenTable] = weakref.WeakSet()
         self._lock = threading.Lock()
         self.rows = RowCalls(self, self._carriers)
         """Pulls and writes of rows."""
@@ -242,14 +259,31 @@ class ShardCalls:
 
     def restored(self, tables: Iterable[TableSpec]) -> None:
         """Note that this process has restored tables: what it has open of these names means them from now on."""
-        self._restored.update({table.name: table for table in tables})
+        restored = list(tables)
+        self._restored.update({table.name: table for table in restored})
+        self.note_settings(restored)
+
+    def opened(self, table: OpenTable) -> None:
+        """Let a table know, for as long as somebody has it, when its settings were altered."""
+        with self._lock:
+            self._open_tables.add(table)
+
+    def note_settings(self, tables: Iterable[TableSpec]) -> None:
+        """Let tables that are open here know the settings that they have now."""
+        known = {(spec.name, spec.incarnation): spec for spec in tables}
+        with self._lock:
+            open_tables = list(self._open_tables)
+        for table in open_tables:
+            now = known.get((table.spec.name, table.incarnation))
+            if now is not None and now != table.spec:
+                table.take_settings(now)
 
     def incarnation_of(self, table: TableSpec) -> int:
-        """Which table of its name is meant: the one that was opened, or that this process has restored since, if it is
-        of an equal spec.
+        """Which table of its name is meant: the one that was opened, or that this process has restored since, if that
+        differs in settings alone.
         """
         restored = self._restored.get(table.name) if self._restored else None
-        if restored is None or restored != table:
+        if restored is None or not (restored == table or restored.is_same_table(table)):
             return table.incarnation
         return max(table.incarnation, restored.incarnation)
 
@@ -419,6 +453,7 @@ class ShardCalls:
         # Not the incarnations: they are those of the shards that hold our rows.
         self._view = replace(self._view, cluster_version=view.cluster_version)
         self.rows.set_cluster_version(view.cluster_version)
+        self.note_settings(view.tables)
 
 
 class _Attempts(NamedTuple):

@@ -36,6 +36,7 @@ from geartrain.ams.kernels._core import ScatteredRows, TableFacts
 from geartrain.ams.values.arrays import ids_array, like
 from geartrain.ams.values.errors import InvalidArgument, TableNotFound
 from geartrain.ams.values.expiry.rules import Expiry
+from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.placement import NUM_BUCKETS
 from geartrain.ams.values.shard_messages import (
     CallContext,
@@ -60,16 +61,30 @@ class Table:
     """
 
     def __init__(
-        self, spec: TableSpec, calls: ShardCalls, stream: ClientStream, wire_dtype: DTypeName | None = None
+        self,
+        spec: TableSpec,
+        calls: ShardCalls,
+        stream: ClientStream,
+        wire_dtype: DTypeName | None = None,
+        optimizer: RowOptimizerSpec | None = None,
     ) -> None:
         self.spec = spec
+        """What it is. Its settings become others once this process has heard that they were altered."""
+        self.optimizer = spec.optimizer if optimizer is None else spec.optimizer.with_numbers(optimizer)
+        """That which it was opened with: modules on it begin with its numbers, whichever the table's are."""
         self._calls = calls
         self._stream = stream
         self.wire_dtype = checked_wire_dtype(wire_dtype, spec.name, spec.dtype)
         """How pulled rows and pushed gradients travel; None: in the table's type."""
-        self._facts = table_facts(spec, self.wire_dtype)
         self._dtype = spec.numpy_dtype
-        self._writes = TableWrites(spec, self._facts, calls, stream)
+        self.take_settings(spec)
+        calls.opened(self)
+
+    def take_settings(self, spec: TableSpec) -> None:
+        """Go on with the settings of ``spec``, which is the same table: they were altered."""
+        self.spec = spec
+        self._facts = table_facts(spec, self.wire_dtype)
+        self._writes = TableWrites(spec, self._facts, self._calls, self._stream)
 
     def __repr__(self) -> str:
         rows = "hashed" if self.spec.num_rows is None else counted(self.spec.num_rows, "row")
@@ -86,7 +101,7 @@ class Table:
         """The same table, whose rows travel as ``"bfloat16"``, ``"float16"`` or, with None, as they are. Raises
         InvalidArgument.
         """
-        return type(self)(self.spec, self._calls, self._stream, wire_dtype)
+        return type(self)(self.spec, self._calls, self._stream, wire_dtype, self.optimizer)
 
     @property
     def incarnation(self) -> int:

@@ -19,6 +19,7 @@ from geartrain.ams.values.errors import ConfigError, InvalidArgument, ProtocolEr
 from geartrain.ams.values.rpc import Ping, Rpc
 from geartrain.ams.values.scheduler_messages import (
     TOLD_KINDS,
+    AlterClusterTable,
     Beat,
     CheckCaller,
     CreateClusterTable,
@@ -54,6 +55,7 @@ from geartrain.ams.values.scheduler_messages import (
     WriteRendezvous,
 )
 from geartrain.ams.values.shard_messages import CallContext
+from geartrain.ams.values.specs import TableSpec
 from geartrain.ams.values.text import quoted
 
 _LONGEST_TOLD = 1_000
@@ -96,6 +98,7 @@ class SchedulerHandlers:
             DescribeJobs: lambda _, __: self.jobs.entries(),
             DescribeCluster: lambda _, __: scheduler.describe(),
             CreateClusterTable: self._create_table,
+            AlterClusterTable: self._alter_table,
             DropClusterTable: self._drop_table,
             PublishClusterTables: self._publish_tables,
             TakeIncarnation: lambda take, _: scheduler.take_incarnation(take.chosen),
@@ -164,15 +167,19 @@ class SchedulerHandlers:
         if (noted := self._events.note(told, key=tell.key)) is not None:
             self.jobs.hear(noted)
 
-    def _create_table(self, create: CreateClusterTable, call: WaitingCaller) -> int:
-        made = self._scheduler.create_table(
+    def _create_table(self, create: CreateClusterTable, call: WaitingCaller) -> TableSpec:
+        return self._scheduler.create_table(
             create.spec,
             reuse=create.reuse,
             require_current=self._require_current(create.caller, call),
             for_restore=create.for_restore,
             replace=create.replace,
         )
-        return made.incarnation
+
+    def _alter_table(self, alter: AlterClusterTable, call: WaitingCaller) -> TableSpec:
+        return self._scheduler.alter_table(
+            alter.spec, alter.settings, require_current=self._require_current(alter.caller, call)
+        )
 
     def _drop_table(self, drop: DropClusterTable, call: WaitingCaller) -> None:
         self._scheduler.drop_table(

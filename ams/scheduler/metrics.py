@@ -36,7 +36,13 @@ def _of_shards(scheduler: Scheduler) -> Iterator[Metric]:
     shards, seen = view.shards, [entry for entry in view.shards if entry.state != "missing"]
     noted = scheduler.shard_events
     yield Metric("shards_expected", "gauge", "Shards of the cluster.", (), [((), view.num_shards)])
-    yield Metric("cluster_version", "gauge", "Rises when a shard comes back empty.", (), [((), view.cluster_version)])
+    yield Metric(
+        "cluster_version",
+        "gauge",
+        "Rises when a shard comes back empty or a table is altered.",
+        (),
+        [((), view.cluster_version)],
+    )
     up = {entry.shard: int(entry.state in ("up", "leaving")) for entry in shards}
     yield Metric("shard_up", "gauge", "1: heartbeats arrive.", ("shard",), _by(up))
     ages = {entry.shard: entry.heartbeat_age_seconds for entry in seen}

@@ -23,10 +23,12 @@ from geartrain.ams.scheduler.state import Member, Schema, State
 from geartrain.ams.scheduler.tell_shards import tell_shards
 from geartrain.ams.storage.kv.store import KeyValueStore, MemoryStore
 from geartrain.ams.values.errors import (
+    Busy,
     ClusterNotReady,
     ConfigError,
     GeartrainError,
     InvalidArgument,
+    OutOfMemory,
     ShardHeld,
     ShardRestarted,
     SpecMismatch,
@@ -37,8 +39,8 @@ from geartrain.ams.values.errors import (
 )
 from geartrain.ams.values.placement import MAX_SHARDS, BucketMap
 from geartrain.ams.values.scheduler_messages import Beat, ClusterEvent, ClusterView, Registration, ShardEntry
-from geartrain.ams.values.shard_messages import CreateTable, DropTable, PublishTable
-from geartrain.ams.values.specs import TableSpec
+from geartrain.ams.values.shard_messages import AlterTable, CreateTable, DropTable, PublishTable
+from geartrain.ams.values.specs import SETTINGS, TableSpec
 from geartrain.ams.values.text import counted
 
 _NAMED = 8
@@ -227,7 +229,9 @@ class Scheduler:
             if not self._incarnations.hear(spec.incarnation):
                 continue
             schema = self._state.schemas.get(spec.name, Schema(spec))
-            if schema.spec == spec and schema.spec.incarnation == spec.incarnation:
+            if schema.spec.is_same_table(spec) and schema.spec.incarnation == spec.incarnation:
+                if spec.altered > schema.spec.altered:  # by a scheduler before this one, which has no memory
+                    schema = dataclasses.replace(schema, spec=spec)
                 # A scheduler without a memory learns from the shards alone what is not published. One that knew all
                 # holders of a settled table has published it, perhaps while the shard wrote this.
                 if spec.name in restoring and len(schema.holders) < self._num_shards:
@@ -336,8 +340,9 @@ class Scheduler:
         ``require_current`` raises if the caller was superseded; a change that it let pass is over before the next
         begins, so that a successor's is never undone. A table ``for_restore`` can be neither opened nor read nor
         written before :meth:`publish_tables`; it takes the place of what another restore left under the name, whether
-        that goes on or not, and with ``replace`` that of any table. Raises TableExists, TableBeingRestored,
-        SpecMismatch (reuse of a different table), ShardRestarted (reuse of one that lost rows), ClusterNotReady or
+        that goes on or not, and with ``replace`` that of any table; if it is the same table, it has the settings of the
+        one before it, which were altered for a reason. Raises TableExists, TableBeingRestored, SpecMismatch (reuse of
+        what differs in more than settings), ShardRestarted (reuse of one that lost rows), ClusterNotReady or
         ShardUnavailable; then no shard keeps it.
         """
         if reuse and (made := self._existing(spec, require_current)) is not None:
@@ -352,6 +357,8 @@ class Scheduler:
                 return existing.spec
             if existing is not None and existing.for_restore and not for_restore:
                 raise being_restored(spec.name)
+            if for_restore and existing is not None and spec.is_same_table(existing.spec):
+                spec = spec.with_settings(existing.spec)
             spec = dataclasses.replace(spec, incarnation=self._incarnations.next())
             # First, so that nobody opens any more what is dropped, nor makes another while there is none.
             self._keep_schema(spec.name, Schema(spec, is_unsettled=True, for_restore=for_restore))
@@ -381,6 +388,52 @@ class Scheduler:
         require_current()
         self._check_reuse(existing, spec, True, self._ready_view())
         return existing.spec
+
+    def alter_table(
+        self, wanted: TableSpec, settings: Collection[str], *, require_current: Callable[[], None] = lambda: None
+    ) -> TableSpec:
+        """Give a table the ``settings`` of ``wanted`` on every shard; return it as it is now.
+
+        It is kept first, so that a shard that cannot be told is no way back: whoever opens the table, and a restore in
+        its place, has what was asked for, and the same call again tells all shards. Where a shard refuses, all have
+        what they had. The cluster version rises: so clients learn of it. Raises TableNotFound, SpecMismatch,
+        InvalidArgument, OutOfMemory, Busy (a shard writes a snapshot that cannot hold both), ShardRestarted,
+        ClusterNotReady, ShardUnavailable.
+        """
+        name = wanted.name
+        if unknown := set(settings).difference(SETTINGS):
+            raise InvalidArgument(f"{min(unknown)!r} of a table cannot be altered; {', '.join(SETTINGS)} can")
+        with self._change_of(name):
+            require_current()
+            view = self._ready_view()
+            with self._lock:
+                existing = self._state.schemas.get(name)
+            if existing is not None and existing.for_restore:
+                raise being_restored(name)
+            if existing is None or existing.is_unsettled:
+                raise TableNotFound(f"there is no table {name!r}, or it was not made or dropped to the end")
+            self._check_reuse(existing, wanted, True, view)
+            if "optimizer" in settings:
+                existing.spec.optimizer.scalars_of_push(wanted.optimizer)
+            before, altered = existing.spec, existing.spec.with_settings(wanted, settings)
+            altered = self._keep_altered(existing, altered)
+            try:
+                tell_shards(self._open_carrier, view.shards, AlterTable(spec=altered))
+            except (InvalidArgument, OutOfMemory, Busy):
+                back = self._keep_altered(existing, before)
+                tell_shards(self._open_carrier, view.shards, AlterTable(spec=back), best_effort=True)
+                raise
+            if altered != before:
+                self._note_tables(f"altered: {altered.unlike(before)}", altered)
+            return altered
+
+    def _keep_altered(self, schema: Schema, spec: TableSpec) -> TableSpec:
+        with self._lock:
+            version = self._state.cluster_version + 1
+            spec = dataclasses.replace(spec, altered=version)
+            schemas = {spec.name: dataclasses.replace(schema, spec=spec)}
+            self._state.keep(cluster_version=version, schemas=schemas)
+        return spec
 
     def publish_tables(self, tables: Mapping[str, int], *, require_current: Callable[[], None] = lambda: None) -> None:
         """Open tables that were made ``for_restore``, by name with their incarnations: all of them at once. Idempotent.
@@ -510,10 +563,10 @@ class Scheduler:
                 f"table {spec.name!r} exists; pass reuse=True to go on with its rows, drop it (cluster.drop_table, or "
                 f"geartrain table drop {shlex.quote(spec.name)}), or choose another name"
             )
-        if existing.spec != spec:
+        if other := existing.spec.fixed_unlike(spec):
             raise SpecMismatch(
-                f"table {spec.name!r} exists with other settings: its {existing.spec.unlike(spec)}; ask for it as it "
-                "is, or choose another name"
+                f"table {spec.name!r} is another: its {other}; no table can be altered in that. Ask for it as it is, "
+                "or choose another name"
             )
         lost = [entry.shard for entry in view.shards if existing.holders.get(entry.shard) != entry.incarnation]
         if lost:

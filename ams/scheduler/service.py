@@ -38,7 +38,7 @@ _LOOK_SECONDS = 0.1
 _MEMBERSHIP_THREADS = 8
 _MEMBERSHIP = ("Register", "Heartbeat", "Leave")
 _TABLE_THREADS = 64
-_TABLES = ("CreateClusterTable", "DropClusterTable", "PublishClusterTables")
+_TABLES = ("CreateClusterTable", "AlterClusterTable", "DropClusterTable", "PublishClusterTables")
 
 _CONNECT_SECONDS = 5.0
 """How long a shard that is overloaded, or stopped for a moment, is waited for when it is to be told of a table."""

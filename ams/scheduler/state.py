@@ -145,7 +145,9 @@ class State:
                 self.members[shard] = Member(**fields, is_heard=False)
             elif kind == "schema":
                 fields = _parsed(key, value)
-                spec = TableSpec.from_dict(fields["spec"] | {"incarnation": fields["incarnation"]})
+                spec = TableSpec.from_dict(
+                    fields["spec"] | {"incarnation": fields["incarnation"], "altered": fields.get("altered", 0)}
+                )
                 holders = {int(shard): incarnation for shard, incarnation in fields["holders"].items()}
                 self.schemas[spec.name] = Schema(spec, holders, fields["is_unsettled"], fields["for_restore"])
         return BucketMap(placed["version"], bucket_shards)
@@ -163,6 +165,7 @@ def _schema_json(schema: Schema) -> bytes:
     return _json(
         spec=schema.spec.to_dict(),
         incarnation=schema.spec.incarnation,
+        altered=schema.spec.altered,
         holders=schema.holders,
         is_unsettled=schema.is_unsettled,
         for_restore=schema.for_restore,

@@ -172,7 +172,8 @@ class _HeldShard:
             logger.warning("the scheduler was restarted; shard %d registers again", self.shard.shard)
             self.join(scheduler)
         else:
-            self.shard.cluster_version = reply.cluster_version
+            # A table may have been altered while the heartbeat was on its way.
+            self.shard.cluster_version = max(self.shard.cluster_version, reply.cluster_version)
             self.shard.hear_incarnation(reply.highest_incarnation)
             self._confirm(began)
             self.pool_shards, self.pause_seconds = reply.pool_shards, reply.pause_seconds

@@ -38,6 +38,7 @@ from geartrain.ams.values.errors import (
 )
 from geartrain.ams.values.rpc import Ping
 from geartrain.ams.values.shard_messages import (
+    AlterTable,
     Assign,
     BatchFacts,
     CallContext,
@@ -109,6 +110,7 @@ class ShardService:
             {
                 Ping: PingHandler("server", self._incarnation),
                 CreateTable: self._ask,
+                AlterTable: self._ask,
                 DropTable: self._ask,
                 PublishTable: self._ask,
                 Describe: self._ask,

@@ -38,6 +38,7 @@ from geartrain.ams.values.errors import (
 )
 from geartrain.ams.values.shard_messages import (
     FREEZE_LEASE_SECONDS,
+    AlterTable,
     Assign,
     CallContext,
     ComputeHosted,
@@ -364,6 +365,10 @@ class Shard:
             case CreateTable():
                 self._completed_writes.require_possible(f"table {request.spec.name!r}", request.spec.incarnation)
                 return self._tables.create(request.spec, for_restore=request.for_restore)
+            case AlterTable():
+                done = self._tables.alter(request.spec)
+                self.cluster_version = max(self.cluster_version, request.spec.altered)
+                return done
             case PublishTable():
                 return self._tables.publish(request.table, request.incarnation)
             case DropTable():

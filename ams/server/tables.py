@@ -49,10 +49,7 @@ class ShardTable:
         """That of :class:`ExpiryState`, as far as the rows were asked."""
         self.expired = 0
         """Rows that went by a rule, since the table was made here."""
-        if rows.spec.expiry is not None:
-            rows.served.expiry_step = rows.spec.expiry.every
-            if rows.spec.expiry.every_seconds is not None:
-                rows.served.expiry_seconds = 1  # once somebody says what time it is
+        self.plan_expiry()
         self.is_whole = self.is_public = not for_restore
         """Whether it has all rows of ``restored_from``; and whether others may know it: one that was made to be
         restored is published once all shards have its rows."""
@@ -82,6 +79,15 @@ class ShardTable:
     def expiry_state(self, state: ExpiryState) -> None:
         self.expiry_doubtful, self.expiry_leap, due = state
         self.rows.served.expiry_step, self.rows.served.expiry_seconds = due
+
+    def plan_expiry(self) -> None:
+        """Look for rows that are to go when the table's clock has come as far as its rule says."""
+        expiry, clock, served = self.spec.expiry, self.rows.clock, self.rows.served
+        self.expiry_pass, served.expiry_step, served.expiry_seconds = None, NEVER, NEVER
+        if expiry is not None:
+            served.expiry_step = min(NEVER, (clock.step // expiry.every + 1) * expiry.every)
+            if expiry.every_seconds is not None:
+                served.expiry_seconds = clock.seconds + 1  # at first once somebody says what time it is
 
     def note_state(self) -> None:
         """Let the engine know whether it is open."""
@@ -152,7 +158,7 @@ class ShardTables:
         """Make a table. Raises SpecMismatch or TableExists if there is another of the name."""
         existing = self._tables.get(spec.name)
         if existing is not None:
-            if existing.spec != spec:
+            if not existing.spec.is_same_table(spec):
                 raise SpecMismatch(f"table {spec.name!r} exists with other settings: its {existing.spec.unlike(spec)}")
             if spec.incarnation not in (0, existing.spec.incarnation):
                 raise TableExists(f"shard {self._shard} has another table of the name {spec.name!r}; drop it first")
@@ -161,6 +167,22 @@ class ShardTables:
         self._tables[spec.name] = ShardTable(rows, for_restore=for_restore)
         self._engine.add_table(rows.served)
         self.highest_incarnation = max(self.highest_incarnation, spec.incarnation)
+        self._note_specs()
+        return Done()
+
+    def alter(self, spec: TableSpec) -> Done:
+        """Give a table other settings, unless it was given later ones. Raises TableNotFound, SpecMismatch, and as
+        :meth:`RowTable.alter`."""
+        table = self.find(spec.name)
+        table.rows.served.require_meant(spec.incarnation)
+        if other := table.spec.fixed_unlike(spec):
+            raise SpecMismatch(f"table {spec.name!r} cannot be altered to another: its {other}")
+        if spec.altered <= table.spec.altered:
+            return Done(duplicate=True)
+        expiry = table.spec.expiry
+        self._engine.expire(spec.name, lambda: table.rows.alter(spec))  # rows that go are a write
+        if table.spec.expiry != expiry:
+            table.plan_expiry()
         self._note_specs()
         return Done()
 

@@ -6,6 +6,7 @@ import hashlib
 import re
 
 from geartrain.ams.kernels import ops
+from geartrain.ams.kernels._core import RowStoreSpec
 from geartrain.ams.tables.counted_ids import compiled_admission
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import DTYPES, Constant, Ids, Initializer, TableSpec, Uniform
@@ -36,15 +37,15 @@ def distribution_of(initializer: Initializer) -> tuple[int, float, float, float]
     return _NORMAL, initializer.mean, initializer.std, bound
 
 
-def row_store(spec: TableSpec, owned_buckets: Ids, threads: int, window: int) -> ops.RowStore:
-    """Make the empty store; see :class:`~geartrain.ams.tables.row_table.RowTable`. Raises InvalidArgument."""
+def store_spec(spec: TableSpec, owned_buckets: Ids, threads: int, window: int) -> RowStoreSpec:
+    """Say what a store is; see :class:`~geartrain.ams.tables.row_table.RowTable`. Raises InvalidArgument."""
     distribution, first, second, bound = distribution_of(spec.initializer)
     largest = _LARGEST[spec.dtype]
     if bound > largest:
         raise InvalidArgument(
             f"initializer {spec.initializer} of table {spec.name!r} reaches {bound:g}; {spec.dtype} ends at {largest:g}"
         )
-    return ops.RowStore(
+    return RowStoreSpec(
         dim=spec.dim,
         dtype=ops.DTYPE_CODES[spec.numpy_dtype],
         slot_dtype=ops.DTYPE_CODES[DTYPES[spec.slot_dtype]],
@@ -61,4 +62,5 @@ def row_store(spec: TableSpec, owned_buckets: Ids, threads: int, window: int) ->
         admission=compiled_admission(spec.admission),
         keeps_lives=spec.keeps_lives,
         max_bytes=-1 if spec.max_bytes is None else spec.max_bytes * len(owned_buckets) // ops.NUM_BUCKETS,
+        name=spec.name,
     )

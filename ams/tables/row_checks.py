@@ -62,12 +62,8 @@ def checked_state(
 
     Raises InvalidRows.
     """
-    if (lives is not None) != spec.keeps_lives or (lives is not None and lives.shape != (num_rows,)):
-        keeps = "keeps" if spec.keeps_lives else "does not keep"
-        raise InvalidRows(
-            f"table {spec.name!r} {keeps} when its rows were last seen; "
-            f"{'no' if lives is None else len(lives)} lives were given for {num_rows} rows"
-        )
+    if lives is not None and lives.shape != (num_rows,):
+        raise InvalidRows(f"table {spec.name!r} was given {len(lives)} lives for {num_rows} rows; give one each")
     if (slots is not None) != spec.has_slots:
         raise InvalidRows(f"table {spec.name!r} has {'' if spec.has_slots else 'no '}slots; give them so")
     if slots is not None:

@@ -15,18 +15,19 @@ import numpy.typing as npt
 
 from geartrain.ams.kernels import ops
 from geartrain.ams.kernels.engine import ServedTable
-from geartrain.ams.tables.compiled_store import ELAPSED_WINDOW, row_store
+from geartrain.ams.tables.compiled_store import ELAPSED_WINDOW, store_spec
 from geartrain.ams.tables.counted_ids import CountedIds, Refused
 from geartrain.ams.tables.moments import KnownMoments
 from geartrain.ams.tables.row_checks import checked_factors, checked_gradients, checked_state, require_rows
 from geartrain.ams.tables.stored_rows import LIFE, StoredRows, life_bytes
 from geartrain.ams.values.admission.rules import MinCount
-from geartrain.ams.values.errors import InvalidArgument, InvalidRows
+from geartrain.ams.values.errors import Busy, InvalidArgument, InvalidRows
 from geartrain.ams.values.optimizers.spec import NO_SCALARS
 from geartrain.ams.values.shard_messages import BatchFacts
 from geartrain.ams.values.specs import Ids, TableSpec
 
 _MOST_REMOVED = 1 << 20
+_BUSY_SECONDS = 1.0
 
 
 class TableSteps(NamedTuple):
@@ -72,14 +73,9 @@ class RowTable:
             raise InvalidArgument(f"owned_buckets must ascend within [0, {ops.NUM_BUCKETS}); it is {owned}")
         self.spec = spec
         self.owned_buckets = owned
-        self._store = row_store(spec, owned, threads, window)
-        if len(owned) and self._store.most_rows < 1:
-            raise InvalidArgument(
-                f"max_bytes of table {spec.name!r} is {spec.max_bytes}, and a shard's share of it holds no row of "
-                f"{spec.row_bytes + spec.slot_bytes + spec.step_bytes + spec.life_bytes} bytes and its index; raise it"
-            )
-        if spec.expiry is not None:
-            spec.expiry.require_usable()
+        self._threads, self._window = threads, window
+        self._store = ops.RowStore(store_spec(spec, owned, threads, window))
+        _require_usable(spec, self._store.most_rows if len(owned) else 1)
         self.moments = KnownMoments(self._store.forget_moment, self._store.knows_moment)
         """Snapshots and exports that hold every row but those written since. Set by who freezes and restores."""
         self.served = ServedTable(
@@ -94,6 +90,31 @@ class RowTable:
         )
         """The same rows as a shard's engine serves them."""
         self._code = ops.DTYPE_CODES[spec.numpy_dtype]
+
+    def alter(self, spec: TableSpec) -> int:
+        """Go on as ``spec``, the same table with other settings; return how many rows went for lack of room.
+
+        Raises InvalidArgument, MemoryError, and Busy while a freeze holds what ``spec`` would keep otherwise.
+        """
+        wanted = store_spec(spec, self.owned_buckets, self._threads, self._window)
+        is_limited = spec.max_bytes is not None and len(self.owned_buckets)
+        _require_usable(spec, ops.RowStore(wanted).most_rows if is_limited else 1)
+        gone = self._store.alter(wanted)
+        if gone < 0:
+            raise Busy(
+                f"table {spec.name!r} is in a snapshot or export that is being written, and what is kept beside its "
+                "rows cannot change meanwhile; alter it when that is whole",
+                _BUSY_SECONDS,
+            )
+        self.spec = spec
+        optimizer = spec.optimizer
+        self.served.alter(
+            lr=optimizer.lr,
+            optimizer=optimizer.name,
+            scalars=optimizer.scalars(),
+            fixed=dict(optimizer.fixed_scalars),
+        )
+        return gone
 
     @property
     def num_present(self) -> int:
@@ -454,3 +475,14 @@ class RowTable:
     def _refuse(self, refused: ops.Refused, values: Ids, label: str = "out") -> NoReturn:
         reason, index = refused.args
         raise self.served.refusal(reason, index, int(values[index]), label) from None
+
+
+def _require_usable(spec: TableSpec, most_rows: int) -> None:
+    """Raise InvalidArgument for a ``max_bytes`` with room for no row, and an expiry that cannot be asked."""
+    if most_rows < 1:
+        raise InvalidArgument(
+            f"max_bytes of table {spec.name!r} is {spec.max_bytes}, and a shard's share of it holds no row of "
+            f"{spec.row_bytes + spec.slot_bytes + spec.step_bytes + spec.life_bytes} bytes and its index; raise it"
+        )
+    if spec.expiry is not None:
+        spec.expiry.require_usable()

@@ -206,7 +206,7 @@ class StaleClient(Fenced):
 
 
 class StaleCluster(Fenced):
-    """The call carries a cluster version other than the shard's."""
+    """The call carries an earlier cluster version than the shard's."""
 
 
 class StaleBucketMap(Fenced):

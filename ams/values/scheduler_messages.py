@@ -303,17 +303,27 @@ class DescribeCluster(Rpc[ClusterView]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CreateClusterTable(Rpc[int]):
-    """Make a table on all shards; the reply is its incarnation. Raises StaleClient if ``caller`` is of a job that was
-    taken over."""
+class CreateClusterTable(Rpc[TableSpec]):
+    """Make a table on all shards; the reply is the table as it is now. Raises StaleClient if ``caller`` is of a job
+    that was taken over."""
 
     spec: TableSpec
     reuse: bool = False
-    """Accept an existing table of an equal spec."""
+    """Accept an existing table that differs in settings alone; it keeps its own."""
     caller: CallContext | None = None
     for_restore: bool = False
     replace: bool = False
     """Both as of :meth:`geartrain.ams.scheduler.scheduler.Scheduler.create_table`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlterClusterTable(Rpc[TableSpec]):
+    """Give a living table the ``settings`` of ``spec``; the reply is the table as it is now. Raises StaleClient as for
+    a creation."""
+
+    spec: TableSpec
+    settings: tuple[str, ...]
+    caller: CallContext | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

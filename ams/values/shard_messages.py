@@ -190,6 +190,14 @@ class CreateTable(Rpc[Done]):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AlterTable(Rpc[Done]):
+    """Give a living table other settings. Idempotent: an earlier one that comes late does nothing."""
+
+    spec: TableSpec
+    """Its ``altered`` is the cluster version that the shard is at from then on."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DropTable(Rpc[Done]):
     """Remove a table and its rows. Idempotent."""
 

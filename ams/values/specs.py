@@ -6,10 +6,10 @@ Values only, no state.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypedDict
 
 import ml_dtypes
 import numpy as np
@@ -90,6 +90,26 @@ class Normal:
 Initializer = Constant | Uniform | Normal
 
 
+class TableSettings(TypedDict, total=False):
+    """Fields of a :class:`TableSpec` that a living table can be given anew; what is left out stays."""
+
+    optimizer: RowOptimizerSpec
+    """Of the table's kind, with the table's values of :attr:`RowOptimizerSpec.fixed`: the other numbers change. A push
+    that says its own, as those of heads and groups do, is applied by these."""
+    initializer: Initializer
+    """Of rows that are not there."""
+    admission: Admission | None
+    """Another one begins to count anew."""
+    expiry: Expiry | None
+    """Where rows were not watched before, each counts as seen when the table's clock begins."""
+    max_bytes: int | None
+    """Where there is less room than before, rows go at once."""
+
+
+SETTINGS = tuple(TableSettings.__annotations__)
+"""Names of what can be altered; all else is what the table is."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TableSpec:
     """Everything that two parties must agree on to share a table."""
@@ -122,6 +142,8 @@ class TableSpec:
     number."""
     incarnation: int = field(default=0, compare=False, repr=False)
     """Which table of this name it is, as the scheduler numbers them; 0: not known. Not part of what is agreed on."""
+    altered: int = field(default=0, compare=False, repr=False)
+    """The cluster version at which its settings became these; 0: when it was made."""
 
     def __post_init__(self) -> None:
         require(
@@ -242,7 +264,7 @@ class TableSpec:
     def to_dict(self) -> dict[str, Any]:
         """All that is agreed on as JSON values."""
         agreed = asdict(self)
-        del agreed["incarnation"]
+        del agreed["incarnation"], agreed["altered"]
         return {
             **agreed,
             "optimizer": {"name": self.optimizer.name, "scalars": self.optimizer.scalars()},
@@ -259,6 +281,23 @@ class TableSpec:
     def unlike(self, other: TableSpec) -> str:
         """Say in which fields it differs from ``other``: "dim is 4, not 8; optimizer.lr is 0.1, not 0.2"."""
         return "; ".join(_differences("", self, other))
+
+    def with_settings(self, other: TableSpec, names: Collection[str] = SETTINGS) -> Self:
+        """This table with the settings of ``other`` that ``names`` has; what cannot be altered stays as it is here."""
+        settings = {name: getattr(other, name) for name in names}
+        if "optimizer" in settings:
+            settings["optimizer"] = self.optimizer.with_numbers(other.optimizer)
+        if self.num_rows is not None and other.num_rows is None:
+            settings.pop("max_bytes", None)
+        return replace(self, **settings, altered=other.altered)
+
+    def fixed_unlike(self, other: TableSpec) -> str:
+        """:meth:`unlike`, of what cannot be altered alone; empty: it is the same table, maybe with other settings."""
+        return self.with_settings(other).unlike(other)
+
+    def is_same_table(self, other: TableSpec) -> bool:
+        """Whether both can be one table, with other settings."""
+        return not self.fixed_unlike(other)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:

@@ -43,7 +43,7 @@ REMOVALS: Mapping[str, Removal] = {
         "engine/engine.cpp",
         (
             ("if (shard_incarnation != 0 && shard_incarnation != incarnation_)", "if (false)"),
-            ("cluster_version != 0 && cluster_version != own)", "own < 0)"),
+            ("cluster_version != 0 && cluster_version < own)", "own < 0)"),
         ),
     ),
     # A shard forgets what it applied.

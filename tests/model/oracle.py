@@ -95,8 +95,8 @@ class OracleShard:
     def fence(self, context: CallContext, cluster_version: int) -> Refused | None:
         if context.shard_incarnation not in (0, self.incarnation):
             return Refused("another incarnation of the shard is meant")
-        if context.cluster_version not in (0, cluster_version):
-            return Refused("another version of the cluster is meant")
+        if 0 < context.cluster_version < cluster_version:
+            return Refused("an earlier version of the cluster is meant")
         return None
 
     def write(

@@ -317,7 +317,7 @@ def _made_anew(
     table.moments.forget_all()  # nobody asks what was written, or removed, since
     if spec.num_rows is None:  # at once, rather than as they come: any ids that are not there will do
         table.make_room(np.arange(sum(entry.num_rows for entry in _entries(step, EXPORT, spec.name))))
-    if before is not None and before.spec == spec and counting.any():
+    if before is not None and before.spec.is_same_table(spec) and counting.any():
         with copying:
             for ids, rows in _rows_of(before, counting):
                 table.restore(ids, rows, None)

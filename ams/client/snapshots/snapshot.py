@@ -199,7 +199,9 @@ def begin_snapshot(
         # One that waited on a shard for another to end would hold moments far apart.
         all_of(calls.on_all_shards(freeze, recovery_seconds=0 if rows_alone else None, caller=caller))
         specs = [spec for spec in view().tables if spec.name in chosen]
-        changed = {spec.name for spec in now.tables if spec.name in chosen and spec not in specs}
+        there = {(spec.name, spec.incarnation) for spec in specs}
+        before = {(spec.name, spec.incarnation) for spec in now.tables if spec.name in chosen}
+        changed = {name for name, _ in before - there}
         if changed:
             raise SnapshotFailed(f"tables {sorted(changed)} were dropped or made anew at that moment; take it again")
         write = WriteFrozen(snapshot_id=staging.id, folder=staging.path, rows_alone=rows_alone)

@@ -787,13 +787,13 @@ class CreateClusterTableRequest(_message.Message):
     FOR_RESTORE_FIELD_NUMBER: _builtins.int
     REPLACE_FIELD_NUMBER: _builtins.int
     reuse: _builtins.bool
-    """Accept an existing table of an equal spec."""
+    """Accept an existing table that differs in settings alone; it keeps its own."""
     for_restore: _builtins.bool
     """To be restored: nobody can open, read or write the table before PublishClusterTables. Takes the place of what a
     restore that was cut off, or still goes on, left under the name.
     """
     replace: _builtins.bool
-    """With for_restore: an existing table of the name is dropped."""
+    """With for_restore: an existing table of the name is dropped; if it is the same table, the new one has its settings."""
     @_builtins.property
     def spec(self) -> _types_pb2.TableSpec: ...
     @_builtins.property
@@ -821,21 +821,79 @@ Global___CreateClusterTableRequest: _TypeAlias = CreateClusterTableRequest  # no
 class CreateClusterTableReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    INCARNATION_FIELD_NUMBER: _builtins.int
-    incarnation: _builtins.int
-    """The incarnation of the table, new or not."""
+    SPEC_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def spec(self) -> _types_pb2.TableSpec:
+        """The table, new or not, as it is now."""
+
     def __init__(
         self,
         *,
-        incarnation: _builtins.int = ...,
+        spec: _types_pb2.TableSpec | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreateClusterTableReply: _TypeAlias = CreateClusterTableReply  # noqa: Y015
+
+@_typing.final
+class AlterClusterTableRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def spec(self) -> _types_pb2.TableSpec:
+        """The table with its settings as they are to be."""
+
+    @_builtins.property
+    def settings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those to change: optimizer, initializer, admission, expiry or max_bytes. The others stay, whatever spec has."""
+
+    @_builtins.property
+    def caller(self) -> _types_pb2.CallContext:
+        """As in CreateClusterTableRequest."""
+
+    def __init__(
+        self,
+        *,
+        spec: _types_pb2.TableSpec | None = ...,
+        settings: _abc.Iterable[_builtins.str] | None = ...,
+        caller: _types_pb2.CallContext | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "spec", b"spec"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "settings", b"settings", "spec", b"spec"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AlterClusterTableRequest: _TypeAlias = AlterClusterTableRequest  # noqa: Y015
+
+@_typing.final
+class AlterClusterTableReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def spec(self) -> _types_pb2.TableSpec:
+        """The table as it is now."""
+
+    def __init__(
+        self,
+        *,
+        spec: _types_pb2.TableSpec | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AlterClusterTableReply: _TypeAlias = AlterClusterTableReply  # noqa: Y015
 
 @_typing.final
 class DropClusterTableRequest(_message.Message):

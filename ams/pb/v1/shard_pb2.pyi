@@ -91,6 +91,34 @@ class CreateTableRequest(_message.Message):
 Global___CreateTableRequest: _TypeAlias = CreateTableRequest  # noqa: Y015
 
 @_typing.final
+class AlterTableRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    SPEC_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def context(self) -> _types_pb2.CallContext: ...
+    @_builtins.property
+    def spec(self) -> _types_pb2.TableSpec:
+        """The table as it is to be; TableSpec.altered is the cluster version that the shard is at from then on. If the shard's table has a
+        higher one, nothing is done.
+        """
+
+    def __init__(
+        self,
+        *,
+        context: _types_pb2.CallContext | None = ...,
+        spec: _types_pb2.TableSpec | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "spec", b"spec"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "spec", b"spec"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AlterTableRequest: _TypeAlias = AlterTableRequest  # noqa: Y015
+
+@_typing.final
 class PublishTableRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

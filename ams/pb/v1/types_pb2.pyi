@@ -438,6 +438,7 @@ class TableSpec(_message.Message):
     EXPIRY_FIELD_NUMBER: _builtins.int
     MAX_BYTES_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    ALTERED_FIELD_NUMBER: _builtins.int
     PROBABILITY_FIELD_NUMBER: _builtins.int
     MIN_COUNT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
@@ -457,6 +458,10 @@ class TableSpec(_message.Message):
     incarnation: _builtins.int
     """Which table of this name it is: chosen by the scheduler when it is made, higher than that of any before. Ignored in a
     request to the scheduler to make one; 0: not known.
+    """
+    altered: _builtins.int
+    """The cluster version at which its optimizer's numbers, initializer, admission, expiry and max_bytes became these. 0: they are
+    those it was made with.
     """
     @_builtins.property
     def optimizer(self) -> Global___Optimizer:
@@ -492,12 +497,13 @@ class TableSpec(_message.Message):
         expiry: Global___Expiry | None = ...,
         max_bytes: _builtins.int | None = ...,
         incarnation: _builtins.int = ...,
+        altered: _builtins.int = ...,
         probability: Global___Probability | None = ...,
         min_count: Global___MinCount | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_bytes", b"_max_bytes", "_num_rows", b"_num_rows", "admission", b"admission", "constant", b"constant", "expiry", b"expiry", "initializer", b"initializer", "max_bytes", b"max_bytes", "min_count", b"min_count", "normal", b"normal", "num_rows", b"num_rows", "optimizer", b"optimizer", "probability", b"probability", "uniform", b"uniform"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_bytes", b"_max_bytes", "_num_rows", b"_num_rows", "admission", b"admission", "constant", b"constant", "dim", b"dim", "dtype", b"dtype", "expiry", b"expiry", "incarnation", b"incarnation", "initializer", b"initializer", "max_bytes", b"max_bytes", "min_count", b"min_count", "name", b"name", "normal", b"normal", "num_rows", b"num_rows", "optimizer", b"optimizer", "probability", b"probability", "seed", b"seed", "slot_dtype", b"slot_dtype", "uniform", b"uniform"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_bytes", b"_max_bytes", "_num_rows", b"_num_rows", "admission", b"admission", "altered", b"altered", "constant", b"constant", "dim", b"dim", "dtype", b"dtype", "expiry", b"expiry", "incarnation", b"incarnation", "initializer", b"initializer", "max_bytes", b"max_bytes", "min_count", b"min_count", "name", b"name", "normal", b"normal", "num_rows", b"num_rows", "optimizer", b"optimizer", "probability", b"probability", "seed", b"seed", "slot_dtype", b"slot_dtype", "uniform", b"uniform"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_bytes: _TypeAlias = _typing.Literal["max_bytes"]  # noqa: Y015
     _WhichOneofArgType__max_bytes: _TypeAlias = _typing.Literal["_max_bytes", b"_max_bytes"]  # noqa: Y015

@@ -156,8 +156,8 @@ class FieldCodec:
 
 
 def is_record(kind: Any) -> bool:
-    """Whether values of a type have named fields."""
-    return dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")
+    """Whether values of a type are messages by their fields' names."""
+    return kind not in _BY_HAND and (dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"))
 
 
 def _fields_of(kind: Any) -> list[tuple[str, Any, bool]]:

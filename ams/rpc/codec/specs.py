@@ -48,6 +48,7 @@ def spec_to_pb(spec: TableSpec) -> types_pb2.TableSpec:
         slot_dtype=_DTYPE_CODES[spec.slot_dtype],
         optimizer=types_pb2.Optimizer(name=spec.optimizer.name, scalars=spec.optimizer.scalars()),
         incarnation=spec.incarnation,
+        altered=spec.altered,
         max_bytes=spec.max_bytes,
         expiry=None if spec.expiry is None else expiry_to_pb(spec.expiry),
     )
@@ -80,6 +81,7 @@ def spec_from_pb(pb: types_pb2.TableSpec) -> TableSpec:
         dtype=dtype_from_pb(pb.dtype),
         slot_dtype=dtype_from_pb(pb.slot_dtype),
         incarnation=pb.incarnation,
+        altered=pb.altered,
         admission=_admission_from_pb(pb),
         max_bytes=pb.max_bytes if pb.HasField("max_bytes") else None,
         expiry=expiry_from_pb(pb.expiry) if pb.HasField("expiry") else None,

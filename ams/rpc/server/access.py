@@ -58,14 +58,15 @@ _LISTS: dict[str, dict[frozenset[str], str]] = {
         _SHARDS: "Register Heartbeat Leave PrepareLeave",
         _TOKEN_READERS: "ReadRevoked",
         _READERS: "TakeIncarnation",
-        _WRITERS: """CreateClusterTable DropClusterTable PublishClusterTables CheckCaller FenceJob TellJob
-            LeaseStreams RenewStreams ReleaseStreams DescribeStreams DescribeHolders RestoreStreams TellEvent""",
+        _WRITERS: """CreateClusterTable AlterClusterTable DropClusterTable PublishClusterTables CheckCaller
+            FenceJob TellJob LeaseStreams RenewStreams ReleaseStreams DescribeStreams DescribeHolders RestoreStreams
+            TellEvent""",
         _CLIENTS: "TellSteps LeaveSteps ReadRendezvous WriteRendezvous",
         _CLIENTS | _SCHEDULER: "ReadEvents DescribeJobs",  # it may be asked where it runs
     },
     SHARD.name: {
         _ALL: "Ping",
-        _SCHEDULER: "CreateTable DropTable PublishTable",
+        _SCHEDULER: "CreateTable AlterTable DropTable PublishTable",
         _READERS: "Pull OpenDataPlane",
         _READERS | _SCHEDULER: "Describe",
         _WRITERS: "Push Assign Remove Expire ComputeHosted UpdateHosted Freeze WriteFrozen Thaw Restore Fence",

@@ -27,7 +27,7 @@ _LISTS: dict[str, dict[str, str]] = {
             DescribeStreams DescribeHolders RestoreStreams TellSteps LeaveSteps ReadRendezvous
             WriteRendezvous""",
         "read": "ReadEvents DescribeJobs",
-        "create": "CreateClusterTable DropClusterTable",
+        "create": "CreateClusterTable AlterClusterTable DropClusterTable",
         "snapshot": "PublishClusterTables TellEvent",
     },
     SHARD.name: {

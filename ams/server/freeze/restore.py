@@ -174,8 +174,8 @@ def restore_tables(
     for name, table in tables.items():
         if name not in specs:
             raise SpecMismatch(f"table {name!r} is not in the snapshot {str(folder)!r}; it has {sorted(specs)}")
-        if specs[name] != table.spec:
-            raise SpecMismatch(f"table {name!r} is not as in the snapshot: its {table.spec.unlike(specs[name])}")
+        if other := table.spec.fixed_unlike(specs[name]):
+            raise SpecMismatch(f"table {name!r} is not as in the snapshot: its {other}")
     for spec in specs.values() if not tables else ():  # what is to be replaced is there still: see that all can be made
         if spec.expiry is not None:
             spec.expiry.require_usable()
@@ -185,7 +185,7 @@ def restore_tables(
     num_read = 0
     for name, table in tables.items():
         num_read += _restore_layers(table, layers_of(chain, name), owned, turn)
-        for counted in counted_ids(snapshot, name):
+        for counted in counted_ids(snapshot, name) if table.spec.admission == specs[name].admission else ():
             with turn:
                 table.restore_admission(counted, owned)
         with turn:

@@ -86,7 +86,7 @@ def layers_of(chain: Sequence[Snapshot], table: str) -> list[Layer]:
             break
         found = [spec for spec in snapshot.manifest.tables if spec["name"] == table]
         spec = TableSpec.from_dict(found[0]) if found else None  # forms of it that mean the same are equal
-        if spec is None or spec != (specs or [spec])[0]:
+        if spec is None or not spec.is_same_table((specs or [spec])[0]):
             raise SnapshotDamaged(
                 f"{snapshot.path} does not fit {chain[0].path}, which adds to it: table {table!r} is {spec} there, "
                 f"{specs} here. Use another snapshot"

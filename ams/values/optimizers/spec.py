@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -129,6 +129,12 @@ class RowOptimizerSpec(ABC):
         return {
             name: scalar for name, scalar in optimizer.scalars().items() if name != "lr" and scalar != own_scalars[name]
         }
+
+    def with_numbers(self, other: RowOptimizerSpec) -> RowOptimizerSpec:
+        """``other`` with this one's values of :attr:`fixed`; this one, if it is of another kind."""
+        if type(self) is not type(other):
+            return self
+        return replace(other, **{name: getattr(self, name) for name in self.fixed})  # type: ignore[type-var]
 
     def for_push(self, scalars: Mapping[str, float]) -> Self:
         """The optimizer that applies a push which carries ``scalars``; that of the table if there are none.

@@ -34,7 +34,7 @@ def why_incomplete(found: ClusterStatus, table: str) -> str:
     return _RESTORING if table in found.restoring_tables else _INCOMPLETE
 
 
-app = typer.Typer(no_args_is_help=True, help="List or drop the tables of a running cluster, or rows of them.")
+app = typer.Typer(no_args_is_help=True, help="List, alter or drop the tables of a running cluster, or rows of them.")
 
 
 @app.command(name="list")
@@ -106,6 +106,56 @@ def expire(
         print(json.dumps({"table": name, **found._asdict()}))
         return
     print(f"{name}: {found.expired:,} of {counted(found.looked_at, 'row')} {'would go' if dry_run else 'went'}")
+
+
+@app.command()
+def alter(
+    name: Annotated[str, typer.Argument(help="Table to alter.")],
+    max_bytes: Annotated[int | None, typer.Option(help="Of memory that all of its rows may take.")] = None,
+    unseen_steps: Annotated[
+        int | None, typer.Option(help="Rows expire that nobody pushed for more than so many steps of its clock.")
+    ] = None,
+    unseen_seconds: Annotated[float | None, typer.Option(help="The same in seconds.")] = None,
+    min_count: Annotated[int | None, typer.Option(help="An id gets a row when it occurs so often.")] = None,
+    optimizer: Annotated[
+        list[str] | None, typer.Option(help="A number of its optimizer, for pushes that say none: lr=0.05. Repeatable.")
+    ] = None,
+    without: Annotated[
+        list[str] | None, typer.Option(help="No more of max_bytes, expiry or admission. Repeatable.")
+    ] = None,
+    file: ConfigFile = None,
+    scheduler: SchedulerAddress = None,
+    as_json: Json = False,
+) -> None:
+    """Change settings of a living table on every shard, while it is trained; what is not given stays.
+
+    In Python cluster.alter_table takes any rule of expiry and admission, and another initializer.
+    """
+    from geartrain.ams.values.admission.rules import MinCount
+    from geartrain.ams.values.expiry.rules import Unseen
+    from geartrain.ams.values.optimizers.registry import optimizer_of
+
+    settings: dict[str, Any] = dict.fromkeys(without or ())
+    if wrong := settings.keys() - {"max_bytes", "expiry", "admission"}:
+        raise ConfigError(f"--without is {min(wrong)!r}; it must be max_bytes, expiry or admission")
+    if max_bytes is not None:
+        settings["max_bytes"] = max_bytes
+    if unseen_steps is not None or unseen_seconds is not None:
+        settings["expiry"] = Unseen(steps=unseen_steps, seconds=unseen_seconds)
+    if min_count is not None:
+        settings["admission"] = MinCount(min_count)
+    with connected(file, scheduler) as cluster:
+        before = cluster.table(name).spec
+        if optimizer:
+            try:
+                numbers = {key: float(value) for key, _, value in (text.partition("=") for text in optimizer)}
+            except ValueError:
+                raise ConfigError(f"--optimizer is {optimizer}; each must be a name and a number: lr=0.05") from None
+            settings["optimizer"] = optimizer_of(before.optimizer.name, before.optimizer.scalars() | numbers)
+        if not settings:
+            raise ConfigError("say what to alter: --max-bytes, --unseen-steps, --min-count, --optimizer, --without")
+        now = cluster.alter_table(name, **settings).spec
+    print(json.dumps(now.to_dict()) if as_json else f"{name}: {now.unlike(before) or 'it was so already'}")
 
 
 @app.command()

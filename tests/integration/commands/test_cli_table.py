@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import geartrain as gt
-from geartrain.ams.values.errors import ConfigError, TableExists, TableNotFound
+from geartrain.ams.values.errors import ConfigError, InvalidArgument, TableExists, TableNotFound
 from tests.integration.conftest import ServedCluster
 from tests.support.command_line import invoke
 
@@ -67,3 +67,29 @@ def test_a_script_that_runs_twice_is_told_the_command_that_lets_it(served: Calla
         code, out, _ = table_command("drop", "t 1", "--yes", "--json", "--scheduler", address)
         assert (code, json.loads(out)) == (0, {"dropped": {"t 1": 0}})
         cluster.create_table("t 1", dim=4, optimizer=gt.SGD(0.1))
+
+
+def test_a_table_is_altered_by_a_command(served: Callable[..., ServedCluster]) -> None:
+    address = served(2).address
+    at = ["--scheduler", address]
+    with gt.connect(address) as cluster:
+        table = cluster.create_table("t", dim=4, optimizer=gt.Adam(0.1, betas=(0.8, 0.99)), max_bytes=100_000)
+        code, out, _ = table_command("alter", "t", "--without", "max_bytes", "--min-count", "3", *at)
+        assert (code, "max_bytes is None, not 100000" in out, "admission is MinCount(" in out) == (0, True, True)
+        more = ["--optimizer", "lr=0.05", "--optimizer", "eps=1e-6", "--unseen-steps", "50"]
+        told = json.loads(table_command("alter", "t", *more, "--json", *at)[1])
+        assert (told["optimizer"]["scalars"]["lr"], told["expiry"]["steps"]) == (0.05, 50)
+        table.pull(np.arange(10))
+        spec = table.spec
+        assert spec.optimizer == gt.Adam(0.05, betas=(0.8, 0.99), eps=1e-6)
+        assert (spec.max_bytes, spec.expiry, spec.admission) == (None, gt.Unseen(steps=50), gt.MinCount(3))
+        assert table_command("alter", "t", "--min-count", "3", *at)[1] == "t: it was so already\n"
+    for wrong, match in (
+        ([], "say what to alter: --max-bytes"),
+        (["--without", "dim"], "--without is 'dim'; it must be max_bytes, expiry or admission"),
+        (["--optimizer", "lr"], r"--optimizer is \['lr'\]; each must be a name and a number: lr=0.05"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            table_command("alter", "t", *wrong, *at)
+    with pytest.raises(InvalidArgument, match="momentum"):
+        table_command("alter", "t", "--optimizer", "momentum=0.5", *at)

@@ -175,7 +175,7 @@ def test_a_table_is_not_reused_by_accident(cluster: Cluster) -> None:
     with pytest.raises(errors.TableExists, match="reuse=True"):
         cluster.create_table("t", dim=4, optimizer=SGD(1.0))
     cluster.create_table("t", dim=4, optimizer=SGD(1.0), reuse=True)
-    with pytest.raises(errors.SpecMismatch, match=r"its dim is 4, not 5; optimizer\.lr is 1\.0, not 2\.0; ask"):
+    with pytest.raises(errors.SpecMismatch, match="its dim is 4, not 5; no table can be altered in that"):
         cluster.create_table("t", dim=5, optimizer=SGD(2.0), reuse=True)
     assert cluster.table("t").spec.dim == 4
     cluster.drop_table("t")

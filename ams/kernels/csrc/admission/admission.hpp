@@ -33,6 +33,8 @@ struct AdmissionSpec {
   int64_t num_ranges = 1;     // of the table's buckets: a power of two up to their number
   int64_t range_blocks = 1;   // blocks of the filter of a range
   double owned_share = 1;     // of the table's buckets
+
+  bool operator==(const AdmissionSpec&) const = default;
 };
 
 // The filters of some ranges of buckets, one after the other.

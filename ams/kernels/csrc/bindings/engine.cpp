@@ -63,6 +63,11 @@ void create_table(ServedTable* self, const std::string& name, int64_t incarnatio
                          is_open);
 }
 
+void alter_table(ServedTable& table, double lr, const std::string& optimizer, const std::map<std::string, double>& scalars,
+                 const std::map<std::string, std::string>& fixed) {
+  table.alter(lr, PushOptimizers(optimizer, scalars, fixed, table.rows().spec().optimizer));
+}
+
 // The error that a refusal of the table's rows is.
 nb::any refusal(const ServedTable& table, int reason, int64_t index, int64_t value, const std::string& label) {
   return any_of(error_of(fault_of(Refusal{static_cast<Reason>(reason), index}, value, table.name(), table.rows().spec(), label)));
@@ -279,6 +284,7 @@ void bind_engine(nb::module_& m) {
   nb::class_<ServedTable>(m, "ServedTable")
       .def("__init__", &create_table, nb::kw_only(), nb::arg("name"), nb::arg("incarnation"), nb::arg("rows"), nb::arg("lr"),
            nb::arg("optimizer"), nb::arg("scalars"), nb::arg("fixed"), nb::arg("is_open"))
+      .def("alter", &alter_table, nb::kw_only(), nb::arg("lr"), nb::arg("optimizer"), nb::arg("scalars"), nb::arg("fixed"))
       .def("require_meant", &ServedTable::require_meant, nb::arg("incarnation"))
       .def("require_open", &ServedTable::require_open, nb::arg("table_incarnation"))
       .def("require_whole", &ServedTable::require_whole)

@@ -41,17 +41,16 @@ AdmissionSpec admission_of(const std::optional<AdmissionGiven>& given) {
   return spec;
 }
 
-void create(RowStore* self, int64_t dim, int dtype, int slot_dtype, const std::shared_ptr<Optimizer>& optimizer,
-            int distribution, double first, double second, uint64_t seed, uint32_t table_hash, const IdArray& owned_buckets,
-            int64_t num_rows, int64_t threads, int64_t window, const std::optional<AdmissionGiven>& admission, bool keeps_lives,
-            int64_t max_bytes) {
+RowStoreSpec spec_of(int64_t dim, int dtype, int slot_dtype, const std::shared_ptr<Optimizer>& optimizer, int distribution, double first,
+                     double second, uint64_t seed, uint32_t table_hash, const IdArray& owned_buckets, int64_t num_rows, int64_t threads,
+                     int64_t window, const std::optional<AdmissionGiven>& admission, bool keeps_lives, int64_t max_bytes,
+                     const std::string& name) {
   require(threads >= 1 && threads <= 64, "threads must lie in [1, 64]");
   require(window >= 4, "window must be >= 4");
   const std::vector<int64_t> owned(owned_buckets.data(), owned_buckets.data() + owned_buckets.size());
   const InitialValues initial{static_cast<Distribution>(distribution), first, second, seed, table_hash};
-  new (self) RowStore(RowStoreSpec{dim, static_cast<DType>(dtype), static_cast<DType>(slot_dtype), optimizer, initial, owned,
-                                   num_rows, threads, window, admission.has_value() || keeps_lives, admission_of(admission),
-                                   keeps_lives, max_bytes});
+  return {dim, static_cast<DType>(dtype), static_cast<DType>(slot_dtype), optimizer, initial, owned, num_rows, threads, window,
+          admission.has_value() || keeps_lives, admission_of(admission), keeps_lives, max_bytes, name};
 }
 
 void pull(const RowStore& store, const IdArray& ids, const MatrixOutput& out, const std::optional<Flags>& present) {
@@ -333,12 +332,14 @@ void bind_row_store(nb::module_& m) {
              return make_optimizer(name, OptimizerScalars(scalars));
            }),
            nb::arg("name"), nb::arg("scalars"));
+  nb::class_<RowStoreSpec>(m, "RowStoreSpec")
+      .def(nb::new_(&spec_of), nb::kw_only(), nb::arg("dim"), nb::arg("dtype"), nb::arg("slot_dtype"), nb::arg("optimizer"),
+           nb::arg("distribution"), nb::arg("first"), nb::arg("second"), nb::arg("seed"), nb::arg("table_hash"),
+           nb::arg("owned_buckets").noconvert(), nb::arg("num_rows"), nb::arg("threads"), nb::arg("window"),
+           nb::arg("admission") = nb::none(), nb::arg("keeps_lives") = false, nb::arg("max_bytes") = -1, nb::arg("name") = "");
   nb::class_<RowStore>(m, "RowStore")
-      .def("__init__", &create, nb::kw_only(), nb::arg("dim"), nb::arg("dtype"), nb::arg("slot_dtype"),
-           nb::arg("optimizer"), nb::arg("distribution"), nb::arg("first"), nb::arg("second"),
-           nb::arg("seed"), nb::arg("table_hash"), nb::arg("owned_buckets").noconvert(), nb::arg("num_rows"),
-           nb::arg("threads"), nb::arg("window"), nb::arg("admission") = nb::none(),
-           nb::arg("keeps_lives") = false, nb::arg("max_bytes") = -1)
+      .def(nb::init<const RowStoreSpec&>(), nb::arg("spec"))
+      .def("alter", &RowStore::alter, nb::arg("to"), nb::call_guard<WithoutInterpreter>())
       .def("pull", &pull, nb::arg("ids").noconvert(), nb::arg("out").noconvert(), nb::arg("present").noconvert().none())
       .def("push", &push, nb::arg("ids").noconvert(), nb::arg("gradients").noconvert(), nb::arg("dtype_code"),
            nb::arg("optimizer"), nb::arg("lr"), nb::arg("scale"), nb::arg("ends_step"), nb::arg("batch").none() = nb::none())

@@ -139,7 +139,8 @@ void Engine::check_fence(int64_t shard_incarnation, int64_t cluster_version) {
                 name_ + " was restarted (incarnation " + std::to_string(incarnation_) + ", the call means " +
                     std::to_string(shard_incarnation) +
                     "): rows in its memory are gone; connect again and restore a snapshot, or start the job again");
-  if (const int64_t own = cluster_version_; cluster_version != 0 && cluster_version != own)
+  // Who knows a later version has heard of another shard, or of a table that was altered, before this one has.
+  if (const int64_t own = cluster_version_; cluster_version != 0 && cluster_version < own)
     throw Fault("StaleCluster", "the call means cluster version " + std::to_string(cluster_version) + ", " + name_ +
                                     " is at " + std::to_string(own) + "; ask the scheduler again");
 }

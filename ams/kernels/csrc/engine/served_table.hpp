@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "calls/call.hpp"
 #include "optimizers/optimizer.hpp"
@@ -42,6 +43,8 @@ class ServedTable {
   ServedTable(std::string name, int64_t incarnation, std::shared_ptr<RowStore> rows, double lr, PushOptimizers optimizers,
               bool is_open);
 
+  // From now on its pushes are applied so: the numbers of its optimizer were altered.
+  void alter(double lr, PushOptimizers optimizers) { lr_ = lr, optimizers_ = std::move(optimizers); }
   // Throws the Fault TableNotFound if another table of the name is meant; 0 means any.
   void require_meant(int64_t incarnation) const;
   // Throws the Fault TableBeingRestored, or what require_meant does.
@@ -92,7 +95,7 @@ class ServedTable {
   const std::string name_;
   const int64_t incarnation_;
   const std::shared_ptr<RowStore> rows_;
-  const double lr_;
+  double lr_;
   PushOptimizers optimizers_;
   Staleness staleness_{};
 };

@@ -4,6 +4,9 @@
 #include <cstdint>
 #include <new>
 #include <string>
+#include <utility>
+
+#include "base/text.hpp"
 
 namespace geartrain {
 
@@ -23,16 +26,19 @@ struct TooManyIds : std::bad_alloc {
 
 // A std::bad_alloc for the same reason.
 struct TooManyRows : std::bad_alloc {
-  TooManyRows(int64_t new_rows, int64_t other_rows, int64_t most_rows, int64_t most_bytes)
-      : coming(new_rows), staying(other_rows), most(most_rows), bytes(most_bytes) {}
+  TooManyRows(int64_t new_rows, int64_t other_rows, int64_t most_rows, int64_t most_bytes, int64_t wanted_bytes, std::string name)
+      : coming(new_rows), staying(other_rows), most(most_rows), bytes(most_bytes), wanted(wanted_bytes), table(std::move(name)) {}
   const char* what() const noexcept override { return "more rows than the table's max_bytes has room for"; }
   std::string words() const {
+    const std::string name = quoted(table), room = std::to_string(wanted);
     return "the write has " + std::to_string(coming) + " new rows and " + std::to_string(staying) + " that are there, and " +
            std::to_string(most) + " rows are all that " + std::to_string(bytes) +
            " bytes, this shard's share of the table's max_bytes, have room for; no row of a write is evicted for another. Nothing was "
-           "changed. Write fewer rows at once, or make the table with a larger max_bytes";
+           "changed. Write fewer rows at once, or give the table more: geartrain table alter " + name + " --max-bytes " + room +
+           " (in Python cluster.alter_table(" + name + ", max_bytes=" + room + ")) has room for it";
   }
-  int64_t coming, staying, most, bytes;
+  int64_t coming, staying, most, bytes, wanted;
+  std::string table;
 };
 
 }  // namespace geartrain

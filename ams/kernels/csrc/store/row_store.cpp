@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
+#include <utility>
 
 #include "store/find_all.hpp"
 
@@ -30,6 +32,15 @@ Directory directory_for(const RowStoreSpec& spec) {
   return DenseDirectory(ranks, spec.owned_buckets, spec.num_rows, item_bytes_of(spec));
 }
 
+// Null: every id.
+std::unique_ptr<Admission> admission_for(RowStoreSpec& spec, uint64_t rounding_key) {
+  if (spec.admission.kind == AdmissionSpec::Kind::all) return nullptr;
+  spec.admission.key = splitmix64(rounding_key ^ kAdmissionKey);
+  spec.admission.is_dense = spec.num_rows >= 0;
+  spec.admission.owned_share = static_cast<double>(spec.owned_buckets.size()) / kNumBuckets;
+  return std::make_unique<Admission>(spec.admission);
+}
+
 DenseItems* items_of(Directory& directory) {
   auto* dense = std::get_if<DenseDirectory>(&directory);
   return dense != nullptr ? &dense->items() : nullptr;
@@ -50,14 +61,44 @@ RowStore::RowStore(const RowStoreSpec& spec)
   if (spec.slot_dim() > 0) slots_.emplace(spec.slot_dim() * static_cast<int64_t>(item_bytes(spec.slot_dtype)), most_items);
   if (spec.counts_steps() || spec.counts_updates()) row_steps_.emplace(static_cast<int64_t>(sizeof(int64_t)), most_items);
   if (spec.counts_steps()) steps_.emplace(*spec.optimizer->drift());
-  if (spec.admission.kind != AdmissionSpec::Kind::all) {
-    spec_.admission.key = splitmix64(rounding_key_ ^ kAdmissionKey);
-    spec_.admission.is_dense = spec.num_rows >= 0;
-    spec_.admission.owned_share = static_cast<double>(spec.owned_buckets.size()) / kNumBuckets;
-    admission_.emplace(spec_.admission);
-  }
+  admission_ = admission_for(spec_, rounding_key_);
   if (spec.keeps_lives) lives_.emplace(static_cast<int64_t>(sizeof(RowLife)), most_items);
   if (spec.max_bytes >= 0) most_rows_ = most_rows_within(spec.max_bytes);
+}
+
+int64_t RowStore::alter(const RowStoreSpec& to) {
+  std::unique_lock lock(mutex_);
+  RowStoreSpec altered = spec_;
+  altered.optimizer = to.optimizer;
+  altered.initial = to.initial;
+  altered.counts_occurrences = to.counts_occurrences;
+  altered.admission = to.admission;
+  altered.keeps_lives = to.keeps_lives;
+  altered.max_bytes = to.max_bytes;
+  std::unique_ptr<Admission> admission = admission_for(altered, rounding_key_);
+  const bool counts_anew = altered.admission != spec_.admission, has_other_lives = altered.keeps_lives != spec_.keeps_lives;
+  if (frozen_ && (counts_anew || has_other_lives)) return -1;
+  std::optional<SlabArray> lives;
+  if (altered.keeps_lives && has_other_lives) lives.emplace(new_lives());
+  // From here on nothing can fail.
+  if (counts_anew) admission_ = std::move(admission);
+  spec_ = std::move(altered);
+  bounds_.row = std::max(bounds_.row, rounded_to_nearest(static_cast<float>(spec_.initial.bound()), spec_.dtype));
+  if (has_other_lives) {
+    lives_ = std::move(lives);
+    room_.reset();  // it holds items of another size
+    room_items_ = 0;
+    has_undated_ = lives_.has_value();
+    date_rows({});
+  }
+  most_rows_ = spec_.max_bytes >= 0 ? most_rows_within(spec_.max_bytes) : INT64_MAX;
+  const int64_t before = num_evicted_;
+  try {
+    if (num_rows_there() > most_rows_) evict(num_rows_there() - most_rows_, {});
+  } catch (const std::bad_alloc&) {
+    // The next write that has new rows does so, or is refused.
+  }
+  return num_evicted_ - before;
 }
 
 int64_t RowStore::num_present() const {

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <optional>
 #include <shared_mutex>
+#include <string>
 #include <vector>
 
 #include "admission/admission.hpp"
@@ -42,6 +43,7 @@ struct RowStoreSpec {
   AdmissionSpec admission = {};        // its key and is_dense are those of the table
   bool keeps_lives = false;            // it knows when each row was last pushed, and how often
   int64_t max_bytes = -1;              // of a hashed table that keeps lives: what its rows may take, -1: any number
+  std::string name = {};               // for errors
 
   // Numbers of a row's slots, one slot after the other.
   int64_t slot_dim() const { return static_cast<int64_t>(optimizer->slot_dim(static_cast<size_t>(dim))); }
@@ -66,6 +68,11 @@ struct PushStep {
 class RowStore {
  public:
   explicit RowStore(const RowStoreSpec& spec);
+
+  // Takes from `to` what may change while the table lives: the optimizer's numbers, initial values of rows that are not there, admission
+  // (which counts anew if it is another), whether lives are kept, max_bytes. Returns how many rows went because they have no room any
+  // more; -1: not now, a freeze holds what another admission counted, or rows with lives or without. Throws std::bad_alloc.
+  int64_t alter(const RowStoreSpec& to);
 
   struct PullInto {
     RowPlaces<char> rows;  // [M, D]
@@ -128,7 +135,7 @@ class RowStore {
   // What admission had counted at the moment of the freeze; none if the table admits every id.
   const std::optional<Admission::State>& frozen_admission() const { return frozen_admission_; }
   // What pushes brought for ids that were not admitted; null: the table admits every id.
-  const Admission* admission() const { return admission_ ? &*admission_ : nullptr; }
+  const Admission* admission() const { return admission_.get(); }
   // Adopts a range of what admission had counted, or, with a number below 0, only the number of pushes; see Admission::restore.
   void restore_admission(int64_t num_pushes, int64_t range, const char* bytes, int64_t num_waiting);
   // Writes rows with their slots, as they were frozen; they do not count as written since any moment. Returns the number created.
@@ -231,8 +238,12 @@ class RowStore {
   int64_t remove_rows(const int64_t* ids, int64_t count);
   RowLife& life_at(int64_t item) const { return *reinterpret_cast<RowLife*>(lives_->at(item)); }
   void note_seen(const std::vector<int64_t>& positions, const BatchFacts& batch, bool counts);
+  int64_t bytes_of_rows(int64_t count) const;
   int64_t most_rows_within(int64_t bytes) const;
   void make_way(const Resolved& found);
+  void evict(int64_t count, const std::vector<int64_t>& kept);
+  SlabArray new_lives() const;
+  void date_rows(const LifeClock& before);
   std::vector<Candidate> first_to_go(int64_t count, const std::vector<int64_t>& kept, std::vector<Candidate> others = {});
   std::vector<size_t> that_fit(const int64_t* ids, const Resolved& found, const RowLife* lives);
   size_t slot_bytes() const { return slots_ ? static_cast<size_t>(slots_->item_bytes()) : 0; }
@@ -250,6 +261,7 @@ class RowStore {
   std::optional<SlabArray> row_steps_;  // int64: where untouched rows move its last step, else the number of its updates
   std::optional<SlabArray> lives_;      // RowLife, by item
   LifeClock clock_, leap_;
+  bool has_undated_ = false;  // rows whose lives begin with the clock: they were there before the table kept lives
   int64_t most_rows_ = INT64_MAX, num_evicted_ = 0;
   std::optional<StepHistory> steps_;
   int64_t sweep_at_ = 0;     // the position that the sweep for old rows comes to next
@@ -258,7 +270,7 @@ class RowStore {
   bool bounds_lag_ = false;  // a push has written rows that they do not count yet
   Moments moments_;
   bool has_removed_ = false;              // there are places that rows have left
-  std::optional<Admission> admission_;  // none: every id
+  std::unique_ptr<Admission> admission_;  // null: every id
   std::optional<Admission::State> frozen_admission_;
   std::optional<FrozenRows> frozen_;
   int64_t frozen_at_ = Moments::kNone;     // the moment of `frozen_`

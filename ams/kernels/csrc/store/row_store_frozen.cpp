@@ -205,8 +205,9 @@ int64_t RowStore::restore(const int64_t* ids, int64_t count, const char* rows, c
     std::memcpy(rows_.at(item), row_of(rows, i, row_bytes()), row_bytes());
     if (slots_) std::memcpy(slots_->at(item), row_of(slots, i, slot_bytes()), slot_bytes());
     if (row_steps_) row_step(item) = steps[i];
-    if (lives_ && lives != nullptr) life_at(item) = lives[i];
+    if (lives_) life_at(item) = lives != nullptr ? lives[i] : RowLife{};
   }
+  has_undated_ = has_undated_ || (lives_ && lives == nullptr);
   bounds_.raise_to(largest, num_slots_);
   return created;
 }

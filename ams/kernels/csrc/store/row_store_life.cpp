@@ -12,6 +12,8 @@ namespace {
 
 // Of a table's rows: so many are evicted at least, for whoever looks for them looks at all.
 constexpr int64_t kEvictedShare = 32;
+// Other shards have other rows of a write: of the max_bytes that this one's part of it takes.
+constexpr double kSpareRoom = 1.25;
 
 }  // namespace
 
@@ -22,7 +24,9 @@ LifeClock RowStore::clock() const {
 
 void RowStore::advance_clock(const LifeClock& clock) {
   std::unique_lock lock(mutex_);
+  const LifeClock before = clock_;
   clock_.advance(clock);
+  date_rows(before);
 }
 
 LifeClock RowStore::take_leap() {
@@ -60,9 +64,11 @@ void RowStore::note_seen(const std::vector<int64_t>& positions, const BatchFacts
   if (batch.step) said.step = *batch.step;
   if (batch.unix_seconds) said.seconds = static_cast<int64_t>(std::min(*batch.unix_seconds, kLast));
   clock_.advance(said);
+  const auto moved = [this](int64_t now, int64_t then) { return has_undated_ && then == 0 ? 0 : now - then; };  // see date_rows
   if (num_rows_there() > static_cast<int64_t>(positions.size()))  // others, which are older by that
-    leap_.advance({clock_.step - before.step, clock_.seconds - before.seconds});
+    leap_.advance({moved(clock_.step, before.step), moved(clock_.seconds, before.seconds)});
   if (!lives_) return;
+  date_rows(before);
   for (size_t i = 0; i < positions.size(); ++i) {
     if (i + kAhead < positions.size()) prefetch_bytes(lives_->at(item_at(positions[i + kAhead])), sizeof(RowLife));
     RowLife& life = life_at(item_at(positions[i]));
@@ -72,12 +78,38 @@ void RowStore::note_seen(const std::vector<int64_t>& positions, const BatchFacts
   }
 }
 
+// For all rows that there are.
+SlabArray RowStore::new_lives() const {
+  const int64_t items = items_ != nullptr ? items_->num_items() : std::get<HashedDirectory>(directory_).end();
+  SlabArray lives(static_cast<int64_t>(sizeof(RowLife)), items_ != nullptr ? items_->most_items() : INT64_MAX);
+  for (int64_t item = 0; item < items; ++item) lives.ensure(item);
+  return lives;
+}
+
+// Rows that were there before the table kept lives were last seen when its clock begins: nobody knows when, and none is to go for that.
+void RowStore::date_rows(const LifeClock& before) {
+  const bool steps_begin = before.step == 0 && clock_.step != 0, seconds_begin = before.seconds == 0 && clock_.seconds != 0;
+  if (!has_undated_ || (!steps_begin && !seconds_begin)) return;
+  std::visit(
+      [&](const auto& directory) {
+        for (int64_t position = 0; (position = directory.next_present(position)) >= 0; ++position) {
+          RowLife& life = life_at(item_at(position));
+          if (life.step == 0) life.step = clock_.step;
+          if (life.seconds == 0) life.seconds = static_cast<uint32_t>(clock_.seconds);
+        }
+      },
+      directory_);
+}
+
+int64_t RowStore::bytes_of_rows(int64_t count) const {
+  return count * static_cast<int64_t>(row_bytes() + slot_bytes() + step_bytes() + life_bytes()) + IdIndex::most_bytes(count);
+}
+
 int64_t RowStore::most_rows_within(int64_t bytes) const {
-  const int64_t item = static_cast<int64_t>(row_bytes() + slot_bytes() + step_bytes() + life_bytes());
-  int64_t fits = 0, too_many = bytes / item + 1;
+  int64_t fits = 0, too_many = bytes / static_cast<int64_t>(row_bytes()) + 1;
   while (too_many - fits > 1) {
     const int64_t middle = std::midpoint(fits, too_many);
-    (middle * item + IdIndex::most_bytes(middle) <= bytes ? fits : too_many) = middle;
+    (bytes_of_rows(middle) <= bytes ? fits : too_many) = middle;
   }
   return fits;
 }
@@ -118,10 +150,17 @@ void RowStore::make_way(const Resolved& found) {
   const int64_t coming = static_cast<int64_t>(found.missing.size()), there = num_rows_there();
   if (coming == 0 || there + coming <= most_rows_) return;
   const int64_t staying = static_cast<int64_t>(found.positions.size()) - coming;
-  if (staying + coming > most_rows_) throw TooManyRows(coming, staying, most_rows_, spec_.max_bytes);
+  if (staying + coming > most_rows_) {
+    const auto share = static_cast<double>(spec_.owned_buckets.size()) / kNumBuckets;
+    const double wanted = static_cast<double>(bytes_of_rows(staying + coming)) / share;
+    throw TooManyRows{coming, staying, most_rows_, spec_.max_bytes, static_cast<int64_t>(wanted * kSpareRoom), spec_.name};
+  }
   // So many that what comes has their places, and needs no memory that could be refused.
-  const int64_t count = std::min(std::max(coming, most_rows_ / kEvictedShare), there - staying);
-  const std::vector<Candidate> leaving = first_to_go(count, found.positions);
+  evict(std::min(std::max({coming, most_rows_ / kEvictedShare, there + coming - most_rows_}), there - staying), found.positions);
+}
+
+void RowStore::evict(int64_t count, const std::vector<int64_t>& kept) {
+  const std::vector<Candidate> leaving = first_to_go(count, kept);
   std::vector<int64_t> ids(leaving.size());
   std::ranges::transform(leaving, ids.begin(), &Candidate::id);
   for (const Candidate& candidate : leaving) moments_.written().ensure(candidate.place);

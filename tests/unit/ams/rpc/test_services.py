@@ -20,6 +20,7 @@ from geartrain.ams.values.optimizers.sgd import SGD
 from geartrain.ams.values.placement import BucketMap
 from geartrain.ams.values.rpc import Rpc
 from geartrain.ams.values.scheduler_messages import (
+    AlterClusterTable,
     CheckCaller,
     ClusterView,
     CreateClusterTable,
@@ -33,8 +34,10 @@ from geartrain.ams.values.scheduler_messages import (
     RenewStreams,
     ShardEntry,
     StreamHolders,
+    TakeIncarnation,
 )
 from geartrain.ams.values.shard_messages import (
+    AlterTable,
     CallContext,
     CreateTable,
     Describe,
@@ -69,11 +72,13 @@ def view(bucket_shards: Any) -> ClusterView:
     ("service", "request_"),
     [
         (SHARD, CreateTable(spec=SPEC, for_restore=True)),
+        (SHARD, AlterTable(spec=SPEC)),
         (SHARD, Freeze(snapshot_id="0" * 32, tables=("t", "u"), parent_id="")),
         (SCHEDULER, Register(address="h:1", shard=None, incarnation=2**63 - 1, tables=(SPEC,), heartbeat_seconds=0.5)),
         (SCHEDULER, Register(address="h:1", shard=0, incarnation=1)),
         (SCHEDULER, CreateClusterTable(spec=SPEC, reuse=True, caller=CALLER)),
         (SCHEDULER, CreateClusterTable(spec=SPEC)),
+        (SCHEDULER, AlterClusterTable(spec=SPEC, settings=("max_bytes", "expiry"), caller=CALLER)),
         (SCHEDULER, CheckCaller(caller=CALLER)),
         (SCHEDULER, RenewStreams(reader=JobWorker("j", "w", 4), cursors={3: Cursor(1, 2), 0: Cursor(0, 0)})),
         (GRAPH, WriteGraphs(snapshot_id="x", folder="/f", tables={"t": 9, "u": 0})),
@@ -103,7 +108,8 @@ def test_a_request_comes_as_it_was_sent_and_says_who_calls(service: Service, req
                 tables=(TableState(spec=SPEC, rows=1, memory_bytes=2, writes=3, next_step=4),),
             ),
         ),
-        (SCHEDULER, CreateClusterTable, 2**63),
+        (SCHEDULER, CreateClusterTable, SPEC),
+        (SCHEDULER, TakeIncarnation, 2**63),
         (SCHEDULER, CheckCaller, None),
         (SCHEDULER, DescribeStreams, {0: Cursor(1, 2)}),
         (SCHEDULER, DescribeHolders, StreamHolders(lease_seconds=1.5, holders=("w", None), incarnations={"w": 3})),

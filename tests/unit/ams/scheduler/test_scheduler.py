@@ -18,7 +18,7 @@ from geartrain.ams.values import errors
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.placement import BucketMap, even_placement
 from geartrain.ams.values.scheduler_messages import ClusterView
-from geartrain.ams.values.shard_messages import CallContext, CreateTable, Done, DropTable, Reply, Request
+from geartrain.ams.values.shard_messages import AlterTable, CallContext, CreateTable, Done, DropTable, Reply, Request
 from geartrain.ams.values.specs import TableSpec
 
 SPEC = TableSpec(name="t", dim=4, optimizer=SGD(0.1))
@@ -35,6 +35,8 @@ class FakeCluster:
         self.broken: set[str] = set()
         self.unreachable: dict[str, int] = {}
         """Addresses that so many requests do not reach."""
+        self.refused: dict[str, errors.GeartrainError] = {}
+        """What addresses answer to an alteration, once."""
         self.on_ask: Callable[[], None] = lambda: None
         self.answers: set[int] | NotSent = {0}
         """Incarnations of who answers at any address."""
@@ -70,6 +72,8 @@ class FakeCarrier:
         if self.cluster.unreachable.get(self.address, 0):
             self.cluster.unreachable[self.address] -= 1
             future.set_exception(NotSent("the name of the host cannot be resolved"))
+        elif isinstance(request, AlterTable) and self.address in self.cluster.refused:
+            future.set_exception(self.cluster.refused.pop(self.address))
         elif self.address in self.cluster.broken:
             future.set_exception(errors.InternalError("broken"))
         else:
@@ -190,6 +194,91 @@ def test_a_table_whose_rows_a_restarted_shard_lost_is_not_offered() -> None:
     cluster.scheduler.drop_table("t")
     cluster.scheduler.create_table(SPEC)
     assert cluster.scheduler.describe().incomplete_tables == ()
+
+
+def altered(cluster: FakeCluster) -> list[tuple[str, float, int]]:
+    """What shards were told: address, learning rate, cluster version."""
+    return [
+        (address, request.spec.optimizer.lr, request.spec.altered)
+        for address, request in cluster.asked
+        if isinstance(request, AlterTable)
+    ]
+
+
+def test_an_alteration_reaches_all_shards_moves_the_cluster_version_and_is_kept() -> None:
+    cluster = FakeCluster()
+    cluster.register_both()
+    made = cluster.scheduler.create_table(SPEC)
+    wanted = replace(SPEC, optimizer=SGD(0.5))
+    found = cluster.scheduler.alter_table(wanted, ("optimizer",))
+    assert (found, found.incarnation, found.altered) == (wanted, made.incarnation, 2)
+    assert altered(cluster) == [("host:0", 0.5, 2), ("host:1", 0.5, 2)]
+    later = FakeCluster(store=cluster.store).scheduler.describe()
+    assert (later.cluster_version, later.tables) == (2, (wanted,))
+    assert later.tables[0].altered == 2
+    with pytest.raises(errors.SpecMismatch, match="dim is 4, not 5"):
+        cluster.scheduler.alter_table(replace(SPEC, dim=5), ())
+    with pytest.raises(errors.InvalidArgument, match="'seed' of a table cannot be altered"):
+        cluster.scheduler.alter_table(SPEC, ("seed",))
+    assert cluster.scheduler.describe().cluster_version == 2
+
+
+def test_alterations_of_two_clients_do_not_undo_each_other() -> None:
+    cluster = FakeCluster()
+    cluster.register_both()
+    cluster.scheduler.create_table(SPEC)
+    cluster.scheduler.alter_table(replace(SPEC, max_bytes=10_000), ("max_bytes",))
+    found = cluster.scheduler.alter_table(replace(SPEC, optimizer=SGD(0.5)), ("optimizer",))
+    assert found == replace(SPEC, max_bytes=10_000, optimizer=SGD(0.5))
+
+
+def test_a_shard_that_is_not_reached_by_an_alteration_has_it_by_the_next_one() -> None:
+    cluster = FakeCluster()
+    cluster.register_both()
+    cluster.scheduler.create_table(SPEC)
+    cluster.refused["host:1"] = errors.ShardUnavailable("stopped")
+    with pytest.raises(errors.ShardUnavailable):
+        cluster.scheduler.alter_table(replace(SPEC, optimizer=SGD(0.5)), ("optimizer",))
+    assert cluster.scheduler.describe().tables == (replace(SPEC, optimizer=SGD(0.5)),)  # whoever opens it now
+    cluster.scheduler.alter_table(replace(SPEC, optimizer=SGD(0.5)), ("optimizer",))
+    assert altered(cluster) == [("host:0", 0.5, 2), ("host:0", 0.5, 3), ("host:1", 0.5, 3)]
+
+
+def test_an_alteration_that_a_shard_refuses_is_taken_back_on_all() -> None:
+    cluster = FakeCluster()
+    cluster.register_both()
+    cluster.scheduler.create_table(SPEC)
+    cluster.refused["host:1"] = errors.InvalidArgument("holds no row")
+    with pytest.raises(errors.InvalidArgument, match="holds no row"):
+        cluster.scheduler.alter_table(replace(SPEC, optimizer=SGD(0.5)), ("optimizer",))
+    assert altered(cluster) == [("host:0", 0.5, 2), ("host:0", 0.1, 3), ("host:1", 0.1, 3)]
+    assert cluster.scheduler.describe().tables == (SPEC,)
+
+
+def test_a_table_restored_in_the_place_of_an_altered_one_has_its_settings() -> None:
+    cluster = FakeCluster()
+    cluster.register_both()
+    cluster.scheduler.create_table(SPEC)
+    cluster.scheduler.alter_table(replace(SPEC, max_bytes=10_000), ("max_bytes",))
+    cluster.scheduler.leave(1, 101)
+    cluster.scheduler.register("host:1", 1, incarnation=201)  # without its rows
+    with pytest.raises(errors.ShardRestarted):
+        cluster.scheduler.alter_table(SPEC, ("max_bytes",))
+    restored = cluster.scheduler.create_table(SPEC, for_restore=True, replace=True)
+    assert restored.max_bytes == 10_000
+    assert cluster.scheduler.create_table(SPEC, for_restore=True).max_bytes == 10_000  # and once more
+    with pytest.raises(errors.TableBeingRestored):
+        cluster.scheduler.alter_table(SPEC, ("max_bytes",))
+    cluster.scheduler.drop_table("t")
+    assert cluster.scheduler.create_table(SPEC, for_restore=True).max_bytes is None
+
+
+def test_a_scheduler_without_a_memory_believes_the_latest_settings() -> None:
+    cluster = FakeCluster()
+    later = replace(SPEC, optimizer=SGD(0.5), altered=7)
+    cluster.scheduler.register("host:0", 0, 100, cluster_version=7, tables=[SPEC], bucket_map=MAP)
+    cluster.scheduler.register("host:1", 1, 101, cluster_version=7, tables=[later], bucket_map=MAP)
+    assert cluster.scheduler.describe().tables == (later,)
 
 
 def test_a_table_that_is_just_made_or_dropped_is_not_called_incomplete() -> None:
