@@ -76,9 +76,9 @@ def common_parts(
         known |= {spec.name: spec for spec in found}
         tables[rows.folder] = [spec.name for spec in found if spec.name in mine]
     for name in known.keys() & mine.keys():
-        if known[name] != mine[name]:
+        if unlike := known[name].fixed_unlike(mine[name]):
             raise SpecMismatch(
-                f"table {name!r} of {folder} differs from this one's: {known[name].unlike(mine[name])}. Make it with "
+                f"table {name!r} of {folder} differs from this one's: {unlike}. Make it with "
                 "the saved settings, or, to begin it anew, under another name (gt.Field(..., table=)); nothing was "
                 "changed"
             )

@@ -70,7 +70,7 @@ class DenseTable(torch.optim.Optimizer):
         """Whether this process has trained the table."""
         self._pull_is_due = False
         """Whether a step was pushed whose new weights could not be pulled."""
-        group = {"params": list(tensors.trained.values()), "lr": weights.table.spec.optimizer.lr, "table": self.name}
+        group = {"params": list(tensors.trained.values()), "lr": weights.table.optimizer.lr, "table": self.name}
         super().__init__([group], {})
         self._pull()
 

@@ -174,9 +174,12 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         if self._pending is None or self.carrier.grad is None:
             return ()
         if self._writes is None:
+            scalars: dict[str, float] = {}
+            for its in {table.spec.optimizer for table in self.tables}:  # one of them may have been altered
+                scalars |= its.scalars_of_push(optimizer)
             settings: PushSettings = {
                 "lr": optimizer.lr,
-                "optimizer_scalars": self.table.spec.optimizer.scalars_of_push(optimizer),
+                "optimizer_scalars": scalars,
                 "scale": self.factor(),
                 "group": None if self.ranks is None else self.ranks.sync_group(self._samples),
             }

@@ -120,8 +120,7 @@ class GearUpdate(PendingUpdate[GearGradient]):
 
     def param_group(self) -> dict[str, Any]:
         """See the base class; deliveries carry the learning rate alone."""
-        spec = self.table.spec
-        return {"params": [self.carrier], "lr": spec.optimizer.lr, "table": spec.name}
+        return {"params": [self.carrier], "lr": self.first_optimizer.lr, "table": self.name}
 
     def optimizer_of(self, group: Mapping[str, Any]) -> RowOptimizerSpec:
         optimizer = super().optimizer_of(group)

@@ -9,6 +9,7 @@ Legend: L rows on this rank, N rows of a block.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,8 @@ from geartrain.bridge.placements.device_rows import DeviceRows, as_tensor
 from geartrain.bridge.placements.device_update import DeviceUpdate
 from geartrain.bridge.placements.placement import Placement
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
+
+logger = logging.getLogger(__name__)
 
 
 def snapshot_rows(
@@ -188,8 +191,10 @@ def _require_spec(table: DeviceRows, snapshot: Snapshot) -> None:
     if found is None:
         known = ", ".join(map(repr, specs)) or "none"
         raise TableNotFound(f"{snapshot.path} has no table {table.spec.name!r}; its tables: {known}")
+    if other := found.fixed_unlike(table.spec):
+        raise SpecMismatch(f"table {found.name!r} of {snapshot.path} is another than this: its {other}")
     if found != table.spec:
-        raise SpecMismatch(f"table {found.name!r} of {snapshot.path} is {found}, here {table.spec}")
+        logger.warning("table %r keeps its settings: %s in %s", found.name, table.spec.unlike(found), snapshot.path)
 
 
 def _read(table: DeviceRows, snapshot: Snapshot) -> None:

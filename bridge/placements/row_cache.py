@@ -80,7 +80,7 @@ class RowCache:
         self._index = PositionLru(capacity)
         self._seen = PositionLru(capacity)
         """Ids that were looked up and have no place."""
-        self._incarnation = incarnation_of(table)
+        self._table_is = self._table_now()
         self._writes = np.full(table.num_shards, -1, np.int64)
         """The writes that the table has had on each shard; -1: it is not known."""
         self._is_pushing = False
@@ -93,6 +93,14 @@ class RowCache:
         """Hits and misses."""
         name = self.table.spec.name
         yield from cache_metrics(name, "rows", self.counts.hits, self.counts.misses)
+
+    def _table_now(self) -> tuple[int, TableSpec]:
+        return incarnation_of(self.table), self.table.spec
+
+    def _is_altered(self) -> bool:
+        """Whether the table is another than when this was asked last, or has other settings."""
+        before, self._table_is = self._table_is, self._table_now()
+        return before != self._table_is
 
     def clear(self) -> None:
         """Drop all rows; the counts stay."""
@@ -119,8 +127,7 @@ class RowCache:
         """What of ``ids`` [U], distinct, is here, and what is to be pulled. ``clock``: the step before which all writes
         are in what is pulled now; ``oldest``: see the class.
         """
-        if self._incarnation != incarnation_of(self.table) or self._is_pushing:  # a step stopped half way
-            self._incarnation = incarnation_of(self.table)
+        if self._is_altered() or self._is_pushing:  # a step stopped half way
             self.clear()
         self.drop_written()
         if self._resting:
@@ -194,7 +201,7 @@ class RowCache:
         What cannot follow is dropped. ``positions`` of the push are still to be found.
         """
         makes_way = self.table.spec.max_bytes is not None and write.created > 0  # who knows which rows have gone
-        if not self._is_pushing or makes_way:
+        if self._is_altered() or not self._is_pushing or makes_way:
             self.clear()
             return None
         self._is_pushing = False

@@ -107,11 +107,16 @@ class PendingUpdate(ABC, Generic[G]):
         self.applied_lr: float | None = None
         """Learning rate of the last step that was asked for; None before the first."""
 
+    @property
+    def first_optimizer(self) -> RowOptimizerSpec:
+        """The optimizer that the table was opened with, whichever the table has by now; rows on ranks have but one."""
+        optimizer: RowOptimizerSpec = getattr(self.table, "optimizer", self.table.spec.optimizer)
+        return optimizer
+
     def param_group(self) -> dict[str, Any]:
-        """What stands for the rows in a torch.optim.Optimizer: the carrier, the numbers of the table's optimizer, its
+        """What stands for the rows in a torch.optim.Optimizer: the carrier, the numbers of their optimizer, the table's
         name."""
-        spec = self.table.spec
-        return {"params": [self.carrier], **spec.optimizer.settings(), "table": self.name}
+        return {"params": [self.carrier], **self.first_optimizer.settings(), "table": self.name}
 
     def optimizer_of(self, group: Mapping[str, Any]) -> RowOptimizerSpec:
         """The table's optimizer with the numbers of such a group. Raises InvalidArgument that names what cannot be."""

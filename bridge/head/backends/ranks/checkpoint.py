@@ -59,10 +59,10 @@ class ShardedRows:
         """
         backend, table = self._backend, self._backend.table
         saved = json.loads(state["head"])
-        if (spec := TableSpec.from_dict(saved["spec"])) != table.spec:
+        if other := TableSpec.from_dict(saved["spec"]).fixed_unlike(table.spec):
             table.write_initial_values()
             raise SpecMismatch(
-                f"table {table.spec.name!r} of the checkpoint differs from this head's: {spec.unlike(table.spec)}. "
+                f"table {table.spec.name!r} of the checkpoint differs from this head's: {other}. "
                 "Make the head with the saved settings; its rows have their initial values now"
             )
         if table.steps is not None:
