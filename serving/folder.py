@@ -35,6 +35,11 @@ def version_folders(folder: Path) -> list[Path]:
         raise ConfigError(
             f"{folder} is the folder of a run; write a model to serve with geartrain export {folder} --to DIR"
         )
+    if (folder / "model.json").exists():
+        raise ConfigError(
+            f"{folder} was saved by geartrain.save; write a model to serve in Python: "
+            "geartrain.load_model(path, backbone=MyBackbone()).export_onnx(DIR, example)"
+        )
     inside = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
     if inside:
         raise ConfigError(f"{folder} holds no model, but models: serve {' '.join(map(str, inside[:3]))}")

@@ -457,6 +457,9 @@ class ServeConfig(RoleConfig):
     an index."""
     backbone: str | None = Field(default=None, min_length=1)
     """Code of your own that makes the network of what is followed (package.module:function); only then is it run."""
+    preprocessing: str | None = Field(default=None, min_length=1)
+    """Code of your own that makes tensors of what models are asked with (package.module:function); only then is it run.
+    """
     grpc: ListenAddress | None = None
     """Address for gRPC (KServe's v2 protocol), too; None: HTTP alone."""
     workers: int = Field(default=1, ge=1, le=256)

@@ -38,6 +38,7 @@ from geartrain.serving.http.page import try_page
 from geartrain.serving.http.refusals import RefusedRequest, json_response, refusal, refuse
 from geartrain.serving.http.v2 import InferenceRoutes
 from geartrain.serving.metrics import AskedOf, ServingCounts
+from geartrain.serving.models.own_code import trust
 from geartrain.serving.rates import ClientRates
 from geartrain.serving.service import ModelService, open_models
 
@@ -284,7 +285,12 @@ def make_app(
 
 
 def serve_app(
-    models: str | Path | Mapping[str, str | Path], *, max_batch: int = 64, max_wait_millis: float = 2.0, **limits: Any
+    models: str | Path | Mapping[str, str | Path],
+    *,
+    max_batch: int = 64,
+    max_wait_millis: float = 2.0,
+    preprocessing: str | None = None,
+    **limits: Any,
 ) -> Any:
     """An ASGI app that answers questions to exported models, as 'geartrain serve' does, for anybody's server.
 
@@ -297,6 +303,7 @@ def serve_app(
         models: folder of one, or folders by name; each of one version, or of several, of which the newest is served.
         max_batch: most items that are answered together.
         max_wait_millis: longest wait of a question for others while some are being answered.
+        preprocessing: code of yours that models name, ``"package.module:function"``; it is run only if it is given.
         limits: those of :class:`geartrain.serving.http.limits.Limits`, such as ``max_body_bytes``.
 
     Raises:
@@ -305,6 +312,7 @@ def serve_app(
     """
     several = models if isinstance(models, Mapping) else {"": models}
     wanted = tuple(f"{name}={folder}" if name else str(folder) for name, folder in several.items())
+    trust(preprocessing)
     catalog, counts = Catalog(load_folder), ServingCounts()
     batcher = Batcher(max_batch=max_batch, max_wait_seconds=max_wait_millis / 1000, on_batch=counts.batch)
     service = ModelService(catalog, batcher, counts)

@@ -47,28 +47,18 @@ _EXAMPLE = (  # a drawn T
 )
 
 
-class PictureModel:
-    """Answers about pictures with onnxruntime and an index of class centers. Immutable and thread-safe."""
+class ClassModel:
+    """A network with an index of class centers. Immutable and thread-safe."""
 
-    kind = "pictures"
+    kind: str
 
     def __init__(self, folder: Path, config: Mapping[str, Any], *, threads: int | None = None) -> None:
-        """See :meth:`load`; ``threads`` work on one batch, all cores by default."""
-        look = config["preprocessing"]
-        if look is None:
-            raise ConfigError(
-                f"{folder} takes tensors: how pictures become them was not saved with it. Ask it in Python: "
-                "geartrain.load_model(path).predict(tensor)"
-            )
+        """Open the files of a folder that were checked; ``threads`` work on one batch, all cores by default."""
         files = read_files(folder, dict(config))
         self.version = int(config.get("version", 1))
         self.created = float(config.get("created", (folder / ONNX).stat().st_mtime))
         self.names = files.class_names
         self._ids = files.tensors.get("ids")
-        try:
-            self.preprocessing = Preprocessing(**look)
-        except (ConfigError, TypeError) as exc:
-            raise ConfigError(f"{folder} has another preprocessing than this version knows: {exc}") from exc
         centers, threads = files.tensors["centers"], threads or threads_of_batch()
         if (
             config["kind"] == "onnx" and config["is_cosine"]
@@ -76,44 +66,29 @@ class PictureModel:
             centers = centers / np.maximum(np.linalg.norm(centers, axis=-1, keepdims=True), 1e-12)
         self.dim, self.num_classes = int(centers.shape[-1]), len(self.names)
         self.is_cosine = bool(config["is_cosine"])
-        pictures = ClassPictures(folder)
-        self.picture = pictures.png
-        """What a class looks like, by its id: a PNG file, or None."""
         self.index = open_index(folder, config, centers, files.tensors.get("biases"), threads=threads)
         self._session = _session(folder / ONNX, threads)
-        _require_of_one_model(folder, self._session, self.preprocessing, len(centers), self.num_classes, self.dim)
-        self.operations = {
-            operation.name: operation for operation in (Classify(self), Embed(self), Nearest(self), Verify(self))
-        }
+        made = self._session.get_outputs()[0].shape[-1]
+        if isinstance(made, int) and made != self.dim:
+            raise _of_several(
+                folder, f"its network makes features of {made} numbers, and its class centers have {self.dim}"
+            )
+        if len(centers) != self.num_classes:
+            raise _of_several(folder, f"it has {len(centers):,} class centers and {self.num_classes:,} names")
         self.facts: Mapping[str, Any] = {
             "classes": self.num_classes,
             "dim": self.dim,
             "score": "cosine" if self.is_cosine else "product",
-            "preprocessing": self.preprocessing.to_json(),
             "index": dict(self.index.facts),
-            "pictures": bool(pictures),
             **{name: config[name] for name in ("precision", "parity", "accuracy", "training") if name in config},
         }
 
-    @classmethod
-    def load(cls, folder: Path, config: Mapping[str, Any]) -> PictureModel:
-        """The model of a folder whose files were checked.
-
-        Raises ConfigError (it takes no pictures, or onnxruntime is not installed), ModelDamaged (also where network,
-        preprocessing, centers and names are not of one model), InvalidArgument (a network that onnxruntime cannot run).
-        """
-        return cls(folder, config)
-
-    def embed(self, bitmaps: npt.NDArray[np.uint8]) -> Floats:
-        """Features [N, D]."""
-        if not len(bitmaps):
+    def features(self, arrays: Arrays) -> Floats:
+        """Features [N, D] of what the network takes, by name."""
+        if not len(next(iter(arrays.values()))):
             return np.empty((0, self.dim), np.float32)
-        (features_ND,) = self._session.run(["features"], {"images": bitmaps})
+        (features_ND,) = self._session.run(["features"], dict(arrays))
         return np.asarray(features_ND, np.float32)
-
-    def pictures(self) -> QuestionPictures:
-        """What reads the pictures of one question."""
-        return QuestionPictures(self.preprocessing)
 
     def best(self, features_ND: Floats, k: int) -> dict[str, npt.NDArray[Any]]:
         """Scores and classes [N, k] that fit each feature best."""
@@ -141,6 +116,54 @@ class PictureModel:
         """See :class:`Servable`: files stay mapped until the last answer was given."""
 
 
+class PictureModel(ClassModel):
+    """Answers about pictures with onnxruntime and an index of class centers."""
+
+    kind = "pictures"
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], *, threads: int | None = None) -> None:
+        """See :meth:`load`."""
+        look = config["preprocessing"]
+        if look is None:
+            raise ConfigError(
+                f"{folder} takes tensors, and was exported before these were served; export the model again, or ask it "
+                "in Python: geartrain.load_model(path).predict(tensor)"
+            )
+        try:
+            self.preprocessing = Preprocessing(**look)
+        except (ConfigError, TypeError) as exc:
+            raise ConfigError(f"{folder} has another preprocessing than this version knows: {exc}") from exc
+        super().__init__(folder, config, threads=threads)
+        taken, look = self._session.get_inputs()[0].shape[1:], self.preprocessing
+        made = [look.channels, look.size, look.size]
+        if [size if isinstance(size, int) else of for size, of in zip(taken, made, strict=False)] != made:
+            raise _of_several(folder, f"its preprocessing makes bitmaps of {made}, and its network takes {taken}")
+        pictures = ClassPictures(folder)
+        self.picture = pictures.png
+        """What a class looks like, by its id: a PNG file, or None."""
+        self.operations = {
+            operation.name: operation for operation in (Classify(self), Embed(self), Nearest(self), Verify(self))
+        }
+        self.facts = {**self.facts, "preprocessing": look.to_json(), "pictures": bool(pictures)}
+
+    @classmethod
+    def load(cls, folder: Path, config: Mapping[str, Any]) -> PictureModel:
+        """The model of a folder whose files were checked.
+
+        Raises ConfigError (it takes no pictures, or onnxruntime is not installed), ModelDamaged (also where network,
+        preprocessing, centers and names are not of one model), InvalidArgument (a network that onnxruntime cannot run).
+        """
+        return cls(folder, config)
+
+    def embed(self, bitmaps: npt.NDArray[np.uint8]) -> Floats:
+        """Features [N, D]."""
+        return self.features({"images": bitmaps})
+
+    def pictures(self) -> QuestionPictures:
+        """What reads the pictures of one question."""
+        return QuestionPictures(self.preprocessing)
+
+
 class Classify:
     """Names pictures."""
 
@@ -156,17 +179,17 @@ class Classify:
 
     def __init__(self, model: PictureModel) -> None:
         self._model = model
-        self.request = _request({"images": _PICTURE}, [_EXAMPLE], model)
+        self.request = request_of({"images": _PICTURE}, [_EXAMPLE], model)
 
     def read(self, body: Mapping[str, Any]) -> Question:
         """See :class:`Operation`."""
-        given = _fields(body, "images", "k")
-        pictures = [_decoded(text, f"images[{place}]") for place, text in enumerate(_listed(given, "images"))]
+        given = fields_of(body, "images", "k")
+        pictures = [_decoded(text, f"images[{place}]") for place, text in enumerate(listed(given, "images"))]
         return self._question(pictures, self._model.k_of(given))
 
     def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
         """See :class:`Operation`."""
-        pictures = _only(arrays, "images", 1, parameters, "k")
+        pictures = only(arrays, "images", 1, parameters, "k")
         return self._question(pictures.tolist(), self._model.k_of(parameters))
 
     def _question(self, pictures: Sequence[bytes], k: int) -> Question:
@@ -191,7 +214,7 @@ class Nearest:
     outputs = Classify.outputs
     answer: Mapping[str, Any] = _CLASSES
 
-    def __init__(self, model: PictureModel) -> None:
+    def __init__(self, model: ClassModel) -> None:
         self._model = model
         self.inputs = (TensorSpec(name="features", dtype="float32", shape=(None, model.dim)),)
         feature = {
@@ -201,12 +224,12 @@ class Nearest:
             "maxItems": model.dim,
             "description": "As embed gives it.",
         }
-        self.request = _request({"features": feature}, [[1.0] + [0.0] * (model.dim - 1)], model)
+        self.request = request_of({"features": feature}, [[1.0] + [0.0] * (model.dim - 1)], model)
 
     def read(self, body: Mapping[str, Any]) -> Question:
         """See :class:`Operation`."""
-        given = _fields(body, "features", "k")
-        said = _listed(given, "features")
+        given = fields_of(body, "features", "k")
+        said = listed(given, "features")
         try:
             with np.errstate(over="ignore"):
                 features = np.array(said, np.float32)
@@ -218,7 +241,7 @@ class Nearest:
 
     def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
         """See :class:`Operation`."""
-        features = _only(arrays, "features", 2, parameters, "k")
+        features = only(arrays, "features", 2, parameters, "k")
         return self._question(features, self._model.k_of(parameters))
 
     def _question(self, features: npt.NDArray[Any], k: int) -> Question:
@@ -254,18 +277,18 @@ class Embed:
     def __init__(self, model: PictureModel) -> None:
         self._model = model
         self.outputs = (TensorSpec(name="features", dtype="float32", shape=(None, model.dim)),)
-        self.request = _request({"images": _PICTURE}, [_EXAMPLE], None)
+        self.request = request_of({"images": _PICTURE}, [_EXAMPLE], None)
 
     def read(self, body: Mapping[str, Any]) -> Question:
         """See :class:`Operation`."""
-        given = _fields(body, "images")
+        given = fields_of(body, "images")
         return self._question(
-            [_decoded(text, f"images[{place}]") for place, text in enumerate(_listed(given, "images"))]
+            [_decoded(text, f"images[{place}]") for place, text in enumerate(listed(given, "images"))]
         )
 
     def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
         """See :class:`Operation`."""
-        return self._question(_only(arrays, "images", 1, parameters).tolist())
+        return self._question(only(arrays, "images", 1, parameters).tolist())
 
     def _question(self, pictures: Sequence[bytes]) -> Question:
         reading = self._model.pictures()
@@ -294,11 +317,11 @@ class Verify:
     def __init__(self, model: PictureModel) -> None:
         self._model = model
         pair = {"type": "array", "items": _PICTURE, "minItems": 2, "maxItems": 2}
-        self.request = _request({"pairs": pair}, [[_EXAMPLE, _EXAMPLE]], None)
+        self.request = request_of({"pairs": pair}, [[_EXAMPLE, _EXAMPLE]], None)
 
     def read(self, body: Mapping[str, Any]) -> Question:
         """See :class:`Operation`."""
-        pairs = _listed(_fields(body, "pairs"), "pairs")
+        pairs = listed(fields_of(body, "pairs"), "pairs")
         decoded = []
         for place, pair in enumerate(pairs):
             if not isinstance(pair, list) or len(pair) != 2:
@@ -308,7 +331,7 @@ class Verify:
 
     def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
         """See :class:`Operation`."""
-        pairs = _only(arrays, "pairs", 2, parameters)
+        pairs = only(arrays, "pairs", 2, parameters)
         if pairs.shape[1] != 2:
             raise InvalidArgument(f"pairs have shape {list(pairs.shape)}; give [N, 2] pictures")
         return self._question(pairs.tolist())
@@ -334,7 +357,7 @@ class Verify:
         return [{"score": score} for score in answered["scores"].tolist()]
 
 
-def _request(items: Mapping[str, Any], example: list[Any], ranked: PictureModel | None) -> dict[str, Any]:
+def request_of(items: Mapping[str, Any], example: list[Any], ranked: ClassModel | None) -> dict[str, Any]:
     """The JSON schema of a body with a list of the only one of ``items``; of a ``ranked`` answer also k."""
     ((name, item),) = items.items()
     properties: dict[str, Any] = {name: {"type": "array", "items": item, "minItems": 1}}
@@ -352,7 +375,7 @@ def _request(items: Mapping[str, Any], example: list[Any], ranked: PictureModel 
     }
 
 
-def _fields(body: Mapping[str, Any], *known: str) -> Mapping[str, Any]:
+def fields_of(body: Mapping[str, Any], *known: str) -> Mapping[str, Any]:
     """``body`` with no other fields than those. Raises InvalidArgument."""
     for name in body:
         if name not in known:
@@ -360,7 +383,7 @@ def _fields(body: Mapping[str, Any], *known: str) -> Mapping[str, Any]:
     return body
 
 
-def _listed(body: Mapping[str, Any], name: str) -> list[Any]:
+def listed(body: Mapping[str, Any], name: str) -> list[Any]:
     found = body.get(name)
     if not isinstance(found, list) or not found:
         raise InvalidArgument(f"{name} is {quoted(found)}; give a list with an item for each answer")
@@ -379,9 +402,9 @@ def _decoded(text: object, where: str) -> bytes:
         raise InvalidArgument(f"{where} is no base64 ({exc}); encode the bytes of an image file") from exc
 
 
-def _only(arrays: Arrays, name: str, ndim: int, parameters: Mapping[str, Any], *known: str) -> npt.NDArray[Any]:
+def only(arrays: Arrays, name: str, ndim: int, parameters: Mapping[str, Any], *known: str) -> npt.NDArray[Any]:
     """The only array, which must have a name, ``ndim`` dimensions and items. Raises InvalidArgument."""
-    _fields(parameters, *known)
+    fields_of(parameters, *known)
     if set(arrays) != {name}:
         raise InvalidArgument(f"the inputs are {', '.join(map(quoted, arrays)) or 'none'}; give {name!r} alone")
     found = arrays[name]
@@ -408,18 +431,5 @@ def _session(path: Path, threads: int) -> Any:
         raise InvalidArgument(f"onnxruntime cannot run {path}: {exc}") from exc
 
 
-def _require_of_one_model(
-    folder: Path, session: Any, look: Preprocessing, num_centers: int, num_names: int, dim: int
-) -> None:
-    """Raises ModelDamaged unless bitmaps fit the network, its features the centers, and these the names."""
-    taken, given = session.get_inputs()[0].shape[1:], [look.channels, look.size, look.size]
-    made = session.get_outputs()[0].shape[-1]
-    wrong = ""
-    if [size if isinstance(size, int) else of for size, of in zip(taken, given, strict=False)] != given:
-        wrong = f"its preprocessing makes bitmaps of {given}, and its network takes {taken}"
-    elif isinstance(made, int) and made != dim:
-        wrong = f"its network makes features of {made} numbers, and its class centers have {dim}"
-    elif num_centers != num_names:
-        wrong = f"it has {num_centers:,} class centers and {num_names:,} names"
-    if wrong:
-        raise ModelDamaged(f"{folder} is not of one model: {wrong}; export the model again")
+def _of_several(folder: Path, why: str) -> ModelDamaged:
+    return ModelDamaged(f"{folder} is not of one model: {why}; export the model again")

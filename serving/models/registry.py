@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 KINDS: dict[str, str] = {
     "pictures": "geartrain.serving.models.pictures:PictureModel",
+    "tensors": "geartrain.serving.models.tensors:TensorModel",
     "clicks": "geartrain.serving.models.clicks:ClicksModel",
     "tree": "geartrain.serving.models.tree:TreeModel",
 }

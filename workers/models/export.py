@@ -34,7 +34,8 @@ from geartrain.workers.models.saved_model import (
     write_arrays,
 )
 
-KIND = "pictures"
+PICTURES, TENSORS = "pictures", "tensors"
+"""What an export can be asked with."""
 _AT_ONCE = 256
 Arrays = Mapping[str, npt.NDArray[np.float32]]
 Finish = Callable[[Path, Arrays, npt.NDArray[np.float32] | None], Mapping[str, Any]]
@@ -111,6 +112,7 @@ def export_model(
     version: int | None = None,
     precision: Precision = "fp32",
     images: RunImages | None = None,
+    preprocessing: str | None = None,
     finish: Finish | None = None,
     track: Track = lambda items, what, count: items,  # noqa: ARG005
 ) -> Exported:
@@ -123,6 +125,7 @@ def export_model(
         version: The step it is of; by default one more than the version there.
         precision: Of the network; what each costs is measured on held-out images and written into config.json.
         images: Those of the run; without them the comparison is on images of random numbers, and int8 is refused.
+        preprocessing: Of a model of tensors, ``package.module:function`` that makes them; a service must be told it.
         finish: Adds what is beside the model, such as an index.
         track: Shows how far it is.
 
@@ -133,6 +136,10 @@ def export_model(
     """
     following = next_version(folder)  # also where a version is given: it looks at what is there
     version = following if version is None else version
+    if preprocessing is not None and (model.preprocessing is not None or ":" not in preprocessing):
+        raise InvalidArgument(
+            f"preprocessing is {preprocessing!r}; it is package.module:function of a model that takes tensors"
+        )
     if precision == "int8" and images is None:
         raise ConfigError("int8 needs images of the run, by which the ranges of its numbers are measured: see --data")
     if example is None:
@@ -153,11 +160,11 @@ def export_model(
             )
         write_arrays(staging / CENTERS, arrays)
         config = {
-            "kind": KIND,
+            "kind": TENSORS if model.preprocessing is None else PICTURES,
             "version": version,
             "created": time.time(),
             "is_cosine": model.is_cosine,
-            "preprocessing": None if model.preprocessing is None else model.preprocessing.to_json(),
+            "preprocessing": preprocessing if model.preprocessing is None else model.preprocessing.to_json(),
             "num_classes": len(model.class_names),
             "dim": arrays["centers"].shape[-1],
             "precision": precision,

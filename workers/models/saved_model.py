@@ -12,11 +12,11 @@
     model/index.*                 of an export, where there is one: what finds the best classes
     model/pictures.safetensors    of an export, where there are some: what classes look like (``class_pictures``)
 
-config.json of an export has ``kind`` (what it can be asked: ``pictures``; other kinds have other files), ``version``
-(the step of the training, of a run, or one more than the last where that is not lower: it rises), ``created`` (Unix
-time), ``preprocessing`` (None: the backbone takes tensors), ``is_cosine``, ``num_classes``, ``dim``, ``precision`` of
-the backbone, ``parity`` (how far onnxruntime is from torch) and ``index``. Centers and names are mapped: processes
-share them, and a million are there at once.
+config.json of an export has ``kind`` (what it can be asked with: ``pictures`` or ``tensors``; other kinds have other
+files), ``version`` (the step of the training, of a run, or one more than the last where that is not lower: it rises),
+``created`` (Unix time), ``preprocessing`` (None: the backbone takes tensors; a text: code of one's own makes them),
+``is_cosine``, ``num_classes``, ``dim``, ``precision`` of the backbone, ``parity`` (how far onnxruntime is from torch)
+and ``index``. Centers and names are mapped: processes share them, and a million are there at once.
 
 The folder is replaced as a whole: a crash leaves the old one or the new one. What a training needs to go on is in its
 snapshots (:mod:`geartrain.workers.job.state`).

@@ -171,7 +171,13 @@ class TrainedModel:
             self.export_onnx(folder)
             return serve_app({"model": folder}, **settings)
 
-    def export_onnx(self, folder: str | Path, example: onnx_backbone.Inputs | None = None) -> onnx_backbone.Parity:
+    def export_onnx(
+        self,
+        folder: str | Path,
+        example: onnx_backbone.Inputs | None = None,
+        *,
+        preprocessing: str | None = None,
+    ) -> onnx_backbone.Parity:
         """Write the backbone as ONNX, with centers and names beside it; say how far onnxruntime is from this backbone.
 
         ``folder`` is replaced as a whole: ``backbone.onnx`` (``images`` [N, …] -> ``features`` [N, D], any N),
@@ -181,10 +187,15 @@ class TrainedModel:
         as the letters of texts, sizes besides N may differ, too. Nothing is written unless onnxruntime gives the same
         features, on batches of several sizes, to 1e-4 of their length.
 
+        A model of tensors is served with these by their names. ``preprocessing`` is ``"package.module:function"`` that
+        makes them of a list of anything else, such as texts: a tensor or array [N, …], a tuple, or a dict by name. The
+        service runs it if it is told the same: ``geartrain serve --preprocessing package.module:function``.
+
         Raises ConfigError without ``pip install 'geartrain[onnx]'``, InvalidArgument (the backbone cannot be exported,
-        or the features differ).
+        the features differ, or a model of pictures is given a preprocessing).
         """
-        return export_model(self, Path(path_name("folder", folder, "the name of a folder")), example).parity
+        place = Path(path_name("folder", folder, "the name of a folder"))
+        return export_model(self, place, example, preprocessing=preprocessing).parity
 
     def _batches(self, images: ImageInputs) -> Iterator[onnx_backbone.Inputs]:
         if isinstance(images, Tensor):
@@ -230,7 +241,8 @@ def load_model(
     *,
     backbone: nn.Module | str | None = None,
     head: str | None = None,
-    class_names: Sequence[str] | None = None,
+    class_names: Sequence[str] | Mapping[int, str] | None = None,
+    preprocessing: Preprocessing | None = None,
 ) -> TrainedModel:
     """Return the model that ``geartrain worker``, :func:`geartrain.save` or an ONNX export wrote to ``path``.
 
@@ -243,7 +255,9 @@ def load_model(
             parameters are found among the saved ones by name and shape. Of a worker's model with a backbone of your
             own, its name ``"package.module:function"``: that code is run only if you say so.
         head: Of such a model with several heads, the name of one, such as ``"head"``.
-        class_names: Of such a model, a name for each class; None: their ids.
+        class_names: Of such a model, names by id: of each class that lives, or a dict of some; the others, and None:
+            their ids.
+        preprocessing: Of such a model, how pictures become what its backbone takes; None: it takes tensors alone.
 
     Raises:
         ConfigError: There is no such model.
@@ -253,11 +267,11 @@ def load_model(
     """
     folder = Path(path_name("path", path, "the folder of a model")).absolute()
     if (folder / MODEL).exists():
-        return _of_saved(folder, backbone, head, class_names)
-    if isinstance(backbone, nn.Module) or head is not None or class_names is not None:
+        return _of_saved(folder, backbone, head, class_names, preprocessing)
+    if isinstance(backbone, nn.Module) or any(given is not None for given in (head, class_names, preprocessing)):
         raise InvalidArgument(
-            f"{folder} is no model of geartrain.save: it has its backbone and names; leave backbone=, head= and "
-            "class_names= out"
+            f"{folder} is no model of geartrain.save: it has its backbone and names; leave backbone=, head=, "
+            "class_names= and preprocessing= out"
         )
     return _of_folder(folder, backbone)
 
@@ -271,7 +285,10 @@ def picture_model(path: Path, backbone: str | None = None) -> TrainedModel:
         )
     model = load_model(path, backbone=backbone)
     if model.preprocessing is None:
-        raise InvalidArgument(f"{path} takes tensors: predict in Python: geartrain.load_model(path).predict(tensor)")
+        raise InvalidArgument(
+            f"{path} takes tensors: predict in Python: geartrain.load_model(path).predict(tensor), or ask a service: "
+            f"geartrain serve {path}"
+        )
     return model
 
 
@@ -296,7 +313,7 @@ def _of_folder(folder: Path, own: str | None) -> TrainedModel:
         biases=tensors.get("biases"),
         class_names=list(files.class_names),
         is_cosine=config["is_cosine"],
-        preprocessing=None if look is None else Preprocessing(**look),
+        preprocessing=Preprocessing(**look) if isinstance(look, dict) else None,
         backbone_name=name,
         backbone_settings=settings,
         training=config.get("training", {}),
@@ -345,7 +362,11 @@ def save_model_of_head(folder: Path, model: TrainedModel, head: ClassHead, *, is
 
 
 def _of_saved(
-    folder: Path, backbone: nn.Module | str | None, head: str | None, class_names: Sequence[str] | None
+    folder: Path,
+    backbone: nn.Module | str | None,
+    head: str | None,
+    class_names: Sequence[str] | Mapping[int, str] | None,
+    preprocessing: Preprocessing | None,
 ) -> TrainedModel:
     if not isinstance(backbone, nn.Module):
         raise InvalidArgument(
@@ -356,19 +377,22 @@ def _of_saved(
     state = DividedRows(folder, record.pieces).whole(read_state(folder, record)["model"])
     name, said = _head_of(folder, state, head)
     num_classes = int(said["num_classes"])
-    names = [str(item) for item in (range(num_classes) if class_names is None else class_names)]
-    if len(names) != num_classes:
-        raise InvalidArgument(f"class_names are {counted(len(names), 'name')}; the head has {num_classes} classes")
-    _fill(folder, backbone, state)
     class_ids = LiveClasses(num_classes, said["retired_runs"]).all_ids
+    by_id = class_names if isinstance(class_names, Mapping) else dict(enumerate(class_names or ()))
+    unnamed = [label for label in class_ids.tolist() if label not in by_id]
+    if (unnamed or len(by_id) > num_classes) and isinstance(class_names, Sequence):
+        needed = f"class {unnamed[0]} lives and has none" if unnamed else f"the head has {num_classes} classes"
+        raise InvalidArgument(f"class_names are {counted(len(by_id), 'name')}, by id; {needed}: a dict may name some")
+    _fill(folder, backbone, state)
     rows_CD = _rows(folder, record, name, class_ids)
     dim, sub_centers = int(said["dim"]), int(said.get("sub_centers", 1))
     return TrainedModel(
         backbone=backbone.eval(),
         centers=rows_CD.view(-1, sub_centers, dim) if sub_centers > 1 else rows_CD[:, :dim].contiguous(),
         biases=rows_CD[:, dim].contiguous() if said.get("bias") else None,
-        class_names=[names[label] for label in class_ids.tolist()],
+        class_names=[str(by_id.get(label, label)) for label in class_ids.tolist()],
         is_cosine=said["margin"] != repr(None),
+        preprocessing=preprocessing,
     )
 
 

@@ -20,6 +20,7 @@ from geartrain.serving.http.callers import Callers
 from geartrain.serving.http.limits import Limits
 from geartrain.serving.http.server import HttpServer
 from geartrain.serving.metrics import ServingCounts
+from geartrain.serving.models.own_code import trust
 from geartrain.serving.rates import ClientRates
 from geartrain.serving.service import ModelService, open_models
 
@@ -41,6 +42,7 @@ class ModelServer:
         callers = Callers(told.listen, folder, told.origins, is_open=told.insecure)
         use_threads(told.threads)
         rates = ClientRates(told.requests_per_second)
+        trust(told.preprocessing)
         catalog = Catalog(load_folder)
         counts = ServingCounts()
         batcher = Batcher(

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import geartrain as gt
-from geartrain.ams.values.errors import ConfigError, InvalidArgument
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.serving.answers import concatenated
 from geartrain.serving.folder import load_folder
 from geartrain.serving.models.pictures import PictureModel
@@ -151,16 +150,6 @@ def test_what_is_wrong_with_arrays_is_said(
 ) -> None:
     with pytest.raises(InvalidArgument, match=message):
         served.operations[operation].accept(arrays, parameters)
-
-
-def test_a_model_of_tensors_says_that_it_takes_no_pictures(tmp_path: Path) -> None:
-    model = gt.TrainedModel(**{**vars(small_model()), "preprocessing": None})
-    import torch
-
-    exported(tmp_path / "unused")  # skips without onnx
-    model.export_onnx(tmp_path / "model", torch.zeros(2, 1, 16, 16, dtype=torch.uint8))
-    with pytest.raises(ConfigError, match="takes tensors"):
-        load_folder(tmp_path / "model")
 
 
 def test_serving_needs_neither_torch_nor_a_model_of_its_own(folder: Path) -> None:

@@ -300,8 +300,12 @@ def test_what_does_not_fit_is_said(worker_model: Path, tmp_path: Path) -> None:
         gt.load_model(folder, backbone=nn.Linear(4, 3))
     with pytest.raises(InvalidArgument, match=r"has the heads \['head'\]"):
         gt.load_model(folder, backbone=backbone(1), head="tail")
-    with pytest.raises(InvalidArgument, match=r"2 names; the head has 7"):
+    with pytest.raises(InvalidArgument, match=r"2 names, by id; class 3 lives and has none: a dict may name some"):
         gt.load_model(folder, backbone=backbone(1), class_names=["a", "b"])
+    with pytest.raises(InvalidArgument, match=r"8 names, by id; the head has 7 classes"):
+        gt.load_model(folder, backbone=backbone(1), class_names=list("abcdefgh"))
+    some = gt.load_model(folder, backbone=backbone(1), class_names={3: "three"})
+    assert some.class_names[some.class_names.index("three") + 1] == "4"
     model = gt.load_model(folder, backbone=backbone(1))
     with pytest.raises(InvalidArgument, match="takes tensors"):
         model.predict("image.png")

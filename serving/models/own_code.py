@@ -1,0 +1,36 @@
+"""Code of one's own that a service runs because it was told to: what a model's folder names alone is not enough."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from geartrain.ams.values.errors import ConfigError
+
+_TRUSTED: set[str] = set()
+"""``package.module:function`` that may be run in this process."""
+
+
+def trust(name: str | None) -> None:
+    """Let models that name it run this code; None: nothing."""
+    if name is not None:
+        _TRUSTED.add(name)
+
+
+def function_of(name: str, whose: str) -> Callable[[list[Any]], Any]:
+    """The function that ``whose`` folder names. Raises ConfigError: it was not trusted, or cannot be imported."""
+    if name not in _TRUSTED:
+        raise ConfigError(
+            f"{whose} makes its tensors by {name}, which is code of your own: it is run if the service is told so, "
+            f"geartrain serve --preprocessing {name}, or geartrain.serve_app(..., preprocessing={name!r})"
+        )
+    module, _, function = name.partition(":")
+    try:
+        found: Callable[[list[Any]], Any] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as exc:
+        raise ConfigError(
+            f"the preprocessing {name!r} cannot be imported: {exc}; give package.module:function, and put its folder "
+            "on PYTHONPATH"
+        ) from exc
+    return found

@@ -1,0 +1,239 @@
+"""Models of tensors: networks of one's own, asked with what their forward takes.
+
+Legend: N items, C classes, D width of a feature, k answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.text import quoted
+from geartrain.serving.answers import Arrays, Question, TensorSpec
+from geartrain.serving.models.own_code import function_of
+from geartrain.serving.models.pictures import (
+    Classify,
+    ClassModel,
+    Floats,
+    Nearest,
+    fields_of,
+    listed,
+    only,
+    request_of,
+)
+
+ITEMS = "items"
+_DTYPES = {
+    "float": "float32",
+    "double": "float64",
+    "float16": "float16",
+    "bool": "bool",
+    **{f"{sign}int{bits}": f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+}
+"""Of onnxruntime -> of numpy."""
+
+
+class TensorModel(ClassModel):
+    """Answers about tensors with onnxruntime and an index of class centers."""
+
+    kind = "tensors"
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], *, threads: int | None = None) -> None:
+        """See :meth:`load`."""
+        own = config["preprocessing"]
+        self._make = None if own is None else function_of(own, str(folder))
+        super().__init__(folder, config, threads=threads)
+        self.inputs = tuple(map(_spec_of, self._session.get_inputs()))
+        self.asked = self.inputs if own is None else (TensorSpec(name=ITEMS, dtype="object", shape=(None,)),)
+        """What a request brings: tensors, or items that become some."""
+        self.field = "inputs" if own is None else ITEMS
+        """Of a JSON body."""
+        takes = {spec.name: [spec.dtype, *spec.shape] for spec in self.inputs}
+        self.facts = {**self.facts, "preprocessing": own, "inputs": takes}
+        self.operations = {
+            operation.name: operation for operation in (ClassifyTensors(self), EmbedTensors(self), Nearest(self))
+        }
+
+    @classmethod
+    def load(cls, folder: Path, config: Mapping[str, Any]) -> TensorModel:
+        """The model of a folder whose files were checked.
+
+        Raises ConfigError (onnxruntime is not installed), ModelDamaged (also where network, centers and names are not
+        of one model), InvalidArgument (a network that onnxruntime cannot run).
+        """
+        return cls(folder, config)
+
+    def read(self, body: Mapping[str, Any]) -> Arrays:
+        """The tensors of a JSON body: of nested lists by name, or of items. Raises InvalidArgument."""
+        if self._make is not None:
+            return self.made(listed(body, ITEMS))
+        given = body.get("inputs")
+        if not isinstance(given, dict):
+            raise InvalidArgument(f"inputs is {quoted(given)}; give an object of {self._wanted()}")
+        arrays = {}
+        for spec in self.inputs:
+            value = given.get(spec.name)
+            try:
+                arrays[spec.name] = array = np.array(value)
+            except ValueError as exc:
+                raise InvalidArgument(f"{spec.name} has rows of several lengths; pad them to one ({exc})") from exc
+            whole = np.dtype(spec.dtype).kind not in "iu" or array.dtype.kind in "iu"
+            if array.dtype.kind not in "biuf" or not whole or (spec.dtype == "bool") != (array.dtype.kind == "b"):
+                raise InvalidArgument(f"{spec.name} is {quoted(value)}; give nested lists of {spec.dtype}")
+            with np.errstate(over="ignore"):
+                arrays[spec.name] = array.astype(spec.dtype)
+            if whole and array.dtype.kind in "iu" and (arrays[spec.name] != array).any():
+                raise InvalidArgument(f"{spec.name} has a number that is no {spec.dtype}")
+        return self.checked({**{name: np.empty(0) for name in given}, **arrays})
+
+    def made(self, items: list[Any]) -> Arrays:
+        """The tensors that the code of one's own makes of items. Raises InvalidArgument."""
+        assert self._make is not None
+        try:
+            found = self._make(items)
+        except Exception as exc:  # of code that is not ours
+            raise InvalidArgument(f"the preprocessing refuses these items: {type(exc).__name__}: {exc}") from exc
+        if not isinstance(found, Mapping):
+            several = found if isinstance(found, tuple) else (found,)
+            found = dict(zip((spec.name for spec in self.inputs), several, strict=False))
+        arrays = self.checked({name: np.asarray(array) for name, array in found.items()})
+        if (num_rows := len(next(iter(arrays.values())))) != len(items):
+            raise InvalidArgument(f"the preprocessing made {num_rows} rows of {len(items)} items; it makes one of each")
+        return arrays
+
+    def accepted(self, arrays: Arrays) -> Arrays:
+        """The tensors of arrays as gRPC brings them. Raises InvalidArgument."""
+        if self._make is None:
+            return self.checked(arrays)
+        items = only(arrays, ITEMS, 1, {})
+        return self.made([item.decode(errors="replace") if isinstance(item, bytes) else item for item in items])
+
+    def features(self, arrays: Arrays) -> Floats:
+        """See :class:`ClassModel`. Raises InvalidArgument where the network refuses values."""
+        try:
+            features_ND = super().features(arrays)
+        except Exception as exc:  # errors of onnxruntime have no base but this
+            raise InvalidArgument(f"the network refuses these inputs: {str(exc)[:300]}") from exc
+        if not np.isfinite(features_ND).all():
+            raise InvalidArgument("the network makes features of these inputs that are not finite")
+        return features_ND
+
+    def checked(self, arrays: Arrays) -> Arrays:
+        """``arrays``, which must be what the network takes. Raises InvalidArgument."""
+        wanted = {spec.name: spec for spec in self.inputs}
+        if set(arrays) != set(wanted):
+            raise InvalidArgument(f"the inputs are {', '.join(map(quoted, arrays)) or 'none'}; give {self._wanted()}")
+        for name, array in arrays.items():
+            spec = wanted[name]
+            fits = len(array.shape) == len(spec.shape) and all(
+                size is None or size == found for size, found in zip(spec.shape, array.shape, strict=True)
+            )
+            if array.dtype != spec.dtype or not fits or not array.size:
+                found = f"{array.dtype} {list(array.shape)}"
+                raise InvalidArgument(f"{quoted(name)} is {found}; this model takes {self._wanted()}, none of size 0")
+        if len({len(array) for array in arrays.values()}) != 1:
+            found = ", ".join(f"{quoted(name)} {len(array)}" for name, array in arrays.items())
+            raise InvalidArgument(f"the inputs have several numbers of items: {found}; each is of the same items")
+        return arrays
+
+    def question(self, arrays: Arrays, **parameters: Any) -> Question:
+        """Checked arrays; those of equal sizes are answered together."""
+        sizes = tuple((name, array.shape[1:]) for name, array in sorted(arrays.items()))
+        return Question(arrays=arrays, parameters=(*sorted(parameters.items()), ("sizes", sizes)))
+
+    def _wanted(self) -> str:
+        shapes = (", ".join("any" if size is None else str(size) for size in spec.shape[1:]) for spec in self.inputs)
+        specs = zip(self.inputs, shapes, strict=True)
+        return " and ".join(f"{quoted(spec.name)} {spec.dtype} [N{sizes and ', '}{sizes}]" for spec, sizes in specs)
+
+
+class ClassifyTensors:
+    """Names items."""
+
+    name = "classify"
+    help = "The classes that fit each item best, with their scores."
+    outputs = Classify.outputs
+    answer = Classify.answer
+
+    def __init__(self, model: TensorModel) -> None:
+        self._model, self.inputs = model, model.asked
+        self.request = _request(model, ranked=True)
+
+    def read(self, body: Mapping[str, Any]) -> Question:
+        """See :class:`Operation`."""
+        given = fields_of(body, self._model.field, "k")
+        return self._model.question(self._model.read(given), k=self._model.k_of(given))
+
+    def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
+        """See :class:`Operation`."""
+        k = self._model.k_of(fields_of(parameters, "k"))
+        return self._model.question(self._model.accepted(arrays), k=k)
+
+    def run(self, question: Question) -> Arrays:
+        """See :class:`Operation`."""
+        return self._model.best(self._model.features(question.arrays), dict(question.parameters)["k"])
+
+    def write(self, answered: Arrays) -> list[Any]:
+        """See :class:`Operation`."""
+        return self._model.listed(answered)
+
+
+class EmbedTensors:
+    """Gives features of items."""
+
+    name = "embed"
+    help = "The features of each item, as the network gives them."
+    answer: Mapping[str, Any] = {"type": "array", "items": {"type": "number"}}
+
+    def __init__(self, model: TensorModel) -> None:
+        self._model, self.inputs = model, model.asked
+        self.outputs = (TensorSpec(name="features", dtype="float32", shape=(None, model.dim)),)
+        self.request = _request(model, ranked=False)
+
+    def read(self, body: Mapping[str, Any]) -> Question:
+        """See :class:`Operation`."""
+        return self._model.question(self._model.read(fields_of(body, self._model.field)))
+
+    def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
+        """See :class:`Operation`."""
+        fields_of(parameters)
+        return self._model.question(self._model.accepted(arrays))
+
+    def run(self, question: Question) -> Arrays:
+        """See :class:`Operation`."""
+        return {"features": self._model.features(question.arrays)}
+
+    def write(self, answered: Arrays) -> list[Any]:
+        """See :class:`Operation`."""
+        features: list[Any] = answered["features"].tolist()
+        return features
+
+
+def _spec_of(taken: Any) -> TensorSpec:
+    kind = str(taken.type).removeprefix("tensor(").removesuffix(")")
+    if kind not in _DTYPES:
+        raise InvalidArgument(f"the network takes {taken.name!r} of type {taken.type}, which no request can bring")
+    sizes = (size if isinstance(size, int) else None for size in taken.shape[1:])
+    return TensorSpec(name=taken.name, dtype=_DTYPES[kind], shape=(None, *sizes))
+
+
+def _request(model: TensorModel, *, ranked: bool) -> dict[str, Any]:
+    """The JSON schema of a body, with an example of zeros."""
+    zeros = {spec.name: np.zeros([size or 1 for size in spec.shape], spec.dtype).tolist() for spec in model.inputs}
+    if model.field == ITEMS:
+        item = {"description": f"As {model.facts['preprocessing']} takes it."}
+        return request_of({ITEMS: item}, ["text"], model if ranked else None)
+    body = request_of({"inputs": {}}, [], model if ranked else None)
+    nested = {spec.name: {"type": "array"} for spec in model.inputs}
+    body["properties"]["inputs"] = {
+        "type": "object",
+        "properties": nested,
+        "required": [spec.name for spec in model.inputs],
+        "additionalProperties": False,
+    }
+    body["example"]["inputs"] = zeros
+    return body
