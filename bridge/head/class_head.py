@@ -402,11 +402,11 @@ class ClassHead(ModuleWithRows):
         direction. Under a margin a quarter more: a center is turned away from the mean of the others, to a cosine of
         0.8 with its own mean at least. The others are up to 32 MiB of rows, evenly spread.
 
-        ``loader`` yields (images, labels [N] int64) or (images, labels, weights [N]), as a step takes them: weights
-        weigh the mean; samples of weight 0 or of the head's ``ignore_index`` do not count. ``backbone`` runs in eval()
-        without gradients, on its own device, and is put back in its mode. Classes without images keep their row; an
-        imprinted row's momentum becomes zero. Of several centers a class the mean is the first, and the others get
-        their initial values.
+        ``loader`` yields (images, labels [N] int64) or (images, labels, weights [N]), as a step takes them: images are
+        what ``backbone`` takes, a tensor, a tuple of its arguments or a dict of them; weights weigh the mean; samples
+        of weight 0 or of the head's ``ignore_index`` do not count. ``backbone`` runs in eval() without gradients, on
+        its own device, and is put back in its mode. Classes without images keep their row; an imprinted row's momentum
+        becomes zero. Of several centers a class the mean is the first, and the others get their initial values.
         ``loader`` is read once. Sums of all classes take up to ``memory_bytes``, one byte a class, and 384 MiB while
         they become rows; if they need more, they are in a file without a name in ``tempfile.gettempdir()``
         (``TMPDIR``), 4·dim bytes of disk for each class with images. Rows are assigned when all images were read.

@@ -9,7 +9,7 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +35,9 @@ _BYTES_AT_ONCE = 32 << 20
 """Of sums that are made into rows and assigned; not from ``memory_bytes``, in which ranks may differ."""
 
 T = TypeVar("T")
-Loader = Iterable[Sequence[Tensor]]
-"""Batches (images, labels) or (images, labels, weights)."""
+Loader = Iterable[Sequence[Any]]
+"""Batches (images, labels) or (images, labels, weights); of a backbone that takes several tensors, images are a tuple
+of them, or a dict by the names of its arguments."""
 
 
 @torch.no_grad()
@@ -148,7 +149,7 @@ def features_of(
     parameter = next(backbone.parameters(), None)
     for batch in loader:
         images, labels, weight = _parts_of(batch)
-        features = backbone(images if parameter is None else images.to(parameter.device))
+        features = _features(backbone, images, torch.device("cpu") if parameter is None else parameter.device)
         check_features(features, dim)
         ids = check_labels(labels, len(features), live_classes.num_classes, ignore_index)
         weight_N = torch.ones(len(ids)) if weight is None else check_weight(weight, len(ids)).float()
@@ -162,9 +163,25 @@ def features_of(
         )
 
 
-def _parts_of(batch: object) -> tuple[Tensor, Tensor, Tensor | None]:
+def _features(backbone: nn.Module, images: Any, device: torch.device) -> Tensor:
+    """Of one tensor, or of several as forward takes them."""
+
+    def moved(tensor: Any) -> Any:
+        return tensor.to(device) if hasattr(tensor, "to") else tensor
+
+    if isinstance(images, Mapping):
+        return backbone(**{name: moved(tensor) for name, tensor in images.items()})  # type: ignore[no-any-return]
+    several = images if isinstance(images, tuple | list) else (images,)
+    return backbone(*map(moved, several))  # type: ignore[no-any-return]
+
+
+def _parts_of(batch: object) -> tuple[Any, Tensor, Tensor | None]:
     """Images, labels and weights of a batch. Raises InvalidArgument."""
-    if isinstance(batch, tuple | list) and len(batch) in (2, 3) and hasattr(batch[0], "to"):
+    if (
+        isinstance(batch, tuple | list)
+        and len(batch) in (2, 3)
+        and (hasattr(batch[0], "to") or isinstance(batch[0], Mapping | tuple | list))
+    ):
         return batch[0], batch[1], batch[2] if len(batch) == 3 else None
     if isinstance(batch, Mapping):
         found = f"a {type(batch).__name__} with keys {quoted(list(batch))}"
@@ -173,8 +190,9 @@ def _parts_of(batch: object) -> tuple[Tensor, Tensor, Tensor | None]:
     else:
         found = f"a {type(batch).__name__}"
     raise InvalidArgument(
-        f"a batch of the loader is {found}; it must be (images, labels) or (images, labels, weights), tensors each. "
-        "Give what makes such of yours, as in ((batch['image'], batch['label']) for batch in loader)"
+        f"a batch of the loader is {found}; it must be (images, labels) or (images, labels, weights), where images are "
+        "what the backbone takes: a tensor, a tuple of tensors or a dict of them. Give what makes such of yours, as in "
+        "((batch['image'], batch['label']) for batch in loader)"
     )
 
 

@@ -79,6 +79,26 @@ def test_what_can_be_read_only_once_is_imprinted() -> None:
     np.testing.assert_allclose(heads[1][1].rows, heads[0][1].rows, rtol=1e-4, atol=1e-5)
 
 
+class Sum(nn.Module):
+    def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return first + second
+
+
+@pytest.mark.parametrize("is_mapping", [False, True])
+def test_a_backbone_of_several_tensors_is_given_them_as_its_forward_takes_them(is_mapping: bool) -> None:
+    (head, table), (other, others) = make_head(), make_head()
+    several = [
+        ({"second": batch / 4, "first": batch} if is_mapping else (batch, batch / 4), labels)
+        for batch, labels in images()
+    ]
+    assert head.imprint(several, Sum()) == other.imprint(
+        [(1.25 * batch, labels) for batch, labels in images()], nn.Identity()
+    )
+    np.testing.assert_allclose(table.rows, others.rows, atol=1e-6)
+    with pytest.raises(InvalidArgument, match="a tensor, a tuple of tensors or a dict of them"):
+        head.imprint([("a.png", torch.tensor([3]))], Sum())
+
+
 def test_memory_and_disk_are_those_of_the_classes_that_have_images() -> None:
     """A hundred million classes, of which a hundred have images, and memory for ten of them."""
     dim, classes = 64, np.arange(100) * 999_983
