@@ -222,8 +222,8 @@ def test_a_job_that_loses_a_role_before_its_last_snapshot_goes_back_and_ends(
             before = [shard.incarnation for shard in cluster_status(running.facts["scheduler"]).shards]
             kill_child(psutil.Process(running.process.pid), role)
             while role == "server":
-                now = cluster_status(running.facts["scheduler"])
-                if now.ready and [shard.incarnation for shard in now.shards] != before:
+                now = cluster_status(running.facts["scheduler"]).shards
+                if {shard.state for shard in now} == {"up"} and [shard.incarnation for shard in now] != before:
                     break
 
     kills = [1]
