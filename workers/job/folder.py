@@ -25,7 +25,7 @@ from typing import Any
 
 from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.ams.storage.snapshot.store import place
-from geartrain.ams.values.errors import ConfigError, RunHeld, SnapshotDamaged
+from geartrain.ams.values.errors import ConfigError, GeartrainError, RunHeld, SnapshotDamaged
 from geartrain.workers.atomic import previous_folder, write_json
 from geartrain.workers.job.keys import RECIPE_FILE
 
@@ -105,6 +105,19 @@ def say_unended(folder: Path, step: int | None, say: Callable[[str], None]) -> N
 def has_snapshot(run: Run) -> bool:
     """Whether there is something to go on from."""
     return bool(list_snapshots(run.snapshots))
+
+
+def saved_in(out: Path, snapshots: str | None = None, *, go_on: str) -> str | None:
+    """Which step the newest snapshot of the run in ``out`` holds, and how to go on, as a sentence; None: it has none.
+
+    ``snapshots`` is where they are if ``out`` was lost. From any thread, and where torch is not loaded yet.
+    """
+    try:
+        listed = list_snapshots(read_run(out).snapshots if has_run(out) else place(snapshots or out / "snapshots"))
+    except (GeartrainError, OSError):
+        return None
+    newest = next((entry.snapshot for entry in listed if entry.snapshot is not None), None)
+    return None if newest is None else f"saved is step {newest.manifest.step}. Go on with: {go_on}"
 
 
 def require_new_run(folder: Path) -> None:

@@ -40,6 +40,7 @@ from geartrain.workers.job.folder import (
     require_new_run,
     require_new_snapshots,
     require_one_process,
+    saved_in,
     sole_trainer,
 )
 from geartrain.workers.job.interruption import Interruption, Stopped, interruption
@@ -151,7 +152,7 @@ def _run_to_the_end(
     is_alone = "WORLD_SIZE" not in os.environ
     while True:
         if options.resume:
-            stop.saved = partial("it goes on from its newest snapshot. Go on with: {}".format, options.go_on())
+            stop.saved = partial(saved_in, options.out, go_on=options.go_on())
         try:
             return _run_once(trainer_class, options, console, started, loss, stop)
         except Stopped:
@@ -219,6 +220,7 @@ def _run_on(
             stack.enter_context(sole_trainer(options.out))  # a run that goes on in a cluster is fenced there
         snapshot, state = None, None
         if options.resume:
+            stop.saved = partial(saved_in, options.out, go_on=options.go_on(ranks.launcher))
             run = read_run(options.out)
             # One rank looks for the newest: a snapshot that appears meanwhile must not part them.
             first = newest_snapshot(run.snapshots, allow_fallback=options.allow_fallback) if ranks.is_first else None
