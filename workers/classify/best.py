@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from geartrain.ams.values.errors import ConfigError
+from geartrain.workers.job.best import BestLook
 from geartrain.workers.models.saved_model import read_training
 
-LOOKS = 10
-"""Of a stage, beside the start."""
 START, TRAINED, IMPRINTED = "start", "trained", "imprinted"
 
 ADVICE = (
@@ -37,7 +37,7 @@ class Look:
     """Looked at."""
 
 
-class BestModel:
+class BestModel(BestLook[Look]):
     """Keeps the best of the models that a run comes by in its folder. For the first rank."""
 
     def __init__(
@@ -60,19 +60,19 @@ class BestModel:
         self._tell = tell
         found = read_training(folder)
         is_ours = found.get("job") == job
-        self.best: Look | None = Look(**found["best"]) if is_ours else None
-        self.start: Look | None = Look(**found["start"]) if is_ours else None
+        super().__init__(
+            attrgetter("validation_top1"),
+            best=Look(**found["best"]) if is_ours else None,
+            start=Look(**found["start"]) if is_ours else None,
+        )
 
     def consider(self, step: int, centers: str) -> Look:
         """Look at the model as it is, and keep it if none was better; of equal ones the later."""
         top1, images = self._look(step, centers)
         look = Look(step=step, centers=centers, validation_top1=top1, images=images)
-        if self.start is None:
-            self.start = look
-        is_better = self.best is None or look.validation_top1 >= self.best.validation_top1
+        is_better = self.compare(look)
         self._tell(is_better)
         if is_better:
-            self.best = look
             self._write(training=self.training())
         return look
 

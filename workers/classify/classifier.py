@@ -19,7 +19,7 @@ from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import counted
 from geartrain.bridge.rows.native_types import has_fast_bfloat16
 from geartrain.workers.classify import class_pictures
-from geartrain.workers.classify.best import IMPRINTED, LOOKS, START, TRAINED, BestModel
+from geartrain.workers.classify.best import IMPRINTED, START, TRAINED, BestModel
 from geartrain.workers.classify.graph_lines import GraphLines
 from geartrain.workers.classify.report import Evaluation
 from geartrain.workers.classify.sweep import SWEEP, found_rate
@@ -27,6 +27,7 @@ from geartrain.workers.classify.trainer import ImageTrainer
 from geartrain.workers.data.folder import load_folder
 from geartrain.workers.data.images import Images, Unreadable
 from geartrain.workers.devices import choose_device
+from geartrain.workers.job.best import look_period
 from geartrain.workers.job.options import JobOptions
 from geartrain.workers.job.state import JobState
 from geartrain.workers.job.trainer import Attempt, versions
@@ -185,7 +186,7 @@ class Classifier(ImageTrainer):
     def between(self) -> None:
         """Look at the validation so many times a stage."""
         step, steps = self.progress.part
-        if step % max(1, steps // LOOKS) == 0:
+        if step % look_period(steps) == 0:
             with self.phases.measured("looks"):
                 self._consider(TRAINED)
             self._replica.train()

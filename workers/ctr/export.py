@@ -28,7 +28,7 @@ from geartrain.workers.ctr.served_network import write_network
 from geartrain.workers.ctr.trainer import ClickTrainer
 from geartrain.workers.data.packages import Say
 from geartrain.workers.job.folder import read_run
-from geartrain.workers.job.state import JobState, newest_snapshot
+from geartrain.workers.job.state import JobState, best_snapshot
 from geartrain.workers.models.export import next_version
 from geartrain.workers.models.saved_model import seal_folder
 
@@ -41,12 +41,12 @@ def export_clicks(
 ) -> dict[str, Any]:
     """Replace the folder ``out`` by the model of a snapshot, as a whole; return its config.
 
-    ``run``: the snapshot, or the folder of a run, which means its newest one. ``version`` is its number; None: the
+    ``run``: the snapshot, or the folder of a run, which means its best one. ``version`` is its number; None: the
     step of the training.
     Raises ConfigError, SnapshotDamaged, InvalidArgument, OSError; then the old folder stays.
     """
     next_version(out)  # raises if other files are there
-    snapshot = run if isinstance(run, Snapshot) else newest_snapshot(read_run(run).snapshots)
+    snapshot = run if isinstance(run, Snapshot) else best_snapshot(read_run(run).snapshots)
     state = JobState.read(snapshot, ClickTrainer.job, ClickTrainer.recipe_class)
     design = Design(state.recipe, SampleLayout.from_json(state.data))
     network = design.network()

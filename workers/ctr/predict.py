@@ -1,4 +1,4 @@
-"""Scores of samples by a run of ``geartrain worker ctr``: the rows of its newest snapshot, in this process."""
+"""Scores of samples by a run of ``geartrain worker ctr``: the rows of its best snapshot, in this process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from geartrain.workers.ctr.samples.sources import load_samples, own_samples
 from geartrain.workers.ctr.trainer import ClickTrainer, click_probabilities
 from geartrain.workers.data.packages import Say
 from geartrain.workers.job.folder import read_run, say_unended
-from geartrain.workers.job.state import JobState, newest_snapshot
+from geartrain.workers.job.state import JobState, best_snapshot
 
 
 def is_click_run(folder: Path) -> bool:
@@ -47,7 +47,8 @@ def predict_clicks(run: Path, samples: str, *, cache: Path, say: Say) -> npt.NDA
     column. Raises ConfigError, SnapshotDamaged, SourceError that names a column that is missing, and InvalidArgument
     for values of another kind than those of training.
     """
-    snapshot = newest_snapshot(read_run(run).snapshots)
+    snapshot = best_snapshot(read_run(run).snapshots)
+    say(f"The model of {run} is that of step {snapshot.manifest.step}")
     say_unended(run, snapshot.manifest.step, say)
     state = JobState.read(snapshot, ClickTrainer.job, ClickTrainer.recipe_class)
     design = Design(state.recipe, SampleLayout.from_json(state.data))

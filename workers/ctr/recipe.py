@@ -28,8 +28,6 @@ class EmbeddingRecipe:
     history: int = 0
     """The latest so many events of a sample's user before it; 0: no history."""
     batch_size: int = 500
-    steps: int = 960
-    """Of a stage."""
     row_lr: float = 0.003
     """Peak learning rate of the rows, by Adam."""
     row_weight_decay: float = 0.001
@@ -45,8 +43,9 @@ class EmbeddingRecipe:
         if self.split not in SPLITS:
             raise ConfigError(f"split is {quoted(self.split)}; it must be one of {', '.join(SPLITS)}")
         for name, least in self.least.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be at least {least}")
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value!r}; it must be at least {least}")
         for name in ("lr", "row_lr"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be > 0")
@@ -59,16 +58,18 @@ class EmbeddingRecipe:
         """What both learning rates are multiplied by at ``step`` (from 0) of a stage of ``steps``: half a cosine."""
         return 0.5 * (1 + math.cos(math.pi * step / steps))
 
-    def stage_steps(self) -> int:
-        """Updates of one stage."""
-        return self.steps
-
 
 @dataclass(frozen=True, kw_only=True)
 class CtrRecipe(EmbeddingRecipe):
     """That of a click model."""
 
     model: str = "deepfm"
+    epochs: float = 3.0
+    """Passes over the samples to train on, of a stage."""
+    steps: int | None = None
+    """Of a stage, at most; None: as many as ``epochs`` are."""
+    patience: int = 3
+    """Looks at the validation, of ten in a stage, without a better one, after which it ends early; 0: it does not."""
     validation: bool = False
     """Test on a fifth of the samples to train on, split off in the same way, in the place of what is held out: to
     choose settings by."""
@@ -79,7 +80,15 @@ class CtrRecipe(EmbeddingRecipe):
         """Raises ConfigError that names the value."""
         if self.model not in MODELS:
             raise ConfigError(f"model is {quoted(self.model)}; it must be one of {', '.join(MODELS)}")
+        if not 0 < self.epochs < math.inf:
+            raise ConfigError(f"epochs is {self.epochs!r}; it must be > 0")
+        if self.patience < 0:
+            raise ConfigError(f"patience is {self.patience!r}; it must be >= 0")
         super().__post_init__()
+
+    def stage_steps(self) -> int:
+        """Updates of one stage; 0: as many as ``epochs`` are."""
+        return self.steps or 0
 
 
 _Choice = Mapping[str, object]
@@ -87,6 +96,7 @@ _PRESETS: tuple[tuple[_Choice, Mapping[str, Any]], ...] = (
     ({"model": "din"}, {"history": 100}),
     ({"model": "dien"}, {"history": 20}),
     ({"model": "crossmedia"}, {"history": 10}),
+    ({"data": "movielens"}, {"epochs": 6.0}),
     # Chosen by validation=true, not by what is held out.
     (
         {"data": "movielens", "model": "deepfm", "split": "random"},
@@ -97,7 +107,7 @@ _PRESETS: tuple[tuple[_Choice, Mapping[str, Any]], ...] = (
         {"data": "movielens", "model": "deepfm", "split": "time", "fresh": True},
         {"history": 300, "row_weight_decay": 0.0003, "row_lr": 0.005},
     ),
-    ({"data": "flights"}, {"batch_size": 4096, "steps": 1000, "dropout": 0.0}),
+    ({"data": "flights"}, {"batch_size": 4096, "epochs": 6.0, "dropout": 0.0}),
 )
 """Where all that is named holds, what differs from the recipe; a later one counts before those above it."""
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -19,14 +22,18 @@ from geartrain.bridge.rows.tables import counted_as
 from geartrain.workers.ctr.designs import Design, layout_of
 from geartrain.workers.ctr.metrics import draw_calibration, measured
 from geartrain.workers.ctr.recipe import CtrRecipe, usual_for
-from geartrain.workers.ctr.samples.click_samples import ClickSamples, split
+from geartrain.workers.ctr.samples.click_samples import ClickSamples, part_validation, split
 from geartrain.workers.ctr.samples.kinds import kinds_from_json
 from geartrain.workers.ctr.samples.sources import found_again, load_samples
+from geartrain.workers.job.best import BestLook, look_period
+from geartrain.workers.job.folder import read_run
 from geartrain.workers.job.options import JobOptions
-from geartrain.workers.job.state import JobState
+from geartrain.workers.job.state import JobState, best_snapshot
 from geartrain.workers.job.trainer import Attempt, Trainer
 
 _AT_ONCE = 4096
+_TRAINED_PER_LOOKED_AT = 8
+"""Samples to train on for each one that is looked at, which costs less than 0.4 of a training sample: 5 % in all."""
 
 
 class EmbeddingTrainer(Trainer):
@@ -79,7 +86,7 @@ class ClickTrainer(EmbeddingTrainer):
         source, samples = data
         recipe: CtrRecipe = attempt.options.recipe
         self.design = design = Design(recipe, layout_of(samples))
-        self._train, self.test = split(
+        self._train, held_out = split(
             samples,
             recipe.split,
             recipe.seed,
@@ -92,6 +99,13 @@ class ClickTrainer(EmbeddingTrainer):
         network = design.network()
         fields = design.fields(attempt.cluster, attempt.progress.table, reuse=attempt.state is not None)
         super().__init__(attempt, source, len(self._train), network, fields)
+        self.validation, self.test = part_validation(held_out, recipe.seed)
+        least = math.ceil(_TRAINED_PER_LOOKED_AT * len(self.validation) / recipe.batch_size)
+        self._period = max(look_period(self.progress.stage_steps), least)
+        self._is_validated = 0 < self.validation.clicks.sum() < len(self.validation)  # else there is no AUC
+        self._best = BestLook[dict[str, Any]](itemgetter("auc"), best=self.progress.best)
+        self._was_complete = self.progress.is_complete
+        self._looked_at = -1
 
     @classmethod
     def usual_recipe(cls, data: str | None, stated: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,6 +122,56 @@ class ClickTrainer(EmbeddingTrainer):
         what = "of the training part are kept to choose by" if self.recipe.validation else "are held out"
         counts = f"{counted(len(self._train), 'sample')}; {len(self.test):,} {what}"
         self.attempt.say(f"Training {self.recipe.model} on {counts} ({self.recipe.split})")
+        _, steps = self.progress.part
+        epochs = f"{steps / self.steps_per_epoch:.1f} epochs of {self.steps_per_epoch:,.1f} steps"
+        looks = "no validation: its samples lack clicks, or others"
+        if self._is_validated:
+            looks = (
+                f"validation on {counted(len(self.validation), 'more sample')} every {counted(self._period, 'step')}"
+            )
+        self.attempt.say(f"{counted(steps, 'step')}, {epochs}; {looks}")
+
+    def between(self) -> None:
+        """Look at the validation so many times a stage, and end the stage where that has not become better for long."""
+        if self.progress.part[0] % self._period:
+            return
+        self._look()
+        (done, steps), best, patience = self.progress.part, self.progress.best, self.recipe.patience
+        if best is None or not patience:
+            return
+        since = self.progress.step - max(best["step"], self.progress.stage_start)
+        if since >= patience * self._period:
+            self.attempt.say(
+                f"Ended early, at step {self.progress.step} of {self.progress.stage_start + steps}: no look since step "
+                f"{best['step']} was better (patience={patience})"
+            )
+            self.progress = replace(self.progress, stage_steps=done)
+
+    def trained(self) -> None:
+        """Look at the end."""
+        if not self._was_complete:
+            self._look()
+
+    def _look(self) -> None:
+        """Compare the model as it is with the best one before."""
+        step = self.progress.step
+        if not self._is_validated or step == self._looked_at:
+            return
+        self._looked_at = step
+        with self.phases.measured("looks"):
+            found = measured(
+                click_probabilities(self.design, self.network, self.fields, self.validation), self.validation.clicks
+            )
+        numbers = {name: found[name] for name in ("auc", "log_loss")}
+        self.events.scalars("validation", numbers, step)
+        look = {"step": step, **numbers, "samples": found["samples"]}
+        is_best = self._best.compare(look)
+        if is_best:
+            self.progress, self.wants_snapshot = replace(self.progress, best=look), True
+        self.attempt.say(
+            f"step {step}: validation AUC {found['auc']:.4f}, log loss {found['log_loss']:.4f}"
+            f"{', the best so far' if is_best else ''}"
+        )
 
     def run(self, **settings: Any) -> bool:
         self.network.train()
@@ -126,9 +190,26 @@ class ClickTrainer(EmbeddingTrainer):
         """The probability of a click [N] of the samples held out."""
         return click_probabilities(self.design, self.network, self.fields, self.test)
 
+    def _go_to_best(self) -> int:
+        """Take network and rows of the best step back; return which it is."""
+        snapshot = best_snapshot(read_run(self.attempt.options.out).snapshots)
+        if snapshot.manifest.step != self.progress.step:
+            assert self.cluster is not None
+            self.cluster.restore(snapshot.path, replace=True)
+            state = JobState.read(snapshot, self.job, self.recipe_class)
+            self.network.load_state_dict(state.tensors["network"])
+        return snapshot.manifest.step
+
     def report(self) -> dict[str, Any]:
-        """AUC, log loss and calibration on what is held out."""
-        recipe, out = self.recipe, self.attempt.options.out
+        """AUC, log loss and calibration of the best model on what is held out."""
+        recipe, out, best = self.recipe, self.attempt.options.out, self.progress.best
+        step = self._go_to_best()
+        why = ""
+        if best is not None:
+            why = f", the best: validation AUC {best['auc']:.4f}"
+            if step != best["step"]:
+                why = f"; that of the best step, {best['step']}, could not be saved"
+        self.attempt.say(f"The model is that of step {step}{why}")
         found = measured(self.predict(), self.test.clicks)
         self.events.scalars("held_out", {name: found[name] for name in ("auc", "log_loss")}, self.progress.step)
         title = f"{recipe.model}, {recipe.split} split: AUC {found['auc']:.4f}, log loss {found['log_loss']:.4f}"
@@ -138,7 +219,7 @@ class ClickTrainer(EmbeddingTrainer):
             f"{what}: AUC {found['auc']:.4f}, log loss {found['log_loss']:.4f} "
             f"({found['log_loss_of_the_mean']:.4f} for the mean click rate), {counted(found['samples'], 'sample')}"
         )
-        return {"held_out": found}
+        return {"held_out": found, "model": {"step": step, "best": best}}
 
     def conclude(self) -> str:
         """What the run folder has."""

@@ -34,10 +34,11 @@ class LiveLine:
             self._live.stop()
 
     def show(self, step: int, numbers: dict[str, float]) -> None:
-        """Show the numbers of ``step``: loss and samples_per_second, pull_ms and push_ms if they are known."""
+        """Show the numbers of ``step``: loss, epoch and samples_per_second, pull_ms and push_ms if they are known."""
+        epoch = numbers["epoch"]
         line = (
-            f"step {step:,}/{self._last_step:,}  loss {numbers['loss']:.3f}  "
-            f"{numbers['samples_per_second']:,.0f} samples/s"
+            f"step {step:,}/{self._last_step:,}  epoch {epoch:.1f}/{epoch * self._last_step / step:.1f}  "
+            f"loss {numbers['loss']:.3f}  {numbers['samples_per_second']:,.0f} samples/s"
         )
         if "pull_ms" in numbers:
             line += f"  pull {numbers['pull_ms']:.2f} ms  push {numbers['push_ms']:.2f} ms"

@@ -113,6 +113,8 @@ class TrainingRun:
                 if finished:
                     stop.doing = "looked at what it had trained"
                     trainer.trained()
+                    if self._is_first:
+                        self._note_stage(ended=False)  # it may have ended early: not to be taken for a further stage
             except NonFinite as exc:
                 raise self._diverged(exc) from exc
             self._save_last(finished=finished)
@@ -266,6 +268,8 @@ class TrainingRun:
         report = {
             "recipe": as_json(trainer.recipe),
             "steps": trainer.progress.step,
+            "steps_per_epoch": trainer.steps_per_epoch,
+            "epochs": trainer.progress.step / trainer.steps_per_epoch,
             "train_seconds": trainer.train_seconds - seconds["evaluation"],
             "samples_per_second": trainer.samples_per_second,
             "phases": seconds,
@@ -274,7 +278,10 @@ class TrainingRun:
             **more,
         }
         write_json(out / "report.json", report)
-        self._attempt.say(f"Trained in {report['train_seconds']:.0f} s. {trainer.conclude()} are in {out}")
+        state, whole = self._attempt.state, report["train_seconds"]
+        since = f" ({whole - sum(state.phases.values()):.0f} s since step {state.progress.step})" if state else ""
+        epochs = f"{report['epochs']:.1f} epochs of {trainer.steps_per_epoch:,.1f} steps"
+        self._attempt.say(f"Trained in {whole:.0f} s{since}, {epochs}. {trainer.conclude()} are in {out}")
         return report
 
     def _diverged(self, exc: NonFinite) -> TrainingDiverged:

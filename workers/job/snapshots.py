@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from geartrain.ams.client.leave_watch import LeaveWatch
 from geartrain.ams.client.snapshots.snapshot import PendingSnapshot, free_name
@@ -92,8 +92,8 @@ class JobSnapshots:
         watch: LeaveWatch | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``keep`` snapshots, and what they add to, stay in ``root``, which no other job may write to. Of several ranks
-        that take part, the one that ``is_first`` removes the others.
+        """``keep`` snapshots, that of the best step, and what they add to stay in ``root``, which no other job may
+        write to. Of several ranks that take part, the one that ``is_first`` removes the others.
 
         After one that holds all rows, ``increments`` hold only the rows written since the one before.
         ``every_seconds`` one is due (None: never by the clock), and when ``watch`` hears that a shard wants to leave.
@@ -214,7 +214,7 @@ class JobSnapshots:
             self.last = moment
             self._chain = [*self._chain, name] if len(self._chain) <= self._increments else [name]
             if self._is_first:
-                self._prune()
+                self._prune(moment.progress.best)
         if (waited := self._clock() - started) > _WORTH_SAYING_SECONDS:
             self._say(f"Waited {waited:.0f} s for the snapshot of step {moment.progress.step}; take them less often")
 
@@ -232,9 +232,9 @@ class JobSnapshots:
             f"{which} was told to end, and step {step} is saved; start the job again once another has taken its place"
         )
 
-    def _prune(self) -> None:
+    def _prune(self, best: dict[str, Any] | None) -> None:
         try:
-            prune(self._root, self._keep)
+            prune(self._root, self._keep, spare=best["step"] if best is not None else None)
         except SnapshotError as exc:
             self._say(f"Old snapshots stay for now: {exc}")
 

@@ -34,6 +34,8 @@ class JobProgress:
     """Steps of the current stage."""
     table: str
     """Name of the job, with which those of its tables begin: no other job has it."""
+    best: dict[str, Any] | None = None
+    """The best look at a validation so far, with its ``step``, of which there is a snapshot; None: it has none."""
 
     @property
     def is_complete(self) -> bool:
@@ -63,6 +65,8 @@ class JobState:
     """What has a format of its own, by name."""
     scheduler: str | None = None
     """Of the cluster that has the rows; None: the worker has them."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds of each part of the training until here, those of the processes before included."""
 
     def values(self) -> dict[str, Any]:
         """Return the part that is JSON."""
@@ -75,6 +79,7 @@ class JobState:
             "data": self.data,
             "world_size": len(self.tensors["random"]),
             "scheduler": self.scheduler,
+            "phases": self.phases,
         }
 
     def all_files(self) -> dict[str, bytes]:
@@ -103,6 +108,7 @@ class JobState:
                 tensors=state_from_bytes(files.pop(_TENSORS)),
                 files=files,
                 scheduler=values["scheduler"],
+                phases=dict(values.get("phases", {})),
             )
         except (KeyError, TypeError, ValueError, InvalidArgument) as exc:
             raise ConfigError(f"the job's state in {snapshot.path} {of_another_version(repr(exc))}") from exc
@@ -131,6 +137,19 @@ def newest_snapshot(root: str | Path, *, allow_fallback: bool = False) -> Snapsh
     if listed[0].snapshot is None:
         raise listed[0].damage or SnapshotDamaged(f"{listed[0].path} is damaged")
     return listed[0].snapshot
+
+
+def best_snapshot(root: str | Path) -> Snapshot:
+    """Return the snapshot of the best step that the newest one in ``root`` knows of, else the newest itself.
+
+    Raises as :func:`newest_snapshot`.
+    """
+    newest = newest_snapshot(root)
+    best = newest.manifest.job.get("progress", {}).get("best")
+    if best is None:
+        return newest
+    known = (newest, *(listed.snapshot for listed in list_snapshots(root) if listed.snapshot is not None))
+    return next((snapshot for snapshot in known if snapshot.manifest.step == best["step"]), newest)
 
 
 def snapshot_named(root: str | Path, name: str) -> Snapshot:

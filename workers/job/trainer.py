@@ -6,6 +6,7 @@ Everything random is a function of (seed, step), so that a resumed run goes on a
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -42,16 +43,28 @@ class Phases:
     """Seconds of each part of a run, in the order in which they first ended."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    _running: list[tuple[str, float]] = field(default_factory=list)
+    """Name of each block that is entered, and when it was, less the seconds known then; the innermost last."""
 
     @contextmanager
     def measured(self, name: str) -> Iterator[None]:
         """Add the time of the block to ``name``, less that of phases measured within it: their sum is the whole."""
-        started, before = time.perf_counter(), sum(self.seconds.values())
+        self._running.append((name, time.perf_counter() - sum(self.seconds.values())))
         try:
             yield
         finally:
-            within = sum(self.seconds.values()) - before
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started - within
+            self._add(self.seconds, *self._running.pop())
+
+    def so_far(self) -> dict[str, float]:
+        """The seconds, with those of the blocks that are not at their end yet."""
+        found = {**self.seconds}
+        for name, started in reversed(self._running):
+            self._add(found, name, started)
+        return found
+
+    @staticmethod
+    def _add(seconds: dict[str, float], name: str, started: float) -> None:
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started - sum(seconds.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +111,12 @@ class Trainer:
         device: torch.device | None = None,
     ) -> None:
         self.recipe = recipe
+        self.steps_per_epoch = num_samples / recipe.batch_size
+        if not progress.stage_steps:
+            progress = replace(progress, stage_steps=math.ceil(recipe.epochs * self.steps_per_epoch))
         self.progress = progress
+        self.wants_snapshot = False
+        """Set by :meth:`between`: the model is one to come back to."""
         self.ranks = ranks or JobRanks()
         self.device = device or torch.device("cpu")
         self.phases = Phases()
@@ -171,6 +189,7 @@ class Trainer:
             },
             files=self.files(),
             scheduler=options.scheduler,
+            phases=self.phases.so_far(),
         )
 
     def restore(self, state: JobState) -> None:
@@ -180,6 +199,7 @@ class Trainer:
         state is that of other samples.
         """
         self.order.require(state.cursor, self.progress.step)
+        self.phases.seconds = {**state.phases}
         self.optimizer.load_state_dict(state.tensors["optimizer"])
         for name, module in self.modules().items():
             if name in state.tensors:
@@ -212,7 +232,10 @@ class Trainer:
         """There is a snapshot of the start."""
 
     def between(self) -> None:
-        """Behind every step but the last, and before the snapshot of it; every rank calls it."""
+        """Behind every step but the last, and before the snapshot of it; every rank calls it.
+
+        It may set :attr:`wants_snapshot`, and end the stage by its ``progress``.
+        """
 
     def trained(self) -> None:
         """The stage has ended, in this process or, where only the report was missing, in one before."""
@@ -282,6 +305,7 @@ class Trainer:
                 steps, now = step - since, time.perf_counter()
                 numbers = {
                     "loss": float(loss),
+                    "epoch": step / self.steps_per_epoch,
                     "samples_per_second": steps * self.recipe.batch_size / max(time.perf_counter() - window, 1e-9),
                     "pull_ms": 1e3 * (ROW_SECONDS["pull"] - waited["pull"]) / steps,
                     "push_ms": 1e3 * (ROW_SECONDS["push"] - waited["push"]) / steps,
@@ -292,8 +316,9 @@ class Trainer:
             if self.progress.is_complete:
                 break
             self.between()
-            if is_due or step % self.recipe.snapshots.steps == 0:
+            if is_due or self.wants_snapshot or step % self.recipe.snapshots.steps == 0:
                 save()
+            self.wants_snapshot = False
         return True
 
     def step(self, step: int) -> Tensor:

@@ -409,9 +409,15 @@ def latest(root: str | Path, *, allow_fallback: bool = False) -> Snapshot:
 
 
 def prune(
-    root: str | Path, keep: int, *, stale_seconds: float = STALE_STAGING_SECONDS, now: float | None = None
+    root: str | Path,
+    keep: int,
+    *,
+    spare: int | None = None,
+    stale_seconds: float = STALE_STAGING_SECONDS,
+    now: float | None = None,
 ) -> list[str]:
-    """Remove all but the newest ``keep`` snapshots, what earlier prunes left, and stale staging folders.
+    """Remove all but the newest ``keep`` snapshots and those of step ``spare``, what earlier prunes left, and stale
+    staging folders.
 
     Returns the names of the removed snapshots. Those that a kept one adds to are kept too. If none of those to keep is
     sound, so is the newest sound one of the others, which costs reading them. One with a damaged manifest is neither
@@ -426,6 +432,7 @@ def prune(
     listing = list_snapshots(root)
     known = [listed.snapshot for listed in listing if listed.snapshot is not None]
     kept, old = known[:keep], known[keep:]
+    kept += [snapshot for snapshot in old if snapshot.manifest.step == spare]
     kept += _perhaps_needed(old, [listed for listed in listing if listed.snapshot is None])
     if old and all(snapshot.verify() for snapshot in kept):
         kept += [snapshot for snapshot in old if not snapshot.verify()][:1]

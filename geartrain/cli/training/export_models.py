@@ -25,7 +25,7 @@ from geartrain.workers.classify.run_images import images_of
 from geartrain.workers.ctr.export import export_clicks
 from geartrain.workers.ctr.predict import job_of_rows
 from geartrain.workers.job.folder import has_run, read_run, say_unended
-from geartrain.workers.job.state import newest_snapshot
+from geartrain.workers.job.state import best_snapshot
 from geartrain.workers.models.export import Arrays, RunImages, export_model, next_version
 from geartrain.workers.models.precision import require_precision
 from geartrain.workers.models.saved_model import CONFIG, ONNX, numbered_versions, read_training, step_of
@@ -73,7 +73,7 @@ def export_run(run: Path, to: Path, settings: ModelExport, *, as_json: bool) -> 
 
 
 def _export_clicks(run: Path, to: Path, settings: ModelExport) -> tuple[dict[str, Any], list[str]]:
-    job, step = read_run(run).job, newest_snapshot(read_run(run).snapshots).manifest.step
+    job, step = read_run(run).job, best_snapshot(read_run(run).snapshots).manifest.step
     with _version_folder(to, job, step, settings.keep) as (folder, version):
         config = export_clicks(run, folder, version=version, cache=settings.cache, say=_say)
     say_unended(run, config["training"]["step"], _say)
@@ -81,13 +81,14 @@ def _export_clicks(run: Path, to: Path, settings: ModelExport) -> tuple[dict[str
     num_rows = sum(table["rows"] for table in config["tables"])
     facts = {"folder": str(folder), "version": version, "rows": num_rows, "max_error": error}
     return facts, [
-        f"{folder} holds version {version}: the network {config['model']} of {counted(len(config['fields']), 'field')} "
-        f"and {num_rows:,} rows; onnxruntime's log-odds are {error:.1e} from PyTorch's"
+        f"{folder} holds version {version}, of step {config['training']['step']}: the network {config['model']} of "
+        f"{counted(len(config['fields']), 'field')} and {num_rows:,} rows; onnxruntime's log-odds are {error:.1e} from "
+        "PyTorch's"
     ]
 
 
 def _export_tree(run: Path, to: Path, settings: ModelExport) -> tuple[dict[str, Any], list[str]]:
-    job, step = read_run(run).job, newest_snapshot(read_run(run).snapshots).manifest.step
+    job, step = read_run(run).job, best_snapshot(read_run(run).snapshots).manifest.step
     with _version_folder(to, job, step, settings.keep) as (folder, version):
         config = export_tree(run, folder, version=version)
     say_unended(run, config["training"]["step"], _say)

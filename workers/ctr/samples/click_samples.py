@@ -18,6 +18,7 @@ from geartrain.workers.ctr.samples.kinds import PADDING as PADDING
 from geartrain.workers.ctr.samples.kinds import FieldKind, kinds_from_json, kinds_to_json
 
 SPLITS = ("random", "time")
+_MOST_VALIDATION = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +133,13 @@ def split(
     if history:
         samples = replace(samples, histories=_histories(samples, np.union1d(train, test) if fresh else train, history))
     return samples.subset(train), samples.subset(test)
+
+
+def part_validation(held_out: ClickSamples, seed: int) -> tuple[ClickSamples, ClickSamples]:
+    """Part what is held out in an eighth, drawn at random, to choose the best step by, and the rest to test it with."""
+    order = np.random.default_rng(seed + 2).permutation(len(held_out))
+    chosen, tested = np.split(order, [min(len(order) // 8, _MOST_VALIDATION)])
+    return held_out.subset(np.sort(chosen)), held_out.subset(np.sort(tested))
 
 
 def _parted(

@@ -13,7 +13,7 @@ from rich.console import Console
 from geartrain.workers import jobs
 from geartrain.workers.ctr.metrics import auc, log_loss
 from geartrain.workers.ctr.recipe import CtrRecipe
-from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, split
+from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, part_validation, split
 from geartrain.workers.ctr.samples.movielens import read_movielens
 from geartrain.workers.job.options import JobOptions
 from tests.support.command_line import typed
@@ -51,7 +51,7 @@ def test_a_run_scores_samples_as_it_scored_those_held_out(tmp_path: Path, model:
     options = JobOptions(job="ctr", out=tmp_path / "run", recipe=recipe, data=str(films), loggers=())
     report = jobs.train(options, Console(quiet=True)).report
     assert report is not None
-    _, test = split(read_movielens(films), "time", 0)
+    _, test = part_validation(split(read_movielens(films), "time", 0)[1], 0)
     write_samples(tmp_path / "late.parquet", test)
 
     done = typed("predict", str(tmp_path / "run"), str(tmp_path / "late.parquet"), "--json")
