@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # the one list of public names: "X as X" is how a module give
     from geartrain.ams.values.expiry.rules import SmallerThan as SmallerThan
     from geartrain.ams.values.expiry.rules import Unseen as Unseen
     from geartrain.ams.values.expiry.rules import expiry_rule as expiry_rule
+    from geartrain.ams.values.folding import fold_ids as fold_ids
     from geartrain.ams.values.optimizers.registry import FTRL as FTRL
     from geartrain.ams.values.optimizers.registry import SGD as SGD
     from geartrain.ams.values.optimizers.registry import Adagrad as Adagrad

@@ -15,6 +15,8 @@ from geartrain.ams.values.specs import DTYPES, Ids
 from geartrain.ams.values.text import counted
 
 _INT64 = np.dtype(np.int64)
+FOLD = "; geartrain.fold_ids makes ids of any 64-bit values, and fold=[column] of a reader does"
+"""The remedy of values that are no ids."""
 
 
 def _torch_of(value: Any) -> Any:
@@ -58,8 +60,8 @@ def ids_array(value: Any, num_rows: int | None) -> Ids:
     ids = value if type(value) is np.ndarray and value.ndim == 1 and is_plain(value) else _int64_vector(value)
     index = ops.first_outside(ids, num_rows)
     if index >= 0:
-        limit = 2**63 if num_rows is None else num_rows
-        raise InvalidIds(f"id {ids[index]} at index {index} is out of range; ids lie in [0, {limit})")
+        limit = f"{2**63}){FOLD}" if num_rows is None else f"{num_rows})"
+        raise InvalidIds(f"id {ids[index]} at index {index} is out of range; ids lie in [0, {limit}")
     return ids
 
 
@@ -76,7 +78,7 @@ def _int64_vector(value: Any) -> Ids:
     if array.ndim != 1:
         raise InvalidIds(f"ids have shape {array.shape}; they must be one-dimensional [N]")
     if array.dtype == np.uint64 and array.size and int(array.max()) >= 2**63:
-        raise InvalidIds(f"id {int(array.max())} is out of range; ids lie in [0, 2**63)")
+        raise InvalidIds(f"id {int(array.max())} is out of range; ids lie in [0, 2**63){FOLD}")
     return np.require(array, np.int64, ["C", "A"])
 
 

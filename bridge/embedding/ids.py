@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from geartrain.ams.kernels.embedding import Bags
-from geartrain.ams.values.arrays import as_array, is_plain
+from geartrain.ams.values.arrays import FOLD, as_array, is_plain
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import counted, quoted
@@ -328,7 +328,7 @@ def _integers(given: Any, name: str, what: str) -> npt.NDArray[np.int64]:
         hint = "; hash strings with geartrain.hash_strings" if is_text else ""
         raise InvalidIds(f"{what} of field {name!r} have dtype {array.dtype}; they must be integers (int64){hint}")
     if array.dtype == np.uint64 and array.size and int(array.max()) >= 2**63:
-        raise InvalidIds(f"{what} of field {name!r} hold {int(array.max())}; they must be below 2**63")
+        raise InvalidIds(f"{what} of field {name!r} hold {int(array.max())}; they must be below 2**63{FOLD}")
     return np.require(array, np.int64, ["C", "A"])
 
 

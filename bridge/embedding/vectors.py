@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.kernels.embedding import FeatureIds
+from geartrain.ams.values.arrays import FOLD
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.embedding.field import Field
@@ -51,7 +52,7 @@ def out_of_range(field: Field, feature: FeatureIds, place: int, num_rows: int | 
     )
     return InvalidIds(
         f"id {feature.ids[place]} of field {field.name!r} in row {row} is out of range; ids lie in "
-        f"[0, {2**63 if num_rows is None else num_rows}){hint}"
+        f"[0, {2**63 if num_rows is None else num_rows}){hint}{FOLD if num_rows is None else ''}"
     )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.table import Table
 from geartrain.ams.kernels import ops
+from geartrain.ams.values.arrays import FOLD
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, SpecMismatch
 from geartrain.ams.values.gear_messages import Freshness, GearAccount, GearPort, first_error, without
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
@@ -346,5 +347,5 @@ def _checked(ids: Tensor) -> Ids:
         raise InvalidIds(f"ids are {kind}; they must be a tensor of int64, of any shape")
     flat: Ids = download(ids.detach().reshape(-1).to(torch.int64)).numpy()
     if flat.size and flat.min() < 0:
-        raise InvalidIds(f"id {flat.min()} is negative; ids lie in [0, 2**63)")
+        raise InvalidIds(f"id {flat.min()} is negative; ids lie in [0, 2**63){FOLD}")
     return flat

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.folding import fold_ids
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import quoted
 from geartrain.serving.kserve.datatypes import datatype_of
@@ -33,6 +34,10 @@ from geartrain.workers.ctr.samples.kinds import (
 
 _LONGEST = 10_000
 _INTEGER, _TEXT = {"type": "integer", "minimum": 0}, {"type": "string"}
+_OF_FOLDED = [
+    {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1},
+    {**_TEXT, "pattern": "^(0|-?[1-9][0-9]*)$"},
+]
 _FORMS: dict[str, tuple[str, Any, list[dict[str, Any]]]] = {
     INTEGER: ("int64", 1, [_INTEGER, {**_TEXT, "pattern": "^(0|[1-9][0-9]*)$"}]),
     TEXT: ("object", "text", [_TEXT]),
@@ -64,6 +69,10 @@ class SampleReader:
     def dtype(self, name: str) -> str:
         """The type of an array of :meth:`array_names`."""
         return _FORMS[self._kind(name).item][0]
+
+    def _forms(self, name: str) -> list[dict[str, Any]]:
+        kind = self._kind(name)
+        return _OF_FOLDED if kind.fold else _FORMS[kind.item][2]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -122,7 +131,8 @@ class SampleReader:
     def take(self, arrays: Mapping[str, npt.NDArray[Any]], names: Collection[str], ndim: int = 2) -> dict[str, Ids]:
         """The ids [N, L] of arrays of values, [N] or [N, L], of histories those of items and of outcomes.
 
-        Behind the end of a list stands :data:`PADDING`, of texts "". With ``ndim`` 3 they are [N, C] or [N, C, L].
+        Behind the end of a list stands :data:`PADDING`, of texts "". Of a folded field -1 is a value: its lists of
+        several lengths are decimal texts. With ``ndim`` 3 they are [N, C] or [N, C, L].
         Raises InvalidArgument.
         """
         found = {}
@@ -183,11 +193,11 @@ class SampleReader:
 
     def _schema(self, name: str) -> dict[str, Any]:
         if name == HISTORY and self.history:
-            parts = [{"anyOf": _FORMS[self._kind(part).item][2]} for part in self.array_names([HISTORY])]
+            parts = [{"anyOf": self._forms(part)} for part in self.array_names([HISTORY])]
             event = {"type": "array", "prefixItems": parts, "minItems": 2, "maxItems": 2}
             return {"type": "array", "items": {**event, "description": "[item, outcome]"}}
         kind = self._kind(name)
-        one = _FORMS[kind.item][2]
+        one = self._forms(name)
         one = [*one, {"type": "null"}] if kind.fill is not None else one
         some = {"maxItems": 0} if kind.is_single else {"items": {"anyOf": one}}
         return {"anyOf": [*one, {"type": "array", **some}]}
@@ -209,6 +219,8 @@ def with_histories(fields: Mapping[str, Ids], history: int) -> dict[str, Ids]:
 def _ids_of(array: npt.NDArray[Any], kind: FieldKind, where: str) -> Ids:
     """The ids of an array of values, of its shape; :data:`PADDING`, in lists of texts "", stays that."""
     is_integer = array.dtype.kind in "iu"
+    if is_integer and kind.fold:
+        return np.asarray(fold_ids(array))
     if is_integer and kind.item in (INTEGER, UNKNOWN) and int(array.min()) >= PADDING and int(array.max()) < 2**63:
         return array.astype(np.int64, copy=False)
     is_there = np.ones(array.shape, np.bool_)

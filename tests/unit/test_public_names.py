@@ -36,6 +36,7 @@ PUBLIC_NAMES = {
     "FTRL",
     "LAMB",
     "LARS",
+    "fold_ids",
     "hash_strings",
     "init_process_group",
     "Embedding",

@@ -52,7 +52,8 @@ def export_clicks(
     network = design.network()
     network.load_state_dict(state.tensors["network"])
     uses = {name for feature in design.served for name in feature.of}
-    images = load_samples(state.data["source"], cache, say).images if HISTORY_ITEMS in uses else None
+    kinds = design.layout.schema.kinds
+    images = load_samples(state.data["source"], cache, say, kinds).images if HISTORY_ITEMS in uses else None
     longest = state.recipe.history if design.is_unrolled else None
     with replacing_folder(out) as staging:
         config = {
@@ -61,7 +62,7 @@ def export_clicks(
             **about(snapshot, state, version),
             "fields": list(design.layout.fields),
             "items": list(design.layout.schema.item),
-            "kinds": kinds_to_json(design.layout.schema.kinds),
+            "kinds": kinds_to_json(kinds),
             "history": state.recipe.history if uses & {HISTORY, HISTORY_ITEMS} else 0,
             "longest": longest,
             "features": [feature.to_json() for feature in design.served],

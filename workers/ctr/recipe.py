@@ -35,6 +35,8 @@ class EmbeddingRecipe:
     lr: float = 0.003
     """Peak learning rate of the network, by Adam."""
     seed: int = 0
+    fold: tuple[str, ...] = ()
+    """Fields of samples of one's own whose integers are any 64-bit values, such as hashes; ``gt.fold_ids``."""
     snapshots: SnapshotSettings = field(default_factory=SnapshotSettings)
     least: ClassVar[Mapping[str, int]] = {"dim": 2, "history": 0, "batch_size": 1, "steps": 1}
 

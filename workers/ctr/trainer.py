@@ -56,7 +56,8 @@ class EmbeddingTrainer(Trainer):
         """The samples, and where they are."""
         source = options.data or (None if state is None else state.data["source"])
         kinds = None if state is None else kinds_from_json(state.data.get("schema", {}).get("kinds"))
-        samples = load_samples(source, options.cache, lambda line: console.print(line, highlight=False), kinds)
+        say = lambda line: console.print(line, highlight=False)  # noqa: E731
+        samples = load_samples(source, options.cache, say, kinds, options.recipe.fold)
         return found_again(str(source)), samples
 
     def modules(self) -> dict[str, Any]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ import pyarrow.compute as pc
 
 from geartrain.ams.values.arguments import integer, real_number
 from geartrain.ams.values.errors import ColumnMismatch, InvalidArgument, SourceDamaged
+from geartrain.ams.values.folding import ID_BITS
 from geartrain.ams.values.strings import hash_strings
 from geartrain.ams.values.text import quoted
 
@@ -26,6 +28,8 @@ _ITEMS = {
     "bool": pa.bool_(),
     "string": pa.string(),
 }
+ANY_64_BITS = pa.decimal128(20, 0)
+"""Holds values with a sign and without one: no type of integers does."""
 _TYPE = re.compile(r"(?:list<(?P<list>\w+)>|(?P<fixed>\w+)\[(?P<length>\d+)\]|(?P<item>\w+))")
 _NAMED = 20
 
@@ -45,19 +49,27 @@ class Remedies(NamedTuple):
     fill: str
     kind: str
     without: str
+    fold: str
 
 
 IN_PYTHON = Remedies(
     "say what stands for it: fill={{{name!r}: {value!r}}}",
     "say its type, beside those of the other columns: columns={{{name!r}: {value!r}, ...}}",
     "name the columns without it: columns=[...]",
+    "make ids of them: fold=[{name!r}]",
 )
 ON_THE_COMMAND_LINE = Remedies(
     "say what stands for it: --fill {name}={value}",
     "say its type, and those of the other columns: --column {name}:{value}",
     "name the others: --column NAME for each",
+    "make ids of them: --fold {name}",
 )
-IN_THE_FILE = Remedies("write one there, or leave the row out", "write it as {value}", "leave it out of the file")
+IN_THE_FILE = Remedies(
+    "write one there, or leave the row out",
+    "write it as {value}",
+    "leave it out of the file",
+    "begin a run that makes ids of them: --set 'fold=[{name}]'",
+)
 _REMEDIES: ContextVar[Remedies] = ContextVar("remedies", default=IN_PYTHON)
 EXAMPLES: Mapping[str, float] = {"int64": -1, "float32": 0.0, "float64": 0.0, "bool": False}
 """What could stand for a missing value of a type that has no default."""
@@ -162,6 +174,11 @@ def says_type(name: str, kind: str) -> str:
     return _REMEDIES.get().kind.format(name=name, value=kind)
 
 
+def says_fold(name: str) -> str:
+    """The remedy of a column whose values are no ids, but any 64-bit values."""
+    return f"; if these are hashes or other 64-bit values, {_REMEDIES.get().fold.format(name=name)}"
+
+
 def joint_schema(schemas: Sequence[Any]) -> Any:
     """The columns of several files of a source, those of the first one first. A type is that of the first file that has
     values there; float64 where some have float32 and others a wider number.
@@ -209,6 +226,8 @@ class ColumnPlan:
     """Of the hash of the columns of strings."""
     fill: Fill
     can_hash: bool = True
+    folds: Collection[str] = ()
+    """Columns of any 64-bit values, which become ids."""
 
     def require_in(self, schema: Any, file: str, said_by: str, *, is_said: bool = True) -> None:
         """Raise ColumnMismatch unless a table of this schema has the columns, or what stands for them; ``said_by`` is
@@ -219,7 +238,9 @@ class ColumnPlan:
                 continue
             require_column(name, schema.names, file)
             arrow = schema.field(name).type
-            is_number = is_said and _is_number(arrow) and str(wanted) in ("int64", "float32", "float64")
+            is_number = (
+                (is_said or name in self.folds) and _is_number(arrow) and str(wanted) in ("int64", "float32", "float64")
+            )
             if not (is_number or wanted.holds(arrow)):
                 hint, found = "", type_of(arrow)
                 if found is not None and found.item == "string" and self.can_hash:
@@ -278,11 +299,15 @@ class ColumnPlan:
             place = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
             remedy = _REMEDIES.get().fill.format(name=name, value=EXAMPLES[wanted])
             raise SourceDamaged(f"{name_place(place)}: column {name!r} has no value; {remedy}")
-        if array.type != _ITEMS[wanted] and (name not in self.seeds or pa.types.is_null(array.type)):
+        convert = _folded if name in self.folds else partial(_as_item, wanted=wanted)
+        if name in self.folds or (
+            array.type != _ITEMS[wanted] and (name not in self.seeds or pa.types.is_null(array.type))
+        ):
             try:
-                array = _as_item(array, wanted)
+                array = convert(array)
             except pa.ArrowInvalid as exc:
-                raise SourceDamaged(f"{name_place(_first_bad(array, wanted))}: column {name!r}: {exc}") from exc
+                hint = says_fold(name) if pa.types.is_uint64(array.type) else ""
+                raise SourceDamaged(f"{name_place(_first_bad(array, convert))}: column {name!r}: {exc}{hint}") from exc
         if array.null_count and stands_for is not MISSING:
             array = array.fill_null(pa.scalar(stands_for, array.type))
         return pa.array(hash_strings(array, seed=self.seeds[name])) if name in self.seeds else array
@@ -295,6 +320,20 @@ def _as_item(array: Any, wanted: str) -> Any:
         seconds = array.cast(pa.timestamp("us", zone), safe=False).cast(pa.int64()).to_numpy(zero_copy_only=False) / 1e6
         array = pa.array(np.floor(seconds) if wanted == "int64" else seconds, from_pandas=True)
     return array.cast(_ITEMS[wanted], safe=not wanted.startswith("float"))
+
+
+def _folded(array: Any) -> Any:
+    """As ``gt.fold_ids``, of integers, decimals without fractions, and texts of digits. Raises ArrowInvalid."""
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if pa.types.is_string(array.type) or pa.types.is_decimal(array.type):
+        exact = array.cast(ANY_64_BITS)
+        is_negative, nothing = pc.less(exact, 0), pa.scalar(None, ANY_64_BITS)
+        unsigned = pc.if_else(is_negative, nothing, exact).cast(pa.uint64())
+        array = pc.coalesce(
+            pc.if_else(is_negative, exact, nothing).cast(pa.int64()), unsigned.cast(pa.int64(), safe=False)
+        )
+    return pc.bit_wise_and(array.cast(pa.int64(), safe=False), ID_BITS)
 
 
 def whole_array(column: Any) -> Any:
@@ -310,13 +349,13 @@ def _offsets(array: Any) -> Any:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
-def _first_bad(array: Any, wanted: str) -> int:
+def _first_bad(array: Any, convert: Callable[[Any], Any]) -> int:
     """Of an array that has a value which does not fit, the place of the first one."""
     low, high = 0, len(array)
     while high - low > 1:
         middle = (low + high) // 2
         try:
-            _as_item(array.slice(low, middle - low), wanted)
+            convert(array.slice(low, middle - low))
             low = middle
         except pa.ArrowInvalid:
             high = middle
@@ -329,6 +368,7 @@ def planned_columns(
     file: str,
     hashed: Hashed,
     fill: Fill,
+    folds: Collection[str] = (),
 ) -> ColumnPlan:
     """What a user asked for, made whole from the schema of the first file. Raises InvalidArgument, ColumnMismatch."""
     if isinstance(columns, str):
@@ -339,13 +379,15 @@ def planned_columns(
         types = {}
         for name in schema.names if columns is None else columns:
             require_column(name, schema.names, file)
-            found = type_of(schema.field(name).type)
+            found = ColumnType("int64") if name in folds and pa.types.is_decimal(schema.field(name).type) else None
+            found = found or type_of(schema.field(name).type)
             if found is None:
                 raise ColumnMismatch(_no_type(name, schema.field(name).type, file))
             types[name] = found
     if not types:
         raise InvalidArgument(f"no column of {file} is read; name at least one; it has {_listed(list(schema.names))}")
-    ColumnPlan(types, {}, {}, hashed is not None).require_in(schema, file, "columns")
+    _check_folds(folds, types)
+    ColumnPlan(types, {}, {}, hashed is not None, folds).require_in(schema, file, "columns")
     seeds = _seeds(hashed, types)
     _check_fill(fill, types)
     for name, kind in types.items():
@@ -354,7 +396,7 @@ def planned_columns(
                 f"column {name!r} of {file} holds strings; hash_strings=[{name!r}] makes ids of them, "
                 "hash_strings=True of all strings"
             )
-    return ColumnPlan(types, seeds, dict(fill), hashed is not None)
+    return ColumnPlan(types, seeds, dict(fill), hashed is not None, folds)
 
 
 def _no_type(name: str, arrow: Any, file: str) -> str:
@@ -388,6 +430,16 @@ def _check_fill(fill: Fill, types: Mapping[str, ColumnType]) -> None:
                 raise InvalidArgument(f"{what} is {quoted(value)}; it must be True or False")
         elif not isinstance(value, str):
             raise InvalidArgument(f"{what} is {quoted(value)}; it must be a text")
+
+
+def _check_folds(folds: Collection[str], types: Mapping[str, ColumnType]) -> None:
+    if isinstance(folds, str):
+        raise InvalidArgument(f"fold is {quoted(folds)}; give a list of columns")
+    for name in folds:
+        if name not in types:
+            raise InvalidArgument(f"fold names column {name!r}, which is not read; there are {_listed(list(types))}")
+        if types[name].item != "int64":
+            raise ColumnMismatch(f"column {name!r} is {types[name]}; fold takes int64 and lists of it, leave it out")
 
 
 def _seeds(hashed: Hashed, types: Mapping[str, ColumnType]) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -15,11 +15,13 @@ from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument, SourceDamaged
 from geartrain.ams.values.text import quoted
 from geartrain.workers.samples.columns import (
+    ANY_64_BITS,
     ColumnPlan,
     Fill,
     Hashed,
     joint_schema,
     planned_columns,
+    says_fold,
     says_type,
     type_named,
     type_of,
@@ -54,6 +56,7 @@ class CsvRows:
         columns: Sequence[str] | Mapping[str, str] | None,
         hash_strings: Hashed,
         fill: Fill,
+        fold: Collection[str] = (),
         delimiter: str,
         list_delimiter: str,
         names: Sequence[str] | None,
@@ -70,7 +73,7 @@ class CsvRows:
         self.part_rows: list[int] = []
         for place, file in enumerate(self._files):
             self._scan(place, file, names)
-        self._plan = self._planned(columns, hash_strings, fill)
+        self._plan = self._planned(columns, hash_strings, fill, fold)
         for file, own in zip(self._files, self._names, strict=True):
             self._plan.require_in(pa.schema([(name, pa.null()) for name in own]), file.name, "columns")
 
@@ -111,7 +114,7 @@ class CsvRows:
             raise SourceDamaged(f"{file.name}, line 1: it must name the columns: {exc}") from exc
         return list(table.column_names)
 
-    def _planned(self, columns: Any, hash_strings: Any, fill: Fill) -> ColumnPlan:
+    def _planned(self, columns: Any, hash_strings: Any, fill: Fill, fold: Collection[str]) -> ColumnPlan:
         """Types that nobody said are those of the first block with a value: integers, floats, bools, else texts."""
         names = joint_schema([pa.schema([(name, pa.null()) for name in own]) for own in self._names]).names
         wanted = self._names[0] if columns is None else columns
@@ -122,17 +125,19 @@ class CsvRows:
         )
         if isinstance(hash_strings, Sequence | Mapping):
             types = {**dict.fromkeys(hash_strings, pa.string()), **types}
+        types = {**dict.fromkeys(fold, pa.int64()), **types}
         self._guessed = {name for name in names if name in wanted and names.count(name) == 1 and name not in types}
         for part in range(len(self._blocks)):
             if unknown := [name for name in names if name in self._guessed and name not in types]:
                 found = self._parse(part, unknown, {}).schema
                 types |= {field.name: _guess(field.type) for field in found if not pa.types.is_null(field.type)}
         schema = pa.schema([(name, types.get(name, pa.null())) for name in names])
-        return planned_columns(wanted, schema, self._files[0].name, hash_strings, fill)
+        return planned_columns(wanted, schema, self._files[0].name, hash_strings, fill, fold)
 
     def read(self, part: int) -> SampleRows:
         """See SampleSource. Raises SourceDamaged."""
-        types = {name: _parsed_as(kind) for name, kind in self._plan.types.items()}
+        folds = self._plan.folds
+        types = {name: _parsed_as(kind, name in folds) for name, kind in self._plan.types.items()}
         table = self._parse(part, list(types), types)
         if table.num_rows != self.part_rows[part]:
             raise SourceDamaged(
@@ -194,6 +199,8 @@ class CsvRows:
                         is_text = kind == pa.float64() or self._why_not(line, block.file, name, pa.float64())
                         hint = f"; lines before hold {kind}: {says_type(name, 'string' if is_text else 'float64')}"
                         hint += f", hash_strings=[{name!r}]" if is_text and self._plan.can_hash else ""
+                    elif kind == pa.int64() and not self._why_not(line, block.file, name, ANY_64_BITS):
+                        hint = says_fold(name)
                     return SourceDamaged(
                         f"{self._name_row(part, number)}: column {name!r} is no {kind}: {quoted(reason)}{hint}"
                     )
@@ -227,5 +234,7 @@ def _guess(arrow: Any) -> Any:
     return arrow if type_of(arrow) else pa.string()
 
 
-def _parsed_as(kind: Any) -> Any:
-    return pa.string() if kind.is_list else kind.arrow
+def _parsed_as(kind: Any, is_folded: bool) -> Any:
+    if kind.is_list:
+        return pa.string()
+    return ANY_64_BITS if is_folded else kind.arrow

@@ -185,6 +185,7 @@ class ParquetSamples(FileSamples):
         columns: Sequence[str] | Mapping[str, str] | None = None,
         hash_strings: bool | Sequence[str] | Mapping[str, int] = False,
         fill: Mapping[str, float | str] | None = None,
+        fold: Sequence[str] = (),
         seed: int | None = None,
         window_rows: int = 65_536,
         drop_last: bool = False,
@@ -202,6 +203,8 @@ class ParquetSamples(FileSamples):
                 mapping gives each its seed.
             fill: What stands for a missing value, by column, also in a file that lacks the column. A missing list is an
                 empty one; of what ``fill`` does not name, a missing text is the empty one, and another value an error.
+            fold: Columns of any 64-bit integers, or of lists of them, such as hashes with a sign, that ``gt.fold_ids``
+                makes ids of; a missing one is what ``fill`` says, which is not folded.
             seed: Row groups come in another order in each epoch, and rows within a window; None: all in order.
             window_rows: Rows that are mixed.
             drop_last: Leave the last batch of an epoch out if it is not full.
@@ -220,7 +223,7 @@ class ParquetSamples(FileSamples):
         from geartrain.workers.samples.dedup import finisher
         from geartrain.workers.samples.parquet import ParquetRows
 
-        source = ParquetRows(where, columns=columns, hash_strings=hash_strings, fill=fill or {})
+        source = ParquetRows(where, columns=columns, hash_strings=hash_strings, fill=fill or {}, fold=fold)
         self.types = source.types
         super().__init__(
             source,
@@ -250,6 +253,7 @@ class CsvSamples(FileSamples):
         columns: Sequence[str] | Mapping[str, str] | None = None,
         hash_strings: bool | Sequence[str] | Mapping[str, int] = False,
         fill: Mapping[str, float | str] | None = None,
+        fold: Sequence[str] = (),
         seed: int | None = None,
         window_rows: int = 65_536,
         drop_last: bool = False,
@@ -267,6 +271,7 @@ class CsvSamples(FileSamples):
             columns: As there; types that are not said are guessed from the first lines.
             hash_strings: As there.
             fill: As there; a value that is empty is missing, of numbers NA as well.
+            fold: As there.
             seed: As there; the parts that change places are blocks of lines.
             window_rows: As there.
             drop_last: As there.
@@ -285,6 +290,7 @@ class CsvSamples(FileSamples):
             columns=columns,
             hash_strings=hash_strings,
             fill=fill or {},
+            fold=fold,
             delimiter=delimiter,
             list_delimiter=list_delimiter,
             names=names,
@@ -321,6 +327,7 @@ class TreeSamples(FileSamples):
         columns: Sequence[str] | Mapping[str, str] | None = None,
         hash_strings: bool | Sequence[str] | Mapping[str, int] = False,
         fill: Mapping[str, float | str] | None = None,
+        fold: Sequence[str] = (),
         seed: int | None = None,
         window_rows: int = 65_536,
         drop_last: bool = False,
@@ -329,7 +336,7 @@ class TreeSamples(FileSamples):
         require_arrow()
         from geartrain.workers.samples.parquet import ParquetRows
 
-        source = ParquetRows(where, columns=columns, hash_strings=hash_strings, fill=fill or {}, trees=True)
+        source = ParquetRows(where, columns=columns, hash_strings=hash_strings, fill=fill or {}, fold=fold, trees=True)
         self.levels = source.levels
         super().__init__(source, batch_size=batch_size, seed=seed, window_rows=window_rows, drop_last=drop_last)
 

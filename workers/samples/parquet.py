@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -50,6 +50,7 @@ class ParquetRows:
         columns: Sequence[str] | Mapping[str, str] | None,
         hash_strings: Hashed,
         fill: Fill,
+        fold: Collection[str] = (),
         trees: bool = False,
     ) -> None:
         files = find_files(where, SUFFIXES)
@@ -73,7 +74,7 @@ class ParquetRows:
             columns = [name for name in first if not trees or name != COUNTS]
         is_said = isinstance(columns, Mapping)
         plan = planned_columns(
-            columns, pa.schema(fields), place.rpartition("/")[0] if trees else place, hash_strings, fill
+            columns, pa.schema(fields), place.rpartition("/")[0] if trees else place, hash_strings, fill, fold
         )
         self.types = plan.types
         self._plans = {level: _part_of(plan, own[level]) for level in self.levels}

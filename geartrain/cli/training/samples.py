@@ -40,6 +40,9 @@ def compress(
     fill: Annotated[
         list[str] | None, typer.Option(help="Stands for a missing value: year=-1, city=unknown. Repeatable.")
     ] = None,
+    fold: Annotated[
+        list[str] | None, typer.Option(help="Column of any 64-bit integers, which become ids. Repeatable.")
+    ] = None,
     delimiter: Annotated[str, typer.Option(help="Of CSV.")] = ",",
     list_delimiter: Annotated[str, typer.Option(help="Of lists in CSV.")] = "|",
     compression: Annotated[str, typer.Option(help="Codec of the files: zstd, snappy, none, ...")] = "zstd",
@@ -73,6 +76,7 @@ def compress(
             sort=sort,
             columns=wanted or None,
             fill={name: _value(value) for name, value in (_pair(text, "--fill") for text in fill or [])},
+            fold=fold or (),
             delimiter=delimiter,
             list_delimiter=list_delimiter,
             compression=compression,

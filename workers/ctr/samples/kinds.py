@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, InvalidIds
+from geartrain.ams.values.folding import ID_BITS
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.strings import hash_strings
 from geartrain.ams.values.text import quoted
@@ -31,6 +32,8 @@ ID_OF_MISSING: Mapping[str, int] = {INTEGER: PADDING, BOOLEAN: PADDING, TEXT: in
 _HASH = "xxh3, 63 bits"
 """How an id is made of a text: ``hash_strings``."""
 _DECIMAL = re.compile("0|[1-9][0-9]{0,18}")
+_SIGNED = re.compile("-?[1-9][0-9]{0,19}|0")
+_OF_FOLDED = "give an integer from -2^63 to 2^64 - 1, as a number or as its decimal digits"
 _PLURALS = {INTEGER: "integers", TEXT: "texts", BOOLEAN: "true and false"}
 _REMEDIES = {
     INTEGER: "give an integer from 0 to 2^63 - 1, as a number or as its decimal digits",
@@ -49,15 +52,21 @@ class FieldKind:
     """Whether a sample has a list of values; one value is a list of one then."""
     fill: int | None = None
     """The id of a missing value; None: it must not miss."""
+    fold: bool = False
+    """Whether integers are any 64-bit values, which ``gt.fold_ids`` makes ids of; -1 is such a value then."""
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
-        return {**asdict(self), "hash": _HASH if self.item == TEXT else None}
+        said = {**asdict(self), "hash": _HASH if self.item == TEXT else None}
+        if not self.fold:  # older versions read what they know
+            del said["fold"]
+        return said
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> FieldKind:
         """What :meth:`to_json` returned. Raises ConfigError for a kind, or a hash, that this version does not know."""
-        kind = cls(**{name: values.get(name) for name in ("item", "is_list", "fill")})  # type: ignore[arg-type]
+        own = {name: values.get(name) for name in ("item", "is_list", "fill")}
+        kind = cls(**own, fold=values.get("fold") is True)  # type: ignore[arg-type]
         if kind.item not in _PLURALS or kind.to_json() != values:
             raise ConfigError(f"the values of a field are {quoted(values)}; use the version that trained the model")
         return kind
@@ -78,7 +87,8 @@ class FieldKind:
         if None in found:
             at = found.index(None)
             trained = f"the model was trained on {self} there: " if self.item != UNKNOWN else ""
-            raise InvalidArgument(f"{where(at)} is {quoted(_text(values[at]))}; {trained}{_REMEDIES[self.item]}")
+            remedy = _OF_FOLDED if self.fold else _REMEDIES[self.item]
+            raise InvalidArgument(f"{where(at)} is {quoted(_text(values[at]))}; {trained}{remedy}")
         return np.array(found, np.int64)
 
     def __str__(self) -> str:
@@ -126,7 +136,9 @@ class FieldKind:
         if self.item == TEXT or isinstance(value, bool):
             return None
         if isinstance(value, str | bytes):
-            value = int(value) if _DECIMAL.fullmatch(_text(value)) else None
+            value = int(value) if (_SIGNED if self.fold else _DECIMAL).fullmatch(_text(value)) else None
+        if self.fold:
+            return value & ID_BITS if isinstance(value, int) and -(2**63) <= value < 2**64 else None
         return value if isinstance(value, int) and (0 <= value < 2**63 or value == self.fill) else None
 
 

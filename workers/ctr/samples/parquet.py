@@ -20,6 +20,7 @@ from geartrain.workers.samples.columns import (
     planned_columns,
     remedies,
     require_column,
+    says_fold,
     type_of,
 )
 from geartrain.workers.samples.parquet import ParquetRows, schema_of
@@ -29,7 +30,9 @@ _ITEMS = {"int64": INTEGER, "string": TEXT, "bool": BOOLEAN}
 
 
 @remedies(IN_THE_FILE)
-def read_parquet(path: str, *, clicks: bool = True, kinds: Mapping[str, FieldKind] | None = None) -> ClickSamples:
+def read_parquet(
+    path: str, *, clicks: bool = True, kinds: Mapping[str, FieldKind] | None = None, fold: Sequence[str] = ()
+) -> ClickSamples:
     """Read the Parquet file, folder or URL ``path`` into memory.
 
     ``click`` is 0 or 1 (without ``clicks`` it is not looked at, and is 0), ``time`` is a timestamp or Unix seconds, if
@@ -37,7 +40,8 @@ def read_parquet(path: str, *, clicks: bool = True, kinds: Mapping[str, FieldKin
     are bags; what is missing has its :data:`ID_OF_MISSING`. ``item`` and what begins with ``item_`` tell of the item,
     all others of the user and the moment; where there are ``user``, ``item`` and ``time``, samples have histories.
     ``kinds`` are those that a model was trained on: values of another kind are converted where that is exact, further
-    columns are left alone.
+    columns are left alone, and they say what is folded. Else the fields ``fold`` hold any 64-bit integers, which
+    ``gt.fold_ids`` makes ids of.
 
     Raises SourceError that names file, column and row of what is missing or cannot be, ConfigError without any field,
     InvalidArgument that names sample, field and value of another kind.
@@ -53,13 +57,15 @@ def read_parquet(path: str, *, clicks: bool = True, kinds: Mapping[str, FieldKin
         raise ColumnMismatch(
             f"{path} has no column {CLICK!r}, which says by 0 or 1 what was clicked; it has {_names(found)}"
         )
+    if not known and (unknown := [name for name in fold if name not in found]):
+        raise ConfigError(f"fold names {unknown[0]!r}, which is no field of {path}; it has {_names(found)}")
     if not names:
         raise ConfigError(f"{path} has no column beside {CLICK} and {TIME}; give it fields: user, item, …")
     others = [name for name in (CLICK, TIME) if name in schema.names and (clicks or name == TIME)]
     types = {name: _type_of(path, schema, name, known.get(name)) for name in [*others, *names]}
     if texts := [name for name in others if types[name].item == "string"]:
         raise ColumnMismatch(f"column {texts[0]!r} of {path} holds texts; it must hold numbers")
-    own = {name: known.get(name) or _kind_of(path, name, types[name]) for name in names}
+    own = {name: known.get(name) or _kind_of(path, name, types[name], name in fold) for name in names}
     columns: dict[str, npt.NDArray[Any]] = {
         name: _converted(path, name, own[name], types[name]) for name in names if not _is_read(types[name], own[name])
     }
@@ -68,8 +74,8 @@ def read_parquet(path: str, *, clicks: bool = True, kinds: Mapping[str, FieldKin
         for name, kind in types.items()
         if name not in columns
     }
-    fill = {name: PADDING for name in plain if name in own and own[name].fill == PADDING}
-    columns |= _read(path, plain, fill) if plain else {}
+    missing = {name: PADDING for name in plain if name in own and own[name].fill == PADDING}
+    columns |= _read(path, plain, missing, [name for name in own if own[name].fold and name in plain]) if plain else {}
     clicked, times = columns.pop(CLICK, None), columns.pop(TIME, None)
     columns = {name: columns[name] for name in names}
     if clicked is None:
@@ -86,8 +92,10 @@ def read_parquet(path: str, *, clicks: bool = True, kinds: Mapping[str, FieldKin
     )
 
 
-def _read(path: str, types: Mapping[str, str], fill: Mapping[str, int]) -> dict[str, npt.NDArray[Any]]:
-    source = ParquetRows(path, columns=types, hash_strings=True, fill=fill)
+def _read(
+    path: str, types: Mapping[str, str], fill: Mapping[str, int], fold: Sequence[str]
+) -> dict[str, npt.NDArray[Any]]:
+    source = ParquetRows(path, columns=types, hash_strings=True, fill=fill, fold=fold)
     parts: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in types}
     rows = 0
     for part, count in enumerate(source.part_rows):
@@ -110,14 +118,16 @@ def _type_of(path: str, schema: Any, name: str, kind: FieldKind | None) -> Colum
     return planned_columns([name], schema, path, True, {}).types[name]
 
 
-def _kind_of(path: str, name: str, found: ColumnType) -> FieldKind:
+def _kind_of(path: str, name: str, found: ColumnType, is_folded: bool) -> FieldKind:
     if found.item not in _ITEMS:
         raise ColumnMismatch(
             f"column {name!r} of {path} holds numbers with fractions, and fields are ids; cut them into buckets, or "
             "leave it out"
         )
     item = _ITEMS[found.item]
-    return FieldKind(item=item, is_list=found.is_list, fill=ID_OF_MISSING[item])
+    if is_folded and item != INTEGER:
+        raise ConfigError(f"fold names {name!r}, and that column of {path} is {found}; leave it out there")
+    return FieldKind(item=item, is_list=found.is_list, fill=ID_OF_MISSING[item], fold=is_folded)
 
 
 def _is_read(found: ColumnType, kind: FieldKind) -> bool:
@@ -145,7 +155,9 @@ def _array(path: str, name: str, values: Tensor | tuple[Tensor, Tensor], row: in
         place = int(np.flatnonzero(ids.reshape(-1) < least)[0])
         offsets = values[1].numpy() if isinstance(values, tuple) else np.arange(len(ids) + 1) * (ids.size // len(ids))
         sample = row + int(np.searchsorted(offsets, place, side="right")) - 1
-        raise SourceDamaged(f"{path}, sample {sample}: {name} is {ids.reshape(-1)[place]}; ids are >= 0")
+        raise SourceDamaged(
+            f"{path}, sample {sample}: {name} is {ids.reshape(-1)[place]}; ids are >= 0{says_fold(name)}"
+        )
     if isinstance(values, Tensor):
         return ids.astype(np.int64)
     lengths = np.diff(values[1].numpy())

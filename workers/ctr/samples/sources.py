@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from geartrain.ams.values.errors import ConfigError
@@ -23,30 +23,39 @@ _WHAT = f"{', '.join(PUBLIC)}, a Parquet file or folder, or a folder with the fi
 
 
 def load_samples(
-    source: str | None, cache: Path, say: Say, kinds: Mapping[str, FieldKind] | None = None
+    source: str | None,
+    cache: Path,
+    say: Say,
+    kinds: Mapping[str, FieldKind] | None = None,
+    fold: Sequence[str] = (),
 ) -> ClickSamples:
-    """The samples that ``--data`` names, in memory; ``kinds`` are those of the run that they are for.
+    """The samples that ``--data`` names, in memory; ``kinds`` are those of the run that they are for, and say what is
+    folded; without them ``fold`` names the fields of any 64-bit values.
 
     Raises ConfigError, SourceError, and InvalidArgument for values of another kind.
     """
     if source is None:
         raise ConfigError(f"which samples? Give --data: {_WHAT}")
+    if fold and (source in PUBLIC or (Path(source) / RATINGS).exists()):
+        raise ConfigError(f"fold names {fold[0]!r}; public samples have ids already: leave it out")
     if source in PUBLIC:
         find, read = PUBLIC[source]
         return read(find(cache, say))
     if (Path(source) / RATINGS).exists():
         return read_movielens(Path(source))
     if "://" in source or Path(source).exists():
-        return own_samples(source, kinds=kinds)
+        return own_samples(source, kinds=kinds, fold=fold)
     raise ConfigError(f"--data is {quoted(source)}; it must be {_WHAT}")
 
 
-def own_samples(path: str, *, clicks: bool = True, kinds: Mapping[str, FieldKind] | None = None) -> ClickSamples:
+def own_samples(
+    path: str, *, clicks: bool = True, kinds: Mapping[str, FieldKind] | None = None, fold: Sequence[str] = ()
+) -> ClickSamples:
     """As ``read_parquet``; raises ConfigError without pyarrow."""
     require_arrow()
     from geartrain.workers.ctr.samples.parquet import read_parquet
 
-    return read_parquet(path, clicks=clicks, kinds=kinds)
+    return read_parquet(path, clicks=clicks, kinds=kinds, fold=fold)
 
 
 def found_again(source: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
@@ -11,7 +11,7 @@ import pyarrow.json
 
 from geartrain.ams.values.errors import InvalidArgument, SourceDamaged, SourceError
 from geartrain.ams.values.text import quoted
-from geartrain.workers.samples.columns import ColumnPlan, Fill, planned_columns, type_named
+from geartrain.workers.samples.columns import ANY_64_BITS, ColumnPlan, Fill, planned_columns, type_named
 
 MOST_ROWS = 2**20
 """Of one message."""
@@ -67,12 +67,13 @@ def plan_of(
     hash_strings: bool | Sequence[str] | Mapping[str, int],
     fill: Fill,
     who: str,
+    fold: Collection[str] = (),
 ) -> ColumnPlan:
     """The columns that messages have. Raises InvalidArgument."""
     if not isinstance(schema, Mapping) or not schema:
         raise InvalidArgument(f"schema is {quoted(schema)}; it must map columns to types, as {{'user': 'int64'}}")
     arrow = pa.schema([(name, type_named(name, kind).arrow) for name, kind in schema.items()])
-    return planned_columns(schema, arrow, who, hash_strings, fill)
+    return planned_columns(schema, arrow, who, hash_strings, fill, fold)
 
 
 class JsonMessages:
@@ -80,10 +81,10 @@ class JsonMessages:
 
     def __init__(self, plan: ColumnPlan) -> None:
         # Of a fixed length only when it was looked at: the parser knows no such lists.
-        fields = [
-            (name, pa.list_(pa.field("item", kind.arrow.value_type)) if kind.is_list else kind.arrow)
-            for name, kind in plan.types.items()
-        ]
+        fields = []
+        for name, kind in plan.types.items():
+            item = ANY_64_BITS if name in plan.folds else kind.arrow.value_type if kind.is_list else kind.arrow
+            fields.append((name, pa.list_(pa.field("item", item)) if kind.is_list else item))
         self._options = pyarrow.json.ParseOptions(
             explicit_schema=pa.schema(fields), unexpected_field_behavior="ignore", newlines_in_values=True
         )

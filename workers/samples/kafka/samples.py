@@ -43,6 +43,7 @@ class KafkaSamples:
         format: Literal["json", "arrow"] = "json",
         hash_strings: bool | Sequence[str] | Mapping[str, int] = False,
         fill: Mapping[str, float | str] | None = None,
+        fold: Sequence[str] = (),
         start: Literal["earliest", "latest"] | Mapping[int, int] = "earliest",
         until: Literal["now"] | datetime | None = None,
         max_wait_seconds: float | None = None,
@@ -63,6 +64,7 @@ class KafkaSamples:
                 mapping gives each its seed.
             fill: What stands for a missing value, by column. A missing list is an empty
                 one; of what ``fill`` does not name, a missing text is the empty one, and another value an error.
+            fold: Columns of any 64-bit integers, or of lists of them, that ``gt.fold_ids`` makes ids of.
             start: Where a partition begins that the job has not read; a mapping gives the offset of each.
             until: Where reading ends: at what is there now, or before the first message of a time; None: it follows.
             max_wait_seconds: A batch that is not full is given when its first sample has waited for so long; None: it
@@ -92,7 +94,7 @@ class KafkaSamples:
             raise InvalidArgument(f"start is {quoted(start)}; it must be 'earliest', 'latest' or offsets by partition")
         if not (until in (None, "now") or isinstance(until, datetime)):
             raise InvalidArgument(f"until is {quoted(until)}; it must be 'now', a datetime, or None")
-        plan = plan_of(schema, hash_strings, fill or {}, f"topic {topic!r}")
+        plan = plan_of(schema, hash_strings, fill or {}, f"topic {topic!r}", fold)
         self._tables = MessageTables(topic, plan, FORMATS[format](plan))
         self._batch_size = integer("batch_size", batch_size, 1)
         self._max_wait_seconds = None if max_wait_seconds is None else real_number("max_wait_seconds", max_wait_seconds)

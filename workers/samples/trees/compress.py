@@ -29,6 +29,7 @@ def compress_samples(
     sort: bool = False,
     columns: Sequence[str] | Mapping[str, str] | None = None,
     fill: Mapping[str, float | str] | None = None,
+    fold: Sequence[str] = (),
     delimiter: str = ",",
     list_delimiter: str = "|",
     rows_per_group: int = 65_536,
@@ -49,6 +50,7 @@ def compress_samples(
             neighbours already share nodes. Equal ones stay in order.
         columns: Which to take, and with a mapping their types: of CSV needed for lists.
         fill: What stands for a missing value, by column.
+        fold: Columns of any 64-bit integers, which become ids by ``gt.fold_ids``.
         delimiter: Of CSV.
         list_delimiter: Of lists in CSV.
         rows_per_group: Samples of a row group; a tree that is larger goes on in the next one.
@@ -67,7 +69,7 @@ def compress_samples(
     if compression not in CODECS:
         raise InvalidArgument(f"compression is {quoted(compression)}; it must be one of {', '.join(CODECS)}")
     folder = Path(path_name("out", out, "the path of a new folder"))
-    source = _source(where, columns, fill or {}, delimiter, list_delimiter)
+    source = _source(where, columns, fill or {}, fold, delimiter, list_delimiter)
     tables = partial(_tables, source)
     if not boolean("sort", sort) or not source.part_rows:
         return write_trees(tables, folder, named, rows_per_group=rows_per_group, compression=compression)
@@ -88,7 +90,14 @@ def _tables(source: Any) -> Iterator[Any]:
         yield source.read(part).table
 
 
-def _source(where: Sources, columns: Any, fill: Mapping[str, float | str], delimiter: str, list_delimiter: str) -> Any:
+def _source(
+    where: Sources,
+    columns: Any,
+    fill: Mapping[str, float | str],
+    fold: Sequence[str],
+    delimiter: str,
+    list_delimiter: str,
+) -> Any:
     from geartrain.workers.samples.csv_lines import SUFFIXES as CSV
     from geartrain.workers.samples.csv_lines import CsvRows
     from geartrain.workers.samples.parquet import SUFFIXES as PARQUET
@@ -99,12 +108,13 @@ def _source(where: Sources, columns: Any, fill: Mapping[str, float | str], delim
     if len(kinds) > 1:
         raise InvalidArgument(f"{where} holds both Parquet and CSV files; give those of one kind")
     if kinds == {False}:
-        return ParquetRows(where, columns=columns, hash_strings=None, fill=fill)
+        return ParquetRows(where, columns=columns, hash_strings=None, fill=fill, fold=fold)
     return CsvRows(
         where,
         columns=columns,
         hash_strings=None,
         fill=fill,
+        fold=fold,
         delimiter=delimiter,
         list_delimiter=list_delimiter,
         names=None,

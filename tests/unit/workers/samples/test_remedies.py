@@ -23,7 +23,7 @@ from geartrain.workers.samples.kafka.messages import ArrowMessages, JsonMessages
 
 MOMENT = datetime(2026, 1, 2, 3, 4, 5, 500_000, tzinfo=UTC)
 OTHERS = {"id": "int64"}
-OPTION = re.compile(r"(fill|hash_strings|columns)=(\{[^}]*\}|\[[^\]]*\]|True)")
+OPTION = re.compile(r"(fill|fold|hash_strings|columns)=(\{[^}]*\}|\[[^\]]*\]|True)")
 
 
 def remedies_in(message: str) -> list[dict[str, Any]]:
@@ -52,12 +52,17 @@ COLUMNS: dict[str, list[Any]] = {
     "dates": [date(2026, 1, 2), date(2026, 1, 3)],
     "decimals": [Decimal("1.50"), Decimal("2.25")],
     "structs": [{"a": 1}, {"a": 2}],
+    "integers of 2^63 and more": [1, 2**63],
 }
+
+
+def column_of(what: str) -> Any:
+    return pa.array(COLUMNS[what], pa.uint64()) if "2^63" in what else COLUMNS[what]
 
 
 @pytest.mark.parametrize("what", COLUMNS)
 def test_a_column_of_parquet_is_read_as_its_error_says(tmp_path: Path, what: str) -> None:
-    pq.write_table(pa.table({"id": [1, 2], "x": COLUMNS[what]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"id": [1, 2], "x": column_of(what)}), tmp_path / "a.parquet")
     with pytest.raises(gt.errors.GeartrainError) as refused:
         list(gt.ParquetSamples(tmp_path, batch_size=2))
     remedies = remedies_in(str(refused.value))
@@ -79,6 +84,7 @@ def test_a_column_of_parquet_is_read_as_its_error_says(tmp_path: Path, what: str
         ("id,x\n1,2\n2,0.5\n", {"block_bytes": 1}),
         ("id,x\n1,2\n2,a\n", {"block_bytes": 1}),
         ("id,x\n1,0.5\n2,a\n", {"block_bytes": 1}),
+        ("id,x\n1,2\n2,9223372036854775808\n", {"columns": {"id": "int64", "x": "int64"}}),
         ("id,x\n", {"columns": ["x"]}),
         ("id,x,x\n1,2,3\n", {}),
         ("1,2,3\n", {"columns": ["id", "y"], "names": ["id", "y", "y"]}),
