@@ -6,7 +6,9 @@ decay, so that is added to the gradients. Ids are numbered beforehand, since tab
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import geartrain as gt
 from geartrain.workers.ctr.designs import HISTORY, Design, layout_of
 from geartrain.workers.ctr.metrics import auc
 from geartrain.workers.ctr.recipe import CtrRecipe
-from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, split
+from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, part_validation, split
 from geartrain.workers.ctr.trainer import ClickTrainer
 from geartrain.workers.data.streams import JointOrder
 from geartrain.workers.job.options import JobOptions
@@ -33,7 +35,10 @@ _AT_ONCE = 4096
 
 def both_aucs(samples: ClickSamples, recipe: CtrRecipe) -> tuple[float, float]:
     """The AUC on what is held out: ours, and that of plain torch."""
-    train, test = split(samples, recipe.split, recipe.seed, history=recipe.history, fresh=recipe.fresh)
+    train, held_out = split(samples, recipe.split, recipe.seed, history=recipe.history, fresh=recipe.fresh)
+    _, test = part_validation(held_out, recipe.seed)
+    steps = recipe.steps or math.ceil(recipe.epochs * len(train) / recipe.batch_size)
+    recipe = replace(recipe, steps=steps, patience=0)
     design = Design(recipe, layout_of(samples))
     return _ours(samples, recipe), _torch(design, train, test)
 
@@ -42,7 +47,7 @@ def _ours(samples: ClickSamples, recipe: CtrRecipe) -> float:
     with gt.local() as cluster:
         attempt = Attempt(
             options=JobOptions(job="ctr", out=Path(), recipe=recipe),
-            progress=JobProgress(step=0, stage_start=0, stage_steps=recipe.steps, table="ctr"),
+            progress=JobProgress(step=0, stage_start=0, stage_steps=recipe.stage_steps(), table="ctr"),
             cluster=cluster,
             ranks=JobRanks(),
             console=Console(quiet=True),
@@ -98,9 +103,10 @@ def _torch(design: Design, train: ClickSamples, test: ClickSamples) -> float:
         torch.optim.SparseAdam(list(bags.parameters()), lr=recipe.row_lr): recipe.row_lr,
     }
     order = JointOrder(len(train), recipe.batch_size, recipe.seed)
-    for step in range(recipe.steps):
+    steps = recipe.stage_steps()
+    for step in range(steps):
         for optimizer, peak in optimizers.items():
-            optimizer.param_groups[0]["lr"] = peak * recipe.rate_factor(step, recipe.steps)
+            optimizer.param_groups[0]["lr"] = peak * recipe.rate_factor(step, steps)
             optimizer.zero_grad()
         indices = order.indices(step).numpy()
         network(bags(design.ids(train, indices)), torch.from_numpy(train.clicks[indices])).backward()

@@ -34,7 +34,7 @@ GeartrainError
 │   └── NotHolder                    another slow gear holds the partition of an id now
 ├── SyncError                        a sync group cannot go on
 │   ├── RankMissing                  not every rank pushed in time; nothing of the step was applied
-│   ├── RankLost                     a rank died, or was silent too long, in a collective of torch.distributed
+│   ├── RankLost                     a rank died, ran out of batches, or was silent too long in a collective
 │   ├── StepMismatch                 a rank is at another step than its group, or pushes a step that was applied anew
 │   ├── StepPartlyApplied            some shards applied a step, others refused it: the job goes back to a snapshot
 │   └── WorkerStalled                a worker is so far behind that others have waited for it too long: names it
@@ -232,6 +232,7 @@ class RankMissing(SyncError):
 class RankLost(SyncError):
     """A rank died, or did not answer within the time limit of its process group, in a collective.
 
+    One that had fewer batches than the others, and has left the loop, is lost to them, too: give all ranks as many.
     What the other ranks hold of the step is not applied; end all of them and go on from the last snapshot.
     """
 

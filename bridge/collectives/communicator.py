@@ -75,7 +75,9 @@ def lost_ranks_named(operation: str, group: dist.ProcessGroup | None = None) -> 
         raise RankLost(
             f"a rank died, or did not take part in {article} {operation} within the time limit of its process group, "
             f"ranks {dist.get_process_group_ranks(group or dist.group.WORLD)}, as rank {dist.get_rank()} met: "
-            f"{reason}. Look at the other ranks' logs; end all ranks and start them from the last snapshot"
+            f"{reason}. Look at the other ranks' logs; end all ranks and start them from the last snapshot. If one "
+            "ended without an error, it had fewer batches than the others: give all ranks as many (DistributedSampler, "
+            "drop_last=True)"
         ) from exc
 
 

@@ -34,7 +34,7 @@ from geartrain.workers.ctr.samples.kinds import (
 
 _LONGEST = 10_000
 _INTEGER, _TEXT = {"type": "integer", "minimum": 0}, {"type": "string"}
-_OF_FOLDED = [
+_OF_FOLDED: list[dict[str, Any]] = [
     {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1},
     {**_TEXT, "pattern": "^(0|-?[1-9][0-9]*)$"},
 ]

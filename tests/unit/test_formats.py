@@ -56,7 +56,10 @@ WRITTEN: dict[str, tuple[int, set[str]]] = {
     ),
     "the state of a job": (
         1,
-        {"cursor data format job progress recipe scheduler world_size", "progress: stage_start stage_steps step table"},
+        {
+            "cursor data format job phases progress recipe scheduler world_size",
+            "progress: best stage_start stage_steps step table",
+        },
     ),
     "the scheduler's state": (
         1,

@@ -145,7 +145,8 @@ def best_snapshot(root: str | Path) -> Snapshot:
     Raises as :func:`newest_snapshot`.
     """
     newest = newest_snapshot(root)
-    best = newest.manifest.job.get("progress", {}).get("best")
+    progress: Mapping[str, Any] = newest.manifest.job.get("progress") or {}  # type: ignore[assignment]
+    best = progress.get("best")
     if best is None:
         return newest
     known = (newest, *(listed.snapshot for listed in list_snapshots(root) if listed.snapshot is not None))

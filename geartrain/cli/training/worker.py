@@ -50,10 +50,14 @@ CTR = """Train a model that predicts clicks from sparse features, and test it on
     folder gets snapshots, events for TensorBoard, report.json (AUC, log loss, calibration) and calibration.png;
     'geartrain predict RUN samples.parquet' scores further samples.
 
-    Keys of the recipe (--set KEY=VALUE): model (deepfm, wide_deep, dssm, din, dien or crossmedia), split (random, or
-    time: the latest fifth is held out), validation (test on a fifth of the samples to train on, to choose settings by),
-    history (the latest so many samples of the user), fresh (with split=time histories go on through what is held out),
-    batch_size, dim, dropout, lr, row_lr, row_weight_decay, seed, snapshots.steps, ...
+    It makes three epochs or --steps at most, keeps the best model by a validation (an eighth of what is held out), and
+    ends early where that gets no better.
+
+    Keys of the recipe (--set KEY=VALUE): epochs, patience (looks without a better one, 0: to the end), model (deepfm,
+    wide_deep, dssm, din, dien or crossmedia), split (random, or time: the latest fifth is held out), validation (test
+    on a fifth of the samples to train on, to choose settings by), history (the latest so many samples of the user),
+    fresh (with split=time histories go on through what is held out), batch_size, dim, dropout, lr, row_lr,
+    row_weight_decay, seed, snapshots.steps, ...
     """
 TDM = """Train a tree of items level by level, and measure how much of what users liked later its search finds.
 

@@ -55,6 +55,19 @@ def test_what_one_rank_sends_to_another_arrives_in_order_and_is_counted(rank: in
 
 
 @on_ranks(2)
+def test_a_rank_whose_batches_end_before_the_others_is_lost_to_them_and_they_say_the_remedy(
+    rank: int, ranks: int
+) -> None:
+    link = Communicator(dist.new_group(list(range(ranks)), timeout=datetime.timedelta(seconds=5)))
+    for _ in range(3 - rank):  # of batches
+        if (rank, link.traffic.calls["all-reduce"]) == (0, 2):
+            with pytest.raises(RankLost, match=r"fewer batches than the others: give all ranks as many \("):
+                link.sum(torch.ones(2))
+        else:
+            link.sum(torch.ones(2))
+
+
+@on_ranks(2)
 def test_a_group_apart_has_the_time_limit_of_the_group_that_it_is_of(rank: int, ranks: int) -> None:
     """A rank that lives on elsewhere: the others wait as long as their group says."""
     group = dist.new_group(list(range(ranks)), timeout=datetime.timedelta(seconds=1))

@@ -330,5 +330,5 @@ def test_an_export_is_not_written_over_other_files(wide: Path, tmp_path: Path) -
 def test_an_export_by_command_says_what_it_holds(wide: Path, tmp_path: Path) -> None:
     done = typed("export", str(wide / "run"), "--to", str(tmp_path / "models"), "--keep", "3")
     assert done.returncode == 0, done.stderr
-    assert "holds version 40: the network wide_deep of 8 fields and" in done.stdout.replace("\n", " ")
+    assert "holds version 40, of step 40: the network wide_deep of 8 fields and" in done.stdout.replace("\n", " ")
     assert load_newest(tmp_path / "models")[1].version == 40

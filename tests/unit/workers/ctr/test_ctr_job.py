@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from geartrain.workers.ctr.recipe import MODELS, CtrRecipe, recipe_for
 from geartrain.workers.ctr.samples.click_samples import PADDING
 from geartrain.workers.job import job
 from geartrain.workers.job.options import JobOptions, JobResult, SnapshotSettings
+from geartrain.workers.job.state import newest_snapshot
 from tests.integration.jobs.small_job import Told
 from tests.support.command_line import typed
 from tests.support.movielens_files import write_movielens
@@ -37,12 +40,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_movielens(tmp_path_factory.mktemp("films"))
 
 
-def train(out: Path, data: Path | None, options: dict[str, Any] | None = None, **recipe: Any) -> JobResult:
+def train(
+    out: Path, data: Path | None, options: dict[str, Any] | None = None, console: Console = QUIET, **recipe: Any
+) -> JobResult:
     """Of settings SMALL and those of ``recipe``, with further ``options``."""
     settings = CtrRecipe(**{"snapshots": SnapshotSettings(steps=10), **SMALL, **recipe})
     source = None if data is None else str(data)
     return jobs.train(
-        JobOptions(job="ctr", out=out, recipe=settings, data=source, loggers=(), **(options or {})), QUIET
+        JobOptions(job="ctr", out=out, recipe=settings, data=source, loggers=(), **(options or {})), console
     )
 
 
@@ -74,10 +79,15 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
         patch.setattr(job, "interruption", lambda: nullcontext(Told(lambda: next(steps, None) is None)))
         stopped = train(tmp_path / "run", data, dropout=0.2)
     assert (stopped.finished, stopped.step) == (False, 25)
-    ended = train(tmp_path / "run", None, RESUME)
+    before = newest_snapshot(tmp_path / "run" / "snapshots").manifest.job["phases"]
+    said = io.StringIO()
+    ended = train(tmp_path / "run", None, RESUME, console=Console(file=said, width=400))
     assert (ended.finished, ended.step) == (True, 60)
     assert whole.report is not None and ended.report is not None
     assert ended.report["held_out"] == whole.report["held_out"]
+    assert ended.report["phases"]["steps"] > before["steps"] > 0  # of the whole run
+    assert ended.report["train_seconds"] > sum(before.values())
+    assert re.search(r"Trained in \d+ s \(\d+ s since step 25\), ", said.getvalue())
 
     further = train(tmp_path / "run", None, {"resume_steps": 7, **RESUME})
     assert further.step == 67

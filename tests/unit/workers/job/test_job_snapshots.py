@@ -19,7 +19,7 @@ from geartrain.workers.job.state import JobProgress
 def test_a_snapshot_is_whole_although_the_old_ones_cannot_be_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise SnapshotFailed("the folder is read-only")
 
     def snapshot(*_: Any, **__: Any) -> PendingSnapshot:
