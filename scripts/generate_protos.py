@@ -6,10 +6,13 @@ The generated files are committed, so that users need no compiler; a test compar
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 import tempfile
 from pathlib import Path
+
+import xxhash
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SOURCES = REPOSITORY / "proto"
@@ -18,6 +21,11 @@ PACKAGES = ("ams/pb/v1", "serving/kserve/pb")
 POOL = {"serving/kserve/pb": ("_descriptor_pool.Default()", "_descriptor_pool.DescriptorPool()")}
 """What of a generated file is written otherwise: a foreign protocol has a pool of its own, for another package in the
 process, such as its usual client, may bring the same messages."""
+
+WIRE = '''"""The version of the wire, made by 'make proto': a hash of all messages and of the version of frames."""
+
+WIRE = "{}"
+'''
 
 
 def generate(target: Path, package: str = PACKAGES[0]) -> list[Path]:
@@ -37,15 +45,25 @@ def generate(target: Path, package: str = PACKAGES[0]) -> list[Path]:
             f"--plugin=protoc-gen-mypy={plugins / 'protoc-gen-mypy'}",
             f"--python_out={folder}",
             f"--mypy_out={folder}",
+            f"--descriptor_set_out={folder}/descriptors",
             *map(str, protos),
         ]
         if protoc.main(arguments) != 0:
             raise SystemExit("protoc failed; its complaint is above")
         target.mkdir(parents=True, exist_ok=True)
+        if package == PACKAGES[0]:
+            digest = xxhash.xxh3_64(Path(folder, "descriptors").read_bytes() + _frame_version()).hexdigest()
+            Path(folder, "geartrain", package, "wire.py").write_text(WIRE.format(digest[:8]), encoding="utf-8")
         made = sorted((Path(folder) / "geartrain" / package).iterdir())
         for path in made if package in POOL else ():
             path.write_text(path.read_text(encoding="utf-8").replace(*POOL[package]), encoding="utf-8")
         return [Path(shutil.copyfile(path, target / path.name)) for path in made]
+
+
+def _frame_version() -> bytes:
+    header = (REPOSITORY / "ams/kernels/csrc/frames/frame.hpp").read_bytes()
+    (found,) = re.findall(rb"kFrameVersion = (\d+);", header)
+    return bytes(found)
 
 
 def stale(target: Path, made: list[Path]) -> list[Path]:

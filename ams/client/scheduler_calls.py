@@ -12,6 +12,7 @@ from typing import TypeVar
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.client.writes import ClientStream
 from geartrain.ams.rpc.carrier import AttemptFailed, NobodyThere, SchedulerCarrier, remedy
+from geartrain.ams.rpc.wire import require_same_wire
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import (
     ClusterNotReady,
@@ -175,6 +176,7 @@ def await_cluster(
         waited = time.monotonic() - start
         try:
             answered = scheduler.call(DescribeCluster(), config.connect_timeout_seconds)
+            require_same_wire(f"the scheduler at {address}", answered.version, answered.wire, "this process")
             if answered.ready:
                 taken = scheduler.call(TakeIncarnation(chosen=chosen), config.connect_timeout_seconds)
                 return answered, taken

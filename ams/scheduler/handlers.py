@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from geartrain.ams.observe.event_log import EventLog
+from geartrain.ams.pb.v1.wire import WIRE
 from geartrain.ams.rpc.ping import PingHandler
+from geartrain.ams.rpc.wire import require_same_wire
 from geartrain.ams.scheduler.data_streams import StreamLeases
 from geartrain.ams.scheduler.rendezvous import Rendezvous
 from geartrain.ams.scheduler.running_jobs import RunningJobs
@@ -16,7 +18,7 @@ from geartrain.ams.scheduler.worker_steps import WorkerSteps
 from geartrain.ams.values.arguments import checked_name
 from geartrain.ams.values.config import split_address
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, ProtocolError
-from geartrain.ams.values.rpc import Ping, Rpc
+from geartrain.ams.values.rpc import Ping, Rpc, version
 from geartrain.ams.values.scheduler_messages import (
     TOLD_KINDS,
     AlterClusterTable,
@@ -96,7 +98,7 @@ class SchedulerHandlers:
             PrepareLeave: self._prepare_leave,
             TellJob: self._tell_job,
             DescribeJobs: lambda _, __: self.jobs.entries(),
-            DescribeCluster: lambda _, __: scheduler.describe(),
+            DescribeCluster: lambda _, __: dataclasses.replace(scheduler.describe(), version=version(), wire=WIRE),
             CreateClusterTable: self._create_table,
             AlterClusterTable: self._alter_table,
             DropClusterTable: self._drop_table,
@@ -119,6 +121,7 @@ class SchedulerHandlers:
         }
 
     def _register(self, shard: Register, _: WaitingCaller) -> Registration:
+        require_same_wire(f"the server at {quoted(shard.address)}", shard.version, shard.wire, "the scheduler")
         if split_address(shard.address)[1] == 0:  # the scheduler itself calls it, and tells it to every client
             raise ConfigError(f"address {shard.address!r} has port 0, where nobody can be reached")
         # First: once all shards have registered, incarnations are given out above what they have seen.
@@ -136,6 +139,8 @@ class SchedulerHandlers:
         return dataclasses.replace(registration, revoked=self._revoked().digest)
 
     def _heartbeat(self, beat: Heartbeat, _: WaitingCaller) -> Beat:
+        if beat.wire != WIRE:  # the scheduler was replaced: the shard registers again, and hears why it is refused
+            return Beat(cluster_version=0, unknown=True)
         self._scheduler.hear_incarnation(beat.highest_incarnation)
         heard = self._scheduler.heartbeat(
             beat.shard, beat.incarnation, beat.memory_pool, unix_seconds=beat.unix_seconds, build=beat.version

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from geartrain.ams.kernels.engine import Lease, boot_seconds
 from geartrain.ams.observe import failpoints
 from geartrain.ams.observe.metrics import Metric
+from geartrain.ams.pb.v1.wire import WIRE
 from geartrain.ams.programs.hosted import HostedModels
 from geartrain.ams.rpc.carrier import AttemptFailed
 from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
@@ -113,6 +114,8 @@ class _HeldShard:
             highest_incarnation=0 if known is None else known.highest_incarnation,
             restoring_tables=() if known is None else known.restoring_tables,
             bucket_map=self.bucket_map,
+            version=version(),
+            wire=WIRE,
         )
         began = boot_seconds()
         reply = scheduler.call(request, _CALL_TIMEOUT_SECONDS)
@@ -163,6 +166,7 @@ class _HeldShard:
             memory_pool=self.memory_pool,
             unix_seconds=time.time(),
             version=version(),
+            wire=WIRE,
         )
         reply = scheduler.call(alive, _CALL_TIMEOUT_SECONDS)
         failpoints.reach("lease.heartbeat.after")

@@ -61,7 +61,8 @@ GeartrainError
 │   └── TableFull                    new rows of one write do not fit below the table's max_bytes, whatever is evicted
 ├── Cancelled                        long work was ended because its caller asked for it
 ├── ProtocolError                    bytes that are not a valid message
-│   └── MessageTooLarge
+│   ├── MessageTooLarge
+│   └── VersionMismatch              a role or client is of another wire than the scheduler: names both builds
 └── InternalError                    a bug of ours, reported by a shard with its traceback
 """
 
@@ -366,6 +367,10 @@ class ProtocolError(GeartrainError):
 
 class MessageTooLarge(ProtocolError):
     """A message is larger than the receiver accepts."""
+
+
+class VersionMismatch(ProtocolError):
+    """A role or client and the scheduler are of versions of Geartrain that do not understand each other."""
 
 
 class InternalError(GeartrainError):

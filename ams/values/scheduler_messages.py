@@ -47,6 +47,10 @@ class ClusterView:
     """Names of tables that some shard does not hold any more, or that a change which was cut off left behind."""
     restoring_tables: tuple[str, ...] = ()
     """Those of them that are being restored, or whose restore was cut off."""
+    version: str = ""
+    """The scheduler's build of Geartrain."""
+    wire: str = ""
+    """The scheduler's: see :func:`geartrain.ams.rpc.wire.require_same_wire`."""
 
     def require_registered(self, what: str) -> None:
         """Raise ClusterNotReady if ``what`` is not known because shards have not registered."""
@@ -141,6 +145,10 @@ class Register(Rpc[Registration]):
     """Names of those of ``tables`` that are being restored and not published."""
     bucket_map: BucketMap | None = None
     """By which it holds its rows, as it was given it; None for a new shard."""
+    version: str = ""
+    """Its build of Geartrain."""
+    wire: str = ""
+    """Its own: see :func:`geartrain.ams.rpc.wire.require_same_wire`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +184,8 @@ class Heartbeat(Rpc[Beat]):
     """Its clock; 0: not said."""
     version: str = ""
     """Of Geartrain; empty: not said."""
+    wire: str = ""
+    """As in :class:`Register`."""
 
 
 @dataclass(frozen=True, kw_only=True)

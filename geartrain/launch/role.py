@@ -13,6 +13,7 @@ from typing import Protocol
 
 from geartrain.ams.values.config import identity, is_loopback
 from geartrain.ams.values.errors import GeartrainError
+from geartrain.ams.values.rpc import version
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ def serve(role: str, service: RunningRole, **facts: object) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
+    logger.info("%s: Geartrain %s", role, version())
     print_ready(role, **facts)  # whoever reads it may end this process at once: the handlers are in place
     threading.Thread(target=watch, name="service-watch", daemon=True).start()
     # Python runs handlers on this thread alone; if the system gives a signal to another, that does not wake this one.

@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.factory import connect
 from geartrain.ams.observe import failpoints
+from geartrain.ams.pb.v1.wire import WIRE
 from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
 from geartrain.ams.rpc.server import server as grpc_server
 from geartrain.ams.scheduler import service as scheduler_service
@@ -148,7 +149,7 @@ def test_heartbeats_that_waited_for_the_scheduler_cost_no_shard_its_place(
         with failpoints.armed(f"scheduler.register.before=pause({free})") as passes:
             stuck: list[Future[Registration]] = []
             for incarnation in range(1, THREADS + 1):  # enough for every thread that hears heartbeats
-                request = Register(address=f"h:{incarnation}", shard=0, incarnation=incarnation)
+                request = Register(address=f"h:{incarnation}", shard=0, incarnation=incarnation, wire=WIRE)
                 stuck.append(callers.submit(carrier.call, request, DEADLINE_SECONDS))
             poll(lambda: passes.fired["scheduler.register.before"] >= 1, "a request holds the thread of heartbeats")
             outlast_a_lease()

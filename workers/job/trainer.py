@@ -5,7 +5,6 @@ Everything random is a function of (seed, step), so that a resumed run goes on a
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import platform
 import time
@@ -24,6 +23,7 @@ from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.snapshots.snapshot import PendingSnapshot
 from geartrain.ams.observe import failpoints, traces
 from geartrain.ams.storage.snapshot.folder import Snapshot
+from geartrain.ams.values.rpc import version
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.state import random_state, set_random_state, state_from_bytes, state_to_bytes
 from geartrain.bridge.rows.tables import ROW_SECONDS, counted_as
@@ -342,7 +342,7 @@ class Trainer:
 def versions(device: torch.device, *, bfloat16: bool = False) -> dict[str, str]:
     """What a figure depends on."""
     return {
-        "geartrain": importlib.metadata.version("geartrain"),
+        "geartrain": version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,

@@ -72,6 +72,8 @@ class RegisterRequest(_message.Message):
     HIGHEST_INCARNATION_FIELD_NUMBER: _builtins.int
     RESTORING_TABLES_FIELD_NUMBER: _builtins.int
     BUCKET_MAP_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    WIRE_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """host:port at which others reach the shard."""
     shard: _builtins.int
@@ -84,6 +86,10 @@ class RegisterRequest(_message.Message):
     """How often it means to send heartbeats. 0: not said."""
     highest_incarnation: _builtins.int
     """The highest incarnation of a job, stream or table that it has seen. 0: none."""
+    version: _builtins.str
+    """Its build of Geartrain, as in PingReply. Empty: an older version."""
+    wire: _builtins.str
+    """A hash of these messages and of the version of frames. Fails with VersionMismatch if it is not the scheduler's."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TableSpec]:
         """Tables it holds; empty for a new shard."""
@@ -110,10 +116,12 @@ class RegisterRequest(_message.Message):
         highest_incarnation: _builtins.int = ...,
         restoring_tables: _abc.Iterable[_builtins.str] | None = ...,
         bucket_map: Global___BucketMap | None = ...,
+        version: _builtins.str = ...,
+        wire: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "bucket_map", b"bucket_map", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "address", b"address", "bucket_map", b"bucket_map", "cluster_version", b"cluster_version", "heartbeat_seconds", b"heartbeat_seconds", "highest_incarnation", b"highest_incarnation", "incarnation", b"incarnation", "restoring_tables", b"restoring_tables", "shard", b"shard", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shard", b"_shard", "address", b"address", "bucket_map", b"bucket_map", "cluster_version", b"cluster_version", "heartbeat_seconds", b"heartbeat_seconds", "highest_incarnation", b"highest_incarnation", "incarnation", b"incarnation", "restoring_tables", b"restoring_tables", "shard", b"shard", "tables", b"tables", "version", b"version", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__shard: _TypeAlias = _typing.Literal["shard"]  # noqa: Y015
     _WhichOneofArgType__shard: _TypeAlias = _typing.Literal["_shard", b"_shard"]  # noqa: Y015
@@ -200,6 +208,7 @@ class HeartbeatRequest(_message.Message):
     MEMORY_POOL_FIELD_NUMBER: _builtins.int
     UNIX_SECONDS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    WIRE_FIELD_NUMBER: _builtins.int
     shard: _builtins.int
     incarnation: _builtins.int
     highest_incarnation: _builtins.int
@@ -210,6 +219,8 @@ class HeartbeatRequest(_message.Message):
     """Its clock, since 1970. 0: not said."""
     version: _builtins.str
     """Of Geartrain. Empty: not said."""
+    wire: _builtins.str
+    """As in RegisterRequest. A shard of another one is told that it is unknown, so that it registers and hears why."""
     def __init__(
         self,
         *,
@@ -219,10 +230,11 @@ class HeartbeatRequest(_message.Message):
         memory_pool: _builtins.str = ...,
         unix_seconds: _builtins.float = ...,
         version: _builtins.str = ...,
+        wire: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["highest_incarnation", b"highest_incarnation", "incarnation", b"incarnation", "memory_pool", b"memory_pool", "shard", b"shard", "unix_seconds", b"unix_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["highest_incarnation", b"highest_incarnation", "incarnation", b"incarnation", "memory_pool", b"memory_pool", "shard", b"shard", "unix_seconds", b"unix_seconds", "version", b"version", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -730,6 +742,8 @@ class DescribeClusterReply(_message.Message):
     INCOMPLETE_TABLES_FIELD_NUMBER: _builtins.int
     RESTORING_TABLES_FIELD_NUMBER: _builtins.int
     MAP_VERSION_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    WIRE_FIELD_NUMBER: _builtins.int
     cluster_version: _builtins.int
     num_shards: _builtins.int
     ready: _builtins.bool
@@ -738,6 +752,10 @@ class DescribeClusterReply(_message.Message):
     """Bucket b (of 4096) belongs to shard bucket_shards[b]: uint16, little endian."""
     map_version: _builtins.int
     """Of bucket_shards: counts the maps of the cluster, from 1."""
+    version: _builtins.str
+    """The scheduler's build of Geartrain, as in PingReply."""
+    wire: _builtins.str
+    """As in RegisterRequest, the scheduler's own."""
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardEntry]: ...
     @_builtins.property
@@ -768,10 +786,12 @@ class DescribeClusterReply(_message.Message):
         incomplete_tables: _abc.Iterable[_builtins.str] | None = ...,
         restoring_tables: _abc.Iterable[_builtins.str] | None = ...,
         map_version: _builtins.int = ...,
+        version: _builtins.str = ...,
+        wire: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_shards", b"bucket_shards", "cluster_version", b"cluster_version", "incomplete_tables", b"incomplete_tables", "map_version", b"map_version", "num_shards", b"num_shards", "ready", b"ready", "restoring_tables", b"restoring_tables", "shards", b"shards", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_shards", b"bucket_shards", "cluster_version", b"cluster_version", "incomplete_tables", b"incomplete_tables", "map_version", b"map_version", "num_shards", b"num_shards", "ready", b"ready", "restoring_tables", b"restoring_tables", "shards", b"shards", "tables", b"tables", "version", b"version", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import typer
 
-from geartrain import __version__
 from geartrain.ams.values.config import ClusterConfig
 from geartrain.ams.values.errors import NonFinite, Unavailable
+from geartrain.ams.values.rpc import version
 from geartrain.cli import main as cli
 from geartrain.cli.main import COMMANDS
 from tests.support.command_line import typed
@@ -93,7 +93,7 @@ def test_the_help_has_no_line_breaks_but_those_of_the_terminal() -> None:
 
 
 def test_the_version_is_printed() -> None:
-    assert geartrain("--version").stdout == f"geartrain {__version__}\n"
+    assert geartrain("--version").stdout == f"geartrain {version()}\n"
 
 
 @pytest.mark.parametrize("arguments", [["upp"], ["up", "--shard", "x"], ["status", "--nope"]])

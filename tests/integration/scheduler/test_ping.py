@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from geartrain.ams.rpc.client.calls import GrpcCalls
 from geartrain.ams.rpc.services import GEAR, GRAPH, SCHEDULER, SHARD, Service
 from geartrain.ams.values.config import GraphConfig
 from geartrain.ams.values.errors import ShardUnavailable
-from geartrain.ams.values.rpc import Ping, Pong
+from geartrain.ams.values.rpc import Ping, Pong, version
 from geartrain.ams.values.shard_messages import Describe
 from geartrain.cli.main import build_app
 from geartrain.launch.graph_role import ConnectedCluster
@@ -52,20 +51,19 @@ def test_status_shows_the_version_and_the_age_of_every_role(roles: tuple[GearClu
     where = ("--scheduler", cluster.address, "--graph", graph)
     told = json.loads(status(*where, "--json"))
     assert told["map_version"] == 1
-    version = importlib.metadata.version("geartrain")
     by_address = {item["address"]: item for item in told["roles"]}
     shards = {shard["address"]: shard["incarnation"] for shard in told["shards"]}
     expected = {cluster.address: "scheduler", gear: "slowgear", graph: "graph", **dict.fromkeys(shards, "server")}
     assert {address: item["role"] for address, item in by_address.items()} == expected
-    assert all(item["version"] == version and item["uptime_seconds"] > 0 for item in by_address.values())
+    assert all(item["version"] == version() and item["uptime_seconds"] > 0 for item in by_address.values())
     assert all(item["pid"] == os.getpid() for item in by_address.values())
     assert {address: by_address[address]["incarnation"] for address in shards} == shards
     (told_gear,) = told["slow_gears"]
     assert told_gear["process"] == f"{gear}#{by_address[gear]['incarnation']}"
     lines = status(*where)
     for start in (f"scheduler {cluster.address}", f"graph service {graph}"):
-        assert f"{start} (pid {os.getpid()}, version {version}, up " in lines
-    assert lines.count(version) == 5
+        assert f"{start} (pid {os.getpid()}, version {version()}, up " in lines
+    assert lines.count(version()) == 5
 
 
 def test_uptime_goes_on_and_is_that_of_the_role(roles: tuple[GearCluster, str, str]) -> None:

@@ -25,6 +25,7 @@ from grpc_health.v1 import health_pb2
 import geartrain as gt
 from geartrain.ams.graph.service.role import GraphServer
 from geartrain.ams.pb.v1 import gear_pb2, graph_pb2, scheduler_pb2, shard_pb2
+from geartrain.ams.pb.v1.wire import WIRE
 from geartrain.ams.rpc import channel, credentials
 from geartrain.ams.rpc.carrier import NotBelieved
 from geartrain.ams.rpc.client.calls import GrpcCalls
@@ -345,7 +346,7 @@ def test_only_server_n_lives_and_leaves_as_shard_n(
     identify(str(tmp_path), "server")
     assert Credentials.mine("127.0.0.1:1").first_shard == 1
     calls = GrpcCalls(SCHEDULER, "scheduler", roles[1]["scheduler"])
-    assert calls.call(Heartbeat(shard=1, incarnation=1), 10.0).replaced
+    assert calls.call(Heartbeat(shard=1, incarnation=1, wire=WIRE), 10.0).replaced
     for foreign in (Heartbeat(shard=0, incarnation=1), LeaveCluster(shard=0, incarnation=1)):
         with pytest.raises(AccessDenied, match=r"geartrain certs renew.*security\.folder"):
             calls.call(foreign, 10.0)

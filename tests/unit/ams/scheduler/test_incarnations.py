@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from geartrain.ams.client.factory import local
+from geartrain.ams.pb.v1.wire import WIRE
 from geartrain.ams.scheduler.data_streams import MOST_READ, StreamLeases
 from geartrain.ams.scheduler.handlers import SchedulerHandlers
 from geartrain.ams.scheduler.incarnations import MOST_GIVEN, Incarnations
@@ -96,7 +97,7 @@ def test_what_a_shard_has_seen_is_known_once_it_has_registered(monkeypatch: pyte
         return registration
 
     monkeypatch.setattr(fresh, "register", somebody_connects_at_once)
-    request = Register(address="h:7000", shard=0, incarnation=5, highest_incarnation=200)
+    request = Register(address="h:7000", shard=0, incarnation=5, highest_incarnation=200, wire=WIRE)
     handlers.by_request[Register](request, None)  # type: ignore[arg-type]
     assert taken == [201]
 
