@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
-from typer.testing import CliRunner
 
 from geartrain.ams.graph.service.role import GraphServer
 from geartrain.ams.rpc.client.calls import GrpcCalls
@@ -16,10 +15,10 @@ from geartrain.ams.values.config import GraphConfig
 from geartrain.ams.values.errors import ShardUnavailable
 from geartrain.ams.values.rpc import Ping, Pong, version
 from geartrain.ams.values.shard_messages import Describe
-from geartrain.cli.main import build_app
 from geartrain.launch.graph_role import ConnectedCluster
 from tests.integration.conftest import QUICK, ServedCluster
 from tests.integration.gear.gear_cluster import GearCluster, gear_cluster
+from tests.support.command_line import typed
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +40,8 @@ def ping(service: Service, address: str) -> Pong:
 
 
 def status(*arguments: str) -> str:
-    done = CliRunner().invoke(build_app(["status"]), ["status", *arguments])
-    assert done.exit_code == 0, done.output
+    done = typed("status", *arguments)
+    assert done.returncode == 0, done.stderr
     return done.stdout
 
 
