@@ -25,16 +25,9 @@ from geartrain.serving.models.pictures import (
     only,
     request_of,
 )
+from geartrain.workers.models.saved_model import TYPES
 
 ITEMS = "items"
-_DTYPES = {
-    "float": "float32",
-    "double": "float64",
-    "float16": "float16",
-    "bool": "bool",
-    **{f"{sign}int{bits}": f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
-}
-"""Of onnxruntime -> of numpy."""
 
 
 class TensorModel(ClassModel):
@@ -215,10 +208,10 @@ class EmbedTensors:
 
 def _spec_of(taken: Any) -> TensorSpec:
     kind = str(taken.type).removeprefix("tensor(").removesuffix(")")
-    if kind not in _DTYPES:
+    if kind not in TYPES:
         raise InvalidArgument(f"the network takes {taken.name!r} of type {taken.type}, which no request can bring")
     sizes = (size if isinstance(size, int) else None for size in taken.shape[1:])
-    return TensorSpec(name=taken.name, dtype=_DTYPES[kind], shape=(None, *sizes))
+    return TensorSpec(name=taken.name, dtype=TYPES[kind], shape=(None, *sizes))
 
 
 def _request(model: TensorModel, *, ranked: bool) -> dict[str, Any]:

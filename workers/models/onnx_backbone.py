@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
 from geartrain.ams.values.text import quoted
+from geartrain.workers.models.saved_model import TYPES
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """What a backbone takes: its only argument; all of them; or all of them by name."""
@@ -43,6 +44,8 @@ class Parity:
     """Of two features of an image, as part of their length."""
     max_error: float = 0.0
     """Largest difference of two numbers of features."""
+    takes: str = ""
+    """What the network is asked with, and what a service of it takes where there is no preprocessing."""
 
 
 class OnnxBackbone(nn.Module):
@@ -59,6 +62,16 @@ class OnnxBackbone(nn.Module):
             self._session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as exc:  # its errors have no base but this
             raise InvalidArgument(f"onnxruntime cannot run {path}: {exc}") from exc
+
+    @property
+    def takes(self) -> str:
+        """Its inputs: ``words int64 [N, any], weight float32 [N]``."""
+        found = []
+        for tensor in self._session.get_inputs():
+            kind = str(tensor.type).removeprefix("tensor(").removesuffix(")")
+            sizes = [str(size) if isinstance(size, int) else "any" for size in tensor.shape[1:]]
+            found.append(f"{tensor.name} {TYPES.get(kind, kind)} [{', '.join(['N', *sizes])}]")
+        return ", ".join(found)
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         """Images [N, …] -> features [N, D]. Raises InvalidArgument for images of another shape or type."""
@@ -197,7 +210,7 @@ def _compared(backbone: nn.Module, exported: OnnxBackbone, example: Tensor | dic
             f"features of onnxruntime are {largest:.2g} of their length from the backbone's, more than {TOLERANCE:g}; "
             "nothing was written. Does it draw random numbers, or round?"
         )
-    return Parity(images=num_images, largest_distance=largest, max_error=error)
+    return Parity(images=num_images, largest_distance=largest, max_error=error, takes=exported.takes)
 
 
 def largest_distance(found_ND: Tensor, expected_ND: Tensor) -> float:

@@ -45,6 +45,14 @@ CONFIG, CENTERS, NAMES = "config.json", "centers.safetensors", "names.safetensor
 OLD_NAMES = "classes.json"
 FORMAT = 1
 _SUMS = "xxh3_128_of"
+TYPES = {
+    "float": "float32",
+    "double": "float64",
+    "float16": "float16",
+    "bool": "bool",
+    **{f"{sign}int{bits}": f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+}
+"""Of inputs that can be asked with: as onnxruntime calls them, and numpy."""
 _CHUNK_BYTES = 1 << 20
 _AGAIN = "train on: 'geartrain worker ... --resume RUN' saves the model anew at its end"
 _EXPORT_AGAIN = "export the model again"

@@ -166,6 +166,7 @@ def _lines(folder: Path, config: Mapping[str, Any], why: str) -> Iterator[str]:
     if same < 1 and config["precision"] == "fp32":
         others = round((1 - same) * parity["images"])
         yield f"Note: {counted(others, 'image')} of two classes of nearly the same score may be named otherwise"
+    yield "A service takes pictures" if config["preprocessing"] else "A service takes tensors"
     if line := _index_line(config["index"]):
         yield line
     if accuracy is None:

@@ -46,7 +46,7 @@ def blocks() -> list[Block]:
 
 def test_tensors_are_asked_for_by_the_names_of_forward(blocks: list[Block], tmp_path: Path) -> None:
     program, serve, classify, infer = blocks[:4]
-    assert run(program.code, tmp_path).startswith("[[('")
+    assert run(program.code, tmp_path).startswith("a service takes readings float32 [N, 5], is_day bool [N]\n[[('")
     with served(serve, tmp_path) as service:
         said = asked(classify, service.address, tmp_path)
         best = said["answers"][0]

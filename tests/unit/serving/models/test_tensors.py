@@ -47,7 +47,7 @@ EXAMPLE = {"words": torch.randint(0, 20, (4, 5)), "weight": torch.rand(4)}
 @pytest.fixture(scope="module")
 def model(trained: gt.TrainedModel, tmp_path_factory: pytest.TempPathFactory) -> TensorModel:
     folder = tmp_path_factory.mktemp("model")
-    trained.export_onnx(folder, EXAMPLE)
+    assert trained.export_onnx(folder, EXAMPLE).takes == "words int64 [N, any], weight float32 [N]"
     found = load_folder(folder)
     assert isinstance(found, TensorModel)
     return found
