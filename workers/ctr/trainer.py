@@ -19,7 +19,7 @@ from geartrain.bridge.embedding.group import EmbeddingGroup
 from geartrain.bridge.models.click_model import ClickModel
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.tables import counted_as
-from geartrain.workers.ctr.designs import Design, layout_of
+from geartrain.workers.ctr.designs import Design, SampleLayout, layout_of
 from geartrain.workers.ctr.metrics import draw_calibration, measured
 from geartrain.workers.ctr.recipe import CtrRecipe, usual_for
 from geartrain.workers.ctr.samples.click_samples import ClickSamples, part_validation, split
@@ -86,7 +86,9 @@ class ClickTrainer(EmbeddingTrainer):
     def __init__(self, attempt: Attempt, data: tuple[str, ClickSamples]) -> None:
         source, samples = data
         recipe: CtrRecipe = attempt.options.recipe
-        self.design = design = Design(recipe, layout_of(samples))
+        # The order of fields is that of the network's inputs: the saved one, whatever that of the file is now.
+        layout = layout_of(samples) if attempt.state is None else SampleLayout.from_json(attempt.state.data)
+        self.design = design = Design(recipe, layout)
         self._train, held_out = split(
             samples,
             recipe.split,
