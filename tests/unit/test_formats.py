@@ -67,7 +67,7 @@ WRITTEN: dict[str, tuple[int, set[str]]] = {
             "cluster: format num_shards",
             "member: address incarnation left newcomer shard",
             "placement: bucket_shards version",
-            "schema: for_restore holders incarnation is_unsettled spec",
+            "schema: altered for_restore holders incarnation is_unsettled spec",
             f"spec: {SPEC}",
             "version: cluster_version",
         },
