@@ -22,7 +22,7 @@ def test_a_killed_run_goes_on_from_its_newest_snapshot(tmp_path: Path) -> None:
     killed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     newest = next(listed.snapshot for listed in list_snapshots(out / "snapshots") if listed.snapshot)
-    assert newest.manifest.step in (10, 15)  # the third was being written
+    assert 0 < newest.manifest.step < 30
     assert not (out / "report.json").exists()
     done = typed("worker", "ctr", "--resume", str(out), "--logger=none")
     assert done.returncode == 0, done.stderr
