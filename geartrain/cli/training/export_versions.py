@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import shutil
 import signal
@@ -78,7 +79,7 @@ class Exporter:
         """Write the newest version as a base, and remove what nobody needs any more. No cluster is asked."""
         newest = newest_version(self._root)
         names = [] if newest is None else [str(spec["name"]) for spec in newest.manifest.tables]
-        if newest is not None and self._tables not in (*names, "*"):
+        if newest is not None and self._tables not in names and not fnmatch.filter(names, self._tables):
             raise ConfigError(f"{self._root} holds versions of {', '.join(names)}, not of {self._tables}")
         whole, removed = self._compacted()
         facts = {**_facts(whole), "removed": removed}
