@@ -19,11 +19,11 @@ from geartrain.bridge.embedding.group import EmbeddingGroup
 from geartrain.bridge.models.click_model import ClickModel
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.tables import counted_as
-from geartrain.workers.ctr.designs import Design, SampleLayout, layout_of
+from geartrain.workers.ctr.designs import Design, layout_of
 from geartrain.workers.ctr.metrics import draw_calibration, measured
 from geartrain.workers.ctr.recipe import CtrRecipe, usual_for
 from geartrain.workers.ctr.samples.click_samples import ClickSamples, part_validation, split
-from geartrain.workers.ctr.samples.kinds import kinds_from_json
+from geartrain.workers.ctr.samples.kinds import FieldKind, kinds_from_json
 from geartrain.workers.ctr.samples.sources import found_again, load_samples
 from geartrain.workers.job.best import BestLook, look_period
 from geartrain.workers.job.folder import read_run
@@ -55,7 +55,7 @@ class EmbeddingTrainer(Trainer):
     def load(options: JobOptions, state: JobState | None, console: Console) -> tuple[str, ClickSamples]:
         """The samples, and where they are."""
         source = options.data or (None if state is None else state.data["source"])
-        kinds = None if state is None else kinds_from_json(state.data.get("schema", {}).get("kinds"))
+        kinds = None if state is None else _kinds_in_order(state.data)
         say = lambda line: console.print(line, highlight=False)  # noqa: E731
         samples = load_samples(source, options.cache, say, kinds, options.recipe.fold)
         return found_again(str(source)), samples
@@ -86,9 +86,7 @@ class ClickTrainer(EmbeddingTrainer):
     def __init__(self, attempt: Attempt, data: tuple[str, ClickSamples]) -> None:
         source, samples = data
         recipe: CtrRecipe = attempt.options.recipe
-        # The order of fields is that of the network's inputs: the saved one, whatever that of the file is now.
-        layout = layout_of(samples) if attempt.state is None else SampleLayout.from_json(attempt.state.data)
-        self.design = design = Design(recipe, layout)
+        self.design = design = Design(recipe, layout_of(samples))
         self._train, held_out = split(
             samples,
             recipe.split,
@@ -245,3 +243,10 @@ def click_probabilities(
         network.train(was_training)
     probabilities: npt.NDArray[np.float64] = torch.cat([torch.empty(0), *parts]).double().sigmoid().numpy()
     return probabilities
+
+
+def _kinds_in_order(data: Mapping[str, Any]) -> dict[str, FieldKind]:
+    """The kinds of the fields that a run was trained on, in the order of its network's inputs: JSON sorted them."""
+    schema: Mapping[str, Any] = data.get("schema", {})
+    kinds = kinds_from_json(schema.get("kinds"))
+    return {name: kinds[name] for name in (*data.get("fields", ()), *schema.get("item", ())) if name in kinds}

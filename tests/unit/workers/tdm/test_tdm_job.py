@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
 import geartrain as gt
+from geartrain.bridge.checkpoint.folder import read_record, read_state
 from geartrain.workers import jobs
 from geartrain.workers.ctr.samples.click_samples import ClickSamples, SampleSchema
 from geartrain.workers.ctr.samples.movielens import read_movielens
@@ -82,7 +84,12 @@ def test_a_run_finds_what_users_like(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    films = write_movielens(tmp_path / "films")
+    pa = pytest.importorskip("pyarrow", reason="samples from files need the extra data")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    samples, films = read_movielens(write_movielens(tmp_path / "films")), tmp_path / "films.parquet"
+    table = pa.table({"time": samples.times, "click": samples.clicks.astype(int), "user": samples.fields["user"]})
+    age = samples.fields["user"] % 7  # fields are in another order than that of their names
+    parquet.write_table(table.append_column("age", [age]).append_column("item", [samples.fields["item"]]), films)
 
     def train(out: Path, **more: Any) -> JobResult:
         settings: dict[str, Any] = {"dim": 8, "batch_size": 50, "steps": 12, "beam": 50, "row_lr": 0.05}
@@ -98,6 +105,12 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path, monkeyp
     ended = train(tmp_path / "run", resume=True)
     assert whole is not None and ended.report is not None
     assert (ended.step, ended.report["held_out"]) == (24, whole["held_out"])
+    networks = [
+        read_state(out, read_record(out))["model"] for out in (tmp_path / "whole/run/model", tmp_path / "run/model")
+    ]
+    for name, value in networks[0].items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(networks[1][name], value, rtol=0, atol=0)
     assert train(tmp_path / "run", resume=True, resume_steps=3).step == 24 + 2 * 3
 
 
