@@ -47,6 +47,8 @@ def _expanded(nav: Any, patterns: dict[str, list[str]]) -> Any:
 def on_files(files: Files, config: Any) -> Files:
     """Add the generated pages."""
     for name, text in _generated(Path(config.docs_dir)).items():
+        if (stub := files.get_file_from_path(name)) is not None:  # for whoever reads the pages in a checkout
+            files.remove(stub)
         files.append(File.generated(config, name, content=text))
     return files
 

@@ -30,10 +30,5 @@ def test_the_loop_of_a_class_head_trains() -> None:
     assert losses[-1] < losses[0] - 2  # of random labels, with the random numbers of the day
 
 
-def test_every_linked_file_exists() -> None:
-    targets = re.findall(r"\]\(([^)#]+)", README)
-    assert [target for target in targets if "://" not in target and not (REPOSITORY / target).exists()] == []
-
-
 def test_it_is_a_page_of_at_most_120_lines() -> None:
     assert len(README.splitlines()) <= 120

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import os
 import re
 import shlex
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import typer
 from pydantic import BaseModel
+from torch.distributed.run import get_args_parser
 
 import geartrain
 from geartrain.ams.values import errors
@@ -27,6 +29,11 @@ DOCS = REPOSITORY / "docs"
 BY_HAND = [path for path in sorted(DOCS.rglob("*.md")) if path.parent.name != "decisions"]
 """Decisions tell of their own time, in which a file may have had another name."""
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
+
+OF_OTHERS = {"--slow", "--help", "--index-url", "--explain"}
+"""Options of pytest, of every command, of pip, and of a script of the tutorials; those of torchrun are asked for."""
+NO_COMMANDS = ("step", "pull", "write")
+"""The names of spans in traces begin as a command does."""
 
 
 def build(repository: Path, out: Path) -> subprocess.CompletedProcess[str]:
@@ -112,6 +119,21 @@ def test_a_broken_link_a_missing_page_and_a_missing_docstring_fail_the_build(tmp
     assert "Cluster.drop_table is public and has no docstring" in done.stderr
 
 
+def test_every_link_of_a_page_leads_somewhere_in_a_checkout() -> None:
+    if not (REPOSITORY / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("not a checkout of git")
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    files = subprocess.run(listed, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.splitlines()
+    there = {os.path.normpath(path) for file in files for path in (file, *Path(file).parents)}
+    broken = []
+    for page in (file for file in files if file.endswith((".md", ".ipynb"))):
+        text = re.sub(r"^( *)```.*?^\1```", "", (REPOSITORY / page).read_text(encoding="utf-8"), flags=re.M | re.S)
+        for target in re.findall(r"\]\(([^)#\s]+)", text):
+            if "://" not in target and os.path.normpath(Path(page).parent / target) not in there:
+                broken.append(f"{page}: {target}")
+    assert broken == []
+
+
 def test_the_files_that_pages_name_exist() -> None:
     path = re.compile(r"`((?:ams|bridge|workers|geartrain|tests|examples|scripts|benchmarks|deploy)/[\w/.-]+\.\w+)")
     pages = [*BY_HAND, REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
@@ -124,12 +146,42 @@ def test_the_commands_that_pages_show_exist_with_their_options() -> None:
     # Neither a folder nor the name of a rendezvous, or of a release, is the command.
     shown = re.compile(r"^[^#\n]*?(?<![/\w])(?<!rdzv-backend )(?<!helm install )geartrain ([^#\n]*)", re.MULTILINE)
     unknown = []
-    for page in BY_HAND:
-        for language, code in FENCE.findall(page.read_text(encoding="utf-8")):
-            for line in shown.findall(code.replace("\\\n", " ")):
-                if language == "sh":
-                    unknown += [f"{page.name}: geartrain {line}: {word}" for word in unknown_words(root, line)]
+    for page in (*BY_HAND, *REPOSITORY.glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        typed = [
+            line for language, code in FENCE.findall(text) if language == "sh" for line in shown.findall(joined(code))
+        ]
+        for line in (*typed, *named_in(text)):
+            unknown += [f"{page.name}: geartrain {line}: {word}" for word in unknown_words(root, line)]
     assert unknown == []
+
+
+def test_the_options_that_pages_name_exist() -> None:
+    root = typer.main.get_command(build_app([]))
+    known = options_below(root) | set(get_args_parser()._option_string_actions) | OF_OTHERS
+    unknown = set()
+    for page in (*BY_HAND, *REPOSITORY.glob("*.md")):
+        for option in re.findall(r"`(--[a-z][\w-]*)", FENCE.sub("", page.read_text(encoding="utf-8"))):
+            unknown |= set() if option in known else {(page.name, option)}
+    assert unknown == set()
+
+
+def joined(code: str) -> str:
+    return code.replace("\\\n", " ")
+
+
+def named_in(text: str) -> list[str]:
+    """The commands within sentences: ``geartrain certs init|issue FOLDER`` is two."""
+    lines = []
+    for line in re.findall(r"`geartrain (\w[^`\n]*)`", FENCE.sub("", text)):
+        words = [word.split("|") if re.fullmatch(r"[a-z|]+", word) else [word] for word in line.split(" ")]
+        lines += [" ".join(chosen) for chosen in itertools.product(*words) if chosen[0] not in NO_COMMANDS]
+    return lines
+
+
+def options_below(command: typer.core.TyperCommand) -> set[str]:
+    own = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    return own.union(*(options_below(below) for below in getattr(command, "commands", {}).values()))
 
 
 def unknown_words(command: typer.core.TyperGroup, line: str) -> list[str]:
@@ -144,7 +196,9 @@ def unknown_words(command: typer.core.TyperGroup, line: str) -> list[str]:
             command = below[word]
         elif word.startswith("-"):
             unknown += [] if word.partition("=")[0] in options | {"--help"} else [word]
-        elif command.name == "geartrain":
+        elif below and re.fullmatch(r"[A-Z.]+", word):
+            break  # a placeholder: any of them
+        elif below:
             unknown.append(word)
     return unknown
 
