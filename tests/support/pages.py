@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+DEADLINE_SECONDS = 90
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 _FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', flags=re.DOTALL | re.MULTILINE)
 
@@ -64,3 +66,14 @@ def run(code: str, folder: Path) -> str:
 def losses_in(printed: str) -> list[float]:
     """The numbers that follow the word loss."""
     return [float(found) for found in re.findall(r"loss (\d+\.\d+)", printed)]
+
+
+def await_text(shown: Path, pattern: str) -> re.Match[str]:
+    """Wait until a process has printed what fits the pattern to this file."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    text = ""
+    while time.monotonic() < deadline:
+        if shown.exists() and (found := re.search(pattern, text := shown.read_text(encoding="utf-8"))):
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"{pattern!r} is not in what was printed:\n{text}")

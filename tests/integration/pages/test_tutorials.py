@@ -24,13 +24,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.pages import DOCS, Block, blocks_of, losses_in, program_of, run
+from tests.support.pages import DEADLINE_SECONDS, DOCS, Block, await_text, blocks_of, losses_in, program_of, run
 from tests.support.rank_processes import run_ranks
 from tests.support.role_process import RoleProcess
 
 ADDRESS = "127.0.0.1:7000"
 """What the pages say; a test's cluster listens at a free port."""
-DEADLINE_SECONDS = 90
 
 
 class Reader:
@@ -85,16 +84,6 @@ class Reader:
         found = await_text(shown, r'scheduler"?:? "?(127\.0\.0\.1:\d+)')
         self.address = found.group(1)
         self.environment |= {"GEARTRAIN_SERVER__SCHEDULER": self.address}
-
-
-def await_text(shown: Path, pattern: str) -> re.Match[str]:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    text = ""
-    while time.monotonic() < deadline:
-        if shown.exists() and (found := re.search(pattern, text := shown.read_text(encoding="utf-8"))):
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"{pattern!r} is not in what was printed:\n{text}")
 
 
 def test_the_first_head_learns_like_nn_linear_and_is_the_same_after_loading(tmp_path: Path) -> None:
