@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged
+from geartrain.bridge.models.backbone import Inputs, run
 from geartrain.workers.atomic import complete_folder, replacing_folder
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.data.images import Images
@@ -107,7 +108,7 @@ class Exported:
 def export_model(
     model: Exportable,
     folder: Path,
-    example: onnx_backbone.Inputs | None = None,
+    example: Inputs | None = None,
     *,
     version: int | None = None,
     precision: Precision = "fp32",
@@ -194,7 +195,7 @@ def _calibration(train: Images) -> Iterator[dict[str, npt.NDArray[Any]]]:
 def _compared(
     model: Exportable,
     networks: Mapping[str, nn.Module],
-    example: onnx_backbone.Inputs,
+    example: Inputs,
     images: RunImages | None,
     track: Track,
 ) -> tuple[dict[str, Any], npt.NDArray[np.float32] | None]:
@@ -214,7 +215,7 @@ def _compared(
         best = model.best(mine, 1)[1][:, 0]
         tallies["pytorch"].add(mine, best, mine, best, labels)
         for name, network in networks.items():
-            theirs = onnx_backbone.run(network, inputs).float()
+            theirs = run(network, inputs).float()
             tallies[name].add(theirs, model.best(theirs, 1)[1][:, 0], mine, best, labels)
         if len(kept) * _AT_ONCE < _FEATURES_KEPT:
             kept.append(theirs)

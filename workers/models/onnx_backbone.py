@@ -9,7 +9,6 @@ Legend: N images, D width of a feature.
 from __future__ import annotations
 
 import importlib
-import inspect
 import logging
 import warnings
 from collections.abc import Callable, Mapping
@@ -23,10 +22,9 @@ from torch import Tensor, nn
 
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
 from geartrain.ams.values.text import quoted
+from geartrain.bridge.models.backbone import Inputs, bound, run
 from geartrain.workers.models.saved_model import TYPES
 
-Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
-"""What a backbone takes: its only argument; all of them; or all of them by name."""
 TOLERANCE = 1e-4
 """Largest distance of features, of their length: sums in another order are some 1e-6 apart."""
 INPUT, _OUTPUT = "images", "features"
@@ -86,25 +84,6 @@ class OnnxBackbone(nn.Module):
         return torch.from_numpy(features)
 
 
-def run(backbone: nn.Module, inputs: Inputs) -> Tensor:
-    """Features [N, D] of ``inputs``. Raises InvalidArgument for other arguments than the backbone's."""
-    if isinstance(inputs, Tensor):
-        return backbone(inputs)  # type: ignore[no-any-return]
-    bound = _bound(backbone, inputs)
-    return backbone(*bound.args, **bound.kwargs)  # type: ignore[no-any-return]
-
-
-def _bound(backbone: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> inspect.BoundArguments:
-    try:
-        signature = inspect.signature(backbone.forward)
-        return signature.bind(**inputs) if isinstance(inputs, Mapping) else signature.bind(*inputs)
-    except TypeError as exc:
-        raise InvalidArgument(
-            f"{type(backbone).__name__} does not take these inputs: {exc}. A tuple holds the arguments of its forward, "
-            "(argument,) where the only one is a tuple itself; a dict holds them by name"
-        ) from exc
-
-
 def write_onnx(backbone: nn.Module, example: Inputs, path: Path) -> Parity:
     """Write the backbone to ``path`` and compare what onnxruntime makes of ``example`` with the backbone's features.
 
@@ -127,7 +106,7 @@ def _batch(backbone: nn.Module, example: Inputs) -> Tensor | dict[str, Tensor]:
     several = isinstance(example, tuple | Mapping)
     tensors: dict[str, Any] = {INPUT: example}
     if isinstance(example, tuple | Mapping):
-        tensors = dict(_bound(backbone, example).arguments)
+        tensors = dict(bound(backbone, example).arguments)
     sizes = set()
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor.ndim < 1 or len(tensor) < 2:

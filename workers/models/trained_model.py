@@ -29,6 +29,7 @@ from geartrain.bridge.checkpoint.rank_rows import DividedRows
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.sub_centers import scores_of_classes
 from geartrain.bridge.head.weights import write_centers
+from geartrain.bridge.models.backbone import Inputs, moved, run
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
 from geartrain.workers.atomic import replacing_folder
 from geartrain.workers.data.bitmaps import Preprocessing, open_picture
@@ -37,7 +38,7 @@ from geartrain.workers.models.backbones import build_backbone
 from geartrain.workers.models.export import export_model
 from geartrain.workers.models.saved_model import BACKBONE, CENTERS, ONNX, seal_model, unseal_model, write_arrays
 
-ImageInputs = onnx_backbone.Inputs | str | Path | Image.Image | Iterable[str | Path | Image.Image]
+ImageInputs = Inputs | str | Path | Image.Image | Iterable[str | Path | Image.Image]
 AT_ONCE = 256
 _ROWS_AT_ONCE = 65_536
 _CENTERS = "centers"
@@ -86,11 +87,11 @@ class TrainedModel:
         a tuple or a dict holds is one batch. Raises InvalidArgument (not a picture, other arguments), InvalidRows.
         """
         device = next((item.device for item in self.backbone.parameters()), torch.device("cpu"))
-        batches = (_moved(batch, device) for batch in self._batches(images))
+        batches = (moved(batch, device) for batch in self._batches(images))
         was_training = self.backbone.training
         self.backbone.eval()
         try:
-            found = [onnx_backbone.run(self.backbone, batch).float().cpu() for batch in batches]
+            found = [run(self.backbone, batch).float().cpu() for batch in batches]
         finally:
             self.backbone.train(was_training)
         features_ND = torch.cat(found) if found else torch.empty(0, self.centers.shape[-1])
@@ -174,7 +175,7 @@ class TrainedModel:
     def export_onnx(
         self,
         folder: str | Path,
-        example: onnx_backbone.Inputs | None = None,
+        example: Inputs | None = None,
         *,
         preprocessing: str | None = None,
     ) -> onnx_backbone.Parity:
@@ -197,7 +198,7 @@ class TrainedModel:
         place = Path(path_name("folder", folder, "the name of a folder"))
         return export_model(self, place, example, preprocessing=preprocessing).parity
 
-    def _batches(self, images: ImageInputs) -> Iterator[onnx_backbone.Inputs]:
+    def _batches(self, images: ImageInputs) -> Iterator[Inputs]:
         if isinstance(images, Tensor):
             yield from torch.split(images, AT_ONCE)
             return
@@ -225,15 +226,6 @@ class TrainedModel:
             return self.preprocessing.bitmap(picture)
         except InvalidArgument as exc:
             raise InvalidArgument(f"{where}: {exc}" if where else str(exc)) from exc
-
-
-def _moved(inputs: Any, device: torch.device) -> Any:
-    """The same with its tensors on ``device``."""
-    if isinstance(inputs, Tensor):
-        return inputs.to(device)
-    if isinstance(inputs, Mapping):
-        return {name: _moved(item, device) for name, item in inputs.items()}
-    return tuple(_moved(item, device) for item in inputs) if isinstance(inputs, tuple) else inputs
 
 
 def load_model(

@@ -28,6 +28,7 @@ from geartrain.bridge.head.imprinting.class_sums import ClassSums
 from geartrain.bridge.head.imprinting.mean_centers import CenterMaker
 from geartrain.bridge.head.loss.samples import check_weight
 from geartrain.bridge.head.sub_centers import whole_rows
+from geartrain.bridge.models.backbone import moved, run
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable
 
 _BAR_AFTER_SECONDS = 2.0
@@ -149,7 +150,8 @@ def features_of(
     parameter = next(backbone.parameters(), None)
     for batch in loader:
         images, labels, weight = _parts_of(batch)
-        features = _features(backbone, images, torch.device("cpu") if parameter is None else parameter.device)
+        inputs = tuple(images) if isinstance(images, list) else images
+        features = run(backbone, inputs if parameter is None else moved(inputs, parameter.device))
         check_features(features, dim)
         ids = check_labels(labels, len(features), live_classes.num_classes, ignore_index)
         weight_N = torch.ones(len(ids)) if weight is None else check_weight(weight, len(ids)).float()
@@ -161,18 +163,6 @@ def features_of(
             torch.from_numpy(ids)[counts_N],
             weight_N[counts_N],
         )
-
-
-def _features(backbone: nn.Module, images: Any, device: torch.device) -> Tensor:
-    """Of one tensor, or of several as forward takes them."""
-
-    def moved(tensor: Any) -> Any:
-        return tensor.to(device) if hasattr(tensor, "to") else tensor
-
-    if isinstance(images, Mapping):
-        return backbone(**{name: moved(tensor) for name, tensor in images.items()})  # type: ignore[no-any-return]
-    several = images if isinstance(images, tuple | list) else (images,)
-    return backbone(*map(moved, several))  # type: ignore[no-any-return]
 
 
 def _parts_of(batch: object) -> tuple[Any, Tensor, Tensor | None]:
