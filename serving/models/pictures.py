@@ -10,7 +10,7 @@ import base64
 import binascii
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +83,16 @@ class ClassModel:
             **{name: config[name] for name in ("precision", "parity", "accuracy", "training") if name in config},
         }
 
+    @classmethod
+    def load(cls, folder: Path, config: Mapping[str, Any]) -> Self:
+        """The model of a folder whose files were checked.
+
+        Raises ConfigError (it is asked with something else, or onnxruntime is not installed), ModelDamaged (also where
+        network, preprocessing, centers and names are not of one model), InvalidArgument (a network that onnxruntime
+        cannot run).
+        """
+        return cls(folder, config)
+
     def features(self, arrays: Arrays) -> Floats:
         """Features [N, D] of what the network takes, by name."""
         if not len(next(iter(arrays.values()))):
@@ -134,9 +144,9 @@ class PictureModel(ClassModel):
         except (ConfigError, TypeError) as exc:
             raise ConfigError(f"{folder} has another preprocessing than this version knows: {exc}") from exc
         super().__init__(folder, config, threads=threads)
-        taken, look = self._session.get_inputs()[0].shape[1:], self.preprocessing
-        made = [look.channels, look.size, look.size]
-        if [size if isinstance(size, int) else of for size, of in zip(taken, made, strict=False)] != made:
+        taken, size = self._session.get_inputs()[0].shape[1:], self.preprocessing.size
+        made = [self.preprocessing.channels, size, size]
+        if [one if isinstance(one, int) else of for one, of in zip(taken, made, strict=False)] != made:
             raise _of_several(folder, f"its preprocessing makes bitmaps of {made}, and its network takes {taken}")
         pictures = ClassPictures(folder)
         self.picture = pictures.png
@@ -144,16 +154,7 @@ class PictureModel(ClassModel):
         self.operations = {
             operation.name: operation for operation in (Classify(self), Embed(self), Nearest(self), Verify(self))
         }
-        self.facts = {**self.facts, "preprocessing": look.to_json(), "pictures": bool(pictures)}
-
-    @classmethod
-    def load(cls, folder: Path, config: Mapping[str, Any]) -> PictureModel:
-        """The model of a folder whose files were checked.
-
-        Raises ConfigError (it takes no pictures, or onnxruntime is not installed), ModelDamaged (also where network,
-        preprocessing, centers and names are not of one model), InvalidArgument (a network that onnxruntime cannot run).
-        """
-        return cls(folder, config)
+        self.facts = {**self.facts, "preprocessing": self.preprocessing.to_json(), "pictures": bool(pictures)}
 
     def embed(self, bitmaps: npt.NDArray[np.uint8]) -> Floats:
         """Features [N, D]."""

@@ -51,15 +51,6 @@ class TensorModel(ClassModel):
             operation.name: operation for operation in (ClassifyTensors(self), EmbedTensors(self), Nearest(self))
         }
 
-    @classmethod
-    def load(cls, folder: Path, config: Mapping[str, Any]) -> TensorModel:
-        """The model of a folder whose files were checked.
-
-        Raises ConfigError (onnxruntime is not installed), ModelDamaged (also where network, centers and names are not
-        of one model), InvalidArgument (a network that onnxruntime cannot run).
-        """
-        return cls(folder, config)
-
     def read(self, body: Mapping[str, Any]) -> Arrays:
         """The tensors of a JSON body: of nested lists by name, or of items. Raises InvalidArgument."""
         if self._make is not None:
