@@ -10,7 +10,9 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import xxhash
 
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.storage.snapshot.folder import Snapshot
-from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged, SnapshotDamaged
+from geartrain.ams.values.errors import ConfigError, ModelDamaged, SnapshotDamaged
 from geartrain.serving.live.centers import LiveCenters, centers_of
 from geartrain.serving.live.child import run_child
 from geartrain.serving.live.index import LiveIndex
@@ -165,8 +167,7 @@ class LiveVersions:
                 "'glyphs', 'ctr' or 'tdm', or what gt.Publisher writes"
             ) from exc
         files = snapshot.job_files()
-        recipe = _recipe_of(job)
-        graph = self._graph(snapshot, files, recipe, is_ending)
+        graph = self._graph(snapshot, files, is_ending)
         centers = centers_of(snapshot, table, living, self._centers, unit=dim if is_cosine else None)
         rows = centers.rows[:, : sub_centers * dim]
         ids = living.all_ids
@@ -179,7 +180,6 @@ class LiveVersions:
         folder = self.out / f"{version:09}"
         with replacing_folder(folder) as staging:
             graph.network.write(staging / ONNX, state_dict_arrays(files[_STATE], "backbone"))
-            (staging / LAYOUT).write_text(graph.network.layout_to_json(), encoding="utf-8")
             write_arrays(staging / CENTERS, arrays)
             config = {
                 "kind": "pictures",
@@ -194,7 +194,6 @@ class LiveVersions:
                     "job": table,
                     "step": snapshot.manifest.step,
                     "moment": centers.moment_id,
-                    "recipe": recipe,
                 },
             }
             index = self.index.write(staging, arrays["centers"], arrays.get("biases"), ids, is_cosine=is_cosine)
@@ -203,18 +202,16 @@ class LiveVersions:
         self._centers = centers
         return folder
 
-    def _graph(
-        self, snapshot: Snapshot, files: Mapping[str, bytes], recipe: str, is_ending: Callable[[], bool]
-    ) -> _Graph:
-        """That of the snapshot itself, or one made of its job, once; that of a version that is there will do."""
+    def _graph(self, snapshot: Snapshot, files: Mapping[str, bytes], is_ending: Callable[[], bool]) -> _Graph:
+        """That of the snapshot itself, or one made of its job, once. That of an earlier process will not do: code is
+        another, perhaps."""
         if NETWORK in files:
             said = _parsed(files[LAYOUT], snapshot)
             return _Graph(LiveNetwork.from_json(files[NETWORK], said["parameters"]), said["preprocessing"])
-        if recipe not in self._graphs:
-            before = (_graph_in(found.folder, recipe) for found in self.written())
-            graph = next((graph for graph in before if graph is not None), None)
-            self._graphs = {recipe: graph or _made_graph(snapshot, self._own, is_ending)}
-        return self._graphs[recipe]
+        made_of = _made_of(snapshot.manifest.job, self._own)
+        if made_of not in self._graphs:
+            self._graphs = {made_of: _made_graph(snapshot, self._own, is_ending)}
+        return self._graphs[made_of]
 
     def _folders(self) -> list[Path]:
         inside = self.out.iterdir() if self.out.is_dir() else ()
@@ -237,22 +234,13 @@ def _version_in(folder: Path) -> LiveVersion | None:
         return None
 
 
-def _recipe_of(job: Mapping[str, Any]) -> str:
-    """Tells jobs apart whose networks may have other graphs."""
-    said = json.dumps([job.get("recipe"), job["data"].get("backbone_settings")], sort_keys=True)
-    return xxhash.xxh3_128_hexdigest(said.encode())
-
-
-def _graph_in(folder: Path, recipe: str) -> _Graph | None:
-    """That of a version of this recipe, if it is whole."""
-    try:
-        config = unseal_folder(folder)
-        if config["training"]["recipe"] != recipe:
-            return None
-        layout = (folder / LAYOUT).read_text(encoding="utf-8")
-        return _Graph(LiveNetwork.from_json((folder / ONNX).read_bytes(), layout), config["preprocessing"])
-    except (ConfigError, ModelDamaged, InvalidArgument, OSError, KeyError):
-        return None
+def _made_of(job: Mapping[str, Any], own: str | None) -> str:
+    """Tells jobs apart whose networks may have other graphs, and moments of code of the person's own."""
+    said = json.dumps([job.get("recipe"), job["data"].get("backbone_settings")], sort_keys=True).encode()
+    if own is not None:
+        with suppress(ImportError, AttributeError, TypeError, OSError):  # whoever makes the graph says what is wrong
+            said += Path(find_spec(own.partition(":")[0]).origin).read_bytes()  # type: ignore[arg-type, union-attr]
+    return xxhash.xxh3_128_hexdigest(said)
 
 
 def _made_graph(snapshot: Snapshot, own: str | None, is_ending: Callable[[], bool]) -> _Graph:
