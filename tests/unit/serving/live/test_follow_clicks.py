@@ -38,19 +38,20 @@ def test_where_the_newest_snapshot_is_damaged_the_whole_one_before_it_is_served_
 ) -> None:
     require_onnx()
     run = trained(tmp_path, "deepfm", 0, snapshots=SnapshotSettings(steps=10, keep=4))
-    assert [listed.name[-2:] for listed in list_snapshots(run / "snapshots")] == ["40", "30", "20", "10"]
-    (run / "snapshots" / "step-000000030" / "manifest.json").write_bytes(b"{}")
-    block = next(path for path in (run / "snapshots" / "step-000000040").iterdir() if path.name.startswith("rows-"))
+    newest, before, whole, *_ = (run / "snapshots" / listed.name for listed in list_snapshots(run / "snapshots"))
+    step = int(whole.name[-9:])
+    (before / "manifest.json").write_bytes(b"{}")
+    block = next(path for path in newest.iterdir() if path.name.startswith("rows-"))
     block.write_bytes(block.read_bytes()[:-1])
-    (tmp_path / "versions" / "000000020").mkdir(parents=True)  # as damage leaves it
+    (tmp_path / "versions" / f"{step:09}").mkdir(parents=True)  # as damage leaves it
     versions, served = LiveVersions(tmp_path / "versions"), list[Any]()
     follower = Follower(training_of(str(run)), versions, lambda version: served.append(load_folder(version.folder)))
     assert follower.look(), follower.facts
-    assert [(model.version, model.facts["training"]["step"]) for model in served] == [(21, 20)]
+    assert [(model.version, model.facts["training"]["step"]) for model in served] == [(step + 1, step)]
     facts = follower.facts
-    assert (facts["state"], facts["step"], facts["steps_behind"]) == ("failing", 20, 20)
+    assert (facts["state"], facts["step"], facts["steps_behind"]) == ("failing", step, 40 - step)
     assert block.name in facts["error"]
     samples = as_json(held_out(tmp_path, 0))[:5]
-    export_clicks(open_snapshot(run / "snapshots" / "step-000000020"), tmp_path / "model", cache=CACHE, say=print)
+    export_clicks(open_snapshot(whole), tmp_path / "model", cache=CACHE, say=print)
     expected = asked(load_folder(tmp_path / "model").operations["click"], {"samples": samples})
     assert asked(served[0].operations["click"], {"samples": samples}) == expected
