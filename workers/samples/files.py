@@ -332,7 +332,19 @@ class TreeSamples(FileSamples):
         window_rows: int = 65_536,
         drop_last: bool = False,
     ) -> None:
-        """Find the files and read their footers; arguments and errors as of :class:`ParquetSamples`."""
+        """Find the files and read their footers. Arguments and errors as of :class:`ParquetSamples`.
+
+        Args:
+            where: As there.
+            batch_size: B.
+            columns: As there; None: all of the trees.
+            hash_strings: As there.
+            fill: As there.
+            fold: As there.
+            seed: As there; trees change places, and stay together.
+            window_rows: As there.
+            drop_last: As there.
+        """
         require_arrow()
         from geartrain.workers.samples.parquet import ParquetRows
 
