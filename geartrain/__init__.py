@@ -27,13 +27,13 @@ if TYPE_CHECKING:  # the one list of public names: "X as X" is how a module give
     from geartrain.ams.values import errors as errors
     from geartrain.ams.values.admission.rules import MinCount as MinCount
     from geartrain.ams.values.admission.rules import Probability as Probability
+    from geartrain.ams.values.arrays import fold_ids as fold_ids
     from geartrain.ams.values.config import ClientConfig as ClientConfig
     from geartrain.ams.values.expiry.rules import RowBlock as RowBlock
     from geartrain.ams.values.expiry.rules import Rule as Rule
     from geartrain.ams.values.expiry.rules import SmallerThan as SmallerThan
     from geartrain.ams.values.expiry.rules import Unseen as Unseen
     from geartrain.ams.values.expiry.rules import expiry_rule as expiry_rule
-    from geartrain.ams.values.folding import fold_ids as fold_ids
     from geartrain.ams.values.optimizers.registry import FTRL as FTRL
     from geartrain.ams.values.optimizers.registry import SGD as SGD
     from geartrain.ams.values.optimizers.registry import Adagrad as Adagrad

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from geartrain.ams.pb.v1.wire import WIRE
+from geartrain.ams.pb.v1.wire import WIRE as WIRE
 from geartrain.ams.values.errors import VersionMismatch
 from geartrain.ams.values.rpc import version
 from geartrain.ams.values.text import quoted

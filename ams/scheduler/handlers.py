@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from geartrain.ams.observe.event_log import EventLog
-from geartrain.ams.pb.v1.wire import WIRE
 from geartrain.ams.rpc.ping import PingHandler
-from geartrain.ams.rpc.wire import require_same_wire
+from geartrain.ams.rpc.wire import WIRE, require_same_wire
 from geartrain.ams.scheduler.data_streams import StreamLeases
 from geartrain.ams.scheduler.rendezvous import Rendezvous
 from geartrain.ams.scheduler.running_jobs import RunningJobs

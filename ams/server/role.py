@@ -12,12 +12,12 @@ from types import MappingProxyType
 from geartrain.ams.kernels.engine import Lease, boot_seconds
 from geartrain.ams.observe import failpoints
 from geartrain.ams.observe.metrics import Metric
-from geartrain.ams.pb.v1.wire import WIRE
 from geartrain.ams.programs.hosted import HostedModels
 from geartrain.ams.rpc.carrier import AttemptFailed
 from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
 from geartrain.ams.rpc.credentials import Credentials
 from geartrain.ams.rpc.server.server import GrpcServer
+from geartrain.ams.rpc.wire import WIRE
 from geartrain.ams.server.leave import take_leave
 from geartrain.ams.server.machine import (
     keep_large_buffers,

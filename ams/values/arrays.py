@@ -17,6 +17,8 @@ from geartrain.ams.values.text import counted
 _INT64 = np.dtype(np.int64)
 FOLD = "; geartrain.fold_ids makes ids of any 64-bit values, and fold=[column] of a reader does"
 """The remedy of values that are no ids."""
+ID_BITS = 2**63 - 1
+"""The bits of a 64-bit value that its id has: all but the sign."""
 
 
 def _torch_of(value: Any) -> Any:
@@ -111,3 +113,27 @@ def like(array: npt.NDArray[Any], model: Any) -> Any:
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16).to(model.device)
     return torch.from_dlpack(array).to(model.device)
+
+
+def fold_ids(values: Any) -> Any:
+    """Return an id for each integer: its 64 bits without the sign bit, int64 >= 0 of the same shape.
+
+    That is ``value & (2**63 - 1)`` in two's complement: an id stays itself, -1 is 2^63 - 1, and folding twice is
+    folding once. v and v + 2^63 have one id; that any two of n different hashes meet has a chance below n² / 2^64. A
+    negative number that stands for no id becomes an id, too: leave it out before.
+
+    A tensor gives a tensor on its device; a list, or an array of numpy's, an array. Raises InvalidIds for other values.
+    """
+    if _torch_of(values) is not None:
+        if values.is_floating_point() or values.is_complex():
+            raise InvalidIds(f"values are {values.dtype}; they must be integers of up to 64 bits")
+        return values.long() & ID_BITS
+    array = np.array(values, object) if isinstance(values, list | tuple) else as_array(values, InvalidIds, "values")
+    if array.dtype == object:  # numpy has no type for both -1 and 2**63
+        wrong = [one for one in array.flat if not isinstance(one, int | np.integer) or not -(2**63) <= one < 2**64]
+        if wrong:
+            raise InvalidIds(f"values hold {wrong[0]!r}; they must be integers of up to 64 bits")
+        array = (array & ID_BITS).astype(np.int64)
+    if array.dtype.kind not in "iu":
+        raise InvalidIds(f"values have dtype {array.dtype}; they must be integers of up to 64 bits")
+    return array.astype(np.int64) & ID_BITS

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from geartrain.ams.values.arrays import fold_ids
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.ams.values.folding import fold_ids
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import quoted
 from geartrain.serving.kserve.datatypes import datatype_of

@@ -36,7 +36,8 @@ from tests.support.served_models import require_onnx
 
 __all__ = ["images", "one_thread"]
 SETTINGS = ["--logger=none", "--steps=30", "--set=snapshots.steps=10"]
-OF_CLICKS = ["--set=batch_size=50", "--set=dim=4"]
+OF_CLICKS = ["--set=batch_size=4", "--set=dim=4"]
+"""So small that the only look at the validation, whose model is kept, is that of the end."""
 OF_PICTURES = ["--device=cpu", "--set=look.size=32", "--set=batch_size=8", "--set=width=8", "--set=dim=16"]
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged
-from geartrain.bridge.models.backbone import Inputs, run
+from geartrain.bridge.head.imprinting.backbone import Inputs, run
 from geartrain.workers.atomic import complete_folder, replacing_folder
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.data.images import Images

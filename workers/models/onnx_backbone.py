@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.models.backbone import Inputs, bound, run
+from geartrain.bridge.head.imprinting.backbone import Inputs, bound, run
 from geartrain.workers.models.saved_model import TYPES
 
 TOLERANCE = 1e-4

@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from geartrain.ams.values.arguments import integer, real_number
+from geartrain.ams.values.arrays import ID_BITS
 from geartrain.ams.values.errors import ColumnMismatch, InvalidArgument, SourceDamaged
-from geartrain.ams.values.folding import ID_BITS
 from geartrain.ams.values.strings import hash_strings
 from geartrain.ams.values.text import quoted
 

@@ -75,7 +75,7 @@ def test_the_quickstart_leaves_a_report_a_model_mistakes_and_events(tmp_path: Pa
     report = json.loads((out / "report.json").read_text())
     assert result.finished and result.report == report
     expected = {"held_out", "recipe", "steps", "train_seconds", "samples_per_second", "phases", "versions", "lr"}
-    assert set(report) == expected
+    assert set(report) == expected | {"steps_per_epoch", "epochs"}
     assert set(report["held_out"]) == {"WenQuanYi Micro Hei", "IPAex Gothic"}
     for family in report["held_out"].values():
         assert list(family) == ["top1", "top5", "classes", "images"]

@@ -505,7 +505,7 @@ def test_a_token_that_is_made_anew_before_it_runs_out_costs_no_step(
 def test_a_worker_trains_and_saves_with_the_token_of_its_own_tables(
     address: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_token(folder, "run-*", ["run-*=read,write,create,snapshot"], 1, folder / "run.token")
+    make_token(folder, "run~*", ["run~*=read,write,create,snapshot"], 1, folder / "run.token")
     monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
     films = write_movielens(tmp_path / "films")
     settings = ["--logger=none", "--set=batch_size=50", "--set=dim=4", "--set=snapshots.steps=10"]

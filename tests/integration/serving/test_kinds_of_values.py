@@ -147,7 +147,6 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
     ("integers", {"history": [["a", 1]]}, "field 'history' of sample 0 is 'a'; the model was trained on lists of int"),
     ("integers", {"history": [[4, "yes"]]}, "field 'history' of sample 0 is 'yes'; the model was trained on"),
     ("integers", {"is_new": 2}, "field 'is_new' of sample 0 is 2; the model was trained on true and false there"),
-    ("integers", {"user": None}, "field 'user' of sample 0 is None; the model was trained on integers there"),
     ("texts", {"item": 4}, "field 'item' of sample 0 is 4; the model was trained on texts there: give the text"),
     ("texts", {"tags": ["1", 2]}, "field 'tags' of sample 0 is 2; the model was trained on lists of texts there"),
     ("texts", {"history": [[5, 1]]}, "field 'history' of sample 0 is 5; the model was trained on lists of texts"),

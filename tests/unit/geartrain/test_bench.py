@@ -120,6 +120,7 @@ def test_an_import_that_may_fail_is_no_need(folder: Path, monkeypatch: pytest.Mo
 
 SERVES = {"onnx", "onnxruntime", "onnxscript", "starlette", "uvicorn"}
 NEEDS = {
+    "ctr_steps": {"pyarrow"},
     "defaults": {"fonticon_mdi7", "wordfreq"},
     "graph": {"faiss"},
     "metrics": {"prometheus_client"},

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from geartrain.ams.values.arrays import ID_BITS
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, InvalidIds
-from geartrain.ams.values.folding import ID_BITS
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.strings import hash_strings
 from geartrain.ams.values.text import quoted
