@@ -383,7 +383,7 @@ class ShardCalls:
         return self._carriers[shard].submit(fenced, request, seconds, alone=alone)
 
     def _settle(self, attempts: _Attempts, patience: CallPatience) -> Reply:
-        has_looked = False
+        looked_from: int | None = None
         shard, ask, again = attempts
         while True:
             try:
@@ -410,9 +410,10 @@ class ShardCalls:
                 ask = again
             except (AttemptFailed, ShardUnavailable, StaleCluster) as exc:
                 self._require_not_given_up(shard)
-                if isinstance(exc, StaleCluster) and not has_looked:
-                    # The shard answers: it is this client that has not heard, and no waiting would tell it.
-                    has_looked = True
+                if isinstance(exc, StaleCluster) and looked_from != self._view.cluster_version:
+                    # The shard answers: it is this client that has not heard, and no waiting would tell it. Again as
+                    # long as looking tells something new: the cluster may change once more meanwhile.
+                    looked_from = self._view.cluster_version
                     self._look_again(shard)
                     ask = again
                     continue

@@ -79,6 +79,29 @@ def test_another_client_learns_of_an_alteration_once_by_its_next_call(served: Ca
         assert theirs.present([10_000, 10_001]).tolist() == [False, True]
 
 
+def test_an_alteration_while_a_client_learns_of_another_keeps_no_push_waiting(
+    served: Callable[..., ServedCluster],
+) -> None:
+    address = served(2).address
+    waits_for_nobody = QUICK.model_copy(update={"recovery_timeout_seconds": 0.0})
+    with gt.connect(address, config=QUICK) as ours, gt.connect(address, config=waits_for_nobody) as other:
+        ours.create_table("t", dim=DIM, optimizer=gt.SGD(1.0), initializer=Constant(0.0))
+        theirs, more = other.table("t"), [2_000_001, 2_000_002, 2_000_003]
+        refresh = other._calls._refresh
+
+        def altered_behind() -> Any:
+            view = refresh()
+            if more:
+                ours.alter_table("t", max_bytes=more.pop())
+            return view
+
+        other._calls._refresh = altered_behind
+        ours.alter_table("t", max_bytes=2_000_000)
+        theirs.push(IDS, ONES)
+        assert not more
+        np.testing.assert_array_equal(ours.table("t").pull(IDS), -ONES)
+
+
 def test_numbers_of_an_optimizer_are_those_of_torch_before_and_after(cluster: Cluster) -> None:
     """Against torch.optim.Adagrad in float64, whose param_group changes at the same step."""
     table = cluster.create_table("t", dim=DIM, optimizer=gt.Adagrad(0.1), num_rows=50, initializer=Constant(0.0))

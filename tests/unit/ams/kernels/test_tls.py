@@ -276,7 +276,7 @@ def test_who_changes_keys_without_end_keeps_nobody_waiting(shard: Shard) -> None
         while not answered.done():
             ask(ours, pull("rows", [1]))
             pulled += 1
-    assert answered.result() and pulled >= 8  # between messages of TLS alone
+    assert answered.result() and pulled >= 4  # of some seven reads at the least: between messages of TLS alone
 
 
 def test_half_handshakes_are_let_go_of_in_time_and_keep_nobody_away(make: Callable[..., Shard]) -> None:

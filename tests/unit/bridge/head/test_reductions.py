@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from tests.support.reference import UNIT_SGD, FakeCluster, merged_gradient, plai
 
 CLASSES, DIM, BATCH = 60, 5, 12
 MARGINS: list[Margin | None] = [None, ArcFace(scale=16, margin=0.3), CosFace(scale=100, margin=0.2)]
+NUMBERS = count()  # of heads: two of one cluster share no name
 SELECTIONS = [gt.FullSoftmax(), gt.PartialFC(0.3, seed=5), gt.PartialFC(0.3, seed=5, corrected=True)]
 PLACES: list[dict[str, Any]] = [
     {"rows": "pull"},
@@ -101,7 +103,7 @@ class Question:
     def head(self, cluster: Any, place: dict[str, Any], **more: Any) -> gt.ClassHead:
         return heads.make_head(
             cluster,
-            f"head{id(self)}",
+            f"head{next(NUMBERS)}",
             num_classes=CLASSES,
             dim=DIM,
             select=self.select,
