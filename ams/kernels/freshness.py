@@ -1,6 +1,6 @@
 """Which cached entries may still be used: the compiled inner loop of a cache, typed.
 
-:func:`geartrain.ams.kernels.reference.position_lru.judge` is the specification. C entries of the cache, N of one call.
+``judge`` of ``tests/specification/position_lru.py`` is the specification. C entries of the cache, N of one call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The compiled kernels, typed. Arrays are checked here; ``ams/kernels/reference/ops.py`` is the specification.
+"""The compiled kernels, typed. Arrays are checked here; ``tests/specification/ops.py`` is the specification.
 
 Shapes: N ids of one call, U distinct ids, D width of a row. Ids are int64 [N]. Rows are float32, float16 or bfloat16
 (ml_dtypes). Every function releases the GIL, keeps no state, and gives the same bits on every instruction set.
@@ -188,7 +188,7 @@ def sample_ids(num_ids: int, count: int, seed: int, step: int, first: int = 0) -
 
     A Feistel network walked until it falls inside the range (Black and Rogaway, "Ciphers with arbitrary finite
     domains", CT-RSA 2002): O(count), no state, the same wherever it is computed; a larger ``count`` only appends. See
-    :func:`geartrain.ams.kernels.reference.ops.sample_permutation` for the definition.
+    ``sample_permutation`` of ``tests/specification/ops.py`` for the definition.
     ``seed`` and ``step`` count modulo 2**64. Raises :class:`InvalidArgument` unless 0 <= first and
     first + count <= num_ids <= 2**62.
     """
@@ -214,7 +214,7 @@ def select_neighbours(
 ) -> Ids:
     """Choose the active classes for ``labels`` [B] from lists of neighbours.
 
-    See :func:`geartrain.ams.kernels.reference.ops.select_neighbours` for the definition and
+    See ``select_neighbours`` of ``tests/specification/ops.py`` for the definition and
     ``NeighbourTable.select`` of ``ams/graph/building`` for the arguments. O(budget + B) time and memory, but
     for sorting the labels (and the answer, where the table has more than 64 classes for each chosen one).
 

@@ -1,6 +1,6 @@
 """Which position of a slab an id has, and which ids were used least recently: the index of caches and queues.
 
-:class:`geartrain.ams.kernels.reference.position_lru.ReferencePositionLru` is the specification. N ids of one call;
+``tests/specification/position_lru.py`` is the specification. N ids of one call;
 positions are int64 [N].
 """
 

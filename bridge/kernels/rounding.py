@@ -1,4 +1,4 @@
-"""Stochastic rounding to 16 bits in tensor operations: the bits of ``ams/kernels/reference/rounding.py`` on any device.
+"""Stochastic rounding to 16 bits in tensor operations: the bits of ``tests/specification/rounding.py`` on any device.
 
 Legend: N rows of a call, D width.
 """

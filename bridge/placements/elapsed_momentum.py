@@ -1,7 +1,7 @@
 """Momentum of rows on ranks that a step does not touch (``SparseMomentum(untouched="elapsed")``).
 
 A row is kept as of its last step. What the steps since then did to it is a matrix of 2 x 2 for each age, which the core
-makes once a step (``step_history.hpp``); ``ams/kernels/reference/elapsed_momentum.py`` is the specification. Reading
+makes once a step (``step_history.hpp``); ``tests/specification/elapsed_momentum.py`` is the specification. Reading
 a row computes what it has become and writes nothing.
 
 Legend: L rows of this rank, D width, N rows of a call, K ages.

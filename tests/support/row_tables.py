@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.kernels.reference.row_table import ReferenceTable
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.specs import Ids, TableSpec
+from tests.specification.row_table import ReferenceTable
 
 Contents = dict[int, tuple[bytes, bytes, int]]
 """By id: the row, its slots, and the number of its updates where they count."""

@@ -6,13 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from geartrain.ams.values.optimizers.spec import (
-    Floats,
     RowOptimizerSpec,
     Slot,
-    UpdateStep,
     require_divisor,
     require_rate,
 )
@@ -60,12 +56,3 @@ class Adagrad(RowOptimizerSpec):
     @property
     def counts_updates(self) -> bool:
         return self.lr_decay != 0
-
-    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
-        dtype = push.dtype
-        w, total = row.astype(dtype), slots.astype(dtype)
-        step_size = dtype(float(dtype(push.lr)) / (1 + (push.t - 1) * self.lr_decay))
-        direction = gradient.astype(dtype) * dtype(push.scale) + dtype(self.weight_decay) * w
-        total = total + direction * direction
-        root = np.sqrt(dtype(self.initial_accumulator_value) + total)
-        return w - step_size * (direction / (root + dtype(self.eps))), total

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-import numpy as np
-
 from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.optimizers.spec import (
-    Floats,
     RowOptimizerSpec,
     Slot,
-    UpdateStep,
     require,
     require_divisor,
     require_rate,
@@ -71,25 +66,3 @@ class Adam(RowOptimizerSpec):
     def from_scalars(cls, scalars: Mapping[str, float]) -> Self:
         rest = dict(scalars)
         return cls(betas=(rest.pop("beta1", 0.9), rest.pop("beta2", 0.999)), **rest)
-
-    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
-        dim, dtype = row.shape[-1], push.dtype
-        w, m, v = row.astype(dtype), slots[..., :dim].astype(dtype), slots[..., dim:].astype(dtype)
-        beta1, beta2 = self.betas
-        step_size = dtype(float(dtype(push.lr)) / (1 - power(beta1, push.t)))
-        inverse_root = dtype(1 / math.sqrt(1 - power(beta2, push.t)))
-        direction = gradient.astype(dtype) * dtype(push.scale) + dtype(self.weight_decay) * w
-        m = dtype(beta1) * m + dtype(1 - beta1) * direction
-        v = dtype(beta2) * v + dtype(1 - beta2) * direction * direction
-        w = w - step_size * (m / (np.sqrt(v) * inverse_root + dtype(self.eps)))
-        return w, np.concatenate([m, v], axis=-1)
-
-
-def power(base: float, exponent: int) -> float:
-    """Return ``base`` to the ``exponent`` by squaring: products alone have the same bits on every machine. Exact."""
-    result = 1.0
-    while exponent > 0:
-        if exponent & 1:
-            result *= base
-        exponent, base = exponent >> 1, base * base
-    return result

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from geartrain.ams.values.optimizers.adam import Adam
-from geartrain.ams.values.optimizers.spec import Floats, UpdateStep
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,3 @@ class AdamW(Adam):
     """Part of a row that an update with a learning rate of 1 takes away."""
 
     name: ClassVar[str] = "adamw"
-
-    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
-        dtype = push.dtype
-        kept = dtype(1 - float(dtype(push.lr)) * self.weight_decay)
-        return Adam(self.lr, self.betas, self.eps).updated(row.astype(dtype) * kept, slots, gradient, push)

@@ -5,13 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from geartrain.ams.values.optimizers.spec import (
-    Floats,
     RowOptimizerSpec,
     Slot,
-    UpdateStep,
     require_divisor,
     require_rate,
 )
@@ -58,23 +54,3 @@ class FTRL(RowOptimizerSpec):
         for name in ("lr", "l1", "l2"):
             require_rate(name, getattr(self, name))
         require_divisor("beta", self.beta)
-
-    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
-        dim, dtype = row.shape[-1], push.dtype
-        w, held, n = row.astype(dtype), slots[..., :dim].astype(dtype), slots[..., dim:].astype(dtype)
-        lr, l1, l2 = dtype(push.lr), dtype(self.l1), dtype(self.l2)
-        direction = gradient.astype(dtype) * dtype(push.scale)
-        n = n + direction * direction
-        root = dtype(self.beta) + np.sqrt(n)
-        rate = lr / root
-        pull = held + direction
-        target = w - rate * pull
-        size = np.abs(target) - rate * l1
-        is_zero = size <= 0
-        weight = np.where(is_zero, dtype(0), np.copysign(size / (dtype(1) + rate * l2), target))
-        with np.errstate(over="ignore"):  # it is cut off
-            rest = pull - w * root * (dtype(1) / max(lr, dtype(SMALLEST_RATE)))
-        rest = np.where(rest < -l1, -l1, rest)
-        rest = np.where(l1 < rest, l1, rest)
-        held = np.where(is_zero, rest, -(l2 * weight + np.copysign(l1, target)))
-        return weight, np.concatenate([held, n], axis=-1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from geartrain.ams.values.arguments import real_number
-from geartrain.ams.values.optimizers.spec import Floats, RowOptimizerSpec, Slot, UpdateStep, flag, require, require_rate
+from geartrain.ams.values.optimizers.spec import RowOptimizerSpec, Slot, flag, require, require_rate
 
 
 def require_momentum(momentum: float) -> None:
@@ -45,11 +45,3 @@ class Momentum(RowOptimizerSpec):
     def from_scalars(cls, scalars: Mapping[str, float]) -> Self:
         rest = dict(scalars)
         return cls(nesterov=flag("nesterov", rest.pop("nesterov", 0)), **rest)
-
-    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
-        dtype = push.dtype
-        w, momentum = row.astype(dtype), dtype(self.momentum)
-        direction = gradient.astype(dtype) * dtype(push.scale) + dtype(self.weight_decay) * w
-        velocity = momentum * slots.astype(dtype) + direction
-        step = direction + momentum * velocity if self.nesterov else velocity
-        return w - dtype(push.lr) * step, velocity

@@ -6,15 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-import numpy as np
-
 from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.optimizers.momentum import require_momentum
 from geartrain.ams.values.optimizers.spec import (
-    Floats,
     RowOptimizerSpec,
     Slot,
-    UpdateStep,
     flag,
     require,
     require_divisor,
@@ -78,17 +74,3 @@ class RMSProp(RowOptimizerSpec):
     def from_scalars(cls, scalars: Mapping[str, float]) -> Self:
         rest = dict(scalars)
         return cls(centered=flag("centered", rest.pop("centered", 0)), **rest)
-
-    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
-        dtype, w = push.dtype, row.astype(push.dtype)
-        state = np.split(slots.astype(dtype), len(self.slots), axis=-1)
-        alpha, rest = dtype(self.alpha), dtype(1 - self.alpha)
-        direction = gradient.astype(dtype) * dtype(push.scale) + dtype(self.weight_decay) * w
-        variance = state[-1] = alpha * state[-1] + rest * direction * direction
-        if self.centered:
-            state[-2] = alpha * state[-2] + rest * direction
-            variance = np.maximum(variance - state[-2] * state[-2], dtype(0))
-        step = direction / (np.sqrt(variance) + dtype(self.eps))
-        if self.momentum:
-            step = state[0] = dtype(self.momentum) * state[0] + step
-        return w - dtype(push.lr) * step, np.concatenate(state, axis=-1)

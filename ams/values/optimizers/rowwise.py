@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from geartrain.ams.values.optimizers.adagrad import Adagrad
-from geartrain.ams.values.optimizers.adam import power
 from geartrain.ams.values.optimizers.adamw import AdamW
-from geartrain.ams.values.optimizers.spec import Floats, Slot, UpdateStep
-
-_LANES = 16
-"""Sums side by side in :func:`mean_square`, as many as the widest instruction set has."""
+from geartrain.ams.values.optimizers.spec import Slot
 
 
 @dataclass(frozen=True)
@@ -30,15 +23,6 @@ class RowWiseAdagrad(Adagrad):
     name: ClassVar[str] = "rowwise_adagrad"
     slots: ClassVar[tuple[Slot, ...]] = (Slot("sum of mean squares", is_non_negative=True, per_row=True),)
     state: ClassVar[str] = "sum of mean squares"
-
-    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
-        dtype = push.dtype
-        w = row.astype(dtype)
-        step_size = dtype(float(dtype(push.lr)) / (1 + (push.t - 1) * self.lr_decay))
-        direction = gradient.astype(dtype) * dtype(push.scale) + dtype(self.weight_decay) * w
-        total = slots.astype(dtype) + mean_square(direction)
-        root = np.sqrt(dtype(self.initial_accumulator_value) + total)
-        return w - step_size * (direction * (dtype(1) / (root + dtype(self.eps)))), total
 
 
 @dataclass(frozen=True)
@@ -58,35 +42,3 @@ class RowWiseAdam(AdamW):
         Slot("first moment"),
         Slot("second moment", is_non_negative=True, per_row=True),
     )
-
-    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
-        dim, dtype = row.shape[-1], push.dtype
-        w, m, v = row.astype(dtype), slots[..., :dim].astype(dtype), slots[..., dim:].astype(dtype)
-        beta1, beta2 = self.betas
-        step_size = dtype(float(dtype(push.lr)) / (1 - power(beta1, push.t)))
-        inverse_root = dtype(1 / math.sqrt(1 - power(beta2, push.t)))
-        kept = dtype(1 - float(dtype(push.lr)) * self.weight_decay)
-        direction = gradient.astype(dtype) * dtype(push.scale)
-        m = dtype(beta1) * m + dtype(1 - beta1) * direction
-        v = dtype(beta2) * v + dtype(1 - beta2) * mean_square(direction)
-        inverse = dtype(1) / (np.sqrt(v) * inverse_root + dtype(self.eps))
-        return w * kept - step_size * (m * inverse), np.concatenate([m, v], axis=-1)
-
-
-def mean_square(values: Floats) -> Floats:
-    """Return the mean of the squares of each row, [..., 1] of [..., D].
-
-    In the order of compiled code: 16 sums side by side, folded in halves. Exact.
-    """
-    dim = values.shape[-1]
-    padding = [(0, 0)] * (values.ndim - 1) + [(0, -dim % _LANES)]
-    squares = np.pad(values * values, padding).reshape(*values.shape[:-1], -1, _LANES)
-    sums: Floats = squares[..., 0, :]
-    for line in range(1, squares.shape[-2]):
-        sums = sums + squares[..., line, :]
-    while sums.shape[-1] > 1:
-        half = sums.shape[-1] // 2
-        sums = sums[..., :half] + sums[..., half:]
-    dtype = values.dtype.type
-    sums *= dtype(1) / dtype(dim)
-    return sums

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from geartrain.ams.values.optimizers.spec import Floats, RowOptimizerSpec, UpdateStep, require_rate
+from geartrain.ams.values.optimizers.spec import RowOptimizerSpec, require_rate
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,3 @@ class SGD(RowOptimizerSpec):
     def __post_init__(self) -> None:
         require_rate("lr", self.lr)
         require_rate("weight_decay", self.weight_decay)
-
-    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
-        dtype = push.dtype
-        w, g = row.astype(dtype), gradient.astype(dtype)
-        return w - dtype(push.lr) * (g * dtype(push.scale) + dtype(self.weight_decay) * w), slots

@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
-from geartrain.ams.values.optimizers.momentum import Momentum, require_momentum
+from geartrain.ams.values.optimizers.momentum import require_momentum
 from geartrain.ams.values.optimizers.spec import (
     Drift,
-    Floats,
     RowOptimizerSpec,
     Slot,
-    UpdateStep,
     flag,
     require,
     require_rate,
@@ -82,7 +80,3 @@ class SparseMomentum(RowOptimizerSpec):
     def from_scalars(cls, scalars: Mapping[str, float]) -> Self:
         rest = dict(scalars)
         return cls(untouched="elapsed" if flag("elapsed", rest.pop("elapsed", 0)) else "freeze", **rest)
-
-    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
-        """See the base class. What steps without a gradient do is in ``ams/kernels/reference/elapsed_momentum.py``."""
-        return Momentum(self.lr, self.momentum, self.weight_decay).updated(row, slots, gradient, push)

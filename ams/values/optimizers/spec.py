@@ -6,20 +6,15 @@ Legend: D width of a row, S numbers of its slots.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
-import numpy as np
-import numpy.typing as npt
-
 from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
 
-Floats = npt.NDArray[Any]
 NO_SCALARS: Mapping[str, float] = MappingProxyType({})
 """What a push carries whose optimizer has the table's numbers."""
 
@@ -49,19 +44,7 @@ class Drift(NamedTuple):
     weight_decay: float
 
 
-class UpdateStep(NamedTuple):
-    """What an update of a row depends on beside row, slots and gradient."""
-
-    lr: float
-    scale: float = 1.0
-    """Multiplies the gradient."""
-    t: int = 1
-    """Number of the row's update, from 1."""
-    dtype: type[np.floating[Any]] = np.float32
-    """What it is computed in."""
-
-
-class RowOptimizerSpec(ABC):
+class RowOptimizerSpec:
     """A frozen dataclass of numbers; on the wire and in snapshots it is :attr:`name` and :meth:`scalars`.
 
     Compiled code (``optimizers/`` of the core) and tensor operations (for rows on ranks) know it by the same name.
@@ -153,13 +136,6 @@ class RowOptimizerSpec(ABC):
         optimizer = self.from_scalars({**own, **scalars})
         self.scalars_of_push(optimizer)
         return optimizer
-
-    @abstractmethod
-    def updated(self, row: Floats, slots: Floats, gradient: Floats, push: UpdateStep) -> tuple[Floats, Floats]:
-        """Return row [..., D] and slots [..., S], one after the other, after one update, computed in ``push.dtype``.
-
-        This is the specification: compiled code has its bits in float32, and float64 is the truth.
-        """
 
 
 def require(condition: bool, message: str) -> None:

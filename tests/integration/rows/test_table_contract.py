@@ -14,8 +14,8 @@ from geartrain.ams.client.table import Table
 from geartrain.ams.client.writes import ClientStream
 from geartrain.ams.values import errors
 from geartrain.ams.values.optimizers.registry import SGD, AdamW, SparseMomentum
-from geartrain.ams.values.optimizers.spec import UpdateStep
 from geartrain.ams.values.specs import Constant, Normal
+from tests.specification.optimizers import UpdateStep, updated
 
 rng = np.random.default_rng(7)
 
@@ -52,7 +52,7 @@ def test_a_push_carries_numbers_of_the_optimizer(cluster: Cluster) -> None:
         optimizer = AdamW(0.1 / step, (0.9 - 0.1 * step, 0.99), weight_decay=0.02 * step)
         table.push(ids, gradients, lr=optimizer.lr, optimizer_scalars=table.spec.optimizer.scalars_of_push(optimizer))
         summed = np.stack([gradients[1], gradients[0] + gradients[2]])
-        rows, moments = optimizer.updated(rows, moments, summed, UpdateStep(optimizer.lr, t=step, dtype=np.float64))
+        rows, moments = updated(optimizer, rows, moments, summed, UpdateStep(optimizer.lr, t=step, dtype=np.float64))
     np.testing.assert_allclose(table.pull(distinct), rows, rtol=1e-5, atol=1e-6)
 
 

@@ -6,7 +6,7 @@
 // 1, 2, 3", SC 2011; 7 rounds are the fewest that pass BigCrush) with
 //   key = splitmix64(splitmix64(seed) ^ hash of the table's name),
 //   counter = (id low, id high, number of the update mod 2^32, column / 8 + 2^16 * part);
-// column % 8 belongs to the low half of word 0, its high half, the low half of word 1, ... ams/kernels/reference/rounding.py is the
+// column % 8 belongs to the low half of word 0, its high half, the low half of word 1, ... tests/specification/rounding.py is the
 // specification.
 #pragma once
 

@@ -14,8 +14,8 @@ from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.graph.building.recall import CoreProducts
 from geartrain.ams.kernels import neighbours as ops
-from geartrain.ams.kernels.reference import ops as reference
 from geartrain.ams.values.errors import Cancelled
+from tests.specification import ops as reference
 
 MEMORY = 110_000
 

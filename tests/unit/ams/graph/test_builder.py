@@ -14,8 +14,8 @@ from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.graph.building.recall import CoreProducts
 from geartrain.ams.graph.building.rows import Floats
-from geartrain.ams.kernels.reference import ops as reference
 from geartrain.ams.values.errors import Cancelled, InvalidArgument, InvalidRows, NonFinite
+from tests.specification import ops as reference
 
 
 def rows_of(kind: str, num_rows: int, dim: int, seed: int) -> Floats:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable, id_dtype
 from geartrain.ams.kernels.ops import sample_ids
-from geartrain.ams.kernels.reference import ops as reference
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
+from tests.specification import ops as reference
 
 
 @st.composite

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geartrain.ams.kernels.freshness import judge
-from geartrain.ams.kernels.reference import position_lru as reference_lru
+from tests.specification import position_lru as reference_lru
 
 EDGES = np.array([0.5, 1.0, 8.0])
 entry = st.tuples(

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geartrain.ams.kernels.gradients import Floats, accumulate_and_take, take_largest
-from geartrain.ams.kernels.reference import gradients as reference
 from geartrain.ams.values.errors import NonFinite
+from tests.specification import gradients as reference
 
 LARGE = 1_200_000
 """Elements of a tensor that is cut into pieces, for two threads."""

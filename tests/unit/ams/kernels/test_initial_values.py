@@ -5,12 +5,12 @@ import statistics
 import numpy as np
 import pytest
 
-from geartrain.ams.kernels.reference import ops as reference
 from geartrain.ams.tables.compiled_store import table_hash
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import Constant, DTypeName, Initializer, Normal, TableSpec, Uniform
+from tests.specification import ops as reference
 
 ALL_BUCKETS = np.arange(4096)
 IDS = np.concatenate([np.arange(20), np.random.default_rng(0).integers(0, 2**63 - 1, 180), [2**32, 2**63 - 2]])

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from geartrain.ams.kernels import _core
 from geartrain.ams.kernels.embedding import POOLINGS, BadId, FeatureIds, Lookup
-from geartrain.ams.kernels.reference.embedding import bag_matrix, pooled, row_gradients
 from geartrain.ams.values.specs import DTYPES
+from tests.specification.embedding import bag_matrix, pooled, row_gradients
 
 
 @st.composite

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geartrain.ams.kernels import ops
-from geartrain.ams.kernels.reference import ops as reference
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
+from tests.specification import ops as reference
 
 FLOATS = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 few_ids = st.lists(st.integers(0, 12) | st.integers(0, 2**63 - 1), max_size=60).map(lambda x: np.array(x, np.int64))

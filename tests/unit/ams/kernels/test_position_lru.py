@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geartrain.ams.kernels.position_lru import PositionLru
-from geartrain.ams.kernels.reference import position_lru as reference_lru
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
+from tests.specification import position_lru as reference_lru
 
 some_ids = st.lists(st.integers(0, 25) | st.integers(2**62, 2**63 - 1), max_size=12)
 step = st.tuples(st.sampled_from(["find", "touch", "place", "remove", "oldest", "grow"]), some_ids)

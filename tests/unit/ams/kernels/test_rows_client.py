@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geartrain.ams.kernels import _core, ops
-from geartrain.ams.kernels.reference import ops as reference
 from geartrain.ams.values.errors import Busy, NonFinite, TableNotFound
 from geartrain.ams.values.shard_messages import CallContext, SyncGroup
+from tests.specification import ops as reference
 
 SOON = 10.0
 NUM_SHARDS = 3

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from geartrain.ams.kernels import ops
 from geartrain.ams.kernels.ops import sample_ids
-from geartrain.ams.kernels.reference import ops as reference
 from geartrain.ams.values.errors import InvalidArgument
+from tests.specification import ops as reference
 
 
 @settings(max_examples=80, deadline=None)

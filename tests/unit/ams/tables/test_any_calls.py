@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geartrain.ams.kernels import memory
-from geartrain.ams.kernels.reference.row_table import ReferenceTable
 from geartrain.ams.tables.compiled_store import table_hash
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import OutOfMemory
 from geartrain.ams.values.optimizers.registry import Adam, Momentum, RowOptimizerSpec, SparseMomentum
 from geartrain.ams.values.placement import bucket_of, buckets_of_shard, even_placement
 from geartrain.ams.values.specs import Ids, TableSpec
+from tests.specification.row_table import ReferenceTable
 from tests.support.row_tables import Contents, contents_of, contents_of_reference, pulled, rest_of
 
 DIM = 2

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geartrain.ams.kernels.reference.elapsed_momentum import ElapsedTable
-from geartrain.ams.kernels.reference.row_table import ReferenceTable
 from geartrain.ams.tables.compiled_store import table_hash
 from geartrain.ams.tables.row_table import RowTable, TableSteps
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.specs import DTYPES, DTypeName, Ids, Normal, TableSpec
+from tests.specification.elapsed_momentum import ElapsedTable
+from tests.specification.row_table import ReferenceTable
 
 DIM, COUNT = 3, 24
 EVERY_ID = np.arange(COUNT)

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geartrain.ams.kernels.reference.row_table import ReferenceTable
 from geartrain.ams.tables.compiled_store import table_hash
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite
 from geartrain.ams.values.optimizers.registry import Adagrad, RowOptimizerSpec
-from geartrain.ams.values.optimizers.spec import UpdateStep
 from geartrain.ams.values.specs import DTYPES, DTypeName, Normal, TableSpec
+from tests.specification.optimizers import UpdateStep, updated
+from tests.specification.row_table import ReferenceTable
 from tests.support.row_tables import contents_of, contents_of_reference, pulled
 from tests.support.torch_twins import TORCH_TWINS
 
@@ -144,7 +144,7 @@ def test_rows_follow_torch_in_float64_while_the_learning_rate_changes(name: str)
         lr = 0.05 * (1 + step % 7) / 7
         gradients = generator.standard_normal((10, 16)).astype(np.float32)
         ours.push(ids, gradients, lr=lr, scale=0.5)
-        exact, slots = optimizer.updated(exact, slots, gradients, UpdateStep(lr, 0.5, step + 1, np.float64))
+        exact, slots = updated(optimizer, exact, slots, gradients, UpdateStep(lr, 0.5, step + 1, np.float64))
         weights.grad, twin.param_groups[0]["lr"] = torch.from_numpy(gradients).double() * 0.5, lr
         twin.step()
     np.testing.assert_allclose(exact, weights.detach().numpy(), rtol=1e-11, atol=1e-12)

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geartrain.ams.kernels.reference.rounding import LATE_ROW, ROW, SLOT, draws, rounded, rounding_key, stored
 from geartrain.ams.tables.compiled_store import table_hash
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidRows, NonFinite
 from geartrain.ams.values.optimizers.registry import SGD, Momentum, RowOptimizerSpec, SparseMomentum
 from geartrain.ams.values.specs import DTYPES, Constant, DTypeName, TableSpec
+from tests.specification.rounding import LATE_ROW, ROW, SLOT, draws, rounded, rounding_key, stored
 from tests.support.row_tables import pulled
 
 HALVES: list[DTypeName] = ["float16", "bfloat16"]

@@ -1,4 +1,4 @@
-"""Pull, push and assign against the dict of :mod:`geartrain.ams.kernels.reference.ops`, bit by bit."""
+"""Pull, push and assign against the dict of :mod:`tests.specification.ops`, bit by bit."""
 
 import itertools
 import sys
@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from geartrain.ams.kernels import ops
-from geartrain.ams.kernels.reference import ops as reference
-from geartrain.ams.kernels.reference.row_table import ReferenceTable
 from geartrain.ams.tables.compiled_store import table_hash
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import Normal, TableSpec
+from tests.specification import ops as reference
+from tests.specification.row_table import ReferenceTable
 
 ALL_BUCKETS = np.arange(4096)
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geartrain.ams.kernels.reference import ops as reference
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite
 from geartrain.ams.values.optimizers.registry import SGD, Momentum, RowOptimizerSpec, SparseMomentum
 from geartrain.ams.values.specs import Constant, DTypeName, TableSpec
+from tests.specification import ops as reference
 from tests.support.row_tables import pulled
 
 ALL_BUCKETS = np.arange(4096)

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from geartrain.ams.kernels.reference.row_table import ReferenceTable
 from geartrain.ams.tables.compiled_store import table_hash
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite
-from geartrain.ams.values.optimizers.adam import power
 from geartrain.ams.values.optimizers.registry import (
     FTRL,
     Adagrad,
@@ -23,8 +21,9 @@ from geartrain.ams.values.optimizers.registry import (
     RowWiseAdagrad,
     RowWiseAdam,
 )
-from geartrain.ams.values.optimizers.spec import UpdateStep
 from geartrain.ams.values.specs import Constant, Normal, TableSpec
+from tests.specification.optimizers import UpdateStep, power, updated
+from tests.specification.row_table import ReferenceTable
 from tests.support.row_tables import contents_of
 from tests.support.row_tables import pulled as all_columns
 from tests.support.written_optimizers import FollowTheLeader
@@ -121,7 +120,7 @@ def test_ftrl_is_the_paper_in_float64_whatever_the_rates(start: float, rates: li
     num_zeroed = num_back = 0
     for rate in rates:
         value, before = generator.standard_normal(rows.shape), rows
-        rows, slots = ours.updated(rows, slots, value, UpdateStep(rate, dtype=np.float64))
+        rows, slots = updated(ours, rows, slots, value, UpdateStep(rate, dtype=np.float64))
         weights.grad, paper.param_groups[0]["lr"] = torch.from_numpy(value), rate
         paper.step()
         num_zeroed += int(((rows == 0) & (before != 0)).sum())
@@ -180,7 +179,7 @@ def test_every_form_of_rmsprop_is_that_of_torch_and_compiled_to_the_bits_of_its_
     reference, ids = ReferenceTable(7, ours, Normal(), 0, table_hash("t")), np.arange(30)
     for t in range(1, 11):
         value = generator.standard_normal(rows.shape).astype(np.float32)
-        rows, slots = ours.updated(rows, slots, value, UpdateStep(0.02, t=t, dtype=np.float64))
+        rows, slots = updated(ours, rows, slots, value, UpdateStep(0.02, t=t, dtype=np.float64))
         weights.grad = torch.from_numpy(value).double()
         theirs.step()
         table.push(ids, value)
@@ -215,7 +214,7 @@ def test_on_rows_of_width_1_row_wise_optimizers_are_what_their_namesakes_are(
     ours, theirs = (rows, np.zeros((50, row_wise.slot_dim(1)))), (rows, np.zeros((50, element_wise.slot_dim(1))))
     for t in range(1, 6):
         value, push = generator.standard_normal((50, 1)), UpdateStep(0.1, t=t, dtype=np.float64)
-        ours, theirs = row_wise.updated(*ours, value, push), element_wise.updated(*theirs, value, push)
+        ours, theirs = updated(row_wise, *ours, value, push), updated(element_wise, *theirs, value, push)
     np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-13)
     np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-13)
 

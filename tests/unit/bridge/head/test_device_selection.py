@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
-from geartrain.ams.kernels.reference import ops as reference
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.optimizers.registry import SparseMomentum
@@ -29,6 +28,7 @@ from geartrain.bridge.kernels.sampling import filled_by_sample
 from geartrain.bridge.placements.device_number import DeviceNumber
 from geartrain.bridge.placements.device_rows import row_range
 from geartrain.bridge.rows.optimizer import RowOptimizer
+from tests.specification import ops as reference
 from tests.support import heads
 from tests.support.no_answers import NoAnswers
 from tests.support.rank_processes import run_ranks

@@ -8,12 +8,12 @@ import torch
 
 from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
 from geartrain.ams.graph.building.rows import Floats
-from geartrain.ams.kernels.reference import ops as reference
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.selection import graph_products, rank_ring
 from geartrain.bridge.head.selection.graph_products import TorchProducts
 from geartrain.bridge.kernels.launch import interpreted
+from tests.specification import ops as reference
 
 DTYPES = [torch.float16, torch.bfloat16]
 

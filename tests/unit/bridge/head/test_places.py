@@ -20,7 +20,6 @@ import torch
 
 from geartrain.ams.client.factory import local
 from geartrain.ams.graph.building.neighbours import NeighbourTable
-from geartrain.ams.kernels.reference.ops import nearest_neighbours
 from geartrain.ams.programs.selection import ActiveClasses, FullSoftmax, PartialFC
 from geartrain.ams.values.optimizers.registry import Momentum, SparseMomentum
 from geartrain.ams.values.specs import DTypeName, Normal
@@ -30,6 +29,7 @@ from geartrain.bridge.head.loss.margins.margin import Margin
 from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.launch.hosting import local as hosting_cluster
+from tests.specification.ops import nearest_neighbours
 from tests.support import heads
 from tests.support.rank_processes import run_ranks
 from tests.support.reference import plain_gradients, sampled_weights

@@ -15,7 +15,6 @@ import torch.distributed.checkpoint as dcp
 import geartrain as gt
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.graph.building.rows import Floats
-from geartrain.ams.kernels.reference import ops as reference
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import positives_and_sample
 from geartrain.ams.values.errors import Cancelled, InvalidArgument, NonFinite, SyncError
@@ -32,6 +31,7 @@ from geartrain.bridge.head.selection.rank_graph import RankGraphs
 from geartrain.bridge.head.selection.rank_ring import build_on_ring
 from geartrain.bridge.head.selection.torch_selection import TorchGraph
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
+from tests.specification import ops as reference
 from tests.support import heads
 from tests.support.rank_processes import on_ranks, run_ranks
 from tests.unit.bridge.head.test_graph_products import rows_of

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from geartrain.ams.kernels.reference import rounding as reference_rounding
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import (
@@ -33,6 +32,7 @@ from geartrain.bridge.kernels.rounding import ROW, SLOT, round_rows, rounding_ke
 from geartrain.bridge.placements import device_rows
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
+from tests.specification import rounding as reference_rounding
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

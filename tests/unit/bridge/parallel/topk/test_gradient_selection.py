@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from geartrain.ams.kernels.reference.gradients import largest
 from geartrain.ams.values.errors import InvalidArgument, NonFinite
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.parallel.topk.bucket import (
@@ -26,6 +25,7 @@ from geartrain.bridge.parallel.topk.bucket import (
 from geartrain.bridge.parallel.topk.compaction import CompiledCompaction, TensorCompaction
 from geartrain.bridge.parallel.topk.selection import counts
 from geartrain.bridge.parallel.topk.state import GradientState
+from tests.specification.gradients import largest
 from tests.support.no_answers import NoAnswers
 
 

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.kernels.reference.ops import Floats, initial_row
-from geartrain.ams.kernels.reference.rounding import LATE_ROW, LATE_SLOT, ROW, SLOT, rounding_key, stored
-from geartrain.ams.values.optimizers.spec import RowOptimizerSpec, UpdateStep
+from geartrain.ams.values.optimizers.spec import RowOptimizerSpec
 from geartrain.ams.values.specs import DTYPES, Ids, Initializer
+from tests.specification.ops import Floats, initial_row
+from tests.specification.optimizers import UpdateStep, updated
+from tests.specification.rounding import LATE_ROW, LATE_SLOT, ROW, SLOT, rounding_key, stored
 
 
 @dataclass
@@ -52,7 +53,7 @@ class ReferenceTable:
         for row_id, gradient in zip(ids.tolist(), gradients, strict=True):
             self.updates[row_id] = t = self.updates.get(row_id, 0) + 1
             push = UpdateStep(lr, scale, t)
-            row, slots = self.optimizer.updated(self.row(row_id), self.slots_of(row_id), gradient, push)
+            row, slots = updated(self.optimizer, self.row(row_id), self.slots_of(row_id), gradient, push)
             self.store(row_id, row, slots, t)
         return len(self.rows) - before
 

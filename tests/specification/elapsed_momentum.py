@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.kernels.reference.ops import Floats
-from geartrain.ams.kernels.reference.row_table import ReferenceTable
-from geartrain.ams.values.optimizers.spec import Drift, UpdateStep
+from geartrain.ams.values.optimizers.spec import Drift
 from geartrain.ams.values.specs import DTYPES, Ids
+from tests.specification.ops import Floats
+from tests.specification.optimizers import UpdateStep, updated
+from tests.specification.row_table import ReferenceTable
 
 Matrix = tuple[float, float, float, float]
 """Row by row: w' = m[0] w + m[1] v, v' = m[2] w + m[3] v."""
@@ -93,7 +94,7 @@ class ElapsedTable(ReferenceTable):
                 direction = gradient.astype(np.float32) * np.float32(scale)
                 row, slot = row - np.float32(lr) * direction, slot + direction
             else:
-                row, slot = self.optimizer.updated(row, slot, gradient, UpdateStep(lr, scale))
+                row, slot = updated(self.optimizer, row, slot, gradient, UpdateStep(lr, scale))
             self.store(row_id, row, slot, now + 1, late=late)
             self.last[row_id] = now + 1
         if ends_step:

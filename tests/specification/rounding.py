@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.kernels.reference.ops import U32, Floats, philox4x32, splitmix64
 from geartrain.ams.values.specs import DTYPES
+from tests.specification.ops import U32, Floats, philox4x32, splitmix64
 
 ROW, SLOT, LATE_ROW, LATE_SLOT = range(4)
 """What is rounded. A second gradient of a step that has not ended has random bits of its own."""
