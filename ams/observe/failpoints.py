@@ -43,74 +43,61 @@ EXIT_CODE = 70
 _POLL_SECONDS = 0.02
 
 
-@dataclass(frozen=True)
-class Failpoint:
-    """One place."""
-
-    where: str
-    """What has happened there, and what has not."""
-    fails_with: type[GeartrainError | OSError] | None = None
-    """What the action ``error`` raises; None: nothing can fail there."""
-
-
-FAILPOINTS: Mapping[str, Failpoint] = {
-    "client.send.before": Failpoint("a write has its number, nothing of it was sent", ShardUnavailable),
-    "client.reply.after": Failpoint("all shards have answered a write, its caller does not know", ShardUnavailable),
-    "shard.parts.before": Failpoint("one part of a large write has arrived and is not kept yet", ShardUnavailable),
-    "shard.apply.before": Failpoint("a write was admitted, no row has changed", ShardUnavailable),
-    "shard.apply.after": Failpoint("the rows of a write have changed, nothing else has"),
-    "shard.mark.before": Failpoint("a write is applied and counted, not marked as applied"),
-    "shard.mark.after": Failpoint("a write is applied and marked, nobody was answered"),
-    "shard.reply.before": Failpoint("a request that changes the shard is done, its reply not sent", ShardUnavailable),
-    "freeze.before": Failpoint("a shard is about to hold a moment for a snapshot", InternalError),
-    "freeze.after": Failpoint("a shard holds a moment for a snapshot, and has not said so", InternalError),
-    "thaw.before": Failpoint("a shard is about to end a freeze", InternalError),
-    "block.write.before": Failpoint("a file of a snapshot (rows, job) is about to be written", OSError),
-    "block.write.after": Failpoint("a file of a snapshot (rows, job) is safe, nobody was told", OSError),
-    "file.sync.before": Failpoint("a snapshot's file, also its manifest, is written and not synced", OSError),
-    "file.rename.before": Failpoint("a snapshot's file is synced and has not got its name", OSError),
-    "folder.sync.before": Failpoint(
-        "a name was given in a snapshot's folder or root, the folder is not synced", OSError
-    ),
-    "manifest.write.before": Failpoint("all files of a snapshot are safe, its manifest is not there", OSError),
-    "manifest.write.after": Failpoint("the manifest is safe, in a folder that no reader looks at", OSError),
-    "snapshot.rename.before": Failpoint("a snapshot is whole and has not got its name", OSError),
-    "snapshot.rename.after": Failpoint("a snapshot has its name, which is not synced", OSError),
-    "snapshot.commit.after": Failpoint("a snapshot is there for good, the shards still hold its moment"),
-    "prune.before": Failpoint("a snapshot to remove is hidden, its files are there", OSError),
-    "restore.create.after": Failpoint("a table of a snapshot was made anew, without rows", InternalError),
-    "restore.block.before": Failpoint(
-        "a block to restore is read and checked, none of its rows is written", InternalError
-    ),
-    "restore.block.after": Failpoint("the rows of one block to restore are written", InternalError),
-    "restore.publish.before": Failpoint("every shard has the rows of a restore, nobody may read them", InternalError),
-    "restore.publish.after": Failpoint("the tables of a restore are open, who restored them has not gone on"),
-    "model.publish.before": Failpoint("all files of a saved model are safe, the model is the one before", OSError),
-    "lease.heartbeat.before": Failpoint("a shard is about to renew its lease", InternalError),
-    "lease.heartbeat.after": Failpoint("a shard has renewed its lease", InternalError),
-    "scheduler.register.before": Failpoint("a shard asks to join, the scheduler has not decided", InternalError),
-    "scheduler.version.before": Failpoint("a shard was replaced, the cluster version is the old one"),
-    "scheduler.version.after": Failpoint("the cluster version moved on, nobody was told"),
-    "state.write.before": Failpoint("a change of the scheduler's state is decided, not written", StateFailed),
-    "state.write.after": Failpoint("a change of the scheduler's state is written, not shown"),
-    "table.create.before": Failpoint("a table is to be made, no shard has been told", InternalError),
-    "table.create.after": Failpoint("every shard has a new table, the scheduler has not noted it", InternalError),
-    "table.publish.before": Failpoint("restored tables are to be opened, no shard has been told", InternalError),
-    "table.publish.after": Failpoint("every shard has opened restored tables, the scheduler has not", InternalError),
-    "graph.part.after": Failpoint("a part of a graph is built and kept, the next one not begun", InternalError),
-    "job.torch.before": Failpoint("a worker has read its flags, and has not loaded torch"),
-    "job.data.before": Failpoint("a worker is about to load its data"),
-    "job.connect.before": Failpoint("a worker has its data, and no cluster"),
-    "job.restore.before": Failpoint("a worker has its cluster, and none of the rows of its snapshot are back"),
-    "job.step.before": Failpoint("a worker is about to do a step"),
-    "job.report.before": Failpoint("a worker has trained and saved, and has not tested its model"),
-    "job.save.before": Failpoint("a worker is about to save its job", OSError),
-    "job.save.after": Failpoint("a worker has saved its job and not gone on", OSError),
+FAILPOINTS: Mapping[str, type[GeartrainError | OSError] | None] = {
+    "client.send.before": ShardUnavailable,  # a write has its number, nothing of it was sent
+    "client.reply.after": ShardUnavailable,  # all shards have answered a write, its caller does not know
+    "shard.parts.before": ShardUnavailable,  # one part of a large write has arrived and is not kept yet
+    "shard.apply.before": ShardUnavailable,  # a write was admitted, no row has changed
+    "shard.apply.after": None,  # the rows of a write have changed, nothing else has
+    "shard.mark.before": None,  # a write is applied and counted, not marked as applied
+    "shard.mark.after": None,  # a write is applied and marked, nobody was answered
+    "shard.reply.before": ShardUnavailable,  # a request that changes the shard is done, its reply not sent
+    "freeze.before": InternalError,  # a shard is about to hold a moment for a snapshot
+    "freeze.after": InternalError,  # a shard holds a moment for a snapshot, and has not said so
+    "thaw.before": InternalError,  # a shard is about to end a freeze
+    "block.write.before": OSError,  # a file of a snapshot (rows, job) is about to be written
+    "block.write.after": OSError,  # a file of a snapshot (rows, job) is safe, nobody was told
+    "file.sync.before": OSError,  # a snapshot's file, also its manifest, is written and not synced
+    "file.rename.before": OSError,  # a snapshot's file is synced and has not got its name
+    "folder.sync.before": OSError,  # a name was given in a snapshot's folder or root, the folder is not synced
+    "manifest.write.before": OSError,  # all files of a snapshot are safe, its manifest is not there
+    "manifest.write.after": OSError,  # the manifest is safe, in a folder that no reader looks at
+    "snapshot.rename.before": OSError,  # a snapshot is whole and has not got its name
+    "snapshot.rename.after": OSError,  # a snapshot has its name, which is not synced
+    "snapshot.commit.after": None,  # a snapshot is there for good, the shards still hold its moment
+    "prune.before": OSError,  # a snapshot to remove is hidden, its files are there
+    "restore.create.after": InternalError,  # a table of a snapshot was made anew, without rows
+    "restore.block.before": InternalError,  # a block to restore is read and checked, none of its rows is written
+    "restore.block.after": InternalError,  # the rows of one block to restore are written
+    "restore.publish.before": InternalError,  # every shard has the rows of a restore, nobody may read them
+    "restore.publish.after": None,  # the tables of a restore are open, who restored them has not gone on
+    "model.publish.before": OSError,  # all files of a saved model are safe, the model is the one before
+    "lease.heartbeat.before": InternalError,  # a shard is about to renew its lease
+    "lease.heartbeat.after": InternalError,  # a shard has renewed its lease
+    "scheduler.register.before": InternalError,  # a shard asks to join, the scheduler has not decided
+    "scheduler.version.before": None,  # a shard was replaced, the cluster version is the old one
+    "scheduler.version.after": None,  # the cluster version moved on, nobody was told
+    "state.write.before": StateFailed,  # a change of the scheduler's state is decided, not written
+    "state.write.after": None,  # a change of the scheduler's state is written, not shown
+    "table.create.before": InternalError,  # a table is to be made, no shard has been told
+    "table.create.after": InternalError,  # every shard has a new table, the scheduler has not noted it
+    "table.publish.before": InternalError,  # restored tables are to be opened, no shard has been told
+    "table.publish.after": InternalError,  # every shard has opened restored tables, the scheduler has not
+    "graph.part.after": InternalError,  # a part of a graph is built and kept, the next one not begun
+    "job.torch.before": None,  # a worker has read its flags, and has not loaded torch
+    "job.data.before": None,  # a worker is about to load its data
+    "job.connect.before": None,  # a worker has its data, and no cluster
+    "job.restore.before": None,  # a worker has its cluster, and none of the rows of its snapshot are back
+    "job.step.before": None,  # a worker is about to do a step
+    "job.report.before": None,  # a worker has trained and saved, and has not tested its model
+    "job.save.before": OSError,  # a worker is about to save its job
+    "job.save.after": OSError,  # a worker has saved its job and not gone on
 }
-"""Every failpoint, by name."""
+"""Every failpoint, what has happened there, and what ``error`` raises; None: nothing can fail there."""
 
-ACTIONS = ("kill", "exit", "stop", "sleep", "pause", "error")
-_ASSIGNMENT = re.compile(r"(?P<action>[a-z]+)(?:\((?P<argument>[^()]*)\))?(?:@(?P<nth>\d+))?")
+_ITEM = re.compile(
+    r"(?P<name>[\w.]+)\s*=\s*(?P<text>(?P<action>[a-z]+)(?:\((?P<argument>[^()]+)\))?(?:@(?P<nth>[1-9]\d*))?)"
+)
 
 
 @dataclass(frozen=True)
@@ -215,79 +202,48 @@ def _arm(*passes: Passes) -> None:
 
 
 def parse(text: str) -> dict[str, Arming]:
-    """Read ``name=action[(argument)][@n][;…]``. Raises ConfigError naming what is wrong and what was probably meant."""
+    """Read ``name=action[(argument)][@n][;…]``. Raises ConfigError naming what is wrong."""
     armings: dict[str, Arming] = {}
-    for item in filter(None, (part.strip() for part in text.split(";"))):
-        name, equals, assignment = (part.strip() for part in item.partition("="))
+    for item in filter(None, map(str.strip, text.split(";"))):
+        name = item.partition("=")[0].strip()
         if name not in FAILPOINTS:
             meant = suggestion(name, FAILPOINTS).replace("the keys here", "there")
+            raise ConfigError(f"{VARIABLE}: there is no failpoint {name!r}; {meant}")
+        match = _ITEM.fullmatch(item)
+        act = None if match is None or name in armings else _action(name, match["action"], match["argument"])
+        if match is None or act is None:
+            can = "nothing can" if FAILPOINTS[name] is None else "error can, error(ENOSPC) of a disk"
             raise ConfigError(
-                f"{VARIABLE}: there is no failpoint {name!r}; {meant}; 'geartrain failpoints' lists them all"
+                f"{VARIABLE}: {item!r} cannot be armed; once for a place write {name}=kill, exit, stop, sleep(SECONDS) "
+                f"or pause(FILE), with @2 for the second pass alone; there {can} fail"
             )
-        if name in armings:
-            raise ConfigError(f"{VARIABLE}: {name!r} is given twice; keep one")
-        match = _ASSIGNMENT.fullmatch(assignment)
-        if not equals or match is None or match["action"] not in ACTIONS:
-            action = match["action"] if match else assignment
-            meant = suggestion(action, ACTIONS).replace("the keys here", "there")
-            raise ConfigError(
-                f"{VARIABLE}: {item!r} has no action {action!r}; {meant} (write {name}=kill@2, sleep(0.5), error)"
-            )
-        nth = None if match["nth"] is None else int(match["nth"])
-        if nth == 0:
-            raise ConfigError(f"{VARIABLE}: {item!r} has pass 0; passes count from 1")
-        armings[name] = Arming(_action(item, name, match["action"], match["argument"]), assignment, nth)
+        armings[name] = Arming(act, match["text"], None if match["nth"] is None else int(match["nth"]))
     return armings
 
 
-def _action(item: str, name: str, action: str, argument: str | None) -> Callable[[], None]:
-    needs = {"sleep": "seconds", "pause": "the path of a file"}.get(action)
-    if needs is not None and not argument:
-        raise ConfigError(f"{VARIABLE}: {item!r} lacks {needs}; write {name}={action}(…)")
-    if argument is not None and needs is None and action != "error":
-        raise ConfigError(f"{VARIABLE}: {item!r} gives {argument!r} to {action}, which takes nothing")
-    if action == "error":
-        return _failure(item, name, argument)
-    if action == "sleep":
-        seconds = _seconds(item, argument or "")
-        return lambda: time.sleep(seconds)
-    if action == "pause":
-        path = Path(argument or "")
-        return lambda: _wait_for(path)
-    if action == "stop":
-        return lambda: os.kill(os.getpid(), signal.SIGSTOP)
-    return _kill if action == "kill" else lambda: os._exit(EXIT_CODE)
-
-
-def _failure(item: str, name: str, errno_name: str | None) -> Callable[[], None]:
-    kind = FAILPOINTS[name].fails_with
-    if kind is None:
-        raise ConfigError(f"{VARIABLE}: {item!r}: nothing can fail there; use kill, exit, stop or sleep")
-    if issubclass(kind, GeartrainError):
-        if errno_name is not None:
-            raise ConfigError(
-                f"{VARIABLE}: {item!r} gives {errno_name!r}, but no disk is used there; write {name}=error"
-            )
-        message = f"failpoint {name}: {FAILPOINTS[name].where}"
-        return lambda: _raise(kind(message))
-    number = getattr(errno, errno_name or "EIO", None)
-    if not isinstance(number, int):
-        raise ConfigError(f"{VARIABLE}: {item!r} has errno {errno_name!r}; use a name such as EIO or ENOSPC")
-    return lambda: _raise(OSError(number, f"{os.strerror(number)} (failpoint {name})"))
+def _action(name: str, action: str, argument: str | None) -> Callable[[], None] | None:
+    """What ``action`` does at the failpoint; None: there is no such action there."""
+    fails_with = FAILPOINTS[name]
+    match action, argument:
+        case "kill", None:
+            return _kill
+        case "exit", None:
+            return lambda: os._exit(EXIT_CODE)
+        case "stop", None:
+            return lambda: os.kill(os.getpid(), signal.SIGSTOP)
+        case "sleep", str() if re.fullmatch(r"\d{1,6}(\.\d+)?", argument):
+            return lambda: time.sleep(float(argument))
+        case "pause", str():
+            return lambda: _wait_for(Path(argument))
+        case "error", _ if fails_with is OSError and isinstance(number := getattr(errno, argument or "EIO", None), int):
+            return lambda: _raise(OSError(number, f"{os.strerror(number)} (failpoint {name})"))
+        case "error", None if fails_with not in (None, OSError):
+            return lambda: _raise(fails_with(f"failpoint {name}"))
+    return None
 
 
 def _raise(error: BaseException) -> NoReturn:
     raise error
-
-
-def _seconds(item: str, text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < 1e6:
-        raise ConfigError(f"{VARIABLE}: {item!r} has {text!r} for seconds; write a number such as 0.5")
-    return seconds
 
 
 def _wait_for(path: Path) -> None:

@@ -57,7 +57,6 @@ COMMANDS = {
     "certs": "geartrain.cli.cluster.certs:app",
     "config": "geartrain.cli.machine.config:app",
     "doctor": "geartrain.cli.machine.doctor:doctor",
-    "failpoints": "geartrain.cli.cluster.failpoints:failpoints",
     "export": "geartrain.cli.training.export:export",
     "samples": "geartrain.cli.training.samples:app",
     "plan": "geartrain.cli.training.plan:plan",

@@ -319,7 +319,7 @@ def actions_of(name: str) -> tuple[str, ...]:
     if role == WORKER:
         return ("kill",)
     stalls = (f"sleep({STALL_SECONDS})",) if name.startswith(("shard.", "lease.")) else ()
-    errors = ("error",) if FAILPOINTS[name].fails_with is not None else ()
+    errors = ("error",) if FAILPOINTS[name] is not None else ()
     return ("kill", *errors, *stalls, "exit")
 
 

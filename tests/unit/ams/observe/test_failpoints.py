@@ -84,23 +84,26 @@ def test_a_paused_thread_goes_on_when_the_file_is_there(tmp_path: Path) -> None:
     ("text", "complaint"),
     [
         ("shard.aply.before=kill", r"no failpoint 'shard.aply.before'; did you mean 'shard.apply.before'"),
-        ("zzz=kill", r"no failpoint 'zzz'; there are .*'geartrain failpoints'"),
-        ("thaw.before=kil", r"no action 'kil'; did you mean 'kill'"),
-        ("thaw.before", r"no action ''; there are"),
-        ("thaw.before=kill@0", r"pass 0; passes count from 1"),
-        ("thaw.before=kill;thaw.before=stop", r"'thaw.before' is given twice"),
-        ("thaw.before=sleep", r"lacks seconds"),
-        ("thaw.before=sleep(long)", r"'long' for seconds"),
-        ("thaw.before=sleep(-1)", r"'-1' for seconds"),
-        ("thaw.before=kill(9)", r"gives '9' to kill"),
-        ("thaw.before=error", r"nothing can fail there"),
-        ("freeze.before=error(EIO)", r"no disk is used there"),
-        ("file.sync.before=error(ENOWHERE)", r"errno 'ENOWHERE'"),
+        ("zzz=kill", r"no failpoint 'zzz'; there are"),
+        *(
+            (text, r"cannot be armed.*write thaw.before=kill")
+            for text in (
+                "thaw.before=kil",
+                "thaw.before",
+                "thaw.before=kill@0",
+                "thaw.before=sleep",
+                "thaw.before=sleep(long)",
+                "thaw.before=sleep(-1)",
+                "thaw.before=kill(9)",
+                "thaw.before=kill;thaw.before=stop",
+            )
+        ),
+        ("shard.apply.after=error", r"cannot be armed.*there nothing can fail"),
+        ("freeze.before=error(EIO)", r"'freeze.before=error\(EIO\)' cannot be armed"),
+        ("file.sync.before=error(ENOWHERE)", r"'file.sync.before=error\(ENOWHERE\)' cannot be armed"),
     ],
 )
 def test_what_cannot_be_armed_is_refused_by_name(text: str, complaint: str) -> None:
-    if text == "thaw.before=error":
-        text = "shard.apply.after=error"
     with pytest.raises(ConfigError, match=complaint):
         require_allowed(environ={VARIABLE: text})
 
