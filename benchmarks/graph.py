@@ -25,8 +25,9 @@ import numpy.typing as npt
 from _clustered import clustered_rows
 from _common import result
 
-from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
+from geartrain.ams.graph.building.builder import build_neighbours
 from geartrain.ams.graph.building.neighbours import NeighbourTable
+from geartrain.ams.graph.building.rows import ArrayRows
 from geartrain.ams.graph.service.store import graph_sizes
 from geartrain.ams.values.placement import NUM_BUCKETS
 from geartrain.ams.values.text import counted

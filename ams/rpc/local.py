@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Protocol
 
-from geartrain.ams.kernels.engine import Engine
+from geartrain.ams.kernels._core import Engine
 from geartrain.ams.values.shard_messages import CallContext, Reply, Request
 
 

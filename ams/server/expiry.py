@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from geartrain.ams.kernels.engine import Engine
+from geartrain.ams.kernels._core import Engine
 from geartrain.ams.server.tables import ShardTable, ShardTables
 from geartrain.ams.tables.expiry import NEVER, expire_block
 from geartrain.ams.tables.row_table import TableClock

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from types import MappingProxyType
 
-from geartrain.ams.kernels.engine import Lease, boot_seconds
+from geartrain.ams.kernels._core import Lease, boot_seconds
 from geartrain.ams.observe import failpoints
 from geartrain.ams.observe.metrics import Metric
 from geartrain.ams.programs.hosted import HostedModels

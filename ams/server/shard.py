@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.kernels import ops
-from geartrain.ams.kernels.engine import CompletedWrites, Engine, Kind, Lease, SyncGroups, Waiter
+from geartrain.ams.kernels._core import CompletedWrites, Engine, Kind, Lease, SyncGroups, Waiter
 from geartrain.ams.observe import failpoints
 from geartrain.ams.programs.hosted import HostedModels
 from geartrain.ams.server.expiry import ExpirySchedule

@@ -18,7 +18,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from functools import partial
 
-from geartrain.ams.kernels.engine import Alarm, Place, Turn
+from geartrain.ams.kernels._core import Alarm, Place, Turn
 from geartrain.ams.values.errors import GeartrainError, InternalError, OutOfMemory, ShardUnavailable
 from geartrain.ams.values.shard_messages import CallContext, Reply, Request
 

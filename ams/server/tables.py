@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from geartrain.ams.kernels.engine import Engine
+from geartrain.ams.kernels._core import Engine
 from geartrain.ams.tables.expiry import NEVER, ExpiryState, farthest
 from geartrain.ams.tables.row_table import RowTable, TableClock
 from geartrain.ams.values.errors import GeartrainError, SpecMismatch, TableExists, being_restored

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.kernels import ops
-from geartrain.ams.kernels.engine import ServedTable
+from geartrain.ams.kernels._core import ServedTable
 from geartrain.ams.tables.compiled_store import ELAPSED_WINDOW, store_spec
 from geartrain.ams.tables.counted_ids import CountedIds, Refused
 from geartrain.ams.tables.moments import KnownMoments

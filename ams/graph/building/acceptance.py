@@ -20,8 +20,6 @@ from geartrain.ams.graph.building.recall import Candidates, CoreProducts
 from geartrain.ams.graph.building.rows import Blocks, Floats
 from geartrain.ams.kernels import neighbours as ops
 
-__all__ = ["ExactScores", "Refiner"]
-
 _STRIP_ROWS = 8192
 _EXACT_ROWS = 256
 _SLACK = 1e-9

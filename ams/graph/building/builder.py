@@ -26,11 +26,9 @@ from geartrain.ams.graph.building.acceptance import Refiner
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.graph.building.parts import PartFolder
 from geartrain.ams.graph.building.recall import BlockProducts, CoreProducts, Recall
-from geartrain.ams.graph.building.rows import ArrayRows, Floats, RowSource, UnitBlocks, checked_size
+from geartrain.ams.graph.building.rows import Floats, RowSource, UnitBlocks, checked_size
 from geartrain.ams.observe import failpoints
 from geartrain.ams.values.errors import Cancelled, InvalidArgument
-
-__all__ = ["DEFAULT_MEMORY_BYTES", "ArrayRows", "Built", "RowSource", "build_graph", "build_neighbours"]
 
 DEFAULT_MEMORY_BYTES = 8 << 30
 SAVE_SECONDS = 30.0

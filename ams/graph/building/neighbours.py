@@ -16,8 +16,6 @@ from geartrain.ams.kernels import ops
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
 from geartrain.ams.values.specs import Ids
 
-__all__ = ["NeighbourIds", "NeighbourTable", "id_dtype"]
-
 NeighbourIds = npt.NDArray[np.int64 | np.int32]
 """Class ids of neighbours: int32 while they fit (half the memory), else int64."""
 

@@ -19,8 +19,6 @@ from geartrain.ams.storage.array_file import Arrays, read_arrays, write_arrays
 from geartrain.ams.storage.durable import create_folders
 from geartrain.ams.values.errors import ConfigError, StateDamaged
 
-__all__ = ["PartFolder"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -19,8 +19,6 @@ from geartrain.ams.graph.building.rows import Floats
 from geartrain.ams.kernels import neighbours as ops
 from geartrain.ams.values.errors import InvalidArgument
 
-__all__ = ["BlockProducts", "Candidates", "CoreProducts", "Recall", "available_cores"]
-
 
 class Candidates(NamedTuple):
     """What a recall has found for its rows [M]."""

@@ -18,8 +18,6 @@ from geartrain.ams.kernels import neighbours as ops
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite
 from geartrain.ams.values.specs import Ids, TableSpec
 
-__all__ = ["ArrayRows", "Blocks", "Floats", "Numbering", "PulledTable", "RowSource", "TableRows", "UnitBlocks"]
-
 Floats = npt.NDArray[np.float32]
 _log = logging.getLogger(__name__)
 

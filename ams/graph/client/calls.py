@@ -10,8 +10,6 @@ from geartrain.ams.storage.snapshot.manifest import FileEntry
 from geartrain.ams.values.graph_messages import GraphBuilding, GraphBuilt, GraphInfo, GraphsState
 from geartrain.ams.values.specs import Ids
 
-__all__ = ["GraphCalls", "OnBuilding"]
-
 OnBuilding = Callable[[GraphBuilding], None]
 """Called a few times a second while a graph is built, on the thread that waits for it."""
 

@@ -30,8 +30,6 @@ from geartrain.ams.values.graph_messages import (
 from geartrain.ams.values.rpc import Rpc
 from geartrain.ams.values.specs import Ids
 
-__all__ = ["RemoteGraphs"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

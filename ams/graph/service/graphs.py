@@ -44,8 +44,6 @@ from geartrain.ams.values.errors import (
 from geartrain.ams.values.graph_messages import GraphBuilding, GraphBuilt, GraphInfo, GraphsState
 from geartrain.ams.values.specs import Ids
 
-__all__ = ["Graphs", "RowCluster"]
-
 logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 0.2

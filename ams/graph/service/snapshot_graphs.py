@@ -16,8 +16,6 @@ from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.manifest import GRAPH, FileEntry
 from geartrain.ams.values.errors import GeartrainError, SnapshotDamaged
 
-__all__ = ["read_graph", "write_graph"]
-
 
 def write_graph(folder: str, snapshot_id: str, table: NeighbourTable, version: RowsVersion) -> list[FileEntry]:
     """Write a graph into a staging folder; return the files. Raises SnapshotFailed."""

@@ -20,13 +20,6 @@ from geartrain.ams.storage.durable import create_folders, sync_folder
 from geartrain.ams.values.errors import StateDamaged, StateFailed
 from geartrain.ams.values.placement import NUM_BUCKETS
 
-__all__ = [
-    "GraphSizes",
-    "GraphStore",
-    "RowsVersion",
-    "graph_sizes",
-]
-
 _log = logging.getLogger(__name__)
 
 

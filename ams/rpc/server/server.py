@@ -17,7 +17,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from geartrain.ams.kernels.engine import Waiter
+from geartrain.ams.kernels._core import Waiter
 from geartrain.ams.observe.call_counts import ENDED_EARLY, WELL, CallCounts
 from geartrain.ams.rpc.channel import WAITS_KEY, channel_options
 from geartrain.ams.rpc.credentials import Credentials

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from geartrain.ams.kernels.engine import CompletedWrites, HeldStreams, SyncGroups
+from geartrain.ams.kernels._core import CompletedWrites, HeldStreams, SyncGroups
 from geartrain.ams.tables.expiry import NEVER, ExpiryState, farthest
 from geartrain.ams.tables.row_table import RowTable, TableClock, TableSteps
 from geartrain.ams.values.arguments import SECONDS_AHEAD

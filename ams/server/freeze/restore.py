@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.kernels.engine import CompletedWrites, SyncGroups, Turn
+from geartrain.ams.kernels._core import CompletedWrites, SyncGroups, Turn
 from geartrain.ams.observe import failpoints
 from geartrain.ams.server.freeze.dedup import (
     RestoredDedup,

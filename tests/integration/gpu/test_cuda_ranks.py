@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import geartrain as gt
-from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
+from geartrain.ams.graph.building.builder import build_neighbours
 from geartrain.ams.graph.building.neighbours import NeighbourTable
+from geartrain.ams.graph.building.rows import ArrayRows
 from geartrain.bridge.head.selection.graph_products import TorchProducts
 from geartrain.bridge.head.selection.torch_selection import TorchGraph, near_on
 from geartrain.bridge.kernels.sampling import filled_by_sample

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from geartrain.ams.graph.building import builder
-from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
+from geartrain.ams.graph.building.builder import build_neighbours
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.graph.building.recall import CoreProducts
+from geartrain.ams.graph.building.rows import ArrayRows
 from geartrain.ams.kernels import neighbours as ops
 from geartrain.ams.values.errors import Cancelled
 from tests.specification import ops as reference

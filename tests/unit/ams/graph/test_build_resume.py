@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from geartrain.ams.graph.building import builder
-from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
+from geartrain.ams.graph.building.builder import build_neighbours
+from geartrain.ams.graph.building.rows import ArrayRows
 from geartrain.ams.storage import durable
 from geartrain.ams.values.errors import Cancelled, ConfigError, StateFailed
 

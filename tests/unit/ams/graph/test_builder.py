@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geartrain.ams.graph.building import acceptance
-from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
+from geartrain.ams.graph.building.builder import build_neighbours
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.graph.building.recall import CoreProducts
-from geartrain.ams.graph.building.rows import Floats
+from geartrain.ams.graph.building.rows import ArrayRows, Floats
 from geartrain.ams.values.errors import Cancelled, InvalidArgument, InvalidRows, NonFinite
 from tests.specification import ops as reference
 

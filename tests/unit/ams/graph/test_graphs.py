@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
+from geartrain.ams.graph.building.builder import build_neighbours
+from geartrain.ams.graph.building.rows import ArrayRows
 from geartrain.ams.graph.service import snapshot_graphs
 from geartrain.ams.graph.service.graphs import Graphs
 from geartrain.ams.graph.service.store import GraphStore

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
+from geartrain.ams.graph.building.builder import build_neighbours
 from geartrain.ams.graph.building.neighbours import NeighbourTable
+from geartrain.ams.graph.building.rows import ArrayRows
 from geartrain.ams.graph.service.graphs import Build, Graphs
 from geartrain.ams.graph.service.store import GraphStore, RowsVersion
 from geartrain.ams.storage.snapshot.folder import new_staging

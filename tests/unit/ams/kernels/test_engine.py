@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from geartrain.ams.kernels import _core
-from geartrain.ams.kernels.engine import CompletedWrites, Lease, SyncGroups
+from geartrain.ams.kernels._core import CompletedWrites, Lease, SyncGroups
 from geartrain.ams.observe import failpoints
 from geartrain.ams.values.errors import InvalidArgument, ShardUnavailable, StaleClient, StepMismatch
 from geartrain.ams.values.shard_messages import CallContext, Push, SyncGroup

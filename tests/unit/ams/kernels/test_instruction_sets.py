@@ -10,7 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
+from geartrain.ams.graph.building.builder import build_neighbours
+from geartrain.ams.graph.building.rows import ArrayRows
 from geartrain.ams.kernels import neighbours, ops
 from geartrain.ams.kernels.gradients import accumulate_and_take
 from geartrain.ams.tables.row_table import RowTable

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geartrain.ams.kernels.engine import SyncGroups
+from geartrain.ams.kernels._core import SyncGroups
 from geartrain.ams.values.errors import Busy, InvalidArgument, MessageTooLarge, StepMismatch
 from geartrain.ams.values.shard_messages import CallContext, HostedInputs, Push, SyncGroup, UpdateHosted
 

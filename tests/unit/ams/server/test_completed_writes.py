@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from geartrain.ams.kernels.engine import CompletedWrites
+from geartrain.ams.kernels._core import CompletedWrites
 from geartrain.ams.server.freeze.dedup import CompletedWrite, StreamWrites
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, StaleClient
 from geartrain.ams.values.shard_messages import WRITE_WINDOW, CallContext, Done, Reply

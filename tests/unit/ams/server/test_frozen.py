@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geartrain.ams.kernels.engine import CompletedWrites, SyncGroups
+from geartrain.ams.kernels._core import CompletedWrites, SyncGroups
 from geartrain.ams.server.freeze import freezes
 from geartrain.ams.server.freeze.dedup import held_dedup
 from geartrain.ams.server.freeze.freezes import FrozenTables

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from geartrain.ams.kernels.engine import CompletedWrites, SyncGroups
+from geartrain.ams.kernels._core import CompletedWrites, SyncGroups
 from geartrain.ams.server.freeze.dedup import CompletedWrite, RestoredDedup, StreamWrites, held_dedup, merged_stream
 from geartrain.ams.values.errors import SnapshotDamaged, StaleClient, StepMismatch
 from geartrain.ams.values.shard_messages import CallContext, Done, Push, Reply, SyncGroup

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geartrain.ams.kernels.engine import Lease
+from geartrain.ams.kernels._core import Lease
 from geartrain.ams.programs.hosted import Gradients, HostedRows
 from geartrain.ams.server import hosting
 from geartrain.ams.server.shard import Shard

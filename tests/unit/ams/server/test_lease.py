@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from geartrain.ams.kernels.engine import Lease
+from geartrain.ams.kernels._core import Lease
 from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.rpc.codec import specs as codec
 from geartrain.ams.server.service import ShardService

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from geartrain.ams.kernels import _core
-from geartrain.ams.kernels._core import exercise_engine
-from geartrain.ams.kernels.engine import Waiter
+from geartrain.ams.kernels._core import Waiter, exercise_engine
 from geartrain.ams.programs.hosted import Gradients
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.values.errors import (

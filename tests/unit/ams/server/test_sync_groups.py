@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from geartrain.ams.kernels.engine import SyncGroups
+from geartrain.ams.kernels._core import SyncGroups
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, RankMissing, StaleClient, StepMismatch
 from geartrain.ams.values.optimizers.registry import SGD

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from geartrain.ams.kernels.engine import Turn
+from geartrain.ams.kernels._core import Turn
 
 
 def is_waiting_for(turn: Turn, thread: threading.Thread, order: list[str]) -> None:

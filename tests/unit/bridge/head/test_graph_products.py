@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
-from geartrain.ams.graph.building.rows import Floats
+from geartrain.ams.graph.building.builder import build_neighbours
+from geartrain.ams.graph.building.rows import ArrayRows, Floats
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.selection import graph_products, rank_ring

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import geartrain as gt
-from geartrain.ams.graph.building.builder import ArrayRows, build_neighbours
+from geartrain.ams.graph.building.builder import build_neighbours
+from geartrain.ams.graph.building.rows import ArrayRows
 from tests.support import heads
 
 GIB = 2**30
