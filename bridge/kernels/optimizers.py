@@ -16,16 +16,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from geartrain.ams.values.optimizers.adagrad import Adagrad
-from geartrain.ams.values.optimizers.adam import Adam
-from geartrain.ams.values.optimizers.adamw import AdamW
+from geartrain.ams.values.optimizers.adagrad import Adagrad, RowWiseAdagrad
+from geartrain.ams.values.optimizers.adam import Adam, AdamW, RowWiseAdam
 from geartrain.ams.values.optimizers.ftrl import FTRL, SMALLEST_RATE
-from geartrain.ams.values.optimizers.momentum import Momentum
+from geartrain.ams.values.optimizers.momentum import SGD, Momentum, SparseMomentum
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.optimizers.rmsprop import RMSProp
-from geartrain.ams.values.optimizers.rowwise import RowWiseAdagrad, RowWiseAdam
-from geartrain.ams.values.optimizers.sgd import SGD
-from geartrain.ams.values.optimizers.sparse_momentum import SparseMomentum
 
 
 @dataclass(frozen=True)

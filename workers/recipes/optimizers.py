@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from geartrain.ams.values.optimizers.momentum import Untouched
 from geartrain.ams.values.optimizers.registry import SGD, AdamW, RowOptimizerSpec, SparseMomentum
-from geartrain.ams.values.optimizers.sparse_momentum import Untouched
 
 
 class JobOptimizer(ABC):

@@ -13,8 +13,8 @@ from torch import nn
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC, Selection
 from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.optimizers.momentum import Untouched
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
-from geartrain.ams.values.optimizers.sparse_momentum import Untouched
 from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.backends.registry import ROW_BACKENDS
 from geartrain.bridge.head.class_head import ClassHead

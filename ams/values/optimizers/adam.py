@@ -1,4 +1,4 @@
-"""Adam, each row by its own number of updates."""
+"""Adam, each row by its own number of updates; with a decay apart from the gradient, and with one number a row."""
 
 from __future__ import annotations
 
@@ -66,3 +66,37 @@ class Adam(RowOptimizerSpec):
     def from_scalars(cls, scalars: Mapping[str, float]) -> Self:
         rest = dict(scalars)
         return cls(betas=(rest.pop("beta1", 0.9), rest.pop("beta2", 0.999)), **rest)
+
+
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """w ← (1 − lr · weight_decay) · w, then :class:`Adam` with d = g.
+
+    On a table all of whose rows are pushed each step this is ``torch.optim.AdamW`` (Loshchilov and Hutter, "Decoupled
+    weight decay regularization", ICLR 2019, algorithm 2); a row outside a push neither moves nor decays. Memory and
+    range as with Adam.
+    """
+
+    weight_decay: float = 1e-2
+    """Part of a row that an update with a learning rate of 1 takes away."""
+
+    name: ClassVar[str] = "adamw"
+
+
+@dataclass(frozen=True)
+class RowWiseAdam(AdamW):
+    """m ← β₁ m + (1 − β₁) g;  v ← β₂ v + (1 − β₂) mean(g²);  w ← (1 − lr · weight_decay) · w − lr · m̂ / (√v̂ + eps).
+
+    The mean is over the row, so that v is one number: ``partial_rowwise_adam`` of FBGEMM. m̂ = m / (1 − β₁ᵗ) and v̂ =
+    v / (1 − β₂ᵗ), where t is the row's own number of updates (FBGEMM's is the table's). A row of width 1 is updated as
+    by :class:`AdamW`. Memory: one slot of float32 and 12 bytes per row. Range as with ``RowWiseAdagrad``.
+    """
+
+    weight_decay: float = 0.0
+    """Part of a row that an update with a learning rate of 1 takes away, apart from the gradient."""
+
+    name: ClassVar[str] = "rowwise_adam"
+    slots: ClassVar[tuple[Slot, ...]] = (
+        Slot("first moment"),
+        Slot("second moment", is_non_negative=True, per_row=True),
+    )

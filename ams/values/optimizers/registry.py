@@ -1,6 +1,6 @@
 """Every optimizer of rows there is, by name.
 
-A new one is a file beside this one and a line in :data:`OPTIMIZERS`; a file in ``optimizers/`` of the core and a line
+A new one is a class beside these and a line in :data:`OPTIMIZERS`; a file in ``optimizers/`` of the core and a line
 in its ``registry.cpp``; and a function in ``bridge/kernels/optimizers.py`` for rows on ranks and a line there.
 """
 
@@ -11,36 +11,18 @@ from dataclasses import fields, replace
 from typing import Any
 
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.ams.values.optimizers.adagrad import Adagrad
-from geartrain.ams.values.optimizers.adam import Adam
-from geartrain.ams.values.optimizers.adamw import AdamW
-from geartrain.ams.values.optimizers.ftrl import FTRL
-from geartrain.ams.values.optimizers.momentum import Momentum
-from geartrain.ams.values.optimizers.rmsprop import RMSProp
-from geartrain.ams.values.optimizers.rowwise import RowWiseAdagrad, RowWiseAdam
-from geartrain.ams.values.optimizers.sgd import SGD
-from geartrain.ams.values.optimizers.sparse_momentum import SparseMomentum
-from geartrain.ams.values.optimizers.spec import RowOptimizerSpec
+from geartrain.ams.values.optimizers.adagrad import Adagrad as Adagrad
+from geartrain.ams.values.optimizers.adagrad import RowWiseAdagrad as RowWiseAdagrad
+from geartrain.ams.values.optimizers.adam import Adam as Adam
+from geartrain.ams.values.optimizers.adam import AdamW as AdamW
+from geartrain.ams.values.optimizers.adam import RowWiseAdam as RowWiseAdam
+from geartrain.ams.values.optimizers.ftrl import FTRL as FTRL
+from geartrain.ams.values.optimizers.momentum import SGD as SGD
+from geartrain.ams.values.optimizers.momentum import Momentum as Momentum
+from geartrain.ams.values.optimizers.momentum import SparseMomentum as SparseMomentum
+from geartrain.ams.values.optimizers.rmsprop import RMSProp as RMSProp
+from geartrain.ams.values.optimizers.spec import RowOptimizerSpec as RowOptimizerSpec
 from geartrain.ams.values.text import quoted
-
-__all__ = [
-    "FTRL",
-    "OPTIMIZERS",
-    "SETTINGS",
-    "SGD",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Momentum",
-    "RMSProp",
-    "RowOptimizerSpec",
-    "RowWiseAdagrad",
-    "RowWiseAdam",
-    "SparseMomentum",
-    "optimizer_of",
-    "optimizer_with",
-    "require_optimizer",
-]
 
 OPTIMIZERS: dict[str, type[RowOptimizerSpec]] = {
     kind.name: kind

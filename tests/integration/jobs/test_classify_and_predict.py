@@ -26,7 +26,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from geartrain.ams.storage.snapshot.folder import latest, list_snapshots
 from geartrain.ams.storage.snapshot.manifest import JOB, ROWS
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, TrainingDiverged
-from geartrain.ams.values.optimizers.sparse_momentum import Untouched
+from geartrain.ams.values.optimizers.momentum import Untouched
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.data.folder import find_classes, load_folder
 from geartrain.workers.job import job

@@ -16,7 +16,7 @@ from geartrain.ams.rpc.services import GEAR, GRAPH, SCHEDULER, SHARD, Service
 from geartrain.ams.values.errors import InvalidArgument, ProtocolError
 from geartrain.ams.values.gear_messages import GearAccount, HandOver
 from geartrain.ams.values.graph_messages import GraphInfo, SelectClasses, WriteGraphs
-from geartrain.ams.values.optimizers.sgd import SGD
+from geartrain.ams.values.optimizers.momentum import SGD
 from geartrain.ams.values.placement import BucketMap
 from geartrain.ams.values.rpc import Rpc
 from geartrain.ams.values.scheduler_messages import (

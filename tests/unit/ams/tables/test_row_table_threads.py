@@ -11,8 +11,8 @@ import pytest
 
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import NonFinite
+from geartrain.ams.values.optimizers.momentum import Untouched
 from geartrain.ams.values.optimizers.registry import SparseMomentum
-from geartrain.ams.values.optimizers.sparse_momentum import Untouched
 from geartrain.ams.values.specs import DTypeName, TableSpec
 
 BUCKETS = np.arange(4096)

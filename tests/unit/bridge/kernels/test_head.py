@@ -13,12 +13,9 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.values.optimizers.adagrad import Adagrad
-from geartrain.ams.values.optimizers.adam import Adam
-from geartrain.ams.values.optimizers.adamw import AdamW
-from geartrain.ams.values.optimizers.momentum import Momentum
+from geartrain.ams.values.optimizers.adam import Adam, AdamW
+from geartrain.ams.values.optimizers.momentum import SGD, Momentum, SparseMomentum
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
-from geartrain.ams.values.optimizers.sgd import SGD
-from geartrain.ams.values.optimizers.sparse_momentum import SparseMomentum
 from geartrain.bridge.kernels import head as kernels
 from geartrain.bridge.kernels.head import TILE, HeadPass
 from geartrain.bridge.kernels.launch import interpreted
