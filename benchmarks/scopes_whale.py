@@ -79,7 +79,7 @@ class Side:
         if way == "grown":
             self._once()
             plan = split.plan_for(gt.Hardware.named("a100"), lambda own: torch.optim.SGD(own, lr=LR))
-            whole = plan.request.changed(scopes={"": gt.Replicate()}).plan()
+            whole = plan.changed(scopes={"": gt.Replicate()})
             self.batch = plan.grow_batch(memory_bytes=whole.rank_bytes, most=MOST_SAMPLES).batch
         return self.batch
 

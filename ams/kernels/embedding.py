@@ -14,10 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.kernels import _core, ops
-from geartrain.ams.kernels._core import BadId
+from geartrain.ams.kernels._core import BadId as BadId
 from geartrain.ams.values.specs import Ids
-
-__all__ = ["POOLINGS", "BadId", "Bags", "FeatureIds", "Lookup", "MappedRows", "PoolingName"]
 
 PoolingName = Literal["sum", "mean", "sqrtn", "max"]
 POOLINGS: tuple[PoolingName | None, ...] = (None, "sum", "mean", "sqrtn", "max")

@@ -25,27 +25,6 @@ Floats = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.int32]
 
 
-def take_largest(
-    tensors: Sequence[Floats], ks: Sequence[int], estimates: Floats, *, threads: int = 1
-) -> tuple[Indices, Floats]:
-    """Select the k largest magnitudes of each tensor; where magnitudes are equal, those of lower index.
-
-    Args:
-        tensors: float32 [N] each.
-        ks: how many of each, 0 <= k <= N < 2**31.
-        estimates: float32 [T], see above.
-        threads: at most so many; few tensors get fewer.
-
-    Returns:
-        The indices [K] within each tensor, one tensor after the other, rising in each, and the elements [K].
-
-    Raises:
-        NonFinite: a tensor of which something is selected holds NaN or infinity.
-        ValueError: arrays contradict each other.
-    """
-    return _taken(tensors, [], [], ks, estimates, 0.0, 1.0, False, threads)
-
-
 def accumulate_and_take(
     gradients: Sequence[npt.NDArray[Any]],
     velocities: Sequence[Floats],
@@ -75,27 +54,14 @@ def accumulate_and_take(
         threads: at most so many; few tensors get fewer.
 
     Returns:
-        As :func:`take_largest`, of v.
+        The indices [K] within each tensor, one tensor after the other, rising in each, and the elements of v [K]. Where
+        magnitudes are equal, those of lower index.
 
     Raises:
         NonFinite: a tensor of which something is taken has NaN or infinity in g, u or v, or v would have. All state was
             changed by then, but for places that are not finite, which stay so: put back a copy of it.
         ValueError: arrays contradict each other.
     """
-    return _taken(residuals, velocities, gradients, ks, estimates, momentum, scale, nesterov, threads)
-
-
-def _taken(
-    residuals: Sequence[Floats],
-    velocities: Sequence[Floats],
-    gradients: Sequence[npt.NDArray[Any]],
-    ks: Sequence[int],
-    estimates: Floats,
-    momentum: float,
-    scale: float,
-    nesterov: bool,
-    threads: int,
-) -> tuple[Indices, Floats]:
     bits = [as_bits(gradient, "gradient") for gradient in gradients]
     indices, values = np.empty(sum(ks), np.int32), np.empty(sum(ks), np.float32)
     bad = _core.take_largest(

@@ -21,34 +21,15 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.kernels import _core
-from geartrain.ams.kernels._core import (
-    encode_rows,
-    exact_best,
-    exact_scores,
-    make_unit_rows,
-    panel_bytes,
-    recall_pairs,
-    recall_strays,
-    search_rows,
-    trim_best,
-)
-
-__all__ = [
-    "RunningBestArrays",
-    "best_classes",
-    "encode_rows",
-    "exact_best",
-    "exact_scores",
-    "first_of_each",
-    "make_panels",
-    "make_unit_rows",
-    "panel_bytes",
-    "rank_candidates",
-    "recall_pairs",
-    "recall_strays",
-    "search_rows",
-    "trim_best",
-]
+from geartrain.ams.kernels._core import encode_rows as encode_rows
+from geartrain.ams.kernels._core import exact_best as exact_best
+from geartrain.ams.kernels._core import exact_scores as exact_scores
+from geartrain.ams.kernels._core import make_unit_rows as make_unit_rows
+from geartrain.ams.kernels._core import panel_bytes as panel_bytes
+from geartrain.ams.kernels._core import recall_pairs as recall_pairs
+from geartrain.ams.kernels._core import recall_strays as recall_strays
+from geartrain.ams.kernels._core import search_rows as search_rows
+from geartrain.ams.kernels._core import trim_best as trim_best
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]

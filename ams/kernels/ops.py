@@ -13,31 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.kernels import _core
-from geartrain.ams.kernels._core import ClassPass, Refused, RowStore
+from geartrain.ams.kernels._core import ClassPass as ClassPass
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows
 from geartrain.ams.values.optimizers.spec import RowOptimizerSpec
 from geartrain.ams.values.specs import DTYPES, Ids
-
-__all__ = [
-    "DTYPE_CODES",
-    "NUM_BUCKETS",
-    "ClassPass",
-    "Refused",
-    "RowStore",
-    "all_finite",
-    "as_bits",
-    "checked_ids",
-    "compiled_optimizer",
-    "first_non_finite",
-    "first_outside",
-    "isa",
-    "merge_duplicates",
-    "num_distinct",
-    "route",
-    "sample_ids",
-    "select_neighbours",
-    "splitmix64",
-]
 
 NUM_BUCKETS = 4096
 DTYPE_CODES: dict[np.dtype[Any], int] = {dtype: code for code, dtype in enumerate(DTYPES.values())}

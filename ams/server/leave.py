@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from typing import Protocol
 
 from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier
 from geartrain.ams.server.shard import Shard
@@ -22,25 +21,17 @@ _SCHEDULER_SECONDS = 5.0
 """How long a scheduler that does not answer is tried."""
 
 
-class LeavingShard(Protocol):
-    """A shard with its incarnation."""
-
-    shard: Shard | None
-    incarnation: int
-
-
-def take_leave(scheduler: SchedulerCarrier, held: Iterable[LeavingShard], timeout_seconds: float) -> None:
+def take_leave(scheduler: SchedulerCarrier, shards: list[Shard], timeout_seconds: float) -> None:
     """Wait until no job trains that has not saved, at most ``timeout_seconds``; log what the shards take with them."""
-    shards = [(leaving.shard, leaving.incarnation) for leaving in held if leaving.shard is not None]
-    leaves = [PrepareLeave(shard=shard.shard, incarnation=incarnation) for shard, incarnation in shards]
-    rows = _rows_of([shard for shard, _ in shards])
+    leaves = [PrepareLeave(shard=shard.shard, incarnation=shard.incarnation) for shard in shards]
+    rows = _rows_of(shards)
     if not rows:
         return
     saved, outcome = _await_jobs(scheduler, leaves, timeout_seconds)
     logger.warning(
         "%s %s with its rows: %s. %s",
         "shards" if len(shards) > 1 else "shard",
-        f"{', '.join(str(shard.shard) for shard, _ in shards)} {'end' if len(shards) > 1 else 'ends'}",
+        f"{', '.join(str(shard.shard) for shard in shards)} {'end' if len(shards) > 1 else 'ends'}",
         ", ".join(f"{name!r} ({counted(number, 'row')})" for name, number in rows.items()),
         f"{_named('Saved first', saved)}{outcome}",
     )

@@ -301,7 +301,8 @@ class ShardServer:
         Unless ``grace_seconds`` is 0, jobs that train are waited for first: they take a snapshot. Says what is lost.
         """
         if grace_seconds > 0 and self._started and not self._ended.is_set():
-            take_leave(self._scheduler, self._held, self._config.leave_timeout_seconds)
+            shards = [held.shard for held in self._held if held.shard is not None]
+            take_leave(self._scheduler, shards, self._config.leave_timeout_seconds)
         self._stopping.set()
         if self._started:
             for thread in (*self._hearts, self._pulse):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
@@ -40,22 +42,25 @@ def tensor_file(arrays: Mapping[str, npt.NDArray[Any]], labels: Mapping[str, str
     The library would return one string of bytes, which takes two more copies of everything. As there, wide dtypes come
     first, so that every array is aligned.
     """
+    ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    laid_out = {name: np.asarray(array, array.dtype.newbyteorder("="), order="C") for name, array in ordered}
+    head, _ = tensor_head({name: (array.dtype, list(array.shape)) for name, array in laid_out.items()}, labels)
+    return [memoryview(head), *(array.reshape(-1).view(np.uint8).data for array in laid_out.values())]
+
+
+def tensor_head(
+    arrays: Mapping[str, tuple[np.dtype, list[int]]], labels: Mapping[str, str] = MappingProxyType({})
+) -> tuple[bytes, dict[str, int]]:
+    """The head of a file of arrays of these dtypes and shapes, one behind the other; and where in it each begins."""
     header: dict[str, Any] = {"__metadata__": dict(labels)}
-    parts, stop = [memoryview(b"")], 0
-    for name, array in sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
-        native = array.dtype.newbyteorder("=")
-        laid_out = np.asarray(array, native, order="C")
-        start, stop = stop, stop + laid_out.nbytes
-        header[name] = {
-            "dtype": _NAMES[native],
-            "shape": list(array.shape),
-            "data_offsets": [start, stop],
-        }
-        parts.append(laid_out.reshape(-1).view(np.uint8).data)
+    stop = 0
+    for name, (dtype, shape) in arrays.items():
+        start, stop = stop, stop + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [start, stop]}
     text = json.dumps(header).encode()
     text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNED)
-    parts[0] = memoryview(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
-    return parts
+    head = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    return head, {name: len(head) + header[name]["data_offsets"][0] for name in arrays}
 
 
 def map_tensors(path: Path, *, scattered: bool = False) -> dict[str, npt.NDArray[Any]]:

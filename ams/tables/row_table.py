@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.kernels import ops
-from geartrain.ams.kernels._core import ServedTable
+from geartrain.ams.kernels._core import Refused as Refusal
+from geartrain.ams.kernels._core import RowStore, ServedTable
 from geartrain.ams.tables.compiled_store import ELAPSED_WINDOW, store_spec
 from geartrain.ams.tables.counted_ids import CountedIds, Refused
 from geartrain.ams.tables.moments import KnownMoments
@@ -74,7 +75,7 @@ class RowTable:
         self.spec = spec
         self.owned_buckets = owned
         self._threads, self._window = threads, window
-        self._store = ops.RowStore(store_spec(spec, owned, threads, window))
+        self._store = RowStore(store_spec(spec, owned, threads, window))
         _require_usable(spec, self._store.most_rows if len(owned) else 1)
         self.moments = KnownMoments(self._store.forget_moment, self._store.knows_moment)
         """Snapshots and exports that hold every row but those written since. Set by who freezes and restores."""
@@ -98,7 +99,7 @@ class RowTable:
         """
         wanted = store_spec(spec, self.owned_buckets, self._threads, self._window)
         is_limited = spec.max_bytes is not None and len(self.owned_buckets)
-        _require_usable(spec, ops.RowStore(wanted).most_rows if is_limited else 1)
+        _require_usable(spec, RowStore(wanted).most_rows if is_limited else 1)
         gone = self._store.alter(wanted)
         if gone < 0:
             raise Busy(
@@ -209,7 +210,7 @@ class RowTable:
         bits = out if self._code == 0 else out.view(np.uint16)
         try:
             self._store.pull(ids, bits, None if present is None else present.view(np.uint8))
-        except ops.Refused as refused:
+        except Refusal as refused:
             self._refuse(refused, ids)
 
     def push(
@@ -250,7 +251,7 @@ class RowTable:
         ids, bits, code = checked_gradients(self.spec, ids, gradients)
         try:
             return self._store.push(ids, bits, code, optimizer, lr, scale, ends_step, batch)
-        except ops.Refused as refused:
+        except Refusal as refused:
             self._refuse(refused, ids, f"gradients (times scale {scale!r})")
 
     def end_step(self, *, lr: float | None = None) -> None:
@@ -275,7 +276,7 @@ class RowTable:
         ids, bits, code = checked_gradients(self.spec, ids, gradients)
         try:
             self._store.check_push(ids, bits, code, optimizer, lr, scale)
-        except ops.Refused as refused:
+        except Refusal as refused:
             self._refuse(refused, ids, f"gradients (times scale {scale!r})")
 
     def cannot_overflow(
@@ -301,7 +302,7 @@ class RowTable:
         ids = ops.checked_ids(ids)
         try:
             self._store.make_room(ids)
-        except ops.Refused as refused:
+        except Refusal as refused:
             self._refuse(refused, ids)
 
     def make_room_to_keep(self, count: int) -> None:
@@ -328,7 +329,7 @@ class RowTable:
         bits, _ = ops.as_bits(rows)
         try:
             return self._store.assign(ids, bits)
-        except ops.Refused as refused:
+        except Refusal as refused:
             self._refuse(refused, ids, "rows")
 
     def remove(self, ids: Ids) -> int:
@@ -341,7 +342,7 @@ class RowTable:
         ids = ops.checked_ids(ids)
         try:
             return self._store.remove(ids)
-        except ops.Refused as refused:
+        except Refusal as refused:
             self._refuse(refused, ids)
 
     @property
@@ -451,7 +452,7 @@ class RowTable:
                 None if steps is None else ops.checked_ids(steps, "steps"),
                 life_bytes(lives),
             )
-        except ops.Refused as refused:
+        except Refusal as refused:
             self._refuse(refused, ids, "rows")
 
     @property
@@ -472,7 +473,7 @@ class RowTable:
         except ValueError as exc:
             raise InvalidArgument(f"these are no steps of table {self.spec.name!r}: {exc}") from exc
 
-    def _refuse(self, refused: ops.Refused, values: Ids, label: str = "out") -> NoReturn:
+    def _refuse(self, refused: Refusal, values: Ids, label: str = "out") -> NoReturn:
         reason, index = refused.args
         raise self.served.refusal(reason, index, int(values[index]), label) from None
 

@@ -1,17 +1,14 @@
-"""Makes the engine of a slow gear, and finds the slow gears of a :class:`~geartrain.bridge.gear.slow_gear.SlowGear`."""
+"""Makes the engine of a slow gear, in the process of a fast one or in its own."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from geartrain.ams.client.cluster import Cluster
-from geartrain.ams.client.table import Table
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.ams.values.gear_messages import Freshness, GearPort
 from geartrain.ams.values.optimizers.registry import SGD, RowOptimizerSpec
 from geartrain.bridge.dense.dense_table import attach
 from geartrain.bridge.gear.config import SlowGearConfig
@@ -20,8 +17,6 @@ from geartrain.bridge.gear.dense_pass import DensePass
 from geartrain.bridge.gear.engine import DenseEngine, Mode
 from geartrain.bridge.gear.gradient_batcher import GradientBatcher
 from geartrain.bridge.gear.samples import Decode, DenseSamples, Samples
-
-logger = logging.getLogger(__name__)
 
 
 def open_pass(
@@ -66,25 +61,3 @@ def open_engine(
         rule = SGD(0.01) if optimizer is None else optimizer
         dense = attach(dense_pass.module, cluster, name=name, mode="async", optimizer=rule, reuse=reuse)
     return DenseEngine(dense_pass, dense, batcher, config, cache=cache, worker_cache=worker_cache, mode=mode)
-
-
-def open_remote(
-    cluster: Cluster,
-    name: str,
-    dim: int,
-    mode: Mode,
-    freshness: Freshness,
-    gradients_per_id: int,
-) -> tuple[GearPort, Table]:
-    """Return the slow gears of other processes, and the dense table that they train."""
-    port = cluster.slow_gears(name, dim=dim, wait=mode == "sync", freshness=freshness)
-    if port.gradients_per_id != gradients_per_id:
-        logger.warning(
-            "gradients_per_id is %d, but the slow gears of %r make a backward pass of every %d gradients of an id: "
-            "start them with 'geartrain slowgear --gradients-per-id %d', or say here what they do",
-            gradients_per_id,
-            name,
-            port.gradients_per_id,
-            gradients_per_id,
-        )
-    return port, cluster.table(name)

@@ -5,6 +5,7 @@ Legend: D width of a dense feature, K distinct ids, N ids of a call.
 
 from __future__ import annotations
 
+import logging
 import uuid
 import weakref
 from collections.abc import Callable, Mapping
@@ -28,7 +29,7 @@ from geartrain.bridge.dense.factory import BUFFERS_SUFFIX
 from geartrain.bridge.gear.config import HERE, SlowGearConfig
 from geartrain.bridge.gear.dense_cache import WorkerCache
 from geartrain.bridge.gear.engine import DenseEngine
-from geartrain.bridge.gear.factory import open_engine, open_pass, open_remote
+from geartrain.bridge.gear.factory import open_engine, open_pass
 from geartrain.bridge.gear.gear_update import GearGradient, GearUpdate
 from geartrain.bridge.gear.samples import Decode, DenseSamples
 from geartrain.bridge.placements.placement import Placement
@@ -37,6 +38,8 @@ from geartrain.bridge.rows.pending import PendingUpdate
 from geartrain.bridge.rows.same_rows import incarnation_of, moved_rows
 from geartrain.bridge.rows.stand_in import ModuleWithRows
 from geartrain.bridge.rows.transfers import download, put, upload
+
+logger = logging.getLogger(__name__)
 
 _DEFAULTS = SlowGearConfig()
 _NO_FEATURE = -1
@@ -74,7 +77,6 @@ class SlowGear(ModuleWithRows):
         reuse: bool = False,
         device: torch.device | str | None = None,
         config: SlowGearConfig = _DEFAULTS,
-        **moved: Any,
     ) -> None:
         """Find the slow gears of the dense part ``name``, or make one here.
 
@@ -100,7 +102,6 @@ class SlowGear(ModuleWithRows):
             reuse: open the dense table if it is there; else it must not be.
             device: where the module runs (*).
             config: rarer settings (*): :class:`geartrain.SlowGearConfig`.
-            moved: nothing.
 
         Raises:
             InvalidArgument: a value outside its range.
@@ -108,9 +109,6 @@ class SlowGear(ModuleWithRows):
             GearUnavailable: no slow gear holds a partition in time.
         """
         super().__init__()
-        for key in moved:
-            known = f": config=gt.SlowGearConfig({key}=...)" if hasattr(config, key) else ""
-            raise TypeError(f"SlowGear takes no argument {key!r}{known}")
         if on_missing not in ("error", "zeros") or mode not in ("async", "sync"):
             raise InvalidArgument(
                 f"on_missing is {on_missing!r}, mode {mode!r}; they are 'error' or 'zeros', and 'async' or 'sync'"
@@ -156,7 +154,14 @@ class SlowGear(ModuleWithRows):
         else:
             _refuse_settings(config, {"optimizer": optimizer, "decode": decode, "device": device})
             fresh = Freshness(expire_seconds, max_version_lag)
-            self._port, self.table = open_remote(cluster, name, dim, mode, fresh, gradients_per_id)
+            remote = cluster.slow_gears(name, dim=dim, wait=mode == "sync", freshness=fresh)
+            if remote.gradients_per_id != gradients_per_id:
+                logger.warning(
+                    "gradients_per_id is %d, but the slow gears of %r make a backward pass of every %d gradients of an "
+                    "id: start them with 'geartrain slowgear --gradients-per-id %d', or say here what they do",
+                    *(gradients_per_id, name, remote.gradients_per_id, gradients_per_id),
+                )
+            self._port, self.table = remote, cluster.table(name)
         stream = cluster.write_stream
         self._source = f"{stream.name}/gear/{name}"
         if not stream.is_named:  # nobody goes on in its place, also not a second SlowGear of this process

@@ -28,15 +28,11 @@ class UpdateThread:
         self._tick_seconds = tick_seconds
         self._changed = threading.Condition()
         self._is_awake = self._is_ended = False
-        self._error: GeartrainError | None = None
+        self.error: GeartrainError | None = None
+        """Why the last attempt failed; it is repeated."""
         self._thread = threading.Thread(target=self._run, name="geartrain-slow-gear", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
-
-    @property
-    def error(self) -> GeartrainError | None:
-        """Why the last attempt failed; it is repeated."""
-        return self._error
 
     def wake(self) -> None:
         """Say that something may be due."""
@@ -51,7 +47,7 @@ class UpdateThread:
         deadline = time.monotonic() + longest_seconds
         with self._changed:
             while not self._is_ended and self._count_due() > most and time.monotonic() < deadline:
-                if (error := self._error) is not None:
+                if (error := self.error) is not None:
                     raise error
                 self._changed.wait(self._tick_seconds)
 
@@ -86,12 +82,12 @@ class UpdateThread:
     def _apply(self) -> None:
         try:
             while not self._is_ended and self._apply_due():
-                self._error = None
+                self.error = None
         except GeartrainError as exc:
-            if self._error is None:
+            if self.error is None:
                 logger.warning("dense updates wait: %s", exc, exc_info=isinstance(exc, ModuleFailed))
-            self._error = exc
+            self.error = exc
         except Exception as exc:  # a defect of ours must not end the thread: it is tried again
-            if self._error is None:
+            if self.error is None:
                 logger.exception("dense updates wait")
-            self._error = InternalError(f"a dense update failed: {type(exc).__name__}: {exc}")
+            self.error = InternalError(f"a dense update failed: {type(exc).__name__}: {exc}")

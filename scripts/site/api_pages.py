@@ -92,7 +92,6 @@ PAGES = (
             "geartrain.bridge.parallel.parallel_model.ParallelModel",
             "geartrain.bridge.parallel.split.logits.SplitLogits",
             "geartrain.bridge.parallel.plan.plan.Plan",
-            "geartrain.bridge.parallel.plan.plan.GrownBatch",
             "geartrain.bridge.parallel.overlap.trace.TracedStep",
             "geartrain.bridge.parallel.overlap.trace.RankTimes",
         ),

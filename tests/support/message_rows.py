@@ -12,15 +12,18 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.pb.v1 import shard_pb2
+from geartrain.ams.pb.v1 import shard_pb2, types_pb2
 from geartrain.ams.rpc.channel import WAITS_KEY
 from geartrain.ams.rpc.codec import framing
-from geartrain.ams.rpc.codec import specs as codec
 from geartrain.ams.rpc.services import SHARD, context_to_pb
 from geartrain.ams.rpc.status import error_from
 from geartrain.ams.values.errors import GeartrainError
 from geartrain.ams.values.shard_messages import Assign, CallContext, Done, Pull, Push
 from geartrain.ams.values.specs import Ids
+
+
+def _code_of(dtype: np.dtype[Any]) -> types_pb2.DType.ValueType:
+    return types_pb2.DType.Value(f"DTYPE_{dtype.name.upper()}")
 
 
 def spans(count: int, bytes_per_id: int, part_bytes: int) -> list[tuple[int, int]]:
@@ -33,7 +36,7 @@ def pull_message(table: str, ids: Ids, dtype: np.dtype[Any], context: CallContex
     """A pull of rows as ``dtype``."""
     asked = Pull(table=table, ids=ids, out=np.empty((0, 0), dtype))
     header: Any = SHARD[Pull].header.to_message(
-        asked, context=context_to_pb(context), with_present=present, row_dtype=codec.dtype_to_pb(dtype)
+        asked, context=context_to_pb(context), with_present=present, row_dtype=_code_of(dtype)
     )
     return framing.encode_framed(header, [(14, ids)])
 
@@ -57,7 +60,7 @@ def write_messages(write: Push | Assign, context: CallContext, part_bytes: int =
             part = replace(part, batch=replace(part.batch, occurrences=part.batch.occurrences[start:end]))
         header: Any = SHARD[type(write)].header.to_message(part, context=context_to_pb(context))
         if isinstance(write, Push):
-            header.gradient_dtype = codec.dtype_to_pb(rows.dtype)
+            header.gradient_dtype = _code_of(rows.dtype)
         if len(cuts) > 1:
             header.part.CopyFrom(shard_pb2.Part(index=index, count=len(cuts)))
         messages.append(framing.encode_framed(header, [(14, write.ids[start:end]), (15, rows[start:end])]))

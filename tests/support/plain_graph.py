@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -35,3 +35,10 @@ def plain_build(
 def use_plain_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Build graphs by :func:`plain_build`."""
     monkeypatch.setattr(graph_build, "build_graph", plain_build)
+
+
+def table_of(lists: Sequence[Sequence[int]], k: int) -> NeighbourTable:
+    """The table of these lists, made for ``k``: that of class 0 first."""
+    offsets = np.zeros(len(lists) + 1, np.int64)
+    np.cumsum([len(ids) for ids in lists], out=offsets[1:])
+    return NeighbourTable(offsets, np.array([class_id for ids in lists for class_id in ids], np.int32), k)

@@ -5,7 +5,6 @@ Legend: C classes, E entries of all lists, k neighbours wanted, B labels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,14 +73,6 @@ class NeighbourTable:
                 f"neighbours lie in [{self.neighbours.min()}, {self.neighbours.max()}]; the table has classes"
                 f" [0, {self.num_classes})"
             )
-
-    @classmethod
-    def of_lists(cls, lists: Sequence[Sequence[int]], k: int) -> NeighbourTable:
-        """Make a table from one list of neighbours a class; for small tables. Raises as the table does."""
-        offsets = np.zeros(len(lists) + 1, np.int64)
-        np.cumsum([len(ids) for ids in lists], out=offsets[1:])
-        flat = [class_id for ids in lists for class_id in ids]
-        return cls(offsets, np.array(flat, id_dtype(len(lists))), k)
 
     @property
     def num_classes(self) -> int:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-
 from geartrain.ams.pb.v1 import types_pb2
 from geartrain.ams.values.admission.rules import Admission, MinCount, Probability
-from geartrain.ams.values.errors import InvalidArgument, InvalidRows
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.expiry.rules import Expiry, expiry_from_json
 from geartrain.ams.values.optimizers.registry import OPTIMIZERS, RowOptimizerSpec, optimizer_of
-from geartrain.ams.values.specs import DTYPES, Constant, DTypeName, Initializer, Normal, TableSpec, Uniform
+from geartrain.ams.values.specs import Constant, DTypeName, Initializer, Normal, TableSpec, Uniform
 
 _DTYPE_CODES: dict[DTypeName, types_pb2.DType.ValueType] = {
     "float32": types_pb2.DTYPE_FLOAT32,
@@ -20,14 +16,6 @@ _DTYPE_CODES: dict[DTypeName, types_pb2.DType.ValueType] = {
 }
 _DTYPE_NAMES: dict[int, DTypeName] = {code: name for name, code in _DTYPE_CODES.items()}
 _DTYPE_NAMES[types_pb2.DTYPE_UNSPECIFIED] = "float32"
-
-
-def dtype_to_pb(dtype: np.dtype[Any]) -> types_pb2.DType.ValueType:
-    """Encode the dtype of gradients. Raises InvalidRows for one that no table takes."""
-    for name, known in DTYPES.items():
-        if dtype == known:
-            return _DTYPE_CODES[name]  # type: ignore[index]
-    raise InvalidRows(f"gradients have dtype {dtype}; use one of {', '.join(DTYPES)}")
 
 
 def dtype_from_pb(code: int) -> DTypeName:

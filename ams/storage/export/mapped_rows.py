@@ -8,17 +8,15 @@ them on average. An id costs three reads: of a start, of the ids there, of a row
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.kernels import ops
-from geartrain.ams.storage.tensor_file import DTYPES
+from geartrain.ams.storage.tensor_file import tensor_head
 from geartrain.ams.values.specs import Ids, Rows, TableSpec
 
 _IDS_TOGETHER = 4
@@ -36,10 +34,9 @@ def write_mapped(path: Path, spec: TableSpec, num_rows: int, blocks: Iterable[tu
         parts = [(Path(spill, f"{part}-ids"), Path(spill, f"{part}-rows")) for part in range(count)]
         total = _spill(parts, blocks)
         bits = (total // _IDS_TOGETHER).bit_length()
-        shapes = {"starts": [(1 << bits) + 1], "ids": [total], "weight": [total, spec.dim]}
-        head, offsets = _head(
-            shapes, {"starts": np.dtype(np.int64), "ids": np.dtype(np.int64), "weight": spec.numpy_dtype}
-        )
+        whole = np.dtype(np.int64)
+        shapes = {"starts": (whole, [(1 << bits) + 1]), "ids": (whole, [total])}
+        head, offsets = tensor_head({**shapes, "weight": (spec.numpy_dtype, [total, spec.dim])})
         in_range = np.zeros(1 << bits, np.int64)
         with path.open("wb") as file:
             file.write(head)
@@ -77,21 +74,6 @@ def _spill(parts: list[tuple[Path, Path]], blocks: Iterable[tuple[Ids, Rows]]) -
             for file in pair:
                 file.close()
     return total
-
-
-def _head(shapes: dict[str, list[int]], dtypes: dict[str, np.dtype[Any]]) -> tuple[bytes, dict[str, int]]:
-    """The head of the file, and where in it the arrays begin."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    tensors: dict[str, Any] = {}
-    begin = 0
-    for name, shape in shapes.items():
-        end = begin + int(np.prod(shape)) * dtypes[name].itemsize
-        tensors[name] = {"dtype": names[dtypes[name]], "shape": shape, "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(tensors).encode()
-    text += b" " * (-(8 + len(text)) % 64)
-    head = len(text).to_bytes(8, "little") + text
-    return head, {name: len(head) + int(said["data_offsets"][0]) for name, said in tensors.items()}
 
 
 def _range_of(hashes: npt.NDArray[np.uint64], bits: int) -> npt.NDArray[np.int64]:

@@ -138,7 +138,11 @@ class PlanRequest:
         if "" not in self.scopes:
             parts.append(self._part("", "", trace, [], []))
         return Plan(
-            request=self,
+            scopes=self.scopes,
+            ranks=self.ranks,
+            batch=self.batch,
+            hardware=self.hardware,
+            changed=lambda **fields: self.changed(**fields).plan(),
             parts=tuple(parts),
             collectives=tuple(
                 PlannedCollective(

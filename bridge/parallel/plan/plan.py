@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument
@@ -18,21 +18,6 @@ _USED = 0.9
 """Of a device's memory; the rest is for its libraries, and for what an allocator cannot use."""
 _MOST_SAMPLES = 65_536
 """Of a rank, that a batch grows to where nothing is said."""
-
-
-class PlanSource(Protocol):
-    """What a plan was made of."""
-
-    scopes: Mapping[str, Scope]
-    ranks: int
-    batch: int
-    hardware: Hardware
-
-    def changed(self, *, batch: int | None = None, **fields: Any) -> PlanSource:
-        """The same with another batch of a rank, or other fields."""
-
-    def plan(self) -> Plan:
-        """Make it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,34 +108,22 @@ class Plan:
     ``print(plan.explain())`` shows it, ``scopes`` go to :func:`parallelize`.
     """
 
-    request: PlanSource
-    """What it was made of."""
+    scopes: Mapping[str, Scope]
+    """What is replicated, and what is split."""
+    ranks: int
+    """That train together."""
+    batch: int
+    """Samples of a rank."""
+    hardware: Hardware
+    """That it is for."""
+    changed: Callable[..., Plan] = field(repr=False, compare=False)
+    """Makes the plan of the same model with another ``batch``, other ``scopes``, ``ranks``, ``hardware`` and so on."""
     parts: tuple[PlannedPart, ...]
     collectives: tuple[PlannedCollective, ...]
     step: ExpectedStep
     """With buckets sent while the backward pass goes on, and micro-batches if there are some."""
     reasons: tuple[str, ...] = ()
     """Why :func:`auto_plan` chose it."""
-
-    @property
-    def scopes(self) -> Mapping[str, Scope]:
-        """What is replicated, and what is split."""
-        return self.request.scopes
-
-    @property
-    def hardware(self) -> Hardware:
-        """That it is for."""
-        return self.request.hardware
-
-    @property
-    def ranks(self) -> int:
-        """That train together."""
-        return self.request.ranks
-
-    @property
-    def batch(self) -> int:
-        """Samples of a rank."""
-        return self.request.batch
 
     @property
     def step_without_overlap(self) -> ExpectedStep:
@@ -177,8 +150,10 @@ class Plan:
         """Of all ranks."""
         return self.ranks * self.batch / self.step.seconds
 
-    def grow_batch(self, *, memory_bytes: int | None = None, most: int | None = None) -> GrownBatch:
-        """Give the memory that is free to the batch: the largest one of a rank that fits.
+    def grow_batch(self, *, memory_bytes: int | None = None, most: int | None = None) -> Plan:
+        """Give the memory that is free to the batch: the plan with the largest one of a rank that fits.
+
+        The learning rate grows with it (Goyal et al. 2017, linear scaling; large ones need warm-up).
 
         Args:
             memory_bytes: Of a rank's device that may be used; None: nine tenths of the hardware's.
@@ -192,7 +167,7 @@ class Plan:
         most = integer("most", _MOST_SAMPLES if most is None else most, 1)
 
         def bytes_of(batch: int) -> int:
-            return self.request.changed(batch=batch).plan().rank_bytes
+            return self.changed(batch=batch).rank_bytes
 
         largest = bisect.bisect_right(range(1, most + 1), limit, key=bytes_of)
         if not largest:
@@ -200,7 +175,7 @@ class Plan:
                 f"not one sample of a rank fits into {bytes_text(limit)}: {bytes_text(bytes_of(1))} are needed. Split "
                 "more of the model, or use more ranks"
             )
-        return GrownBatch(plan=self.request.changed(batch=largest).plan(), lr_factor=largest / self.batch)
+        return self.changed(batch=largest)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values."""
@@ -276,27 +251,6 @@ class Plan:
         scopes = ", ".join(f"{name or 'the model'} {scope}" for name, scope in self.scopes.items())
         ranks = f"{counted(self.ranks, 'rank')} of {counted(self.batch, 'sample')}"
         return f"{ranks}: {scopes}; {seconds_text(self.step.seconds)} a step expected"
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrownBatch:
-    """A larger batch and what goes with it; :meth:`Plan.grow_batch` makes it."""
-
-    plan: Plan
-    """Of a step with it."""
-    lr_factor: float
-    """What the learning rate is to be multiplied by: as much as the batch grows (Goyal et al. 2017, linear scaling;
-    large ones need warm-up)."""
-
-    @property
-    def batch(self) -> int:
-        """Samples of a rank."""
-        return self.plan.batch
-
-    @property
-    def global_batch(self) -> int:
-        """Samples of all ranks."""
-        return self.plan.ranks * self.batch
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.errors import InvalidArgument, InvalidIds
+from geartrain.ams.values.text import quoted
 from geartrain.bridge.collectives.cross_entropy import LocalLabels, split_cross_entropy
 from geartrain.bridge.parallel.split.agreement import LOSS, WHOLE, StepAgreement
-from geartrain.bridge.parallel.split.labels import check_labels
 from geartrain.bridge.parallel.split.shard import RowShard
 from geartrain.bridge.parallel.split.travel import whole_rows
 
@@ -255,3 +255,21 @@ def _check_loss(reduction: str, smoothing: float, weight: Tensor | None, num_cla
             f"weight has shape {tuple(weight.shape)}; it must be one number for each of the {num_classes} classes, on "
             "every rank"
         )
+
+
+def check_labels(labels: Any, num_samples: int | None, num_classes: int, ignore_index: int) -> None:
+    """Raise InvalidIds or InvalidArgument unless ``labels`` are [S] int64 in [0, C), or ``ignore_index``.
+
+    Those on a device are not looked at, which would stall it: a label outside makes the loss NaN.
+    """
+    if not isinstance(labels, Tensor) or labels.ndim != 1 or labels.dtype != torch.int64:
+        given = f"{tuple(labels.shape)} {labels.dtype}" if isinstance(labels, Tensor) else quoted(labels)
+        raise InvalidArgument(f"labels are {given}; they must be a tensor [S] of int64, a class for each sample")
+    if num_samples is not None and len(labels) != num_samples:
+        raise InvalidArgument(f"there are {len(labels)} labels and logits of {num_samples} samples; give one for each")
+    if labels.device.type == "cpu":
+        wrong = labels[((labels < 0) | (labels >= num_classes)) & (labels != ignore_index)]
+        if len(wrong):
+            raise InvalidIds(
+                f"label {int(wrong[0])} is no class: they are 0 to {num_classes - 1}, or ignore_index={ignore_index}"
+            )

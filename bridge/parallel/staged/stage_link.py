@@ -19,9 +19,22 @@ from torch import Tensor
 from geartrain.ams.values.errors import SpecMismatch, SyncError
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.parallel.mesh import Mesh
-from geartrain.bridge.parallel.staged.dealing import SampleSpan, deal
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class SampleSpan:
+    """Consecutive samples of one sender that one owner takes."""
+
+    sender: int
+    owner: int
+    num: int
+    """How many, at least 1."""
+    at_sender: int
+    """Where they begin among the samples of the sender."""
+    at_owner: int
+    """Where they begin among those that the owner takes."""
 
 
 @dataclass(frozen=True)
@@ -148,3 +161,22 @@ def _require_one(what: str, values: Sequence[int], ranks: Sequence[int]) -> None
             f"rank {ranks[0]} and rank {unlike[0]} disagree on {what}; call the model in the same way on every "
             "rank of a stage"
         )
+
+
+def deal(sizes: Sequence[int], num_owners: int) -> list[SampleSpan]:
+    """Share the samples of senders, ``sizes`` of each, among the owners, in order and as evenly as can be.
+
+    There are at most senders + owners - 1 spans. The owners' samples, one owner behind the other, are those of the
+    senders in their order.
+    """
+    total = sum(sizes)
+    found = []
+    first = 0  # of this sender, among all samples
+    for sender, size in enumerate(sizes):
+        for owner in range(num_owners):
+            begin, end = (total * number // num_owners for number in (owner, owner + 1))
+            start, stop = max(first, begin), min(first + size, end)
+            if start < stop:
+                found.append(SampleSpan(sender, owner, stop - start, at_sender=start - first, at_owner=start - begin))
+        first += size
+    return found

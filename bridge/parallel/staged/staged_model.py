@@ -16,8 +16,8 @@ from geartrain.bridge.parallel.parallel_model import ParallelModel
 from geartrain.bridge.parallel.replicated import Replicas
 from geartrain.bridge.parallel.scopes import ScopedModel
 from geartrain.bridge.parallel.split.agreement import StepAgreement
-from geartrain.bridge.parallel.split.labels import check_labels
 from geartrain.bridge.parallel.split.linear import SplitLinear
+from geartrain.bridge.parallel.split.logits import check_labels
 from geartrain.bridge.parallel.staged.owner import answer
 from geartrain.bridge.parallel.staged.sender import DistantLinear, DistantLogits, ask_for_logits, ask_for_loss
 from geartrain.bridge.parallel.staged.stage_link import StageLink

@@ -11,6 +11,7 @@ from geartrain.ams.graph.building.neighbours import NeighbourTable, id_dtype
 from geartrain.ams.kernels.ops import sample_ids
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
 from tests.specification import ops as reference
+from tests.support.plain_graph import table_of
 
 
 @st.composite
@@ -38,7 +39,7 @@ def test_a_selection_equals_the_reference(data: st.DataObject, table: NeighbourT
     assert np.all(np.diff(chosen) > 0) and np.isin(labels, chosen).all()
 
 
-RING = NeighbourTable.of_lists([[(i + 1) % 9, (i - 1) % 9, (i + 2) % 9] for i in range(9)], k=3)
+RING = table_of([[(i + 1) % 9, (i - 1) % 9, (i + 2) % 9] for i in range(9)], k=3)
 
 
 def test_ranks_come_in_turn_and_a_cut_takes_the_least_similar() -> None:
@@ -48,7 +49,7 @@ def test_ranks_come_in_turn_and_a_cut_takes_the_least_similar() -> None:
 
 
 def test_what_neighbours_leave_free_is_filled_by_the_sampler() -> None:
-    table = NeighbourTable.of_lists([[1]] + [[0]] * 99_999, k=1)
+    table = table_of([[1]] + [[0]] * 99_999, k=1)
     filled = table.select(np.array([0]), 50, seed=5, step=6)
     others = [i for i in sample_ids(100_000, 60, 5, 6).tolist() if i > 1][:48]
     assert filled.tolist() == sorted([0, 1, *others])
@@ -56,7 +57,7 @@ def test_what_neighbours_leave_free_is_filled_by_the_sampler() -> None:
 
 
 def test_one_class_only_is_its_own_selection() -> None:
-    table = NeighbourTable.of_lists([[]], k=4)
+    table = table_of([[]], k=4)
     assert table.select(np.array([0, 0]), 1, seed=0, step=0).tolist() == [0]
     assert table.row(0).tolist() == []
 

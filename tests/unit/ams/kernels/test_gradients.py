@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geartrain.ams.kernels.gradients import Floats, accumulate_and_take, take_largest
+from geartrain.ams.kernels.gradients import Floats, Indices, accumulate_and_take
 from geartrain.ams.values.errors import NonFinite
 from tests.specification import gradients as reference
 
@@ -16,6 +16,11 @@ LARGE = 1_200_000
 """Elements of a tensor that is cut into pieces, for two threads."""
 level = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1.5, 1e-42, -1e-42, 1e37])
 vectors = st.lists(level | st.floats(-4, 4, width=32), max_size=90)
+
+
+def take_largest(values: list[Floats], ks: list[int], estimates: Floats, *, threads: int = 1) -> tuple[Indices, Floats]:
+    """The selection alone: nothing is added to what has gathered."""
+    return accumulate_and_take([], [], values, ks, estimates, momentum=0.0, threads=threads)
 
 
 @st.composite

@@ -402,11 +402,6 @@ def test_wrong_settings_are_named(cluster: gt.Cluster, settings: dict[str, Any],
     assert cluster.status().tables == ()
 
 
-def test_an_argument_that_moved_names_its_setting(cluster: gt.Cluster) -> None:
-    with pytest.raises(TypeError, match=r"'stale': config=gt.SlowGearConfig\(stale=...\)"):
-        gt.SlowGear(cluster, "image", dim=DIM, stale="drop")
-
-
 @pytest.mark.parametrize("ids", [torch.tensor([1.0]), torch.tensor([True]), torch.tensor([-1]), [1]])
 def test_wrong_ids_are_named(cluster: gt.Cluster, ids: Any) -> None:
     with pytest.raises(InvalidIds):

@@ -31,6 +31,7 @@ from geartrain.bridge.rows.optimizer import RowOptimizer
 from tests.specification import ops as reference
 from tests.support import heads
 from tests.support.no_answers import NoAnswers
+from tests.support.plain_graph import table_of
 from tests.support.rank_processes import run_ranks
 
 CPU = torch.device("cpu")
@@ -43,7 +44,7 @@ def graphs(draw: st.DrawFn, num_classes: int) -> NeighbourTable:
     """Lists of any lengths, none or all empty among them; a class may come twice, or be in its own."""
     k = draw(st.integers(1, 6))
     lists = st.lists(st.integers(0, num_classes - 1), max_size=k)
-    return NeighbourTable.of_lists(draw(st.lists(lists, min_size=num_classes, max_size=num_classes)), k)
+    return table_of(draw(st.lists(lists, min_size=num_classes, max_size=num_classes)), k)
 
 
 @settings(max_examples=150, deadline=None)

@@ -13,6 +13,7 @@ from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.selection.graph_change import nearest_classes, renumbered, with_new
 from geartrain.bridge.head.selection.graph_parts import GraphParts
+from tests.support.plain_graph import table_of
 
 K = 3
 
@@ -59,7 +60,7 @@ def test_lists_change_as_plain_lists_do(
     case: tuple[LiveClasses, list[list[int]], list[int], list[int]], random: Any
 ) -> None:
     before, rows, retired, new = case
-    table = NeighbourTable.of_lists(rows, K)
+    table = table_of(rows, K)
     plain = lists_of(table, before)
     owners = owners_of(before.num_classes)
     parts = [of.cut(table, before) for of in owners]

@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from geartrain.ams.client.factory import local
-from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.programs.selection import ActiveClasses, FullSoftmax, PartialFC
 from geartrain.ams.values.optimizers.registry import Momentum, SparseMomentum
 from geartrain.ams.values.specs import DTypeName, Normal
@@ -31,6 +30,7 @@ from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.launch.hosting import local as hosting_cluster
 from tests.specification.ops import nearest_neighbours
 from tests.support import heads
+from tests.support.plain_graph import table_of
 from tests.support.rank_processes import run_ranks
 from tests.support.reference import plain_gradients, sampled_weights
 
@@ -146,7 +146,7 @@ def reference(case: Case) -> Outcome:
         if isinstance(choose, KNNSoftmax):
             if step % REBUILD == 0:
                 lists = nearest_neighbours(rows.float().numpy(), choose.k)
-                graph = NeighbourTable.of_lists(lists.tolist(), choose.k)
+                graph = table_of(lists.tolist(), choose.k)
             ids = graph.select(labels.numpy(), choose.budget(CLASSES), seed=choose.seed, step=step)
             active = ActiveClasses(len(ids), ids)
         else:

@@ -33,6 +33,7 @@ from geartrain.bridge.head.selection.torch_selection import TorchGraph
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
 from tests.specification import ops as reference
 from tests.support import heads
+from tests.support.plain_graph import table_of
 from tests.support.rank_processes import on_ranks, run_ranks
 from tests.unit.bridge.head.test_graph_products import rows_of
 
@@ -218,7 +219,7 @@ def select_of_parts(rank: int, ranks: int, folder: Path) -> None:
         lists = [
             random.integers(0, living.num_living, random.integers(0, 6)).tolist() for _ in range(living.num_living)
         ]
-        whole = NeighbourTable.of_lists(lists, 5)
+        whole = table_of(lists, 5)
         bounds = np.sort(random.integers(0, num + 1, ranks - 1)).tolist()
         parts = GraphParts(link, [0, *bounds][rank], [*bounds, num][rank])
         part = parts.cut(whole, living)
@@ -317,7 +318,7 @@ def test_lists_by_class_are_the_table_again_whatever_lives() -> None:
     for num in (1, 7, 40):
         living = LiveClasses(num).without(np.flatnonzero(random.random(num) < 0.3)[: num - 1])
         own = [random.integers(0, living.num_living, random.integers(0, 5)).tolist() for _ in range(living.num_living)]
-        table = NeighbourTable.of_lists(own, 4)
+        table = table_of(own, 4)
         lists = lists_by_class(table, living, range(num), 4)
         assert lists.shape == (num, 4)
         for first, stop in ((0, num), (num // 3, num - num // 4), (num, num)):

@@ -16,6 +16,7 @@ from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.head.selection.served_graph import TableGraphs
+from tests.support.plain_graph import table_of
 
 CLASSES = 20
 
@@ -47,7 +48,7 @@ class BusyService:
 
     def load(self, _: str) -> tuple[NeighbourTable, Any]:
         lists = [[(item + 1) % CLASSES] for item in range(CLASSES)]
-        return NeighbourTable.of_lists(lists, 2), SimpleNamespace(k=2, num_classes=CLASSES, table_incarnation=0)
+        return table_of(lists, 2), SimpleNamespace(k=2, num_classes=CLASSES, table_incarnation=0)
 
 
 @pytest.mark.parametrize("beside", [False, True])

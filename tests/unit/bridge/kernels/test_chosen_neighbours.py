@@ -10,13 +10,14 @@ from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.bridge.head.selection.torch_selection import TorchGraph
 from geartrain.bridge.kernels import sampling
 from geartrain.bridge.kernels.sampling import candidates_here, nearest_first
+from tests.support.plain_graph import table_of
 
 
 def lists_of(num_classes: int, k: int) -> NeighbourTable:
     """Of any lengths, none among them; a class may come twice, or be in its own."""
     random = np.random.default_rng(num_classes)
     lengths = random.integers(0, k + 1, num_classes)
-    return NeighbourTable.of_lists([random.integers(0, num_classes, length).tolist() for length in lengths], k)
+    return table_of([random.integers(0, num_classes, length).tolist() for length in lengths], k)
 
 
 @pytest.mark.parametrize(

@@ -80,11 +80,11 @@ def test_what_can_be_hidden_is_hidden_and_no_more() -> None:
     plan = planned({"backbone": Replicate(), "head": Replicate()})
     assert 0 <= plan.step.hidden < plan.step.communication
     assert plan.step_without_overlap.seconds == pytest.approx(plan.step.compute + plan.step.communication)
-    slow = plan.request.changed(hardware=replace(CLUSTER, memory_bandwidth=1e9, overlap=0.0)).plan()
+    slow = plan.changed(hardware=replace(CLUSTER, memory_bandwidth=1e9, overlap=0.0))
     assert slow.step.hidden > plan.step.hidden
     assert slow.step.seconds == pytest.approx(slow.step_without_overlap.seconds)  # nothing is won where all share
     split = planned({"backbone": Replicate(), "head": Split()})
-    in_parts = split.request.changed(micro_batches=4, hardware=replace(CLUSTER, memory_bandwidth=1e9)).plan()
+    in_parts = split.changed(micro_batches=4, hardware=replace(CLUSTER, memory_bandwidth=1e9))
     gathers = next(collective for collective in in_parts.collectives if collective.collective.what == "features")
     assert (gathers.times, gathers.bytes) == (4, 16 * 16 * 64 * 4)
     assert in_parts.step.hidden > 0
@@ -92,7 +92,7 @@ def test_what_can_be_hidden_is_hidden_and_no_more() -> None:
 
 def test_sparse_gradients_send_less() -> None:
     dense = planned({"backbone": Replicate(), "head": Replicate()})
-    sparse = dense.request.changed(sparsity=0.999).plan()
+    sparse = dense.changed(sparsity=0.999)
     assert sparse.sent_bytes < dense.sent_bytes / 25  # of 16 ranks' largest thousandths, each with its place
     biases = [collective for collective in sparse.collectives if collective.collective.what == "gradients"]
     assert sum(biase.times * biase.collective.bytes for biase in biases) == 4 * (512 + 64)  # small ones stay dense
@@ -142,11 +142,10 @@ def test_memory_that_a_split_head_frees_goes_to_the_batch() -> None:
     tight = replace(CLUSTER, memory_bytes=200 * 10**6)
     plan = auto_plan(classifier(200_000), 4, example(), loss=LOSS, hardware=tight, optimizer=momentum)
     grown = plan.grow_batch()
-    assert grown.plan.rank_bytes <= 180 * 10**6
-    assert plan.request.changed(batch=grown.batch + 1).plan().rank_bytes > 180 * 10**6
-    assert grown.global_batch == 4 * grown.batch > 4 * 16
-    assert grown.lr_factor == grown.batch / 16
-    assert grown.plan.samples_per_second > plan.samples_per_second
+    assert grown.rank_bytes <= 180 * 10**6
+    assert plan.changed(batch=grown.batch + 1).rank_bytes > 180 * 10**6
+    assert grown.batch > 16
+    assert grown.samples_per_second > plan.samples_per_second
     assert plan.grow_batch(most=20).batch == 20
     with pytest.raises(InvalidArgument, match=r"not one sample of a rank fits into 1\.0 kB"):
         plan.grow_batch(memory_bytes=1000)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geartrain.bridge.parallel.staged.dealing import deal
+from geartrain.bridge.parallel.staged.stage_link import deal
 
 
 @given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6), owners=st.integers(1, 5))
