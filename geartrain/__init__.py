@@ -82,7 +82,6 @@ if TYPE_CHECKING:  # the one list of public names: "X as X" is how a module give
     from geartrain.bridge.head.loss.margins.margin import MarginBatch as MarginBatch
     from geartrain.bridge.head.loss.margins.margin import NegativesMargin as NegativesMargin
     from geartrain.bridge.head.loss.margins.margin import TargetLogits as TargetLogits
-    from geartrain.bridge.head.loss.margins.scheduled import ScheduledMargin as ScheduledMargin
     from geartrain.bridge.head.memory import memory_report as memory_report
     from geartrain.bridge.head.selection.knn_selection import KNNSoftmax as KNNSoftmax
     from geartrain.bridge.head.weights import export_class_weights as export_class_weights

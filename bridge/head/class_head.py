@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Never, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +92,6 @@ class ClassHead(ModuleWithRows):
         reuse: bool = False,
         sync: bool = False,
         config: HeadConfig | None = None,
-        **moved: Never,
     ) -> None:
         """Create the table ``name`` of ``num_classes`` rows of width ``dim`` (or open it with ``reuse``).
 
@@ -107,8 +106,8 @@ class ClassHead(ModuleWithRows):
             select: Chooses the active classes: ``FullSoftmax``, ``PartialFC``, ``KNNSoftmax``, or one of your own,
                 derived from ``gt.Selection``. Unless given: all of up to 65,536 living classes, or a tenth.
             margin: The loss: ``ArcFace``, ``CosFace``, ``SphereFace``, ``CombinedMargin``, ``AdaFace``, ``MagFace``,
-                ``ElasticArcFace``, ``ElasticCosFace``, ``CurricularFace`` (not hosted), a ``ScheduledMargin`` of them,
-                a ``FilteredMargin`` around one (not hosted), or one of your own that has ``scale`` and ``target``
+                ``ElasticArcFace``, ``ElasticCosFace``, ``CurricularFace`` (not hosted), a ``FilteredMargin``
+                around one (not hosted), or one of your own that has ``scale`` and ``target``
                 (``gt.Margin``); ``scale=None`` becomes that of ``num_classes``. None: plain linear, cross entropy.
             sub_centers: Centers of each class, at most 32. The one nearest to a feature counts and learns (sub-center
                 ArcFace): room for wrong labels and for several looks. With a margin only, and not with KNN softmax or
@@ -127,12 +126,11 @@ class ClassHead(ModuleWithRows):
             sync: Train together with the other ranks of torch.distributed, if that is initialised.
             config: What is seldom given: types of rows and slots, reduction, ignored and smoothed labels, seed, process
                 group, caches (:class:`geartrain.HeadConfig`).
-            moved: What ``config`` holds now: TypeError.
 
         Raises TableExists, SpecMismatch, InvalidArgument.
         """
         super().__init__()
-        config = checked_config(config, moved, "ClassHead")
+        config = checked_config(config)
         num_classes = integer("num_classes", num_classes, 1)
         self.num_classes = num_classes
         self.dim = dim = integer("dim", dim, 1, MAX_DIM)
@@ -174,7 +172,7 @@ class ClassHead(ModuleWithRows):
 
     @property
     def margin(self) -> AnyMargin | None:
-        """The margin. It may be set between two steps, on every rank alike; a :class:`ScheduledMargin` does so itself.
+        """The margin. It may be set between two steps, on every rank alike.
 
         It counts from the next forward pass on. ``state_dict()`` names it, and holds what it learned: a head that loads
         the state goes on with the same settings, and raises SpecMismatch if its margin is of another kind.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -64,15 +63,8 @@ class HeadConfig:
         return {name: getattr(self, name) for name in ("reduction", "ignore_index", "label_smoothing")}
 
 
-def checked_config(config: HeadConfig | None, moved: Mapping[str, object], what: str) -> HeadConfig:
-    """Return the settings, those of a head where None are given.
-
-    Raises InvalidArgument for what is none, and TypeError for keywords of ``what`` that it has not: ``moved``.
-    """
-    for name in moved:
-        if name in {field.name for field in fields(HeadConfig)}:
-            raise TypeError(f"{what} takes {name} in its config: {what}(..., config=gt.HeadConfig({name}=...))")
-        raise TypeError(f"{what}() got an unexpected keyword argument {name!r}")
+def checked_config(config: HeadConfig | None) -> HeadConfig:
+    """Return the settings, those of a head where None are given. Raises InvalidArgument for what is none."""
     if config is None:
         return HeadConfig()
     if not isinstance(config, HeadConfig):

@@ -7,7 +7,7 @@ Legend: that of ``memory_plan.py``.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Never
+from typing import Any
 
 import torch
 
@@ -145,7 +145,6 @@ def memory_report(
     num_ranks: int = 1,
     device: str = "cpu",
     num_threads: int | None = None,
-    **moved: Never,
 ) -> MemoryReport:
     """Bytes that a head of these settings takes, by part; the arguments are those of :class:`ClassHead`, and some more.
 
@@ -167,12 +166,11 @@ def memory_report(
         num_ranks: That train together.
         device: Of the features: "cpu" or "cuda".
         num_threads: PyTorch's; None: this process's.
-        moved: What ``config`` holds now: TypeError.
 
     PLSC's formulas (its section 3 and 4), per card: weight and velocity C·D/R each, logits and their gradient
     A·B each; dense momentum has a gradient of C·D/R besides.
     """
-    config = checked_config(config, moved, "memory_report")
+    config = checked_config(config)
     backend = backend_named(rows)
     for name, value, most in (
         ("num_classes", num_classes, None),

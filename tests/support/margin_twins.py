@@ -50,9 +50,9 @@ class MarginTwin:
     ) -> Tensor:
         """Mean loss of a training batch; ``targets`` are places of the labels among the active rows [A, D] (or, of K
         centers each, [A, K, D]), ``weights`` [A] multiply the exponentials."""
-        margin, above = _at(self.margin, step), 2.0
+        margin, above = self.margin, 2.0
         if isinstance(margin, gt.FilteredMargin):
-            margin, above = _at(margin.margin, step), margin.above
+            margin, above = margin.margin, margin.above
         cos = torch.einsum("bd,...d->b...", F.normalize(features), F.normalize(rows, dim=-1))
         cos = cos.amax(2) if rows.ndim == 3 else cos
         is_filtered = (cos.detach() > above).scatter(1, targets[:, None], False)
@@ -103,10 +103,6 @@ class MarginTwin:
         target = torch.cos(theta + margin.margin)
         is_hard = cos.detach() > target.detach()[:, None]
         return target, torch.where(is_hard, cos * (t + cos), cos)
-
-
-def _at(margin: Any, step: int) -> Any:
-    return margin.at(step) if isinstance(margin, gt.ScheduledMargin) else margin
 
 
 def twin_step(

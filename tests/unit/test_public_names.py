@@ -83,7 +83,6 @@ PUBLIC_NAMES = {
     "MagFace",
     "MarginBatch",
     "NegativesMargin",
-    "ScheduledMargin",
     "TargetLogits",
     "StreamReader",
     "CsvSamples",

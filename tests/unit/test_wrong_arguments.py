@@ -167,14 +167,6 @@ def test_arguments_of_calls_are_named(cluster: gt.Cluster, call: Callable[[Any],
         call(SimpleNamespace(cluster=cluster, table=table))
 
 
-def test_a_keyword_that_moved_names_the_setting_that_holds_it(cluster: gt.Cluster) -> None:
-    for call in (lambda **more: anything.ClassHead(cluster, "m", **more), anything.memory_report):
-        with pytest.raises(TypeError, match=r"config=gt.HeadConfig\(slot_dtype=...\)"):
-            call(**HEAD, slot_dtype="float16")
-        with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
-            call(**HEAD, colour=1)
-
-
 def test_masked_values_are_no_numbers(cluster: gt.Cluster) -> None:
     table = cluster.create_table("masked", dim=3, optimizer=gt.SGD(1.0), initializer=gt.Constant(0))
     some = np.ma.masked_array(ONES, mask=ONES * np.arange(4)[:, None] == 2)

@@ -162,7 +162,7 @@ class LearningWatch:
             f"after {self._horizon} training passes the class head {settings} has learned nothing: the mean cosine (or "
             f"logit) of the targets went from {target:.4f} to {last_target:.4f}, the accuracy over "
             f"{num_active} active classes from {accuracy:.4f} to {last_accuracy:.4f}. Try a higher learning rate "
-            "of the rows (RowOptimizer's groups), margin=None or a smaller margin (gt.ScheduledMargin begins with "
-            "none), and the scale of gt.ArcFace(scale=None); see that the backbone is trained, and that labels belong "
-            "to their samples"
+            "of the rows (RowOptimizer's groups), margin=None or a smaller margin (head.margin may be set as training "
+            "goes on), and the scale of gt.ArcFace(scale=None); see that the backbone is trained, and that labels "
+            "belong to their samples"
         )

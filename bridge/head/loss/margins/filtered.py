@@ -35,14 +35,13 @@ class FilteredMargin:
     (``interclass_filtering_threshold``) gives them the logit 0 instead. The comparison counts as constant for the
     gradient; accuracy and cosines in ``head.stats`` are over all active classes.
 
-    Not with ``rows="hosted"``; costs the products of :class:`~.margin.NegativesMargin`. A
-    :class:`~.scheduled.ScheduledMargin` may be within, or around, where it changes the threshold.
+    Not with ``rows="hosted"``; costs the products of :class:`~.margin.NegativesMargin`.
     """
 
     changes_negatives: ClassVar[bool] = True
 
     margin: AnyMargin
-    """Any margin: built in, scheduled, or of your own."""
+    """Any margin: built in, or of your own."""
     above: float = 0.4
     """In [−1, 1]. Too low, it filters hard classes as well, from which there is most to learn."""
 

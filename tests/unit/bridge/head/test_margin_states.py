@@ -1,4 +1,4 @@
-"""Margins that change while training goes on: schedules, what a margin learns, and what a saved head says of them."""
+"""Margins that change while training goes on: what a margin learns, and what a saved head says of them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import geartrain as gt
-from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
+from geartrain.ams.values.errors import SpecMismatch
 from tests.support import heads
 
 CLASSES, DIM = 20, 4
@@ -45,22 +43,8 @@ ADAPTIVE: list[Any] = [
     gt.AdaFace(16),
     gt.CurricularFace(),
     gt.ElasticArcFace(std=0.1),
-    gt.ScheduledMargin((0, gt.ArcFace(16, 0.0)), (6, gt.ArcFace(32, 0.5))),
-    gt.ScheduledMargin((0, gt.AdaFace(16, 0.0)), (6, gt.AdaFace(32, 0.4))),
     gt.FilteredMargin(gt.AdaFace(16, 0.4), above=0.5),
 ]
-
-
-@dataclass(frozen=True)
-class Flagged:
-    """A margin of somebody's own with a setting that is no number."""
-
-    scale: float = 8.0
-    flag: bool = False
-
-    def target(self, cos_B: torch.Tensor, norms_B: torch.Tensor, labels_B: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        del norms_B, labels_B
-        return self.scale * cos_B, torch.full_like(cos_B, self.scale)
 
 
 @pytest.mark.parametrize("margin", ADAPTIVE, ids=str)
@@ -88,54 +72,12 @@ def test_nothing_is_learned_outside_training(margin: Any) -> None:
     assert head.get_extra_state()["margin_learned"] == before
 
 
-@given(
-    steps=st.lists(st.integers(0, 1000), min_size=1, max_size=4, unique=True).map(sorted),
-    at=st.integers(0, 1200),
-    data=st.data(),
-)
-def test_a_schedule_goes_straight_from_point_to_point(steps: list[int], at: int, data: st.DataObject) -> None:
-    numbers = st.lists(st.floats(0.1, 3.0), min_size=len(steps), max_size=len(steps))
-    scales, margins = data.draw(numbers), data.draw(numbers)
-    points = [(s, gt.ArcFace(scale, m)) for s, scale, m in zip(steps, scales, margins, strict=True)]
-    found = gt.ScheduledMargin(*points).at(at)
-    assert isinstance(found, gt.ArcFace) and found.scale is not None
-    if at in steps:
-        assert found == points[steps.index(at)][1]
-    later = next((number for number, step in enumerate(steps) if step > at), len(steps))
-    low, high = max(0, later - 1), min(later, len(steps) - 1)
-    share = (at - steps[low]) / (steps[high] - steps[low]) if low < high else 0.0
-    assert found.scale == pytest.approx(scales[low] + share * (scales[high] - scales[low]))
-    assert found.margin == pytest.approx(margins[low] + share * (margins[high] - margins[low]))
-
-
-def test_a_schedule_follows_the_updates_and_takes_the_scale_of_the_classes() -> None:
-    head = make_head(gt.ScheduledMargin((0, gt.CosFace(scale=4.0, margin=0.0)), (4, gt.CosFace(margin=0.4))))
-    assert isinstance(head.margin, gt.ScheduledMargin) and head.margin.points[1][1].scale == 16.0
-    assert "ScheduledMargin((0, CosFace(scale=4.0, margin=0.0)), (4, CosFace(scale=16.0, margin=0.4)))" in repr(head)
+def test_a_margin_that_is_set_counts_from_the_next_pass_on() -> None:
+    head = make_head(gt.CosFace(4, 0.0))
     features, labels = torch.randn(6, DIM), torch.arange(6)
-    for step, margin in ((0, gt.CosFace(4, 0.0)), (2, gt.CosFace(10, 0.2)), (9, gt.CosFace(16, 0.4))):
-        plain = make_head(margin)
-        head.row_update.step = step
-        torch.testing.assert_close(head(features, labels), plain(features, labels))
-
-
-@pytest.mark.parametrize(
-    ("points", "named"),
-    [
-        ((), r"points are \(\)"),
-        ((gt.ArcFace(),), r"points are \(ArcFace"),
-        (((-1, gt.ArcFace()),), "points are"),
-        (((0.5, gt.ArcFace()),), "points are"),
-        (((5, gt.ArcFace()), (5, gt.ArcFace(margin=0.1))), r"\[5, 5\]; they must rise"),
-        (((0, gt.ArcFace()), (5, gt.CosFace())), "must be of one kind"),
-        (((0, None), (5, None)), "must be of one kind"),
-        (((0, Flagged()), (5, Flagged(flag=True))), r"flag is \[False, True\]"),
-        (((0, gt.ElasticArcFace(8)), (5, gt.ElasticArcFace(8, seed=1))), r"seed is 0.2; it must be an integer"),
-    ],
-)
-def test_an_impossible_schedule_is_refused(points: Any, named: str) -> None:
-    with pytest.raises(InvalidArgument, match=named):
-        gt.ScheduledMargin(*points)
+    for margin in (gt.CosFace(10, 0.2), gt.CosFace(16, 0.4)):
+        head.margin = margin
+        torch.testing.assert_close(head(features, labels), make_head(margin)(features, labels))
 
 
 def test_a_margin_that_was_set_comes_back_with_a_warning() -> None:
@@ -158,7 +100,6 @@ def test_a_margin_that_was_set_comes_back_with_a_warning() -> None:
         (None, gt.ArcFace(16, 0.1)),
         (gt.ArcFace(16, 0.1), gt.CosFace(16, 0.1)),
         (gt.FilteredMargin(gt.ArcFace(16), 0.4), gt.FilteredMargin(gt.ArcFace(16), 0.5)),
-        (ADAPTIVE[4], gt.ScheduledMargin((0, gt.ArcFace(16, 0.0)), (7, gt.ArcFace(32, 0.5)))),
     ],
     ids=str,
 )
