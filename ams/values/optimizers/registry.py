@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import lru_cache
 from typing import Any
 
 from geartrain.ams.values.errors import InvalidArgument
@@ -53,22 +54,30 @@ def optimizer_with(optimizer: RowOptimizerSpec, settings: Mapping[str, Any]) -> 
     Tensors stand for their numbers. Raises InvalidArgument for a value outside its range, one that cannot change
     (:attr:`RowOptimizerSpec.fixed`), and one that only another optimizer has.
     """
+    values: list[tuple[str, Any, type]] = []
+    for name in settings.keys() & SETTINGS:
+        value = settings[name]
+        if isinstance(value, tuple | list):
+            value = tuple([number.item() if hasattr(number, "item") else number for number in value])
+        elif hasattr(value, "item"):
+            value = value.item()
+        values.append((name, value, type(value)))
+    try:
+        return _made(optimizer, tuple(values))
+    except TypeError:  # of a value without a hash, which is no number: the constructor names it
+        return _made.__wrapped__(optimizer, tuple(values))
+
+
+@lru_cache(maxsize=256)
+def _made(optimizer: RowOptimizerSpec, values: tuple[tuple[str, Any, type], ...]) -> RowOptimizerSpec:
+    """:func:`optimizer_with`, checked once for the same numbers: every step asks. True is no 1: types are compared."""
     own = optimizer.settings()
-    for name in SETTINGS - own.keys():
-        if name in settings:
-            raise InvalidArgument(
-                f"{name} is {quoted(settings[name])}, but {optimizer.name} has none; it has {', '.join(own)}"
-            )
-    changed = replace(optimizer, **{name: _plain(settings[name]) for name in own if name in settings})  # type: ignore[type-var]
+    for name, value, _ in values:
+        if name not in own:
+            raise InvalidArgument(f"{name} is {quoted(value)}, but {optimizer.name} has none; it has {', '.join(own)}")
+    changed = replace(optimizer, **{name: value for name, value, _ in values})  # type: ignore[type-var]
     optimizer.scalars_of_push(changed)
     return changed
-
-
-def _plain(value: Any) -> Any:
-    """A number for a tensor of one, also within a pair."""
-    if isinstance(value, tuple | list):
-        return tuple(map(_plain, value))
-    return value.item() if hasattr(value, "item") else value
 
 
 def require_optimizer(value: object) -> None:

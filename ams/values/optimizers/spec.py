@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -98,7 +99,8 @@ class RowOptimizerSpec:
         """Return what :meth:`scalars` is of; what is left out has its default. Raises TypeError, InvalidArgument."""
         return cls(**scalars)
 
-    def scalars_of_push(self, optimizer: RowOptimizerSpec) -> dict[str, float]:
+    @lru_cache(maxsize=1024)  # noqa: B019 (specs are small and compared by value; every push asks for the same ones)
+    def scalars_of_push(self, optimizer: RowOptimizerSpec) -> Mapping[str, float]:
         """What a push carries beside ``optimizer.lr`` for the table of this optimizer to be trained by ``optimizer``.
 
         Those of its :meth:`scalars` that are others here. Raises InvalidArgument for another kind, and for a value of
@@ -109,9 +111,8 @@ class RowOptimizerSpec:
             own, other = getattr(self, name), getattr(optimizer, name)
             require(own == other, f"{name} is {other!r}, the table's is {own!r}, and it cannot change: {reason}")
         own_scalars = self.scalars()
-        return {
-            name: scalar for name, scalar in optimizer.scalars().items() if name != "lr" and scalar != own_scalars[name]
-        }
+        scalars = optimizer.scalars().items()
+        return {name: of for name, of in scalars if name != "lr" and of != own_scalars[name]}
 
     def with_numbers(self, other: RowOptimizerSpec) -> RowOptimizerSpec:
         """``other`` with this one's values of :attr:`fixed`; this one, if it is of another kind."""
