@@ -23,7 +23,7 @@ from geartrain.ams.client.factory import local
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.head.config import HeadConfig
+from geartrain.bridge.head.loss.config import HeadConfig
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.launch.bench import Result

@@ -64,7 +64,7 @@ if TYPE_CHECKING:  # the one list of public names: "X as X" is how a module give
     from geartrain.bridge.gear.config import SlowGearConfig as SlowGearConfig
     from geartrain.bridge.gear.slow_gear import SlowGear as SlowGear
     from geartrain.bridge.head.class_head import ClassHead as ClassHead
-    from geartrain.bridge.head.config import HeadConfig as HeadConfig
+    from geartrain.bridge.head.loss.config import HeadConfig as HeadConfig
     from geartrain.bridge.head.loss.functional import class_center_sample as class_center_sample
     from geartrain.bridge.head.loss.functional import margin_cross_entropy as margin_cross_entropy
     from geartrain.bridge.head.loss.margins.adaface import AdaFace as AdaFace

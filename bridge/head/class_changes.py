@@ -20,12 +20,12 @@ from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.backends.backend import Imprinted, RowBackend
-from geartrain.bridge.head.backends.pull.stream import block_rows_for
-from geartrain.bridge.head.batch import NORM_FLOOR
-from geartrain.bridge.head.checks import check_class_ids, check_labels
+from geartrain.bridge.head.backends.row_stream import block_rows_for
 from geartrain.bridge.head.imprinting.imprint import Loader, feature_sums
 from geartrain.bridge.head.imprinting.mean_centers import CenterMaker
-from geartrain.bridge.head.sub_centers import initial_rows, whole_rows
+from geartrain.bridge.head.loss.checks import check_class_ids, check_labels
+from geartrain.bridge.head.loss.margins.margin import NORM_FLOOR
+from geartrain.bridge.head.loss.sub_centers import initial_rows, whole_rows
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
 
 T = TypeVar("T")

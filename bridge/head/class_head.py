@@ -20,20 +20,9 @@ from geartrain.ams.values.arguments import boolean, integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import MAX_DIM, Initializer
-from geartrain.bridge.head.autograd_node import HeadCall, head_loss
 from geartrain.bridge.head.backends.backend import HeadSettings, LocalRows, RowBackend
 from geartrain.bridge.head.backends.registry import backend_named
-from geartrain.bridge.head.batch import with_ones
-from geartrain.bridge.head.checks import (
-    FIXED_SETTINGS,
-    check_features,
-    check_margin,
-    check_selection,
-    check_wanted_ids,
-    require_no_margin,
-)
 from geartrain.bridge.head.class_changes import add_classes, retire_classes
-from geartrain.bridge.head.config import HeadConfig, checked_config
 from geartrain.bridge.head.defaults import (
     DEFAULT_OPTIMIZER,
     DEFAULT_SELECT,
@@ -43,11 +32,22 @@ from geartrain.bridge.head.defaults import (
 )
 from geartrain.bridge.head.head_state import head_rows, require_loadable, resume_state, state_of
 from geartrain.bridge.head.imprinting.imprint import Loader, features_of, imprint_rows, in_eval_mode
+from geartrain.bridge.head.loss.autograd_node import HeadCall, head_loss
+from geartrain.bridge.head.loss.batch import with_ones
+from geartrain.bridge.head.loss.checks import (
+    FIXED_SETTINGS,
+    check_features,
+    check_margin,
+    check_selection,
+    check_wanted_ids,
+    require_no_margin,
+)
+from geartrain.bridge.head.loss.config import HeadConfig, checked_config
 from geartrain.bridge.head.loss.feature_parts import FeatureParts, parts_loss
 from geartrain.bridge.head.loss.margins.margin import AnyMargin
 from geartrain.bridge.head.loss.margins.scale import automatic_scale, scale_of
 from geartrain.bridge.head.loss.statistics import LearningWatch, StepStatistics
-from geartrain.bridge.head.sub_centers import check_sub_centers, dominant_centers, require_margin
+from geartrain.bridge.head.loss.sub_centers import check_sub_centers, dominant_centers, require_margin
 from geartrain.bridge.kernels.launch import is_capturing
 from geartrain.bridge.placements.placement import Placement
 from geartrain.bridge.rows.eager import runs_eagerly
@@ -136,7 +136,7 @@ class ClassHead(ModuleWithRows):
         self.dim = dim = integer("dim", dim, 1, MAX_DIM)
         self.bias = boolean("bias", bias)
         self._reduction = config.reduction
-        self.sub_centers = check_sub_centers(sub_centers, dim, check_selection(select), config)
+        self.sub_centers = check_sub_centers(sub_centers, dim, check_selection(select), config.label_smoothing)
         margin = self._checked(margin)
         suits_momentum = margin is not None and scale_of(margin) <= automatic_scale(num_classes)
         if optimizer is None and suits_momentum and config.reduction != "sum":  # of a sum, gradients are a batch larger

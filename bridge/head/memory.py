@@ -20,10 +20,10 @@ from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.placement import MAX_SHARDS
 from geartrain.ams.values.specs import TableSpec, checked_wire_dtype
 from geartrain.ams.values.text import counted
+from geartrain.bridge.head.backends.memory_plan import Holder, MemoryPart, MemoryPlan
 from geartrain.bridge.head.backends.registry import backend_named
-from geartrain.bridge.head.config import HeadConfig, checked_config
 from geartrain.bridge.head.defaults import DEFAULT_OPTIMIZER, DEFAULT_SELECT
-from geartrain.bridge.head.memory_plan import Holder, MemoryPart, MemoryPlan
+from geartrain.bridge.head.loss.config import HeadConfig, checked_config
 
 _GIB = 2**30
 

@@ -28,9 +28,9 @@ from torch import Tensor
 from geartrain.ams.values.arguments import path_name
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite
 from geartrain.ams.values.specs import TableSpec
-from geartrain.bridge.head.backends.pull.stream import block_rows_for
-from geartrain.bridge.head.batch import with_zeros
-from geartrain.bridge.head.sub_centers import check_dominant
+from geartrain.bridge.head.backends.row_stream import block_rows_for
+from geartrain.bridge.head.loss.batch import with_zeros
+from geartrain.bridge.head.loss.sub_centers import check_dominant
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
 
 if TYPE_CHECKING:

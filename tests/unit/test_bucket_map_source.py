@@ -10,7 +10,9 @@ from tests.unit.test_imports import REPOSITORY, product_files
 
 MAKER = "even_placement"
 HOME, DEFINED_IN = "ams/scheduler/state.py", "ams/values/placement.py"
-PLANS = "bridge/head/memory_plan.py"  # what a new cluster would take: it asks for the map that a scheduler would make
+PLANS = (
+    "bridge/head/backends/memory_plan.py"  # a new cluster would take so much, by the map that a scheduler would make
+)
 
 
 def uses(source: str) -> list[ast.AST]:

@@ -58,7 +58,7 @@ ALSO: dict[str, tuple[str, ...]] = {
     "bridge/head/*": ("graph", "storage"),  # a head builds graphs of its rows, and knows its rows again by snapshots
     "bridge/placements/*": ("tables", "server", "storage", "observe"),  # it is the shard of the rows that a rank keeps
     "bridge/head/backends/ranks/*": ("tables",),  # steps of such rows, as a checkpoint says them
-    "bridge/head/sub_centers.py": ("tables",),  # what rows are before anything is written
+    "bridge/head/loss/sub_centers.py": ("tables",),  # what rows are before anything is written
     "bridge/checkpoint/*": ("storage", "observe"),  # rows of a saved model are snapshots
     "bridge/parallel/split/first_values.py": ("tables",),  # the same values as rows of tables have
     "bridge/rows/tables.py": ("rpc",),

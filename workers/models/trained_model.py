@@ -28,7 +28,7 @@ from geartrain.bridge.checkpoint.folder import MODEL, ModelRecord, read_record, 
 from geartrain.bridge.checkpoint.rank_rows import DividedRows
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.imprinting.backbone import Inputs, moved, run
-from geartrain.bridge.head.sub_centers import scores_of_classes
+from geartrain.bridge.head.loss.sub_centers import scores_of_classes
 from geartrain.bridge.head.weights import write_centers
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
 from geartrain.workers.atomic import replacing_folder

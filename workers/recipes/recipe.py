@@ -18,10 +18,10 @@ from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.backends.registry import ROW_BACKENDS
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.head.config import HeadConfig
 from geartrain.bridge.head.defaults import default_optimizer
+from geartrain.bridge.head.loss.config import HeadConfig
+from geartrain.bridge.head.loss.sub_centers import check_sub_centers, require_margin
 from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
-from geartrain.bridge.head.sub_centers import check_sub_centers, require_margin
 from geartrain.bridge.parallel.topk.hook import TopKGradients
 from geartrain.workers.data.augment import Augmentation
 from geartrain.workers.data.bitmaps import Preprocessing
@@ -150,7 +150,7 @@ class Recipe:
             raise ConfigError(
                 f"rebuild is {self.rebuild!r}; it must be 'auto', 'epoch', 'background' or a number of steps"
             )
-        check_sub_centers(self.sub_centers, self.dim, selection_of(self), HeadConfig())
+        check_sub_centers(self.sub_centers, self.dim, selection_of(self), 0.0)
         require_margin(margin_of(self.margin), self.sub_centers)
         if not 0 <= self.seed < 2**31:
             raise ConfigError(f"seed is {self.seed!r}; it must lie in [0, 2^31)")

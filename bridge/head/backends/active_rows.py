@@ -19,7 +19,7 @@ from torch import Tensor
 from geartrain.ams.programs.selection import ActiveClasses
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.batch import Batch, DeviceTargets, Targets
+from geartrain.bridge.head.loss.batch import Batch, DeviceTargets, Targets
 from geartrain.bridge.kernels.launch import is_capturing, runs_kernels
 from geartrain.bridge.kernels.samples import find_rows
 from geartrain.bridge.placements.device_rows import RowIndex

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.client.cluster import Cluster
-from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import Selection
 from geartrain.ams.storage.snapshot.folder import Snapshot
@@ -23,13 +22,13 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Initializer
 from geartrain.bridge.collectives.communicator import Communicator
-from geartrain.bridge.head.autograd_node import HeadCall
-from geartrain.bridge.head.config import HeadConfig
+from geartrain.bridge.head.backends.memory_plan import MemoryPart, MemoryPlan
+from geartrain.bridge.head.loss.autograd_node import HeadCall
+from geartrain.bridge.head.loss.config import HeadConfig
 from geartrain.bridge.head.loss.feature_parts import FeatureParts
 from geartrain.bridge.head.loss.margins.head_margin import HeadMargin
 from geartrain.bridge.head.loss.margins.margin import AnyMargin
-from geartrain.bridge.head.memory_plan import MemoryPart, MemoryPlan
-from geartrain.bridge.head.selection.graph_parts import GraphParts
+from geartrain.bridge.head.selection.graph_build import GraphSource
 from geartrain.bridge.rows.pending import PendingUpdate
 from geartrain.bridge.rows.tables import ReadableTable
 
@@ -108,30 +107,6 @@ def require_no_wire(settings: HeadSettings, instead: str) -> None:
             f"wire_dtype is {settings.config.wire_dtype!r}, and of head {settings.name!r} no rows travel: {instead}. "
             "Leave it out, or use rows='pull'"
         )
-
-
-class GraphRows(Protocol):
-    """The rows that one graph of nearest classes is built from."""
-
-    @property
-    def one_at_a_time(self) -> bool:
-        """Whether a build waits until the one before it, which was cancelled, has ended."""
-
-    def build(
-        self, k: int, progress: Callable[[int, int], None] | None, cancelled: Callable[[], bool]
-    ) -> NeighbourTable:
-        """The graph of ``k`` neighbours; ``progress(done, total)`` is called meanwhile."""
-
-
-class GraphSource(Protocol):
-    """Gives the rows of one head for its graphs."""
-
-    @property
-    def parts(self) -> GraphParts | None:
-        """Who keeps which lists of a graph; None: each process keeps all."""
-
-    def rows(self, live_classes: LiveClasses, step: int, *, beside_training: bool = False) -> GraphRows:
-        """Those of the living classes, as they are at ``step``; the graph may be built by a thread of its own."""
 
 
 class HeadState(Protocol):

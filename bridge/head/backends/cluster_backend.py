@@ -21,15 +21,15 @@ from geartrain.ams.values.errors import GeartrainError, InvalidArgument, Invalid
 from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.head.autograd_node import HeadCall, RowsPass
 from geartrain.bridge.head.backends.backend import HeadSettings, Imprinted
-from geartrain.bridge.head.batch import with_ones
-from geartrain.bridge.head.checks import check_finite
+from geartrain.bridge.head.loss.autograd_node import HeadCall, RowsPass
+from geartrain.bridge.head.loss.batch import with_ones
+from geartrain.bridge.head.loss.checks import check_finite
 from geartrain.bridge.head.loss.margins.head_margin import HeadMargin, JointBatch
 from geartrain.bridge.head.loss.margins.margin import Margin
 from geartrain.bridge.head.loss.samples import CountedSamples
+from geartrain.bridge.head.loss.sub_centers import largest_cosines
 from geartrain.bridge.head.selection.served_graph import TableGraphs
-from geartrain.bridge.head.sub_centers import largest_cosines
 from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.row_update import RowUpdate
 from geartrain.bridge.rows.same_rows import identity_of, require_same_rows

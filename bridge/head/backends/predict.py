@@ -20,10 +20,10 @@ from geartrain.ams.programs.selection import ActiveClasses, FullSoftmax
 from geartrain.ams.programs.top_classes import MOST_ANSWERS, SearchedRows, best_of
 from geartrain.ams.values.shard_messages import HostedInputs
 from geartrain.bridge.head.backends.active_rows import HostActive
-from geartrain.bridge.head.backends.pull.stream import Block, RowStream
-from geartrain.bridge.head.batch import chunk_bounds, chunk_rows_for, normalise_
+from geartrain.bridge.head.backends.row_stream import Block, RowStream
+from geartrain.bridge.head.loss.batch import chunk_bounds, chunk_rows_for, normalise_
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS
-from geartrain.bridge.head.sub_centers import scores_of_classes
+from geartrain.bridge.head.loss.sub_centers import scores_of_classes
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.placements.workspace import Arithmetic, BufferPool, Scratch, Workspace
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy

@@ -23,12 +23,12 @@ from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.backends.backend import RowBackend
-from geartrain.bridge.head.checks import check_features, check_labels
 from geartrain.bridge.head.imprinting.backbone import moved, run
 from geartrain.bridge.head.imprinting.class_sums import ClassSums
 from geartrain.bridge.head.imprinting.mean_centers import CenterMaker
+from geartrain.bridge.head.loss.checks import check_features, check_labels
 from geartrain.bridge.head.loss.samples import check_weight
-from geartrain.bridge.head.sub_centers import whole_rows
+from geartrain.bridge.head.loss.sub_centers import whole_rows
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable
 
 _BAR_AFTER_SECONDS = 2.0

@@ -20,7 +20,7 @@ from torch.nn.functional import normalize, pad
 
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.backend import Imprinted, RowBackend
-from geartrain.bridge.head.batch import NORM_FLOOR
+from geartrain.bridge.head.loss.margins.margin import NORM_FLOOR
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
 
 _SHARED_COSINE = 0.5

@@ -22,9 +22,9 @@ from torch import Tensor
 from geartrain.ams.kernels.ops import ClassPass, has_bfloat16_class_pass
 from geartrain.ams.programs.class_head import LOG2_E
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.batch import Batch, DeviceTargets, Targets, chunk_rows_for, inverse_lengths
+from geartrain.bridge.head.loss.batch import Batch, DeviceTargets, Targets, chunk_rows_for, inverse_lengths
 from geartrain.bridge.head.loss.softmax import PartialSums
-from geartrain.bridge.head.sub_centers import at_centers, nearest_centers
+from geartrain.bridge.head.loss.sub_centers import at_centers, nearest_centers
 from geartrain.bridge.placements.workspace import Workspace
 
 

@@ -22,10 +22,11 @@ from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.collectives.cross_entropy import LocalLabels, SplitSamples
-from geartrain.bridge.head.checks import check_labels
+from geartrain.bridge.head.loss.checks import check_labels
+from geartrain.bridge.head.loss.config import Reduction, check_label_smoothing, check_reduction
 from geartrain.bridge.head.loss.margins.angular import CombinedMargin
 from geartrain.bridge.head.loss.margins.scale import scale_of
-from geartrain.bridge.head.loss.samples import Reduction, check_label_smoothing, check_reduction, check_weight
+from geartrain.bridge.head.loss.samples import check_weight
 from geartrain.bridge.kernels.sampling import filled_by_sample, room_for
 
 

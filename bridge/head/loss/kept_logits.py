@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from geartrain.bridge.head.batch import Batch
+from geartrain.bridge.head.loss.batch import Batch
 from geartrain.bridge.placements.workspace import Buffer, BufferPool
 
 

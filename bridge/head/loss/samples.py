@@ -9,39 +9,22 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol, cast, get_args
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from geartrain.ams.programs.class_lifecycle import LiveClasses
-from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.head.checks import check_features, check_label_type, check_labels
+from geartrain.bridge.head.loss.checks import check_features, check_label_type, check_labels
+from geartrain.bridge.head.loss.config import HeadConfig, Reduction
 from geartrain.bridge.rows.transfers import upload
-
-Reduction = Literal["mean", "sum", "none"]
 
 BAD_WEIGHT = -(2**63)
 """The label of a sample on a device whose weight cannot be."""
-
-
-def check_reduction(reduction: object) -> Reduction:
-    """Return it. Raises InvalidArgument."""
-    if reduction not in get_args(Reduction):
-        raise InvalidArgument(f"reduction is {quoted(reduction)}; it must be one of {', '.join(get_args(Reduction))}")
-    return cast(Reduction, reduction)
-
-
-def check_label_smoothing(label_smoothing: object) -> float:
-    """Return it. Raises InvalidArgument."""
-    smoothing = real_number("label_smoothing", label_smoothing)
-    if not 0 <= smoothing <= 1:
-        raise InvalidArgument(f"label_smoothing is {label_smoothing!r}; it must lie in [0, 1]")
-    return smoothing
 
 
 def check_weight(weight: Tensor, batch: int) -> Tensor:
@@ -65,18 +48,6 @@ def check_weight_type(weight: Tensor, batch: int) -> None:
             "weight requires a gradient, and the head gives it none; detach() it, or multiply the losses of a head "
             "with reduction='none' by it"
         )
-
-
-class LossSettings(Protocol):
-    """What the samples of a head ask of its ``HeadConfig``."""
-
-    @property
-    def reduction(self) -> Reduction:
-        """How losses become one."""
-
-    @property
-    def ignore_index(self) -> int | None:
-        """The label of samples that do not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +79,7 @@ class CountedSamples:
         features: Tensor,
         labels: Tensor,
         weight: Tensor | None,
-        settings: LossSettings,
+        settings: HeadConfig,
         dim: int,
         live_classes: LiveClasses,
     ) -> CountedSamples:
@@ -122,7 +93,7 @@ class CountedSamples:
     def of_labels(
         labels: Tensor,
         weight: Tensor | None,
-        settings: LossSettings,
+        settings: HeadConfig,
         live_classes: LiveClasses,
         *,
         num: int,
@@ -156,7 +127,7 @@ class CountedSamples:
 
     @staticmethod
     def on_device(
-        features: Tensor, labels: Tensor, weight: Tensor | None, settings: LossSettings, *, num: int
+        features: Tensor, labels: Tensor, weight: Tensor | None, settings: HeadConfig, *, num: int
     ) -> CountedSamples:
         """``num`` samples whose labels are where the features are: nothing of their contents comes to the host.
 

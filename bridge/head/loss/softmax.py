@@ -21,7 +21,7 @@ from torch import Tensor
 from geartrain.ams.programs.class_head import LOG2_E, NO_LOGIT
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.collectives.cross_entropy import joint_sums
-from geartrain.bridge.head.batch import Batch
+from geartrain.bridge.head.loss.batch import Batch
 from geartrain.bridge.rows.transfers import upload_together
 
 

@@ -7,16 +7,42 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from typing import Protocol
 
 import numpy as np
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
+from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.bridge.collectives.communicator import Communicator
-from geartrain.bridge.head.backends.backend import GraphRows
+from geartrain.bridge.head.selection.graph_parts import GraphParts
 
 _SECONDS_TO_END = 30.0
 OnPairs = Callable[[int, int], None]
 """Called with (done, total) while a graph is built; from a thread of its own in the background."""
+
+
+class GraphRows(Protocol):
+    """The rows that one graph of nearest classes is built from."""
+
+    @property
+    def one_at_a_time(self) -> bool:
+        """Whether a build waits until the one before it, which was cancelled, has ended."""
+
+    def build(
+        self, k: int, progress: Callable[[int, int], None] | None, cancelled: Callable[[], bool]
+    ) -> NeighbourTable:
+        """The graph of ``k`` neighbours; ``progress(done, total)`` is called meanwhile."""
+
+
+class GraphSource(Protocol):
+    """Gives the rows of one head for its graphs."""
+
+    @property
+    def parts(self) -> GraphParts | None:
+        """Who keeps which lists of a graph; None: each process keeps all."""
+
+    def rows(self, live_classes: LiveClasses, step: int, *, beside_training: bool = False) -> GraphRows:
+        """Those of the living classes, as they are at ``step``; the graph may be built by a thread of its own."""
 
 
 class Building:

@@ -29,8 +29,7 @@ from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, SpecMismatch
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.collectives.communicator import Communicator
-from geartrain.bridge.head.backends.backend import GraphSource, RowBackend
-from geartrain.bridge.head.selection.graph_build import Building, OnPairs, built_for_all
+from geartrain.bridge.head.selection.graph_build import Building, GraphSource, OnPairs, built_for_all
 from geartrain.bridge.head.selection.graph_change import nearest_classes, renumbered, with_new
 from geartrain.bridge.head.selection.graph_parts import lists_by_class, table_of_lists
 from geartrain.bridge.head.selection.served_graph import TableGraphs
@@ -117,7 +116,7 @@ class KNNSoftmax(Selection):
         """``k``, unless all classes are active."""
         return self.k if self.budget(num_classes) < num_classes else 0
 
-    def bound(self, backend: RowBackend) -> KNNSelection:
+    def bound(self, backend: Any) -> KNNSelection:
         """The selection that holds the graph of these rows."""
         update = backend.update
         select = KNNSelection(self, backend.table, backend.peers, lambda: update.step, backend.graph_source())

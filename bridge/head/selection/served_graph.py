@@ -15,12 +15,12 @@ from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.errors import SpecMismatch, TableNotFound
 from geartrain.ams.values.graph_messages import GraphBuilding
 from geartrain.ams.values.specs import TableSpec
-from geartrain.bridge.head.backends.backend import GraphRows
+from geartrain.bridge.head.selection.graph_build import GraphRows
 from geartrain.bridge.rows.tables import ReadableTable
 
 
 class TableGraphs:
-    """Implements ``GraphSource`` of ``backend.py``: the service builds, unless classes are retired."""
+    """Implements ``GraphSource``: the service builds, unless classes are retired."""
 
     parts = None
 

@@ -116,8 +116,8 @@ def plan(
         print_table_plan(spec, ids, hosts, hosts if shards is None else shards, memory, as_json)
         return
     from geartrain.ams.programs.selection import PartialFC
-    from geartrain.bridge.head.config import HeadConfig  # loads torch
     from geartrain.bridge.head.defaults import DEFAULT_OPTIMIZER, DEFAULT_SELECT
+    from geartrain.bridge.head.loss.config import HeadConfig  # loads torch
     from geartrain.bridge.head.memory import memory_report
     from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
 

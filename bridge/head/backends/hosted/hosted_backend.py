@@ -9,14 +9,14 @@ from torch import Tensor
 from geartrain.ams.programs import class_head
 from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.autograd_node import RowsPass
 from geartrain.bridge.head.backends.backend import HeadSettings, require_no_wire
 from geartrain.bridge.head.backends.cluster_backend import ClusterBackend
 from geartrain.bridge.head.backends.hosted.hosted_rows import Chosen, RowsOnShards
+from geartrain.bridge.head.backends.memory_plan import COMPUTE_BYTES, MemoryPart, MemoryPlan, in_step
 from geartrain.bridge.head.backends.predict import top_of_hosted
-from geartrain.bridge.head.checks import check_finite
+from geartrain.bridge.head.loss.autograd_node import RowsPass
+from geartrain.bridge.head.loss.checks import check_finite
 from geartrain.bridge.head.loss.margins.margin import Margin
-from geartrain.bridge.head.memory_plan import COMPUTE_BYTES, MemoryPart, MemoryPlan, in_step
 
 _WIDTHS = 13
 """Matrices [B, D] of a rank; measured, as those of ``pull_backend.py``."""

@@ -29,7 +29,7 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.placement import split_by_shard
 from geartrain.ams.values.shard_messages import HostedInputs, SyncGroup
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.batch import Batch, Targets
+from geartrain.bridge.head.loss.batch import Batch, Targets
 from geartrain.bridge.head.loss.margins.margin import Margin
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax, PartialSums
 from geartrain.bridge.placements.workspace import Arithmetic

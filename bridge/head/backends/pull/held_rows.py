@@ -11,13 +11,13 @@ from torch import Tensor
 from geartrain.ams.client.table import Table
 from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.bridge.head.backends.active_rows import HostActive
-from geartrain.bridge.head.batch import Batch, chunk_bounds
+from geartrain.bridge.head.backends.memory_plan import COMPUTE_BYTES, MemoryPlan
+from geartrain.bridge.head.backends.pending_gradients import HeldGradient
+from geartrain.bridge.head.loss.batch import Batch, chunk_bounds
 from geartrain.bridge.head.loss.chunk_pass import ChunkPass, chunk_rows_on, parts_for, pass_for
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS
 from geartrain.bridge.head.loss.kept_logits import KeptLogits, kept_rows
-from geartrain.bridge.head.loss.pending_gradients import HeldGradient
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax
-from geartrain.bridge.head.memory_plan import COMPUTE_BYTES, MemoryPlan
 from geartrain.bridge.placements.workspace import BufferPool, Scratch, Workspace
 from geartrain.bridge.rows.gradient_carrier import squared_sum
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy, counted_as, gradient_view

@@ -9,21 +9,21 @@ from torch import Tensor
 from geartrain.ams.programs.selection import SamplingCorrection
 from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.ams.values.specs import Ids, checked_wire_dtype
-from geartrain.bridge.head.autograd_node import RowsPass
 from geartrain.bridge.head.backends.active_rows import HostActive, take_offsets
 from geartrain.bridge.head.backends.backend import HeadSettings
 from geartrain.bridge.head.backends.cluster_backend import ClusterBackend
+from geartrain.bridge.head.backends.memory_plan import MemoryPart, MemoryPlan, id_arrays, in_step
 from geartrain.bridge.head.backends.predict import TopOfPulled
 from geartrain.bridge.head.backends.pull import streamed_rows
 from geartrain.bridge.head.backends.pull.held_rows import HeldRows
 from geartrain.bridge.head.backends.pull.streamed_rows import StreamedRows
-from geartrain.bridge.head.batch import Batch
-from geartrain.bridge.head.checks import check_finite
-from geartrain.bridge.head.config import HeadConfig
+from geartrain.bridge.head.loss.autograd_node import RowsPass
+from geartrain.bridge.head.loss.batch import Batch
+from geartrain.bridge.head.loss.checks import check_finite
 from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on
+from geartrain.bridge.head.loss.config import HeadConfig
 from geartrain.bridge.head.loss.margins.margin import Margin
 from geartrain.bridge.head.loss.statistics import LOOKS_EVERY
-from geartrain.bridge.head.memory_plan import MemoryPart, MemoryPlan, id_arrays, in_step
 from geartrain.bridge.placements.workspace import Arithmetic, BufferPool
 
 LOGITS_CACHE_BYTES = 26 << 20

@@ -13,13 +13,13 @@ from geartrain.ams.client.table import Table
 from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.active_rows import HostActive
-from geartrain.bridge.head.backends.pull.stream import NUM_BUFFERS, Block, RowStream, block_rows_for
-from geartrain.bridge.head.batch import Batch, chunk_bounds
+from geartrain.bridge.head.backends.memory_plan import MemoryPlan
+from geartrain.bridge.head.backends.pending_gradients import Factors, StreamedGradient
+from geartrain.bridge.head.backends.row_stream import NUM_BUFFERS, Block, RowStream, block_rows_for
+from geartrain.bridge.head.loss.batch import Batch, chunk_bounds
 from geartrain.bridge.head.loss.chunk_pass import pass_for
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS, Running
-from geartrain.bridge.head.loss.pending_gradients import Factors, StreamedGradient
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax
-from geartrain.bridge.head.memory_plan import MemoryPlan
 from geartrain.bridge.placements.workspace import BufferPool, Scratch, Workspace
 
 PARTS = 4

@@ -24,7 +24,7 @@ from geartrain.ams.programs.class_head import NO_LOGIT
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.backends.active_rows import DeviceActive, LocalActive
-from geartrain.bridge.head.batch import Batch, DeviceTargets
+from geartrain.bridge.head.loss.batch import Batch, DeviceTargets
 from geartrain.bridge.head.loss.margins.angular import added_angles
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax, PartialSums
 from geartrain.bridge.kernels.head import (

@@ -19,7 +19,7 @@ from torch import Tensor
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.errors import InvalidIds
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.checks import check_class_ids
+from geartrain.bridge.head.loss.checks import check_class_ids
 from geartrain.bridge.head.loss.samples import BAD_WEIGHT
 from geartrain.bridge.kernels.launch import is_capturing, runs_kernels
 from geartrain.bridge.kernels.samples import SettledLabels, settle_labels

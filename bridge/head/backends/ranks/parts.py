@@ -20,7 +20,7 @@ from geartrain.ams.values.specs import Ids
 from geartrain.bridge.collectives.parts import GatheredParts, PartSizes, SummedParts
 from geartrain.bridge.head.backends.ranks.passes import RankRows
 from geartrain.bridge.head.backends.ranks.update import Agreed, RankStep
-from geartrain.bridge.head.checks import check_finite
+from geartrain.bridge.head.loss.checks import check_finite
 from geartrain.bridge.head.loss.feature_parts import FeatureParts
 from geartrain.bridge.head.loss.samples import CountedSamples
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax, own_gradient

@@ -24,12 +24,12 @@ from torch import Tensor
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.active_rows import DeviceActive, LocalActive, take_offsets
+from geartrain.bridge.head.backends.pending_gradients import BatchPart, FactoredGradient, Factors, overwrite_by_sum
 from geartrain.bridge.head.backends.ranks.fused import FusedGradient, FusedPass
-from geartrain.bridge.head.batch import Batch, chunk_bounds
+from geartrain.bridge.head.loss.batch import Batch, chunk_bounds
 from geartrain.bridge.head.loss.chunk_pass import ChunkPass, pass_for
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS
 from geartrain.bridge.head.loss.kept_logits import KeptLogits
-from geartrain.bridge.head.loss.pending_gradients import BatchPart, FactoredGradient, Factors, overwrite_by_sum
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax
 from geartrain.bridge.kernels.launch import runs_kernels
 from geartrain.bridge.placements.device_rows import DeviceRows, RowIndex

@@ -21,8 +21,8 @@ from geartrain.ams.storage.snapshot.store import Place
 from geartrain.ams.values.errors import GeartrainError
 from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.collectives.communicator import Communicator
-from geartrain.bridge.head.autograd_node import HeadCall
 from geartrain.bridge.head.backends.backend import HeadSettings, HeadState, Imprinted, require_no_wire
+from geartrain.bridge.head.backends.memory_plan import COMPUTE_BYTES, MemoryPart, MemoryPlan, in_step
 from geartrain.bridge.head.backends.predict import top_on_ranks
 from geartrain.bridge.head.backends.ranks import passes as rank_rows
 from geartrain.bridge.head.backends.ranks.checkpoint import ShardedRows
@@ -32,13 +32,13 @@ from geartrain.bridge.head.backends.ranks.parts import rows_of_parts
 from geartrain.bridge.head.backends.ranks.passes import RankGradient, RankRows
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
 from geartrain.bridge.head.backends.ranks.update import Agreed, RankStep, named, raise_late, refused_rows
-from geartrain.bridge.head.config import HeadConfig
+from geartrain.bridge.head.loss.autograd_node import HeadCall
 from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on
+from geartrain.bridge.head.loss.config import HeadConfig
 from geartrain.bridge.head.loss.feature_parts import FeatureParts
 from geartrain.bridge.head.loss.kept_logits import kept_rows
 from geartrain.bridge.head.loss.margins.head_margin import HeadMargin
 from geartrain.bridge.head.loss.samples import CountedSamples
-from geartrain.bridge.head.memory_plan import COMPUTE_BYTES, MemoryPart, MemoryPlan, in_step
 from geartrain.bridge.head.selection.rank_graph import RankGraphs
 from geartrain.bridge.kernels.head import TILE
 from geartrain.bridge.placements.device_rows import DeviceRows

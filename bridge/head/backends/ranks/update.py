@@ -32,12 +32,12 @@ from geartrain.bridge.head.backends.ranks.fused import takes
 from geartrain.bridge.head.backends.ranks.late_labels import LateLabels
 from geartrain.bridge.head.backends.ranks.passes import RankGradient, RankRows
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
-from geartrain.bridge.head.batch import Batch, DeviceTargets, Targets, with_ones
-from geartrain.bridge.head.checks import check_features, check_finite
+from geartrain.bridge.head.loss.batch import Batch, DeviceTargets, Targets, with_ones
+from geartrain.bridge.head.loss.checks import check_features, check_finite
 from geartrain.bridge.head.loss.margins.head_margin import HeadMargin, JointBatch
 from geartrain.bridge.head.loss.samples import CountedSamples
 from geartrain.bridge.head.loss.statistics import LOOKS_EVERY
-from geartrain.bridge.head.sub_centers import largest_cosines
+from geartrain.bridge.head.loss.sub_centers import largest_cosines
 from geartrain.bridge.kernels.launch import is_capturing, runs_kernels
 from geartrain.bridge.kernels.samples import SettledLabels, sampled_weight
 from geartrain.bridge.placements.device_rows import DeviceRows

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.batch import NORM_FLOOR
-from geartrain.bridge.head.loss.margins.margin import AnyMargin, Margin, MarginBatch, changes_negatives
+from geartrain.bridge.head.loss.margins.margin import NORM_FLOOR, AnyMargin, Margin, MarginBatch, changes_negatives
 from geartrain.bridge.rows.transfers import upload
 
 

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+NORM_FLOOR = 1e-12
+"""Lengths below this count as this, as in ``torch.nn.functional.normalize``."""
+
 
 class TargetLogits(NamedTuple):
     """What a margin makes of the targets of B samples: tensors [B] of the dtype of their cosines, on their device."""

@@ -173,7 +173,7 @@ def test_on_a_cpu_networks_run_in_bfloat16_only_with_amx(has_amx: bool, monkeypa
 def test_predict_equals_brute_force(
     margin: ArcFace | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("geartrain.bridge.head.backends.pull.stream.block_rows_for", lambda _: 17)
+    monkeypatch.setattr("geartrain.bridge.head.backends.row_stream.block_rows_for", lambda _: 17)
     monkeypatch.setattr("geartrain.bridge.head.backends.predict._LEAST_ROWS", 17)
     monkeypatch.setattr("geartrain.bridge.head.backends.predict.SAMPLES_AT_ONCE", 5)
     head, table = make_head(margin=margin, rows_cache_bytes=0)
@@ -282,7 +282,7 @@ def test_settings_that_do_not_exist_are_refused() -> None:
 
 
 def test_a_full_softmax_never_holds_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("geartrain.bridge.head.backends.pull.stream.block_rows_for", lambda _: 64)
+    monkeypatch.setattr("geartrain.bridge.head.backends.row_stream.block_rows_for", lambda _: 64)
     largest = 0
     real = torch.empty
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.head.config import HeadConfig
+from geartrain.bridge.head.loss.config import HeadConfig
 from geartrain.bridge.head.loss.margins.angular import ArcFace, CombinedMargin, CosFace, SphereFace
 from geartrain.bridge.head.loss.margins.margin import Margin
 from geartrain.bridge.rows.optimizer import RowOptimizer

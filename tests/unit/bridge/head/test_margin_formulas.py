@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.bridge.head.batch import Batch, Targets
+from geartrain.bridge.head.loss.batch import Batch, Targets
 from geartrain.bridge.head.loss.chunk_pass import pass_for
 from geartrain.bridge.head.loss.margins.margin import changes_negatives
 from geartrain.bridge.head.loss.margins.scale import automatic_scale

@@ -15,7 +15,7 @@ from geartrain.ams.programs.selection import PartialFC
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.specs import DTypeName, Normal
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.head.config import HeadConfig
+from geartrain.bridge.head.loss.config import HeadConfig
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.rows.optimizer import RowOptimizer
 

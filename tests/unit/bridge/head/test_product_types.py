@@ -18,8 +18,8 @@ from geartrain.ams.client.factory import local
 from geartrain.ams.programs.selection import FullSoftmax
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import Normal
-from geartrain.bridge.head.batch import Batch, Targets
 from geartrain.bridge.head.loss import chunk_pass
+from geartrain.bridge.head.loss.batch import Batch, Targets
 from geartrain.bridge.head.loss.chunk_pass import TensorPass, pass_for
 from geartrain.bridge.head.loss.margins.angular import ArcFace, CombinedMargin, CosFace
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax

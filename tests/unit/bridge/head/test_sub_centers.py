@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import geartrain as gt
-from geartrain.bridge.head.batch import Batch, DeviceTargets, Targets
+from geartrain.bridge.head.loss.batch import Batch, DeviceTargets, Targets
 from geartrain.bridge.head.loss.chunk_pass import TensorPass
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax
-from geartrain.bridge.head.sub_centers import at_centers, nearest_centers
+from geartrain.bridge.head.loss.sub_centers import at_centers, nearest_centers
 from geartrain.bridge.placements.workspace import Arithmetic, Scratch, Workspace
 from tests.support import heads
 from tests.support.margin_twins import MarginTwin, twin_step

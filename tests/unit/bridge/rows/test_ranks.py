@@ -10,7 +10,7 @@ import torch
 from geartrain.ams.programs.selection import PartialFC
 from geartrain.ams.values.specs import Normal
 from geartrain.bridge.head.class_head import ClassHead
-from geartrain.bridge.head.config import HeadConfig
+from geartrain.bridge.head.loss.config import HeadConfig
 from geartrain.bridge.head.loss.margins.angular import ArcFace, CosFace
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.rows.optimizer import RowOptimizer

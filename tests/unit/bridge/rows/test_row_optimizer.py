@@ -155,7 +155,7 @@ def test_a_gradient_that_is_not_finite_is_refused_before_any_push(cache_bytes: i
 
 @pytest.mark.parametrize("cache_bytes", [HELD, STREAMED])
 def test_a_failed_step_can_be_tried_again(cache_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("geartrain.bridge.head.backends.pull.stream.block_rows_for", lambda _: 16)
+    monkeypatch.setattr("geartrain.bridge.head.backends.row_stream.block_rows_for", lambda _: 16)
     cluster = FakeCluster()
     head, table = make_head(cluster, select=FullSoftmax(), rows_cache_bytes=cache_bytes)
     other, other_table = make_head(FakeCluster(), select=FullSoftmax(), rows_cache_bytes=cache_bytes)

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, cast, get_args
 
 import torch.distributed as dist
 
-from geartrain.ams.values.arguments import integer
+from geartrain.ams.values.arguments import integer, real_number
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import DTypeName
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.head.loss.samples import Reduction, check_label_smoothing, check_reduction
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+def check_reduction(reduction: object) -> Reduction:
+    """Return it. Raises InvalidArgument."""
+    if reduction not in get_args(Reduction):
+        raise InvalidArgument(f"reduction is {quoted(reduction)}; it must be one of {', '.join(get_args(Reduction))}")
+    return cast(Reduction, reduction)
+
+
+def check_label_smoothing(label_smoothing: object) -> float:
+    """Return it. Raises InvalidArgument."""
+    smoothing = real_number("label_smoothing", label_smoothing)
+    if not 0 <= smoothing <= 1:
+        raise InvalidArgument(f"label_smoothing is {label_smoothing!r}; it must lie in [0, 1]")
+    return smoothing
 
 
 @dataclass(frozen=True, kw_only=True)

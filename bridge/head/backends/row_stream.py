@@ -12,7 +12,7 @@ from torch import Tensor
 from geartrain.ams.programs.selection import ActiveClasses
 from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.batch import chunk_bounds
+from geartrain.bridge.head.loss.batch import chunk_bounds
 from geartrain.bridge.placements.workspace import Buffer, BufferPool
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
 from geartrain.bridge.rows.transfers import Moment

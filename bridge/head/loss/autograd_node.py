@@ -11,8 +11,9 @@ from torch import Tensor
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.collectives.mean import mean_of_ranks
-from geartrain.bridge.head.batch import Batch
-from geartrain.bridge.head.loss.samples import CountedSamples, Reduction
+from geartrain.bridge.head.loss.batch import Batch
+from geartrain.bridge.head.loss.config import Reduction
+from geartrain.bridge.head.loss.samples import CountedSamples
 from geartrain.bridge.head.loss.statistics import StepStatistics
 from geartrain.bridge.rows.pending import PendingUpdate, PulledVersion
 

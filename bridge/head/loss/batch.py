@@ -16,15 +16,18 @@ from torch import Tensor
 from geartrain.ams.programs.class_head import LOG2_E, UNSHIFTED_LIMIT
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.loss.margins.margin import Margin, NegativesMargin, TargetLogits, changes_negatives
+from geartrain.bridge.head.loss.margins.margin import (
+    NORM_FLOOR,
+    Margin,
+    NegativesMargin,
+    TargetLogits,
+    changes_negatives,
+)
 from geartrain.bridge.head.loss.margins.scale import scale_of
 from geartrain.bridge.kernels.launch import runs_kernels
 from geartrain.bridge.kernels.samples import SettledLabels, prepare_features
 from geartrain.bridge.placements.workspace import Arithmetic
 from geartrain.bridge.rows.transfers import upload
-
-NORM_FLOOR = 1e-12
-"""Lengths below this count as this, as in ``torch.nn.functional.normalize``."""
 
 
 def inverse_lengths(rows_ND: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from geartrain.ams.client.table import Table
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.active_rows import HostActive, LocalActive, take_offsets
-from geartrain.bridge.head.backends.pull.stream import Block, RowStream
-from geartrain.bridge.head.batch import Batch, chunk_bounds
+from geartrain.bridge.head.backends.row_stream import Block, RowStream
+from geartrain.bridge.head.loss.batch import Batch, chunk_bounds
 from geartrain.bridge.head.loss.chunk_pass import ChunkPass
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS, Running
 from geartrain.bridge.head.loss.kept_logits import KeptLogits

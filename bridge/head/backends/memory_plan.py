@@ -15,7 +15,7 @@ import torch
 from geartrain.ams.kernels.full_table import FullDenseTable
 from geartrain.ams.values.placement import buckets_of_shard, even_placement
 from geartrain.ams.values.specs import DTYPES, SCALE_BYTES, SCALED, TableSpec
-from geartrain.bridge.head.config import HeadConfig
+from geartrain.bridge.head.loss.config import HeadConfig
 
 Holder = Literal["shard", "rank"]
 

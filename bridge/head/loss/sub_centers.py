@@ -23,16 +23,15 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.placement import NUM_BUCKETS
 from geartrain.ams.values.specs import MAX_DIM, Ids, TableSpec
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.head.batch import NORM_FLOOR, with_zeros
-from geartrain.bridge.head.config import HeadConfig
-from geartrain.bridge.head.loss.margins.margin import AnyMargin
+from geartrain.bridge.head.loss.batch import with_zeros
+from geartrain.bridge.head.loss.margins.margin import NORM_FLOOR, AnyMargin
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
 
 _LEAST_DIM = 2
 """A feature of one number has two directions only, and its row would look like one with a bias."""
 
 
-def check_sub_centers(sub_centers: int, dim: int, select: Selection, loss: HeadConfig) -> int:
+def check_sub_centers(sub_centers: int, dim: int, select: Selection, label_smoothing: float) -> int:
     """Return K. Raises InvalidArgument for a number out of range, and for what knows classes of one center only."""
     centers = integer("sub_centers", sub_centers, 1, max(1, min(MOST_SUB_CENTERS, MAX_DIM // dim)))
     if centers == 1:
@@ -44,9 +43,9 @@ def check_sub_centers(sub_centers: int, dim: int, select: Selection, loss: HeadC
             f"select is {select!r} and sub_centers is {centers}; its graph compares whole rows, not their centers: "
             "use FullSoftmax() or PartialFC(sample_rate=...)"
         )
-    if loss.label_smoothing:
+    if label_smoothing:
         raise InvalidArgument(
-            f"label_smoothing is {loss.label_smoothing!r} and sub_centers is {centers}; leave one of them out"
+            f"label_smoothing is {label_smoothing!r} and sub_centers is {centers}; leave one of them out"
         )
     return centers
 
