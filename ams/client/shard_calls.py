@@ -383,7 +383,8 @@ class ShardCalls:
         return self._carriers[shard].submit(fenced, request, seconds, alone=alone)
 
     def _settle(self, attempts: _Attempts, patience: CallPatience) -> Reply:
-        looked_from: int | None = None
+        meant: int | None = None  # the cluster version of the attempt; of the first one unknown
+        looked = set[int | None]()
         shard, ask, again = attempts
         while True:
             try:
@@ -410,12 +411,12 @@ class ShardCalls:
                 ask = again
             except (AttemptFailed, ShardUnavailable, StaleCluster) as exc:
                 self._require_not_given_up(shard)
-                if isinstance(exc, StaleCluster) and looked_from != self._view.cluster_version:
+                if isinstance(exc, StaleCluster) and meant not in looked:
                     # The shard answers: it is this client that has not heard, and no waiting would tell it. Again as
                     # long as looking tells something new: the cluster may change once more meanwhile.
-                    looked_from = self._view.cluster_version
+                    looked.add(meant)
                     self._look_again(shard)
-                    ask = again
+                    ask, meant = again, self._view.cluster_version
                     continue
                 if patience.is_fresh and self.silence.tell(self.peer(shard)):  # once for all tables and threads
                     address = self._view.shards[shard].address
@@ -433,7 +434,7 @@ class ShardCalls:
                         f"{exc}. Is its server running? ('geartrain status'; client setting recovery_timeout_seconds)"
                     ) from None
                 self._look_again(shard)
-                ask = again
+                ask, meant = again, self._view.cluster_version
 
     def _require_not_given_up(self, shard: int) -> None:
         if self._given_up.is_set():

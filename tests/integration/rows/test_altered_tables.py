@@ -99,7 +99,19 @@ def test_an_alteration_while_a_client_learns_of_another_keeps_no_push_waiting(
         ours.alter_table("t", max_bytes=2_000_000)
         theirs.push(IDS, ONES)
         assert not more
-        np.testing.assert_array_equal(ours.table("t").pull(IDS), -ONES)
+        # And where one thread has learned of the first before another comes to know that its call was of the past.
+        ours.alter_table("t", max_bytes=3_000_000)
+        settle = other._calls._settle
+
+        def learned_beside(*arguments: Any) -> Any:
+            if not more:
+                other._calls._look_again(0)
+                more.append(3_000_001)
+            return settle(*arguments)
+
+        other._calls._settle = learned_beside
+        theirs.push(IDS, ONES)
+        np.testing.assert_array_equal(ours.table("t").pull(IDS), -2 * ONES)
 
 
 def test_numbers_of_an_optimizer_are_those_of_torch_before_and_after(cluster: Cluster) -> None:
