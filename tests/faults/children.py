@@ -7,7 +7,6 @@ gone. No port is fixed: one that is started again takes the port it had, as unde
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import threading
 from collections.abc import Callable
@@ -16,12 +15,9 @@ from typing import Any
 
 from geartrain.ams.observe import failpoints
 from geartrain.ops import Role
+from tests.support.forkserver import FORKSERVER
 
 START_TIMEOUT_SECONDS = 60.0
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["pytest", "geartrain.ams.client.factory", "tests.faults.children", "tests.faults.scenarios"]
-)
 
 
 class Child:
@@ -29,8 +25,8 @@ class Child:
 
     def __init__(self, work: Callable[..., Any], *arguments: Any, armed: str = "") -> None:
         """Run ``work(pipe, *arguments)``, importable by name, with ``armed`` failpoints."""
-        self.pipe, theirs = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(target=_run, args=(theirs, armed, work, *arguments), daemon=True)
+        self.pipe, theirs = FORKSERVER.Pipe()
+        self.process = FORKSERVER.Process(target=_run, args=(theirs, armed, work, *arguments), daemon=True)
         self.process.start()
         theirs.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from tests.faults import elastic_script
 from tests.faults.test_job_recovery import images, train
 from tests.integration.commands.test_up import up
 from tests.integration.jobs.test_classify_and_predict import assert_same_state
+from tests.support.forkserver import FORKSERVER
 
 __all__ = ["images"]
 STEPS = 12
@@ -29,7 +29,6 @@ def scheduler() -> Iterator[str]:
 
 def torchrun(ranks: int, *arguments: Any, restarts: int = 0) -> str:
     """What rank 0 told, under the agent that ``torchrun`` is a command for; ranks are forked, which saves importing."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "tests.faults.elastic_script"])
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -37,7 +36,7 @@ def torchrun(ranks: int, *arguments: Any, restarts: int = 0) -> str:
         max_restarts=restarts,
         rdzv_backend="loopback",
         run_id=uuid.uuid4().hex,
-        start_method="forkserver",
+        start_method=FORKSERVER.get_start_method(),
         monitor_interval=0.05,
     )
     told: dict[int, str] = elastic_launch(config, elastic_script.main)(*arguments)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PRELOAD = [
-    "torch._dynamo",
-    "torch.distributed.tensor",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "geartrain.ams.client.factory",
-    "geartrain.bridge.head.class_head",
-    "geartrain.bridge.parallel.parallelize",
-    "geartrain.bridge.rows.optimizer",
-]
+from tests.support.forkserver import FORKSERVER
 
 
 def run_ranks(function: Callable[..., None], ranks: int, folder: Path, *arguments: Any) -> None:
@@ -31,13 +21,12 @@ def run_ranks(function: Callable[..., None], ranks: int, folder: Path, *argument
 
     Before them it is given what it names of ``rank``, ``ranks`` and ``folder``.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     meeting = folder / f"meeting-{function.__name__}-{ranks}-{len(list(folder.iterdir()))}"
     mp.start_processes(
         _run,
         args=(ranks, str(meeting), function, folder, arguments),
         nprocs=ranks,
-        start_method="forkserver",
+        start_method=FORKSERVER.get_start_method(),
     )
 
 

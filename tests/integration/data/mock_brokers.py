@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 
 import confluent_kafka as kafka
+
+from tests.support.forkserver import FORKSERVER
 
 
 def serve(told: Connection) -> None:
@@ -21,9 +22,8 @@ def serve(told: Connection) -> None:
 @contextmanager
 def mock_broker() -> Iterator[tuple[ForkServerProcess, str]]:
     """The process, and the address of its broker."""
-    processes = multiprocessing.get_context("forkserver")
-    ours, theirs = processes.Pipe()
-    process = processes.Process(target=serve, args=(theirs,))
+    ours, theirs = FORKSERVER.Pipe()
+    process = FORKSERVER.Process(target=serve, args=(theirs,))
     process.start()
     try:
         assert ours.poll(30)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ import geartrain as gt
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
 from geartrain.ams.values.config import SchedulerConfig, ServerConfig
+from tests.support.forkserver import FORKSERVER
 
 pa = pytest.importorskip("pyarrow", reason="needs pip install 'geartrain[data]'")
 pq = pytest.importorskip("pyarrow.parquet", reason="needs pip install 'geartrain[data]'")
@@ -53,13 +53,11 @@ def address() -> Iterator[str]:
 
 @pytest.fixture
 def start(address: str, data: Path, tmp_path: Path) -> Iterator[Callable[..., ForkServerProcess]]:
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["sample_reader", "geartrain.workers.samples.leased", "pyarrow.parquet"])
     running: list[ForkServerProcess] = []
 
     def start(worker: str, workers: int, die_at: int = 0, moment: str = "") -> ForkServerProcess:
         log = tmp_path / f"{len(running)}-{worker}.log"
-        running.append(processes.Process(target=read, args=(address, data, log, worker, workers, die_at, moment)))
+        running.append(FORKSERVER.Process(target=read, args=(address, data, log, worker, workers, die_at, moment)))
         running[-1].start()
         return running[-1]
 

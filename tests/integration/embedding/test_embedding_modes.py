@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -20,6 +19,7 @@ import geartrain as gt
 from geartrain.ams.client.jobs import worker_steps
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.values.config import SchedulerConfig
+from tests.support.forkserver import FORKSERVER
 from tests.support.rank_processes import run_ranks
 
 STEPS, JOINT, ROWS = 6, 10, 30
@@ -237,13 +237,12 @@ def test_a_worker_that_was_killed_holds_nobody_beyond_its_lease(served: Callable
         start(self, config.model_copy(update={"stream_lease_seconds": 1.0}))
 
     monkeypatch.setattr(SchedulerServer, "__init__", with_short_leases)
-    processes = multiprocessing.get_context("forkserver")
-    joined = processes.Event()
+    joined = FORKSERVER.Event()
     address = served(1).address
     with gt.connect(address) as cluster:
         fields = group(cluster, mode=gt.SSP(1, worker="lives", wait_seconds=60))
         rows = gt.RowOptimizer(fields)
-        process = processes.Process(target=a_worker_that_dies, args=(address, joined), daemon=True)
+        process = FORKSERVER.Process(target=a_worker_that_dies, args=(address, joined), daemon=True)
         process.start()
         assert joined.wait(60)
         one_step(fields, rows)  # which has joined at 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -23,7 +22,8 @@ from geartrain.bridge.embedding.ids import batch_ids, tensor_ids
 from geartrain.bridge.kernels.launch import interpreted
 from geartrain.bridge.kernels.lookup import FieldShape, VectorGradients, index_fields
 from geartrain.bridge.placements.device_lookup import UnsummedGradient, _Waiting
-from tests.support.rank_processes import PRELOAD, run_ranks
+from tests.support.forkserver import FORKSERVER
+from tests.support.rank_processes import run_ranks
 
 ROWS, JOINT, STEPS = 23, 12, 4
 FIELDS = [
@@ -270,10 +270,8 @@ def lose_a_rank(rank: int, ranks: int, folder: Path, meeting: str, number: int) 
 @pytest.mark.parametrize("number", range(7))
 def test_a_rank_killed_in_any_collective_is_named_on_the_others(number: int, tmp_path: Path) -> None:
     """Counts, ids, vectors, gradients, whether they are finite, and the norm of each of two optimizers."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
     meeting = str(tmp_path / "meeting")
-    processes = [context.Process(target=lose_a_rank, args=(rank, 2, tmp_path, meeting, number)) for rank in range(2)]
+    processes = [FORKSERVER.Process(target=lose_a_rank, args=(rank, 2, tmp_path, meeting, number)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
