@@ -21,7 +21,7 @@ PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/c
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 PIP_INSTALL := $(PIP) install $(PIP_ARGS)
 
-.PHONY: help quickstart install wheel wheel-check dev test processors sanitize docs campaign lint format size proto bench examples-check ray-check gpu-check kernels compose-check kube-check manifests watch-check page-check links clean
+.PHONY: help quickstart install wheel wheel-check dev test test-slow processors sanitize docs campaign lint format size proto bench examples-check ray-check gpu-check kernels compose-check kube-check manifests watch-check page-check links clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -73,9 +73,13 @@ links:  ## git-ignored links that show ams/, bridge/, workers/, serving/ under t
 	@for name in $(NAMES); do ln -sfn ../$$name geartrain/$$name; done
 
 # Compiled modules are kept, also where the environment says that they are not: a run starts hundreds of processes.
-test: export PYTHONDONTWRITEBYTECODE =
-test: dev links  ## every test, a process for each core and one more (TEST_JOBS=0: in one process)
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+test test-slow: export PYTHONDONTWRITEBYTECODE =
+PYTEST = $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+test: dev links  ## every test that is no slow one, a process for each core and one more (TEST_JOBS=0: in one process)
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-slow: dev links  ## the tests marked slow: what pages say, each kernel compiled, pods, browsers, Ray, mutants (what is not installed is skipped)
+	$(PYTEST) --slow -m slow $(PYTEST_ARGS)
 
 docs: dev links  ## the documentation site in site/, strictly: a broken link or a missing docstring fails
 	@echo "Building the site takes half a minute."

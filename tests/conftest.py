@@ -5,12 +5,14 @@ What ``GEARTRAIN_TEST_REMOVE`` names is taken out of the product while they run.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -118,6 +120,19 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.manual_seed = lambda seed: seeded(int(seed) + shift)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a process a file at a time; all files of the recorder are one, since they share a recording."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            recorder = "tests/recorder"
+            return recorder if nodeid.startswith(recorder) else super()._split_scope(nodeid)
+
+    return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Take ``--slow`` and ``--perturb``."""
     parser.addoption("--slow", action="store_true", help="run the tests that are marked slow, too")
@@ -125,7 +140,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what needs a CUDA device if there is none, and what takes long unless it is asked for."""
+    """Skip what needs a CUDA device if there is none, and what takes long unless it is asked for.
+
+    Files that take longest come first, so that no process of a run is left with one at its end.
+    """
+    seconds = json.loads(Path(__file__).with_name("seconds.json").read_text("utf-8"))
+    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0))
     if not config.getoption("--slow"):
         for item in items:
             if item.get_closest_marker("slow"):

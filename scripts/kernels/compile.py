@@ -3,6 +3,7 @@
     python -m scripts.kernels.compile                 # compare with scripts/kernels/compiled.json
     python -m scripts.kernels.compile --write         # write the table anew
     python -m scripts.kernels.compile head --capability 90
+    python -m scripts.kernels.compile --changed       # what is in .cache/kernels is not compiled again
 
 Triton names what the compiled code takes. A kernel that spills registers to memory is refused, as is one whose
 registers or shared memory grew. Versions of Triton differ, so each has a column.
@@ -26,10 +27,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "0"
-os.environ["TRITON_ALWAYS_COMPILE"] = "1"
-
 TABLE = Path(__file__).with_name("compiled.json")
+CACHE = Path(__file__).parents[2] / ".cache/kernels"
+os.environ |= {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(CACHE), "TRITON_STORE_BINARY_ONLY": "1"}
+
 CAPABILITIES = (80, 90)
 
 
@@ -119,8 +120,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("only", nargs="?", default="", help="one file of scripts/kernels/cases")
     parser.add_argument("--capability", type=int, choices=CAPABILITIES, help="default: all")
     parser.add_argument("--write", action="store_true", help="write the table")
+    parser.add_argument("--changed", action="store_true", help="only sources, cases or Tritons not compiled before")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     given = parser.parse_args(arguments)
+    os.environ["TRITON_ALWAYS_COMPILE"] = str(int(not given.changed))
     import triton
 
     version = triton.__version__.rpartition(".")[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,13 +27,25 @@ class Budget(NamedTuple):
         assert not report.failure and not report.mixtures and within, f"{self}\n{report.text()}"
 
 
+_BUDGETS: list[Budget] = []
+"""Of all modules that were collected."""
+
+
+@functools.cache
+def _reports() -> list[Report]:
+    """One process records all, which saves its start and what is warmed up once."""
+    return recorded([(budget.step, budget.options) for budget in _BUDGETS])
+
+
 def reports_of(budgets: Sequence[Budget]) -> Callable[[], list[Report]]:
-    """A fixture for a module: the reports of its budgets, from one process."""
+    """A fixture for a module: the reports of its budgets."""
+    first = len(_BUDGETS)
+    _BUDGETS.extend(budgets)
 
     @pytest.fixture(scope="module")
     def reports() -> list[Report]:
         if reason := why_not():
             pytest.skip(reason)
-        return recorded([(budget.step, budget.options) for budget in budgets])
+        return _reports()[first : first + len(budgets)]
 
     return reports

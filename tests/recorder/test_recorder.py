@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.recorder.guard import why_not
-from tests.recorder.record import recorded
+from tests.recorder.budgets import Budget, reports_of
 from tests.recorder.report import Report
 
 WHAT = ["plain", "waiting", "patient", "mixed", "nothing"]
+reports = reports_of([Budget(0, 0, "probe", {"what": what}) for what in WHAT])
 
 
-@pytest.fixture(scope="module")
-def probed() -> dict[str, Report]:
-    if reason := why_not():
-        pytest.skip(reason)
-    return dict(zip(WHAT, recorded([("probe", {"what": what}) for what in WHAT]), strict=True))
+@pytest.fixture
+def probed(reports: list[Report]) -> dict[str, Report]:
+    return dict(zip(WHAT, reports, strict=True))
 
 
 def test_launches_bytes_and_flops_are_counted(probed: dict[str, Report]) -> None:

@@ -258,6 +258,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
                 stack.callback(reader.stop, kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_the_commands_of_a_page_do_what_it_says(page: Path, reader: Reader) -> None:
     require_onnx()

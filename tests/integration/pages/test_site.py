@@ -50,6 +50,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_every_public_name_command_setting_error_and_call_has_its_place(site: Path) -> None:
     api = "".join(page.read_text(encoding="utf-8") for page in (site / "reference" / "api").glob("*.html"))
     documented = set(geartrain.__all__) - {"__version__", "errors", "models", "ops", "ray"}
@@ -86,6 +87,7 @@ def test_what_takes_more_than_eight_arguments_explains_each() -> None:
     assert unexplained == []
 
 
+@pytest.mark.slow
 def test_no_page_loads_anything_from_another_host(site: Path) -> None:
     loads = re.compile(r'<(?:script|img|iframe|source)\b[^>]*\bsrc="(?:https?:)?//|<link\b[^>]*\bhref="(?:https?:)?//')
     pages = list(site.rglob("*.html"))
@@ -94,6 +96,7 @@ def test_no_page_loads_anything_from_another_host(site: Path) -> None:
     assert not any("mermaid" in page.read_text(encoding="utf-8") for page in pages)  # it would be loaded from one
 
 
+@pytest.mark.slow
 def test_a_broken_link_a_missing_page_and_a_missing_docstring_fail_the_build(tmp_path: Path) -> None:
     for name in ("docs", "scripts/site", "geartrain", "ams", "bridge", "workers", "serving", "proto"):
         unneeded = shutil.ignore_patterns("__pycache__", "*.so", "*.cpp", "*.hpp")

@@ -28,6 +28,7 @@ from tests.support.pages import DEADLINE_SECONDS, DOCS, Block, await_text, block
 from tests.support.rank_processes import run_ranks
 from tests.support.role_process import RoleProcess
 
+pytestmark = pytest.mark.slow
 ADDRESS = "127.0.0.1:7000"
 """What the pages say; a test's cluster listens at a free port."""
 
