@@ -409,6 +409,7 @@ def test_a_certificate_that_is_renewed_under_a_running_client_costs_it_no_step(f
             if is_refused is refused:
                 return
             assert time.monotonic() < deadline
+            time.sleep(0.02)
 
     renewing = threading.Thread(target=renewals, daemon=True)
     renewing.start()  # before the cluster, which may take seconds
@@ -434,6 +435,7 @@ def test_a_certificate_that_is_renewed_under_a_running_client_costs_it_no_step(f
                 assert calls.call(Ping(), 5.0).role == "scheduler"
                 connected.create_table("rows", dim=4, optimizer=gt.SGD(1.0), reuse=True)
                 steps += 1
+                time.sleep(0.02)
         finally:
             ended.set()
             renewing.join()
