@@ -146,7 +146,7 @@ class State:
             elif kind == "schema":
                 fields = _parsed(key, value)
                 spec = TableSpec.from_dict(
-                    fields["spec"] | {"incarnation": fields["incarnation"], "altered": fields.get("altered", 0)}
+                    fields["spec"] | {"incarnation": fields["incarnation"], "altered": fields["altered"]}
                 )
                 holders = {int(shard): incarnation for shard, incarnation in fields["holders"].items()}
                 self.schemas[spec.name] = Schema(spec, holders, fields["is_unsettled"], fields["for_restore"])

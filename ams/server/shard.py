@@ -335,11 +335,12 @@ class Shard:
             self._write(
                 call, request.table, Kind.remove, lambda: self._tables.find(request.table).rows.remove(request.ids)
             )
-        elif isinstance(call.request, WriteFrozen | Restore):
+        elif isinstance(request, WriteFrozen | Restore):
             self._completed_writes.require_current(call.context)
-            pass_on(self._begin_files(call.request), call.future)
+            files = self._restores.begin(request) if isinstance(request, Restore) else self._freezes.write(request)
+            pass_on(files, call.future)  # work on files is done on a thread of its own: the shard goes on
         else:
-            call.future.set_result(self._answer(call.context, call.request))
+            call.future.set_result(self._answer(call.context, request))
 
     def _ask_engine(self, call: QueuedRequest, request: Pull | Push | Assign) -> None:
         if isinstance(request, Pull):
@@ -350,10 +351,6 @@ class Shard:
             pass_on(done, call.future)  # type: ignore[arg-type]
         else:
             call.future.set_result(done)
-
-    def _begin_files(self, request: WriteFrozen | Restore) -> Future[Reply]:
-        """Begin work on files on a thread of its own: the shard goes on."""
-        return self._restores.begin(request) if isinstance(request, Restore) else self._freezes.write(request)
 
     def _answer(self, context: CallContext, request: Request) -> Reply:
         match request:

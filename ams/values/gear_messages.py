@@ -5,7 +5,7 @@ Legend: D width of a dense feature, K distinct ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -246,15 +246,13 @@ def first_error(failures: Failures, what: str) -> GeartrainError:
     """Return the error that stands for all of ``failures``, which are not empty: it names the first id."""
     failure = failures[min(failures)]
     kind = error_named(failure.error)
-    more = "" if len(failures) == 1 else f" (and {what} of {len(failures) - 1} more: {_some(sorted(failures)[1:])})"
+    others = sorted(failures)[1:]
+    named = ", ".join(map(str, others[:8])) + (", …" if len(others) > 8 else "")
+    more = f" (and {what} of {len(others)} more: {named})" if others else ""
     error = kind(f"{failure.reason}{more}")
     if isinstance(error, SampleError):
         error.ids = tuple(sorted(failures))
     return error
-
-
-def _some(ids: Sequence[int]) -> str:
-    return ", ".join(map(str, ids[:8])) + (", …" if len(ids) > 8 else "")
 
 
 def without(ids: Ids, failures: Iterable[int]) -> npt.NDArray[np.bool_]:

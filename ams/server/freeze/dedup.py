@@ -70,8 +70,8 @@ class ShardDedup(BaseModel):
 
     streams: dict[str, StreamWrites]
     groups: list[GroupStep]
-    steps: dict[str, TableSteps] = {}
-    """By table, where untouched rows move. Left out if there are none."""
+    steps: dict[str, TableSteps]
+    """By table, where untouched rows move."""
     writes: dict[str, int] = {}
     """By table, the writes applied to it."""
     clocks: dict[str, TableClock] = {}
@@ -112,8 +112,7 @@ def held_dedup(
         clocks={name: table.clock for name, table in tables.items() if any(table.clock)},
         expiry=dict(expiry),
     )
-    left_out = {name for name in ("steps", "clocks", "expiry") if not getattr(held, name)}
-    return HeldDedup(completed_writes.streams(names), held.model_dump(mode="json", exclude={"streams", *left_out}))
+    return HeldDedup(completed_writes.streams(names), held.model_dump(mode="json", exclude={"streams"}))
 
 
 class RestoredDedup:
@@ -145,7 +144,7 @@ class RestoredDedup:
 
 def writes_before(sources: Sequence[Mapping[str, Any]], table: str) -> int:
     """Return the writes to a restored table, which count on from there: those of the source shard that had the most."""
-    return max((int(source.get("writes", {}).get(table, 0)) for source in sources), default=0)
+    return max((int(source["writes"].get(table, 0)) for source in sources), default=0)
 
 
 def merged_stream(sources: Sequence[StreamWrites | None], tables: Collection[str]) -> StreamWrites:
@@ -180,7 +179,7 @@ def restore_clocks(sources: Sequence[Mapping[str, Any]], tables: Mapping[str, Ro
     """Let restored tables go on from the latest of their sources' clocks; at the present, where that has not come."""
     present = int(time.time())
     for source in sources:
-        for name, clock in _CLOCKS.validate_python(source.get("clocks", {})).items():
+        for name, clock in _CLOCKS.validate_python(source["clocks"]).items():
             if name in tables:
                 seconds = clock.seconds if clock.seconds <= present + SECONDS_AHEAD else present
                 tables[name].advance_clock(clock._replace(seconds=seconds))
@@ -189,11 +188,11 @@ def restore_clocks(sources: Sequence[Mapping[str, Any]], tables: Mapping[str, Ro
 def restored_expiry(sources: Sequence[Mapping[str, Any]], name: str, clock: TableClock) -> ExpiryState:
     """Return what a restored table, whose clock is ``clock`` now, must know: what any of its sources did.
 
-    A source whose own clock was behind makes a leap to it, as its next push would have been. One that does not say (it
-    is of an earlier version) is in doubt.
+    A source whose own clock was behind makes a leap to it, as its next push would have been. One that does not say (its
+    rows did not expire then) is in doubt.
     """
-    known = [_EXPIRY.validate_python(source["expiry"][name]) for source in sources if name in source.get("expiry", {})]
-    clocks = [TableClock(*source.get("clocks", {}).get(name, (0, 0))) for source in sources]
+    known = [_EXPIRY.validate_python(source["expiry"][name]) for source in sources if name in source["expiry"]]
+    clocks = [TableClock(*source["clocks"].get(name, (0, 0))) for source in sources]
     behind = [TableClock(clock.step - its.step, clock.seconds - its.seconds) for its in clocks]
     return ExpiryState(
         is_doubtful=not known or len(known) < len(sources) or any(state.is_doubtful for state in known),

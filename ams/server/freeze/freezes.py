@@ -104,17 +104,14 @@ class FrozenTables:
                     if len(under_way) > _WRITERS:  # its memory takes the next block
                         entries.append(under_way.popleft().result())
                 entries += [block.result() for block in under_way]
-                entries += self._write_removed(write, table)
+                for index, ids in enumerate(table.frozen_removed()):
+                    entries.append(write(kind=REMOVED, table=name, index=index, arrays={"ids": ids}))
                 if not rows_alone:
                     entries += self._write_admission(write, table)
                 self._require_frozen()
                 if written != self._num_rows[name]:
                     raise InternalError(f"{written} of {self._num_rows[name]} frozen rows of table {name!r} were read")
         return tuple(entries)
-
-    def _write_removed(self, write: Callable[..., FileEntry], table: RowTable) -> Iterator[FileEntry]:
-        for index, ids in enumerate(table.frozen_removed()):
-            yield write(kind=REMOVED, table=table.spec.name, index=index, arrays={"ids": ids})
 
     def _write_admission(self, write: Callable[..., FileEntry], table: RowTable) -> Iterator[FileEntry]:
         start = index = 0

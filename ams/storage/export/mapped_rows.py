@@ -13,7 +13,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-import numpy.typing as npt
 
 from geartrain.ams.kernels import ops
 from geartrain.ams.storage.tensor_file import tensor_head
@@ -46,7 +45,8 @@ def write_mapped(path: Path, spec: TableSpec, num_rows: int, blocks: Iterable[tu
                 rows = np.fromfile(rows_file, np.uint8).reshape(len(ids), spec.row_bytes)
                 hashes = ops.splitmix64(ids)
                 order = np.argsort(hashes)
-                in_range += np.bincount(_range_of(hashes, bits), minlength=len(in_range))
+                ranges = (hashes >> np.uint64(64 - bits)).astype(np.int64) if bits else np.zeros(len(ids), np.int64)
+                in_range += np.bincount(ranges, minlength=len(in_range))
                 for name, array in (("ids", ids), ("weight", rows)):
                     file.seek(offsets[name] + done * array.nbytes // max(1, len(array)))
                     file.write(array[order].data)
@@ -74,7 +74,3 @@ def _spill(parts: list[tuple[Path, Path]], blocks: Iterable[tuple[Ids, Rows]]) -
             for file in pair:
                 file.close()
     return total
-
-
-def _range_of(hashes: npt.NDArray[np.uint64], bits: int) -> npt.NDArray[np.int64]:
-    return (hashes >> np.uint64(64 - bits)).astype(np.int64) if bits else np.zeros(len(hashes), np.int64)

@@ -354,8 +354,7 @@ def list_snapshots(root: str | Path) -> list[Listed]:
     """Return the snapshots of a root, the newest first; none if there is no such folder.
 
     The one that was written last is the newest, by its number, whatever its step and the clock; one that was compacted
-    comes right before the one that it was made from. Those without a number, which are older than all others, are
-    sorted by step, then by creation.
+    comes right before the one that it was made from.
 
     Only manifests are read. One with a damaged manifest, whose age is therefore unknown, comes before all others. After
     all others come those of a process beside which its successor, a higher incarnation of the same stream, has taken
@@ -512,12 +511,11 @@ def _abandoned(manifests: Sequence[Manifest]) -> set[str]:
     return found
 
 
-def _age(listed: Listed, abandoned: Collection[str]) -> tuple[bool, float, int, float, str]:
+def _age(listed: Listed, abandoned: Collection[str]) -> tuple[bool, float, float, str]:
     if listed.snapshot is None:
-        return (True, float("inf"), 0, 0.0, listed.name)
+        return (True, float("inf"), 0.0, listed.name)
     manifest = listed.snapshot.manifest
-    step = 0 if manifest.number else manifest.step
-    return (manifest.id not in abandoned, manifest.number, step, manifest.created, listed.name)
+    return (manifest.id not in abandoned, manifest.number, manifest.created, listed.name)
 
 
 def _damage(listed: Listed) -> Sequence[SnapshotError]:

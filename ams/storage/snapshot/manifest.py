@@ -136,9 +136,9 @@ class Manifest(BaseModel):
     """Step at whose boundary it was taken."""
     created: Annotated[float, Field(allow_inf_nan=False)]
     """Unix time in seconds."""
-    number: Count = 0
+    number: Count
     """Rises with each snapshot that is written to a root, whatever its step: the order of the runs, and of the lives of
-    a run, that share it. 0: written before snapshots had numbers."""
+    a run, that share it."""
     num_shards: Annotated[int, Field(ge=1)]
     """Shards that wrote it; any number may read it."""
     placement: str

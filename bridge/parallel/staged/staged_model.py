@@ -104,7 +104,8 @@ class StagedModel(ParallelModel):
                 "loss= does the rest"
             )
         if labels is not None:
-            check_labels(labels, len(output.features_SD), self._layer[0].out_features, self._ignore_index)
+            ignored = getattr(self.loss, "ignore_index", -100)
+            check_labels(labels, len(output.features_SD), self._layer[0].out_features, ignored)
         return output.features_SD
 
     def _loss_of_taken(self, features_TD: Tensor, labels_T: Tensor) -> Tensor:
@@ -118,7 +119,3 @@ class StagedModel(ParallelModel):
             raise
         finally:
             self._agreement.end()
-
-    @property
-    def _ignore_index(self) -> int:
-        return getattr(self.loss, "ignore_index", -100)

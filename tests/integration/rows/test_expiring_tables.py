@@ -197,7 +197,7 @@ def test_an_old_snapshot_keeps_its_rows_when_training_goes_on(tmp_path: Path, ru
 
 def test_a_snapshot_of_a_time_that_has_not_come_yet_goes_on_at_the_present() -> None:
     table = RowTable(TableSpec(name="t", dim=1, optimizer=SGD(0.1), expiry=Unseen(seconds=DAY)), np.arange(4096))
-    restore_clocks([{"streams": {}, "groups": [], "clocks": {"t": (7, 2**32 - 1)}}], {"t": table})
+    restore_clocks([{"clocks": {"t": (7, 2**32 - 1)}}], {"t": table})
     assert table.clock.step == 7
     assert abs(table.clock.seconds - time.time()) < 2 * HOUR
 

@@ -19,7 +19,7 @@ from geartrain.ams.storage.snapshot.folder import (
     open_snapshot,
     prune,
 )
-from geartrain.ams.storage.snapshot.manifest import MANIFEST, FileEntry, Writer, seal_json, unseal_json
+from geartrain.ams.storage.snapshot.manifest import MANIFEST, FileEntry, Writer
 from geartrain.ams.storage.snapshot.store import store_of
 from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged, SnapshotFailed, SnapshotNotFound
 from geartrain.ams.values.placement import even_placement
@@ -52,13 +52,6 @@ def test_a_manifest_comes_back_as_it_was_given(tmp_path: Path, take: Take) -> No
     }
 
 
-def without_number(snapshot: Path) -> None:
-    """Make it one that was written before snapshots had numbers."""
-    content = unseal_json((snapshot / MANIFEST).read_bytes())
-    del content["number"]
-    (snapshot / MANIFEST).write_bytes(seal_json(content))
-
-
 def test_the_one_that_was_written_last_is_the_newest_whatever_its_step_and_the_clock(
     tmp_path: Path, take: Take
 ) -> None:
@@ -69,16 +62,6 @@ def test_the_one_that_was_written_last_is_the_newest_whatever_its_step_and_the_c
     assert prune(tmp_path, 3) == ["a", "b"]
     take(tmp_path, "f", step=1, created=0.0)
     assert names(tmp_path) == ["f", "e", "d", "c"]
-
-
-def test_those_without_a_number_are_older_and_sorted_by_step_then_creation(tmp_path: Path, take: Take) -> None:
-    for name, step, created in (("b", 2, 6.0), ("d", 10, 1.0), ("c", 1, 9.0), ("a", 2, 5.0)):
-        without_number(take(tmp_path, name, step=step, created=created))
-    assert names(tmp_path) == ["d", "b", "a", "c"]
-    take(tmp_path, "new", step=0, created=0.0)
-    assert names(tmp_path) == ["new", "d", "b", "a", "c"]
-    assert prune(tmp_path, 2) == ["c", "a", "b"]
-    assert open_snapshot(tmp_path / "d").verify() == []
 
 
 def test_one_whose_age_is_unknown_might_be_the_newest(tmp_path: Path, take: Take) -> None:
