@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.kernels import _core, ops
-from geartrain.ams.programs.hosted import HELD_BYTES, Float32, Gradients, HostedRows
+from geartrain.ams.programs.hosted import HELD_BYTES, Float32, Gradients, HostedRows, chunk_bounds
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows
 from geartrain.ams.values.shard_messages import Arrays, BatchFacts, HostedInputs
 from geartrain.ams.values.specs import Ids
@@ -59,7 +59,7 @@ class BagPoolingModel:
         is_asked = spec.counts_occurrences or spec.asks_for_clock
         # Those that are held at once need no pieces, nor a bound.
         size = len(ids) if is_asked or gradients.nbytes <= HELD_BYTES else _CHUNK_ROWS
-        chunks = [slice(start, start + size) for start in range(0, len(ids), max(1, size))]
+        chunks = [slice(*bounds) for bounds in chunk_bounds(len(ids), max(1, size))]
         return Gradients(
             chunks=chunks,
             ids=lambda chunk: ids[chunk],

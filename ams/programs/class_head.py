@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from geartrain.ams.kernels.ops import ClassPass, all_finite
 from geartrain.ams.programs.class_lifecycle import LiveClasses
-from geartrain.ams.programs.hosted import HELD_BYTES, Float32, Gradients, HostedRows
+from geartrain.ams.programs.hosted import HELD_BYTES, Float32, Gradients, HostedRows, chunk_bounds
 from geartrain.ams.programs.selection import PartialFC, SamplingCorrection
 from geartrain.ams.programs.top_classes import top_classes
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, NonFinite
@@ -111,7 +111,7 @@ class ClassHeadModel:
             return total_ND
 
         return Gradients(
-            chunks=_chunks(active.num) if batches else [],
+            chunks=chunk_bounds(active.num, CHUNK_ROWS) if batches else [],
             ids=lambda chunk: active.range(*chunk),
             make=make,
             num_rows=active.num if batches else 0,
@@ -259,7 +259,7 @@ class _Sums:
 
 def _forward(rows: HostedRows, batch: _Batch) -> Arrays:
     active = batch.active
-    chunks = _chunks(active.num)
+    chunks = chunk_bounds(active.num, CHUNK_ROWS)
     parts = max(1, min(PARTS, len(chunks), PART_BYTES // batch.features_BD.nbytes))
     target_rows_BD = np.zeros_like(batch.features_BD)
 
@@ -315,7 +315,7 @@ def _top(rows: HostedRows, inputs: HostedInputs) -> Arrays:
     features_BD = _array(inputs, "features", np.float32, (None, rows.spec.dim // centers))
     k = _whole_number(inputs, "k", None)
     normalised = _setting(inputs, "normalised", 0.0) != 0
-    chunks = _chunks(rows.num_owned, max(CHUNK_ROWS, SEARCHED_BYTES // rows.spec.row_bytes))
+    chunks = chunk_bounds(rows.num_owned, max(CHUNK_ROWS, SEARCHED_BYTES // rows.spec.row_bytes))
     parts = max(1, min(PARTS, len(chunks)))
     return top_classes(
         rows,
@@ -393,13 +393,9 @@ def step_bytes(active: int, batch_bytes: int, dim: int) -> tuple[int, str]:
     update, never both; more than HELD_BYTES of gradients are made chunk by chunk. ``batch_bytes``: of float32 [R·B, D].
     """
     gradients = active * dim * 4
-    sums = max(1, min(PARTS, len(_chunks(active)), PART_BYTES // batch_bytes))
+    sums = max(1, min(PARTS, len(chunk_bounds(active, CHUNK_ROWS)), PART_BYTES // batch_bytes))
     size = max((sums + 1) * batch_bytes, 2 * gradients if gradients <= HELD_BYTES else 0)
     return size, f"({sums} + 1)·R·B·D·4 or 2·A·D·4/S, if that is at most 2 · 32 MiB"
-
-
-def _chunks(num: int, size: int = CHUNK_ROWS) -> list[tuple[int, int]]:
-    return [(start, min(start + size, num)) for start in range(0, num, size)]
 
 
 def _array(inputs: HostedInputs, name: str, dtype: type[Any], shape: tuple[int | None, ...]) -> npt.NDArray[Any]:

@@ -29,6 +29,11 @@ HELD_BYTES = 32 << 20
 """Gradients of an update of up to this many bytes are held at once; more are made chunk by chunk."""
 
 
+def chunk_bounds(num_rows: int, chunk_rows: int) -> list[tuple[int, int]]:
+    """(start, stop) of consecutive chunks that cover ``num_rows``."""
+    return [(start, min(start + chunk_rows, num_rows)) for start in range(0, num_rows, chunk_rows)]
+
+
 class HostedRows(Protocol):
     """The rows of one table that a shard owns, as a model sees them while it computes: they do not change meanwhile."""
 

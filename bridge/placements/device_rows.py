@@ -110,26 +110,19 @@ class DeviceRows:
     def chunk_copies(spec: TableSpec, device: torch.device, *, picked: bool) -> float:
         """Chunks of float32 that a thread holds in a step, and half a one for what the allocator keeps.
 
-        By compiled code of a CPU or one kernel, which update rows where they lie: the gradient, and rows of the forward
-        pass that cannot be read in index (some are ``picked``). Elsewhere those of the step too: rows and slots, what
-        16 bits are rounded with, and what rows are caught up with.
+        By compiled code of a CPU or one kernel, which update rows where they lie: rows, which become their gradient.
+        Elsewhere those of the step too: rows and slots, what 16 bits are rounded with, and what rows are caught up
+        with.
         """
         narrow, moves = spec.dtype != "float32", spec.counts_steps
         in_place = not moves and row_update.is_one_kernel(spec.optimizer, spec.dim, device)
         if device.type == "cpu" or in_place:
-            return 1.5 + (picked or narrow or moves) + (picked and narrow and not moves)
+            return 1.5 + (picked and narrow and not moves)
         narrow_slots = spec.has_slots and spec.slot_dtype != "float32"
         in_step = 2 + spec.has_slots + 0.5 * (narrow + narrow_slots)
         picked_from = picked * (1.5 * narrow + 0.5 * narrow_slots)
         rounding = _ROUNDING_WIDTHS * (narrow or narrow_slots)
-        return (
-            0.5
-            + in_step
-            + picked_from
-            + (picked or narrow or narrow_slots or moves)
-            + rounding
-            + (_ELAPSED_WIDTHS * moves)
-        )
+        return 0.5 + in_step + picked_from + rounding + _ELAPSED_WIDTHS * moves
 
     @property
     def device(self) -> torch.device:

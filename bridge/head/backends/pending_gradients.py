@@ -22,11 +22,12 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.active_rows import HostActive, LocalActive, take_offsets
 from geartrain.bridge.head.backends.row_stream import Block, RowStream
-from geartrain.bridge.head.loss.batch import Batch, chunk_bounds
+from geartrain.bridge.head.loss.batch import Batch
+from geartrain.bridge.head.loss.block_loop import make_gradients
 from geartrain.bridge.head.loss.chunk_pass import ChunkPass
-from geartrain.bridge.head.loss.chunk_pool import CHUNKS, Running
+from geartrain.bridge.head.loss.chunk_pool import CHUNKS
 from geartrain.bridge.head.loss.kept_logits import KeptLogits
-from geartrain.bridge.placements.workspace import Buffer, BufferPool, Scratch, Workspace
+from geartrain.bridge.placements.workspace import Buffer, BufferPool, Workspace
 from geartrain.bridge.rows.gradient_carrier import squared_sum
 from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.row_update import PushWriter, RowGradient
@@ -50,6 +51,7 @@ class HeldGradient:
     def __init__(
         self,
         active: HostActive,
+        ids: Ids,
         gradients_AD: Tensor,
         buffer: Buffer,
         pool: BufferPool,
@@ -57,9 +59,9 @@ class HeldGradient:
         checksum: Tensor | None,
         squares: Tensor | None = None,
     ) -> None:
-        """``checksum`` (0-dim) is finite only if all gradients are; None: nothing is known of them. ``squares`` is Σ g²
-        (0-dim, float64), None: not known yet."""
-        self._active = active
+        """``ids`` are those of ``active``. ``checksum`` (0-dim) is finite only if all gradients are; None: nothing is
+        known of them. ``squares`` is Σ g² (0-dim, float64), None: not known yet."""
+        self._active, self._ids = active, ids
         self._gradients_AD = gradients_AD
         self._buffer = buffer
         self._pool = pool
@@ -84,7 +86,7 @@ class HeldGradient:
         if union.num == other._active.num:
             self._gradients_AD += other._gradients_AD
         else:
-            positions = torch.from_numpy(self._active.positions(other._active.ids))
+            positions = torch.from_numpy(self._active.positions(other._ids))
             self._gradients_AD.index_add_(0, positions, other._gradients_AD)
         other.discard()
 
@@ -93,16 +95,16 @@ class HeldGradient:
         num_bytes = active.num * dim * self._gradients_AD.dtype.itemsize
         buffer = self._pool.take(num_bytes, torch.device("cpu"), pinned=self._device.type == "cuda")
         wider_AD = buffer.tensor((active.num, dim), self._gradients_AD.dtype).zero_()
-        wider_AD.index_copy_(0, torch.from_numpy(active.positions(self._active.ids)), self._gradients_AD)
+        wider_AD.index_copy_(0, torch.from_numpy(active.positions(self._ids)), self._gradients_AD)
         self._pool.give_back(self._buffer)
-        self._active, self._gradients_AD, self._buffer = active, wider_AD, buffer
+        self._active, self._ids, self._gradients_AD, self._buffer = active, active.ids, wider_AD, buffer
 
     def prepare(self, writer: PushWriter) -> None:
         """Prepare everything as one push, once."""
         if not self._prepared:
             self._arrival.wait()
             known_finite = self._checksum is not None and bool(torch.isfinite(self._checksum))
-            writer.prepare(self._active.ids, as_numpy(self._gradients_AD), known_finite=known_finite)
+            writer.prepare(self._ids, as_numpy(self._gradients_AD), known_finite=known_finite)
             self._prepared = True
 
     def push(self, writer: PushWriter) -> None:
@@ -197,24 +199,26 @@ class BatchPart:
         take_offsets(factors.batch, union, factors.positives, factors.log2_weight)
         self._absent_U = ~factors.active.holds(union, factors.batch.arithmetic.device)
 
-    def overwrite(self, work: Workspace, rows_ND: Tensor, start: int, kept_NB: Tensor | None = None) -> None:
-        """Overwrite the rows from position ``start`` on by their gradients."""
+    def overwrite(self, work: Workspace, rows_ND: Tensor, start: int, kept_NB: Tensor | None = None) -> Tensor:
+        """Overwrite the rows from position ``start`` on by their gradients; see ``Overwrite``."""
         assert self._factors.chunk_pass is not None
-        self._factors.chunk_pass.overwrite(work, rows_ND, start, self._factors.factor, kept_NB)
+        checksum = self._factors.chunk_pass.overwrite(work, rows_ND, start, self._factors.factor, kept_NB)
         if self._absent_U is not None:  # nothing bounds their exponentials: they may be infinite or NaN here
             rows_ND.masked_fill_(self._absent_U[start : start + len(rows_ND)].unsqueeze(1), 0.0)
+        return checksum
 
 
 def overwrite_by_sum(
-    work: Workspace, parts: Sequence[BatchPart], rows_ND: Tensor, start: int, kept_NB: Tensor | None = None
-) -> None:
-    """Overwrite the rows by the sum of their gradients over several micro-batches."""
+    parts: Sequence[BatchPart], work: Workspace, rows_ND: Tensor, start: int, kept_NB: Tensor | None
+) -> Tensor:
+    """Overwrite the rows by the sum of their gradients over several micro-batches; the checksum is of the first."""
     plain_ND = work.empty("plain rows", *rows_ND.shape).copy_(rows_ND) if len(parts) > 1 else rows_ND
-    parts[0].overwrite(work, rows_ND, start, kept_NB)
+    checksum = parts[0].overwrite(work, rows_ND, start, kept_NB)
     for part in parts[1:]:
         more_ND = work.empty("further gradient", *rows_ND.shape).copy_(plain_ND)
         part.overwrite(work, more_ND, start)
         rows_ND += more_ND
+    return checksum
 
 
 class StreamedGradient(FactoredGradient):
@@ -289,28 +293,14 @@ class StreamedGradient(FactoredGradient):
         arithmetic = self._factors[0].batch.arithmetic
         parts, chunk_pass = self._parts()
 
-        def overwrite(scratch: Scratch, item: tuple[Block, tuple[int, int]]) -> None:
-            block, (low, high) = item
-            work = Workspace(arithmetic, scratch)
-            rows_ND = work.load_rows(block.rows_ND[low:high])
-            overwrite_by_sum(work, parts, rows_ND, block.start + low)
-            out_ND = gradient_view(block.rows_ND[low:high])
+        def store(block: Block, start: int, stop: int, rows_ND: Tensor, checksum: Tensor) -> Moment:
+            del checksum
+            out_ND = gradient_view(block.rows_ND[start - block.start : stop - block.start])
             if rows_ND.data_ptr() != out_ND.data_ptr():
                 out_ND.copy_(rows_ND, non_blocking=True)
+            return Moment(arithmetic.device)
 
-        before: tuple[Block, Running[None], Moment] | None = None
-        with CHUNKS.session(arithmetic.device, spreads_operations=chunk_pass.spreads_operations) as session:
-            for block in stream.blocks(first):
-                chunks = chunk_bounds(len(block.rows_ND), chunk_pass.chunk_rows)
-                running = session.start(overwrite, [(block, bounds) for bounds in chunks])
-                if before is not None:
-                    yield _finished(*before)
-                before = block, running, Moment(arithmetic.device)
-            if before is not None:
-                yield _finished(*before)
-
-
-def _finished(block: Block, running: Running[None], arrival: Moment) -> tuple[int, Ids, Tensor]:
-    running.wait()
-    arrival.wait()
-    return block.stop, block.ids, gradient_view(block.rows_ND)
+        overwrite = partial(overwrite_by_sum, parts)
+        for block, stored in make_gradients(overwrite, chunk_pass, arithmetic, stream.blocks(first), store):
+            stored[-1].wait()
+            yield block.stop, block.ids, gradient_view(block.rows_ND)

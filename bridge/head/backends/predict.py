@@ -16,12 +16,13 @@ from geartrain.ams.client.hosted_calls import HostedCalls
 from geartrain.ams.client.table import Table
 from geartrain.ams.programs.class_head import TOP
 from geartrain.ams.programs.class_lifecycle import LiveClasses
+from geartrain.ams.programs.hosted import chunk_bounds
 from geartrain.ams.programs.selection import ActiveClasses, FullSoftmax
 from geartrain.ams.programs.top_classes import MOST_ANSWERS, SearchedRows, best_of
 from geartrain.ams.values.shard_messages import HostedInputs
 from geartrain.bridge.head.backends.active_rows import HostActive
 from geartrain.bridge.head.backends.row_stream import Block, RowStream
-from geartrain.bridge.head.loss.batch import chunk_bounds, chunk_rows_for, normalise_
+from geartrain.bridge.head.loss.batch import chunk_rows_for, normalise_
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS
 from geartrain.bridge.head.loss.sub_centers import scores_of_classes
 from geartrain.bridge.placements.device_rows import DeviceRows
@@ -90,17 +91,18 @@ class TopOfPulled:
         stream = RowStream(self._table, active, self._pool, arithmetic.device)
         chunk_rows = chunk_rows_for(len(query_BD), self._table.spec.dim, arithmetic.device)
 
-        def top_of_chunk(scratch: Scratch, item: tuple[Block, tuple[int, int]]) -> TopK:
-            block, (low, high) = item
+        def chunks(block: Block) -> list[tuple[int, int]]:
+            return chunk_bounds(block.stop - block.start, chunk_rows)
+
+        def top_of_chunk(scratch: Scratch, block: Block, chunk: tuple[int, int]) -> TopK:
             work = Workspace(arithmetic, scratch)
-            rows_ND = work.load_rows(block.rows_ND[low:high])
-            scores, columns = _top_of_rows(work, rows_ND, query_BD, k, normalised, self._centers)
-            return scores, columns + (block.start + low)
+            start, stop = block.start + chunk[0], block.start + chunk[1]
+            scores, columns = _top_of_rows(work, block.load(work, start, stop), query_BD, k, normalised, self._centers)
+            return scores, columns + start
 
         best = _nothing(query_BD, arithmetic, 0)
-        for block in stream.blocks():
-            chunks = [(block, bounds) for bounds in chunk_bounds(len(block.rows_ND), chunk_rows)]
-            best = _best_of([best, *CHUNKS.map(top_of_chunk, chunks, arithmetic.device)], k)
+        for _, found in CHUNKS.over_blocks(stream.blocks(), chunks, top_of_chunk, arithmetic.device):
+            best = _best_of([best, *found], k)
         stream.close()
         if active.sorted_ids is None:
             return best

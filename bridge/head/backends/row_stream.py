@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from geartrain.ams.programs.hosted import chunk_bounds
 from geartrain.ams.programs.selection import ActiveClasses
 from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.loss.batch import chunk_bounds
-from geartrain.bridge.placements.workspace import Buffer, BufferPool
+from geartrain.bridge.placements.workspace import Buffer, BufferPool, Workspace
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
 from geartrain.bridge.rows.transfers import Moment
 
@@ -32,7 +32,11 @@ class Block:
     stop: int
     ids: Ids
     rows_ND: Tensor
-    """A private host copy in the table's dtype; valid until the next two blocks have been asked for."""
+    """A private host copy in the table's dtype; of a stream valid until the next two blocks have been asked for."""
+
+    def load(self, work: Workspace, start: int, stop: int) -> Tensor:
+        """See :class:`~geartrain.bridge.head.loss.block_loop.Block`."""
+        return work.load_rows(self.rows_ND[start - self.start : stop - self.start])
 
 
 def block_rows_for(row_bytes: int) -> int:

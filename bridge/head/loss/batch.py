@@ -294,11 +294,6 @@ def chunk_rows_for(batch: int, dim: int, device: torch.device) -> int:
     return max(256, min(1 << 20, budget_bytes // (4 * max(batch, dim, 1))))
 
 
-def chunk_bounds(num_rows: int, chunk_rows: int) -> list[tuple[int, int]]:
-    """(start, stop) of consecutive chunks that cover ``num_rows``."""
-    return [(start, min(start + chunk_rows, num_rows)) for start in range(0, num_rows, chunk_rows)]
-
-
 def with_ones(features_BD: Tensor) -> Tensor:
     """[B, D + 1]: the features, each followed by a one, which meets the bias of a class: a last column of its row.
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from geartrain.ams.kernels.ops import ClassPass, has_bfloat16_class_pass
 from geartrain.ams.programs.class_head import LOG2_E
-from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.loss.batch import Batch, DeviceTargets, Targets, chunk_rows_for, inverse_lengths
 from geartrain.bridge.head.loss.softmax import PartialSums
 from geartrain.bridge.head.loss.sub_centers import at_centers, nearest_centers
@@ -65,7 +64,6 @@ class CompiledPass:
     chunk_rows = 3072
     keeps_logits = True
     spreads_operations = False
-    takes_all = True
 
     def __init__(self, batch: Batch, weights_B: Tensor | None = None) -> None:
         """See :func:`pass_for`."""
@@ -76,13 +74,13 @@ class CompiledPass:
             logit_factor=batch.logit_factor,
             normalised=batch.margin is not None,
             bfloat16=batch.arithmetic.matmul == torch.bfloat16,
-            weights=_array(weights_B),
+            weights=None if weights_B is None else weights_B.numpy(),
             centers=batch.centers,
         )
 
     def forward(
         self,
-        work: Workspace,
+        work: Workspace | None,
         sums: PartialSums,
         rows_ND: Tensor,
         start: int,
@@ -90,27 +88,31 @@ class CompiledPass:
         *,
         threads: int = 1,
     ) -> None:
-        """See :data:`ChunkPass`."""
+        """See :data:`ChunkPass`; ``threads`` go through the rows, of which each part of the sums has as many."""
         del work
-        samples, rows = self._targets(start, start + len(rows_ND))
+        targets = self._batch.targets
+        assert isinstance(targets, Targets), "a compiled pass is the host's"
+        samples, rows = targets.within(start, start + len(rows_ND))
         self._compiled.forward(
             rows_ND.numpy(),
             target_rows=rows,
             target_samples=samples,
             target_out=sums.target_rows_BD.numpy(),
-            shift=_array(sums.shift_PB),
             sum=sums.sum_PB.numpy(),
-            weighted=_array(sums.weighted_PBD),
-            kept=_array(kept_NB),
             threads=threads,
-            offsets=_array(self._batch.offsets(start, len(rows_ND))),
-            row_sum=_array(sums.row_sum_PD),
-            highest=_array(sums.highest_PB),
+            **_arrays(
+                shift=sums.shift_PB,
+                weighted=sums.weighted_PBD,
+                kept=kept_NB,
+                offsets=self._batch.offsets(start, len(rows_ND)),
+                row_sum=sums.row_sum_PD,
+                highest=sums.highest_PB,
+            ),
         )
 
     def overwrite(
         self,
-        work: Workspace,
+        work: Workspace | None,
         rows_ND: Tensor,
         start: int,
         factor: Tensor,
@@ -121,30 +123,25 @@ class CompiledPass:
         """See :data:`ChunkPass`."""
         del work
         batch = self._batch
-        samples, rows = self._targets(start, start + len(rows_ND))
+        targets = batch.targets
+        assert isinstance(targets, Targets), "a compiled pass is the host's"
+        samples, rows = targets.within(start, start + len(rows_ND))
         check = self._compiled.overwrite(
             rows_ND.numpy(),
             target_rows=rows,
             target_samples=samples,
             log_sum=batch.lse2_B.numpy(),
             target_weight=batch.target_weight_B.numpy(),
-            kept=_array(kept_NB),
             factor=float(factor),
             kept_exponentials=not batch.shifted,
             threads=threads,
-            offsets=_array(batch.offsets(start, len(rows_ND))),
-            common=_array(self._common_D),
+            **_arrays(kept=kept_NB, offsets=batch.offsets(start, len(rows_ND)), common=self._common_D),
         )
         return torch.tensor(check)
 
-    def _targets(self, start: int, stop: int) -> tuple[Ids, Ids]:
-        targets = self._batch.targets
-        assert isinstance(targets, Targets), "a compiled pass is the host's"
-        return targets.within(start, stop)
 
-
-def _array(tensor: Tensor | None) -> npt.NDArray[Any] | None:
-    return None if tensor is None else tensor.numpy()
+def _arrays(**tensors: Tensor | None) -> dict[str, npt.NDArray[Any] | None]:
+    return {name: None if tensor is None else tensor.numpy() for name, tensor in tensors.items()}
 
 
 _LIFT = 15
@@ -162,7 +159,6 @@ class TensorPass:
     """
 
     spreads_operations = True
-    takes_all = False
 
     def __init__(self, batch: Batch, weights_B: Tensor | None = None) -> None:
         """See :func:`pass_for`."""
@@ -188,11 +184,8 @@ class TensorPass:
         rows_ND: Tensor,
         start: int,
         kept_NB: Tensor | None,
-        *,
-        threads: int = 1,
     ) -> None:
         """See :data:`ChunkPass`."""
-        del threads
         unit_SD, _ = self._unit_rows(work, rows_ND.view(-1, self._dim))
         operand_SD = work.narrow("narrow rows", unit_SD)
         logits_SB = work.product("logits", operand_SD, self._query_BD.t())
@@ -236,11 +229,8 @@ class TensorPass:
         start: int,
         factor: Tensor,
         kept_NB: Tensor | None = None,
-        *,
-        threads: int = 1,
     ) -> Tensor:
         """See :data:`ChunkPass`."""
-        del threads
         batch, rows_SD = self._batch, rows_ND.view(-1, self._dim)
         unit_SD, inverse_S = self._unit_rows(work, rows_SD)
         slopes_NB = None
@@ -384,7 +374,6 @@ ChunkPass = CompiledPass | TensorPass
 ``forward`` adds the chunk whose first row is at position ``start`` to one part of the sums, and writes its logits to
 ``kept``. Once the forward pass is finished ``overwrite`` overwrites the rows by their gradient times ``factor`` (0-dim)
 / scale, and returns a sum that is finite only if all of it is (0-dim). ``chunk_rows`` suit it; ``keeps_logits``:
-whether that is faster than making them again; ``takes_all``: whether one call may be of all rows where
-they are, by so many ``threads``; ``spreads_operations``: whether its operations would each take all of
+whether that is faster than making them again; ``spreads_operations``: whether its operations would each take all of
 PyTorch's threads.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Generic, TypeVar
@@ -19,6 +19,7 @@ from torch.profiler import record_function
 
 from geartrain.bridge.placements.workspace import Scratch
 
+B = TypeVar("B")
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -84,6 +85,38 @@ class ChunkPool:
             with self.session(device, spreads_operations=spreads_operations) as session:
                 return session.start(function, items).wait()
 
+    def over_blocks(
+        self,
+        blocks: Iterable[B],
+        chunks: Callable[[B], Sequence[T]],
+        function: Callable[[Scratch, B, T], R],
+        device: torch.device,
+        *,
+        spreads_operations: bool = True,
+    ) -> Generator[tuple[B, list[R]]]:
+        """(block, results of ``function(scratch, block, chunk)`` for each of its ``chunks``) of block after block.
+
+        Of blocks that come one by one the next is begun before the results of one are waited for.
+        """
+
+        def run(scratch: Scratch, item: tuple[B, T]) -> R:
+            return function(scratch, *item)
+
+        if isinstance(blocks, list):  # all of it is there
+            for block in blocks:
+                items = [(block, chunk) for chunk in chunks(block)]
+                yield block, self.map(run, items, device, spreads_operations=spreads_operations)
+            return
+        with self.session(device, spreads_operations=spreads_operations) as session:
+            before: tuple[B, Running[R]] | None = None
+            for block in blocks:
+                running = session.start(run, [(block, chunk) for chunk in chunks(block)])
+                if before is not None:
+                    yield before[0], before[1].wait()
+                before = block, running
+            if before is not None:
+                yield before[0], before[1].wait()
+
     @property
     def num_threads(self) -> int:
         """PyTorch's number of threads per operation, also while it is lowered."""
@@ -97,10 +130,12 @@ class ChunkPool:
         milliseconds on a core which the next piece of work needs. On a GPU the function runs here, and so it does on a
         thread of the pool, which computes alone anyway.
         """
-        if getattr(_own, "is_of_pool", False):
+        if device.type != "cpu" or getattr(_own, "is_of_pool", False):
             return function()
-        with self.session(device, spreads_operations=False) as session:
-            return session.start(lambda _scratch, call: call(), [function]).wait()[0]
+        with self._lock:
+            executor = self._executor_of(self._num_threads if self._num_open else torch.get_num_threads())
+            made = executor.submit(_alone, lambda _scratch, call: call(), function)
+        return made.result()
 
     @contextmanager
     def session(self, device: torch.device, *, spreads_operations: bool = True) -> Iterator[Session]:

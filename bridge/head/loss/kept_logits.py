@@ -18,21 +18,17 @@ def kept_rows(num_rows: int, chunk_rows: int, row_bytes: int, keep_bytes: int) -
 
 
 class KeptLogits:
-    """None until some are reserved; in memory that is used again in the next step."""
+    """Room, uninitialised, for those of as many rows as :func:`kept_rows` says; it is used again in the next step."""
 
-    def __init__(self, pool: BufferPool) -> None:
+    def __init__(self, pool: BufferPool, batch: Batch, num_rows: int, chunk_rows: int, keep_bytes: int) -> None:
+        arithmetic, width = batch.arithmetic, batch.size * batch.centers
+        row_bytes = width * arithmetic.compute.itemsize
+        num_kept = kept_rows(num_rows, chunk_rows, row_bytes, keep_bytes) if keep_bytes else 0
         self._pool = pool
         self._buffer: Buffer | None = None
         self.all_KB: Tensor | None = None
-
-    def reserve(self, batch: Batch, num_rows: int, chunk_rows: int, keep_bytes: int) -> None:
-        """Make room, uninitialised, for those of as many of the rows as :func:`kept_rows` says."""
-        arithmetic = batch.arithmetic
-        width = batch.size * batch.centers
-        row_bytes = width * arithmetic.compute.itemsize
-        num_kept = kept_rows(num_rows, chunk_rows, row_bytes, keep_bytes)
         if num_kept > 0:
-            self._buffer = self._pool.take(num_kept * row_bytes, arithmetic.device)
+            self._buffer = pool.take(num_kept * row_bytes, arithmetic.device)
             self.all_KB = self._buffer.tensor((num_kept, width), arithmetic.compute)
 
     def chunk(self, start: int, stop: int) -> Tensor | None:

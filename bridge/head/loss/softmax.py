@@ -80,7 +80,7 @@ class OnlineSoftmax:
         begins_on: torch.device | None = None,
     ) -> None:
         """``begins_on``: where the sums are until :meth:`move`; None: on the batch's device."""
-        self._batch = batch
+        self.batch = batch
         self._link, self._sizes = link, sizes
         rows, width = batch.features_BD.shape
         compute, device = batch.arithmetic.compute, begins_on or batch.arithmetic.device
@@ -96,30 +96,32 @@ class OnlineSoftmax:
             row_sum_PD=torch.zeros(num_parts, width, dtype=torch.float64, device=device) if batch.smoothing else None,
             highest_PB=per_sample(NO_LOGIT, compute) if batch.notes_highest else None,
         )
-        self.parts = [self.sums.part(number) for number in range(num_parts)]
+
+    @property
+    def parts(self) -> list[PartialSums]:
         """The same memory, part by part."""
+        return [self.sums.part(number) for number in range(len(self.sums.sum_PB))]
 
     def move(self) -> None:
         """Take the sums to the batch's device, in one copy."""
         values = vars(self.sums)
         there = {name: tensor for name, tensor in values.items() if tensor is not None}
-        moved = upload_together(list(there.values()), self._batch.arithmetic.device)
+        moved = upload_together(list(there.values()), self.batch.arithmetic.device)
         self.sums = PartialSums(**(values | dict(zip(there, moved, strict=True))))
-        self.parts = [self.sums.part(number) for number in range(len(self.parts))]
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
         """Losses of the rank's own samples [S], each one's gradient by its features [S, D]; fill in the batch."""
         losses_S, part_BD = self.finish_part()
         if part_BD is None or self._link is None:
-            return losses_S, None if part_BD is None else own_gradient(self._batch, part_BD, self.own)
-        return losses_S, own_gradient(self._batch, self._link.sum_to_owners(part_BD, self._sizes), self.own)
+            return losses_S, None if part_BD is None else own_gradient(self.batch, part_BD, self.own)
+        return losses_S, own_gradient(self.batch, self._link.sum_to_owners(part_BD, self._sizes), self.own)
 
     def finish_part(self) -> tuple[Tensor, Tensor | None]:
         """:meth:`finish` before the reduce-scatter: what this rank's rows add to every sample's gradient [B, D].
 
         The sum over the ranks is what :func:`own_gradient` takes.
         """
-        batch, own, sums = self._batch, self.own, self.sums
+        batch, own, sums = self.batch, self.own, self.sums
         shift_B, sum_B, weighted_BD = self._joint()
         cos_B = (batch.features_BD * sums.target_rows_BD).sum(1)
         mean_row_D = self._mean_row()  # this rank's part of it
@@ -159,13 +161,13 @@ class OnlineSoftmax:
         """Mean [D] of the (unit) rows of all classes, compute dtype; None without smoothing."""
         if self.sums.row_sum_PD is None:
             return None
-        mean_D = self.sums.row_sum_PD.sum(0) / max(1.0, self._batch.spread_over)
-        return mean_D.to(self._batch.arithmetic.compute)
+        mean_D = self.sums.row_sum_PD.sum(0) / max(1.0, self.batch.spread_over)
+        return mean_D.to(self.batch.arithmetic.compute)
 
     def _joint(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """(shift [B], sum [B], weighted sum [B, D]) over all parts."""
         sums = self.sums
-        shift_B = torch.zeros_like(self._batch.features_BD[:, 0]) if sums.shift_PB is None else sums.shift_PB.amax(0)
+        shift_B = torch.zeros_like(self.batch.features_BD[:, 0]) if sums.shift_PB is None else sums.shift_PB.amax(0)
         sums.lift(shift_B)
         if sums.weighted_PBD is None:
             return shift_B, sums.sum_PB.sum(0), None

@@ -9,16 +9,19 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.client.table import Table
+from geartrain.ams.programs.hosted import chunk_bounds
 from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.bridge.head.backends.active_rows import HostActive
 from geartrain.bridge.head.backends.memory_plan import COMPUTE_BYTES, MemoryPlan
 from geartrain.bridge.head.backends.pending_gradients import HeldGradient
-from geartrain.bridge.head.loss.batch import Batch, chunk_bounds
-from geartrain.bridge.head.loss.chunk_pass import ChunkPass, chunk_rows_on, parts_for, pass_for
+from geartrain.bridge.head.backends.row_stream import Block
+from geartrain.bridge.head.loss.batch import Batch
+from geartrain.bridge.head.loss.block_loop import add_rows, make_gradients
+from geartrain.bridge.head.loss.chunk_pass import CompiledPass, chunk_rows_on, parts_for, pass_for
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS
 from geartrain.bridge.head.loss.kept_logits import KeptLogits, kept_rows
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax
-from geartrain.bridge.placements.workspace import BufferPool, Scratch, Workspace
+from geartrain.bridge.placements.workspace import BufferPool, Workspace
 from geartrain.bridge.rows.gradient_carrier import squared_sum
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy, counted_as, gradient_view
 from geartrain.bridge.rows.transfers import Moment
@@ -36,20 +39,13 @@ class HeldRows:
         self.batch = batch
         self._active = active
         self._pool = pool
-        spec = table.spec
-        dtype, device = TORCH_DTYPES[spec.dtype], batch.arithmetic.device
+        spec, device = table.spec, batch.arithmetic.device
         self._buffer = pool.take(active.num * spec.row_bytes, torch.device("cpu"), pinned=device.type == "cuda")
-        self._rows_AD = self._buffer.tensor((active.num, spec.dim), dtype)
+        rows_AD = self._buffer.tensor((active.num, spec.dim), TORCH_DTYPES[spec.dtype])
+        self._rows = Block(0, active.num, active.ids, rows_AD)
         with counted_as("pull"):
-            table.pull_into(active.ids, as_numpy(self._rows_AD), required_sync=required_sync)
-        self._kept = KeptLogits(pool)
-        self._take(pass_for(batch))
-        self._chunks = chunk_bounds(active.num, self._pass.chunk_rows)
-
-    def _take(self, chunk_pass: ChunkPass) -> None:
-        self._pass = chunk_pass
-        self._in_one_call = chunk_pass.takes_all and self._rows_AD.dtype == self.batch.arithmetic.compute
-        self._work = Workspace(self.batch.arithmetic, Scratch())
+            table.pull_into(self._rows.ids, as_numpy(rows_AD), required_sync=required_sync)
+        self._pass = pass_for(batch)
 
     @staticmethod
     def memory(plan: MemoryPlan, keep_bytes: int) -> tuple[tuple[int, str], int, int]:
@@ -61,63 +57,64 @@ class HeldRows:
         kept = kept_rows(plan.active, chunk_rows, width, keep_bytes) * width
         return (plan.active * spec.row_bytes, f"A·D·{spec.numpy_dtype.itemsize}"), kept, sums
 
+    @property
+    def _compiled(self) -> CompiledPass | None:
+        """The pass, if one call of it goes through all rows where they are."""
+        is_whole = self._rows.rows_ND.dtype == self.batch.arithmetic.compute
+        return self._pass if isinstance(self._pass, CompiledPass) and is_whole else None
+
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:
         """Losses [B] and feature gradients [B, D]; logits of up to ``keep_bytes`` are kept for the row gradients."""
-        batch, device = self.batch, self.batch.arithmetic.device
-        if self._pass.keeps_logits:
-            chunk_rows = 1 if self._in_one_call else self._pass.chunk_rows
-            self._kept.reserve(batch, self._active.num, chunk_rows, keep_bytes)
-        if self._in_one_call:
-            num_parts = parts_for(self._active.num, *batch.features_BD.shape)
+        batch, num, compiled = self.batch, self._active.num, self._compiled
+        keep_bytes = keep_bytes if self._pass.keeps_logits else 0
+        self._kept = KeptLogits(self._pool, batch, num, 1 if compiled else self._pass.chunk_rows, keep_bytes)
+        if compiled:
+            softmax = OnlineSoftmax(batch, parts_for(num, *batch.features_BD.shape), want_gradient=want_gradient)
+            compiled.forward(None, softmax.sums, self._rows.rows_ND, 0, self._kept.all_KB, threads=CHUNKS.num_threads)
+        else:
+            num_parts = min(PARTS, len(chunk_bounds(num, self._pass.chunk_rows)))
             softmax = OnlineSoftmax(batch, num_parts, want_gradient=want_gradient)
-            kept_KB, threads = self._kept.all_KB, CHUNKS.num_threads
-            self._pass.forward(self._work, softmax.sums, self._rows_AD, 0, kept_KB, threads=threads)
-            return CHUNKS.apart(softmax.finish, device)
-        softmax = OnlineSoftmax(batch, min(PARTS, len(self._chunks)), want_gradient=want_gradient)
-
-        def add_part(scratch: Scratch, part: int) -> None:
-            work = Workspace(batch.arithmetic, scratch)
-            for start, stop in self._chunks[part :: len(softmax.parts)]:
-                rows_ND = work.load_rows(self._rows_AD[start:stop])
-                self._pass.forward(work, softmax.parts[part], rows_ND, start, self._kept.chunk(start, stop))
-
-        CHUNKS.map(add_part, range(len(softmax.parts)), device, spreads_operations=self._pass.spreads_operations)
-        return CHUNKS.apart(softmax.finish, device)
+            add_rows(softmax, self._pass, [self._rows], self._kept)
+        return CHUNKS.apart(softmax.finish, batch.arithmetic.device)
 
     def gradient(self, upstream: Tensor) -> tuple[HeldGradient, Tensor]:
         """Overwrite the rows by ``upstream`` · gradient; also return a sum that is finite only if all of it is."""
-        batch, arithmetic = self.batch, self.batch.arithmetic
-        out_AD = gradient_view(self._rows_AD)
-        factor, weights_B = batch.row_factors(upstream)
+        arithmetic, out_AD = self.batch.arithmetic, gradient_view(self._rows.rows_ND)
+        factor, weights_B = self.batch.row_factors(upstream)
         if weights_B is not None:
-            self._take(pass_for(batch, weights_B))
-        if self._in_one_call:
-            kept_KB, threads = self._kept.all_KB, CHUNKS.num_threads
-            checksum = self._pass.overwrite(self._work, self._rows_AD, 0, factor, kept_KB, threads=threads)
-            self._kept.give_back()
-            return HeldGradient(self._active, out_AD, self._buffer, self._pool, arithmetic.device, checksum), checksum
-
-        counts_squares = arithmetic.device.type != "cpu"  # else once they are all there: no host waits for a device
-
-        def overwrite(scratch: Scratch, chunk: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
-            work = Workspace(arithmetic, scratch)
-            start, stop = chunk
-            rows_ND = work.load_rows(self._rows_AD[start:stop])
-            checksum = self._pass.overwrite(work, rows_ND, start, factor, self._kept.chunk(start, stop))
-            squares = squared_sum(rows_ND) if counts_squares else None
-            if rows_ND.data_ptr() != out_AD[start:stop].data_ptr():
-                out_AD[start:stop].copy_(rows_ND, non_blocking=True)
-            return checksum, squares
-
-        made = CHUNKS.map(overwrite, self._chunks, arithmetic.device, spreads_operations=self._pass.spreads_operations)
+            self._pass = pass_for(self.batch, weights_B)
+        squares: Tensor | None = None
+        if compiled := self._compiled:
+            checksum = compiled.overwrite(
+                None, self._rows.rows_ND, 0, factor, self._kept.all_KB, threads=CHUNKS.num_threads
+            )
+        else:
+            checksum, squares = self._overwrite(factor, out_AD)
         self._kept.give_back()
-        checksum = torch.stack([checksum for checksum, _ in made]).sum()
-        squares = [squares for _, squares in made if squares is not None]
         # Of what 16 bits, or 32 of 64, make of the values it says nothing.
-        says_all = out_AD.dtype == arithmetic.compute == torch.float32
-        own = checksum if says_all else None
-        total = torch.stack(squares).sum() if squares else None
-        return HeldGradient(self._active, out_AD, self._buffer, self._pool, arithmetic.device, own, total), checksum
+        known = checksum if out_AD.dtype == arithmetic.compute == torch.float32 else None
+        held = HeldGradient(
+            self._active, self._rows.ids, out_AD, self._buffer, self._pool, arithmetic.device, known, squares
+        )
+        return held, checksum
+
+    def _overwrite(self, factor: Tensor, out_AD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Chunk by chunk; (checksum, Σ g² where a device knows it at once: no host waits for that)."""
+        device = self.batch.arithmetic.device
+
+        def overwrite(work: Workspace, rows_ND: Tensor, start: int, kept_NB: Tensor | None) -> Tensor:
+            return self._pass.overwrite(work, rows_ND, start, factor, kept_NB)
+
+        def store(block: Block, start: int, stop: int, gradient_ND: Tensor, checksum: Tensor) -> list[Tensor]:
+            del block
+            squares = [] if device.type == "cpu" else [squared_sum(gradient_ND)]
+            if gradient_ND.data_ptr() != out_AD[start:stop].data_ptr():
+                out_AD[start:stop].copy_(gradient_ND, non_blocking=True)
+            return [checksum, *squares]
+
+        made = make_gradients(overwrite, self._pass, self.batch.arithmetic, [self._rows], store, self._kept)
+        checksum, *squares = (torch.stack(parts).sum() for parts in zip(*next(made)[1], strict=True))
+        return checksum, squares[0] if squares else None
 
     def discard(self) -> None:
         """Give the memory back when no row gradient is wanted."""

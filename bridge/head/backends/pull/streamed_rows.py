@@ -5,8 +5,6 @@ Legend: B samples, D width, N rows of a chunk.
 
 from __future__ import annotations
 
-from threading import Lock
-
 from torch import Tensor
 
 from geartrain.ams.client.table import Table
@@ -15,12 +13,12 @@ from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.active_rows import HostActive
 from geartrain.bridge.head.backends.memory_plan import MemoryPlan
 from geartrain.bridge.head.backends.pending_gradients import Factors, StreamedGradient
-from geartrain.bridge.head.backends.row_stream import NUM_BUFFERS, Block, RowStream, block_rows_for
-from geartrain.bridge.head.loss.batch import Batch, chunk_bounds
+from geartrain.bridge.head.backends.row_stream import NUM_BUFFERS, RowStream, block_rows_for
+from geartrain.bridge.head.loss.batch import Batch
+from geartrain.bridge.head.loss.block_loop import add_rows
 from geartrain.bridge.head.loss.chunk_pass import pass_for
-from geartrain.bridge.head.loss.chunk_pool import CHUNKS, Running
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax
-from geartrain.bridge.placements.workspace import BufferPool, Scratch, Workspace
+from geartrain.bridge.placements.workspace import BufferPool
 
 PARTS = 4
 """Sums that are kept apart and added in order, whatever the number of threads: the result does not depend on it."""
@@ -56,29 +54,10 @@ class StreamedRows:
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002
         """Losses [B] and feature gradients [B, D]; nothing is kept."""
-        batch, device = self.batch, self.batch.arithmetic.device
+        batch = self.batch
         softmax = OnlineSoftmax(batch, PARTS, want_gradient=want_gradient)
-        stream = RowStream(self._table, self._active, self._pool, device, self._required_sync)
-
-        turns = [Lock() for _ in range(PARTS)]
-
-        def add_part(scratch: Scratch, item: tuple[Block, int]) -> None:
-            block, part = item
-            work = Workspace(batch.arithmetic, scratch)
-            with turns[part]:  # a part of the next block may begin while this one's is at work; it waits here
-                for low, high in chunk_bounds(len(block.rows_ND), self._pass.chunk_rows)[part::PARTS]:
-                    rows_ND = work.load_rows(block.rows_ND[low:high])
-                    self._pass.forward(work, softmax.parts[part], rows_ND, block.start + low, None)
-
-        with CHUNKS.session(device, spreads_operations=self._pass.spreads_operations) as session:
-            before: Running[None] | None = None
-            for block in stream.blocks():
-                running = session.start(add_part, [(block, part) for part in range(PARTS)])
-                if before is not None:
-                    before.wait()
-                before = running
-            if before is not None:
-                before.wait()
+        stream = RowStream(self._table, self._active, self._pool, batch.arithmetic.device, self._required_sync)
+        add_rows(softmax, self._pass, stream.blocks())
         stream.close()
         return softmax.finish()
 

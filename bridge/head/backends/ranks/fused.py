@@ -260,7 +260,7 @@ class _Summed(OnlineSoftmax):
         shift_B: Tensor | None,
         weighted_PBD: Tensor | None,
     ) -> None:
-        self._batch, self._link, self._sizes, self._middle = batch, link, sizes, head.middle
+        self.batch, self._link, self._sizes, self._middle = batch, link, sizes, head.middle
         highest_B: Tensor | None = None
         if head.num_active:
             shift_B = head.shift() if shift_B is None else shift_B
@@ -289,12 +289,11 @@ class _Summed(OnlineSoftmax):
             row_sum_PD=None,
             highest_PB=None if highest_B is None else highest_B.unsqueeze(0),
         )
-        self.parts = [self.sums]
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
         if not self._uses_kernels:
             return super().finish()
-        batch, own, weighted_PBD = self._batch, self.own, self._found[2]
+        batch, own, weighted_PBD = self.batch, self.own, self._found[2]
         made = self._losses()
         if weighted_PBD is None:
             return made.losses_B[own], None
@@ -317,7 +316,7 @@ class _Summed(OnlineSoftmax):
 
     def _losses(self) -> Losses:
         """Those of all samples, from the sums over all ranks; fill in the batch."""
-        batch, (shift_B, sum_B, _) = self._batch, self._found
+        batch, (shift_B, sum_B, _) = self.batch, self._found
         highest_B = None if self.sums.highest_PB is None else self.sums.highest_PB[0]
         joint_B, cos_B, link = shift_B, self._cos_B, self._link
         if link is not None and link.world_size > 1:
@@ -339,7 +338,7 @@ class _Summed(OnlineSoftmax):
     def _joint(self) -> tuple[Tensor, Tensor, Tensor | None]:
         shift_B, sum_B, weighted_PBD = self._found
         if shift_B is None:
-            shift_B = torch.full_like(self._batch.features_BD[:, 0], self._middle)
+            shift_B = torch.full_like(self.batch.features_BD[:, 0], self._middle)
         return shift_B, sum_B, None if weighted_PBD is None else weighted_PBD.sum(0)
 
 

@@ -15,25 +15,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from geartrain.ams.programs.hosted import chunk_bounds
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.active_rows import DeviceActive, LocalActive, take_offsets
 from geartrain.bridge.head.backends.pending_gradients import BatchPart, FactoredGradient, Factors, overwrite_by_sum
 from geartrain.bridge.head.backends.ranks.fused import FusedGradient, FusedPass
-from geartrain.bridge.head.loss.batch import Batch, chunk_bounds
+from geartrain.bridge.head.loss.batch import Batch
+from geartrain.bridge.head.loss.block_loop import add_rows, make_gradients
 from geartrain.bridge.head.loss.chunk_pass import ChunkPass, pass_for
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS
 from geartrain.bridge.head.loss.kept_logits import KeptLogits
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax
 from geartrain.bridge.kernels.launch import runs_kernels
 from geartrain.bridge.placements.device_rows import DeviceRows, RowIndex
-from geartrain.bridge.placements.workspace import Scratch, Workspace
+from geartrain.bridge.placements.workspace import Workspace
 from geartrain.bridge.rows.gradient_carrier import squared_sum
 from geartrain.bridge.rows.transfers import upload
 
@@ -41,6 +44,26 @@ T = TypeVar("T")
 
 PARTS = 8
 """Sums that are kept apart and added in order, whatever the number of threads: the result does not depend on it."""
+
+
+class _RowsHere:
+    """The active rows of this rank, as a block: copies, or where only read in ``in_place`` the rows themselves."""
+
+    start = 0
+
+    def __init__(self, table: DeviceRows, active: LocalActive, in_place: torch.dtype | None = None) -> None:
+        self._table, self._places, self.stop = table, active.places(table.device), active.num
+        self._reads_in_place = active.has_all and in_place is not None and table.reads_in_place(in_place)
+
+    def index(self, start: int, stop: int) -> RowIndex:
+        """Where the rows at these positions are."""
+        return self._places.chunk(start, stop)
+
+    def load(self, work: Workspace, start: int, stop: int) -> Tensor:
+        """See :class:`~geartrain.bridge.head.loss.block_loop.Block`."""
+        if self._reads_in_place:
+            return self._table.rows_LD[start:stop]
+        return self._table.load(work, self.index(start, stop), name="rows")
 
 
 class RankRows:
@@ -71,7 +94,7 @@ class RankRows:
         self._numbers_B = numbers_B
         self._log2_weight = log2_weight
         self._fused: FusedPass | None = None
-        self._kept = KeptLogits(table.pool)
+        self._kept: KeptLogits | None = None
         if fuses:
             assert isinstance(active, DeviceActive), "the device's"
             self._fused = FusedPass(table, active, batch, 0.0 if log2_weight is None else log2_weight)
@@ -98,7 +121,7 @@ class RankRows:
 
     def _sums(self, joint_want: bool, keep_bytes: int) -> OnlineSoftmax:
         """Those over the rows of this rank."""
-        table, batch, arithmetic = self._table, self.batch, self.batch.arithmetic
+        table, batch = self._table, self.batch
         if self._fused is not None:
             return self._fused.forward(
                 want_gradient=joint_want, keep_bytes=keep_bytes, link=table.link, sizes=self._sizes
@@ -107,23 +130,8 @@ class RankRows:
         num_parts = max(1, min(PARTS, len(chunks)))
         softmax = OnlineSoftmax(batch, num_parts, want_gradient=joint_want, link=table.link, sizes=self._sizes)
         if self._pass.keeps_logits:
-            self._kept.reserve(batch, self._active.num, self._pass.chunk_rows, keep_bytes)
-        places = self._active.places(table.device)
-        reads_in_place = places.numbers_A is None and table.reads_in_place(arithmetic.compute)
-
-        def add_part(scratch: Scratch, part: int) -> None:
-            work = Workspace(arithmetic, scratch)
-            for start, stop in chunks[part::num_parts]:
-                rows_ND = (
-                    table.rows_LD[start:stop]
-                    if reads_in_place
-                    else table.load(work, places.chunk(start, stop), name="rows")
-                )
-                self._pass.forward(work, softmax.parts[part], rows_ND, start, self._kept.chunk(start, stop))
-
-        if chunks:
-            spreads = self._pass.spreads_operations
-            CHUNKS.map(add_part, range(num_parts), arithmetic.device, spreads_operations=spreads)
+            self._kept = KeptLogits(table.pool, batch, self._active.num, self._pass.chunk_rows, keep_bytes)
+        add_rows(softmax, self._pass, [_RowsHere(table, self._active, batch.arithmetic.compute)], self._kept)
         return softmax
 
     def _finish(self, softmax: OnlineSoftmax) -> tuple[Tensor, Tensor | None]:
@@ -186,7 +194,8 @@ class RankRows:
 
     def discard(self) -> None:
         """Let go of what is kept."""
-        self._kept.give_back()
+        if self._kept is not None:
+            self._kept.give_back()
         if self._fused is not None:
             self._fused.let_go()
 
@@ -276,20 +285,14 @@ class RankGradient(FactoredGradient):
 
     def _over_chunks(self, action: Callable[[RowIndex, Tensor], T], *, use_kept: bool) -> list[T]:
         """Results of ``action(index, gradient_ND)``, whose tensor is scratch, chunk after chunk."""
-        table, active = self._table, self._active
-        arithmetic, kept_logits = self._factors[0].batch.arithmetic, self._factors[0].kept
         parts, chunk_pass = self._parts()
-        places = active.places(table.device)
+        factors = self._factors[0]
 
-        def run(scratch: Scratch, chunk: tuple[int, int]) -> T:
-            work = Workspace(arithmetic, scratch)
-            place = places.chunk(*chunk)
-            gradient_ND = table.load(work, place, name="gradient")
-            kept = kept_logits.chunk(*chunk) if use_kept and kept_logits is not None else None
-            overwrite_by_sum(work, parts, gradient_ND, chunk[0], kept)
-            return action(place, gradient_ND)
+        def act(rows: _RowsHere, start: int, stop: int, gradient_ND: Tensor, checksum: Tensor) -> T:
+            del checksum
+            return action(rows.index(start, stop), gradient_ND)
 
-        chunks = chunk_bounds(active.num, chunk_pass.chunk_rows)
-        if not chunks:
-            return []
-        return CHUNKS.map(run, chunks, arithmetic.device)
+        rows = _RowsHere(self._table, self._active)
+        overwrite, kept = partial(overwrite_by_sum, parts), factors.kept if use_kept else None
+        made = make_gradients(overwrite, chunk_pass, factors.batch.arithmetic, [rows], act, kept)
+        return next(made)[1]

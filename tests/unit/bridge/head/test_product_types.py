@@ -50,7 +50,7 @@ def raise_log_sum(monkeypatch: pytest.MonkeyPatch, count: float) -> None:
     @functools.wraps(finish)
     def raised(self: Any) -> Any:
         result = finish(self)
-        self._batch.lse2_B += math.log2(count / ROWS)
+        self.batch.lse2_B += math.log2(count / ROWS)
         return result
 
     monkeypatch.setattr(OnlineSoftmax, "finish", raised)
