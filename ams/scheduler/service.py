@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 
 from geartrain.ams.observe.call_counts import call_metrics
@@ -50,13 +51,13 @@ class SchedulerServer:
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._server: GrpcServer | None = None
-        self._pulse: threading.Thread | None = None
         self._membership = CallThreads(_MEMBERSHIP_THREADS, "membership")
         self._tables = CallThreads(_TABLE_THREADS, "tables")
-        self._store: KeyValueStore | None = None
-        self._events = EventLog()
         self._scheduler: Scheduler | None = None
         self._counted: Callable[[], Iterable[Metric]] = tuple
+        self._on_stop = ExitStack()
+        """What ends it, in the order in which it began, backwards."""
+        self._grace_seconds = 0.0
         self._stopping = threading.Event()
         self._ended = threading.Event()
         self.end_reason: str | None = None
@@ -67,12 +68,6 @@ class SchedulerServer:
 
         Raises ConfigError (the port or the data folder is in use, or the state is another cluster's), StateDamaged.
         """
-        # Loaded only where it is wanted.
-        if self._config.data is not None:
-            from geartrain.ams.storage.kv.lmdb_store import LmdbStore
-
-            self._store = LmdbStore(self._config.data)
-            self._events = EventLog(self._config.data)  # once the folder is held alone
         try:
             return self._start()
         except BaseException:
@@ -80,7 +75,15 @@ class SchedulerServer:
             raise
 
     def _start(self) -> str:
-        store = MemoryStore() if self._store is None else self._store
+        store: KeyValueStore = MemoryStore()
+        if self._config.data is not None:
+            # Loaded only where it is wanted.
+            from geartrain.ams.storage.kv.lmdb_store import LmdbStore
+
+            store = LmdbStore(self._config.data)
+            self._on_stop.callback(store.close)
+        events = EventLog(self._config.data)  # once the folder is held alone
+        self._on_stop.callback(events.close)
         incarnations = Incarnations(store)
         streams = StreamLeases(store, self._config.stream_lease_seconds, incarnations=incarnations)
         steps = WorkerSteps(self._config.stream_lease_seconds)
@@ -93,20 +96,20 @@ class SchedulerServer:
             store=store,
             incarnations=incarnations,
             incarnations_at=incarnations_at,
-            events=self._events,
+            events=events,
         )
-        self._server = GrpcServer(
+        server = self._server = GrpcServer(
             self._config.listen, self._config.max_message_bytes, reflection=self._config.reflection
         )
-        tokens = self._server.tokens
+        self._on_stop.callback(lambda: server.stop(self._grace_seconds))
+        tokens = server.tokens
         revoked = Revoked if tokens is None else lambda: tokens.revoked
-        handlers = SchedulerHandlers(scheduler, streams, steps, self._events, revoked)
-        self._server.add(
+        handlers = SchedulerHandlers(scheduler, streams, steps, events, revoked)
+        server.add(
             bind(SCHEDULER, handlers.by_request),
             lanes=dict.fromkeys(_MEMBERSHIP, self._membership) | dict.fromkeys(_TABLES, self._tables),
         )
         self._counted = partial(scheduler_metrics, scheduler, handlers.jobs, streams, steps)
-        server = self._server
 
         def tell_readiness() -> None:
             server.tell(scheduler.readiness())
@@ -115,12 +118,12 @@ class SchedulerServer:
         server.start()
         server.ready()
         # Each in the queue of the calls that it speaks for: if these wait, so does the pulse.
-        calls = self._server.calls
-        pulses = dict.fromkeys((streams.pulse, steps.pulse, handlers.jobs.pulse, tell_readiness), calls)
+        pulses = dict.fromkeys((streams.pulse, steps.pulse, handlers.jobs.pulse, tell_readiness), server.calls)
         pulses[scheduler.pulse] = self._membership
-        self._pulse = threading.Thread(target=self._run_pulse, args=(pulses,), name="pulse", daemon=True)
-        self._pulse.start()
-        return self._server.address
+        pulse = threading.Thread(target=self._run_pulse, args=(pulses,), name="pulse", daemon=True)
+        pulse.start()
+        self._on_stop.callback(pulse.join)
+        return server.address
 
     def _run_pulse(self, pulses: dict[Callable[[], None], ThreadPoolExecutor]) -> None:
         shortest = min(self._config.lease_seconds, self._config.stream_lease_seconds)
@@ -152,17 +155,9 @@ class SchedulerServer:
                 time.sleep(_LOOK_SECONDS)
         self._scheduler = None
         self._stopping.set()  # before the threads that pulses run on end
-        if self._pulse is not None:
-            self._pulse.join()
-            self._pulse = None
-        if self._server is not None:
-            self._server.stop(grace_seconds)
-            self._server = None
+        self._grace_seconds = grace_seconds
+        self._on_stop.close()
         for lane in (self._membership, self._tables):
             lane.close()
             lane.shutdown(wait=False)
         self._ended.set()
-        self._events.close()
-        if self._store is not None:
-            self._store.close()
-            self._store = None

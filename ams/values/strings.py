@@ -47,7 +47,8 @@ def hash_strings(strings: Any, seed: int = 0, bits: int = 63) -> Ids:
         InvalidArgument: ``seed`` or ``bits`` is out of range.
     """
     seed, bits = integer("seed", seed, 0, 2**64 - 1), integer("bits", bits, 1, 63)
-    hashes = _hashed_arrow(strings, seed) if _is_arrow(strings) else _hashed(strings, seed)
+    is_arrow = type(strings).__module__.partition(".")[0] == "pyarrow" and hasattr(strings, "null_count")
+    hashes = _hashed_arrow(strings, seed) if is_arrow else _hashed(strings, seed)
     return (hashes & np.uint64(2**bits - 1)).view(np.int64)
 
 
@@ -91,10 +92,6 @@ def _not_text(value: object, position: int, shape: tuple[int, ...], why: str = "
     return InvalidIds(
         f"strings[{place}]{why}; it must be a str or bytes: leave it out, or fill it with a word of its own"
     )
-
-
-def _is_arrow(strings: Any) -> bool:
-    return type(strings).__module__.partition(".")[0] == "pyarrow" and hasattr(strings, "null_count")
 
 
 def _hashed_arrow(strings: Any, seed: int) -> npt.NDArray[np.uint64]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import wait as wait_for
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -115,10 +115,10 @@ class GraphServer:
         self._cluster = cluster
         self._roots = SnapshotRoots("graph", config.listen, config.snapshot_roots)
         self._server: GrpcServer | None = None
-        self._revoked: RevokedWatch | None = None
-        self._service: GraphService | None = None
         self._graphs: Graphs | None = None
-        self._folder_lock: int | None = None
+        self._on_stop = ExitStack()
+        """What ends it, in the order in which it began, backwards."""
+        self._grace_seconds = 0.0
         self._ended = threading.Event()
         self.end_reason: str | None = None
         """Why it ended by itself: it never does."""
@@ -128,30 +128,30 @@ class GraphServer:
 
         Raises ConfigError (the port or the data folder is in use).
         """
+        config = self._config
+        store = builds = None
         try:
-            return self._start()
+            if config.data is not None:
+                # Loaded only where it is wanted.
+                from geartrain.ams.storage.kv.lmdb_file import lock_folder
+
+                folder = Path(config.data)
+                self._on_stop.callback(os.close, lock_folder(folder, "end that one, or give another folder"))
+                store, builds = GraphStore(folder / "graphs"), folder / "builds"
+            graphs = self._graphs = Graphs(self._cluster, store=store, builds=builds, memory_bytes=config.memory_bytes)
+            self._on_stop.callback(graphs.close)
+            service = GraphService(graphs, self._roots)
+            server = self._server = GrpcServer(config.listen, config.max_message_bytes, reflection=config.reflection)
+            server.add(bind(GRAPH, service.by_request))
+            self._on_stop.callback(RevokedWatch(server.tokens, config.scheduler).close)
+            self._on_stop.callback(lambda: server.stop(self._grace_seconds))
+            self._on_stop.callback(service.end)
+            server.start()
         except BaseException:
             self.stop(0)
             raise
-
-    def _start(self) -> str:
-        config = self._config
-        store = builds = None
-        if config.data is not None:
-            # Loaded only where it is wanted.
-            from geartrain.ams.storage.kv.lmdb_file import lock_folder
-
-            folder = Path(config.data)
-            self._folder_lock = lock_folder(folder, "end that one, or give another folder")
-            store, builds = GraphStore(folder / "graphs"), folder / "builds"
-        self._graphs = Graphs(self._cluster, store=store, builds=builds, memory_bytes=config.memory_bytes)
-        self._service = GraphService(self._graphs, self._roots)
-        self._server = GrpcServer(config.listen, config.max_message_bytes, reflection=config.reflection)
-        self._server.add(bind(GRAPH, self._service.by_request))
-        self._revoked = RevokedWatch(self._server.tokens, config.scheduler)
-        self._server.start()
-        self._server.ready()
-        return self._server.address
+        server.ready()
+        return server.address
 
     def metrics(self) -> Iterator[Metric]:
         """What its graphs and its port count."""
@@ -165,19 +165,6 @@ class GraphServer:
 
     def stop(self, grace_seconds: float = 5.0) -> None:
         """Finish the calls under way and end; builds end too, what they had is kept. Idempotent."""
-        steps: list[Callable[[], None]] = []
-        if self._service is not None:
-            steps.append(self._service.end)
-        if self._server is not None:
-            server = self._server
-            steps.append(lambda: server.stop(grace_seconds))
-        if self._revoked is not None:
-            steps.append(self._revoked.close)
-        if self._graphs is not None:
-            steps.append(self._graphs.close)
-        if self._folder_lock is not None:
-            steps.append(functools.partial(os.close, self._folder_lock))
-        self._service = self._server = self._revoked = self._graphs = self._folder_lock = None
-        for step in steps:
-            step()
+        self._grace_seconds = grace_seconds
+        self._on_stop.close()
         self._ended.set()

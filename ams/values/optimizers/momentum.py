@@ -59,11 +59,6 @@ class Momentum(RowOptimizerSpec):
         require_rate("weight_decay", self.weight_decay)
         require_momentum(self.momentum)
 
-    @classmethod
-    def from_scalars(cls, scalars: Mapping[str, float]) -> Self:
-        rest = dict(scalars)
-        return cls(nesterov=flag("nesterov", rest.pop("nesterov", 0)), **rest)
-
 
 @dataclass(frozen=True)
 class SparseMomentum(RowOptimizerSpec):

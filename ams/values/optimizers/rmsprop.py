@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.optimizers.momentum import require_momentum
 from geartrain.ams.values.optimizers.spec import (
     RowOptimizerSpec,
     Slot,
-    flag,
     require,
     require_divisor,
     require_rate,
@@ -69,8 +68,3 @@ class RMSProp(RowOptimizerSpec):
             "momentum": "whether a row keeps a velocity depends on it",
             "centered": "whether a row keeps its average gradient depends on it",
         }
-
-    @classmethod
-    def from_scalars(cls, scalars: Mapping[str, float]) -> Self:
-        rest = dict(scalars)
-        return cls(centered=flag("centered", rest.pop("centered", 0)), **rest)

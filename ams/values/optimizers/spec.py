@@ -97,7 +97,8 @@ class RowOptimizerSpec:
     @classmethod
     def from_scalars(cls, scalars: Mapping[str, float]) -> Self:
         """Return what :meth:`scalars` is of; what is left out has its default. Raises TypeError, InvalidArgument."""
-        return cls(**scalars)
+        flags = {setting.name for setting in fields(cls) if setting.default is False}  # type: ignore[arg-type]
+        return cls(**{name: flag(name, value) if name in flags else value for name, value in scalars.items()})
 
     @lru_cache(maxsize=1024)  # noqa: B019 (specs are small and compared by value; every push asks for the same ones)
     def scalars_of_push(self, optimizer: RowOptimizerSpec) -> Mapping[str, float]:
