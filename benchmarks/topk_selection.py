@@ -108,7 +108,8 @@ def _steps(name: str, numels: list[int], ks: list[int]) -> Iterator[Result]:
     ways = (CompiledCompaction(numels, ks), TensorCompaction(numels, ks, torch.device("cpu")))
 
     def step(way: CompiledCompaction | TensorCompaction, drawn: Tensors) -> None:
-        way.take(drawn, velocities, residuals, momentum=MOMENTUM, scale=1.0, nesterov=False)
+        do = way.start if isinstance(way, TensorCompaction) else way.take
+        do(drawn, velocities, residuals, momentum=MOMENTUM)
 
     def loop(drawn: Tensors) -> None:
         for gradient, velocity, residual, k in zip(drawn, velocities, residuals, ks, strict=True):

@@ -2,7 +2,7 @@
 
 Three calls of compiled code for all features of a model, each of which gives up the interpreter lock once. Shapes: N
 ids of a feature, V vectors that it gets (for each bag of ids, or for each id), U distinct ids of a table, D its width.
-``reference/embedding.py`` is the specification.
+``tests/specification/embedding.py`` is the specification.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The largest few of many gradients on a CPU, and what gathers until it is among them: compiled, typed.
 
-``reference/gradients.py`` is the specification. Arrays are C-contiguous vectors; N elements of one of them, T of them,
-K = Σ k selected elements of all. Each function releases the GIL, works on up to ``threads`` threads, and gives the same
-bits on every instruction set and for any number of threads.
+``tests/specification/gradients.py`` is the specification. Arrays are C-contiguous vectors; N elements of one of them,
+T of them, K = Σ k selected elements of all. Each function releases the GIL, works on up to ``threads`` threads, and
+gives the same bits on every instruction set and for any number of threads.
 
 A tensor is swept once: what exceeds a limit survives, and the k largest come from the survivors. ``estimates`` float32
 [T] are the limits to begin with: zeros at first, then what the last call left there. They decide how long a call takes,

@@ -170,14 +170,15 @@ class BucketWork:
         unused = [n for n, gradient in enumerate(gradients) if self._may_be_unused and not gradient.any()]
         untouched = [(kind[n], kind[n].clone()) for n in unused for kind in (momenta, residuals)]
         said = indices.new_full((1,), status)
-        if status == WELL and isinstance(self.layout.compaction, TensorCompaction):
-            indices, values, are_finite = self.layout.compaction.start(
+        compaction = self.layout.compaction if status == WELL else None
+        if isinstance(compaction, TensorCompaction):
+            indices, values, are_finite = compaction.start(
                 gradients, momenta, residuals, momentum=update.momentum, nesterov=update.nesterov
             )
             said = first_bad(are_finite, self.layout.sparse_codes_2T)
-        elif status == WELL:
+        elif compaction is not None:
             try:
-                indices, values = self.layout.compaction.take(
+                indices, values = compaction.take(
                     gradients, momenta, residuals, momentum=update.momentum, nesterov=update.nesterov
                 )
             except NonFinite:

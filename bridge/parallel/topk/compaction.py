@@ -1,9 +1,9 @@
 """Two ways to accumulate gradients and take the largest of what has gathered: compiled for CPUs, in tensor operations.
 
 Deep gradient compression (Lin 2017, section 3): momentum correction, accumulation of what was not sent, and masking of
-what was. Of each tensor u = momentum · u + scale · g; v = v + u, with ``nesterov`` v = v + scale · g + momentum · u, as
-in ``torch.optim.SGD``. At the selected places u = v = 0. Where magnitudes are equal, the lower index is selected. The
-two differ by rounding at most, where a device computes fused multiply-adds.
+what was. Of each tensor u = momentum · u + g; v = v + u, with ``nesterov`` v = v + g + momentum · u, as in
+``torch.optim.SGD``. At the selected places u = v = 0. Where magnitudes are equal, the lower index is selected. The two
+differ by rounding at most, where a device computes fused multiply-adds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.kernels.gradients import accumulate_and_take
-from geartrain.ams.values.errors import NonFinite
 from geartrain.bridge.parallel.topk.grouping import GroupedTopK
 
 
@@ -34,7 +33,6 @@ class CompiledCompaction:
         residuals: Sequence[Tensor],
         *,
         momentum: float,
-        scale: float = 1.0,
         nesterov: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """The indices int32 [K] within each tensor, rising, one tensor after the other; and what v was there, float32.
@@ -49,7 +47,6 @@ class CompiledCompaction:
             self._ks,
             self._estimates,
             momentum=momentum,
-            scale=scale,
             nesterov=nesterov,
             threads=torch.get_num_threads(),
         )
@@ -69,24 +66,6 @@ class TensorCompaction:
         self._device = device
         self._grouping = GroupedTopK(numels, ks, device)
 
-    def take(
-        self,
-        gradients: Sequence[Tensor],
-        velocities: Sequence[Tensor],
-        residuals: Sequence[Tensor],
-        *,
-        momentum: float,
-        scale: float = 1.0,
-        nesterov: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """As of :class:`CompiledCompaction`; the host waits for the device."""
-        indices, values, are_finite = self.start(
-            gradients, velocities, residuals, momentum=momentum, scale=scale, nesterov=nesterov
-        )
-        if not are_finite.all():
-            raise NonFinite("a tensor holds NaN or infinity, or would with what is added to it")
-        return indices, values
-
     def start(
         self,
         gradients: Sequence[Tensor],
@@ -94,10 +73,9 @@ class TensorCompaction:
         residuals: Sequence[Tensor],
         *,
         momentum: float,
-        scale: float = 1.0,
         nesterov: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """:meth:`take` without an error, and whether it raises one, bool [2, T] of T tensors: which gradients are
+        """As :meth:`CompiledCompaction.take`, and instead of an error bool [2, T] of T tensors: which gradients are
         finite, and which are with what has gathered. The host waits for nothing."""
         flat_gradients, flat_velocities, flat_residuals = (
             [tensor.detach().reshape(-1) for tensor in tensors] for tensors in (gradients, velocities, residuals)
@@ -107,10 +85,10 @@ class TensorCompaction:
         torch._foreach_copy_(momentum_views, flat_velocities)
         torch._foreach_copy_(gathered_views, flat_residuals)
         momenta.mul_(momentum)
-        torch._foreach_add_(momentum_views, flat_gradients, alpha=scale)
+        torch._foreach_add_(momentum_views, flat_gradients)
         gathered.add_(momenta, alpha=momentum if nesterov else 1.0)
         if nesterov:
-            torch._foreach_add_(gathered_views, flat_gradients, alpha=scale)
+            torch._foreach_add_(gathered_views, flat_gradients)
         are_finite = torch.stack([finite_of(flat_gradients), finite_of(gathered_views)])
         indices, places = self._grouping.select(gathered)
         values = gathered[places]
