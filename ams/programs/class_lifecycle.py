@@ -28,7 +28,7 @@ class LiveClasses:
 
     Attributes: ``num_classes`` (C); ``retired_runs`` int64 [R, 2] of (first, last + 1), rising, with a living class
     between any two; ``jumps`` int64 [R], the number of the first living class behind each run; ``retired_before``
-    int64 [R + 1], how many are retired before it.
+    int64 [R + 1], how many are retired before it; ``num_living`` (L); ``are_all``: whether no class is retired.
     """
 
     def __init__(self, num_classes: int, retired_runs: Any = _NONE) -> None:
@@ -48,6 +48,8 @@ class LiveClasses:
         self.retired_runs = runs
         self.retired_before = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         self.jumps = runs[:, 0] - self.retired_before[:-1]
+        self.num_living = num_classes - int(self.retired_before[-1])
+        self.are_all = not len(runs)
         if self.num_living < 1:
             raise InvalidArgument(f"all {num_classes} classes are retired; a head needs one living class at least")
 
@@ -62,16 +64,6 @@ class LiveClasses:
                 "that may ever live at a time"
             )
         return LiveClasses(num_classes, [[num_living, num_classes]])
-
-    @property
-    def num_living(self) -> int:
-        """L."""
-        return self.num_classes - int(self.retired_before[-1])
-
-    @property
-    def are_all(self) -> bool:
-        """Whether no class is retired."""
-        return not len(self.retired_runs)
 
     @property
     def fingerprint(self) -> int:

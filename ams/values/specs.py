@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, Self, TypedDict
 
 import ml_dtypes
@@ -187,7 +187,7 @@ class TableSpec:
             "what a step adds",
         )
 
-    @property
+    @cached_property
     def numpy_dtype(self) -> np.dtype:
         """Type in which rows are read and written: their storage type, or of 8 bits the one that holds them."""
         return DTYPES[SCALED.get(self.dtype, self.dtype)]
@@ -256,7 +256,7 @@ class TableSpec:
         """Bytes of the number of one row's last step, or of its updates; 0 where rows keep neither."""
         return 8 if self.counts_steps or self.counts_updates else 0
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one row's values and their scale, without slots."""
         return self.dim + SCALE_BYTES if self.dtype in SCALED else self.dim * self.numpy_dtype.itemsize

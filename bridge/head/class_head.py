@@ -159,7 +159,6 @@ class ClassHead(ModuleWithRows):
             sync=boolean("sync", sync),
             config=config,
         )
-        self._stats: StepStatistics | None = None
         self._watch = LearningWatch()
         self._backend: RowBackend = backend_named(rows)(settings)
         self.register_stand_in(self._backend.update)
@@ -309,7 +308,7 @@ class ClassHead(ModuleWithRows):
         # What is pulled outlives this call: it must not become an inference tensor.
         with torch.inference_mode(False), torch.no_grad():
             call = self._backend.begin(features, labels, weight, in_training=self.training, want_rows=training)
-        stand_in = self.row_update.on(features.device)
+        stand_in = self._backend.update.on(features.device)
         loss = head_loss(features, stand_in if training else None, call, self._reduction)
         self._note(call, training)
         return loss
@@ -337,12 +336,12 @@ class ClassHead(ModuleWithRows):
 
     def _collects_gradients(self) -> bool:
         """Whether rows are trained by this pass."""
-        return self.training and torch.is_grad_enabled() and self.row_update.is_trained
+        return self.training and torch.is_grad_enabled() and self._backend.update.is_trained
 
     def _note(self, call: HeadCall, training: bool) -> None:
-        self._stats = call.statistics
+        self._watch.last = call.statistics
         if training and not self._watch.has_ended and not is_capturing(call.statistics.losses.device):
-            self._watch.note(call.statistics, self.num_living, self._settings_of_learning)
+            self._watch.note(call.statistics, self._backend.live_classes.num_living, self._settings_of_learning)
 
     @property
     def stats(self) -> StepStatistics | None:
@@ -350,7 +349,7 @@ class ClassHead(ModuleWithRows):
 
         None before the first. Costs nothing until a number is read, which waits for the device.
         """
-        return self._stats
+        return self._watch.last
 
     def _settings_of_learning(self) -> str:
         margin, lr = self.margin, self.row_update.applied_lr

@@ -29,6 +29,8 @@ from geartrain.bridge.kernels.samples import SettledLabels, prepare_features
 from geartrain.bridge.placements.workspace import Arithmetic
 from geartrain.bridge.rows.transfers import upload
 
+_ALL = slice(None)
+
 
 def inverse_lengths(rows_ND: Tensor) -> Tensor:
     """1 / length of each row, [N]."""
@@ -111,7 +113,7 @@ class Batch:
     no class; None: all count. The features of those that do not are 0, and so is all that rows learn of them."""
     num_counted: Tensor | None = None
     """Sum of these: NaN if there is a wrong label."""
-    own: slice = field(default_factory=lambda: slice(None))
+    own: slice
     """Where the samples of this rank are."""
     late_divisors: tuple[Tensor, Tensor] | None = None
     """How many count, or 1, and of each rank on average, where a device alone knows: bad labels are not among them."""
@@ -119,6 +121,16 @@ class Batch:
     """Features times ``logit_factor`` in the type of products, where a kernel has made them."""
     centers: int = 1
     """K, of each class: rows are [N, K · D]."""
+    size: int = field(init=False)
+    """B."""
+    scale: float = field(init=False)
+    """Factor between cosines and logits."""
+    logit_factor: float = field(init=False)
+    """Factor between cosines and logits to base 2: exp2 is twice as fast as exp on a CPU."""
+    divisor: int | Tensor = field(init=False)
+    """What sums over the batch are divided by: those that count, or 1 where there are none."""
+    negatives_margin: NegativesMargin | None = field(init=False)
+    """The margin, if it changes the logits of other classes."""
     target_B: Tensor = field(init=False)
     """Cosine of each target (its logit without a margin), of this rank's samples."""
     highest_B: Tensor | None = field(default=None, init=False)
@@ -131,6 +143,13 @@ class Batch:
     norm_weight_B: Tensor | None = None
     """dloss_b/d|x|, of a margin that trains the lengths of features; None: 0."""
 
+    def __post_init__(self) -> None:
+        self.size = len(self.features_BD)
+        self.scale = 1.0 if self.margin is None else scale_of(self.margin)
+        self.logit_factor = self.scale * LOG2_E
+        self.divisor = max(1, self.size) if self.num_counted is None else self.num_counted.clamp(min=1)
+        self.negatives_margin = cast(NegativesMargin, self.margin) if changes_negatives(self.margin) else None
+
     @staticmethod
     def of(
         features_BD: Tensor,
@@ -141,6 +160,11 @@ class Batch:
         arithmetic: Arithmetic,
         smoothing: float = 0.0,
         late: SettledLabels | None = None,
+        *,
+        num_active: int = 0,
+        centers: int = 1,
+        looks_for_highest: bool = True,
+        own: slice = _ALL,
     ) -> Batch:
         """Prepare a batch with these targets; exponentials of up to ``num_rows`` rows are summed, or of so many that
         stand for them. ``smoothing`` of each target is spread over these.
@@ -176,12 +200,11 @@ class Batch:
             num_counted=num_counted,
             late_divisors=None if late is None else (late.divisor, late.rank_divisor),
             queries_BD=queries_BD,
+            num_active=num_active,
+            centers=centers,
+            looks_for_highest=looks_for_highest,
+            own=own,
         )
-
-    @property
-    def negatives_margin(self) -> NegativesMargin | None:
-        """The margin, if it changes the logits of other classes."""
-        return cast(NegativesMargin, self.margin) if changes_negatives(self.margin) else None
 
     def target_logits(self, cos_B: Tensor) -> TargetLogits:
         """What the margin makes of the targets' cosines (without a margin: their logits, which stay what they are).
@@ -266,26 +289,6 @@ class Batch:
     def offsets(self, start: int, num_rows: int) -> Tensor | None:
         """Those of ``num_rows`` rows from position ``start`` on."""
         return None if self.offsets_A is None else self.offsets_A[start : start + num_rows]
-
-    @property
-    def size(self) -> int:
-        """B."""
-        return len(self.features_BD)
-
-    @property
-    def divisor(self) -> int | Tensor:
-        """What sums over the batch are divided by: those that count, or 1 where there are none."""
-        return max(1, self.size) if self.num_counted is None else self.num_counted.clamp(min=1)
-
-    @property
-    def scale(self) -> float:
-        """Factor between cosines and logits."""
-        return 1.0 if self.margin is None else scale_of(self.margin)
-
-    @property
-    def logit_factor(self) -> float:
-        """Factor between cosines and logits to base 2: exp2 is twice as fast as exp on a CPU."""
-        return self.scale * LOG2_E
 
 
 def chunk_rows_for(batch: int, dim: int, device: torch.device) -> int:

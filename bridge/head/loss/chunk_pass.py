@@ -141,7 +141,10 @@ class CompiledPass:
 
 
 def _arrays(**tensors: Tensor | None) -> dict[str, npt.NDArray[Any] | None]:
-    return {name: None if tensor is None else tensor.numpy() for name, tensor in tensors.items()}
+    arrays: dict[str, npt.NDArray[Any] | None] = {}
+    for name, tensor in tensors.items():
+        arrays[name] = None if tensor is None else tensor.numpy()
+    return arrays
 
 
 _LIFT = 15

@@ -134,7 +134,7 @@ class ChunkPool:
             return function()
         with self._lock:
             executor = self._executor_of(self._num_threads if self._num_open else torch.get_num_threads())
-            made = executor.submit(_alone, lambda _scratch, call: call(), function)
+            made: Future[R] = executor.submit(_alone, lambda _scratch, call: call(), function)
         return made.result()
 
     @contextmanager

@@ -84,17 +84,15 @@ class OnlineSoftmax:
         self._link, self._sizes = link, sizes
         rows, width = batch.features_BD.shape
         compute, device = batch.arithmetic.compute, begins_on or batch.arithmetic.device
-
-        def per_sample(value: float, dtype: torch.dtype) -> Tensor:
-            return torch.full((num_parts, rows), value, dtype=dtype, device=device)
-
         self.sums = PartialSums(
             target_rows_BD=torch.zeros_like(batch.features_BD, device=device),
-            shift_PB=per_sample(NO_LOGIT, compute) if batch.shifted else None,
-            sum_PB=per_sample(0.0, torch.float64),
+            shift_PB=torch.full((num_parts, rows), NO_LOGIT, dtype=compute, device=device) if batch.shifted else None,
+            sum_PB=torch.zeros(num_parts, rows, dtype=torch.float64, device=device),
             weighted_PBD=_zeros(num_parts, rows, width, compute, device) if want_gradient else None,
             row_sum_PD=torch.zeros(num_parts, width, dtype=torch.float64, device=device) if batch.smoothing else None,
-            highest_PB=per_sample(NO_LOGIT, compute) if batch.notes_highest else None,
+            highest_PB=torch.full((num_parts, rows), NO_LOGIT, dtype=compute, device=device)
+            if batch.notes_highest
+            else None,
         )
 
     @property

@@ -108,6 +108,8 @@ class LearningWatch:
         self._last_samples = 0
         self._on_the_way: tuple[Readback, int, int] | None = None
         self.has_ended = False
+        self.last: StepStatistics | None = None
+        """Of the last pass, trained or not."""
 
     def note(self, seen: StepStatistics, num_living: int, settings: Callable[[], str]) -> None:
         """Look at a training pass; ``settings`` describe the head, for the warning."""

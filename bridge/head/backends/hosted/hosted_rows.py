@@ -97,10 +97,10 @@ class RowsOnShards:
         compute = Arithmetic.of(features).compute
         arithmetic = Arithmetic(device=features.device, compute=compute, matmul=compute)
         unused = Targets(np.zeros(len(labels_B), np.int64))
-        self.batch = Batch.of(features, unused, labels_B, margin, chosen.live_classes.num_living, arithmetic, smoothing)
+        num_living = chosen.live_classes.num_living
+        self.batch = Batch.of(features, unused, labels_B, margin, num_living, arithmetic, smoothing, centers=centers)
         self.batch.shifted = True  # a shard that needs no shift answers with 0
         self.batch.shifts_by_highest = False
-        self.batch.centers = centers
         self._calls = calls
         self._labels_B = labels_B
         self._chosen = chosen

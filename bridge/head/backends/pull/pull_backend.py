@@ -95,10 +95,18 @@ class PullBackend(ClusterBackend):
             (active.num, 0.0) if correction is None else (live_classes.num_living, correction.log2_weight)
         )
         targets, smoothing = active.targets(labels_B), self.settings.config.label_smoothing
-        batch = Batch.of(features, targets, labels_B, margin, stands_for, Arithmetic.of(features), smoothing)
-        batch.num_active = active.num
-        batch.centers = self.settings.sub_centers
-        batch.looks_for_highest = features.device.type == "cpu" or self.update.step % LOOKS_EVERY == 0
+        batch = Batch.of(
+            features,
+            targets,
+            labels_B,
+            margin,
+            stands_for,
+            Arithmetic.of(features),
+            smoothing,
+            num_active=active.num,
+            centers=self.settings.sub_centers,
+            looks_for_highest=features.device.type == "cpu" or self.update.step % LOOKS_EVERY == 0,
+        )
         take_offsets(batch, active, all_labels, log2_weight)
         if self.select.budget(live_classes.num_living) * table.spec.row_bytes <= self.settings.config.rows_cache_bytes:
             return HeldRows(table, active, self._pool, batch, required)

@@ -175,12 +175,22 @@ class RankStep:
             targets = DeviceTargets(late.positions_B)
         else:
             targets = here.targets(numbers_B)
-        batch = Batch.of(joint_features_BD, targets, labels_B, margin, stands_for, arithmetic, smoothing, late)
-        batch.own = own
-        batch.num_active, batch.centers = num_active, self.backend.settings.sub_centers
         is_alone_on_host = table.link.world_size == 1 and joint_features_BD.device.type == "cpu"
         looks = not captures and self.backend.update.step % LOOKS_EVERY == 0
-        batch.looks_for_highest = is_alone_on_host or looks
+        batch = Batch.of(
+            joint_features_BD,
+            targets,
+            labels_B,
+            margin,
+            stands_for,
+            arithmetic,
+            smoothing,
+            late,
+            num_active=num_active,
+            centers=self.backend.settings.sub_centers,
+            looks_for_highest=is_alone_on_host or looks,
+            own=own,
+        )
         fuses = takes(table, here, batch, always=self.backend.fuses)
         if captures and not fuses:
             raise InvalidArgument(
