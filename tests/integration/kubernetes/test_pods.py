@@ -58,6 +58,7 @@ def ended(pods: list[Pod]) -> list[int]:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_shard_comes_back_under_its_name_at_another_address(pods: Pods) -> None:
     before = status(pods)
     assert before["ready"], before
@@ -86,6 +87,7 @@ print(*(ask_service(f"{name}:7000", "POST", "/v1/classify", body)["version"] for
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_a_model_is_asked_of_each_pod_by_another(
     replicas: int, certificates: dict[str, dict[str, bytes]], state: Path

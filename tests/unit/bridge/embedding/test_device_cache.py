@@ -114,11 +114,16 @@ FOLLOWED = [
 ]
 """On devices, too."""
 OPTIMIZERS = [*FOLLOWED, gt.RowWiseAdagrad(0.1), gt.FTRL(0.1)]
-TYPES = ["float32", "bfloat16", "float16"]
+NARROW = ["bfloat16", "float16"]
+"""By turns: one of them on the path of the host and the other on that of a device, for the next optimizer as well."""
+BY_TURNS = list(enumerate(OPTIMIZERS))
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    [(optimizer, dtype) for number, optimizer in BY_TURNS for dtype in ("float32", NARROW[number % 2])],
+    ids=str,
+)
 def test_training_with_a_cache_equals_training_without(optimizer: Any, dtype: str) -> None:
     found, report = trained(ROOMY, 1, optimizer=optimizer, dtype=dtype)
     assert_equal(found, trained_without(1, optimizer=optimizer, dtype=dtype))
@@ -410,8 +415,15 @@ def assert_equal_but_for_order(found: list[Tensor], without: list[Tensor]) -> No
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("dtype", "cache"), [(dtype, ROOMY) for dtype in TYPES] + [("float32", TIGHT)])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "cache"),
+    [
+        (optimizer, dtype, cache)
+        for number, optimizer in BY_TURNS
+        for dtype, cache in ((NARROW[1 - number % 2], ROOMY), ("float32", TIGHT))
+    ],
+    ids=str,
+)
 def test_the_path_of_a_device_equals_that_of_the_host(
     optimizer: Any, dtype: str, cache: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -323,15 +323,15 @@ def test_gradients_that_are_no_numbers_change_no_row(normalised: bool) -> None:
 
 
 def test_a_gradient_along_few_columns_may_be_larger_than_any_feature() -> None:
-    dim = 4096
+    dim = 1024
     given = problem(2, 4, dim, normalised=True, dtype=torch.float16)
     given.features_BD[:] = dim**-0.5
     given.rows_LD[:, 0], given.rows_LD[:, 1:] = 0.05, 0.05 * dim**-0.5
     given.positions_B[:], given.own_weight_B[:], given.weights_B[:] = 0, -1.0, 1.0
-    stored = Stored.of(given, SGD(4_000.0))
+    stored = Stored.of(given, SGD(8_000.0))
     before = stored.rows.clone()
     gradient = stored.update(given)
-    assert (gradient.abs().amax(1) * 4_000.0 > torch.finfo(torch.float16).max).all()
+    assert (gradient.abs().amax(1) * 8_000.0 > torch.finfo(torch.float16).max).all()
     assert torch.equal(stored.rows, before)
     assert stored.refused == 2
 
@@ -346,9 +346,9 @@ def test_a_gradient_along_few_columns_may_be_larger_than_any_feature() -> None:
 def test_eight_bits_are_updated_as_by_the_reference(optimizer: RowOptimizerSpec, row: str, slot: str, dim: int) -> None:
     pytest.importorskip("triton")
     dtype = torch.bfloat16 if row == "bfloat16" else torch.float8_e4m3fn
-    given = problem(90, 20, dim, normalised=True, dtype=dtype, picked=True)
+    given = problem(40, 20, dim, normalised=True, dtype=dtype, picked=True)
     assert given.numbers_A is not None
-    slots, slot_scales = torch.rand(90, dim) * 0.01, None
+    slots, slot_scales = torch.rand(40, dim) * 0.01, None
     if slot == "int8" and optimizer.slots and optimizer.takes_narrow_slots:
         slots, slot_scales = narrowed(slots, torch.int8)
     slots[given.numbers_A[5]] = 127 if slots.dtype == torch.int8 else 1e38
