@@ -113,7 +113,7 @@ def _stand_in_for_ours() -> None:
     """A fake cannot be another class, nor lie in a tensor of the host; and initial rows are no step."""
 
     _of("placements.device_rows").DeviceRows.write_initial_values = lambda rows: None  # noqa: ARG005
-    for module in ("rows.native_types", "head.batch"):
+    for module in ("rows.native_types", "placements.workspace"):
         _of(module).gives_float32_products = lambda device, dtype: True  # noqa: ARG005
     pending = _of("rows.pending")
     pending.StandInGradient = type("Plain", (), {"of": staticmethod(lambda grad, *_, **__: grad)})

@@ -10,6 +10,7 @@ from tests.recorder.budgets import Budget, reports_of
 from tests.recorder.report import Report
 from tests.recorder.test_head_on_ranks import EIGHT, LARGE, NARROW, PARTIAL
 
+pytestmark = pytest.mark.timeout(600)  # the first that asks waits for all recordings
 CAPTURED: dict[str, Any] = LARGE | {"labels": "cuda", "captured": True}
 AUTOCAST: dict[str, Any] = {"autocast": "bfloat16"}
 

@@ -7,6 +7,7 @@ import pytest
 from tests.recorder.budgets import Budget, reports_of
 from tests.recorder.report import Report
 
+pytestmark = pytest.mark.timeout(600)  # the first that asks waits for all recordings
 WHAT = ["plain", "waiting", "patient", "mixed", "nothing"]
 reports = reports_of([Budget(0, 0, "probe", {"what": what}) for what in WHAT])
 

@@ -11,6 +11,7 @@ import pytest
 from tests.recorder.budgets import Budget, reports_of
 from tests.recorder.report import Report
 
+pytestmark = pytest.mark.timeout(600)  # the first that asks waits for all recordings
 _CACHE = {"ids": "cpu", "num_rows": 2000, "device_cache_bytes": 2_000_000}
 BUDGETS = [
     Budget(138, 1, "pull"),

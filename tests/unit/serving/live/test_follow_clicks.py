@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from geartrain.ams.storage.snapshot.folder import list_snapshots, open_snapshot
 from geartrain.serving.folder import load_folder
 from geartrain.serving.live.follow import Follower
@@ -33,6 +35,7 @@ def test_a_model_of_clicks_answers_as_its_export_does(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "versions").iterdir()] == ["000000040"]
 
 
+@pytest.mark.slow
 def test_where_the_newest_snapshot_is_damaged_the_whole_one_before_it_is_served_under_a_number_of_its_own(
     tmp_path: Path,
 ) -> None:

@@ -29,6 +29,7 @@ net = Net
 """
 
 
+@pytest.mark.slow
 def test_code_that_changed_makes_another_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require_onnx()
     monkeypatch.setattr(signs, "NUM_SIGNS", 4)
