@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
@@ -10,8 +11,10 @@ from types import ModuleType
 from google.protobuf.descriptor import Descriptor
 
 from geartrain.ams.pb.v1 import gear_pb2, graph_pb2, scheduler_pb2, shard_pb2, types_pb2
+from geartrain.ams.rpc.codec import specs
 from geartrain.ams.rpc.codec.messages import FieldCodec
 from geartrain.ams.rpc.services import GEAR, GRAPH, SCHEDULER, SHARD
+from geartrain.ams.values.expiry.rules import Rule, SmallerThan, Unseen
 from tests.unit.test_imports import REPOSITORY, product_files
 
 PADDING = "padding"
@@ -32,6 +35,11 @@ REPLIES_OF_ONE_FIELD = {
     if isinstance(method.reply, FieldCodec)
 }
 """A reply's value is their field, and has no name."""
+OF_A_VALUE = {kind.__name__: {field.name for field in dataclasses.fields(kind)} for kind in specs._PARTS.values()}
+"""Messages that have the fields of their values, by which they are written and read."""
+OF_A_VALUE["Expiry"] = {"kind"}.union(
+    *({f.name for f in dataclasses.fields(kind)} for kind in (Unseen, SmallerThan, Rule))
+)
 CHANGES = ("append", "extend", "add", "update", "CopyFrom", "MergeFrom")
 
 
@@ -43,11 +51,12 @@ def fields(modules: Iterable[ModuleType]) -> Iterator[tuple[str, str]]:
 
 
 def fields_of(message: Descriptor) -> Iterator[tuple[str, str]]:
-    if message.full_name in REPLIES_OF_ONE_FIELD:
-        return
     names = {field.name for field in message.fields}
+    if message.full_name in REPLIES_OF_ONE_FIELD or names == OF_A_VALUE.get(message.name):
+        return
     for field in message.fields:
-        if not (PADDING in names and field.type == field.TYPE_BYTES):
+        is_a_part = message.name == "TableSpec" and field.name in specs._PARTS
+        if not is_a_part and not (PADDING in names and field.type == field.TYPE_BYTES):
             yield message.name, field.name
     for nested in message.nested_types:
         yield from fields_of(nested)
