@@ -563,7 +563,7 @@ class Cluster:
     @property
     def waits_for_shard(self) -> bool:
         """Whether a call waits for a shard that does not answer. Waits for nothing itself."""
-        return self._calls.silence.has_named
+        return bool(self._calls.silence.named)
 
     def give_up(self) -> None:
         """End every wait for a shard: calls under way fail soon with Unavailable, also those in the background, and

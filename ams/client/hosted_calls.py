@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
+from geartrain.ams.client.retries import Outcome
 from geartrain.ams.client.rows.row_calls import WriteOutcome
-from geartrain.ams.client.shard_calls import Outcome, ShardCalls
-from geartrain.ams.client.writes import Numbers, Write
+from geartrain.ams.client.rows.table_plan import TablePlan
+from geartrain.ams.client.shard_calls import ShardCalls
+from geartrain.ams.client.writes import ClientStream, MessageWrite, Write
 from geartrain.ams.values.errors import InternalError
 from geartrain.ams.values.optimizers.spec import NO_SCALARS
 from geartrain.ams.values.scheduler_messages import ClusterView
@@ -24,7 +26,6 @@ from geartrain.ams.values.shard_messages import (
     SyncGroup,
     UpdateHosted,
 )
-from geartrain.ams.values.specs import TableSpec
 
 InputsOfShard = Callable[[int], tuple[HostedInputs, ...]]
 """The inputs for a shard, by its number."""
@@ -37,11 +38,12 @@ class HostedCalls:
     wait meanwhile.
     """
 
-    def __init__(self, spec: TableSpec, model: str, calls: ShardCalls, numbers: Callable[[], Numbers]) -> None:
-        self.spec = spec
+    def __init__(self, plan: Callable[[], TablePlan], model: str, calls: ShardCalls, stream: ClientStream) -> None:
+        """``plan`` says which table is meant now."""
+        self._plan = plan
         self._model = model
         self._calls = calls
-        self._numbers = numbers
+        self._stream = stream
 
     @property
     def part_bytes(self) -> int:
@@ -58,11 +60,12 @@ class HostedCalls:
 
         Raises what the model raises, StepMismatch as ``Table.pull_into``, ShardUnavailable, ShardRestarted.
         """
+        plan = self._plan()
         calls: list[tuple[int, Request]] = [
             (
                 shard,
                 ComputeHosted(
-                    table=self.spec.name,
+                    table=plan.spec.name,
                     model=self._model,
                     operation=operation,
                     inputs=inputs(shard),
@@ -72,7 +75,7 @@ class HostedCalls:
             for shard in range(self.view.num_shards)
         ]
         answers = []
-        for outcome in self._outcomes(calls, CallContext(table_incarnation=self._calls.incarnation_of(self.spec))):
+        for outcome in self._outcomes(calls, CallContext(table_incarnation=plan.incarnation)):
             if isinstance(outcome, BaseException):
                 raise outcome
             if not isinstance(outcome, Computed):
@@ -95,10 +98,11 @@ class HostedCalls:
         NonFinite (that shard changed nothing, others may have applied their part), StaleClient, SyncError,
         ShardUnavailable, ShardRestarted.
         """
-        self.spec.optimizer.for_push(optimizer_scalars)
+        plan = self._plan()
+        plan.spec.optimizer.for_push(optimizer_scalars)
         requests = [
             UpdateHosted(
-                table=self.spec.name,
+                table=plan.spec.name,
                 model=self._model,
                 inputs=inputs(shard),
                 lr=lr,
@@ -112,8 +116,8 @@ class HostedCalls:
         def deliver(shards: Sequence[int], context: CallContext) -> list[WriteOutcome]:
             return cast("list[WriteOutcome]", self._outcomes([(shard, requests[shard]) for shard in shards], context))
 
-        incarnation = self._calls.incarnation_of(self.spec)
-        return Write(self._numbers(), range(self.view.num_shards), deliver, self.spec.name, incarnation, group)
+        numbers = self._stream.numbers(plan.spec.name, None)
+        return MessageWrite(numbers, range(self.view.num_shards), deliver, plan, group)
 
     def _outcomes(self, calls: Sequence[tuple[int, Request]], context: CallContext) -> list[Outcome]:
         return self._calls.deliver(calls, context, self._calls.config.hosted_timeout_seconds)

@@ -1,72 +1,41 @@
-"""The calls of a client to the shards of its cluster: side by side, each retried while that can help."""
+"""The calls of a client to its shards that carry no rows; its threads, and the tables that it has open."""
 
 from __future__ import annotations
 
-import logging
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from geartrain.ams.client.rows.row_calls import RowAttempt, RowCalls
+from geartrain.ams.client.retries import CLOSED, Attempts, Outcome, Retries
+from geartrain.ams.client.rows.row_calls import RowCalls
 from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
-from geartrain.ams.rpc.client.patience import Patience
-from geartrain.ams.rpc.client.silence import Peer, SilenceWatch
 from geartrain.ams.values.config import ClientConfig
-from geartrain.ams.values.errors import (
-    Busy,
-    GeartrainError,
-    ShardRestarted,
-    ShardUnavailable,
-    StaleCluster,
-    StepPending,
-    Unavailable,
-)
-from geartrain.ams.values.interrupts import BackgroundFuture, BrokenOff, BufferLease, shielded
+from geartrain.ams.values.errors import GeartrainError, Unavailable
+from geartrain.ams.values.interrupts import BackgroundFuture, shielded
 from geartrain.ams.values.scheduler_messages import ClusterView
 from geartrain.ams.values.shard_messages import CallContext, Reply, Request, Thaw
 from geartrain.ams.values.specs import TableSpec
 
-Outcome = Reply | BaseException
-logger = logging.getLogger(__name__)
-
 _FAREWELL_SECONDS = 1.0
 _ASYNC_THREADS = 4
-_num_forks = 0
-"""Between the process that imported this and this one: to ask the system who we are takes longer than a small pull."""
-_CLOSED = "this cluster is closed; use it inside the 'with' block, or before close()"
-
-
-def _count_fork() -> None:
-    global _num_forks
-    _num_forks += 1
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_count_fork)
 
 
 class OpenTable(Protocol):
     """A table that this process has open."""
 
-    @property
-    def spec(self) -> TableSpec:
-        """What it is, as far as this process knows."""
-
-    @property
-    def incarnation(self) -> int:
-        """Which table of its name is meant."""
+    spec: TableSpec
+    incarnation: int
 
     def take_settings(self, spec: TableSpec) -> None:
         """Go on with the settings of ``spec``, which is the same table."""
 
 
-class ShardCalls:
+class ShardCalls(Retries):
     """Calls to the shards of one cluster, with retries. Thread-safe."""
 
     def __init__(
@@ -78,59 +47,23 @@ class ShardCalls:
         *,
         remote: bool,
     ) -> None:
-        self.remote = remote
-        """Whether rows travel at all."""
-        self.config = config
-        self._view = view
-        self._refresh = refresh
-        self._carriers = [open_carrier(entry.address, entry.shard) for entry in view.shards]
+        super().__init__(view, open_carrier, partial(self._refreshed, refresh), config, remote=remote)
         self._executor: ThreadPoolExecutor | None = None
         self._settling: ThreadPoolExecutor | None = None
-        self._is_closing = self._closed = False
-        self._process, self._forks = os.getpid(), _num_forks
-        self._given_up = threading.Event()
+        self._is_closing = False
         self.held_snapshots: set[str] = set()
         """Ids of those whose moment the shards hold for this process."""
-        self.silence = SilenceWatch()
         self._restored: dict[str, TableSpec] = {}
         """By name."""
         self._open_tables: weakref.WeakSet[OpenTable] = weakref.WeakSet()
         self._lock = threading.Lock()
-        self.rows = RowCalls(self, self._carriers)
+        self.rows = RowCalls(self, self.elsewhere, self.settle)
         """Pulls and writes of rows."""
-
-    @property
-    def is_forked(self) -> bool:
-        """Whether this is a forked child of the process that opened the cluster.
-
-        It would number its writes as its parent does, so that the shards took one of two for a repetition; and neither
-        connections nor threads came with it.
-        """
-        return _num_forks != self._forks
-
-    def require_own_process(self) -> None:
-        """Raise Unavailable in a forked child."""
-        if self.is_forked:
-            raise Unavailable(
-                f"this cluster was opened by process {self._process} and cannot be used in process {os.getpid()}, "
-                "which was forked from it; open one there (gt.connect)"
-            )
-
-    def require_usable(self) -> None:
-        """Raise Unavailable in a forked child, and once the cluster is closed."""
-        self.require_own_process()
-        if self._closed or self._given_up.is_set():
-            raise Unavailable(_CLOSED)
 
     @property
     def has_given_up(self) -> bool:
         """Whether no call can succeed any more."""
         return self._closed or self._given_up.is_set()
-
-    @property
-    def view(self) -> ClusterView:
-        """The cluster as last seen."""
-        return self._view
 
     def deliver(
         self,
@@ -151,102 +84,27 @@ class ShardCalls:
         patience = self.patience(recovery_seconds)  # one for all, or dead shards would add up
         seconds = self.config.attempt_timeout_seconds if timeout_seconds is None else timeout_seconds
 
-        def attempt(shard: int, request: Request, alone: bool) -> Future[Reply]:
+        def attempt(shard: int, request: Request, *, alone: bool) -> Future[Reply]:
             patience.require_a_caller()
-            return self._attempt(shard, request, context=context, seconds=seconds, alone=alone)
+            entry, version = self.view.shards[shard], self.view.cluster_version
+            meant = replace(context, shard_incarnation=entry.incarnation, cluster_version=version)
+            return self._carriers[shard].submit(meant, request, seconds, alone=alone)
 
         def once(shard: int, request: Request) -> Reply:
-            return attempt(shard, request, True).result()
+            return attempt(shard, request, alone=True).result()
 
         def deliver() -> list[Outcome]:
             later = [partial(once, shard, request) for shard, request in calls]
             if len(calls) == 1:
-                return self._settle_all([_Attempts(calls[0][0], later[0], later[0])], patience, seconds)
-            begun = [attempt(shard, request, False) for shard, request in calls]
+                return self.settle_all([Attempts(calls[0][0], later[0], later[0])], patience, seconds)
+            begun = [attempt(shard, request, alone=False) for shard, request in calls]
             attempts = [
-                _Attempts(shard, first.result, again)
+                Attempts(shard, first.result, again)
                 for (shard, _), first, again in zip(calls, begun, later, strict=True)
             ]
-            return self._settle_all(attempts, patience, seconds, lambda n: begun[n].done())
+            return self.settle_all(attempts, patience, seconds, lambda n: begun[n].done())
 
         return shielded(deliver, if_broken_off=patience.end)
-
-    def again(
-        self,
-        ended: Sequence[tuple[int, BaseException | None]],
-        attempt: RowAttempt,
-        patience: CallPatience | None = None,
-    ) -> list[Outcome]:
-        """What calls of shards for rows come to whose first attempts have ended so; None: the next one can be made at
-        once. No longer is waited than ``patience`` has left.
-
-        Returns only when nobody uses the caller's arrays any more. So it is, too, if Ctrl-C breaks it off (but a second
-        one does not wait for that).
-        """
-        waits = patience or self.patience()
-        lease, seconds = BufferLease(), self.config.attempt_timeout_seconds
-
-        def once_more(shard: int) -> Reply:
-            waits.require_a_caller()
-            return attempt(shard, lease, seconds)
-
-        attempts = []
-        for shard, error in ended:
-            later = partial(once_more, shard)
-            attempts.append(_Attempts(shard, later if error is None else partial(_raise, error), later))
-
-        def break_off() -> None:
-            waits.end()
-            lease.end()
-            lease.wait()
-
-        return shielded(partial(self._settle_all, attempts, waits, seconds), if_broken_off=break_off)
-
-    def _settle_all(
-        self,
-        attempts: Sequence[_Attempts],
-        patience: CallPatience,
-        seconds: float,
-        has_ended: Callable[[int], bool] = lambda _: False,
-    ) -> list[Outcome]:
-        """Bring all calls to their end; meanwhile name shards that do not answer."""
-        settled = 0
-
-        def silent() -> list[Peer]:
-            """Of a retried call the one that is settled: its first attempt has ended."""
-            left = range(settled, len(attempts))
-            return [self.peer(attempts[n].shard) for n in left if n == settled or not has_ended(n)]
-
-        outcomes: list[Outcome] = []
-        with self.naming(silent, seconds + patience.seconds):
-            for settled, calls in enumerate(attempts):  # noqa: B007
-                try:
-                    outcomes.append(self._settle(calls, patience))
-                except GeartrainError as exc:
-                    outcomes.append(exc)
-        return outcomes
-
-    def patience(self, recovery_seconds: float | None = None) -> CallPatience:
-        """How long calls that belong together wait for shards, all in all; None: the client's
-        ``recovery_timeout_seconds``.
-        """
-        seconds = self.config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds
-        return CallPatience(seconds, given_up=self._given_up)
-
-    def naming_silent_shards(self) -> AbstractContextManager[None]:
-        """While the block lasts, in which another role works with all shards for this process, name those that do not
-        answer.
-        """
-        peers = [self.peer(shard) for shard in range(self._view.num_shards)]
-        return self.naming(lambda: peers, self.config.attempt_timeout_seconds)
-
-    def naming(self, silent: Callable[[], Sequence[Peer]], seconds: float) -> AbstractContextManager[None]:
-        """While the block lasts, which may be ``seconds``, name those of ``silent`` that do not answer."""
-        return self.silence.over(silent, f"up to {seconds:g} s") if self.remote else nullcontext()
-
-    def peer(self, shard: int) -> Peer:
-        """A shard as those are told of it who wait."""
-        return Peer(f"shard {shard}", self._view.shards[shard].address)
 
     def read(self, calls: Sequence[tuple[int, Request]]) -> list[Reply]:
         """Make calls that change nothing; raises the first error."""
@@ -259,24 +117,35 @@ class ShardCalls:
 
     def restored(self, tables: Iterable[TableSpec]) -> None:
         """Note that this process has restored tables: what it has open of these names means them from now on."""
-        restored = list(tables)
-        self._restored.update({table.name: table for table in restored})
-        self.note_settings(restored)
+        restored = {table.name: table for table in tables}
+        with self._lock:
+            self._restored.update(restored)
+            for table in list(self._open_tables):
+                if table.spec.name in restored:
+                    table.take_settings(table.spec)
+        self.note_settings(restored.values())
 
     def opened(self, table: OpenTable) -> None:
-        """Let a table know, for as long as somebody has it, when its settings were altered."""
+        """Have a table take its settings, now and, for as long as somebody has it, when they or the table that it means
+        become others.
+        """
         with self._lock:
             self._open_tables.add(table)
+            table.take_settings(table.spec)
 
     def note_settings(self, tables: Iterable[TableSpec]) -> None:
         """Let tables that are open here know the settings that they have now."""
         known = {(spec.name, spec.incarnation): spec for spec in tables}
         with self._lock:
-            open_tables = list(self._open_tables)
-        for table in open_tables:
-            now = known.get((table.spec.name, table.incarnation))
-            if now is not None and now != table.spec:
-                table.take_settings(now)
+            for table in list(self._open_tables):
+                now = known.get((table.spec.name, table.incarnation))
+                if now is not None and now != table.spec:
+                    table.take_settings(now)
+
+    def _refreshed(self, refresh: Callable[[], ClusterView]) -> ClusterView:
+        view = refresh()
+        self.note_settings(view.tables)
+        return view
 
     def incarnation_of(self, table: TableSpec) -> int:
         """Which table of its name is meant: the one that was opened, or that this process has restored since, if that
@@ -296,7 +165,7 @@ class ShardCalls:
         caller: CallContext | None = None,
     ) -> list[Outcome]:
         """:meth:`deliver` the same request, which is no write, to every shard. ``caller`` says who may be fenced."""
-        calls = [(shard, request) for shard in range(self._view.num_shards)]
+        calls = [(shard, request) for shard in range(self.view.num_shards)]
         return self.deliver(calls, caller or CallContext(), timeout_seconds, recovery_seconds=recovery_seconds)
 
     def background(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Future[Any]:
@@ -310,7 +179,7 @@ class ShardCalls:
         with self._lock:
             self.require_usable()
             if self._is_closing:
-                raise Unavailable(_CLOSED)
+                raise Unavailable(CLOSED)
             self._threads().submit(future.run)
 
     def elsewhere(self, work: Callable[[], object]) -> None:
@@ -338,6 +207,7 @@ class ShardCalls:
         if self.remote and not self._closed:
             self._let_go()
         self._given_up.set()
+        self.is_ready = False
         for carrier in self._carriers:
             carrier.close()
 
@@ -345,7 +215,7 @@ class ShardCalls:
         """Tell the shards, once and for a moment, to hold nothing more for this process's snapshots."""
         told = []
         for snapshot_id in list(self.held_snapshots):
-            for carrier, entry in zip(self._carriers, self._view.shards, strict=True):
+            for carrier, entry in zip(self._carriers, self.view.shards, strict=True):
                 context = CallContext(shard_incarnation=entry.incarnation)
                 thaw = Thaw(snapshot_id=snapshot_id, kept=False)
                 told.append(carrier.submit(context, thaw, _FAREWELL_SECONDS))
@@ -365,121 +235,6 @@ class ShardCalls:
             if executor is not None:
                 executor.shutdown(wait=True)
         self._closed = True
+        self.is_ready = False
         for carrier in self._carriers:
             carrier.close()
-
-    def _attempt(
-        self, shard: int, request: Request, *, context: CallContext, seconds: float, alone: bool
-    ) -> Future[Reply]:
-        fenced = CallContext(
-            stream=context.stream,
-            incarnation=context.incarnation,
-            sequence=context.sequence,
-            oldest_unacknowledged=context.oldest_unacknowledged,
-            shard_incarnation=self._view.shards[shard].incarnation,
-            cluster_version=self._view.cluster_version,
-            table_incarnation=context.table_incarnation,
-        )
-        return self._carriers[shard].submit(fenced, request, seconds, alone=alone)
-
-    def _settle(self, attempts: _Attempts, patience: CallPatience) -> Reply:
-        meant: int | None = None  # the cluster version of the attempt; of the first one unknown
-        looked = set[int | None]()
-        shard, ask, again = attempts
-        while True:
-            try:
-                reply = ask()
-                if self.silence.has_named:
-                    self.silence.heard(self.peer(shard))
-                return reply
-            except BrokenOff:
-                raise
-            except StepPending:
-                self._require_not_given_up(shard)
-                patience.begin_anew()  # the shard is well: other ranks are waited for, and it says for how long
-                ask = again
-            except Busy as exc:
-                self._require_not_given_up(shard)
-                if patience.is_fresh:
-                    logger.info("shard %d is busy, asking it again for up to %g s: %s", shard, patience.seconds, exc)
-                if not patience.pause(exc.retry_after_seconds):
-                    raise Busy(
-                        f"shard {shard} at {self._view.shards[shard].address} was busy for {patience.seconds:g} s "
-                        f"(client setting recovery_timeout_seconds): {exc}",
-                        exc.retry_after_seconds,
-                    ) from exc
-                ask = again
-            except (AttemptFailed, ShardUnavailable, StaleCluster) as exc:
-                self._require_not_given_up(shard)
-                if isinstance(exc, StaleCluster) and meant not in looked:
-                    # The shard answers: it is this client that has not heard, and no waiting would tell it. Again as
-                    # long as looking tells something new: the cluster may change once more meanwhile.
-                    looked.add(meant)
-                    self._look_again(shard)
-                    ask, meant = again, self._view.cluster_version
-                    continue
-                if patience.is_fresh and self.silence.tell(self.peer(shard)):  # once for all tables and threads
-                    address = self._view.shards[shard].address
-                    logger.warning(
-                        "shard %d at %s does not answer, waiting for it up to %g s: %s",
-                        shard,
-                        address,
-                        patience.seconds,
-                        exc,
-                    )
-                if not patience.pause():
-                    address = self._view.shards[shard].address
-                    raise ShardUnavailable(
-                        f"shard {shard} at {address} did not answer within {patience.seconds:g} s: "
-                        f"{exc}. Is its server running? ('geartrain status'; client setting recovery_timeout_seconds)"
-                    ) from None
-                self._look_again(shard)
-                ask, meant = again, self._view.cluster_version
-
-    def _require_not_given_up(self, shard: int) -> None:
-        if self._given_up.is_set():
-            raise Unavailable(f"this cluster was closed while shard {shard} was waited for") from None
-
-    def _look_again(self, shard: int) -> None:
-        """Learn the cluster version anew. Raises ShardRestarted if ``shard`` came back without our rows."""
-        try:
-            view = self._refresh()
-        except (AttemptFailed, GeartrainError):
-            return  # the shard may answer all the same
-        before, now = self._view.shards[shard], view.shards[shard]
-        if now.incarnation not in (0, before.incarnation):
-            raise ShardRestarted(
-                f"shard {shard} was restarted at {now.address}: the rows in its memory are gone; "
-                "connect again and restore a snapshot, or start the job again"
-            ) from None
-        # Not the incarnations: they are those of the shards that hold our rows.
-        self._view = replace(self._view, cluster_version=view.cluster_version)
-        self.rows.set_cluster_version(view.cluster_version)
-        self.note_settings(view.tables)
-
-
-class _Attempts(NamedTuple):
-    """Those at one call of a shard: each waits for the reply, or raises."""
-
-    shard: int
-    first: Callable[[], Reply]
-    later: Callable[[], Reply]
-
-
-def _raise(error: BaseException) -> Any:
-    raise error
-
-
-class CallPatience(Patience):
-    """The patience of one call, which ends with its caller."""
-
-    _has_ended = False
-
-    def end(self) -> None:
-        """Nobody waits any more: nothing is sent again."""
-        self._has_ended = True
-
-    def require_a_caller(self) -> None:
-        """Raise BrokenOff if nobody waits any more."""
-        if self._has_ended:
-            raise BrokenOff("the caller has gone")

@@ -8,7 +8,7 @@ that both share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -19,29 +19,26 @@ import numpy.typing as npt
 
 from geartrain.ams.client.hosted_calls import HostedCalls
 from geartrain.ams.client.rows.expire import ExpiredRows, expire_rows
-from geartrain.ams.client.rows.push_options import (
-    CHECK_FINITE,
-    CHECK_PRODUCT,
-    BatchSettings,
-    PushOptions,
-    table_facts,
-)
-from geartrain.ams.client.rows.row_calls import RowCalls
+from geartrain.ams.client.rows.push_options import PushOptions, StepOptions, checked_occurrences, clock_of
+from geartrain.ams.client.rows.row_calls import WriteOutcome
 from geartrain.ams.client.rows.row_futures import PreparedCall
+from geartrain.ams.client.rows.table_plan import CHECK_FINITE, CHECK_PRODUCT, NO_CHECK, PushBatch, TablePlan
 from geartrain.ams.client.rows.write_log import WriteLog
 from geartrain.ams.client.shard_calls import ShardCalls
-from geartrain.ams.client.table_writes import TableWrites, send_once
-from geartrain.ams.client.writes import ClientStream, RowWrite
-from geartrain.ams.kernels._core import ScatteredRows, TableFacts
-from geartrain.ams.values.arrays import ids_array, like
+from geartrain.ams.client.writes import ClientStream, MessageWrite, RowWrite, send_once
+from geartrain.ams.kernels import ops
+from geartrain.ams.kernels._core import PreparedWrite, ScatteredRows
+from geartrain.ams.values.arrays import ids_array, like, rows_array
 from geartrain.ams.values.errors import InvalidArgument, TableNotFound
 from geartrain.ams.values.expiry.rules import Expiry
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+from geartrain.ams.values.optimizers.spec import NO_SCALARS
 from geartrain.ams.values.placement import NUM_BUCKETS
 from geartrain.ams.values.shard_messages import (
     CallContext,
     Describe,
     Done,
+    Remove,
     Reply,
     Request,
     ShardState,
@@ -76,15 +73,14 @@ class Table:
         self._stream = stream
         self.wire_dtype = checked_wire_dtype(wire_dtype, spec.name, spec.dtype)
         """How pulled rows and pushed gradients travel; None: in the table's type."""
-        self._dtype = spec.numpy_dtype
-        self.take_settings(spec)
         calls.opened(self)
 
     def take_settings(self, spec: TableSpec) -> None:
-        """Go on with the settings of ``spec``, which is the same table: they were altered."""
+        """Go on with the settings of ``spec``, which is the same table, or with one that this process has restored."""
+        self.incarnation = self._calls.incarnation_of(spec)
+        """Which table of its name it is; that of the restored one after this process has restored it. 0: not known."""
+        self._plan = TablePlan(spec, self.incarnation, self.wire_dtype)
         self.spec = spec
-        self._facts = table_facts(spec, self.wire_dtype)
-        self._writes = TableWrites(spec, self._facts, self._calls, self._stream)
 
     def __repr__(self) -> str:
         rows = "hashed" if self.spec.num_rows is None else counted(self.spec.num_rows, "row")
@@ -103,21 +99,17 @@ class Table:
         """
         return type(self)(self.spec, self._calls, self._stream, wire_dtype, self.optimizer)
 
-    @property
-    def incarnation(self) -> int:
-        """Which table of its name it is; that of the restored one after this process has restored it. 0: not known."""
-        return self._calls.incarnation_of(self.spec)
-
     def pull(self, ids: Any) -> Any:
         """Read rows: [N] -> [N, dim] of the table's dtype. A row never written has its initial value; none is created.
 
         With a ``wire_dtype`` they are rounded to that. Raises InvalidIds, NonFinite (a row is beyond its range; the id
         is named), ShardUnavailable, ShardRestarted.
         """
-        checked = ids_array(ids, self.spec.num_rows)
-        out = np.empty((len(checked), self.spec.dim), self._dtype)
-        self._calls.rows.pull(self._facts, self.incarnation, checked, out)
-        return like(out, ids)
+        plan = self._plan
+        checked = ids_array(ids, plan.spec.num_rows)
+        out = np.empty((len(checked), plan.spec.dim), plan.dtype)
+        self._calls.rows.pull(plan, checked, out)
+        return out if type(ids) is np.ndarray else like(out, ids)
 
     def pull_async(self, ids: Any) -> Future[Any]:
         """:meth:`pull` in the background: sent at once where the request is small and shards are other processes."""
@@ -125,18 +117,20 @@ class Table:
             return self._calls.background(self.pull, ids)
 
         def prepared() -> PreparedCall:
-            checked = ids_array(ids, self.spec.num_rows)
-            out = np.empty((len(checked), self.spec.dim), self._dtype)
-            return self._calls.rows.pull_to_begin(self._facts, self.incarnation, checked, out, partial(like, out, ids))
+            plan = self._plan
+            checked = ids_array(ids, plan.spec.num_rows)
+            out = np.empty((len(checked), plan.spec.dim), plan.dtype)
+            return self._calls.rows.pull_to_begin(plan, checked, out, partial(like, out, ids))
 
         return self._calls.rows.begin(prepared)
 
     def present(self, ids: Any) -> npt.NDArray[np.bool_]:
         """Say which rows exist, [N] bool: were pushed or assigned."""
-        checked = ids_array(ids, self.spec.num_rows)
-        out = np.empty((len(checked), self.spec.dim), self._dtype)
+        plan = TablePlan(self.spec, self.incarnation, None)
+        checked = ids_array(ids, plan.spec.num_rows)
+        out = np.empty((len(checked), plan.spec.dim), plan.dtype)
         present = np.zeros(len(checked), np.bool_)
-        self._calls.rows.pull(table_facts(self.spec, None), self.incarnation, checked, out, present=present)
+        self._calls.rows.pull(plan, checked, out, present=present)
         return present
 
     def version(self) -> int:
@@ -158,7 +152,7 @@ class Table:
         shards: Sequence[int] = range(self._calls.view.num_shards)
         if self.spec.num_rows is not None:
             first_ids = np.arange(min(self.spec.num_rows, NUM_BUCKETS), dtype=np.int64)  # of every bucket that has any
-            shards = [shard for shard, _ in self._calls.rows.routes(self._facts, first_ids)]
+            shards = [shard for shard, _ in self._calls.rows.routes(self._plan, first_ids)]
         return tuple(
             self._state_in(reply).writes for reply in self._calls.read([(shard, Describe()) for shard in shards])
         )
@@ -183,7 +177,7 @@ class Table:
         group's writes before it are applied.
         """
         checked = self._checked_pull(ids, out)
-        self._calls.rows.pull(self._facts, self.incarnation, checked, out, required_sync=required_sync)
+        self._calls.rows.pull(self._plan, checked, out, required_sync=required_sync)
 
     @property
     def state_width(self) -> int:
@@ -198,25 +192,22 @@ class Table:
 
     def shards_of(self, ids: Ids) -> list[tuple[int, Ids | None]]:
         """Each shard that owns some of the ids [N], and the places of those (None: all of them)."""
-        return self._calls.rows.routes(self._facts, ids)
+        return self._calls.rows.routes(self._plan, ids)
 
     @property
     def num_shards(self) -> int:
         """Of the cluster."""
         return self._calls.view.num_shards
 
-    def _checked_pull(self, ids: Ids, out: npt.NDArray[Any] | ScatteredRows, *, may_be_states: bool = False) -> Ids:
+    def _checked_pull(self, ids: Ids, out: npt.NDArray[Any] | ScatteredRows) -> Ids:
         checked = ids_array(ids, self.spec.num_rows)
         if isinstance(out, ScatteredRows):
             return checked
-        is_array = isinstance(out, np.ndarray)
-        fits = is_array and out.shape == (len(checked), self.spec.dim)
-        if is_array and not fits and may_be_states:
-            fits = out.shape == (len(checked), self.state_width or -1)
-        if not fits or out.dtype != self._dtype:
+        is_array, dtype = isinstance(out, np.ndarray), self._plan.dtype
+        if not is_array or out.shape != (len(checked), self.spec.dim) or out.dtype != dtype:
             found = f"{out.dtype} {out.shape}" if is_array else f"a {type(out).__name__}"
             raise InvalidArgument(
-                f"out is {found}; it must be a numpy array of {self._dtype} ({len(checked)}, {self.spec.dim})"
+                f"out is {found}; it must be a numpy array of {dtype} ({len(checked)}, {self.spec.dim})"
             )
         if not out.flags.carray:
             raise InvalidArgument("out must be writable, aligned and C-contiguous; pass a fresh array")
@@ -231,9 +222,7 @@ class Table:
 
         def prepared() -> PreparedCall:
             checked = self._checked_pull(ids, out)
-            return self._calls.rows.pull_to_begin(
-                self._facts, self.incarnation, checked, out, lambda: None, required_sync=required_sync
-            )
+            return self._calls.rows.pull_to_begin(self._plan, checked, out, lambda: None, required_sync=required_sync)
 
         return self._calls.rows.begin(prepared)
 
@@ -246,7 +235,7 @@ class Table:
         NonFinite (nothing changed anywhere), StaleClient, SyncError, ShardUnavailable (whether that shard applied it is
         unknown; see :meth:`prepare_push`), DataPortClosed.
         """
-        return send_once(self._writes.push(ids, gradients, options))
+        return send_once(self._pushed(ids, gradients, options))
 
     def push_async(self, ids: Any, gradients: Any, **options: Unpack[PushOptions]) -> Future[Done]:
         """:meth:`push` in the background; the arrays must be left alone until the future is done.
@@ -255,7 +244,7 @@ class Table:
         """
         if not self._is_sent_at_once(ids):
             return self._calls.background(self.push, ids, gradients, **options)
-        return self._calls.rows.begin(lambda: self._writes.push(ids, gradients, options).to_begin())
+        return self._calls.rows.begin(lambda: self._pushed(ids, gradients, options).to_begin())
 
     def prepare_push(
         self,
@@ -285,9 +274,50 @@ class Table:
         Raises what :meth:`push` does before it sends.
         """
         check = CHECK_PRODUCT if known_finite else None if checked_on_send else CHECK_FINITE
-        return self._writes.push(
-            ids, gradients, options, check=check, step_goes_on=step_goes_on, known_distinct=known_distinct
+        return self._pushed(ids, gradients, options, check, step_goes_on=step_goes_on, are_distinct=known_distinct)
+
+    def _pushed(
+        self,
+        ids: Any,
+        gradients: Any,
+        options: PushOptions,
+        check: int | None = None,
+        *,
+        step_goes_on: bool = False,
+        are_distinct: bool = False,
+    ) -> RowWrite:
+        """A push, checked, cut and numbered; ``check`` None: as far as one is looked through that is sent at once."""
+        plan, calls = self._plan, self._calls
+        lr, scale, scalars, group = plan.settings_of(options)
+        checked = ids_array(ids, plan.spec.num_rows)
+        rows, code = gradients, 0
+        if not isinstance(gradients, ScatteredRows):
+            rows = rows_array(gradients, len(checked), plan.spec.dim)
+            if rows.dtype != np.float32:
+                rows, code = ops.as_bits(rows)
+        if check is None:
+            # All or nothing: a shard looks for itself, so what goes to one shard at once need not be looked at twice.
+            check = NO_CHECK if calls.view.num_shards == 1 and group is None else CHECK_FINITE
+        prepared = PreparedWrite(
+            *(calls.client, plan.facts, checked, rows, code),
+            is_assign=False,
+            check=check,
+            lr=lr,
+            scale=scale,
+            scalars=scalars,
+            group=group,
+            step_goes_on=step_goes_on,
+            every_shard=group is not None or plan.counts_steps,  # they count ranks, or steps
+            are_distinct=are_distinct,
+            batch=self._batch(plan, len(checked), options) if options or plan.asks_for_batch else None,
         )
+        numbers = self._stream.numbers(plan.spec.name, options.get("sequence"))
+        return RowWrite(calls.rows, numbers, [plan], [prepared], [checked], group)
+
+    @staticmethod
+    def _batch(plan: TablePlan, count: int, options: PushOptions) -> PushBatch | None:
+        occurrences = checked_occurrences(options.get("occurrences"), count)
+        return plan.batch(occurrences, *clock_of(options), options.get("pulled_at"))
 
     def _is_sent_at_once(self, ids: Any) -> bool:
         # Rows that come are counted as those that go: one thread copies all replies to where they are wanted.
@@ -300,7 +330,25 @@ class Table:
         ``sequence`` numbers the write as it does a :meth:`push`. Raises InvalidIds, InvalidRows, NonFinite,
         StaleClient, ShardUnavailable.
         """
-        return send_once(self._writes.assign(ids, rows, sequence))
+        plan, calls = self._plan, self._calls
+        checked = ids_array(ids, plan.spec.num_rows)
+        values, code = ops.as_bits(rows_array(rows, len(checked), plan.spec.dim, dtype=plan.dtype))
+        num_distinct = ops.num_distinct(checked)
+        if num_distinct < len(checked):
+            raise _duplicates(checked, len(checked) - num_distinct)
+        prepared = PreparedWrite(
+            *(calls.client, plan.facts, checked, values, code),
+            is_assign=True,
+            check=CHECK_FINITE,
+            lr=None,
+            scale=1.0,
+            scalars=NO_SCALARS,
+            group=None,
+            step_goes_on=False,
+            every_shard=False,
+        )
+        numbers = self._stream.numbers(plan.spec.name, sequence)
+        return send_once(RowWrite(calls.rows, numbers, [plan], [prepared], [checked]))
 
     def remove(self, ids: Any, *, sequence: int | None = None) -> int:
         """Take rows out, exactly once per shard; return how many went.
@@ -310,7 +358,27 @@ class Table:
         as it does a :meth:`push`; what takes more than ``part_bytes`` of ids is several writes, and cannot have one.
         Raises InvalidArgument, InvalidIds, StaleClient, ShardUnavailable (whether rows of that shard went is unknown).
         """
-        return self._writes.remove(ids, sequence)
+        checked = ids_array(ids, self.spec.num_rows)
+        most = max(1, self._calls.config.part_bytes // checked.itemsize)
+        if sequence is not None and len(checked) > most:
+            raise InvalidArgument(
+                f"sequence {sequence} is that of one write, and {len(checked)} ids to remove are several; give at most "
+                f"{most} at once"
+            )
+        return sum(self._remove(checked[start : start + most], sequence) for start in range(0, len(checked), most))
+
+    def _remove(self, ids: Ids, sequence: int | None) -> int:
+        plan, calls = self._plan, self._calls
+        requests = {
+            shard: Remove(table=plan.spec.name, ids=ids if places is None else ids[places])
+            for shard, places in self.shards_of(ids)
+        }
+
+        def deliver(shards: Sequence[int], context: CallContext) -> list[WriteOutcome]:
+            return cast("list[WriteOutcome]", calls.deliver([(n, requests[n]) for n in shards], context))
+
+        numbers, log = self._stream.numbers(plan.spec.name, sequence), calls.rows.write_log
+        return send_once(MessageWrite(numbers, list(requests), deliver, plan, log=log, ids=ids)).created
 
     def expire(
         self,
@@ -339,41 +407,69 @@ class Table:
 
     def hosted(self, model: str) -> HostedCalls:
         """Return the way to a hosted model beside this table's rows; see :mod:`geartrain.ams.programs.hosted`."""
-        return HostedCalls(self.spec, model, self._calls, partial(self._stream.numbers, self.spec.name, None))
+        return HostedCalls(lambda: self._plan, model, self._calls, self._stream)
 
 
 def pull_together(pulls: Sequence[tuple[Table, Ids, npt.NDArray[Any]]]) -> list[list[int]]:
-    """:meth:`Table.pull_into` of several tables: (table, distinct ids [N], out [N, dim] of its dtype) each.
+    """:meth:`Table.pull_into` of several tables, those of one cluster in one request to each shard.
 
-    Tables of one cluster are read in one request to each shard. Where ``out`` is [N, ``table.state_width``] it gets the
-    states. Returns of each the writes that every shard had applied
-    to the table, what a push takes as ``pulled_at``; -1: it was not asked, or does not tell. Raises as pull_into does.
+    Each is (table, distinct ids [N] in its range, out [N, dim] of its dtype), both C-contiguous. Where
+    ``out`` is [N, ``table.state_width``] it gets the states. Returns of each the writes that every shard had applied to
+    the table, what a push takes as ``pulled_at``; -1: it was not asked, or does not tell. Raises as pull_into does, but
+    ValueError for other arrays.
     """
-    by_calls: dict[RowCalls, list[int]] = {}
-    requests: list[tuple[TableFacts, int, Ids, npt.NDArray[Any]]] = []
-    for number, (table, ids, out) in enumerate(pulls):
-        requests.append((table._facts, table.incarnation, table._checked_pull(ids, out, may_be_states=True), out))
-        by_calls.setdefault(table._calls.rows, []).append(number)
+    clusters = dict.fromkeys([table._calls.rows for table, _, _ in pulls])
+    if len(clusters) == 1:
+        return next(iter(clusters)).pull_together([(table._plan, ids, out) for table, ids, out in pulls])
     writes: list[list[int]] = [[]] * len(pulls)
-    for calls, numbers in by_calls.items():
-        for number, of_table in zip(numbers, calls.pull_together([requests[n] for n in numbers]), strict=True):
-            writes[number] = of_table
+    for rows in clusters:
+        places = [place for place, (table, _, _) in enumerate(pulls) if table._calls.rows is rows]
+        for place, its in zip(places, pull_together([pulls[place] for place in places]), strict=True):
+            writes[place] = its
     return writes
 
 
-def prepare_together(
-    pushes: Iterable[tuple[Table, Ids, npt.NDArray[np.float32], BatchSettings]], **options: Unpack[PushOptions]
-) -> Iterator[RowWrite]:
-    """:meth:`Table.prepare_push` of tables with one optimizer: what their pushes have in common is looked at once.
+def prepare_pushes(
+    tables: Sequence[Table],
+    ids: Sequence[Ids],
+    gradients: Sequence[npt.NDArray[np.float32]],
+    *,
+    occurrences: Sequence[npt.NDArray[np.uint32] | None] | None = None,
+    pulled_at: Sequence[Sequence[int] | None] | None = None,
+    **options: Unpack[StepOptions],
+) -> RowWrite:
+    """:meth:`Table.prepare_push` of several tables of one cluster and optimizer, as one write: cut and numbered at
+    once, and sent in one request to each shard.
 
-    Each is of (table, distinct ids [N] in its range, finite gradients [N, dim], its batch). Raises as prepare_push.
+    Args:
+        tables: Each once.
+        ids: Of each table [N], distinct, in its range and C-contiguous.
+        gradients: Of each [N, dim], finite and C-contiguous.
+        occurrences: Of each [N], as in :class:`~geartrain.ams.client.rows.push_options.PushOptions`, C-contiguous;
+            None: not known.
+        pulled_at: Of each, as there.
+        options: Those that hold for all.
+
+    Raises as prepare_push; then nothing is numbered.
     """
-    settings: dict[str, Any] | None = None
-    for table, ids, gradients, batch in pushes:
-        if settings is None:
-            settings = table._writes.settings_of(options)
-            settings |= {"check": CHECK_PRODUCT, "step_goes_on": False, "are_distinct": True}
-        yield table._writes.cut(ids, gradients, settings, batch)
+    plans, calls = [table._plan for table in tables], tables[0]._calls
+    lr, scale, scalars, group = plans[0].settings_of(options)
+    step, seconds = clock_of(options)
+    nothing = [None] * len(plans)
+    prepared = calls.client.prepare_pushes(
+        [
+            (
+                *(plan.facts, own, rows, 0, group is not None or plan.counts_steps),
+                plan.batch(counts, step, seconds, at) if plan.asks_for_batch or at is not None else None,
+            )
+            for plan, own, rows, counts, at in zip(
+                plans, ids, gradients, occurrences or nothing, pulled_at or nothing, strict=True
+            )
+        ],
+        *(lr, scale, scalars, group),
+    )
+    numbers = tables[0]._stream.numbers(plans[0].spec.name, None)
+    return RowWrite(calls.rows, numbers, plans, prepared, ids, group)
 
 
 def next_step(tables: Sequence[Table]) -> int:
@@ -384,6 +480,16 @@ def next_step(tables: Sequence[Table]) -> int:
     calls = tables[0]._calls
     replies = calls.read([(shard, Describe()) for shard in range(calls.view.num_shards)])
     return max(table._state_in(reply).next_step for reply in replies for table in tables)
+
+
+def _duplicates(ids: Ids, count: int) -> InvalidArgument:
+    found, counts = np.unique(ids, return_counts=True)
+    first = int(np.flatnonzero(np.isin(ids, found[counts > 1]))[0])
+    both = np.flatnonzero(ids == ids[first])[:2]
+    return InvalidArgument(
+        f"{len(ids)} ids to assign hold {counted(count, 'duplicate')}: id {int(ids[first])} is at positions "
+        f"{both[0]} and {both[1]}; give each id once (a push would sum the gradients of equal ids). Nothing was sent"
+    )
 
 
 def _count(ids: Any) -> int:

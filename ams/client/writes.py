@@ -1,4 +1,4 @@
-"""Writes that are applied once: their numbers, and one write on its way to its shards.
+"""Writes that are applied once: their numbers, and writes on their way to their shards.
 
 A client's stream has a name. The writes that nobody numbers are numbered here, and their numbers mean something in
 this process only. A caller may number writes itself, by its step: such a number means the same after a restart.
@@ -11,12 +11,15 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any, NamedTuple
 
-from geartrain.ams.client.rows.row_calls import RowCalls, WriteOutcome
+from geartrain.ams.client.rows.row_calls import RowCalls, RowsToWrite, WriteOutcome, WriteReply
 from geartrain.ams.client.rows.row_futures import PreparedCall, RowFuture
+from geartrain.ams.client.rows.table_plan import TablePlan
+from geartrain.ams.client.rows.write_log import WriteLog
 from geartrain.ams.kernels._core import PreparedWrite, ScatteredRows
 from geartrain.ams.observe import failpoints
 from geartrain.ams.values.arguments import checked_name, integer
@@ -27,21 +30,7 @@ from geartrain.ams.values.specs import Ids
 logger = logging.getLogger(__name__)
 
 _WARN_SECONDS = 10.0
-
-
-class Numbers(Protocol):
-    """Where a write has its number from. Thread-safe."""
-
-    def begin(self, begun: list[int]) -> None:
-        """Add the number of a write that begins to ``begun``, before it is open: whatever breaks this off, who has
-        ``begun`` can end it.
-        """
-
-    def end(self, sequence: int) -> None:
-        """The write is acknowledged, or given up: it will not be sent again."""
-
-    def context(self, sequence: int, table_incarnation: int = 0) -> CallContext:
-        """Return what travels with the write, which means this table of its name (0: any)."""
+_SHARDS: Callable[[PreparedWrite], Sequence[int]] = attrgetter("shards")
 
 
 class WriteStream:
@@ -55,97 +44,79 @@ class WriteStream:
         self.incarnation = incarnation
         self._window = window
         self._next = 1
-        self._open: set[int] = set()
-        # Not a Condition: Ctrl-C on the main thread would leave one locked (see geartrain.ams.values.interrupts).
+        self._open: dict[int, None] = {}
         self._lock = threading.Lock()
-        self._ended: deque[int] = deque()
-        """Numbers that are to leave ``_open``."""
-        self._waiting: list[threading.Lock] = []
+        """For who begins. Not a Condition: Ctrl-C on the main thread would leave one locked (see
+        geartrain.ams.values.interrupts)."""
+        self._waiting: deque[threading.Lock] = deque()
         """Locks that :meth:`begin` waits for."""
 
-    def begin(self, begun: list[int]) -> None:
-        """Add the next number; blocks while the oldest open write is a whole window behind. See :class:`Numbers`."""
+    def begin(self, begun: list[int], count: int = 1) -> None:
+        """Add the next ``count`` numbers to ``begun``: whatever breaks the caller off, who has that can end them.
+
+        Blocks while the oldest open write is a whole window behind.
+        """
+        ended: threading.Lock | None = None
         while True:
-            ended = threading.Lock()
-            self._drain()
             with self._lock:
-                waiting, oldest = self._next, self._oldest()
-                is_free = waiting - oldest < self._window
-                if is_free:
-                    begun.append(waiting)
-                    self._open.add(waiting)
-                    self._next += 1
-                else:
-                    ended.acquire()
-                    self._waiting.append(ended)
-            self._drain()
-            if is_free:
-                return
+                first = self._next
+                oldest = min(tuple(self._open), default=first)
+                if first + count - oldest <= max(self._window, count):
+                    numbers = range(first, first + count)
+                    self._open.update(dict.fromkeys(numbers))  # before _next says so: oldest() takes no lock
+                    self._next = first + count
+                    begun.extend(numbers)
+                    return
+            if ended is None:  # to be looked for once more: a number may have ended before somebody waited for that
+                ended = threading.Lock()
+                ended.acquire()
+                self._waiting.append(ended)
+                continue
             if not ended.acquire(timeout=_WARN_SECONDS):
-                # Not while others wait for the lock: a log may take its time.
                 logger.warning(
                     "write %d waits for write %d, which was prepared %d writes ago: send it, or abandon() it",
-                    waiting,
-                    oldest,
-                    self._window,
+                    *(first, oldest, self._window),
                 )
+            ended = None
 
     def end(self, sequence: int) -> None:
-        """See :class:`Numbers`. Waits for nothing: the garbage collector calls it, at any place of any thread."""
-        self._ended.append(sequence)
-        self._drain()
+        """The write is acknowledged, or given up: it will not be sent again. Waits for nothing: the garbage collector
+        calls it, at any place of any thread.
+        """
+        self._open.pop(sequence, None)
+        while self._waiting:
+            with suppress(IndexError):  # another thread has let it go on
+                self._waiting.popleft().release()
 
-    def context(self, sequence: int, table_incarnation: int = 0) -> CallContext:
-        self._drain()
-        with self._lock:
-            oldest = self._oldest()
-        self._drain()
-        return CallContext(
-            stream=self.name,
-            incarnation=self.incarnation,
-            sequence=sequence,
-            oldest_unacknowledged=oldest,
-            table_incarnation=table_incarnation,
-        )
-
-    def _drain(self) -> None:
-        """Take up what has ended. To be called after the lock was held, too: numbers may have ended meanwhile."""
-        while self._ended and self._lock.acquire(blocking=False):
-            try:
-                while self._ended:
-                    self._open.discard(self._ended.popleft())
-                waiting, self._waiting = self._waiting, []
-            finally:
-                self._lock.release()
-            for waiter in waiting:
-                waiter.release()
-
-    def _oldest(self) -> int:
-        return min(self._open, default=self._next)
+    def oldest(self) -> int:
+        """The number below which every write was acknowledged, or given up."""
+        following = self._next  # read first: what begins meanwhile is not below it
+        return min(tuple(self._open), default=following)
 
 
 @dataclass(frozen=True)
-class _Given:
+class GivenNumber:
     """The number that the caller gave to one write."""
 
-    client: ClientStream
-    table: str
+    name: str
+    incarnation: int
     sequence: int
+    acknowledged: Callable[[], int]
 
-    def begin(self, begun: list[int]) -> None:
+    def begin(self, begun: list[int], count: int = 1) -> None:  # noqa: ARG002
+        """See :class:`WriteStream`."""
         begun.append(self.sequence)
 
     def end(self, sequence: int) -> None:
         """It may be sent again, by this process or the next: :meth:`ClientStream.acknowledge` ends it."""
 
-    def context(self, sequence: int, table_incarnation: int = 0) -> CallContext:
-        return CallContext(
-            stream=f"{self.client.name}/table/{self.table}",
-            incarnation=self.client.incarnation,
-            sequence=sequence,
-            oldest_unacknowledged=self.client.acknowledged,
-            table_incarnation=table_incarnation,
-        )
+    def oldest(self) -> int:
+        """See :class:`WriteStream`."""
+        return self.acknowledged()
+
+
+Numbers = WriteStream | GivenNumber
+"""Where a write has its number from. Thread-safe."""
 
 
 class ClientStream:
@@ -190,7 +161,7 @@ class ClientStream:
                 f"sequence {sequence} is outside [{low}, {low + WRITE_WINDOW}): shards remember {WRITE_WINDOW} writes "
                 "from the oldest that may be sent again; name that one with cluster.acknowledge(sequence)"
             )
-        return _Given(self, table, sequence)
+        return GivenNumber(f"{self.name}/table/{table}", self.incarnation, sequence, lambda: self.acknowledged)
 
     def acknowledge(self, sequence: int) -> None:
         """No write numbered below ``sequence`` is sent again. Shards learn it with the next numbered write."""
@@ -212,61 +183,60 @@ def checked_incarnation(incarnation: int) -> int:
     return integer("incarnation", incarnation, 1, 2**63 - 1)
 
 
-Deliver = Callable[[Sequence[int], CallContext], Sequence[WriteOutcome]]
-"""Sends a write to some of its shards; returns what each of them answered."""
-
-
 class Write:
-    """One write, prepared: it has its number and its calls. :meth:`send` may be called again after an error.
+    """A write, prepared: numbered and cut by shard. :meth:`send` may be called again after an error.
 
     A repeated send reaches only the shards that have not answered, under the same number, so that no shard applies
-    the write twice. Not thread-safe.
+    the write twice. One of several tables has a number for each. Not thread-safe.
     """
 
-    _begun: Sequence[int] = ()
-    """Its number, as soon as that is open."""
+    _begun: list[int] | tuple[()] = ()
+    """Its numbers, as soon as they are open."""
+
+    _logged: Sequence[int | None] = ()
+    """Of each table its number in the log of writes, once it was announced and where somebody reads that."""
 
     def __init__(
         self,
         numbers: Numbers,
-        shards: Sequence[int],
-        deliver: Deliver,
-        table: str,
-        table_incarnation: int,
+        tables: Sequence[TablePlan],
+        shards: Sequence[Sequence[int]],
         group: SyncGroup | None = None,
+        log: WriteLog | None = None,
+        ids: Sequence[Ids] = (),
     ) -> None:
-        """``table_incarnation``: the table that is there now is meant, for half of the write may be lost with one that
-        is restored later. ``group``: it is one rank's part of a joint step.
+        """The ``tables`` that are there now are meant, for half of a write may be lost with one that is restored later.
+
+        ``shards``: of each table those that have a part. ``group``: it is one rank's part of a joint step. ``log`` is
+        told of the ``ids`` of each table whose rows it touches.
         """
+        self.shards = shards
         self._numbers = numbers
-        self._num_shards = len(shards)
-        self._pending = shards
-        """Those that have not answered."""
-        self._deliver = deliver
-        self._table = table
-        self._table_incarnation = table_incarnation
+        self._tables = tables
+        self._log, self._ids = log, ids
+        self._pending = list(shards)
+        """Of each table those that have not answered."""
         self._group = group
-        self._created = 0
+        self._created = [0] * len(shards)
         self._duplicate = False
         begun: list[int] = []
         self._begun = begun
-        numbers.begin(begun)
-        self._sequence = begun[0]
+        numbers.begin(begun, len(shards))
 
     def __del__(self) -> None:
         """Nobody can send what nobody holds: else a number would stay open for ever."""
-        for sequence in self._begun:
-            self._numbers.end(sequence)
+        if self._begun:
+            self._close()
 
     @property
     def is_on_a_shard(self) -> bool:
         """Whether a shard has answered that it has applied its part."""
-        return len(self._pending) < self._num_shards
+        return any(len(left) < len(asked) for left, asked in zip(self._pending, self.shards, strict=True))
 
     @property
     def is_sent(self) -> bool:
         """Whether every shard has answered that it has applied its part."""
-        return not self._pending
+        return not any(self._pending)
 
     def send(self) -> Done:
         """Send to every shard that has not answered yet; return the joint reply.
@@ -275,181 +245,230 @@ class Write:
         again with the same write. Raises StepPartlyApplied if it is one rank's part of a joint step that some shards
         have applied and one refuses.
         """
-        context = self._begin()
-        return self._end(self._deliver(self._pending, context) if self._pending else ())
+        raise NotImplementedError
 
-    def _begin(self) -> CallContext:
-        failpoints.reach("client.send.before")
-        return self._numbers.context(self._sequence, self._table_incarnation)
+    def announce(self) -> None:
+        """Let those who keep rows know that these change from now on. To send it does so, too."""
+        if self._log is not None and self._log.readers and not self._logged:
+            pairs = zip(self._tables, self._ids, strict=True)
+            self._logged = [self._log.begin(table.spec.name, ids) for table, ids in pairs]
 
-    def _end(self, outcomes: Sequence[WriteOutcome]) -> Done:
-        """What an attempt has come to, shard by shard of those that had not answered."""
-        failed: list[tuple[int, BaseException]] = []
-        for shard, outcome in zip(self._pending, outcomes, strict=True):
-            if isinstance(outcome, Done):
-                self._created += outcome.created
-                self._duplicate |= outcome.duplicate
-            else:
-                failed.append((shard, outcome))
-        self._pending = [shard for shard, _ in failed]
+    def abandon(self) -> None:
+        """Give the write up. On shards that have not answered it is unknown whether it was applied."""
+        self._pending = [()] * len(self.shards)
+        self._close()
+
+    def _close(self) -> None:
+        """It is not sent again."""
+        for sequence in self._begun:
+            self._numbers.end(sequence)
+        self._begun = ()
+        for number in self._logged:
+            if self._log is not None and number is not None:
+                self._log.end(number)
+
+    def _settle(self, replies: Sequence[WriteReply]) -> Done:
+        """Note what an attempt has come to, of each table that was not done; return the joint reply of all attempts, or
+        raise.
+        """
+        failed: list[tuple[int, int, BaseException]] = []
+        said = iter(replies)
+        for place, pending in enumerate(self._pending):
+            if not pending:
+                continue
+            reply = next(said)
+            if isinstance(reply, tuple):
+                self._created[place] += reply[0]
+                self._duplicate |= reply[1]
+                self._pending[place] = ()
+                continue
+            left = []
+            for shard, outcome in zip(pending, reply, strict=True):
+                if isinstance(outcome, Done):
+                    self._created[place] += outcome.created
+                    self._duplicate |= outcome.duplicate
+                else:
+                    left.append(shard)
+                    failed.append((place, shard, outcome))
+            self._pending[place] = left
         if failed:
             first_error = self._error_of(failed)
             try:
                 raise first_error
             finally:
-                del first_error, failed, outcomes, outcome  # or the error would hold the arrays, by way of this frame
+                del (
+                    first_error,
+                    failed,
+                    replies,
+                    said,
+                    reply,
+                    outcome,
+                )  # or the error would hold the arrays
         failpoints.reach("client.reply.after")
-        self._numbers.end(self._sequence)
-        return Done(created=self._created, duplicate=self._duplicate)
+        self._close()
+        return Done(created=sum(self._created), duplicate=self._duplicate)
 
-    def _error_of(self, failed: Sequence[tuple[int, BaseException]]) -> BaseException:
+    def _error_of(self, failed: Sequence[tuple[int, int, BaseException]]) -> BaseException:
         """What to raise for the errors of some shards: the first, unless a step is half applied for good."""
-        for shard, error in failed:
+        for place, shard, error in failed:
             if isinstance(error, GeartrainError) and not isinstance(error, Unavailable | Fenced):
-                if self.is_on_a_shard and self._group is not None:
-                    return self._partly_applied(shard, error, self._group)
+                group, name, asked = self._group, self._tables[place].spec.name, len(self.shards[place])
+                applied = asked - len(self._pending[place])
+                if applied and group is not None:
+                    partly = StepPartlyApplied(
+                        f"step {group.sequence} of job {group.job!r} was applied to table {name!r} by "
+                        f"{applied} of {asked} shards and refused by shard {shard}: {error}. "
+                        "The table holds half of the step: stop all ranks and go back to their last snapshot"
+                    )
+                    partly.__cause__ = error
+                    return partly
                 break
-        return failed[0][1]
-
-    def _partly_applied(self, shard: int, error: GeartrainError, group: SyncGroup) -> GeartrainError:
-        """What it means that a shard refused its part of a joint step and another applied its own: half of a step."""
-        partly = StepPartlyApplied(
-            f"step {group.sequence} of job {group.job!r} was applied to table {self._table!r} by "
-            f"{self._num_shards - len(self._pending)} of {self._num_shards} shards and refused by shard {shard}: "
-            f"{error}. The table holds half of the step: stop all ranks and go back to their last snapshot"
-        )
-        partly.__cause__ = error
-        return partly
-
-    def abandon(self) -> None:
-        """Give the write up. On shards that have not answered it is unknown whether it was applied."""
-        self._pending = []
-        self._numbers.end(self._sequence)
+        return failed[0][2]
 
 
-def _deliver_rows(
-    rows: RowCalls, prepared: PreparedWrite, shards: Sequence[int], context: CallContext
-) -> Sequence[WriteOutcome]:
-    return rows.write([(prepared, shards, context)])[0]
+Deliver = Callable[[Sequence[int], CallContext], Sequence[WriteOutcome]]
+"""Sends a write to some of its shards; returns what each of them answered."""
 
 
-class RowWrite(Write):
-    """A write of rows. Several of them can be sent together."""
-
-    _logged: int | None = None
-    """Its number in the log of writes."""
+class MessageWrite(Write):
+    """A write to one table that carries no rows: removed ids, or gradients of a hosted model."""
 
     def __init__(
         self,
         numbers: Numbers,
-        prepared: PreparedWrite,
+        shards: Sequence[int],
+        deliver: Deliver,
+        table: TablePlan,
+        group: SyncGroup | None = None,
+        log: WriteLog | None = None,
+        ids: Ids | None = None,
+    ) -> None:
+        self._deliver = deliver
+        super().__init__(numbers, [table], [shards], group, log, [] if ids is None else [ids])
+
+    def send(self) -> Done:
+        failpoints.reach("client.send.before")
+        self.announce()
+        (pending,) = self._pending
+        context = CallContext(
+            stream=self._numbers.name,
+            incarnation=self._numbers.incarnation,
+            sequence=self._begun[0] if self._begun else 0,
+            oldest_unacknowledged=self._numbers.oldest(),
+            table_incarnation=self._tables[0].incarnation,
+        )
+        return self._settle([self._deliver(pending, context)] if pending else [])
+
+
+class WrittenPart(NamedTuple):
+    """What became of one table's part of a write of rows."""
+
+    shards: Sequence[int]
+    """Those that have rows of it."""
+    created: int
+    """Rows that it has made on the shards that have answered."""
+    log_number: int | None
+    """Its number in the log of writes, once it was announced and where somebody reads that."""
+
+
+class RowWrite(Write):
+    """A write of rows, of one table or several. Several of them can be sent together."""
+
+    def __init__(
+        self,
         rows: RowCalls,
-        table: str,
-        table_incarnation: int,
-        ids: Ids,
+        numbers: Numbers,
+        tables: Sequence[TablePlan],
+        prepared: Sequence[PreparedWrite],
+        ids: Sequence[Ids],
         group: SyncGroup | None = None,
     ) -> None:
         """``ids`` are those of the rows."""
-        # No method of its own: it would hold itself, and its number for as long.
-        deliver = partial(_deliver_rows, rows, prepared)
-        super().__init__(numbers, prepared.shards, deliver, table, table_incarnation, group)
-        self._prepared = prepared
         self._rows = rows
-        self._ids = ids
+        self._prepared = prepared
+        super().__init__(numbers, tables, list(map(_SHARDS, prepared)), group, rows.write_log, ids)
 
-    def __del__(self) -> None:
-        super().__del__()
-        self._is_over()
-
-    @property
-    def shards(self) -> Sequence[int]:
-        """Those that have a part of it."""
-        return self._prepared.shards
-
-    @property
-    def log_number(self) -> int | None:
-        """Its number in the log of writes, once it was announced and where somebody reads that."""
-        return self._logged
-
-    @property
-    def created(self) -> int:
-        """Rows that it has made on the shards that have answered."""
-        return self._created
-
-    def announce(self) -> None:
-        """Let those who keep rows know that these change from now on. To send it does so, too."""
-        if self._logged is not None:
-            return
-        log = self._rows.write_log
-        self._logged = log.begin(self._table, self._ids)
-
-    def _begin(self) -> CallContext:
-        self.announce()
-        return super()._begin()
-
-    def _end(self, outcomes: Sequence[WriteOutcome]) -> Done:
-        done = super()._end(outcomes)
-        self._is_over()
-        return done
-
-    def _is_over(self) -> None:
-        if self._logged is not None:
-            self._rows.write_log.end(self._logged)
-
-    def abandon(self) -> None:
-        super().abandon()
-        self._is_over()
+    def part(self, place: int) -> WrittenPart:
+        """What became of the part of the table at this place."""
+        return WrittenPart(self.shards[place], self._created[place], self._logged[place] if self._logged else None)
 
     def keep_rows(self) -> None:
         """Copy what is not sent yet: from now on its arrays are the caller's own."""
         if not self.is_sent:
-            self._prepared.keep_rows()
+            for prepared in self._prepared:
+                prepared.keep_rows()
+
+    def send(self) -> Done:
+        failpoints.reach("client.send.before")
+        requests = self._begin()
+        return self._settle(self._rows.write(requests) if requests else ())
+
+    def send_with(self, others: Sequence[RowWrite]) -> None:
+        """:meth:`send` this one and others: what goes to a shard, in one request for all of them.
+
+        Raises the first error once all were sent. Who sends them again reaches only the shards that have not answered.
+        """
+        left = [write for write in (self, *others) if not write.is_sent]
+        errors = []
+        for rows in dict.fromkeys([write._rows for write in left]):
+            failpoints.reach("client.send.before")
+            together = [(write, write._begin()) for write in left if write._rows is rows]
+            replies = iter(rows.write([request for _, requests in together for request in requests]))
+            for write, requests in together:
+                try:
+                    write._settle([next(replies) for _ in requests])
+                except GeartrainError as exc:
+                    errors.append(exc)
+            del replies  # see _settle
+        if errors:
+            try:
+                raise errors[0]
+            finally:
+                del errors
 
     def send_and_pull(self, out: ScatteredRows) -> tuple[Done, tuple[int, ...] | None]:
-        """:meth:`send` a push of no group, and read its rows; see :meth:`RowCalls.write_and_pull`."""
+        """:meth:`send` a push of one table and no group, and read its rows; see :meth:`RowCalls.write_and_pull`."""
         if self.is_sent or self.is_on_a_shard:
             return self.send(), None
-        outcomes, writes = self._rows.write_and_pull(self._prepared, self._begin(), out)
-        return self._end(outcomes), writes
+        failpoints.reach("client.send.before")
+        reply, writes = self._rows.write_and_pull(self._begin()[0], out)
+        return self._settle([reply]), writes
 
     def to_begin(self) -> PreparedCall:
-        """This write, not sent yet, for :meth:`RowCalls.begin`. It is given up where it fails."""
+        """This write of one table, not sent yet, for :meth:`RowCalls.begin`. It is given up where it fails."""
         failpoints.reach("client.send.before")
-        context = CallContext()
+        requests: list[RowsToWrite] = []
 
         def send(future: RowFuture) -> bool:
-            nonlocal context
-            self.announce()
-            context = self._numbers.context(self._sequence, self._table_incarnation)
-            return self._rows.begin_write(self._prepared, context, future)
+            requests[:] = self._begin()
+            return self._rows.begin_write(requests[0], future)
 
         def finish(reply: Any) -> Done:
             try:
-                return self._end(self._rows.written(self._prepared, self._pending, context, reply))
+                return self._settle([self._rows.written(requests[0], reply)])
             except BaseException:
                 self.abandon()
                 raise
 
         return PreparedCall(send, finish, self.abandon)
 
-    def send_with(self, others: Sequence[RowWrite]) -> None:
-        """:meth:`send` this one and others: what goes to a shard for the first time, in one request for all of them.
+    def _begin(self) -> list[RowsToWrite]:
+        """What is sent now, of each table that is not done."""
+        if self._rows.write_log.readers:
+            self.announce()
+        stream, incarnation, oldest = self._numbers.name, self._numbers.incarnation, self._numbers.oldest()
+        parts = zip(self._prepared, self._begun, self._tables, self._pending, strict=False)  # none once all are done
+        return [
+            (prepared, (stream, incarnation, sequence, oldest, table.incarnation), pending)
+            for prepared, sequence, table, pending in parts
+            if pending
+        ]
 
-        Raises the first error once all were sent. Who sends them again reaches only the shards that have not answered.
-        """
-        writes = [write for write in (self, *others) if not write.is_sent]
-        errors = []
-        for rows in dict.fromkeys(write._rows for write in writes):
-            together = [write for write in writes if write._rows is rows]
-            replies = rows.write([(write._prepared, write._pending, write._begin()) for write in together])
-            for write, outcomes in zip(together, replies, strict=True):
-                try:
-                    write._end(outcomes)
-                except GeartrainError as exc:
-                    errors.append(exc)
-            del replies, outcomes  # see _end
-        if errors:
-            try:
-                raise errors[0]
-            finally:
-                del errors
+
+def send_once(write: Write) -> Done:
+    """Send a write that nobody will send again: after an error it is abandoned."""
+    try:
+        return write.send()
+    except BaseException:
+        write.abandon()
+        raise

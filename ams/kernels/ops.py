@@ -54,11 +54,6 @@ def checked_ids(ids: Any, label: str = "ids") -> Ids:
     return ids if ids.flags.c_contiguous and ids.flags.aligned else _native(ids)
 
 
-def first_outside(ids: Ids, num_rows: int | None) -> int:
-    """Return the index of the first id outside [0, num_rows) (None: [0, 2**63)), or -1. ``ids`` is contiguous."""
-    return _core.first_outside(ids, 2**63 - 1 if num_rows is None else num_rows - 1)
-
-
 def _native(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Copy into aligned, contiguous memory."""
     return np.array(array, dtype=array.dtype.newbyteorder("="), order="C")

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.kernels import ops
+from geartrain.ams.kernels._core import first_outside
 from geartrain.ams.values.errors import GeartrainError, InvalidIds, InvalidRows
 from geartrain.ams.values.specs import DTYPES, Ids
 from geartrain.ams.values.text import counted
 
 _INT64 = np.dtype(np.int64)
+_IN_ORDER: tuple[Literal["C"], Literal["A"]] = ("C", "A")
 FOLD = "; geartrain.fold_ids makes ids of any 64-bit values, and fold=[column] of a reader does"
 """The remedy of values that are no ids."""
 ID_BITS = 2**63 - 1
@@ -59,8 +60,10 @@ def _require_unmasked(value: Any, error: type[GeartrainError], what: str) -> Non
 
 def ids_array(value: Any, num_rows: int | None) -> Ids:
     """Return ``value`` as int64 [N], C-contiguous, checked. Raises InvalidIds naming the offender and the range."""
-    ids = value if type(value) is np.ndarray and value.ndim == 1 and is_plain(value) else _int64_vector(value)
-    index = ops.first_outside(ids, num_rows)
+    is_vector = type(value) is np.ndarray and value.ndim == 1 and value.dtype == _INT64
+    is_ready = is_vector and (flags := value.flags).c_contiguous and flags.aligned
+    ids = value if is_ready else _int64_vector(value)
+    index = first_outside(ids, 2**63 - 1 if num_rows is None else num_rows - 1)
     if index >= 0:
         limit = f"{2**63}){FOLD}" if num_rows is None else f"{num_rows})"
         raise InvalidIds(f"id {ids[index]} at index {index} is out of range; ids lie in [0, {limit}")
@@ -81,7 +84,7 @@ def _int64_vector(value: Any) -> Ids:
         raise InvalidIds(f"ids have shape {array.shape}; they must be one-dimensional [N]")
     if array.dtype == np.uint64 and array.size and int(array.max()) >= 2**63:
         raise InvalidIds(f"id {int(array.max())} is out of range; ids lie in [0, 2**63){FOLD}")
-    return np.require(array, np.int64, ["C", "A"])
+    return np.require(array, np.int64, _IN_ORDER)
 
 
 def rows_array(value: Any, num_ids: int, dim: int, *, dtype: np.dtype[Any] | None = None) -> npt.NDArray[Any]:
@@ -89,6 +92,10 @@ def rows_array(value: Any, num_ids: int, dim: int, *, dtype: np.dtype[Any] | Non
 
     ``dtype`` is the one required; None admits every storage type.
     """
+    if type(value) is np.ndarray and value.dtype == (dtype or np.float32) and value.shape == (num_ids, dim):
+        array: npt.NDArray[Any] = value
+        if array.flags.c_contiguous and array.flags.aligned:
+            return array
     _require_unmasked(value, InvalidRows, "rows")
     if isinstance(value, list | tuple):  # of Python's numbers, which have no width of their own
         try:
@@ -102,7 +109,7 @@ def rows_array(value: Any, num_ids: int, dim: int, *, dtype: np.dtype[Any] | Non
     if array.dtype not in allowed:
         names = ", ".join(str(kind) for kind in allowed)
         raise InvalidRows(f"rows have dtype {array.dtype}; allowed: {names}. Convert them first")
-    return np.ascontiguousarray(array)
+    return np.require(array, requirements=_IN_ORDER)
 
 
 def like(array: npt.NDArray[Any], model: Any) -> Any:

@@ -11,8 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from geartrain.ams.client.rows.push_options import BatchSettings
-from geartrain.ams.client.table import Table, prepare_together
+from geartrain.ams.client.table import Table, prepare_pushes
 from geartrain.ams.client.writes import RowWrite
 from geartrain.ams.kernels import ops
 from geartrain.ams.programs.bag_pooling import NAME, SQUARED_NORM
@@ -184,8 +183,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
                 "group": None if self.ranks is None else self.ranks.sync_group(self._samples),
             }
             writes: list[RowWrite] = []
-            pushed: list[int] = []
-            pushes: list[tuple[Table, Ids, npt.NDArray[np.float32], BatchSettings]] = []
+            pushed: dict[int, TableGradient] = {}
             try:
                 for place, table in enumerate(self.tables):
                     gradient = self._pending.tables.get(place)
@@ -195,30 +193,33 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
                         inputs = self._pending.inputs(place, table)
                         self._hosted_writes.append(HostedUpdate(table, inputs, self.step, settings))
                         continue
-                    gradient = gradient or _none_of(table)  # the others wait for this rank
-                    batch: BatchSettings = {
-                        "occurrences": gradient.occurrences,
-                        "step": self.step,
-                        "pulled_at": gradient.pulled_at,
-                    }
-                    pushes.append((table, gradient.ids, gradient.rows, batch))
-                    pushed.append(place)
-                # Their squares are finite, or check_finite() would have said so; the product is looked at there.
-                for push in prepare_together(pushes, **settings):
-                    writes.append(push)  # so that those before an error are given up
+                    pushed[place] = gradient or _none_of(table)  # the others wait for this rank
+                if pushed:
+                    ids, rows, occurrences, pulled_at = zip(*pushed.values(), strict=True)
+                    tables = [self.tables[place] for place in pushed]
+                    # Their squares are finite, or check_finite() would have said so; the product is looked at there.
+                    writes = [
+                        prepare_pushes(
+                            *(tables, ids, rows),
+                            occurrences=occurrences,
+                            pulled_at=pulled_at,
+                            step=self.step,
+                            **settings,
+                        )
+                    ]
             except BaseException:
                 self._abandon(writes)
                 raise
             self._writes = writes
-            if self._caches:
+            if self._caches and pushed:
                 caches = [self._caches[place] for place in pushed]
                 for cache in caches:
                     cache.begin_push()
                 own = [
-                    (cache, ids, rows, write)
-                    for cache, (_, ids, rows, _), write in zip(caches, pushes, writes, strict=True)
+                    (cache, gradient.ids, gradient.rows)
+                    for cache, gradient in zip(caches, pushed.values(), strict=True)
                 ]
-                self._follow = partial(push_through, own, optimizer, settings["scale"])
+                self._follow = partial(push_through, own, writes[0], optimizer, settings["scale"])
         return self._writes
 
     def hand_over(self) -> None:

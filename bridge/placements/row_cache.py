@@ -26,7 +26,7 @@ from geartrain.bridge.rows.same_rows import incarnation_of
 
 if TYPE_CHECKING:
     from geartrain.ams.client.table import Table
-    from geartrain.ams.client.writes import RowWrite
+    from geartrain.ams.client.writes import RowWrite, WrittenPart
 
 Array = npt.NDArray[Any]
 _LONGEST_REST = 63
@@ -195,7 +195,7 @@ class RowCache:
         """A step of this process is about to be pushed."""
         self._is_pushing = True
 
-    def pushed(self, push: CachedPush, optimizer: RowOptimizerSpec, write: RowWrite) -> CachedPush | None:
+    def pushed(self, push: CachedPush, optimizer: RowOptimizerSpec, write: WrittenPart) -> CachedPush | None:
         """What a push of gradients of distinct ids, which all shards have applied, does to rows here; None: nothing.
 
         What cannot follow is dropped. ``positions`` of the push are still to be found.
@@ -314,15 +314,18 @@ def _whole(caches: Sequence[RowCache]) -> Iterator[None]:
 
 
 def push_through(
-    pushes: Sequence[tuple[RowCache, Ids, npt.NDArray[np.float32], RowWrite]],
+    pushes: Sequence[tuple[RowCache, Ids, npt.NDArray[np.float32]]],
+    write: RowWrite,
     optimizer: RowOptimizerSpec,
     scale: float,
 ) -> None:
-    """Make the rows here what shards hold now that all have applied pushes of gradients [U, D] of distinct ids [U]."""
+    """Make the rows here what shards hold now that all have applied ``write``: pushes of gradients [U, D] of distinct
+    ids [U], in the order of its tables.
+    """
     moved: list[tuple[RowCache, CachedPush]] = []
     with _whole([cache for cache, *_ in pushes]):
-        for cache, ids, gradients, write in pushes:
-            push = cache.pushed(CachedPush(cache.table.spec, _NONE, ids, gradients), optimizer, write)
+        for place, (cache, ids, gradients) in enumerate(pushes):
+            push = cache.pushed(CachedPush(cache.table.spec, _NONE, ids, gradients), optimizer, write.part(place))
             moved += [] if push is None else [(cache, push)]
         for store, numbers in _by_store([cache for cache, _ in moved]):
             refused = store.update([moved[number][1] for number in numbers], optimizer, scale)

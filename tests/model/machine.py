@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +107,7 @@ def _something_is_at_stake(machine: ClusterMachine) -> bool:
 def _would_wait(client: Client) -> bool:
     """Whether its next write would wait for its own oldest one, which nobody else can end here."""
     stream = client.stream
-    return stream._next - stream._oldest() >= stream._window
-
-
-def _deliver(rows: Any, write: Any, shards: Any, context: CallContext) -> Any:
-    return rows.write([(write._prepared, shards, context)])[0]
+    return stream._next - stream.oldest() >= stream._window
 
 
 class ClusterMachine(RuleBasedStateMachine):
@@ -311,12 +306,9 @@ class ClusterMachine(RuleBasedStateMachine):
         taken_over = [item for item in self.pending if item.client is old]
         self.pending = [item for item in self.pending if item.client is not old]
         for item in taken_over:
-            item.write._numbers, item.write._deliver = (
-                new.stream,
-                partial(_deliver, new.cluster._calls.rows, item.write),
-            )
+            item.write._numbers, item.write._rows = new.stream, new.cluster._calls.rows
             item.client = new
-            new.stream._open.add(item.sequence)
+            new.stream._open[item.sequence] = None
         self.clients[position] = new
         self.zombies.append(old)
         for item in taken_over:

@@ -19,10 +19,10 @@ import grpc
 import numpy as np
 import pytest
 
+from geartrain.ams.client import retries
+from geartrain.ams.client import table as table_module
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.embedded import LocalScheduler
-from geartrain.ams.client.rows import row_calls
-from geartrain.ams.client.rows.row_calls import RowCalls
 from geartrain.ams.client.snapshots import snapshot as snapshot_module
 from geartrain.ams.client.writes import ClientStream, WriteStream
 from geartrain.ams.kernels._core import PreparedWrite, RowsClient
@@ -273,13 +273,20 @@ class MessageRows(RowsClient):
                 left.append((shard, _outcome(error_from(failure, "shard"))))
         return left or None
 
-    def write(self, calls: Any, _: float, __: Any, shards: Any = ()) -> list[Any]:
+    def write(self, calls: Any, _: float, __: Any) -> list[Any]:
         replies = []
-        for prepared, context in calls:
+        for prepared, (stream, incarnation, sequence, oldest, table_incarnation), shards in calls:
+            context = CallContext(
+                stream=stream,
+                incarnation=incarnation,
+                sequence=sequence,
+                oldest_unacknowledged=oldest,
+                table_incarnation=table_incarnation,
+            )
             _, table, is_assign = self.writes[id(prepared)]
             outcomes: list[Any] = []
             for index, shard in enumerate(prepared.shards):
-                if shards and shard not in shards:
+                if shard not in shards:
                     continue
                 _, ids, rows, *_ = prepared.part(index)
                 write = (
@@ -421,16 +428,15 @@ def inject(patch: pytest.MonkeyPatch, network: Network, clock: Clock) -> FaultyD
 
 def send_rows_in_messages(patch: pytest.MonkeyPatch, network: Network) -> None:
     """Instead of over connections of their own."""
-    whole = RowCalls.prepared
 
-    def prepared(self: RowCalls, table: Any, *arguments: Any, **settings: Any) -> PreparedWrite:
-        made = whole(self, table, *arguments, **settings)
-        MessageRows.writes[id(made)] = made, table.name, settings["is_assign"]
+    def prepared(client: Any, facts: Any, *arguments: Any, **settings: Any) -> PreparedWrite:
+        made = PreparedWrite(client, facts, *arguments, **settings)
+        MessageRows.writes[id(made)] = made, facts.name, settings["is_assign"]
         return made
 
-    patch.setattr(RowCalls, "prepared", prepared)
+    patch.setattr(table_module, "PreparedWrite", prepared)
     patch.setattr(MessageRows, "network", network, raising=False)
     patch.setattr(MessageRows, "writes", {})
-    patch.setattr(row_calls, "RowsClient", MessageRows)
+    patch.setattr(retries, "RowsClient", MessageRows)
     patch.setattr(DataPlane, "connect", lambda *_: None)
     patch.setattr(DataPlane, "may_go_on", lambda _, *, is_late: is_late)

@@ -16,7 +16,8 @@ class WriteLog:
     """
 
     def __init__(self) -> None:
-        self._readers: list[weakref.ref[WriteReader]] = []
+        self.readers: list[weakref.ref[WriteReader]] = []
+        """Those who are told."""
         self._lock = threading.Lock()
         self._next = 0
         self._open: dict[int, tuple[str, Ids]] = {}
@@ -30,22 +31,22 @@ class WriteLog:
         made = WriteReader(self)
         with self._lock:
             made.entries.extend((number, *touches) for number, touches in self._open.copy().items())
-            self._readers.append(weakref.ref(made))
+            self.readers.append(weakref.ref(made))
         return made
 
     def begin(self, table: str, ids: Ids) -> int | None:
         """A write is about to touch rows of a table. Returns its number; None: nobody wants to know."""
-        if not self._readers:
+        if not self.readers:
             return None
         ids = ids.copy()  # the caller's are its own again before readers have forgotten them
         with self._lock:
             number = self._next
             self._open[number] = (table, ids)
             self._next += 1
-            alive = [(ref, reader) for ref in self._readers if (reader := ref()) is not None]
+            alive = [(ref, reader) for ref in self.readers if (reader := ref()) is not None]
             for _, reader in alive:
                 reader.entries.append((number, table, ids))
-            self._readers = [ref for ref, _ in alive]
+            self.readers = [ref for ref, _ in alive]
         return number
 
     def end(self, number: int) -> None:

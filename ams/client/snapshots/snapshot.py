@@ -17,7 +17,8 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from geartrain.ams.client.shard_calls import Outcome, ShardCalls
+from geartrain.ams.client.retries import Outcome
+from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.snapshot.blocks import write_job_file
 from geartrain.ams.storage.snapshot.folder import Snapshot, Staging, new_staging, open_snapshot

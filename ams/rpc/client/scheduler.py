@@ -34,7 +34,7 @@ class GrpcSchedulerCarrier(GrpcCalls):
 
     def call(self, request: Rpc[R], timeout_seconds: float | None) -> R:
         reply = super().call(request, timeout_seconds)
-        if self._silence.has_named:
+        if self._silence.named:
             self._silence.heard(self._as_peer)
         return reply
 

@@ -42,27 +42,23 @@ class SilenceLog:
     """Logs which peers do not answer, each once until it was heard again. Thread-safe."""
 
     def __init__(self) -> None:
-        self._named: set[Peer] = set()
+        self.named: set[Peer] = set()
+        """Those that were named and not heard since: only of these :meth:`heard` does anything."""
         self._lock = threading.Lock()
-
-    @property
-    def has_named(self) -> bool:
-        """Whether there is one that was named and not heard since: only then :meth:`heard` does anything."""
-        return bool(self._named)
 
     def heard(self, peer: Peer) -> None:
         """It has replied."""
         with self._lock:
-            was_named = peer in self._named
-            self._named.discard(peer)
+            was_named = peer in self.named
+            self.named.discard(peer)
         if was_named:
             logger.warning("%s at %s answers again", peer.name, peer.address)
 
     def tell(self, peer: Peer) -> bool:
         """Whether people are to be told that it does not answer: they were not since it was heard last."""
         with self._lock:
-            is_new = peer not in self._named
-            self._named.add(peer)
+            is_new = peer not in self.named
+            self.named.add(peer)
         return is_new
 
     def ask(self, silent: Callable[[], Sequence[Peer]], wait: str) -> None:
@@ -71,7 +67,7 @@ class SilenceLog:
 
         ``wait`` says how long they are waited for: "up to 90 s". Returns after ANSWER_SECONDS, or soon after.
         """
-        unnamed = [peer for peer in dict.fromkeys(silent()) if peer not in self._named]
+        unnamed = [peer for peer in dict.fromkeys(silent()) if peer not in self.named]
         if not unnamed:
             return
         try:

@@ -60,7 +60,7 @@ def test_a_rank_that_dies_between_two_shards_leaves_no_silent_half_step(served: 
         table = cluster.create_table("t", dim=1, optimizer=gt.SGD(1.0), num_rows=2, initializer=gt.Constant(0))
         ones = np.ones((2, 1), np.float32)
         dies, survives = (table.prepare_push([0, 1], ones, group=group(rank, 2)) for rank in (0, 1))
-        dies._pending = [0]
+        dies._pending = [[0]]
         reached = cluster._calls.background(dies.send)
         with pytest.raises(StepPartlyApplied, match="did not push step 1") as told:
             survives.send()

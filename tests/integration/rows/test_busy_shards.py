@@ -11,8 +11,8 @@ import grpc
 import numpy as np
 import pytest
 
+from geartrain.ams.client import retries
 from geartrain.ams.client.factory import connect
-from geartrain.ams.client.rows import row_calls
 from geartrain.ams.kernels._core import RowsClient
 from geartrain.ams.rpc.client.patience import Patience
 from geartrain.ams.rpc.services import SHARD
@@ -107,7 +107,7 @@ def test_a_busy_shard_is_asked_again_when_it_says_and_the_last_word_is_its_own(
             busy -= 1
             return [(0, Busy("too many requests wait", 0.25))] if busy >= 0 else whole_pull(self, *arguments)
 
-    monkeypatch.setattr(row_calls, "RowsClient", BusyClient)
+    monkeypatch.setattr(retries, "RowsClient", BusyClient)
     with connect(cluster.address, config=CONFIG) as client:
         table = client.create_table("t", dim=DIM, optimizer=SGD(1.0), initializer=Constant(0.0))
         assert (table.pull([1]) == 0).all()

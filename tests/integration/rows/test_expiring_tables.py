@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.factory import local
-from geartrain.ams.client.rows import push_options
+from geartrain.ams.client.rows import table_plan
 from geartrain.ams.client.table import Table
 from geartrain.ams.server.freeze.dedup import held_dedup, restore_clocks
 from geartrain.ams.server.shard import Shard
@@ -126,7 +126,7 @@ def test_a_shard_refuses_a_time_that_its_own_clock_has_not_come_to(cluster: Clus
     )
     rows = RowOptimizer(fields)
     now = time.time()
-    monkeypatch.setattr(push_options, "time", SimpleNamespace(time=lambda: now + 40 * DAY))
+    monkeypatch.setattr(table_plan, "time", SimpleNamespace(time=lambda: now + 40 * DAY))
     monkeypatch.setattr(hosted_bags, "time", SimpleNamespace(time=lambda: now + 40 * DAY))
     with pytest.raises(errors.InvalidArgument, match=r"unix_seconds is .*clock of"):
         table.push(np.arange(100), np.ones((100, DIM), np.float32))

@@ -28,9 +28,9 @@ def again(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     whole = ShardCalls.again
 
-    def asked_again(self: ShardCalls, ended: Sequence[Any], *arguments: Any) -> Any:
-        counts.append(len(ended))
-        return whole(self, ended, *arguments)
+    def asked_again(self: ShardCalls, left: Sequence[Any], *arguments: Any) -> Any:
+        counts.append(len(left))
+        return whole(self, left, *arguments)
 
     monkeypatch.setattr(ShardCalls, "again", asked_again)
     return counts
@@ -101,12 +101,12 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     """Released by each attempt of compiled code at one shard that begins after the first."""
     begun, whole = threading.Semaphore(0), ShardCalls.again
 
-    def asked_again(self: ShardCalls, ended: Any, attempt: Any, *arguments: Any) -> Any:
+    def asked_again(self: ShardCalls, left: Any, attempt: Any, *arguments: Any) -> Any:
         def once_more(*given: Any) -> Any:
             begun.release()
             return attempt(*given)
 
-        return whole(self, ended, once_more, *arguments)
+        return whole(self, left, once_more, *arguments)
 
     monkeypatch.setattr(ShardCalls, "again", asked_again)
     return begun

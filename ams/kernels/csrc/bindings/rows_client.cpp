@@ -1,4 +1,4 @@
-// The client in Python: what it is given and hands back; who decides on another attempt is ams/client/rows/row_calls.py.
+// The client in Python: what it is given and hands back; who decides on another attempt is ams/client/retries.py.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -23,6 +23,7 @@ namespace {
 using Counts = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 constexpr double kLongestSeconds = 1e8;
+constexpr const char* kArrays = "ids must be int64 [N] and rows [N, dim], both C-contiguous";
 
 void create_client(RowsClient* self, const ShardMap& bucket_shards, int64_t num_shards) {
   const uint16_t* map = bucket_shards.data();
@@ -170,16 +171,18 @@ std::optional<nb::list> pull_scattered(RowsClient& client, const TableFacts& tab
   return python_of(undone);
 }
 
-// (table, table_incarnation, ids, out, dtype_code) each. Returns (what pull() says of it, the writes that each shard had applied) of each.
-nb::list pull_together(RowsClient& client, const nb::list& pulls, double seconds, nb::handle watch) {
+// (table, table_incarnation, ids, out, dtype_code) each. Returns what pull() says of each, or None if that is None of all, and of each the
+// writes that each shard had applied.
+nb::tuple pull_together(RowsClient& client, const nb::list& pulls, double seconds, nb::handle watch) {
   std::vector<TablePull> all;
   all.reserve(pulls.size());
   for (const nb::handle given : pulls) {
     const auto parts = nb::cast<nb::tuple>(given);
     require(parts.size() == 5, "a pull has five parts");
     const auto& table = nb::cast<const TableFacts&>(parts[0]);
-    const auto ids = nb::cast<IdArray>(parts[2], false);
-    const auto out = nb::cast<MatrixOutput>(parts[3], false);
+    IdArray ids;
+    MatrixOutput out;
+    require(nb::try_cast(parts[2], ids, false) && nb::try_cast(parts[3], out, false), kArrays);
     all.push_back({&table, nb::cast<int64_t>(parts[1]), pull_request(table, ids, out, nb::cast<int>(parts[4]), std::nullopt, nb::none())});
   }
   const Attempt attempt = attempt_of(seconds, watch);
@@ -188,9 +191,13 @@ nb::list pull_together(RowsClient& client, const nb::list& pulls, double seconds
     const WithoutInterpreter release;
     pulled = client.pull(all, attempt);
   }
-  nb::list each;
-  for (const Pulled& item : pulled) each.append(nb::make_tuple(python_of(item.undone), item.writes));
-  return each;
+  const bool is_whole = std::ranges::all_of(pulled, [](const Pulled& item) { return item.undone.empty(); });
+  nb::list left, writes;
+  for (const Pulled& item : pulled) {
+    if (!is_whole) left.append(python_of(item.undone));
+    writes.append(item.writes);
+  }
+  return nb::make_tuple(is_whole ? nb::object(nb::none()) : nb::object(left), writes);
 }
 
 bool begin_pull(RowsClient& client, const TableFacts& table, int64_t table_incarnation, const IdArray& ids, const MatrixOutput& out,
@@ -252,16 +259,74 @@ void prepare(PreparedWrite* self, const RowsClient& client, const TableFacts& ta
                            static_cast<RowCheck>(check));
 }
 
-nb::list write(RowsClient& client, const std::vector<std::pair<const PreparedWrite*, nb::object>>& calls, double seconds,
-               nb::handle watch, const std::vector<int64_t>& shards) {
+// Distinct ids and finite gradients of several tables: (table, ids, rows, dtype_code, every_shard, batch) each.
+nb::list prepare_pushes(const RowsClient& client, const nb::list& pushes, std::optional<double> lr, double scale, nb::handle scalars,
+                        nb::handle group) {
+  struct Push {
+    const TableFacts* table;
+    IdArray ids;
+    Matrix rows;
+    DType dtype;
+    WriteSettings settings;
+  };
+  WriteSettings common;
+  common.lr = lr;
+  common.scale = scale;
+  common.scalars = scalars_of(scalars);
+  if (!group.is_none()) common.group = group_of(group);
+  common.are_distinct = true;
+  std::vector<Push> all;
+  all.reserve(pushes.size());
+  for (const nb::handle given : pushes) {
+    const auto parts = nb::cast<nb::tuple>(given);
+    require(parts.size() == 6, "a push has six parts");
+    Push push{&nb::cast<const TableFacts&>(parts[0]), {}, {}, {}, common};
+    require(nb::try_cast(parts[1], push.ids, false) && nb::try_cast(parts[2], push.rows, false), kArrays);
+    push.dtype = checked_dtype(push.rows, nb::cast<int>(parts[3]));
+    push.settings.every_shard = nb::cast<bool>(parts[4]);
+    require(push.rows.shape(0) == push.ids.size() && static_cast<int64_t>(push.rows.shape(1)) == push.table->dim, "rows must be [N, dim]");
+    if (!parts[5].is_none()) fill_batch(push.settings, nb::cast<BatchFactsGiven>(parts[5]), push.ids.size(), client.placement());
+    all.push_back(std::move(push));
+  }
+  std::vector<std::unique_ptr<PreparedWrite>> prepared;
+  {
+    const WithoutInterpreter release;
+    for (Push& push : all)
+      prepared.push_back(std::make_unique<PreparedWrite>(
+          *push.table, client.placement(), push.ids.data(), RowPlaces<const char>{static_cast<const char*>(push.rows.data())},
+          static_cast<int64_t>(push.ids.size()), push.dtype, std::move(push.settings), RowCheck::product));
+  }
+  nb::list writes;
+  for (size_t i = 0; i < prepared.size(); ++i) {
+    prepared[i]->hold(kept(nb::object(pushes[i])));
+    writes.append(nb::cast(prepared[i].release(), nb::rv_policy::take_ownership));
+  }
+  return writes;
+}
+
+// Stream, incarnation, sequence, the oldest that is not acknowledged, and which table of its name is meant.
+using ContextGiven = std::tuple<std::string, int64_t, int64_t, int64_t, int64_t>;
+
+CallContext context_of(const ContextGiven& given) {
+  const auto& [stream, incarnation, sequence, oldest, table_incarnation] = given;
+  return {.stream = stream,
+          .incarnation = incarnation,
+          .sequence = sequence,
+          .oldest_unacknowledged = oldest,
+          .table_incarnation = table_incarnation};
+}
+
+// Each with its context and the shards that it is for; none: all.
+nb::list write(RowsClient& client, const std::vector<std::tuple<const PreparedWrite*, ContextGiven, std::vector<int64_t>>>& calls,
+               double seconds, nb::handle watch) {
   std::vector<Write> writes;
   writes.reserve(calls.size());
-  for (const auto& [prepared, context] : calls) writes.push_back({prepared, context_of(context)});
+  for (const auto& [prepared, context, shards] : calls) writes.push_back({prepared, context_of(context), shards});
   const Attempt attempt = attempt_of(seconds, watch);
   WriteOutcomes outcomes;
   {
     const WithoutInterpreter release;
-    outcomes = client.write(writes, attempt, shards);
+    outcomes = client.write(writes, attempt);
   }
   nb::list replies;
   for (const auto& parts : outcomes) replies.append(python_of(parts));
@@ -269,7 +334,7 @@ nb::list write(RowsClient& client, const std::vector<std::pair<const PreparedWri
 }
 
 // (what write() says of it, the writes that each shard with rows had applied then, or None if not all of its rows came).
-nb::tuple write_and_pull(RowsClient& client, const PreparedWrite& prepared, nb::handle context, const ScatteredRows& out, double seconds,
+nb::tuple write_and_pull(RowsClient& client, const PreparedWrite& prepared, const ContextGiven& context, const ScatteredRows& out, double seconds,
                          nb::handle watch) {
   PullRequest after;
   after.count = out.count();
@@ -279,7 +344,7 @@ nb::tuple write_and_pull(RowsClient& client, const PreparedWrite& prepared, nb::
   require(prepared.num_rows() == out.count() && out.row_bytes() == static_cast<size_t>(prepared.dim()) * sizeof(float) &&
               !prepared.is_merged() && !prepared.group(),
           "rows come after a push of as many distinct ids, which waits for no other rank");
-  const Write write{&prepared, context_of(context), &after};
+  const Write write{&prepared, context_of(context), {}, &after};
   const Attempt attempt = attempt_of(seconds, watch);
   std::vector<PartOutcome> parts;
   std::optional<std::vector<int64_t>> writes;
@@ -292,8 +357,8 @@ nb::tuple write_and_pull(RowsClient& client, const PreparedWrite& prepared, nb::
   return nb::make_tuple(python_of(parts), writes ? nb::object(nb::tuple(nb::cast(*writes))) : nb::none());
 }
 
-bool begin_write(RowsClient& client, const PreparedWrite& prepared, nb::handle context, double seconds, nb::object tag) {
-  const Write write{&prepared, context_of(context)};
+bool begin_write(RowsClient& client, const PreparedWrite& prepared, const ContextGiven& context, double seconds, nb::object tag) {
+  const Write write{&prepared, context_of(context), {}};
   Attempt attempt = attempt_of(seconds, nb::none());
   std::shared_ptr<nb::object> label = kept(std::move(tag));
   const WithoutInterpreter release;
@@ -338,7 +403,9 @@ void bind_rows_client(nb::module_& m) {
       .def("pull_scattered", &pull_scattered, nb::arg("table"), nb::arg("table_incarnation"), nb::arg("ids").noconvert(), nb::arg("out"),
            nb::arg("required_sync").none(), nb::arg("seconds"), nb::arg("watch").none(), nb::arg("shards") = std::vector<int64_t>())
       .def("pull_together", &pull_together, nb::arg("pulls"), nb::arg("seconds"), nb::arg("watch").none())
-      .def("write", &write, nb::arg("writes"), nb::arg("seconds"), nb::arg("watch").none(), nb::arg("shards") = std::vector<int64_t>())
+      .def("prepare_pushes", &prepare_pushes, nb::arg("pushes"), nb::arg("lr").none(), nb::arg("scale"), nb::arg("scalars"),
+           nb::arg("group").none())
+      .def("write", &write, nb::arg("writes"), nb::arg("seconds"), nb::arg("watch").none())
       .def("write_and_pull", &write_and_pull, nb::arg("prepared"), nb::arg("context"), nb::arg("out"), nb::arg("seconds"),
            nb::arg("watch").none())
       .def("begin_pull", &begin_pull, nb::arg("table"), nb::arg("table_incarnation"), nb::arg("ids").noconvert(),

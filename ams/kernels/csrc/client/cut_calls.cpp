@@ -133,12 +133,14 @@ std::vector<Pulled> PullCalls::pulled() {
   return all;
 }
 
-WriteCall::WriteCall(std::span<const Write> writes, const Placement& placement, Shards shards)
+WriteCall::WriteCall(std::span<const Write> writes, const Placement& placement)
     : pulls_(writes.size()), places_(writes.size()) {
   JobOfShard job_of_shard(jobs_, placement.num_shards);
   for (size_t number = 0; number < writes.size(); ++number) {
-    for (const ShardPart& part : writes[number].prepared->parts()) {
-      if (!is_asked(shards, part.shard)) continue;
+    const std::span<const ShardPart> parts = writes[number].prepared->parts();
+    const bool is_for_all = writes[number].shards.size() == parts.size();
+    for (const ShardPart& part : parts) {
+      if (!is_for_all && !is_asked(writes[number].shards, part.shard)) continue;
       const size_t job = job_of_shard(part.shard, writes[number].after == nullptr ? 1 : 2);
       Job& own = jobs_[job];
       places_[number].emplace_back(job, own.operations.size());

@@ -83,6 +83,7 @@ class PullCalls {
 struct Write {
   const PreparedWrite* prepared;
   CallContext context;
+  std::vector<int64_t> shards;  // that it is for; none: all
   // If not null: where the rows of this push [count, dim] come as they are after it, shard by shard; without positions.
   const PullRequest* after = nullptr;
 };
@@ -91,10 +92,10 @@ using WriteOutcomes = std::vector<std::vector<PartOutcome>>;
 // Writes: one frame a shard for all of them.
 class WriteCall {
  public:
-  WriteCall(std::span<const Write> writes, const Placement& placement, Shards shards = {});
+  WriteCall(std::span<const Write> writes, const Placement& placement);
 
   std::vector<Job>& jobs() { return jobs_; }
-  // Once all jobs have theirs: of each write, in the order of its parts.
+  // Once all jobs have theirs: of each write, in the order of its parts that it is for.
   WriteOutcomes outcomes();
   // The writes that each shard had applied to the table when the rows of write `number` were read; none: not all of them have come.
   std::optional<std::vector<int64_t>> writes_after(size_t number) const;

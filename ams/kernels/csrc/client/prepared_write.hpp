@@ -7,6 +7,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/copy_row.hpp"
@@ -93,6 +94,8 @@ class PreparedWrite {
   PreparedWrite(const PreparedWrite&) = delete;
   PreparedWrite& operator=(const PreparedWrite&) = delete;
 
+  // Keeps what `ids` and `rows` lie in.
+  void hold(std::shared_ptr<void> arrays) { held_ = std::move(arrays); }
   // Copies the rows: from now on the caller's may change. While nobody sends it.
   void keep_rows();
 
@@ -123,6 +126,7 @@ class PreparedWrite {
   void round(const int64_t* ids, int64_t count, DType wire);
   void require_within(const int64_t* ids, int64_t count, DType wire) const;
 
+  std::shared_ptr<void> held_;
   const std::string table_;
   const int64_t dim_;
   DType dtype_;

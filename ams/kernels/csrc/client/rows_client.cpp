@@ -57,9 +57,9 @@ std::vector<Pulled> RowsClient::pull(std::span<const TablePull> pulls, const Att
   return calls.pulled();
 }
 
-WriteOutcomes RowsClient::write(std::span<const Write> writes, const Attempt& attempt, Shards shards) {
+WriteOutcomes RowsClient::write(std::span<const Write> writes, const Attempt& attempt) {
   const std::shared_ptr<const View> view = this->view();
-  WriteCall call(writes, placement_, shards);
+  WriteCall call(writes, placement_);
   Exchange(call.jobs(), *view, attempt).run();
   return call.outcomes();
 }

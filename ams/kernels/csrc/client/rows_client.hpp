@@ -40,7 +40,7 @@ class RowsClient {
   std::vector<Pulled> pull(std::span<const TablePull> pulls, const Attempt& attempt);
 
   // One frame a shard for all of them; the outcomes of each, in the order of its parts that are sent.
-  WriteOutcomes write(std::span<const Write> writes, const Attempt& attempt, Shards shards = {});
+  WriteOutcomes write(std::span<const Write> writes, const Attempt& attempt);
   // One write with the rows after it; `writes`: see WriteCall::writes_after.
   std::vector<PartOutcome> write_and_pull(const Write& write, const Attempt& attempt, std::optional<std::vector<int64_t>>& writes);
 

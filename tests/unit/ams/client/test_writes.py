@@ -8,18 +8,23 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from geartrain.ams.client import writes
-from geartrain.ams.client.writes import Write, WriteStream
+from geartrain.ams.client.rows.table_plan import TablePlan
+from geartrain.ams.client.writes import MessageWrite, Write, WriteStream
+from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.specs import TableSpec
+
+PLAN = TablePlan(TableSpec(name="t", dim=1, optimizer=SGD(1.0)), 0, None)
 
 
 def prepared(stream: WriteStream) -> Write:
-    return Write(stream, [], lambda *_: [], "t", 0)
+    return MessageWrite(stream, [], lambda *_: [], PLAN)
 
 
 def test_a_prepared_write_that_nobody_holds_keeps_no_other_waiting() -> None:
     stream = WriteStream(3, "me", 1)
     for _ in range(10):
         prepared(stream)
-    assert stream.context(11).oldest_unacknowledged == 11
+    assert stream.oldest() == 11
 
 
 def test_who_holds_writes_unsent_hears_which_one_the_next_waits_for(
@@ -47,16 +52,15 @@ def test_a_number_may_end_while_its_own_thread_has_the_lock() -> None:
             assert not waiting.done()
         with stream._lock:
             held[0] = None
-        stream.context(1)  # whoever had the lock looks afterwards what has ended
         waiting.result(20)
-    assert stream.context(3).oldest_unacknowledged == 2
+    assert stream.oldest() == 2
     del held
 
 
 def test_a_write_that_is_interrupted_as_it_is_numbered_keeps_no_other_waiting() -> None:
     class Interrupted(WriteStream):
-        def begin(self, begun: list[int]) -> None:
-            super().begin(begun)
+        def begin(self, begun: list[int], count: int = 1) -> None:
+            super().begin(begun, count)
             raise KeyboardInterrupt
 
     stream = Interrupted(2, "s", 1)
@@ -66,4 +70,4 @@ def test_a_write_that_is_interrupted_as_it_is_numbered_keeps_no_other_waiting() 
         except KeyboardInterrupt:
             continue
         pytest.fail("it was not interrupted")
-    assert stream.context(6).oldest_unacknowledged == 6
+    assert stream.oldest() == 6

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from geartrain.ams.kernels import _core, ops
 from geartrain.ams.values.errors import Busy, NonFinite, TableNotFound
-from geartrain.ams.values.shard_messages import CallContext, SyncGroup
+from geartrain.ams.values.shard_messages import SyncGroup
 from tests.specification import ops as reference
 
 SOON = 10.0
 NUM_SHARDS = 3
 DIM = 5
 PLACEMENT = (np.arange(ops.NUM_BUCKETS) * 7 % NUM_SHARDS).astype(np.uint16)
-CONTEXT = CallContext(stream="s", incarnation=1, sequence=1, oldest_unacknowledged=1)
+CONTEXT = ("s", 1, 1, 1, 0)
 many_ids = st.lists(st.integers(0, 40) | st.integers(0, 2**40), max_size=80).map(lambda ids: np.array(ids, np.int64))
 
 
@@ -134,8 +134,8 @@ def test_a_push_is_merged_and_cut_as_the_reference_says(
 def test_writes_of_several_tables_are_one_request_to_each_shard(shards: Shards) -> None:
     ids = np.random.default_rng(0).permutation(300)
     rows = np.random.default_rng(1).integers(-9, 9, (300, DIM)).astype(np.float32)
-    writes = [(shards.prepare(ids, rows * factor), CONTEXT) for factor in (1, 10, 100)]
-    missing = (shards.prepare(ids, rows, "missing"), CONTEXT)
+    writes = [(shards.prepare(ids, rows * factor), CONTEXT, ()) for factor in (1, 10, 100)]
+    missing = (shards.prepare(ids, rows, "missing"), CONTEXT, ())
     replies = shards.client.write([*writes, missing], SOON, None)
     assert replies[:3] == [(300, False)] * 3
     assert [type(error) for error in replies[3]] == [TableNotFound] * NUM_SHARDS
@@ -181,14 +181,14 @@ def test_what_is_not_done_is_said_shard_by_shard(shards: Shards) -> None:
     shards.servers[1].close()
     rows = np.ones((len(ids), DIM), np.float32)
     shards.prepare(ids, rows)
-    (reply,) = shards.client.write([(shards.prepare(ids, rows), CONTEXT)], SOON, None)
+    (reply,) = shards.client.write([(shards.prepare(ids, rows), CONTEXT, ())], SOON, None)
     assert reply[0] is None and reply[2] == (3, False), "no way to the first, the third has answered"
     assert reply[1] is None, "nor to the second any more"
     out, _, undone = shards.pull(ids)
     assert [shard for shard, _ in undone] == [0, 1]
     third = PLACEMENT[ids] == 2
     np.testing.assert_array_equal(out[third], expected(ids)[third])
-    (busy,) = shards.client.write([(shards.prepare(np.array([-2]), rows[:1]), CONTEXT)], SOON, None)
+    (busy,) = shards.client.write([(shards.prepare(np.array([-2]), rows[:1]), CONTEXT, ())], SOON, None)
     assert isinstance(busy[0], Busy) and busy[0].retry_after_seconds == 0.25
 
 
@@ -201,7 +201,7 @@ def test_one_shard_alone_can_be_asked_again(shards: Shards) -> None:
     np.testing.assert_array_equal(present, np.where(is_second, ids % 2 == 0, 7))
     write = shards.prepare(ids[:30], np.ones((30, DIM), np.float32))
     assert write.shards == [0, 1, 2]
-    assert shards.client.write([(write, CONTEXT)], SOON, None, (1,)) == [(10, False)]
+    assert shards.client.write([(write, CONTEXT, (1,))], SOON, None) == [(10, False)]
     assert shards.written() == [0, 10 * DIM, 0]
 
 
@@ -211,7 +211,7 @@ def test_a_shard_that_does_not_reply_in_time_is_one_of_several(shards: Shards) -
     rows = np.ones((60, DIM), np.float32)
     shards.handlers[0].release()
     shards.handlers[2].release()
-    writes = [(shards.prepare(ids, rows, "held"), CONTEXT)]
+    writes = [(shards.prepare(ids, rows, "held"), CONTEXT, ())]
     (reply,) = shards.client.write(writes, 0.35, seen.append)
     assert reply[0] == reply[2] == (20, False) and reply[1] is False
     assert seen and all(1 in waiting for waiting in seen)
@@ -230,7 +230,7 @@ def test_ctrl_c_ends_the_wait_and_the_arrays_are_the_callers_again(shards: Shard
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         if is_write:
-            shards.client.write([(write, CONTEXT)], SOON, None)
+            shards.client.write([(write, CONTEXT, ())], SOON, None)
         else:
             shards.client.pull(facts_of("held"), 0, ids, out, 0, None, None, SOON, None)
     thread.join()
@@ -245,7 +245,7 @@ def test_a_group_and_its_numbers_travel(shards: Shards) -> None:
     group = SyncGroup(job="j", world_size=2, rank=1, sequence=3, sample_count=8)
     write = shards.prepare(np.arange(3), np.ones((3, DIM), np.float32), group=group, every_shard=True, lr=0.1)
     assert write.num_parts == NUM_SHARDS
-    assert shards.client.write([(write, CONTEXT)], SOON, None) == [(3, False)]
+    assert shards.client.write([(write, CONTEXT, ())], SOON, None) == [(3, False)]
 
 
 @pytest.mark.parametrize(

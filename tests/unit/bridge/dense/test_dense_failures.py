@@ -16,6 +16,7 @@ import geartrain as gt
 from geartrain.ams.client.rows.row_calls import RowCalls
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.values.errors import NonFinite, ShardUnavailable
+from geartrain.ams.values.shard_messages import Done
 from geartrain.bridge.dense.layout import Layout
 
 DIM = 8
@@ -66,15 +67,15 @@ def fail_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             pushes += 1
             if pushes != push:
                 return whole(rows, writes)
-            [(prepared, shards, context)] = writes
+            [(prepared, context, shards)] = writes
             *others, _ = shards
             assert others
-            [outcomes] = whole(rows, [(prepared, shards if applied else others, context)])
-            assert not any(isinstance(outcome, BaseException) for outcome in outcomes)
-            return [[*outcomes[: len(others)], ShardUnavailable("lost")]]
+            [reply] = whole(rows, [(prepared, context, shards if applied else others)])
+            assert isinstance(reply, tuple)  # all have done it
+            return [[*(Done() for _ in others), ShardUnavailable("lost")]]
 
-        def lossy_and_pull(rows: RowCalls, prepared: Any, context: Any, _: Any) -> tuple[Any, None]:
-            return lossy(rows, [(prepared, prepared.shards, context)])[0], None
+        def lossy_and_pull(rows: RowCalls, write: Any, _: Any) -> tuple[Any, None]:
+            return lossy(rows, [write])[0], None
 
         with monkeypatch.context() as patch:
             patch.setattr(RowCalls, "write", lossy)

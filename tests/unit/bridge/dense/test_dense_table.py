@@ -23,6 +23,7 @@ from geartrain.ams.values.errors import (
     TableExists,
 )
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
+from geartrain.ams.values.shard_messages import Done
 
 DIM = 16
 
@@ -393,15 +394,16 @@ def test_a_push_that_failed_half_way_is_completed_once(cluster: gt.Cluster, monk
         delivered = deliver(rows, writes)
         pushed += 1
         if pushed == 2:  # the parameters: they follow the buffers
-            return [[*delivered[0][:-1], ShardUnavailable("the answer was lost")]]
+            *others, _ = writes[0][2]
+            return [[*(Done() for _ in others), ShardUnavailable("the answer was lost")]]
         return delivered
 
     def silent(self: ShardCalls, calls: Any, **keywords: Any) -> Any:
         read(self, calls, **keywords)
         raise ShardUnavailable("lost before the pull")
 
-    def lossy_and_pull(rows: RowCalls, prepared: Any, context: Any, _: Any) -> tuple[Any, None]:
-        return lossy(rows, [(prepared, prepared.shards, context)])[0], None
+    def lossy_and_pull(rows: RowCalls, write: Any, _: Any) -> tuple[Any, None]:
+        return lossy(rows, [write])[0], None
 
     backward(module, 0)
     monkeypatch.setattr(RowCalls, "write", lossy)

@@ -262,7 +262,7 @@ def test_a_step_that_failed_on_its_way_goes_on_and_applies_nothing_twice(
         sends.append(len(writes))
         if len(sends) > 1:
             return whole(rows, writes)
-        (_, (_, shards, _)) = writes
+        (_, (_, _, shards)) = writes
         return [*whole(rows, writes[:1]), [ShardUnavailable("planted") for _ in shards]]
 
     monkeypatch.setattr(RowCalls, "write", failing)
@@ -292,7 +292,7 @@ def test_what_a_failed_step_left_is_given_up_or_told_of_by_the_next_pass(
         patch.setattr(
             RowCalls,
             "write",
-            lambda _, writes: [[ShardUnavailable("planted") for _ in shards] for (_, shards, _) in writes],
+            lambda _, writes: [[ShardUnavailable("planted") for _ in shards] for (_, _, shards) in writes],
         )
         with pytest.raises(ShardUnavailable, match="planted"):
             optimizer.step()

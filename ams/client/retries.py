@@ -1,0 +1,388 @@
+"""How a client reaches the shards of its cluster, and the repetition of what a first attempt at them left undone.
+
+Whoever calls makes the first attempt and says what it came to, shard by shard. From here each is asked again while that
+can help: a shard that is busy, silent or lost is waited for, its connection is made anew, and silent ones are named.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from geartrain.ams.kernels._core import RowsClient
+from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
+from geartrain.ams.rpc.client.patience import Patience
+from geartrain.ams.rpc.client.silence import Peer, SilenceWatch
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.errors import (
+    Busy,
+    GeartrainError,
+    ShardRestarted,
+    ShardUnavailable,
+    StaleCluster,
+    StepPending,
+    Unavailable,
+)
+from geartrain.ams.values.interrupts import BrokenOff, BufferLease, shielded
+from geartrain.ams.values.scheduler_messages import ClusterView
+from geartrain.ams.values.shard_messages import Done, Reply
+
+Outcome = Reply | BaseException
+RowAttempt = Callable[[int, float, Callable[[Sequence[int]], object]], Any]
+"""One attempt at the rows of a shard, for so many seconds, whose watch may break it off. Returns what compiled code
+says of that shard: (created, duplicate) where it is done, an error, False if no reply came, None if no connection."""
+Refusals = Mapping[int, BaseException]
+"""Of shards that a call has just tried to connect to in vain, why: that was an attempt at them."""
+NONE_REFUSED: Refusals = MappingProxyType({})
+CLOSED = "this cluster is closed; use it inside the 'with' block, or before close()"
+_CONNECTED_AT_ONCE = 16
+logger = logging.getLogger(__name__)
+_all: weakref.WeakSet[Retries] = weakref.WeakSet()
+
+
+def _refuse_in_child() -> None:
+    for each in list(_all):
+        each.is_forked, each.is_ready = True, False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_refuse_in_child)
+
+
+class CallPatience(Patience):
+    """The patience of one call, which ends with its caller."""
+
+    _has_ended = False
+
+    def end(self) -> None:
+        """Nobody waits any more: nothing is sent again."""
+        self._has_ended = True
+
+    def require_a_caller(self) -> None:
+        """Raise BrokenOff if nobody waits any more."""
+        if self._has_ended:
+            raise BrokenOff("the caller has gone")
+
+
+class Attempts(NamedTuple):
+    """Those at one call of a shard: each waits for the reply, or raises."""
+
+    shard: int
+    first: Callable[[], Reply]
+    later: Callable[[], Reply]
+
+
+class Retries:
+    """The shards of one cluster. Thread-safe."""
+
+    def __init__(
+        self,
+        view: ClusterView,
+        open_carrier: Callable[[str, int], ShardCarrier],
+        refresh: Callable[[], ClusterView],
+        config: ClientConfig,
+        *,
+        remote: bool,
+    ) -> None:
+        self.remote = remote
+        """Whether the shards are other processes."""
+        self.config = config
+        self.view = view
+        """The cluster as last seen."""
+        self.silence = SilenceWatch()
+        self.is_forked = False
+        """Whether this is a forked child of the process that opened the cluster. It would number its writes as its
+        parent does, so that the shards took one of two for a repetition; and neither connections nor threads came with
+        it."""
+        self.is_ready = False
+        """Whether rows can be asked for without :meth:`prepare`."""
+        self.client = RowsClient(np.ascontiguousarray(view.bucket_shards), view.num_shards)
+        """Makes the calls for rows, each to all shards at once."""
+        self.client.set_cluster_version(view.cluster_version)
+        self._refresh = refresh
+        self._carriers = [open_carrier(entry.address, entry.shard) for entry in view.shards]
+        self._closed, self._given_up, self._process = False, threading.Event(), os.getpid()
+        for shard, carrier in enumerate(self._carriers):
+            if carrier.engine is not None:
+                self.client.set_endpoint(shard, view.shards[shard].incarnation, carrier.engine, None)
+        self.unconnected = {shard for shard, carrier in enumerate(self._carriers) if carrier.engine is None}
+        """Shards that no connection leads to."""
+        self._untried = sorted(self.unconnected)
+        """Those that none was ever made to."""
+        _all.add(self)
+
+    def require_own_process(self) -> None:
+        """Raise Unavailable in a forked child."""
+        if self.is_forked:
+            raise Unavailable(
+                f"this cluster was opened by process {self._process} and cannot be used in process {os.getpid()}, "
+                "which was forked from it; open one there (gt.connect)"
+            )
+
+    def require_usable(self) -> None:
+        """Raise Unavailable in a forked child, and once the cluster is closed."""
+        self.require_own_process()
+        if self._closed or self._given_up.is_set():
+            self.is_ready = False
+            raise Unavailable(CLOSED)
+
+    def prepare(self) -> Refusals:
+        """Before a first attempt at rows: connect to shards that no call has tried yet. One that cannot be connected to
+        is left to the calls that need it. Raises Unavailable if no call can be made.
+        """
+        self.is_ready = not self.is_forked
+        self.require_usable()
+        untried, self._untried = self._untried, []
+        return shielded(partial(self._connect_to_all, untried)) if untried else NONE_REFUSED
+
+    def patience(self, recovery_seconds: float | None = None) -> CallPatience:
+        """How long calls that belong together wait for shards, all in all; None: the client's
+        ``recovery_timeout_seconds``.
+        """
+        seconds = self.config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds
+        return CallPatience(seconds, given_up=self._given_up)
+
+    def peer(self, shard: int) -> Peer:
+        """A shard as those are told of it who wait."""
+        return Peer(f"shard {shard}", self.view.shards[shard].address)
+
+    def naming(self, silent: Callable[[], Sequence[Peer]], seconds: float) -> AbstractContextManager[None]:
+        """While the block lasts, which may be ``seconds``, name those of ``silent`` that do not answer."""
+        return self.silence.over(silent, f"up to {seconds:g} s") if self.remote else nullcontext()
+
+    def naming_silent_shards(self) -> AbstractContextManager[None]:
+        """While the block lasts, in which another role works with all shards for this process, name those that do not
+        answer.
+        """
+        peers = [self.peer(shard) for shard in range(self.view.num_shards)]
+        return self.naming(lambda: peers, self.config.attempt_timeout_seconds)
+
+    def heard(self, asked: Sequence[int], left: Sequence[int]) -> None:
+        """Note that all of ``asked`` but those ``left`` have answered."""
+        for shard in set(asked).difference(left):
+            self.silence.heard(self.peer(shard))
+
+    def again(
+        self,
+        left: Sequence[tuple[int, Any]],
+        attempt: RowAttempt,
+        refused: Refusals = NONE_REFUSED,
+        patience: CallPatience | None = None,
+    ) -> list[Outcome]:
+        """What calls for rows come to that a first attempt has ``left``, each with what compiled code said of its
+        shard. No longer is waited than ``patience`` has left.
+
+        Returns only when nobody uses the caller's arrays any more. So it is, too, if Ctrl-C breaks it off (but a second
+        one does not wait for that).
+        """
+        waits, lease, seconds = patience or self.patience(), BufferLease(), self.config.attempt_timeout_seconds
+
+        def watch(_: Sequence[int]) -> None:
+            if lease.has_ended:
+                raise BrokenOff("the caller has gone")
+
+        def once_more(shard: int) -> Done:
+            waits.require_a_caller()
+            if shard in self.unconnected:
+                self._connect(shard, seconds)
+            with lease.held():
+                outcome = attempt(shard, seconds, watch)
+            if isinstance(outcome, tuple):
+                return Done(created=outcome[0], duplicate=outcome[1])
+            raise self._error(shard, outcome) or AttemptFailed(f"{self._name(shard)}: the connection was lost")
+
+        attempts = []
+        for shard, outcome in left:
+            error, later = self._error(shard, outcome) or refused.get(shard), partial(once_more, shard)
+            attempts.append(Attempts(shard, later if error is None else partial(_raise, error), later))
+
+        def break_off() -> None:
+            waits.end()
+            lease.end()
+            lease.wait()
+
+        return shielded(partial(self.settle_all, attempts, waits, seconds), if_broken_off=break_off)
+
+    def settle_all(
+        self,
+        attempts: Sequence[Attempts],
+        patience: CallPatience,
+        seconds: float,
+        has_ended: Callable[[int], bool] = lambda _: False,
+    ) -> list[Outcome]:
+        """Bring all calls to their end; meanwhile name shards that do not answer."""
+        settled = 0
+
+        def silent() -> list[Peer]:
+            """Of a retried call the one that is settled: its first attempt has ended."""
+            left = range(settled, len(attempts))
+            return [self.peer(attempts[n].shard) for n in left if n == settled or not has_ended(n)]
+
+        outcomes: list[Outcome] = []
+        with self.naming(silent, seconds + patience.seconds):
+            for settled, calls in enumerate(attempts):  # noqa: B007
+                try:
+                    outcomes.append(self._settle(calls, patience))
+                except GeartrainError as exc:
+                    outcomes.append(exc)
+        return outcomes
+
+    def _settle(self, attempts: Attempts, patience: CallPatience) -> Reply:
+        """Ask a shard until it answers, or until that cannot help any more."""
+        shard, ask, again = attempts
+        meant: int | None = None  # the cluster version of the attempt; of the first one unknown
+        looked = set[int | None]()
+        while True:
+            try:
+                reply = ask()
+                if self.silence.named:
+                    self.silence.heard(self.peer(shard))
+                return reply
+            except BrokenOff:
+                raise
+            except StepPending:
+                self._require_not_given_up(shard)
+                patience.begin_anew()  # the shard is well: other ranks are waited for, and it says for how long
+            except Busy as exc:
+                self._require_not_given_up(shard)
+                self._wait_for_busy(shard, exc, patience)
+            except (AttemptFailed, ShardUnavailable, StaleCluster) as exc:
+                self._require_not_given_up(shard)
+                if isinstance(exc, StaleCluster) and meant not in looked:
+                    # The shard answers: it is this client that has not heard, and no waiting would tell it. Again as
+                    # long as looking tells something new: the cluster may change once more meanwhile.
+                    looked.add(meant)
+                else:
+                    self._wait_for_silent(shard, exc, patience)
+                self._look_again(shard)
+            ask, meant = again, self.view.cluster_version
+
+    def _wait_for_busy(self, shard: int, busy: Busy, patience: CallPatience) -> None:
+        if patience.is_fresh:
+            logger.info("shard %d is busy, asking it again for up to %g s: %s", shard, patience.seconds, busy)
+        if not patience.pause(busy.retry_after_seconds):
+            raise Busy(
+                f"shard {shard} at {self.view.shards[shard].address} was busy for {patience.seconds:g} s "
+                f"(client setting recovery_timeout_seconds): {busy}",
+                busy.retry_after_seconds,
+            ) from busy
+
+    def _wait_for_silent(self, shard: int, error: BaseException, patience: CallPatience) -> None:
+        address = self.view.shards[shard].address
+        if patience.is_fresh and self.silence.tell(self.peer(shard)):  # once for all tables and threads
+            text = "shard %d at %s does not answer, waiting for it up to %g s: %s"
+            logger.warning(text, shard, address, patience.seconds, error)
+        if not patience.pause():
+            raise ShardUnavailable(
+                f"shard {shard} at {address} did not answer within {patience.seconds:g} s: "
+                f"{error}. Is its server running? ('geartrain status'; client setting recovery_timeout_seconds)"
+            ) from None
+
+    def _require_not_given_up(self, shard: int) -> None:
+        if self._given_up.is_set():
+            raise Unavailable(f"this cluster was closed while shard {shard} was waited for") from None
+
+    def _look_again(self, shard: int) -> None:
+        """Learn the cluster version anew. Raises ShardRestarted if ``shard`` came back without our rows."""
+        try:
+            view = self._refresh()
+        except (AttemptFailed, GeartrainError):
+            return  # the shard may answer all the same
+        before, now = self.view.shards[shard], view.shards[shard]
+        if now.incarnation not in (0, before.incarnation):
+            raise ShardRestarted(
+                f"shard {shard} was restarted at {now.address}: the rows in its memory are gone; "
+                "connect again and restore a snapshot, or start the job again"
+            ) from None
+        # Not the incarnations: they are those of the shards that hold our rows.
+        self.view = replace(self.view, cluster_version=view.cluster_version)
+        self.client.set_cluster_version(view.cluster_version)
+
+    def _connect_to_all(self, shards: Sequence[int]) -> Refusals:
+        waiting, refused = dict.fromkeys(shards), {}
+
+        def connect(shard: int) -> None:
+            try:
+                self._connect(shard, self.config.attempt_timeout_seconds)
+            except (AttemptFailed, GeartrainError) as exc:
+                refused[shard] = exc
+            del waiting[shard]
+
+        pool = ThreadPoolExecutor(min(_CONNECTED_AT_ONCE, len(shards)), thread_name_prefix="geartrain-connect")
+        seconds = self.config.attempt_timeout_seconds + self.config.recovery_timeout_seconds
+        with self.naming(lambda: [self.peer(shard) for shard in list(waiting)], seconds), pool:
+            list(pool.map(connect, shards))
+        return refused
+
+    def _connect(self, shard: int, seconds: float) -> None:
+        """Raises AttemptFailed, DataPortClosed, or what the shard says."""
+        plane = self._carriers[shard].data_plane
+        assert plane is not None
+        self.client.set_endpoint(shard, self.view.shards[shard].incarnation, None, plane.connect(seconds))
+        self.unconnected.discard(shard)
+
+    def _error(self, shard: int, outcome: BaseException | bool | None) -> BaseException | None:
+        """What an attempt at a shard ended with; None: it has to be connected to, and can be asked at once then."""
+        if isinstance(outcome, BaseException):
+            return outcome
+        plane = self._carriers[shard].data_plane
+        assert plane is not None
+        is_late = outcome is False
+        if not plane.may_go_on(is_late=is_late) or not is_late:  # or it was made anew for somebody else
+            self.unconnected.add(shard)
+        return AttemptFailed(f"{self._name(shard)} does not answer: no reply in time") if is_late else None
+
+    def _name(self, shard: int) -> str:
+        return f"shard at {self.view.shards[shard].address}"
+
+
+def _raise(error: BaseException) -> Any:
+    raise error
+
+
+class CallWatch:
+    """Told every 0.1 s of the shards that a first attempt waits for; has those that are silent named."""
+
+    def __init__(self, retries: Retries) -> None:
+        self._retries = retries
+        self._waiting: Sequence[int] = ()
+        self._naming: AbstractContextManager[None] | None = None
+
+    def __call__(self, waiting: Sequence[int]) -> None:
+        self._waiting = waiting
+        if self._naming is None:
+            shielded(self._begin)  # threads are begun there
+
+    def look(self, waiting: Sequence[int]) -> None:
+        """The same, for calls that go on and on: ``waiting`` may be empty."""
+        if waiting:
+            self(waiting)
+        else:
+            self.end()
+
+    def end(self) -> None:
+        """The call is over."""
+        self._waiting = ()
+        naming, self._naming = self._naming, None
+        if naming is not None:
+            shielded(partial(naming.__exit__, None, None, None))
+
+    def _begin(self) -> None:
+        config = self._retries.config
+        naming = self._retries.naming(self._silent, config.attempt_timeout_seconds + config.recovery_timeout_seconds)
+        naming.__enter__()
+        self._naming = naming
+
+    def _silent(self) -> list[Peer]:
+        return [self._retries.peer(shard) for shard in self._waiting]

@@ -1,0 +1,85 @@
+"""What pulls and writes of a table go by that holds from call to call."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.client.rows.push_options import StepOptions, require_known
+from geartrain.ams.kernels import ops
+from geartrain.ams.kernels._core import TableFacts
+from geartrain.ams.values.arguments import real_number
+from geartrain.ams.values.errors import NonFinite
+from geartrain.ams.values.optimizers.spec import NO_SCALARS
+from geartrain.ams.values.shard_messages import SyncGroup
+from geartrain.ams.values.specs import DTYPES, DTypeName, TableSpec
+
+NO_CHECK, CHECK_PRODUCT, CHECK_FINITE = 0, 1, 2
+"""What is looked for in the rows of a write: nothing; that the largest times ``scale`` is finite; that all are, too."""
+PushBatch = tuple[npt.NDArray[np.uint32] | None, int | None, float | None, Sequence[int] | None]
+"""Occurrences, step, unix seconds and pulled_at of each shard; -1: it is not known."""
+PushSettings = tuple[float | None, float, Mapping[str, float], SyncGroup | None]
+"""Learning rate (None: the table's), scale of the gradients, other numbers of the optimizer, and group."""
+
+
+class TablePlan:
+    """A table as one client means it: another one takes its place once its settings, or the table meant, are others."""
+
+    def __init__(self, spec: TableSpec, incarnation: int, wire_dtype: DTypeName | None) -> None:
+        """``wire_dtype``: the type that rows travel in; None: as they are."""
+        self.spec = spec
+        self.incarnation = incarnation
+        """Which table of its name it is; 0: not known."""
+        self.dtype = spec.numpy_dtype
+        self.dtype_code = ops.DTYPE_CODES[self.dtype]
+        self.counts_steps = spec.counts_steps
+        """Whether every shard hears of every push."""
+        self._asks_for_clock, self._counts_occurrences = spec.asks_for_clock, spec.counts_occurrences
+        self.asks_for_batch = self._asks_for_clock or self._counts_occurrences
+        """Whether pushes say something of their batch."""
+        wire_code = self.dtype_code if wire_dtype is None else ops.DTYPE_CODES[DTYPES[wire_dtype]]
+        is_dense = spec.num_rows is not None
+        self.facts = TableFacts(spec.name, spec.dim, self.dtype_code, is_dense, wire_code, self._counts_occurrences)
+        """What compiled code knows of it."""
+        self._checked_scalars: Mapping[str, float] = NO_SCALARS
+
+    def settings_of(self, options: StepOptions) -> PushSettings:
+        """What pushes with these options say to the compiled code, whatever table of this optimizer they are of.
+        Raises TypeError, InvalidArgument, NonFinite.
+        """
+        if not options:
+            return None, 1.0, NO_SCALARS, None
+        require_known(options)
+        lr, scalars = options.get("lr"), options.get("optimizer_scalars", NO_SCALARS)
+        scale = real_number("scale", options.get("scale", 1.0))
+        checked = self._checked_scalars
+        if scalars != checked:
+            self.spec.optimizer.for_push(scalars)
+            checked = self._checked_scalars = dict(scalars)
+        if not math.isfinite(scale):
+            raise NonFinite(f"scale is {scale!r}; it must be finite (a skipped step pushes nothing)")
+        return None if lr is None else real_number("lr", lr), scale, checked, options.get("group")
+
+    def batch(
+        self,
+        occurrences: npt.NDArray[np.uint32] | None,
+        step: int | None,
+        seconds: float | None,
+        pulled_at: Sequence[int] | None,
+    ) -> PushBatch | None:
+        """What a push says of its batch; None: nothing. Occurrences, step and time travel only where the table's
+        admission or expiry asks for them.
+        """
+        if not self._asks_for_clock:
+            step = seconds = None
+        elif seconds is None:
+            seconds = time.time()
+        if not self._counts_occurrences:
+            occurrences = None
+        if occurrences is None and step is None and seconds is None and pulled_at is None:
+            return None
+        return occurrences, step, seconds, pulled_at
