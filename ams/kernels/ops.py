@@ -32,7 +32,7 @@ def isa() -> str:
 
 
 def lookahead() -> str:
-    """Name the way rows are asked for ahead: ``bursts`` or ``window`` (``GEARTRAIN_LOOKAHEAD`` forces one)."""
+    """Name the way rows to read are asked for ahead: ``bursts`` or ``window`` (``GEARTRAIN_LOOKAHEAD`` forces one)."""
     return _core.lookahead
 
 

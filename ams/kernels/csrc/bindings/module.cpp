@@ -112,7 +112,7 @@ NB_MODULE(_core, m) {
   m.doc() = "Row storage kernels of Geartrain; geartrain.ams.kernels.ops is the typed face.";
   m.attr("isa") = uses_amx() ? "amx" : isa_name(active_isa());
   m.attr("hash_seed") = hash_seed;
-  m.attr("lookahead") = lookahead_name(active_lookahead());
+  m.attr("lookahead") = lookahead_name(active_lookahead(Use::read));
   // A table that a script still holds when the interpreter ends is no leak worth a page of warnings.
   nb::set_leak_warnings(false);
   bind_refusals(m);

@@ -7,11 +7,11 @@
 namespace geartrain {
 namespace {
 
-LookaheadWay choose_lookahead() {
+LookaheadWay choose_lookahead([[maybe_unused]] Use use) {
   const char* wish = std::getenv("GEARTRAIN_LOOKAHEAD");
   if (wish == nullptr || *wish == '\0') {
 #if defined(__x86_64__)
-    if (__builtin_cpu_is("intel")) return LookaheadWay::window;
+    if (use == Use::read && __builtin_cpu_is("intel")) return LookaheadWay::window;
 #endif
     return LookaheadWay::bursts;
   }
@@ -22,9 +22,9 @@ LookaheadWay choose_lookahead() {
 
 }  // namespace
 
-LookaheadWay active_lookahead() {
-  static const LookaheadWay way = choose_lookahead();
-  return way;
+LookaheadWay active_lookahead(Use use) {
+  static const LookaheadWay of_reads = choose_lookahead(Use::read), of_updates = choose_lookahead(Use::update);
+  return use == Use::read ? of_reads : of_updates;
 }
 
 const char* lookahead_name(LookaheadWay way) { return way == LookaheadWay::window ? "window" : "bursts"; }

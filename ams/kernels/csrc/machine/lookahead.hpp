@@ -15,9 +15,12 @@ enum class LookaheadWay : int {
   window = 1,  // each row when the one 2 KiB before it is used, into the first level
 };
 
+// What a row is asked for.
+enum class Use { read, update };
+
 // The way in use: this CPU's, or GEARTRAIN_LOOKAHEAD=bursts|window, read once.
 // Throws std::runtime_error if the variable names neither.
-LookaheadWay active_lookahead();
+LookaheadWay active_lookahead(Use use);
 const char* lookahead_name(LookaheadWay way);
 
 // On Zen 4 a burst of 24 rows of 512 bytes was a quarter faster than a window, and one of 12 is 6 % faster still where each row
@@ -36,26 +39,24 @@ static_assert(kBurst <= kMostAhead && kMostInWindow < kMostAhead);
 // another out of the cache (a tenth of an Adam push, on Zen 3).
 inline constexpr size_t kMostAsked = 2048;
 
-// What a row is asked for.
-enum class Use { read, update };
-
 class Lookahead {
  public:
-  Lookahead() : way_(active_lookahead()) {}
+  explicit Lookahead(Use use) : use_(use), way_(active_lookahead(use)) {}
+  Use use() const { return use_; }
 
-  void ask(Use use, const void* row, size_t bytes) const {
+  void ask(const void* row, size_t bytes) const {
     bytes = std::min(bytes, kMostAsked);
     if (way_ == LookaheadWay::bursts) return prefetch_bytes(row, bytes);
     const char* begin = static_cast<const char*>(row);
     for (size_t offset = 0; offset < bytes; offset += 64) {
 #if defined(__x86_64__)
       // Not __builtin_prefetch: see prefetch_bytes.
-      if (use == Use::read)
+      if (use_ == Use::read)
         asm volatile("prefetchnta %0" : : "m"(begin[offset]));
       else
         asm volatile("prefetchw %0" : : "m"(begin[offset]));
 #else
-      use == Use::read ? __builtin_prefetch(begin + offset, 0, 0) : __builtin_prefetch(begin + offset, 1, 3);
+      use_ == Use::read ? __builtin_prefetch(begin + offset, 0, 0) : __builtin_prefetch(begin + offset, 1, 3);
       asm volatile("" : : "r"(begin));  // else GCC drops calls of a function that only prefetches
 #endif
     }
@@ -81,6 +82,7 @@ class Lookahead {
   }
 
  private:
+  Use use_;
   LookaheadWay way_;
 };
 

@@ -12,9 +12,9 @@ namespace geartrain {
 
 void gather_rows(const float* rows, int64_t dim, const int64_t* numbers, int64_t count, float* out) {
   const size_t bytes = static_cast<size_t>(dim) * sizeof(float);
-  const Lookahead lookahead;
+  const Lookahead lookahead(Use::read);
   lookahead.each(
-      count, bytes, [&](int64_t i) { lookahead.ask(Use::read, rows + numbers[i] * dim, bytes); },
+      count, bytes, [&](int64_t i) { lookahead.ask(rows + numbers[i] * dim, bytes); },
       [&](int64_t i) { std::copy_n(rows + numbers[i] * dim, dim, out + i * dim); });
 }
 
@@ -43,13 +43,13 @@ void read_rows(const ArrayUpdate& given, const int64_t* numbers, int64_t count, 
   std::vector<float> row(width), slot(width);
   std::vector<char> stored(row_bytes);
   const auto number_of = [&](int64_t i) { return static_cast<size_t>(numbers != nullptr ? numbers[i] : i); };
-  const Lookahead lookahead;
+  const Lookahead lookahead(Use::read);
   lookahead.each(
       count, row_bytes + slot_bytes,
       [&](int64_t i) {
-        lookahead.ask(Use::read, given.rows + number_of(i) * row_bytes, row_bytes);
-        lookahead.ask(Use::read, given.slots + number_of(i) * slot_bytes, slot_bytes);
-        lookahead.ask(Use::read, given.steps + number_of(i), sizeof(int64_t));
+        lookahead.ask(given.rows + number_of(i) * row_bytes, row_bytes);
+        lookahead.ask(given.slots + number_of(i) * slot_bytes, slot_bytes);
+        lookahead.ask(given.steps + number_of(i), sizeof(int64_t));
       },
       [&](int64_t i) {
         const size_t at = number_of(i);
@@ -75,13 +75,13 @@ int64_t update_rows(const ArrayUpdate& given, const int64_t* numbers, int64_t co
   std::vector<float> row(width), slot(slot_width);
   int64_t refused = 0;
   const auto number_of = [&](int64_t i) { return static_cast<size_t>(numbers != nullptr ? numbers[i] : i); };
-  const Lookahead lookahead;
+  const Lookahead lookahead(Use::update);
   lookahead.each(
       count, given.slots != nullptr ? row_bytes + slot_bytes : row_bytes,
       [&](int64_t i) {
-        lookahead.ask(Use::update, given.rows + number_of(i) * row_bytes, row_bytes);
-        if (given.slots != nullptr) lookahead.ask(Use::update, given.slots + number_of(i) * slot_bytes, slot_bytes);
-        if (given.steps != nullptr) lookahead.ask(Use::update, given.steps + number_of(i), sizeof(int64_t));
+        lookahead.ask(given.rows + number_of(i) * row_bytes, row_bytes);
+        if (given.slots != nullptr) lookahead.ask(given.slots + number_of(i) * slot_bytes, slot_bytes);
+        if (given.steps != nullptr) lookahead.ask(given.steps + number_of(i), sizeof(int64_t));
       },
       [&](int64_t i) {
         const size_t at = number_of(i);

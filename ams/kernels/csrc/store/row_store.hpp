@@ -195,7 +195,7 @@ class RowStore {
   int64_t write_blocks(const int64_t* ids, Resolved& found, float* buffer, const Write& write, Pauses* pauses);
   void update_one(int64_t item, int64_t id, const char* gradient, DType dtype, const PushStep& step, const Now& now,
                   float* buffer, Magnitudes& bounds);
-  void ask_for(const Lookahead& lookahead, Use use, int64_t item) const;
+  void ask_for(const Lookahead& lookahead, int64_t item) const;
   // Where in memory the row of a position lies: rows of dense tables move, positions do not.
   // -1 for a position of -1.
   int64_t item_at(int64_t position) const { return items_ != nullptr && position >= 0 ? items_->at(position) : position; }

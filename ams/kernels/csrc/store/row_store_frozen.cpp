@@ -43,11 +43,11 @@ void RowStore::keep_aside(const std::vector<int64_t>& positions, Pauses* pauses)
   int64_t count = 0;
   for (int64_t position : positions) count += position >= 0 && frozen_->is_only_in_place(position);
   frozen_->reserve(count);
-  const Lookahead lookahead;
+  const Lookahead lookahead(Use::read);
   const auto keep = [&](int64_t begin, int64_t end, int64_t) {
     lookahead.each(
         end - begin, row_bytes() + slot_bytes(),
-        [&](int64_t i) { ask_for(lookahead, Use::read, item_at(positions[static_cast<size_t>(begin + i)])); },
+        [&](int64_t i) { ask_for(lookahead, item_at(positions[static_cast<size_t>(begin + i)])); },
         [&](int64_t i) {
           const int64_t position = positions[static_cast<size_t>(begin + i)];
           if (position < 0 || !frozen_->is_only_in_place(position)) return;

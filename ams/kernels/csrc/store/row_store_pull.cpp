@@ -91,7 +91,7 @@ void RowStore::pull_slice(const int64_t* ids, int64_t first, int64_t last, const
     else
       load(reinterpret_cast<float*>(row), narrow.data(), dim);
   };
-  const Lookahead lookahead;
+  const Lookahead lookahead(Use::read);
   int64_t items[kFoundTogether];
   Now now = this->now();
   for (int64_t begin = first; begin < last; begin += kFoundTogether) {
@@ -102,9 +102,9 @@ void RowStore::pull_slice(const int64_t* ids, int64_t first, int64_t last, const
         size, now ? bytes + slot_bytes() : bytes,
         [&](int64_t i) {
           if (now)
-            ask_for(lookahead, Use::read, items[i]);
+            ask_for(lookahead, items[i]);
           else if (items[i] >= 0)
-            lookahead.ask(Use::read, rows_.at(items[i]), bytes);
+            lookahead.ask(rows_.at(items[i]), bytes);
         },
         [&](int64_t i) {
           char* row = out.rows.at(begin + i, out_bytes);

@@ -80,11 +80,11 @@ bool RowStore::cannot_overflow(float largest, const PushStep& step) const {
   return std::isfinite(product) && none_overflows(product, step, now);
 }
 
-void RowStore::ask_for(const Lookahead& lookahead, Use use, int64_t item) const {
+void RowStore::ask_for(const Lookahead& lookahead, int64_t item) const {
   if (item < 0) return;
-  lookahead.ask(use, rows_.at(item), row_bytes());
-  if (slots_) lookahead.ask(use, slots_->at(item), slot_bytes());
-  if (use == Use::update && row_steps_ && !steps_) lookahead.ask(use, row_steps_->at(item), step_bytes());
+  lookahead.ask(rows_.at(item), row_bytes());
+  if (slots_) lookahead.ask(slots_->at(item), slot_bytes());
+  if (lookahead.use() == Use::update && row_steps_ && !steps_) lookahead.ask(row_steps_->at(item), step_bytes());
 }
 
 int64_t RowStore::push(const int64_t* ids, int64_t count, const Gradients& all_gradients, DType dtype, const PushStep& step,
@@ -121,7 +121,7 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const Gradients& all_g
   if (admission_) admission_->count(admitted.decision);
   for (int64_t position : overdue.positions) moments_.written().set(position);
   const int64_t* positions = found.positions.data();
-  const Lookahead lookahead;
+  const Lookahead lookahead(Use::update);
   const auto copy = static_cast<size_t>(count) * row_bytes() >= kStreamedBytes ? kernels().copy_streaming : copy_to_cache;
   const auto update = [&](int64_t begin, int64_t end, int64_t thread) {
     DefaultFloatMode slice_float_mode;
@@ -130,7 +130,7 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const Gradients& all_g
     Magnitudes seen = bounds[static_cast<size_t>(thread)];  // not in place: the threads would write to one cache line
     lookahead.each(
         end - begin, row_bytes() + slot_bytes(),
-        [&](int64_t i) { ask_for(lookahead, Use::update, items[i % kMostAhead] = item_at(positions[begin + i])); },
+        [&](int64_t i) { ask_for(lookahead, items[i % kMostAhead] = item_at(positions[begin + i])); },
         [&](int64_t i) {
           const int64_t item = items[i % kMostAhead];
           update_one(item, ids[begin + i], gradients.at(begin + i, gradient_bytes), dtype, step, now, buffer, seen);
@@ -260,11 +260,11 @@ int64_t RowStore::assign(const int64_t* ids, int64_t count, const char* rows, Pa
   bounds_.row = std::max(bounds_.row, std::bit_cast<float>(found.largest));
   const int64_t* positions = found.positions.data();
   const std::optional<int64_t> number = number_when_assigned();
-  const Lookahead lookahead;
+  const Lookahead lookahead(Use::update);
   const auto write = [&](int64_t begin, int64_t end, int64_t) {
     lookahead.each(
         end - begin, row_bytes() + slot_bytes(),
-        [&](int64_t i) { ask_for(lookahead, Use::update, item_at(positions[begin + i])); },
+        [&](int64_t i) { ask_for(lookahead, item_at(positions[begin + i])); },
         [&](int64_t i) {
           const int64_t item = item_at(positions[begin + i]);
           std::memcpy(rows_.at(item), row_of(rows, begin + i, bytes), bytes);
