@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +18,9 @@ from geartrain.ams.client.data_streams import DataStreams
 from geartrain.ams.client.event_teller import EventTeller
 from geartrain.ams.client.jobs.worker_steps import JobSteps, worker_name
 from geartrain.ams.client.leave_watch import LeaveWatch
-from geartrain.ams.client.other_roles import OtherRoles
+from geartrain.ams.client.other_roles import embedded_graphs, remote_gears, remote_graphs
 from geartrain.ams.client.scheduler_calls import SNAPSHOT_SECONDS, SchedulerCalls
-from geartrain.ams.client.shard_calls import ShardCalls
+from geartrain.ams.client.shard_calls import ShardCalls, all_of
 from geartrain.ams.client.snapshots.export import PendingExport, begin_export
 from geartrain.ams.client.snapshots.restore import restore_snapshot
 from geartrain.ams.client.snapshots.snapshot import JobContents, PendingSnapshot, begin_snapshot, free_name
@@ -88,7 +89,8 @@ class Cluster:
         self._config = config
         self._calls = ShardCalls(view, open_carrier, lambda: self._scheduler.describe(), config, remote=remote)
         self._scheduler = SchedulerCalls(scheduler, self._calls, stream)
-        self._roles = OtherRoles(self, self._calls)
+        self._graph: GraphCalls | None = None
+        self._opening = threading.Lock()
         self._stream = stream
         self._close = close
         self._closed = False
@@ -138,19 +140,33 @@ class Cluster:
         Of :func:`local` it is in this process, made when it is first asked for; of :func:`connect` the graph service
         that ``client.graph`` names. Raises ConfigError if that names none.
         """
-        return self._roles.graph
+        with self._opening:
+            if self._graph is None:
+                self._graph = remote_graphs(self._config) if self._calls.remote else embedded_graphs(self)
+            return self._graph
 
     @property
     def graph_service(self) -> GraphCalls | None:
         """:attr:`graph`, if it is another process; None: whoever needs a graph had better build it where it is used."""
-        return self._roles.graph_service
+        return self.graph if self._calls.remote and self._config.graph is not None else None
+
+    @property
+    def _graphs_of_tables(self) -> GraphCalls | None:
+        """The graphs that belong to the cluster's tables, if there can be any."""
+        service = self.graph_service
+        return self._graph if service is None else service
 
     def slow_gears(self, name: str, *, dim: int, wait: bool, freshness: Freshness) -> RemoteGears:
         """The slow gears that serve the dense part ``name``: processes of ``geartrain slowgear``, found through the
         scheduler; see :class:`geartrain.ams.gear.client.remote.RemoteGears`. Raises InvalidArgument, GearUnavailable.
         """
+        if not self._calls.remote:
+            raise InvalidArgument(
+                f"this cluster is embedded in the process and has no slow gears of {name!r}; give build= and samples=, "
+                "or connect() to a cluster"
+            )
         streams = partial(self.streams, worker="fast gear")
-        return self._roles.slow_gears(name, dim=dim, streams=streams, wait=wait, freshness=freshness)
+        return remote_gears(name, dim, streams, self._config, wait=wait, freshness=freshness)
 
     def create_table(
         self,
@@ -254,7 +270,7 @@ class Cluster:
         A graph service that does not answer is logged: what it keeps is of rows that are gone.
         """
         self._scheduler.drop_table(name)
-        if (graphs := self._roles.graphs_of_tables) is not None:
+        if (graphs := self._graphs_of_tables) is not None:
             try:
                 graphs.forget(name)
             except GraphUnavailable as exc:
@@ -275,9 +291,7 @@ class Cluster:
         self._fence(name, incarnation, forget=forget)
 
     def _fence(self, job: str, incarnation: int, *, forget: bool) -> None:
-        for outcome in self._calls.on_all_shards(Fence(job=job, incarnation=incarnation, forget=forget)):
-            if isinstance(outcome, BaseException):
-                raise outcome
+        all_of(self._calls.on_all_shards(Fence(job=job, incarnation=incarnation, forget=forget)))
 
     def streams(
         self,
@@ -398,7 +412,7 @@ class Cluster:
                 parent=parent,
                 caller=self._stream.caller,
                 check_caller=self._scheduler.check_caller,
-                graphs=self._roles.graphs_of_tables if graphs else None,
+                graphs=self._graphs_of_tables if graphs else None,
             )
         except GeartrainError as exc:
             self._tell_snapshot(name, tables, job.step, began, exc)
@@ -501,7 +515,8 @@ class Cluster:
             tables=tables,
             replace=replace,
             caller=self._stream.caller,
-            graphs=self._roles.graphs_to_restore,
+            # An embedded cluster takes those there are even if nobody has asked for its graphs yet.
+            graphs=lambda some: self.graph if some and not self._calls.remote else self._graphs_of_tables,
         )
         seconds, step = time.monotonic() - began, restored.manifest.step
         self._tell(
@@ -549,7 +564,8 @@ class Cluster:
             watch.done()
         for steps in list(self._job_steps):
             steps.leave()
-        self._roles.close()
+        if self._graph is not None:
+            self._graph.close()
         try:
             self._calls.close()
         except BaseException:  # Ctrl-C while background calls wait for a shard

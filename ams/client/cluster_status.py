@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -112,26 +113,14 @@ def cluster_status(address: str, *, config: ClientConfig | None = None) -> Clust
 
     Raises ConfigError or SchedulerUnavailable.
     """
-    config = config or ClientConfig()
-    scheduler, open_carrier = dial(address, config, once=True)
-    try:
-        return describe_cluster(scheduler, open_carrier, config.connect_timeout_seconds)
-    except AttemptFailed as exc:
-        raise SchedulerUnavailable(f"{exc}; {remedy(exc)}") from None
-    finally:
-        scheduler.close()
+    with _asking(address, config) as (scheduler, open_carrier, seconds):
+        return describe_cluster(scheduler, open_carrier, seconds)
 
 
 def scheduler_jobs(address: str, *, config: ClientConfig | None = None) -> tuple[JobEntry, ...]:
     """Return the jobs that the scheduler at ``address`` knows. Raises SchedulerUnavailable, AccessDenied."""
-    config = config or ClientConfig()
-    scheduler, _ = dial(address, config, once=True)
-    try:
-        return scheduler.call(DescribeJobs(), config.connect_timeout_seconds)
-    except AttemptFailed as exc:
-        raise SchedulerUnavailable(f"{exc}; {remedy(exc)}") from None
-    finally:
-        scheduler.close()
+    with _asking(address, config) as (scheduler, _, seconds):
+        return scheduler.call(DescribeJobs(), seconds)
 
 
 def slow_gear_status(address: str, *, config: ClientConfig | None = None) -> tuple[list[GearState], list[str]]:
@@ -139,13 +128,20 @@ def slow_gear_status(address: str, *, config: ClientConfig | None = None) -> tup
 
     Raises ConfigError or SchedulerUnavailable.
     """
-    config = config or ClientConfig()
-    scheduler, _ = dial(address, config, once=True)
-
-    seconds = config.connect_timeout_seconds
-    try:
+    with _asking(address, config) as (scheduler, _, seconds):
         names = [spec.name for spec in scheduler.call(DescribeCluster(), seconds).tables]
         return describe_gears(names, lambda job: scheduler.call(DescribeHolders(job=job), seconds))
+
+
+@contextmanager
+def _asking(
+    address: str, config: ClientConfig | None
+) -> Iterator[tuple[SchedulerCarrier, Callable[[str, int], ShardCarrier], float]]:
+    """The ways to a scheduler and its shards for the block, and how long one call may take."""
+    config = config or ClientConfig()
+    scheduler, open_carrier = dial(address, config, once=True)
+    try:
+        yield scheduler, open_carrier, config.connect_timeout_seconds
     except AttemptFailed as exc:
         raise SchedulerUnavailable(f"{exc}; {remedy(exc)}") from None
     finally:

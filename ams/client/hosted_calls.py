@@ -11,7 +11,7 @@ from typing import cast
 from geartrain.ams.client.retries import Outcome
 from geartrain.ams.client.rows.row_calls import WriteOutcome
 from geartrain.ams.client.rows.table_plan import TablePlan
-from geartrain.ams.client.shard_calls import ShardCalls
+from geartrain.ams.client.shard_calls import ShardCalls, all_of
 from geartrain.ams.client.writes import ClientStream, MessageWrite, Write
 from geartrain.ams.values.errors import InternalError
 from geartrain.ams.values.optimizers.spec import NO_SCALARS
@@ -75,9 +75,7 @@ class HostedCalls:
             for shard in range(self.view.num_shards)
         ]
         answers = []
-        for outcome in self._outcomes(calls, CallContext(table_incarnation=plan.incarnation)):
-            if isinstance(outcome, BaseException):
-                raise outcome
+        for outcome in all_of(self._outcomes(calls, CallContext(table_incarnation=plan.incarnation))):
             if not isinstance(outcome, Computed):
                 raise InternalError(f"a shard answered {type(outcome).__name__} to a hosted model's computation")
             answers.append(outcome.arrays)

@@ -23,6 +23,7 @@ from geartrain.ams.values.specs import TableSpec
 
 _FAREWELL_SECONDS = 1.0
 _ASYNC_THREADS = 4
+_NOBODY = CallContext()
 
 
 class OpenTable(Protocol):
@@ -106,14 +107,9 @@ class ShardCalls(Retries):
 
         return shielded(deliver, if_broken_off=patience.end)
 
-    def read(self, calls: Sequence[tuple[int, Request]]) -> list[Reply]:
-        """Make calls that change nothing; raises the first error."""
-        replies: list[Reply] = []
-        for outcome in self.deliver(calls, CallContext()):
-            if isinstance(outcome, BaseException):
-                raise outcome
-            replies.append(outcome)
-        return replies
+    def read(self, calls: Sequence[tuple[int, Request]], context: CallContext = _NOBODY) -> list[Reply]:
+        """:meth:`deliver` calls that are no writes; raises the first error."""
+        return all_of(self.deliver(calls, context))
 
     def restored(self, tables: Iterable[TableSpec]) -> None:
         """Note that this process has restored tables: what it has open of these names means them from now on."""
@@ -166,7 +162,7 @@ class ShardCalls(Retries):
     ) -> list[Outcome]:
         """:meth:`deliver` the same request, which is no write, to every shard. ``caller`` says who may be fenced."""
         calls = [(shard, request) for shard in range(self.view.num_shards)]
-        return self.deliver(calls, caller or CallContext(), timeout_seconds, recovery_seconds=recovery_seconds)
+        return self.deliver(calls, caller or _NOBODY, timeout_seconds, recovery_seconds=recovery_seconds)
 
     def background(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Future[Any]:
         """Run ``function`` on a thread of the client's own."""
@@ -238,3 +234,13 @@ class ShardCalls(Retries):
         self.is_ready = False
         for carrier in self._carriers:
             carrier.close()
+
+
+def all_of(outcomes: Iterable[Any]) -> list[Any]:
+    """Return the replies, or raise the first error among them."""
+    replies = []
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        replies.append(outcome)
+    return replies

@@ -40,7 +40,6 @@ from geartrain.ams.values.shard_messages import (
     Done,
     Remove,
     Reply,
-    Request,
     ShardState,
     SyncGroup,
     TableState,
@@ -395,14 +394,7 @@ class Table:
         rows have gone; ask again).
         """
         context = replace(self._stream.caller or CallContext(), table_incarnation=self.incarnation)
-
-        def ask(calls: list[tuple[int, Request]]) -> list[Reply]:
-            outcomes = self._calls.deliver(calls, context)
-            if error := next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None):
-                raise error
-            return cast("list[Reply]", outcomes)
-
-        num_shards = self._calls.view.num_shards
+        ask, num_shards = partial(self._calls.read, context=context), self._calls.view.num_shards
         return expire_rows(ask, self.spec.name, num_shards, rule, dry_run=dry_run, progress=progress)
 
     def hosted(self, model: str) -> HostedCalls:

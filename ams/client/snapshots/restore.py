@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from geartrain.ams.client.scheduler_calls import SchedulerCalls
-from geartrain.ams.client.shard_calls import ShardCalls
-from geartrain.ams.client.snapshots.snapshot import all_of, chosen_tables
+from geartrain.ams.client.shard_calls import ShardCalls, all_of
+from geartrain.ams.client.snapshots.snapshot import chosen_tables
 from geartrain.ams.observe import failpoints
 from geartrain.ams.rpc.client.patience import Patience
 from geartrain.ams.storage.snapshot.chain import layers_of

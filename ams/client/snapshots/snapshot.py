@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from geartrain.ams.client.retries import Outcome
-from geartrain.ams.client.shard_calls import ShardCalls
+from geartrain.ams.client.shard_calls import ShardCalls, all_of
 from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.snapshot.blocks import write_job_file
 from geartrain.ams.storage.snapshot.folder import Snapshot, Staging, new_staging, open_snapshot
@@ -332,11 +332,3 @@ def chosen_tables(names: Sequence[str], existing: Sequence[str], where: str) -> 
         known = ", ".join(map(repr, existing)) or "none"
         raise TableNotFound(f"there is no table {unknown[0]!r}; tables of this {where}: {known}")
     return tuple(dict.fromkeys(names))
-
-
-def all_of(outcomes: list[Any]) -> list[Any]:
-    """Return the replies, or raise the first error among them."""
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
-    return outcomes
