@@ -127,11 +127,8 @@ class FeatureVectors:
             bags = ids[feature.name].shape[1]
             asked.append(FeatureIds(tables[feature.table], flat, bags, None, feature.pooling, PADDING))
         lookup = Lookup(asked, [None] * len(tables), 1)
-        rows = self._tables.rows(dict(zip(tables, lookup.ids(), strict=True)))
-        vectors = [
-            np.empty((own.num_vectors, feature.dim), np.float32) for own, feature in zip(asked, features, strict=True)
-        ]
-        lookup.pool(rows, out=vectors, keep_maxima=False)
+        rows = self._tables.rows(dict(zip(tables, lookup.ids, strict=True)))
+        vectors = lookup.pool(rows, keep_maxima=False)
         found = {}
         for feature, own in zip(features, vectors, strict=True):
             if feature.name in out:

@@ -56,17 +56,9 @@ class Lookup:
         Raises BadId, whose args are the feature and the place of an id that is out of range, and ValueError for arrays
         that contradict each other.
         """
-        given = [
-            (table, ids, bags, weights, POOLINGS.index(pooling), padding_id)
-            for table, ids, bags, weights, pooling, padding_id in features
-        ]
-        last_ids = [2**63 - 1 if rows is None else rows - 1 for rows in num_rows]
-        self._lookup = _core.Lookup(given, last_ids, threads)
-        self._num_tables = len(last_ids)
-
-    def ids(self) -> list[Ids]:
+        self._lookup = _core.Lookup(list(features), list(num_rows), threads)
+        self.ids: list[Ids] = self._lookup.distinct_ids()
         """The distinct ids [U] of each table, in order of first appearance. Read-only, in the memory of the lookup."""
-        return [self._lookup.ids_of(table) for table in range(self._num_tables)]
 
     def places_of(self, feature: int) -> npt.NDArray[np.int32]:
         """The place of each id [N] among the distinct ones; -1: padding."""
@@ -79,28 +71,26 @@ class Lookup:
 
     def occurrences(self, table: int, features: Sequence[bool]) -> npt.NDArray[np.uint32]:
         """How often each distinct id [U] of a table is in those of its features that are marked, padding left out."""
-        out = np.empty(len(self._lookup.ids_of(table)), np.uint32)
+        out = np.empty(len(self.ids[table]), np.uint32)
         self._lookup.count_occurrences(table, list(features), out)
         return out
 
-    def pool(self, rows: Sequence[npt.NDArray[Any]], *, out: Sequence[Floats], keep_maxima: bool) -> None:
-        """Write the vectors [V, D] of each feature, from the rows [U, D] of each table.
+    def pool(self, rows: Sequence[npt.NDArray[Any]], *, keep_maxima: bool) -> list[Floats]:
+        """The vectors [V, D] of each feature, from the rows [U, D] of each table, C-contiguous.
 
         ``keep_maxima``: :meth:`sum_gradients` will ask whose values were the largest.
         """
-        bits, codes = [], []
-        for table_rows in rows:
-            own, code = ops.as_bits(table_rows)
-            bits.append(own)
-            codes.append(code)
-        self._lookup.pool(bits, codes, list(out), keep_maxima)
+        bits = [(own if own.dtype == np.float32 else own.view(np.uint16), ops.DTYPE_CODES[own.dtype]) for own in rows]
+        return self._lookup.pool(bits, keep_maxima)
 
-    def sum_gradients(self, vectors: Sequence[Floats | None], *, out: Sequence[Floats]) -> float:
-        """Write the gradients [U, D] of the rows of each table, from those of the vectors [V, D] (None: zero).
+    def sum_gradients(self, vectors: list[Floats | None], dims: list[int]) -> tuple[float, list[Floats]]:
+        """The gradients [U, D] of the rows of each table, which are so wide, from those of the vectors [V, D] (None:
+        zero), which may be columns of a wider array.
 
-        Returns Σ g² over all, in float64: finite only if every one is. The same bits for any number of threads.
+        Returns Σ g² over all, in float64, before them: finite only if every one is. The same bits for any number of
+        threads.
         """
-        return self._lookup.sum_gradients(list(vectors), list(out))
+        return self._lookup.sum_gradients(vectors, dims)
 
 
 class MappedRows:

@@ -11,17 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from geartrain.ams.client.table import Table, next_step
-from geartrain.ams.kernels.embedding import BadId, Lookup
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import TableSpec
+from geartrain.bridge.embedding.autograd_node import Vectors
 from geartrain.bridge.embedding.field import table_specs
 from geartrain.bridge.embedding.group_rows import GroupRows, GroupSettings, TrainedTables, by_optimizer
 from geartrain.bridge.embedding.hosted_bags import HostedLookup
-from geartrain.bridge.embedding.ids import batch_ids, ids_of_batch
-from geartrain.bridge.embedding.lookups import BatchRows, LookupCall, Vectors, pull
+from geartrain.bridge.embedding.ids import batch_ids, ids_of_batch, plain_features
+from geartrain.bridge.embedding.lookups import BatchRows, LookupPlan, pull
 from geartrain.bridge.embedding.modes import SSP, BoundedLead
 from geartrain.bridge.embedding.update import EmbeddingUpdate
-from geartrain.bridge.embedding.vectors import feature_ids, out_of_range, require_no_max_weights, weighted
+from geartrain.bridge.embedding.vectors import feature_ids, merged_ids, require_no_max_weights, weighted
 from geartrain.bridge.placements.placement import ClusterPlacement
 from geartrain.bridge.placements.row_cache import bytes_of_place, pull_through, row_caches
 from geartrain.bridge.rows.ranks import SyncRanks
@@ -60,7 +60,7 @@ class ClusterFields(GroupRows):
         hosted = {field.table_name for field in with_rows if field.where == "hosted"}
         self.is_bounded = joined or self._lead is not None
         self.pushes_rows_alone = not hosted and len(with_rows) == len(self._fields)
-        self._parts: list[TrainedTables[EmbeddingUpdate]] = []
+        self.parts = self._parts = []
         for tables, its_ranks in zip(order, ranks, strict=True):
             places = frozenset(place for place, table in enumerate(tables) if table in hosted)
             own = [made[table] for table in tables]
@@ -68,14 +68,24 @@ class ClusterFields(GroupRows):
             update = EmbeddingUpdate(own, hosted=places, ranks=its_ranks, pace=self._lead, caches=kept)
             update.step = _first_step(own, its_ranks)
             self._parts.append(TrainedTables(update, _ClusterTables(cluster, update)))
-        self.parts = self._parts
         names = [table for tables in order for table in tables]
         self._numbers = {name: number for number, name in enumerate(names)}
         self._tables = [made[name] for name in names]
+        self._num_rows = [table.spec.num_rows for table in self._tables]
+        self._plan = LookupPlan(
+            [part.row_update for part in self._parts],
+            self._tables,
+            [table.spec.dim for table in self._tables],
+            [table.spec.numpy_dtype for table in self._tables],
+            self.is_bounded,
+        )
         self.write_logs = list(dict.fromkeys(table.write_log for table in self._tables))
         # Those whose rows are pulled come first.
         self._order = sorted(settings.with_rows, key=lambda number: self._fields[number].where == "hosted")
         self._num_pulled = sum(field.where != "hosted" for field in with_rows)
+        self._kinds = [
+            (field.name, self._numbers[field.table_name], field.pooling, field.padding_id) for field in with_rows
+        ]
 
     def table(self, name: str) -> Table:
         return self._tables[self._numbers[name]]
@@ -85,6 +95,9 @@ class ClusterFields(GroupRows):
             self._lead.join()
 
     def merged(self, batch: Any) -> BatchRows:
+        features = plain_features(batch, self._kinds) if self.pushes_rows_alone else None
+        if features is not None:
+            return BatchRows(self._plan, features, None, merged_ids(self._fields, features, self._num_rows), None)
         given = ids_of_batch(batch, [field.name for field in self._fields], batch_ids)
         for field, ids in zip(self._fields, given, strict=True):
             require_no_max_weights(field, ids)
@@ -93,21 +106,16 @@ class ClusterFields(GroupRows):
                     f"the weights of field {field.name!r} need a gradient, which is made of the rows, and these stay "
                     "where they are; detach() the weights, or give the field where='pull'"
                 )
-        own = [(self._fields[number], given[number]) for number in self._order]
-        features = [feature_ids(self._numbers[field.table_name], field, ids) for field, ids in own]
-        threads, first = torch.get_num_threads(), 0
-        try:
-            lookup = Lookup(features[: self._num_pulled], [table.spec.num_rows for table in self._tables], threads)
-            first = self._num_pulled
-            hosted = HostedLookup(features[first:], self._tables, threads) if features[first:] else None
-        except BadId as bad:
-            number, place = bad.args
-            feature = features[first + number]
-            num_rows = self._tables[feature.table].spec.num_rows
-            raise out_of_range(own[first + number][0], feature, place, num_rows) from None
-        return BatchRows(
-            self._tables, features[: self._num_pulled], given, lookup, is_bounded=self.is_bounded, hosted=hosted
-        )
+        own = [self._fields[number] for number in self._order]
+        features = [
+            feature_ids(self._numbers[field.table_name], field, given[number])
+            for number, field in zip(self._order, own, strict=True)
+        ]
+        num_pulled, hosted = self._num_pulled, None
+        lookup = merged_ids(own[:num_pulled], features[:num_pulled], self._num_rows)
+        if features[num_pulled:]:
+            hosted = HostedLookup(own[num_pulled:], features[num_pulled:], self._tables)
+        return BatchRows(self._plan, features[:num_pulled], given, lookup, hosted)
 
     def pull(self, merged: BatchRows) -> None:
         lead = self._lead
@@ -128,25 +136,27 @@ class ClusterFields(GroupRows):
         return {name: cache.report() for name, cache in self._caches.items()}
 
     def vectors(self, merged: BatchRows, device: torch.device) -> Sequence[Tensor]:
-        hosted = merged.hosted
-        given = [merged.given[number] for number in self._order]
-        call = LookupCall(
-            merged.lookup, merged.features, merged.rows, merged.pulled_at, self._parts, hosted, merged.on_device
-        )
-        found: Sequence[Tensor]
-        if torch.is_grad_enabled() and call.trained:
-            all_ids = iter(enumerate(merged.ids))
+        trained, stand_ins, first = [], [], 0
+        if torch.is_grad_enabled():
+            ids = merged.ids if merged.hosted is None else merged.hosted.with_ids(merged.ids)
             for part in self._parts:
-                for place in range(len(part.row_update.tables)):
-                    table, ids = next(all_ids)
-                    part.note(place, hosted.ids_of(table) if hosted is not None and not len(ids) else ids)
-            stand_ins = [update.stand_in_on(device) for update in call.trained]
-            found = Vectors.apply(call, device, *stand_ins)  # type: ignore[no-untyped-call]
+                update = part.row_update
+                part.recent = ids[first : first + len(update.tables)]
+                first += len(update.tables)
+                if update.is_trained:
+                    trained.append(update)
+                    stand_ins.append(update.stand_in_on(device))
+        found: Sequence[Tensor]
+        if trained:
+            look_up = partial(merged.vectors, device, want_gradient=True)
+            found = Vectors.apply(merged, trained, look_up, *stand_ins)  # type: ignore[no-untyped-call]
         else:
-            found = call.vectors(device, want_gradient=False)
+            found = merged.vectors(device, want_gradient=False)
+        if merged.given is None:
+            return found
         in_order = {
-            number: weighted(self._fields[number], ids, vectors)
-            for number, ids, vectors in zip(self._order, given, found, strict=True)
+            number: weighted(self._fields[number], merged.given[number], vectors)
+            for number, vectors in zip(self._order, found, strict=True)
         }
         return [in_order[number] for number in sorted(self._order)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 
 import torch
@@ -13,11 +13,12 @@ from geartrain.ams.values.arguments import boolean, integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.text import quoted
+from geartrain.bridge.embedding.cluster_fields import ClusterFields
 from geartrain.bridge.embedding.field import Field
-from geartrain.bridge.embedding.group_rows import GivenBatch, GroupSettings, TrainedTables
+from geartrain.bridge.embedding.group_rows import GroupRows, GroupSettings, TrainedTables
 from geartrain.bridge.embedding.ids import bags_as_torch
 from geartrain.bridge.embedding.modes import Mode, checked_mode
-from geartrain.bridge.embedding.registry import group_rows_named
+from geartrain.bridge.embedding.rank_fields import RankFields
 from geartrain.bridge.embedding.vectors import distinct_features, feature_vectors, shaped
 from geartrain.bridge.rows.eager import runs_eagerly
 from geartrain.bridge.rows.pending import RowModule
@@ -25,6 +26,10 @@ from geartrain.bridge.rows.pending import RowModule
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
     from geartrain.ams.client.jobs.worker_steps import JobSteps
+
+
+GROUP_ROWS: dict[str, type[GroupRows]] = {"pull": ClusterFields, "ranks": RankFields}
+"""Where rows may lie, by the names of ``rows=``; one of your own may be put in beside these."""
 
 
 class EmbeddingGroup(nn.Module):
@@ -120,9 +125,10 @@ class EmbeddingGroup(nn.Module):
             process_group=process_group,
             device_cache_bytes=integer("device_cache_bytes", device_cache_bytes, 0),
         )
-        self.rows = group_rows_named(rows)(settings)
+        self.rows = GROUP_ROWS[_checked_rows(rows)](settings)
         """Where the rows are, and how they are looked up."""
         self.parts = nn.ModuleList(self.rows.parts)
+        self._with_rows = [field.name for field in self.fields if field.features is None]
         self.register_buffer("_place", torch.empty(0), persistent=False)  # says where the vectors are wanted
 
     def _full_name(self, table: str) -> str:
@@ -166,6 +172,7 @@ class EmbeddingGroup(nn.Module):
         """
         return self.rows.worker_steps
 
+    @runs_eagerly
     def forward(self, batch: Any) -> dict[str, Tensor]:
         """Look the ids of a batch up.
 
@@ -186,8 +193,14 @@ class EmbeddingGroup(nn.Module):
             OutOfMemory: On ranks, for new rows; then no row has changed.
             ShardUnavailable, ShardRestarted: see ``Table.pull``.
         """
-        merged = self.merged(batch)
-        return self._shaped(merged, self._looked_up(merged))
+        merged = self.rows.merged(batch)
+        for part in self.rows.parts:
+            if part.row_update.background is not None:
+                part.row_update.flush()
+        if self.rows.worker_steps is not None:
+            self.rows.join()
+        self.rows.pull(merged)
+        return self._vectors(merged)
 
     def merged(self, batch: Any) -> Any:
         """The ids of a batch as :meth:`forward` takes it, whose rows may be pulled before :meth:`vectors_of`. Raises as
@@ -195,35 +208,25 @@ class EmbeddingGroup(nn.Module):
         """
         return self.rows.merged(batch)
 
+    @runs_eagerly
     def vectors_of(self, merged: Any) -> Any:
         """What :meth:`forward` returns, from rows that were pulled."""
-        return self._shaped(merged, self._vectors(merged))
-
-    def _shaped(self, merged: GivenBatch, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            field.name: shaped(field, ids, vectors[field.name], per_node=self.per_node)
-            for field, ids in zip(self.fields, merged.given, strict=True)
-        }
-
-    @runs_eagerly
-    def _looked_up(self, merged: GivenBatch) -> dict[str, Tensor]:
-        for part in self.trained:
-            part.row_update.flush()
-        self.rows.join()
-        self.rows.pull(merged)
         return self._vectors(merged)
 
-    @runs_eagerly
-    def _vectors(self, merged: GivenBatch) -> dict[str, Tensor]:
+    def _vectors(self, merged: Any) -> dict[str, Tensor]:
         device = cast("Tensor", self._place).device
-        names = [field.name for field in self.fields if field.features is None]
-        vectors = dict(zip(names, self.rows.vectors(merged, device), strict=True))
+        vectors = dict(zip(self._with_rows, self.rows.vectors(merged, device), strict=True))
+        if merged.given is None:
+            return vectors
         own = [(field, ids) for field, ids in zip(self.fields, merged.given, strict=True) if field.features is not None]
         if own:
             fields, given = zip(*own, strict=True)
             found = feature_vectors(fields, given, device)
             vectors |= {field.name: item for field, item in zip(fields, found, strict=True)}
-        return vectors
+        return {
+            field.name: shaped(field, ids, vectors[field.name], per_node=self.per_node)
+            for field, ids in zip(self.fields, merged.given, strict=True)
+        }
 
     def _apply(self, *arguments: Any, **settings: Any) -> Any:
         super()._apply(*arguments, **settings)  # type: ignore[no-untyped-call]
@@ -325,3 +328,10 @@ def _require_fields(name: str, fields: Sequence[Field]) -> None:
     for field in fields:
         if not isinstance(field, Field):
             raise InvalidArgument(f"a field of {name!r} is {quoted(field)}; it must be a gt.Field('user', dim=16)")
+
+
+def _checked_rows(rows: str) -> str:
+    if not isinstance(rows, str) or rows not in GROUP_ROWS:
+        known = ", ".join(f"{name!r} ({row.summary})" for name, row in GROUP_ROWS.items())
+        raise InvalidArgument(f"rows is {quoted(rows)}; it must be one of {known}")
+    return rows

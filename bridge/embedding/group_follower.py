@@ -6,17 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from geartrain.ams.client.snapshots.follower import FollowedTables
-from geartrain.ams.kernels.embedding import BadId, Lookup
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.embedding.field import Field
 from geartrain.bridge.embedding.ids import batch_ids, ids_of_batch
-from geartrain.bridge.embedding.vectors import feature_ids, out_of_range, require_no_max_weights, shaped, weighted
+from geartrain.bridge.embedding.vectors import feature_ids, merged_ids, require_no_max_weights, shaped, weighted
 from geartrain.bridge.rows.eager import runs_eagerly
 from geartrain.bridge.rows.transfers import upload
 
@@ -79,17 +77,10 @@ class GroupFollower(nn.Module):
         ]
         for field, ids in zip(self.fields, given, strict=True):
             require_no_max_weights(field, ids)
-        specs = [self._followed.specs[table] for table in self._tables]
-        try:
-            lookup = Lookup(features, [spec.num_rows for spec in specs], torch.get_num_threads())
-        except BadId as bad:
-            number, place = bad.args
-            num_rows = specs[features[number].table].num_rows
-            raise out_of_range(self.fields[number], features[number], place, num_rows) from None
-        pulled = self._followed.pull_together(dict(zip(self._tables, lookup.ids(), strict=True)))
-        rows = [pulled[table] for table in self._tables]
-        out = [np.empty((feature.num_vectors, rows[feature.table].shape[1]), np.float32) for feature in features]
-        lookup.pool(rows, out=out, keep_maxima=False)
+        num_rows = [self._followed.specs[table].num_rows for table in self._tables]
+        lookup = merged_ids(self.fields, features, num_rows)
+        pulled = self._followed.pull_together(dict(zip(self._tables, lookup.ids, strict=True)))
+        out = lookup.pool([pulled[table] for table in self._tables], keep_maxima=False)
         device = cast("Tensor", self._place).device
         return {
             field.name: shaped(field, ids, weighted(field, ids, upload(vectors, device)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -16,11 +16,9 @@ from geartrain.ams.values.errors import SpecMismatch
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.embedding.field import Field
-from geartrain.bridge.embedding.ids import FieldIds
 from geartrain.bridge.embedding.modes import Mode
 from geartrain.bridge.placements.placement import Placement
 from geartrain.bridge.rows.pending import PendingUpdate
-from geartrain.bridge.rows.same_rows import LABELS
 from geartrain.bridge.rows.stand_in import ModuleWithRows
 
 if TYPE_CHECKING:
@@ -52,17 +50,8 @@ class GroupSettings:
         return [number for number, field in enumerate(self.fields) if field.features is None]
 
 
-class GivenBatch(Protocol):
-    """The ids of a batch, and rows that were pulled ahead where there are such."""
-
-    @property
-    def given(self) -> Sequence[FieldIds]:
-        """Those of all fields."""
-        ...
-
-
 class GroupRows(ABC):
-    """The rows of a group in one place. A way of one's own is a subclass in ``registry.py``."""
+    """The rows of a group in one place. A way of one's own is a subclass in ``GROUP_ROWS``."""
 
     summary: ClassVar[str]
     """For whoever gave a name that is none."""
@@ -89,7 +78,8 @@ class GroupRows(ABC):
 
     @abstractmethod
     def merged(self, batch: Any) -> Any:
-        """The ids of a batch, a :class:`GivenBatch`. Any thread may call it."""
+        """The ids of a batch. ``given`` of it are those of all fields as the batch had them, or None where each field's
+        vectors are to be as they come. Any thread may call it."""
 
     @abstractmethod
     def pull(self, merged: Any) -> None:
@@ -131,17 +121,13 @@ class TrainedTables(ModuleWithRows, Generic[U]):
         self.register_stand_in(update)
         self.row_placement = placement
         self._specs = placement.specs()
-        self._recent: list[Ids] = [np.empty(0, np.int64) for _ in self._specs]
-        """Some ids of the last batch, whose rows have certainly moved."""
-
-    def note(self, place: int, ids: Ids) -> None:
-        """``ids`` are looked up to be trained."""
-        self._recent[place] = ids[:LABELS]
+        self.recent: Sequence[Ids] = [np.empty(0, np.int64) for _ in self._specs]
+        """Of each table the ids of the last batch that trains, whose rows have certainly moved."""
 
     def get_extra_state(self) -> dict[str, Any]:
         """Names, step, and what tells the rows from others, which are in snapshots. One small pull of all tables."""
         self.row_update.flush()
-        rows = self.row_placement.identities(self._recent)
+        rows = self.row_placement.identities(self.recent)
         named = {spec.name: {"dim": spec.dim, "rows": own} for spec, own in zip(self._specs, rows, strict=True)}
         return {"step": self.row_update.step, "tables": named}
 

@@ -17,11 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.client.hosted_calls import HostedCalls
-from geartrain.ams.kernels.embedding import FeatureIds, Lookup
+from geartrain.ams.kernels.embedding import FeatureIds
 from geartrain.ams.programs.bag_pooling import NAME, POOL
 from geartrain.ams.values.placement import split_by_shard
 from geartrain.ams.values.shard_messages import HostedInputs
 from geartrain.ams.values.specs import Ids
+from geartrain.bridge.embedding.field import Field
+from geartrain.bridge.embedding.vectors import merged_ids
 from geartrain.bridge.rows.row_update import PushSettings
 
 if TYPE_CHECKING:
@@ -44,24 +46,27 @@ class _Part(NamedTuple):
 class HostedLookup:
     """The hosted features of one batch."""
 
-    def __init__(self, features: Sequence[FeatureIds], tables: Sequence[Table], threads: int) -> None:
-        """``tables`` are all of the group. Raises what :class:`Lookup` raises."""
+    def __init__(self, fields: Sequence[Field], features: Sequence[FeatureIds], tables: Sequence[Table]) -> None:
+        """``tables`` are all of the group. Raises InvalidIds."""
         self._features = features
         self._tables = tables
         # Each by itself: what a shard is told of a feature stands alone.
         apart = [feature._replace(table=number) for number, feature in enumerate(features)]
-        self._lookup = lookup = Lookup(apart, [tables[feature.table].spec.num_rows for feature in features], threads)
+        self._lookup = lookup = merged_ids(fields, apart, [tables[feature.table].spec.num_rows for feature in features])
         self._calls = {table: tables[table].hosted(NAME) for table in sorted({feature.table for feature in features})}
         self._factors = [_factors(feature, lookup.places_of(number)) for number, feature in enumerate(features)]
         self._parts = [
             _cut(item, ids, lookup.places_of(number), self._calls[item.table], tables[item.table])
-            for number, (item, ids) in enumerate(zip(features, lookup.ids(), strict=True))
+            for number, (item, ids) in enumerate(zip(features, lookup.ids, strict=True))
         ]
 
-    def ids_of(self, table: int) -> Ids:
-        """Ids of a table that are looked up here; some of them more than once."""
-        own = [ids for feature, ids in zip(self._features, self._lookup.ids(), strict=True) if feature.table == table]
-        return np.concatenate(own) if own else np.empty(0, np.int64)
+    def with_ids(self, pulled: Sequence[Ids]) -> list[Ids]:
+        """Of each table the ids that are ``pulled``, or where none are those looked up here; some of these twice."""
+        found = list(pulled)
+        for feature, ids in zip(self._features, self._lookup.ids, strict=True):
+            if not len(pulled[feature.table]):
+                found[feature.table] = np.concatenate([found[feature.table], ids])
+        return found
 
     def vectors(self) -> list[Floats]:
         """The vectors [B, D] of each feature."""
@@ -89,7 +94,7 @@ class HostedLookup:
         updates: dict[int, ShardInputs] = {}
         unused = {number for number, gradient in enumerate(upstream) if gradient is None}
         scaled = {
-            number: gradient if factors_B is None else gradient * factors_B[:, None]
+            number: np.ascontiguousarray(gradient) if factors_B is None else gradient * factors_B[:, None]
             for number, (gradient, factors_B) in enumerate(zip(upstream, self._factors, strict=True))
             if gradient is not None
         }

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from geartrain.ams.kernels.embedding import Bags
+from geartrain.ams.kernels.embedding import FeatureIds, PoolingName
 from geartrain.ams.values.arrays import FOLD, as_array, is_plain
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
-from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import counted, quoted
 from geartrain.bridge.embedding.levels import Nodes, nodes_of
 from geartrain.bridge.rows.transfers import downloaded
@@ -30,7 +29,7 @@ def _is_jagged(given: Any) -> bool:
 
 @dataclass(frozen=True)
 class FieldIds:
-    """The ids of one field, as arrays of the host (:class:`BatchIds`) or as tensors (:class:`TensorIds`)."""
+    """The ids of one field: arrays of the host (:func:`batch_ids`), or tensors on one device (:func:`tensor_ids`)."""
 
     values: Any
     """[N] int64, C-contiguous."""
@@ -57,28 +56,32 @@ class FieldIds:
         return len(self.values) // self.bags if isinstance(self.bags, int) else len(self.bags) - 1
 
 
-@dataclass(frozen=True)
-class BatchIds(FieldIds):
-    """Arrays of the host."""
-
-    values: Ids
-    bags: Bags
-    weights: Weights | None = None
+FieldKind = tuple[str, int, PoolingName | None, int | None]
+"""Name, number of the table, pooling and padding id of a field."""
 
 
-@dataclass(frozen=True)
-class TensorIds(FieldIds):
-    """Tensors on one device."""
+def plain_features(batch: Any, fields: Sequence[FieldKind]) -> list[FeatureIds] | None:
+    """What compiled code looks up where each field has int64 ids [B], or [B, L] that are pooled, in host memory and no
+    level. None: they are for :func:`ids_of_batch` to take, or to find out what is wrong.
+    """
+    if not isinstance(batch, Mapping) or getattr(batch, "level_of", None):
+        return None
+    features, num_samples = [], None
+    for name, table, pooling, padding_id in fields:
+        ids = batch.get(name)
+        if isinstance(ids, Tensor) and ids.dtype == torch.int64 and ids.is_cpu and ids.layout == torch.strided:
+            ids = None if ids.is_nested else ids.numpy()
+        if not isinstance(ids, np.ndarray) or ids.dtype != np.int64 or not ids.ndim:
+            return None
+        num_samples = len(ids) if num_samples is None else num_samples
+        length = 1 if ids.ndim == 1 else ids.shape[1] if ids.ndim == 2 and pooling is not None else 0
+        if len(ids) != num_samples or not length or not ids.flags.c_contiguous or not ids.flags.aligned:
+            return None
+        features.append(FeatureIds(table, ids.reshape(-1), length, None, pooling, padding_id))
+    return features
 
-    values: Tensor
-    bags: Tensor | int
-    weights: Tensor | None = None
 
-
-I = TypeVar("I", bound=FieldIds)  # noqa: E741
-
-
-def ids_of_batch(batch: Any, names: list[str], parse: Callable[[Any, str], I]) -> list[I]:
+def ids_of_batch(batch: Any, names: list[str], parse: Callable[[Any, str], FieldIds]) -> list[FieldIds]:
     """The ids of the fields ``names`` in a batch: a mapping, or something with keys(), values() and lengths().
 
     ``parse`` makes those of one field: :func:`batch_ids`, for which those on a device are fetched in one copy, or
@@ -113,7 +116,7 @@ def ids_of_batch(batch: Any, names: list[str], parse: Callable[[Any, str], I]) -
     return given
 
 
-def _of_level(ids: I, nodes: Nodes | None, name: str) -> I:
+def _of_level(ids: FieldIds, nodes: Nodes | None, name: str) -> FieldIds:
     if nodes is None:
         return ids
     if ids.num_samples != nodes.count:
@@ -148,7 +151,7 @@ def bags_as_torch(ids: Any, offsets: Any, weights: Any, *, ends: bool, name: str
     return array.reshape(-1), np.arange(len(array) + 1) * length, flat
 
 
-def batch_ids(given: Any, name: str) -> BatchIds:
+def batch_ids(given: Any, name: str) -> FieldIds:
     """The ids of one field: integers [B], or [B, L]; a jagged nested tensor; (values, offsets) or (values, offsets,
     weights) with B + 1 offsets; something with values() and lengths(). Raises InvalidIds that names the field.
     """
@@ -158,11 +161,11 @@ def batch_ids(given: Any, name: str) -> BatchIds:
     values = parts[0]
     array = _integers(values, name, "the ids")
     if array.ndim == 1:
-        return BatchIds(array, 1, is_vector=True)
+        return FieldIds(array, 1, is_vector=True)
     if array.ndim == 2 and array.shape[1] > 0:
-        return BatchIds(array.reshape(-1), array.shape[1])
+        return FieldIds(array.reshape(-1), array.shape[1])
     if array.ndim == 2:
-        return BatchIds(array.reshape(-1), np.zeros(len(array) + 1, np.int64))
+        return FieldIds(array.reshape(-1), np.zeros(len(array) + 1, np.int64))
     raise InvalidIds(f"the ids of field {name!r} have shape {list(array.shape)}; they must be [B], [B, L], or jagged")
 
 
@@ -186,7 +189,7 @@ def _parts_of(given: Any, name: str) -> tuple[Any, ...]:
     return (given,)
 
 
-def tensor_ids(given: Any, name: str) -> TensorIds:
+def tensor_ids(given: Any, name: str) -> FieldIds:
     """What :func:`batch_ids` makes, as tensors where they lie. Whatever else they are, or lack, is for
     :func:`batch_ids` to take or to name; but tensors on a device are not looked at, since the host would wait.
     """
@@ -195,7 +198,7 @@ def tensor_ids(given: Any, name: str) -> TensorIds:
     weights: Any = jagged[1] if jagged else None
     if isinstance(values, Tensor) and values.dtype in _INTEGERS:
         if not jagged and values.ndim in (1, 2) and values.shape[-1]:
-            return TensorIds(values.reshape(-1), values.shape[1] if values.ndim == 2 else 1, is_vector=values.ndim == 1)
+            return FieldIds(values.reshape(-1), values.shape[1] if values.ndim == 2 else 1, is_vector=values.ndim == 1)
         own = weights.detach() if isinstance(weights, Tensor) else weights
         if (
             isinstance(offsets, Tensor)
@@ -205,11 +208,11 @@ def tensor_ids(given: Any, name: str) -> TensorIds:
             and (offsets.device.type != "cpu" or _rises(offsets, len(values)))
             and (own is None or own.device.type != "cpu" or bool(own.isfinite().all()))
         ):
-            return TensorIds(values, offsets, own, weights if own is not None and weights.requires_grad else None)
+            return FieldIds(values, offsets, own, weights if own is not None and weights.requires_grad else None)
     host = batch_ids(given, name)
     bags = host.bags if isinstance(host.bags, int) else torch.from_numpy(host.bags)
     weights = None if host.weights is None else torch.from_numpy(host.weights)
-    return TensorIds(torch.from_numpy(host.values), bags, weights, host.given_weights, host.is_vector)
+    return FieldIds(torch.from_numpy(host.values), bags, weights, host.given_weights, host.is_vector)
 
 
 def _rises(offsets: Tensor, end: int) -> bool:
@@ -238,7 +241,7 @@ def _is_several(given: Any) -> bool:
     return is_list or isinstance(given, tuple)
 
 
-def _ragged(values: Any, offsets: Any, weights: Any, name: str) -> BatchIds:
+def _ragged(values: Any, offsets: Any, weights: Any, name: str) -> FieldIds:
     ids = _integers(values, name, "the ids")
     if ids.ndim != 1:
         raise InvalidIds(
@@ -262,9 +265,9 @@ def _ragged(values: Any, offsets: Any, weights: Any, name: str) -> BatchIds:
             f"the offsets of field {name!r} fall from {bounds[row]} to {bounds[row + 1]} in row {row}; they must rise"
         )
     if weights is None:
-        return BatchIds(ids, bounds)
+        return FieldIds(ids, bounds)
     given = weights if isinstance(weights, Tensor) and weights.requires_grad else None
-    return BatchIds(ids, bounds, _weights(weights, len(ids), name), given)
+    return FieldIds(ids, bounds, _weights(weights, len(ids), name), given)
 
 
 def _weights(weights: Any, count: int, name: str) -> Weights:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -28,10 +29,10 @@ from geartrain.ams.values.errors import (
 )
 from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.collectives.communicator import Communicator
+from geartrain.bridge.embedding.autograd_node import Vectors
 from geartrain.bridge.embedding.field import Field, table_specs
 from geartrain.bridge.embedding.group_rows import GroupRows, GroupSettings, TrainedTables, by_optimizer
-from geartrain.bridge.embedding.ids import TensorIds, ids_of_batch, tensor_ids
-from geartrain.bridge.embedding.lookups import require_first_derivative
+from geartrain.bridge.embedding.ids import FieldIds, ids_of_batch, tensor_ids
 from geartrain.bridge.embedding.modes import SSP
 from geartrain.bridge.embedding.vectors import out_of_range, pooled, require_no_max_weights
 from geartrain.bridge.kernels.lookup import FieldShape, index_fields
@@ -45,11 +46,11 @@ from geartrain.bridge.rows.transfers import Readback, packed
 class RankBatch:
     """The ids of one batch on the device of the rows; or why they cannot be looked up, which all ranks then hear."""
 
-    tables = ids = ()  # nothing is pulled ahead
+    tables = ids = rows = ()  # nothing is pulled ahead
 
     def __init__(
         self,
-        given: Sequence[TensorIds],
+        given: Sequence[FieldIds],
         asked: AskedIds | None,
         status: Tensor | None,
         failure: GeartrainError | None = None,
@@ -59,7 +60,6 @@ class RankBatch:
         """Of the fields with rows, and what is wrong with their ids (``index_fields``)."""
         self.failure = failure
         self.is_bounded = False
-        self.is_pulled = True
 
 
 class RankTablesUpdate(DeviceUpdate[RowGradients]):
@@ -97,7 +97,7 @@ class RankFields(GroupRows):
         self._names = [name for names in order for name in names]
         self._tables = [tables[name] for name in self._names]
         self._num_rows = [table.spec.num_rows for table in self._tables]
-        self._under_way: deque[tuple[Readback, Sequence[TensorIds]]] = deque()
+        self._under_way: deque[tuple[Readback, Sequence[FieldIds]]] = deque()
         """What is wrong with the ids of batches, and these."""
         self.write_logs = []
         self._with_rows = settings.with_rows
@@ -125,7 +125,7 @@ class RankFields(GroupRows):
         except GeartrainError as exc:
             return RankBatch((), None, None, exc)
 
-    def _asked(self, given: list[TensorIds]) -> RankBatch:
+    def _asked(self, given: list[FieldIds]) -> RankBatch:
         """The batch on the device: one copy of ids and offsets, and one of weights if there are any."""
         device, fields = self._device, [self._fields[number] for number in self._with_rows]
         for number, field in enumerate(self._fields):
@@ -177,7 +177,7 @@ class RankFields(GroupRows):
     def pull(self, merged: RankBatch) -> None:
         """Rows are here."""
 
-    def _wrong(self, status: int, given: Sequence[TensorIds]) -> InvalidIds:
+    def _wrong(self, status: int, given: Sequence[FieldIds]) -> InvalidIds:
         """The error for what :func:`index_fields` found."""
         place, kind = len(self._with_rows) - status // 4, status % 4
         field, ids = self._fields[self._with_rows[place]], given[self._with_rows[place]]
@@ -207,7 +207,7 @@ class RankFields(GroupRows):
         fields = [self._fields[number] for number in self._with_rows]
         failure = self._late_failure() or merged.failure
         trained = [update for update in self._updates if torch.is_grad_enabled() and update.is_trained]
-        lookup, given = None, list[TensorIds]()
+        lookup, given = None, list[FieldIds]()
         if failure is None:
             assert merged.asked is not None and merged.status is not None
             given = [merged.given[number] for number in self._with_rows]
@@ -218,9 +218,10 @@ class RankFields(GroupRows):
         num_counts = 2 * ranks * len(fields) + self._num_rows.count(None) + 1 if not self._link.is_alone else 0
         agreed = self._agree(failure, lookup, num_counts, trains=bool(trained))
         assert lookup is not None and merged.status is not None
-        call = _Call(self._updates, lookup, merged.status, agreed, 1 / ranks)
         if trained:
-            found = _Vectors.apply(call, *(update.on(self._device) for update in call.trained))  # type: ignore[no-untyped-call]
+            call = _Call(self._updates, lookup, merged.status, 1 / ranks)
+            stand_ins = [update.on(self._device) for update in trained]
+            found = Vectors.apply(call, trained, partial(lookup.vectors, agreed), *stand_ins)  # type: ignore[no-untyped-call]
         else:
             found = lookup.vectors(agreed)
         return [
@@ -296,12 +297,12 @@ def _specs(settings: GroupSettings) -> dict[str, TableSpec]:
     return specs
 
 
-def _is_by_id(field: Field, ids: TensorIds) -> bool:
+def _is_by_id(field: Field, ids: FieldIds) -> bool:
     """Whether each id has a vector of its own, of which those of bags are made here."""
     return field.pooling in (None, "max") or ids.given_weights is not None
 
 
-def _finished(field: Field, ids: TensorIds, vectors: Tensor) -> Tensor:
+def _finished(field: Field, ids: FieldIds, vectors: Tensor) -> Tensor:
     """The vectors of a field, of those that were looked up: of its bags, or of its ids (of padding 0)."""
     if not _is_by_id(field, ids) or (field.pooling is None and ids.given_weights is None):
         return vectors
@@ -316,20 +317,14 @@ class _Call:
         updates: Sequence[RankTablesUpdate],
         lookup: DeviceLookup,
         status: Tensor,
-        counts: Sequence[Sequence[int]],
         weight: float,
     ) -> None:
         """``weight``: of this rank's gradients among those of all ranks."""
-        self._updates, self.lookup, self.counts = updates, lookup, counts
+        self._updates, self._lookup = updates, lookup
         self._weight, self._status = weight, status
         self._rows_versions = [update.rows_version for update in updates]
-        self.trained = [update for update in updates if update.is_trained]
         self._made: tuple[object, dict[int, tuple[RowGradients, Tensor]]] | None = None
-        """As of :class:`~.lookups.LookupCall`."""
-
-    def defer(self, upstream: Sequence[Tensor | None]) -> list[Tensor]:
-        """Have the row gradients queued once autograd accumulates; return the stand-ins' gradients."""
-        return [update.defer(self, upstream) for update in self.trained]
+        """As of :class:`~.lookups.BatchRows`."""
 
     def queue_row_gradients(self, upstream: Sequence[Tensor | None], update: RankTablesUpdate) -> None:
         """Add those of all ranks to the rows of ``update`` that are here; those of all updates are made at once."""
@@ -343,7 +338,7 @@ class _Call:
                 f"rows of {self._updates[0].name} were loaded or restored between this forward pass and its backward; "
                 "look the ids up again"
             )
-        gradients, checksum = self.lookup.gradients(
+        gradients, checksum = self._lookup.gradients(
             [update.tables for update in self._updates],
             upstream,
             self._weight,
@@ -352,19 +347,3 @@ class _Call:
             checksum = torch.where(self._status == 0, checksum, torch.nan)  # of ids that cannot be: no row changes
         checksum = self._updates[0].table.link.sum(checksum)
         return {id(update): (gradient, checksum) for update, gradient in zip(self._updates, gradients, strict=True)}
-
-
-class _Vectors(torch.autograd.Function):
-    """Sums of the rows that all fields ask for; backward sends their gradients to the rows."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, *stand_ins: Tensor) -> tuple[Tensor, ...]:
-        del stand_ins
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        return tuple(call.lookup.vectors(call.counts))
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        require_first_derivative()
-        return (None, *ctx.call.defer(upstream))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -17,16 +18,16 @@ from geartrain.ams.kernels import ops
 from geartrain.ams.programs.bag_pooling import NAME, SQUARED_NORM
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
-from geartrain.ams.values.specs import Ids
+from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.embedding.hosted_bags import HostedUpdate, ShardInputs, row_inputs
 from geartrain.bridge.placements.row_cache import RowCache, push_through
 from geartrain.bridge.rows.pending import Pace, PendingUpdate, PulledVersion
 from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.row_update import PushSettings
-from geartrain.bridge.rows.same_rows import incarnation_of
 from geartrain.bridge.rows.tables import TableWrite
 
 _NAMED = 3
+_INCARNATION, _SPEC = attrgetter("incarnation"), attrgetter("spec")
 
 
 class TableGradient(NamedTuple):
@@ -56,26 +57,27 @@ class EmbeddingGradient:
     """Those of one or several micro-batches, by the place of the table among those of the update."""
 
     def __init__(
-        self, tables: dict[int, TableGradient], squares: float, bags: dict[int, ShardInputs] | None = None
+        self, tables: dict[int, TableGradient], squares: float | None = None, bags: dict[int, ShardInputs] | None = None
     ) -> None:
-        """``squares`` is Σ g² over all ``tables``, in float64; ``bags`` are gradients of vectors that shards pool."""
-        self.tables = tables
-        self.bags = bags or {}
-        self._squares = squares
+        """``squares`` is Σ g² over all ``tables``, in float64; None: it is to be computed. ``bags`` are gradients of
+        vectors that shards pool.
+        """
+        self.tables, self.bags = tables, bags or {}
+        self._squares = self._sum_squares() if squares is None else squares
+
+    def _sum_squares(self) -> float:
+        return sum([squares_of(gradient.rows) for gradient in self.tables.values()])
 
     def merge(self, other: EmbeddingGradient) -> None:
         """Add the gradient of another micro-batch, which is used up. Costs a pass over both."""
         for place, theirs in other.tables.items():
             mine = self.tables.get(place)
-            if mine is None:
-                self.tables[place] = theirs
-                continue
-            self.tables[place] = mine.joined(theirs)
+            self.tables[place] = theirs if mine is None else mine.joined(theirs)
         for place, inputs in other.bags.items():
             here = self.bags.setdefault(place, [[] for _ in inputs])
             for shard, its in enumerate(inputs):
                 here[shard] += its
-        self._squares = sum(float(np.vdot(wide, wide)) for wide in map(_wide, self.tables.values()))
+        self._squares = self._sum_squares()
 
     def inputs(self, place: int, table: Table) -> ShardInputs:
         """What a hosted update of a table takes of each shard: of bags, and of rows that were pulled."""
@@ -100,10 +102,6 @@ class EmbeddingGradient:
         """There is nothing to give back."""
 
 
-def _nothing() -> None:
-    """Where no caches are."""
-
-
 def _none_of(table: Table) -> TableGradient:
     return TableGradient(np.empty(0, np.int64), np.empty((0, table.spec.dim), np.float32))
 
@@ -115,8 +113,27 @@ def _older(one: tuple[int, ...] | None, other: tuple[int, ...] | None) -> tuple[
     return tuple(max(both) if -1 in both else min(both) for both in zip(one, other, strict=True))
 
 
-def _wide(gradient: TableGradient) -> npt.NDArray[np.float64]:
-    return gradient.rows.reshape(-1).astype(np.float64)
+def squares_of(rows: npt.NDArray[np.float32]) -> float:
+    """Σ g² of gradients [..., D], in float64."""
+    wide = rows.reshape(-1).astype(np.float64)
+    return float(np.vdot(wide, wide))
+
+
+def incarnations_of(tables: Sequence[Table]) -> tuple[int, ...]:
+    """Which tables of their names they are now."""
+    return tuple(map(_INCARNATION, tables))
+
+
+class TableFacts(NamedTuple):
+    """What the settings of tables ask of a step; they may be altered."""
+
+    specs: list[TableSpec]
+    optimizers: set[RowOptimizerSpec]
+    """Several where that of some was altered."""
+    counting: list[int]
+    """Places of those that are told how often each id was in the batch."""
+    moving: list[int]
+    """Places of those whose rows move at steps that do not touch them, too."""
 
 
 class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
@@ -138,43 +155,52 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         """
         super().__init__()
         self.tables = tuple(tables)
-        self._hosted = hosted
-        self.ranks = ranks
-        self.pace = pace
         self.table = self.tables[0]
-        self._writes: list[RowWrite] | None = None
-        """The pushes of a step that has begun."""
-        self._caches = caches
-        self._follow: Callable[[], None] = _nothing
-        """What the caches make of the pushes once they are applied."""
+        names = [table.spec.name for table in self.tables]
+        self._name = ", ".join(names) if len(names) <= _NAMED else f"{names[0]} … {names[-1]} ({len(names)} tables)"
+        self._hosted, self._caches = hosted, caches
+        self.ranks, self.pace = ranks, pace
+        self._facts = TableFacts([], set(), [], [])
+        self._has_begun = False
+        """Whether a step has begun that has not ended: it keeps its optimizer and factor."""
+        self._write: RowWrite | None = None
+        """Its push of rows, of all tables."""
         self._hosted_writes: list[HostedUpdate] = []
         """Its hosted updates that are not sent yet."""
+        self._follow: Callable[[], None] | None = None
+        """What the caches make of the push once it is applied."""
 
     @property
     def name(self) -> str:
         """Of the tables."""
-        names = [table.spec.name for table in self.tables]
-        return ", ".join(names) if len(names) <= _NAMED else f"{names[0]} … {names[-1]} ({len(names)} tables)"
+        return self._name
 
     @property
     def rows_version(self) -> PulledVersion:
-        return self.generation, tuple(map(incarnation_of, self.tables))
+        return self.generation, tuple(map(_INCARNATION, self.tables))
+
+    def facts(self) -> TableFacts:
+        """What the tables ask for now."""
+        specs = list(map(_SPEC, self.tables))
+        if specs != self._facts.specs:
+            counting = [place for place, spec in enumerate(specs) if spec.counts_occurrences]
+            moving = [place for place, spec in enumerate(specs) if spec.counts_steps]
+            self._facts = TableFacts(specs, {spec.optimizer for spec in specs}, counting, moving)
+        return self._facts
 
     def require_no_step(self) -> None:
         """Raise InvalidArgument if a step has begun and not ended."""
-        if self._writes is not None:
+        if self._has_begun:
             raise InvalidArgument(
                 f"the last step() stopped with an error before all gradients of {self.name} were pushed; call step() "
                 "again, or zero_grad() to give the rest up, before the next backward()"
             )
 
     def prepare(self, optimizer: RowOptimizerSpec) -> Sequence[TableWrite]:
-        """See the base class: one push a table. Once begun, a step keeps its optimizer and factor."""
-        if self._pending is None or self.carrier.grad is None:
-            return ()
-        if self._writes is None:
+        """See the base class: one push of all tables, and an update of each hosted one."""
+        if not self._has_begun and (pending := self.pending) is not None:
             scalars: dict[str, float] = {}
-            for its in {table.spec.optimizer for table in self.tables}:  # one of them may have been altered
+            for its in self.facts().optimizers:
                 scalars |= its.scalars_of_push(optimizer)
             settings: PushSettings = {
                 "lr": optimizer.lr,
@@ -182,66 +208,65 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
                 "scale": self.factor(),
                 "group": None if self.ranks is None else self.ranks.sync_group(self._samples),
             }
-            writes: list[RowWrite] = []
-            pushed: dict[int, TableGradient] = {}
+            pulled = pending.tables
+            if self.ranks is not None:  # the others wait for this rank
+                pulled = {place: pulled.get(place) or _none_of(table) for place, table in enumerate(self.tables)}
             try:
-                for place, table in enumerate(self.tables):
-                    gradient = self._pending.tables.get(place)
-                    if gradient is None and place not in self._pending.bags and self.ranks is None:
-                        continue
-                    if place in self._hosted:  # in one write, so that a row moves once
-                        inputs = self._pending.inputs(place, table)
-                        self._hosted_writes.append(HostedUpdate(table, inputs, self.step, settings))
-                        continue
-                    pushed[place] = gradient or _none_of(table)  # the others wait for this rank
-                if pushed:
-                    ids, rows, occurrences, pulled_at = zip(*pushed.values(), strict=True)
-                    tables = [self.tables[place] for place in pushed]
-                    # Their squares are finite, or check_finite() would have said so; the product is looked at there.
-                    writes = [
-                        prepare_pushes(
-                            *(tables, ids, rows),
-                            occurrences=occurrences,
-                            pulled_at=pulled_at,
-                            step=self.step,
-                            **settings,
-                        )
-                    ]
+                if self._hosted:
+                    self._prepare_hosted(pending, pulled.keys(), settings)
+                    pulled = {place: own for place, own in pulled.items() if place not in self._hosted}
+                if pulled:
+                    self._prepare_push(pulled, optimizer, settings)
             except BaseException:
-                self._abandon(writes)
+                self._give_up()
                 raise
-            self._writes = writes
-            if self._caches and pushed:
-                caches = [self._caches[place] for place in pushed]
-                for cache in caches:
-                    cache.begin_push()
-                own = [
-                    (cache, gradient.ids, gradient.rows)
-                    for cache, gradient in zip(caches, pushed.values(), strict=True)
-                ]
-                self._follow = partial(push_through, own, writes[0], optimizer, settings["scale"])
-        return self._writes
+            self._has_begun = True
+        return () if self._write is None else (self._write,)
+
+    def _prepare_hosted(self, pending: EmbeddingGradient, pulled: Set[int], settings: PushSettings) -> None:
+        """Of a table with hosted bags those and the pulled rows are one write, so that a row moves once."""
+        for place in sorted(self._hosted & (pulled | pending.bags.keys())):
+            inputs = pending.inputs(place, self.tables[place])
+            self._hosted_writes.append(HostedUpdate(self.tables[place], inputs, self.step, settings))
+
+    def _prepare_push(
+        self, pulled: dict[int, TableGradient], optimizer: RowOptimizerSpec, settings: PushSettings
+    ) -> None:
+        tables = list(map(self.tables.__getitem__, pulled))
+        ids, rows, occurrences, pulled_at = zip(*pulled.values(), strict=True)
+        # Their squares are finite, or check_finite() would have said so; the product is looked at there.
+        self._write = prepare_pushes(
+            tables, ids, rows, occurrences=occurrences, pulled_at=pulled_at, step=self.step, **settings
+        )
+        if self._caches:
+            caches = list(map(self._caches.__getitem__, pulled))
+            for cache in caches:
+                cache.begin_push()
+            pushes = list(zip(caches, ids, rows, strict=True))
+            self._follow = partial(push_through, pushes, self._write, optimizer, settings["scale"])
 
     def hand_over(self) -> None:
-        self._writes = None
+        self._write, self._has_begun = None, False
         super().hand_over()
 
     def apply(self, optimizer: RowOptimizerSpec) -> None:
         """Push what is pending, then forget it. After an error a second call sends what is left; none applies twice."""
-        if self._pending is None or self.carrier.grad is None:
+        if not self._has_begun:
+            self.prepare(optimizer)
+        if not self._has_begun:  # nothing is pending
             return
-        left = [write for write in self.prepare(optimizer) if not write.is_sent]
-        if left:
-            left[0].send_with(left[1:])
+        if self._write is not None and not self._write.is_sent:
+            self._write.send()
         while self._hosted_writes:
             self._hosted_writes[0].send()
             del self._hosted_writes[0]
-        follow, self._writes = self._follow, None
+        follow, self._follow, self._write, self._has_begun = self._follow, None, None, False
         self.step += 1
         if self.ranks is not None:
             self.ranks.sequence += 1
         self.discard()
-        follow()  # at last: an error takes no push back
+        if follow is not None:
+            follow()  # at last: an error takes no push back
         for cache in self._caches:
             cache.drop_written()
 
@@ -251,8 +276,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         if ranks is None and not self._hosted:
             return super()._squared_norm(pending, factor)
         if ranks is None:
-            own = [_wide(table) for place, table in pending.tables.items() if place not in self._hosted]
-            squares = sum(float(np.vdot(item, item)) for item in own)
+            squares = sum(squares_of(own.rows) for place, own in pending.tables.items() if place not in self._hosted)
             return (squares + sum(self._asked_norm(pending, place) for place in self._hosted)) * factor**2
         if self._hosted:
             raise InvalidArgument(
@@ -276,14 +300,16 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
 
     def discard(self) -> None:
         """Forget what is pending."""
-        writes, self._writes = self._writes, None
-        self._follow = _nothing
-        self._abandon(writes or ())
+        if self._has_begun:
+            self._give_up()
         super().discard()
 
-    def _abandon(self, writes: Sequence[TableWrite]) -> None:
-        for write in writes:
-            write.abandon()
+    def _give_up(self) -> None:
+        """End the step that has begun, without what was not sent."""
+        write, self._write = self._write, None
         hosted, self._hosted_writes = self._hosted_writes, []
+        self._follow, self._has_begun = None, False
+        if write is not None:
+            write.abandon()
         for update in hosted:
             update.abandon()

@@ -14,12 +14,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from geartrain.ams.kernels.embedding import FeatureIds
+from geartrain.ams.kernels.embedding import BadId, FeatureIds, Lookup
 from geartrain.ams.values.arrays import FOLD
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.embedding.field import Field
-from geartrain.bridge.embedding.ids import BatchIds, FieldIds
+from geartrain.bridge.embedding.ids import FieldIds
 from geartrain.bridge.embedding.levels import jagged_tensor
 from geartrain.bridge.kernels.lookup import FieldShape, RowSpan, index_fields, pool
 from geartrain.bridge.rows.transfers import upload_together
@@ -54,6 +54,15 @@ def out_of_range(field: Field, feature: FeatureIds, place: int, num_rows: int | 
         f"id {feature.ids[place]} of field {field.name!r} in row {row} is out of range; ids lie in "
         f"[0, {2**63 if num_rows is None else num_rows}){hint}{FOLD if num_rows is None else ''}"
     )
+
+
+def merged_ids(fields: Sequence[Field], features: Sequence[FeatureIds], num_rows: Sequence[int | None]) -> Lookup:
+    """The ids of ``fields``, merged, in tables of so many rows each. Raises InvalidIds."""
+    try:
+        return Lookup(features, num_rows, torch.get_num_threads())
+    except BadId as bad:
+        number, place = bad.args
+        raise out_of_range(fields[number], features[number], place, num_rows[features[number].table]) from None
 
 
 def require_no_max_weights(field: Field, ids: FieldIds) -> None:
@@ -169,7 +178,7 @@ def pooling_factors(field: Field, num_bags: int, bag_N: Tensor, weights_N: Tenso
     return torch.where(is_none, 0.0, 1.0 / (by_B if field.pooling == "mean" else by_B.sqrt()))
 
 
-def feature_ids(table: int, field: Field, ids: BatchIds) -> FeatureIds:
+def feature_ids(table: int, field: Field, ids: FieldIds) -> FeatureIds:
     """What compiled code looks up: pooled, or each id by itself where :func:`weighted` is to pool the vectors."""
     if ids.given_weights is not None:
         return FeatureIds(table, ids.values, ids.bags, None, None, field.padding_id)

@@ -167,7 +167,7 @@ class JointOptimizer(torch.optim.Optimizer):
 
     def _step(self, found_inf: torch.Tensor | None, grad_scale: torch.Tensor | None) -> None:
         checked = self._rows.check()
-        if not self._has_stepped_dense():
+        if self._left is None or not self._has_stepped_dense(self._left):
             if grad_scale is not None:
                 self._unscale(grad_scale)
             if found_inf is None:
@@ -181,9 +181,9 @@ class JointOptimizer(torch.optim.Optimizer):
             raise
         self._left = self._unscaled = None
 
-    def _has_stepped_dense(self) -> bool:
+    def _has_stepped_dense(self, left: list[tuple[object, int]]) -> bool:
         """Whether a step that failed has left rows to push, and nothing else has come since."""
-        pairs = list(zip(self._left or [], self._rows.pending(), strict=False))
+        pairs = list(zip(left, self._rows.pending(), strict=True))
         if not any(was is not None and was is its for (was, _), (its, _) in pairs):
             return False  # or it was dropped
         if any(was is not its or passes != more for (was, passes), (its, more) in pairs):

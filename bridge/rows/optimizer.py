@@ -13,7 +13,7 @@ from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, NonFinite
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.text import quoted
-from geartrain.bridge.rows.pending import PendingUpdate, Replayed, RowModule, require_row_module
+from geartrain.bridge.rows.pending import Pace, PendingUpdate, Replayed, RowModule, require_row_module
 from geartrain.bridge.rows.stand_in import StandIn
 from geartrain.bridge.rows.tables import TableWrite
 
@@ -64,9 +64,6 @@ class RowOptimizer(torch.optim.Optimizer):
         for update in updates:
             update.is_optimized = True
 
-    def _group_updates(self) -> list[tuple[dict[str, Any], PendingUpdate[Any]]]:
-        return [(group, self._updates[id(group["params"][0])]) for group in self.param_groups]
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only the modules given at construction can be trained: anything else is InvalidArgument."""
         params = param_group["params"]
@@ -77,8 +74,8 @@ class RowOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See the base class. Numbers of the optimizer that an older state lacks stay as they are."""
         super().load_state_dict(state_dict)
-        for group, update in self._group_updates():
-            for name, value in update.param_group().items():
+        for group in self.param_groups:
+            for name, value in self._updates[id(group["params"][0])].param_group().items():
                 group.setdefault(name, value)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -124,9 +121,14 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def check(self) -> list[CheckedUpdate]:
         """What :meth:`push` is to apply. Raises what :meth:`step` raises before any push; nothing travels."""
-        self._settle()
+        for update in self._updates.values():  # of earlier steps first
+            if update.background is not None:
+                update.background.settle()
+                if update.background.is_closed and update.background.is_clean:
+                    update.background = None
         steps = []
-        for group, update in self._group_updates():
+        for group in self.param_groups:
+            update = self._updates[id(group["params"][0])]
             update.require_present()
             steps.append((update.optimizer_of(group), update))
             update.check_finite()
@@ -135,15 +137,15 @@ class RowOptimizer(torch.optim.Optimizer):
     def push(self, checked: Sequence[CheckedUpdate]) -> None:
         """Apply what was checked, each once. After an error check and push again, or drop the rest."""
         prepared = [(optimizer, update, update.prepare(optimizer)) for optimizer, update in checked]
+        together: list[TableWrite] = []
         later: dict[int, list[TableWrite]] = {}
         for _, update, writes in prepared:
-            if update.background is not None and writes:
-                later.setdefault(id(update.background), []).extend(writes)
-        error = _send_together([write for _, update, writes in prepared if not update.background for write in writes])
+            (together if update.background is None else later.setdefault(id(update.background), [])).extend(writes)
+        error = _send_together(together) if len(together) > 1 else None  # one is left to whoever applies it
         for optimizer, update, writes in prepared:
             if update.background is not None:
-                if id(update.background) in later:
-                    update.background.submit(later.pop(id(update.background)))
+                if waiting := later.pop(id(update.background), None):
+                    update.background.submit(waiting)
                 if writes:
                     update.hand_over()
             elif error is None or (writes and all(write.is_sent for write in writes)):
@@ -171,19 +173,12 @@ class RowOptimizer(torch.optim.Optimizer):
         exchange between the hosts. Raises InvalidArgument (something that the graph holds has changed; see there for
         what cannot be captured), and as a head's next call would, NonFinite and InvalidIds of steps before.
         """
-        for group, update in self._group_updates():
+        for group in self.param_groups:
+            update = self._updates[id(group["params"][0])]
             update.before_replay(graph, update.optimizer_of(group))
         graph.replay()
         for update in self._updates.values():
             update.after_replay(graph)
-
-    def _settle(self) -> None:
-        """Raise what pushes of earlier steps have failed with."""
-        for update in self._updates.values():
-            if update.background is not None:
-                update.background.settle()
-                if update.background.is_closed and update.background.is_clean:
-                    update.background = None
 
     def pending(self) -> list[tuple[object, int]]:
         """Of each update what is pending, and of how many backward passes it is."""
@@ -191,9 +186,11 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def keep_pace(self) -> None:
         """Tell those that wait for this worker of a step."""
-        paces = {id(update.pace): update.pace for update in self._updates.values() if update.pace is not None}
-        for pace in paces.values():
-            pace.step_done()
+        told: list[Pace] = []
+        for update in self._updates.values():
+            if update.pace is not None and update.pace not in told:
+                update.pace.step_done()
+                told.append(update.pace)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
         """Drop the pending row gradients; nothing is pushed."""
@@ -377,9 +374,7 @@ def _squared_norms(grads: list[Tensor]) -> list[float]:
 
 
 def _send_together(writes: Sequence[TableWrite]) -> GeartrainError | None:
-    """Send several pushes in one request to each shard; return the first error. One is left to who applies it."""
-    if len(writes) < 2:
-        return None
+    """Send several pushes in one request to each shard; return the first error."""
     try:
         writes[0].send_with(writes[1:])
     except GeartrainError as exc:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, TableNotFound
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec, optimizer_with
-from geartrain.ams.values.optimizers.spec import require
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.rows.gradient_carrier import StandInGradient, not_for_clippers
 from geartrain.bridge.rows.ranks import SyncRanks
@@ -56,6 +55,7 @@ G = TypeVar("G", bound=CollectedGradient)
 
 PulledVersion = tuple[int, object]
 """A generation of classes, and which table of its name (or which tables of theirs) it was."""
+_MOST_LR = float(np.finfo(np.float32).max)
 _FORGOTTEN_AFTER = 3
 """Backward passes without a RowOptimizer: more than somebody tries by hand."""
 
@@ -120,15 +120,14 @@ class PendingUpdate(ABC, Generic[G]):
 
     def optimizer_of(self, group: Mapping[str, Any]) -> RowOptimizerSpec:
         """The table's optimizer with the numbers of such a group. Raises InvalidArgument that names what cannot be."""
-        spec = self.table.spec
         try:
-            made = optimizer_with(spec.optimizer, group)
-            with np.errstate(over="ignore"):
-                require(bool(np.isfinite(np.float32(made.lr))), f"lr is {made.lr!r}; it must be finite as float32")
-            self.applied_lr = made.lr
-            return made
+            made = optimizer_with(self.table.spec.optimizer, group)
+            if not made.lr <= _MOST_LR:
+                raise InvalidArgument(f"lr is {made.lr!r}; it must be finite as float32")
         except InvalidArgument as exc:
             raise InvalidArgument(f"param_group of table {self.name!r}: {exc}") from exc
+        self.applied_lr = made.lr
+        return made
 
     @property
     def name(self) -> str:
@@ -141,14 +140,14 @@ class PendingUpdate(ABC, Generic[G]):
         return self.generation, incarnation_of(self.table)
 
     @property
-    def pending(self) -> object:
+    def pending(self) -> G | None:
         """The row gradients that wait for the step; None: there are none."""
         return None if self.carrier.grad is None else self._pending
 
     @property
     def is_pending(self) -> bool:
         """Whether row gradients wait for the step."""
-        return self._pending is not None and self.carrier.grad is not None
+        return self.pending is not None
 
     @property
     def is_trained(self) -> bool:
@@ -180,19 +179,23 @@ class PendingUpdate(ABC, Generic[G]):
 
         What the call deferred earlier was of ``torch.autograd.grad``, which accumulates nothing, and is dropped.
         """
-        self._passes = [item for item in self._passes if item[1]() not in (None, call)]
+        if self._passes:
+            self._passes = [item for item in self._passes if item[1]() not in (None, call)]
         self._passes.append((torch._C._current_graph_task_id(), ref(call), upstream))
         return torch.empty(0, device=self.stand_in.device)
 
     def collect(self) -> None:
         """Queue the row gradients of the backward pass under way: autograd has reached the stand-in."""
         task = torch._C._current_graph_task_id()
-        mine = [item for item in self._passes if item[0] == task]
-        self._passes = [item for item in self._passes if item[0] != task]
-        for _, known, upstream in mine if self.is_trained else ():
-            call = known()
-            assert call is not None, "its graph is being walked"
-            call.queue_row_gradients(upstream, self)
+        passes, self._passes = self._passes, []
+        is_trained = self.is_trained
+        for item in passes:
+            if item[0] != task:
+                self._passes.append(item)
+            elif is_trained:
+                call = item[1]()
+                assert call is not None, "its graph is being walked"
+                call.queue_row_gradients(item[2], self)
 
     def add(self, gradient: G, checksum: Tensor, samples: int) -> None:
         """Queue the gradient of one micro-batch over ``samples`` samples; ``checksum`` is finite if the gradient is."""
@@ -200,7 +203,8 @@ class PendingUpdate(ABC, Generic[G]):
             checksum = self.ranks.sum(checksum)
         mark = (checksum.to(self.carrier) * 0.0 + 1.0).reshape(1)
         if self._pending is None or self.carrier.grad is None:
-            self.discard()
+            if self._pending is not None:
+                self.discard()
             self._pending = gradient
             self._rows_version = self.rows_version
         else:
@@ -248,19 +252,15 @@ class PendingUpdate(ABC, Generic[G]):
             self.carrier.grad = None
             return
         self._version = grad._version
-        self.carrier.grad = self._guarded(grad, of_module=False)
-
-    def _guarded(self, grad: Tensor, *, of_module: bool) -> Tensor:
-        return StandInGradient.of(
-            grad, self.name, self.stand_in.forget, is_norm=self._is_norm, is_unscaled_elsewhere=of_module
-        )
+        self.carrier.grad = StandInGradient.of(grad, self.name, self.stand_in.forget, is_norm=self._is_norm)
 
     def gradient_of_module(self) -> Tensor | None:
         """What the module's parameter shows of the row gradients [1], in the memory of what the carrier shows."""
         grad = self.carrier.grad
-        return (
-            None if self._pending is None or grad is None else self._guarded(grad.as_subclass(Tensor), of_module=True)
-        )
+        if self._pending is None or grad is None:
+            return None
+        own, forget = grad.as_subclass(Tensor), self.stand_in.forget
+        return StandInGradient.of(own, self.name, forget, is_norm=self._is_norm, is_unscaled_elsewhere=True)
 
     def _shown(self) -> Tensor | None:
         """The carrier's gradient [1], a plain tensor in the same memory. InvalidArgument if it is somebody else's."""
@@ -300,17 +300,14 @@ class PendingUpdate(ABC, Generic[G]):
 
     def check_finite(self) -> None:
         """Raise NonFinite if the pending gradients, or what they are multiplied by, are not finite."""
-        grad = self._shown()
-        if grad is None:
+        if self.carrier.grad is None:
             return
-        if grad.device.type == "cpu":
-            finite: float = bool(torch.isfinite(grad).all())
-        else:
-            finite, self._known_factor = read(torch.isfinite(grad).all(), self._factor())
-        if not finite:
+        self._known_factor = read(self._factor())[0]
+        if not math.isfinite(self._known_factor):
             raise NonFinite(
-                f"the row gradients of table {self.name!r} hold NaN or infinity; nothing was pushed. "
-                "Call zero_grad() to skip this step, lower the learning rate, or use torch.amp.GradScaler with float16"
+                f"the row gradients of table {self.name!r} hold NaN or infinity, or their factor is not finite; "
+                "nothing was pushed. Call zero_grad() to skip this step, lower the learning rate, or use "
+                "torch.amp.GradScaler with float16"
             )
 
     def prepare(self, optimizer: RowOptimizerSpec) -> Sequence[TableWrite]:  # noqa: ARG002

@@ -78,7 +78,7 @@ def read(*numbers: Tensor) -> list[float]:
     """Tensors of one element on the host, which waits once for all of them."""
     if numbers[0].device.type != "cpu":
         numbers = tuple(download(torch.stack([number.detach().reshape(()).double() for number in numbers])))
-    return [float(number) for number in numbers]
+    return list(map(float, numbers))
 
 
 class Moment:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from geartrain.ams.programs.selection import Selection
-from geartrain.bridge.embedding.registry import GROUP_ROWS
+from geartrain.bridge.embedding.group import GROUP_ROWS
 from geartrain.bridge.head import class_head
 from geartrain.bridge.head.backends.registry import ROW_BACKENDS
 from geartrain.bridge.head.loss import margins

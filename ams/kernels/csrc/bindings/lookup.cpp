@@ -1,8 +1,14 @@
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <limits>
 #include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -17,6 +23,7 @@ namespace {
 using FloatVector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using FloatMatrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using PlaceOutput = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using StridedFloats = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
 using FloatOutput = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 // A lookup, and the arrays of its caller that it reads.
@@ -25,8 +32,17 @@ struct HeldLookup {
   std::unique_ptr<Lookup> lookup;
 };
 
+Pooling pooling_of(const nb::handle& name) {
+  static constexpr std::array<const char*, kNumPoolings> kNames{nullptr, "sum", "mean", "sqrtn", "max"};
+  if (name.is_none()) return Pooling::none;
+  const auto given = nb::cast<std::string>(name);
+  for (size_t i = 1; i < kNames.size(); ++i)
+    if (given == kNames[i]) return static_cast<Pooling>(i);
+  throw std::invalid_argument("no such pooling");
+}
+
 Feature feature_of(const nb::handle& given, std::vector<nb::object>& arrays, int64_t num_tables) {
-  // (table, ids [N], offsets [bags + 1] or ids of a bag, weights [N] or None, pooling, padding or None)
+  // (table, ids [N], offsets [bags + 1] or ids of a bag, weights [N] or None, name of the pooling or None, padding or None)
   const auto parts = nb::cast<nb::tuple>(given);
   require(parts.size() == 6, "a feature has six parts");
   Feature feature;
@@ -54,16 +70,17 @@ Feature feature_of(const nb::handle& given, std::vector<nb::object>& arrays, int
     require(static_cast<int64_t>(weights.size()) == feature.count, "weights must be as many as ids");
     feature.weights = weights.data();
   }
-  const int pooling = nb::cast<int>(parts[4]);
-  require(pooling >= 0 && pooling < kNumPoolings, "no such pooling");
-  feature.pooling = static_cast<Pooling>(pooling);
+  feature.pooling = pooling_of(parts[4]);
   if (!parts[5].is_none()) feature.padding = nb::cast<int64_t>(parts[5]);
   arrays.emplace_back(parts);
   return feature;
 }
 
-void create(HeldLookup* self, const nb::list& features, const std::vector<int64_t>& last_ids, int64_t threads) {
+// `num_rows` of each table; none: any id >= 0.
+void create(HeldLookup* self, const nb::list& features, const std::vector<std::optional<int64_t>>& num_rows, int64_t threads) {
   require(threads >= 1, "threads must be >= 1");
+  std::vector<int64_t> last_ids;
+  for (const std::optional<int64_t>& rows : num_rows) last_ids.push_back(rows ? *rows - 1 : std::numeric_limits<int64_t>::max());
   std::vector<nb::object> arrays;
   std::vector<Feature> all;
   std::vector<int64_t> counts(last_ids.size(), 0);
@@ -85,12 +102,16 @@ void require_table(const HeldLookup& self, int64_t table) {
   require(table >= 0 && table < self.lookup->num_tables(), "there is no such table");
 }
 
-nb::ndarray<nb::numpy, const int64_t, nb::ndim<1>> ids_of(nb::handle_t<HeldLookup> self, int64_t table) {
-  const HeldLookup& held = nb::cast<const HeldLookup&>(self);
-  require_table(held, table);
-  const std::span<const int64_t> ids = held.lookup->ids_of(table);
-  const size_t shape[1] = {ids.size()};
-  return {ids.data(), 1, shape, nb::borrow(self)};
+// The distinct ids of each table, in the memory of the lookup.
+nb::list distinct_ids(nb::handle_t<HeldLookup> self) {
+  const Lookup& lookup = *nb::cast<const HeldLookup&>(self).lookup;
+  nb::list found;
+  for (int64_t table = 0; table < lookup.num_tables(); ++table) {
+    const std::span<const int64_t> ids = lookup.ids_of(table);
+    const size_t shape[1] = {ids.size()};
+    found.append(nb::cast(nb::ndarray<nb::numpy, const int64_t, nb::ndim<1>>(ids.data(), 1, shape, nb::borrow(self))));
+  }
+  return found;
 }
 
 nb::ndarray<nb::numpy, const int32_t, nb::ndim<1>> places_of(nb::handle_t<HeldLookup> self, int64_t feature) {
@@ -115,56 +136,71 @@ void count_occurrences(const HeldLookup& self, int64_t table, const std::vector<
   self.lookup->count_occurrences(table, wanted, out.data());
 }
 
-void pool(HeldLookup& self, const nb::list& rows, const std::vector<int>& dtypes, const nb::list& vectors, bool keep_places) {
-  Lookup& lookup = *self.lookup;
-  require(static_cast<int64_t>(rows.size()) == lookup.num_tables() && dtypes.size() == rows.size(), "rows must be as many as tables");
-  require(vectors.size() == lookup.features().size(), "vectors must be as many as features");
-  std::vector<Lookup::Rows> tables;
-  for (size_t i = 0; i < rows.size(); ++i) {
-    const auto matrix = nb::cast<Matrix>(rows[i], false);
-    require(matrix.shape(0) == lookup.ids_of(static_cast<int64_t>(i)).size(), "rows must be as many as distinct ids");
-    tables.push_back({matrix.data(), checked_dtype(matrix, dtypes[i]), static_cast<int64_t>(matrix.shape(1))});
-  }
-  std::vector<float*> outs;
-  for (size_t i = 0; i < vectors.size(); ++i) {
-    const auto out = nb::cast<FloatOutput>(vectors[i], false);
-    const Feature& feature = lookup.features()[i];
-    require(static_cast<int64_t>(out.shape(0)) == feature.num_vectors() &&
-                static_cast<int64_t>(out.shape(1)) == tables[static_cast<size_t>(feature.table)].dim,
-            "vectors have another shape");
-    outs.push_back(out.data());
-  }
-  const WithoutInterpreter release;
-  lookup.pool(tables, outs, keep_places);
+// A new array of numpy's, and where its numbers are.
+std::pair<nb::object, float*> new_matrix(int64_t rows, int64_t dim) {
+  const size_t shape[2] = {static_cast<size_t>(rows), static_cast<size_t>(dim)};
+  auto* values = new float[shape[0] * shape[1]];
+  const nb::capsule owner(values, [](void* held) noexcept { delete[] static_cast<float*>(held); });
+  return {nb::cast(nb::ndarray<nb::numpy, float, nb::ndim<2>>(values, 2, shape, owner)), values};
 }
 
-double sum_gradients(const HeldLookup& self, const nb::list& vectors, const nb::list& rows) {
-  const Lookup& lookup = *self.lookup;
+// Of each table its rows and their type. Returns the vectors of each feature.
+nb::list pool(HeldLookup& self, const nb::list& rows, bool keep_places) {
+  Lookup& lookup = *self.lookup;
   require(static_cast<int64_t>(rows.size()) == lookup.num_tables(), "rows must be as many as tables");
-  require(vectors.size() == lookup.features().size(), "vectors must be as many as features");
-  std::vector<int64_t> dims;
-  std::vector<float*> outs;
+  std::vector<Lookup::Rows> tables;
   for (size_t i = 0; i < rows.size(); ++i) {
-    const auto out = nb::cast<FloatOutput>(rows[i], false);
-    require(out.shape(0) == lookup.ids_of(static_cast<int64_t>(i)).size(), "rows must be as many as distinct ids");
-    dims.push_back(static_cast<int64_t>(out.shape(1)));
-    outs.push_back(out.data());
+    const auto [matrix, dtype] = nb::cast<std::pair<Matrix, int>>(rows[i], false);
+    require(matrix.shape(0) == lookup.ids_of(static_cast<int64_t>(i)).size(), "rows must be as many as distinct ids");
+    tables.push_back({matrix.data(), checked_dtype(matrix, dtype), static_cast<int64_t>(matrix.shape(1))});
   }
-  std::vector<const float*> gradients;
+  nb::list vectors;
+  std::vector<float*> outs;
+  for (const Feature& feature : lookup.features()) {
+    auto [array, values] = new_matrix(feature.num_vectors(), tables[static_cast<size_t>(feature.table)].dim);
+    vectors.append(array);
+    outs.push_back(values);
+  }
+  {
+    const WithoutInterpreter release;
+    lookup.pool(tables, outs, keep_places);
+  }
+  return vectors;
+}
+
+// Returns Σ g² and the gradients of the rows of each table, whose widths are `dims`.
+std::pair<double, nb::list> sum_gradients(const HeldLookup& self, const nb::list& vectors, const std::vector<int64_t>& dims) {
+  const Lookup& lookup = *self.lookup;
+  require(static_cast<int64_t>(dims.size()) == lookup.num_tables(), "dims must be as many as tables");
+  require(vectors.size() == lookup.features().size(), "vectors must be as many as features");
+  std::vector<Lookup::Gradients> gradients(vectors.size());
+  std::vector<std::vector<float>> copies;  // of those whose rows do not lie in one piece, as of an expanded tensor
   for (size_t i = 0; i < vectors.size(); ++i) {
-    if (vectors[i].is_none()) {
-      gradients.push_back(nullptr);
-      continue;
-    }
-    const auto gradient = nb::cast<FloatMatrix>(vectors[i], false);
+    if (vectors[i].is_none()) continue;
+    const auto given = nb::cast<StridedFloats>(vectors[i], false);
     const Feature& feature = lookup.features()[i];
-    require(static_cast<int64_t>(gradient.shape(0)) == feature.num_vectors() &&
-                static_cast<int64_t>(gradient.shape(1)) == dims[static_cast<size_t>(feature.table)],
-            "gradients have another shape");
-    gradients.push_back(gradient.data());
+    const auto count = static_cast<int64_t>(given.shape(0)), dim = static_cast<int64_t>(given.shape(1));
+    require(count == feature.num_vectors() && dim == dims[static_cast<size_t>(feature.table)], "gradients have another shape");
+    gradients[i] = {given.data(), given.stride(0)};
+    if (dim <= 1 || given.stride(1) == 1) continue;
+    std::vector<float>& copy = copies.emplace_back(static_cast<size_t>(count * dim));
+    for (int64_t at = 0; at < count * dim; ++at)
+      copy[static_cast<size_t>(at)] = given.data()[at / dim * given.stride(0) + at % dim * given.stride(1)];
+    gradients[i] = {copy.data(), dim};
   }
-  const WithoutInterpreter release;
-  return lookup.sum_gradients(gradients, dims, outs);
+  nb::list sums;
+  std::vector<float*> outs;
+  for (size_t i = 0; i < dims.size(); ++i) {
+    auto [array, values] = new_matrix(static_cast<int64_t>(lookup.ids_of(static_cast<int64_t>(i)).size()), dims[i]);
+    sums.append(array);
+    outs.push_back(values);
+  }
+  double squares = 0;
+  {
+    const WithoutInterpreter release;
+    squares = lookup.sum_gradients(gradients, dims, outs);
+  }
+  return {squares, sums};
 }
 
 using Places = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -276,13 +312,13 @@ void bind_lookup(nb::module_& m) {
   static PyObject* bad_id = new_exception(m, "BadId", PyExc_ValueError);
   translate<BadId, [](const BadId& bad) { PyErr_SetObject(bad_id, nb::make_tuple(bad.feature, bad.place).ptr()); }>();
   nb::class_<HeldLookup>(m, "Lookup")
-      .def("__init__", &create, nb::arg("features"), nb::arg("last_ids"), nb::arg("threads"))
-      .def("ids_of", &ids_of, nb::arg("table"))
+      .def("__init__", &create, nb::arg("features"), nb::arg("num_rows"), nb::arg("threads"))
+      .def("distinct_ids", &distinct_ids)
       .def("places_of", &places_of, nb::arg("feature"))
       .def("places_among", &places_among, nb::arg("table"), nb::arg("ids"), nb::arg("places"))
       .def("count_occurrences", &count_occurrences, nb::arg("table"), nb::arg("wanted"), nb::arg("out").noconvert())
-      .def("pool", &pool, nb::arg("rows"), nb::arg("dtypes"), nb::arg("vectors"), nb::arg("keep_places"))
-      .def("sum_gradients", &sum_gradients, nb::arg("vectors"), nb::arg("rows"));
+      .def("pool", &pool, nb::arg("rows"), nb::arg("keep_places"))
+      .def("sum_gradients", &sum_gradients, nb::arg("vectors"), nb::arg("dims"));
   nb::class_<HeldTables>(m, "MappedRows")
       .def("__init__", &hold_tables, nb::arg("tables"))
       .def("pull", &pull_tables, nb::arg("tables"), nb::arg("ids"), nb::arg("outs"), nb::arg("missing").noconvert(),

@@ -7,8 +7,9 @@
 #include <stdexcept>
 #include <utility>
 
-#include "machine/fan_out.hpp"
+#include "base/copy_row.hpp"
 #include "base/keyed_hash.hpp"
+#include "machine/fan_out.hpp"
 #include "values/kernels.hpp"
 
 namespace geartrain {
@@ -91,6 +92,9 @@ Lookup::Lookup(std::vector<Feature> features, std::span<const int64_t> last_ids,
     : features_(std::move(features)), tables_(last_ids.size()), maxima_(features_.size()), threads_(threads) {
   int64_t count = 0;
   for (size_t i = 0; i < features_.size(); ++i) {
+    Feature& feature = features_[i];
+    // Of one id in each bag the row is the vector, however it is pooled.
+    if (feature.offsets == nullptr && feature.width == 1 && feature.weights == nullptr) feature.pooling = Pooling::none;
     first_place_.push_back(count);
     count += features_[i].count;
     tables_.at(static_cast<size_t>(features_[i].table)).features.push_back(static_cast<int64_t>(i));
@@ -174,7 +178,9 @@ void Lookup::pool_feature(size_t number, const Rows& rows, float* vectors, bool 
       if (i + kRowsAhead < feature.count) row.prefetch(places[i + kRowsAhead]);
       float* out = vectors + i * dim;
       if (places[i] == kPadding) std::fill_n(out, dim, 0.0f);
-      else copy_scaled(out, row(places[i]), dim, feature.weights == nullptr ? 1.0f : feature.weights[i]);
+      else if (feature.weights == nullptr)
+        copy_row(reinterpret_cast<char*>(out), reinterpret_cast<const char*>(row(places[i])), static_cast<size_t>(dim) * sizeof(float));
+      else copy_scaled(out, row(places[i]), dim, feature.weights[i]);
     }
     return;
   }
@@ -212,7 +218,7 @@ void Lookup::pool_feature(size_t number, const Rows& rows, float* vectors, bool 
   }
 }
 
-double Lookup::sum_gradients(std::span<const float* const> vectors, std::span<const int64_t> dims, std::span<float* const> rows) const {
+double Lookup::sum_gradients(std::span<const Gradients> vectors, std::span<const int64_t> dims, std::span<float* const> rows) const {
   std::vector<double> squares(tables_.size(), 0.0);
   deal_out_throwing(num_tables(), hands(), [&](size_t at) {
     const DefaultFloatMode float_mode;
@@ -239,7 +245,7 @@ double Lookup::sum_gradients(std::span<const float* const> vectors, std::span<co
   return total;
 }
 
-void Lookup::add_gradients(size_t number, const float* vectors, int64_t dim, float* rows, int64_t& seen) const {
+void Lookup::add_gradients(size_t number, const Gradients& vectors, int64_t dim, float* rows, int64_t& seen) const {
   const Feature& feature = features_[number];
   const int32_t* places = places_of(static_cast<int64_t>(number));
   const auto add = [&](int64_t i, const float* gradient, float factor) {
@@ -248,22 +254,24 @@ void Lookup::add_gradients(size_t number, const float* vectors, int64_t dim, flo
     copy_scaled(row, gradient, dim, factor);
     ++seen;
   };
-  if (vectors == nullptr || feature.pooling == Pooling::max) {  // not every id has a gradient
+  if (vectors.values == nullptr || feature.pooling == Pooling::max) {  // not every id has a gradient
     for (int64_t i = 0; i < feature.count; ++i) {
       if (places[i] != seen) continue;
       std::fill_n(rows + static_cast<int64_t>(places[i]) * dim, dim, 0.0f);
       ++seen;
     }
-    if (vectors == nullptr) return;
+    if (vectors.values == nullptr) return;
     const int32_t* maxima = maxima_[number].get();
     if (maxima == nullptr) throw std::logic_error("pool() kept no places");
-    for (int64_t i = 0; i < feature.bags * dim; ++i)
-      if (maxima[i] != kPadding) rows[static_cast<int64_t>(maxima[i]) * dim + i % dim] += vectors[i];
+    for (int64_t bag = 0; bag < feature.bags; ++bag)
+      for (int64_t d = 0; d < dim; ++d)
+        if (const int32_t place = maxima[bag * dim + d]; place != kPadding)
+          rows[static_cast<int64_t>(place) * dim + d] += vectors.values[bag * vectors.stride + d];
     return;
   }
   if (feature.pooling == Pooling::none) {
     for (int64_t i = 0; i < feature.count; ++i)
-      if (places[i] != kPadding) add(i, vectors + i * dim, feature.weights == nullptr ? 1.0f : feature.weights[i]);
+      if (places[i] != kPadding) add(i, vectors.values + i * vectors.stride, feature.weights == nullptr ? 1.0f : feature.weights[i]);
     return;
   }
   for (int64_t bag = 0; bag < feature.bags; ++bag) {
@@ -271,7 +279,7 @@ void Lookup::add_gradients(size_t number, const float* vectors, int64_t dim, flo
     const BagFactors factors = factors_of(feature, places, begin, end);
     for (int64_t i = begin; i < end; ++i)
       if (places[i] != kPadding)
-        add(i, vectors + bag * dim, factors.all * (factors.weights == nullptr ? 1.0f : factors.weights[i]));
+        add(i, vectors.values + bag * vectors.stride, factors.all * (factors.weights == nullptr ? 1.0f : factors.weights[i]));
   }
 }
 

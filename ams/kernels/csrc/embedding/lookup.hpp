@@ -66,9 +66,14 @@ class Lookup {
   // sum_gradients().
   void pool(std::span<const Rows> tables, std::span<float* const> vectors, bool keep_places);
 
-  // Writes the gradients of all rows, [distinct ids, dim] a table, from those of the vectors (null: zero). Returns Σ g² of all:
-  // finite only if all of them are. The order of sums, and so every bit, is the same for any number of threads.
-  double sum_gradients(std::span<const float* const> vectors, std::span<const int64_t> dims, std::span<float* const> rows) const;
+  // The gradients of a feature's vectors, whose rows begin `stride` numbers after one another.
+  struct Gradients {
+    const float* values = nullptr;  // null: all zero
+    int64_t stride = 0;
+  };
+  // Writes the gradients of all rows, [distinct ids, dim] a table, from those of the vectors. Returns Σ g² of all: finite only if
+  // all of them are. The order of sums, and so every bit, is the same for any number of threads.
+  double sum_gradients(std::span<const Gradients> vectors, std::span<const int64_t> dims, std::span<float* const> rows) const;
 
  private:
   struct Table {
@@ -83,7 +88,7 @@ class Lookup {
 
   void merge(Table& table, int64_t last_id);
   void pool_feature(size_t feature, const Rows& rows, float* vectors, bool keep_places);
-  void add_gradients(size_t feature, const float* vectors, int64_t dim, float* rows, int64_t& seen) const;
+  void add_gradients(size_t feature, const Gradients& vectors, int64_t dim, float* rows, int64_t& seen) const;
   int64_t hands() const;
 
   std::vector<Feature> features_;

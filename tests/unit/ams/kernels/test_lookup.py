@@ -46,20 +46,18 @@ def test_vectors_and_gradients_are_those_of_the_reference(
     made, dims = given_features
     rng = np.random.default_rng(seed)
     lookup = Lookup(made, [None] * len(dims), threads)
-    ids = lookup.ids()
+    ids = lookup.ids
     rows = [rng.standard_normal((len(own), dim)).astype(DTYPES[dtype]) for own, dim in zip(ids, dims, strict=True)]
     row_of = [
         dict(zip(own.tolist(), table.astype(np.float64), strict=True)) for own, table in zip(ids, rows, strict=True)
     ]
     expected = [pooled(item, row_of[item.table], dims[item.table]) for item in made]
-    out = [np.full(item.shape, np.nan, np.float32) for item in expected]
-    lookup.pool(rows, out=out, keep_maxima=True)
+    out = lookup.pool(rows, keep_maxima=True)
     for mine, theirs in zip(out, expected, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
     upstream = [rng.standard_normal(item.shape).astype(np.float32) if rng.random() < 0.8 else None for item in out]
-    gradients = [np.full((len(own), dim), np.nan, np.float32) for own, dim in zip(ids, dims, strict=True)]
-    squares = lookup.sum_gradients(upstream, out=gradients)
+    squares, gradients = lookup.sum_gradients(upstream, dims)
     sums = [{item: np.zeros(dim) for item in own.tolist()} for own, dim in zip(ids, dims, strict=True)]
     for feature, vectors in zip(made, upstream, strict=True):
         if vectors is not None:
@@ -77,12 +75,10 @@ def test_many_ids_have_the_same_bits_on_any_number_of_threads() -> None:
     results = []
     for threads in (1, 4):
         lookup = Lookup(made, [None] * 3, threads)
-        ids = lookup.ids()
+        ids = lookup.ids
         rows = [np.sin(own[:, None] * np.arange(1, 17)).astype(np.float32) for own in ids]
-        out = [np.empty((len(item.ids) // int(item.bags), 16), np.float32) for item in made]
-        lookup.pool(rows, out=out, keep_maxima=False)
-        gradients = [np.empty_like(table) for table in rows]
-        squares = lookup.sum_gradients(out, out=gradients)
+        out = lookup.pool(rows, keep_maxima=False)
+        squares, gradients = lookup.sum_gradients(out, [16] * 3)
         results.append([*ids, *out, *gradients, np.array(squares)])
     assert all(np.array_equal(item, other) for item, other in zip(*results, strict=True))
 
@@ -92,7 +88,7 @@ def test_an_infinite_gradient_shows_in_the_squares() -> None:
     gradients = np.ones((2, 2), np.float32)
     for value in (np.inf, np.nan):
         gradients[1, 0] = value
-        assert not np.isfinite(lookup.sum_gradients([gradients], out=[np.empty((2, 2), np.float32)]))
+        assert not np.isfinite(lookup.sum_gradients([gradients], [2])[0])
 
 
 @pytest.mark.parametrize(("ids", "rows", "place"), [([1, -2, 3], None, 1), ([1, 5, 9], 9, 2)])
@@ -101,7 +97,7 @@ def test_an_id_out_of_range_is_named_by_feature_and_place(ids: list[int], rows: 
     with pytest.raises(BadId) as raised:
         Lookup([good, FeatureIds(0, np.array(ids), 1, None, "sum", None)], [rows], 1)
     assert raised.value.args == (1, place)
-    assert len(Lookup([FeatureIds(0, np.array([-1, -1]), 2, None, "sum", -1)], [rows], 1).ids()[0]) == 0
+    assert len(Lookup([FeatureIds(0, np.array([-1, -1]), 2, None, "sum", -1)], [rows], 1).ids[0]) == 0
 
 
 @pytest.mark.parametrize(

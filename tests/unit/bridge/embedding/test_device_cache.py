@@ -239,16 +239,16 @@ def test_a_push_whose_reply_is_lost_leaves_no_wrong_row(then: str, monkeypatch: 
             for step in range(6):
                 script.loss(fields(batch)).backward()
                 if step == 3:
-                    send = RowWrite.send_with
+                    send = RowWrite.send
 
-                    def lose(self: RowWrite, others: Any, send: Any = send) -> None:
-                        send(self, others)
+                    def lose(self: RowWrite, send: Any = send) -> None:
+                        send(self)
                         raise Unavailable("the reply was lost")
 
-                    patch.setattr(RowWrite, "send_with", lose)
+                    patch.setattr(RowWrite, "send", lose)
                     with pytest.raises(Unavailable):
                         rows.step()
-                    patch.setattr(RowWrite, "send_with", send)
+                    patch.setattr(RowWrite, "send", send)
                     if then == "look up, step again":
                         with torch.no_grad():
                             vectors += plain(fields(batch))
@@ -288,10 +288,10 @@ def test_a_cache_that_finds_no_memory_has_no_wrong_row_and_pushes_nothing_twice(
 @pytest.mark.parametrize("looks_up", [False, True])
 def test_a_lost_reply_leaves_no_wrong_row_under_ssp(looks_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is counted there: a row that was pulled after the push must not be moved by it once more."""
-    ids, send = torch.tensor([7, 8]), RowWrite.send_with
+    ids, send = torch.tensor([7, 8]), RowWrite.send
 
-    def lose(self: RowWrite, others: Any) -> None:
-        send(self, others)
+    def lose(self: RowWrite) -> None:
+        send(self)
         raise Unavailable("the reply was lost")
 
     with gt.local(num_shards=2) as cluster:
@@ -302,7 +302,7 @@ def test_a_lost_reply_leaves_no_wrong_row_under_ssp(looks_up: bool, monkeypatch:
             (-fields(ids).sum()).backward()
             if step == 1:
                 with monkeypatch.context() as patch:
-                    patch.setattr(RowWrite, "send_with", lose)
+                    patch.setattr(RowWrite, "send", lose)
                     with pytest.raises(Unavailable):
                         rows.step()
                 if looks_up:

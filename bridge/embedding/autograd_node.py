@@ -1,0 +1,45 @@
+"""Where the vectors of a look-up are in autograd's graph: backward has the gradients of their rows queued."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.bridge.rows.pending import BackwardCall, PendingUpdate
+
+
+class Vectors(torch.autograd.Function):
+    """Vectors of all fields, which ``look_up`` computes; ``call`` is told of their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: BackwardCall,
+        trained: Sequence[PendingUpdate[Any]],
+        look_up: Callable[[], Sequence[Tensor]],
+        *stand_ins: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """``stand_ins`` of the ``trained``: where autograd reaches them, row gradients count."""
+        del stand_ins
+        ctx.call, ctx.trained = call, trained
+        ctx.set_materialize_grads(False)
+        return tuple(look_up())
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Have the row gradients queued once autograd accumulates them."""
+        require_first_derivative()
+        return (None, None, None, *[update.defer(ctx.call, upstream) for update in ctx.trained])
+
+
+def require_first_derivative() -> None:
+    """Raise InvalidArgument within a backward pass by create_graph=True: the gradient would count as a constant."""
+    if torch.is_grad_enabled():
+        raise InvalidArgument(
+            "embeddings have no second derivatives: create_graph=True cannot go through their rows; take the "
+            "gradient without it"
+        )
