@@ -31,15 +31,10 @@ class Vectors(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Have the row gradients queued once autograd accumulates them."""
-        require_first_derivative()
+        """Have the row gradients queued once autograd accumulates them. InvalidArgument by create_graph=True."""
+        if torch.is_grad_enabled():  # the gradient would count as a constant
+            raise InvalidArgument(
+                "embeddings have no second derivatives: create_graph=True cannot go through their rows; take the "
+                "gradient without it"
+            )
         return (None, None, None, *[update.defer(ctx.call, upstream) for update in ctx.trained])
-
-
-def require_first_derivative() -> None:
-    """Raise InvalidArgument within a backward pass by create_graph=True: the gradient would count as a constant."""
-    if torch.is_grad_enabled():
-        raise InvalidArgument(
-            "embeddings have no second derivatives: create_graph=True cannot go through their rows; take the "
-            "gradient without it"
-        )

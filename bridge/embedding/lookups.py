@@ -21,7 +21,6 @@ from geartrain.bridge.embedding.update import (
     EmbeddingGradient,
     EmbeddingUpdate,
     TableGradient,
-    incarnations_of,
     squares_of,
 )
 from geartrain.bridge.embedding.vectors import pooled_on_device
@@ -70,7 +69,7 @@ class BatchRows:
         """Of each table the writes that it had had on each shard when the oldest of these rows were read; None: no row
         of it was."""
         self.is_pulled = False
-        self._incarnations = list(incarnations_of(plan.tables))
+        self._incarnations = [table.incarnation for table in plan.tables]
         self.on_device: Sequence[Tensor] = ()
         """Rows [U, D] of all tables, with caches on a device; those of ``rows`` are scratch then."""
         self._made: tuple[object, dict[EmbeddingUpdate, tuple[EmbeddingGradient, Tensor]]] | None = None
@@ -135,7 +134,7 @@ class BatchRows:
         found, first = {}, 0
         for update in self.plan.updates:
             tables = self._of_tables(update, first, sums, unused)
-            its_bags = {
+            its_bags = bags and {
                 place - first: own for place, own in bags.items() if first <= place < first + len(update.tables)
             }
             first += len(update.tables)

@@ -24,7 +24,6 @@ from geartrain.bridge.placements.row_cache import RowCache, push_through
 from geartrain.bridge.rows.pending import Pace, PendingUpdate, PulledVersion
 from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.row_update import PushSettings
-from geartrain.bridge.rows.tables import TableWrite
 
 _NAMED = 3
 _INCARNATION, _SPEC = attrgetter("incarnation"), attrgetter("spec")
@@ -119,11 +118,6 @@ def squares_of(rows: npt.NDArray[np.float32]) -> float:
     return float(np.vdot(wide, wide))
 
 
-def incarnations_of(tables: Sequence[Table]) -> tuple[int, ...]:
-    """Which tables of their names they are now."""
-    return tuple(map(_INCARNATION, tables))
-
-
 class TableFacts(NamedTuple):
     """What the settings of tables ask of a step; they may be altered."""
 
@@ -196,7 +190,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
                 "again, or zero_grad() to give the rest up, before the next backward()"
             )
 
-    def prepare(self, optimizer: RowOptimizerSpec) -> Sequence[TableWrite]:
+    def prepare(self, optimizer: RowOptimizerSpec) -> Sequence[RowWrite]:
         """See the base class: one push of all tables, and an update of each hosted one."""
         if not self._has_begun and (pending := self.pending) is not None:
             scalars: dict[str, float] = {}

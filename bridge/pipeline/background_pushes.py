@@ -7,10 +7,10 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
+from geartrain.ams.client.writes import RowWrite
 from geartrain.ams.values.errors import GeartrainError
 from geartrain.ams.values.interrupts import shielded
 from geartrain.bridge.pipeline.stages import is_stage, mark_as_stage
-from geartrain.bridge.rows.tables import TableWrite
 
 _LOOK_SECONDS = 0.1
 
@@ -24,7 +24,7 @@ class BackgroundPushes:
     """
 
     def __init__(self) -> None:
-        self._left: deque[Sequence[TableWrite]] = deque()
+        self._left: deque[Sequence[RowWrite]] = deque()
         """The pushes of steps that are not all sent, the oldest first."""
         self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()  # no lock of it can be left taken by Ctrl-C
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -38,7 +38,7 @@ class BackgroundPushes:
         """Whether every push was applied, or given up."""
         return not self._left
 
-    def submit(self, writes: Sequence[TableWrite]) -> None:
+    def submit(self, writes: Sequence[RowWrite]) -> None:
         """Send the pushes of one step, some time. There must be no error."""
         for write in writes:
             write.announce()
@@ -125,7 +125,7 @@ class BackgroundPushes:
             self._news.put(None)
 
 
-def _send(writes: Sequence[TableWrite]) -> None:
+def _send(writes: Sequence[RowWrite]) -> None:
     left = [write for write in writes if not write.is_sent]
     if left:
         left[0].send_with(left[1:])

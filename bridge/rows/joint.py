@@ -158,28 +158,25 @@ class JointOptimizer(torch.optim.Optimizer):
             _step_unless(found_inf, self._rows)
             return loss
         try:
-            self._step(found_inf, grad_scale)
+            checked = self._rows.check()
+            if self._left is None or not self._has_stepped_dense(self._left):
+                if grad_scale is not None:
+                    self._unscale(grad_scale)
+                if found_inf is None:
+                    self._dense.step()
+                else:
+                    _step_unless(found_inf, self._dense)
+            try:
+                self._rows.push(checked)
+            except BaseException:
+                self._left = self._rows.pending()
+                raise
         except BaseException:
             forget_scale(self)
             raise
+        self._left = self._unscaled = None
         self._rows.keep_pace()
         return loss
-
-    def _step(self, found_inf: torch.Tensor | None, grad_scale: torch.Tensor | None) -> None:
-        checked = self._rows.check()
-        if self._left is None or not self._has_stepped_dense(self._left):
-            if grad_scale is not None:
-                self._unscale(grad_scale)
-            if found_inf is None:
-                self._dense.step()
-            else:
-                _step_unless(found_inf, self._dense)
-        try:
-            self._rows.push(checked)
-        except BaseException:
-            self._left = self._rows.pending()
-            raise
-        self._left = self._unscaled = None
 
     def _has_stepped_dense(self, left: list[tuple[object, int]]) -> bool:
         """Whether a step that failed has left rows to push, and nothing else has come since."""

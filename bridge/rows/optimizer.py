@@ -9,13 +9,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from geartrain.ams.client.writes import RowWrite
 from geartrain.ams.values.arguments import real_number
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, NonFinite
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.rows.pending import Pace, PendingUpdate, Replayed, RowModule, require_row_module
 from geartrain.bridge.rows.stand_in import StandIn
-from geartrain.bridge.rows.tables import TableWrite
 
 CheckedUpdate = tuple[RowOptimizerSpec, PendingUpdate[Any]]
 """By which optimizer which update is to be applied."""
@@ -137,8 +137,8 @@ class RowOptimizer(torch.optim.Optimizer):
     def push(self, checked: Sequence[CheckedUpdate]) -> None:
         """Apply what was checked, each once. After an error check and push again, or drop the rest."""
         prepared = [(optimizer, update, update.prepare(optimizer)) for optimizer, update in checked]
-        together: list[TableWrite] = []
-        later: dict[int, list[TableWrite]] = {}
+        together: list[RowWrite] = []
+        later: dict[int, list[RowWrite]] = {}
         for _, update, writes in prepared:
             (together if update.background is None else later.setdefault(id(update.background), [])).extend(writes)
         error = _send_together(together) if len(together) > 1 else None  # one is left to whoever applies it
@@ -373,7 +373,7 @@ def _squared_norms(grads: list[Tensor]) -> list[float]:
     return [norm * norm for alike in norms.values() for norm in torch.stack(alike).tolist()]
 
 
-def _send_together(writes: Sequence[TableWrite]) -> GeartrainError | None:
+def _send_together(writes: Sequence[RowWrite]) -> GeartrainError | None:
     """Send several pushes in one request to each shard; return the first error."""
     try:
         writes[0].send_with(writes[1:])

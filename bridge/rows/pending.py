@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from geartrain.ams.client.writes import RowWrite
 from geartrain.ams.values.errors import InvalidArgument, NonFinite, TableNotFound
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec, optimizer_with
 from geartrain.ams.values.text import quoted
@@ -23,7 +24,7 @@ from geartrain.bridge.rows.gradient_carrier import StandInGradient, not_for_clip
 from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.same_rows import incarnation_of
 from geartrain.bridge.rows.stand_in import StandIn
-from geartrain.bridge.rows.tables import ReadableTable, TableWrite
+from geartrain.bridge.rows.tables import ReadableTable
 from geartrain.bridge.rows.transfers import read
 
 
@@ -282,7 +283,7 @@ class PendingUpdate(ABC, Generic[G]):
 
     def factor(self) -> float:
         """What the pending gradients are multiplied by; :meth:`check_finite` has read it, or the host waits for it."""
-        return read(self._factor())[0] if self._known_factor is None else self._known_factor
+        return float(self._factor()) if self._known_factor is None else self._known_factor
 
     def multiply(self, factor: float | Tensor) -> None:
         """Multiply what is pending."""
@@ -302,7 +303,7 @@ class PendingUpdate(ABC, Generic[G]):
         """Raise NonFinite if the pending gradients, or what they are multiplied by, are not finite."""
         if self.carrier.grad is None:
             return
-        self._known_factor = read(self._factor())[0]
+        self._known_factor = float(self._factor())
         if not math.isfinite(self._known_factor):
             raise NonFinite(
                 f"the row gradients of table {self.name!r} hold NaN or infinity, or their factor is not finite; "
@@ -310,7 +311,7 @@ class PendingUpdate(ABC, Generic[G]):
                 "torch.amp.GradScaler with float16"
             )
 
-    def prepare(self, optimizer: RowOptimizerSpec) -> Sequence[TableWrite]:  # noqa: ARG002
+    def prepare(self, optimizer: RowOptimizerSpec) -> Sequence[RowWrite]:  # noqa: ARG002
         """Make ready what :meth:`apply` sends; return it if it is pushes that can be sent together with others."""
         return ()
 
@@ -402,7 +403,7 @@ class Background(Protocol):
     def is_clean(self) -> bool:
         """Whether every push was applied, or given up."""
 
-    def submit(self, writes: Sequence[TableWrite]) -> None:
+    def submit(self, writes: Sequence[RowWrite]) -> None:
         """Send the pushes of one step, some time."""
 
     def wait(self, most: int = 0) -> None:

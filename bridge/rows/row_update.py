@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from geartrain.ams.client.table import Table
+from geartrain.ams.client.writes import RowWrite, Write
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.shard_messages import Done, SyncGroup
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.rows.pending import CollectedGradient, PendingUpdate
 from geartrain.bridge.rows.ranks import SyncRanks
-from geartrain.bridge.rows.tables import HeadWrite, TableWrite
 
 
 class PushSettings(TypedDict):
@@ -71,7 +71,7 @@ class RowUpdate(PendingUpdate[RowGradient]):
         self.step += 1
         self.discard()
 
-    def prepare(self, optimizer: RowOptimizerSpec) -> Sequence[TableWrite]:
+    def prepare(self, optimizer: RowOptimizerSpec) -> Sequence[RowWrite]:
         if self.carrier.grad is None or not isinstance(self._pending, SinglePush):
             return ()
         with self._writing(optimizer) as writer:
@@ -122,8 +122,8 @@ class PushWriter:
         self._optimizer = optimizer
         self._scale = scale
         self._samples = samples
-        self._write: HeadWrite | None = None
-        self.table_write: TableWrite | None = None
+        self._write: Write | None = None
+        self.table_write: RowWrite | None = None
         """The prepared push, if it is one of rows."""
         self._sending: Future[Done] | None = None
         self.begun = False
@@ -138,7 +138,7 @@ class PushWriter:
         ``goes_on``: more pushes of the same step follow. ``known_finite``: none of them need be looked for.
         """
 
-        def make(settings: PushSettings) -> HeadWrite:
+        def make(settings: PushSettings) -> Write:
             self.table_write = self._table.prepare_push(
                 ids, gradients, **settings, step_goes_on=goes_on, known_finite=known_finite
             )
@@ -146,7 +146,7 @@ class PushWriter:
 
         self.prepare_write(make)
 
-    def prepare_write(self, make: Callable[[PushSettings], HeadWrite]) -> None:
+    def prepare_write(self, make: Callable[[PushSettings], Write]) -> None:
         self.settle()
         own = self._table.spec.optimizer
         self._write = make(

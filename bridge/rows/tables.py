@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -19,30 +19,6 @@ from geartrain.ams.values.specs import DTYPES, SCALED, Ids, TableSpec
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TORCH_DTYPES |= {name: TORCH_DTYPES[read_as] for name, read_as in SCALED.items()}
 """In which rows and slots are read and written."""
-
-
-class HeadWrite(Protocol):
-    """A prepared push. Sent again after an error it reaches only the shards that have not answered."""
-
-    def send(self) -> Done:
-        """Send it to the shards that have not answered."""
-
-    def abandon(self) -> None:
-        """Give it up."""
-
-
-class TableWrite(HeadWrite, Protocol):
-    """A prepared push of rows. Several can be sent together."""
-
-    @property
-    def is_sent(self) -> bool:
-        """Whether all shards have answered."""
-
-    def announce(self) -> None:
-        """Let those who keep rows know that these change from now on."""
-
-    def send_with(self, others: Sequence[Any]) -> None:
-        """Send it, and other pushes of rows, in one request to each shard. Raises the first error of all."""
 
 
 class ReadableTable(Protocol):
