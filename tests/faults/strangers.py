@@ -38,9 +38,10 @@ from geartrain.ams.rpc.server.access import CALLERS
 from geartrain.ams.rpc.server.rights import OPENS_ROWS
 from geartrain.ams.values.config import CERTIFIED_ROLES, CLIENT, identify, split_address
 from geartrain.launch.certificates import issue, make_authority
-from tests.faults.children import _CONTEXT, Child
+from tests.faults.children import Child
 from tests.integration.rows.test_malformed_requests import damaged
 from tests.support import frame_calls, frame_codec
+from tests.support.forkserver import FORKSERVER
 from tests.support.role_process import RoleProcess
 from tests.support.tls_client import DATA, HANDSHAKE, TlsClient
 from tests.unit.ams.kernels.test_tls import first_words
@@ -440,9 +441,9 @@ def run_strangers(
     began = time.monotonic()
     with ExitStack() as stack:
         addresses, pids, processes = stack.enter_context(scene.roles(folder))
-        go, rate, pause = _CONTEXT.Event(), _CONTEXT.Value("d", 0.0), _CONTEXT.Value("d", 0.0)
-        calls = _CONTEXT.Value("q", 0)
-        counts = [_CONTEXT.Array("q", len(scene.kinds)) for _ in range(attackers)]
+        go, rate, pause = FORKSERVER.Event(), FORKSERVER.Value("d", 0.0), FORKSERVER.Value("d", 0.0)
+        calls = FORKSERVER.Value("q", 0)
+        counts = [FORKSERVER.Array("q", len(scene.kinds)) for _ in range(attackers)]
         honest = Child(scene.honest, addresses, str(folder), calls, pause)
         stack.callback(honest.end)
         honest.receive()

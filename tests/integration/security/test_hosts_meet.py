@@ -63,8 +63,9 @@ def host(scheduler: str, address: str, folder: Path, breaks: int) -> subprocess.
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("breaks", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("breaks", [1, 0])
 def test_two_machines_meet_under_certificates_and_again_after_a_rank_was_killed(
     breaks: int, scheduler: str, tmp_path: Path
 ) -> None:
