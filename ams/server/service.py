@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -181,7 +182,7 @@ class ShardService:
     def pull(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Read rows."""
         header, raw, context = _split(Pull, data)
-        with _OfItsPast(self.shard, header.table, context):
+        with _of_its_past(self.shard, header.table, context):
             spec = self.shard.spec(header.table)
             ids = framing.ids_from(raw.get(14))
             dtype = DTYPES[codec.dtype_from_pb(header.row_dtype)] if header.HasField("row_dtype") else spec.numpy_dtype
@@ -215,7 +216,7 @@ class ShardService:
     def _asked_push(self, data: bytes) -> tuple[CallContext, Push] | None:
         """Who asks for which push; None: parts of it are missing."""
         header, raw, context = _split(Push, data)
-        with _OfItsPast(self.shard, header.table, context):
+        with _of_its_past(self.shard, header.table, context):
             dim, dtype = self.shard.spec(header.table).dim, DTYPES[codec.dtype_from_pb(header.gradient_dtype)]
             ids, rows = _payload(raw, dim, dtype)
             if not header.HasField("part"):
@@ -235,7 +236,7 @@ class ShardService:
     def assign(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Overwrite rows."""
         header, raw, context = _split(Assign, data)
-        with _OfItsPast(self.shard, header.table, context):
+        with _of_its_past(self.shard, header.table, context):
             spec = self.shard.spec(header.table)
             whole = self._whole(header, context, _payload(raw, spec.dim, spec.numpy_dtype))
             if whole is None:
@@ -267,7 +268,7 @@ class ShardService:
     def _begin_hosted(self, kind: type[ComputeHosted | UpdateHosted], data: bytes) -> Begun | None:
         """Begin what a request to a hosted model asks for; None: parts of it are missing."""
         header, raw, context = _split(kind, data)
-        with _OfItsPast(self.shard, header.table, context):
+        with _of_its_past(self.shard, header.table, context):
             self.shard.spec(header.table)
             whole, is_whole = self._whole_data(header, context, raw.get(15))
             if not is_whole:
@@ -339,22 +340,18 @@ class ShardService:
             )
 
 
-class _OfItsPast:
+@contextmanager
+def _of_its_past(shard: Shard, table: str, context: CallContext) -> Iterator[None]:
     """Where a request cannot be taken, its caller first hears if it means another past, or another table of the name:
     of a shard that came back empty, "restarted" rather than "no such table".
 
     Whether a request that can be taken is of this past, the shard sees in the request's turn.
     """
-
-    def __init__(self, shard: Shard, table: str, context: CallContext) -> None:
-        self._shard, self._table, self._context = shard, table, context
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, GeartrainError):
-            self._shard.check_meant(self._table, self._context)
+    try:
+        yield
+    except GeartrainError:
+        shard.check_meant(table, context)
+        raise
 
 
 def _split(kind: type[Request], data: bytes) -> tuple[Any, Raw, CallContext]:
