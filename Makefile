@@ -21,7 +21,7 @@ PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/c
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 PIP_INSTALL := $(PIP) install $(PIP_ARGS)
 
-.PHONY: help quickstart install wheel wheel-check dev test test-slow processors sanitize docs campaign lint format size proto bench examples-check ray-check gpu-check kernels compose-check kube-check manifests watch-check page-check links clean
+.PHONY: help quickstart install wheel wheel-check dev test test-slow hops processors sanitize docs campaign lint format size proto bench examples-check ray-check gpu-check kernels compose-check kube-check manifests watch-check page-check links clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -92,6 +92,11 @@ TRAINING := $(addprefix tests/,integration/jobs/test_classify_and_predict.py int
 	integration/jobs/test_quickstart_small.py integration/jobs/test_quickstart_signs.py \
 	integration/head/test_sixteen_bit_heads.py unit/bridge/head/test_precision.py unit/bridge/head/test_statistics.py \
 	unit/workers/ctr unit/workers/models unit/examples)
+# Functions, files and calls of a warm step, at most.
+HOPS := pull=19/6/19 push=64/15/73 head=260/48/375 embeddings=216/34/380 embeddings18=216/34/2000 classify=55/16/62
+hops: dev  ## how much Python a warm step passes through, by path, within the limits above
+	$(BIN)/python scripts/hops.py $(HOPS)
+
 processors: dev links  ## tests that train, as each class of processor that this one can be, with other random numbers, too
 	@set -e; for isa in baseline avx2 avx512 amx; do \
 		GEARTRAIN_ISA=$$isa $(BIN)/python -c 'import geartrain.ams.kernels.ops' 2>/dev/null || { echo "== $$isa: not this processor"; continue; }; \

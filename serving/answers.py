@@ -6,6 +6,7 @@ parameters along their first axis, :meth:`Operation.run` answers them together, 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -87,6 +88,20 @@ class Servable(Protocol):
 
     def close(self) -> None:
         """Let its files and memory go; nobody asks it any more."""
+
+
+class PutOff(Exception):
+    """A question takes long to be read: the thread that answers leaves it to another one."""
+
+
+reading = threading.local()
+"""``is_hasty``: this thread answers questions, and reads none that takes milliseconds."""
+
+
+def put_off() -> None:
+    """Called before what takes milliseconds. Raises PutOff on a thread that answers questions."""
+    if getattr(reading, "is_hasty", False):
+        raise PutOff
 
 
 def concatenated(several: Sequence[Question]) -> Question:

@@ -12,12 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from geartrain.ams.values.errors import Busy, GeartrainError, InternalError
 from geartrain.ams.values.text import counted
-from geartrain.serving.answers import Arrays, Question, concatenated
+from geartrain.serving.answers import Arrays, Question, concatenated, reading
 from geartrain.serving.catalog import Lease
 
 logger = logging.getLogger(__name__)
@@ -36,32 +37,23 @@ class AnsweredBatch(NamedTuple):
     ran_seconds: float
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class _Asked:
     lease: Lease
     operation: str
-    question: Question
     at: float
-    answer: Future[Arrays]
+    answer: Future[Arrays] = field(default_factory=Future)
+    question: Question = field(init=False)
+    """Once it is read."""
+    items: int = 1
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _Unread:
-    lease: Lease
-    operation: str
-    read: Callable[[], Question]
-    at: float
-    answer: Future[Arrays]
-
-
+@dataclass(eq=False, slots=True)
 class _Group:
     """Questions that may be answered together."""
 
-    __slots__ = ("asked", "items")
-
-    def __init__(self) -> None:
-        self.asked: deque[_Asked] = deque()
-        self.items = 0
+    asked: deque[_Asked] = field(default_factory=deque)
+    items: int = 0
 
 
 class Batcher:
@@ -91,7 +83,7 @@ class Batcher:
         self._clock, self._on_batch = clock, on_batch
         self._changed = threading.Condition()
         self._waiting: dict[Hashable, _Group] = {}
-        self._unread: deque[_Unread] = deque()
+        self._unread: deque[tuple[_Asked, Callable[[], Question]]] = deque()
         self.queued = 0
         """Items that wait now."""
         self._under_way = 0
@@ -110,7 +102,6 @@ class Batcher:
         heard before its batch begins, and after that changes nothing. The future has what reading or the operation
         raise. Raises Busy: too much waits already.
         """
-        answer: Future[Arrays] = Future()
         items = question.num_items if isinstance(question, Question) else 1
         with self._changed:
             if self._is_closed:
@@ -118,15 +109,15 @@ class Batcher:
             if self.queued and self.queued + items > self._max_queued:
                 waits = counted(self.queued, "item")
                 raise Busy(f"{waits} wait already, of {self._max_queued:,} that may; ask again in a second")
-            held = lease.again()
-            self.queued += items
+            asked = _Asked(lease.again(), operation, self._clock())
             if isinstance(question, Question):
-                self._join(_Asked(held, operation, question, self._clock(), answer))
+                self._join(asked, question)
             else:
-                self._unread.append(_Unread(held, operation, question, self._clock(), answer))
+                self._unread.append((asked, question))
+                self.queued += 1
             self._changed.notify()
-        answer.add_done_callback(lambda _: held.release())
-        return answer
+        asked.answer.add_done_callback(asked.lease.release)
+        return asked.answer
 
     def answer_next(self) -> bool:
         """Answer the next batch that need not wait, on this thread; return whether there was one."""
@@ -150,7 +141,8 @@ class Batcher:
 
     def _go_on(self) -> None:
         while True:
-            self._read()
+            if self._unread:
+                self._read()
             with self._changed:
                 batch = self._next(self._clock())
                 if not batch and not self._unread:
@@ -160,30 +152,35 @@ class Batcher:
             if batch:
                 self._answer(batch)
 
-    def _join(self, asked: _Asked) -> None:
-        question = asked.question
-        shapes = tuple((name, array.dtype.str, array.shape[1:]) for name, array in question.arrays.items())
+    def _join(self, asked: _Asked, question: Question) -> None:
+        asked.question, asked.items = question, question.num_items
+        shapes = tuple([(name, array.dtype.str, array.shape[1:]) for name, array in question.arrays.items()])
         key = (id(asked.lease.servable), asked.operation, question.parameters, shapes)
         group = self._waiting.setdefault(key, _Group())
         group.asked.append(asked)
-        group.items += question.num_items
+        group.items += asked.items
+        self.queued += asked.items
 
     def _read(self) -> None:
         """Read what is unread, no more than a batch: then others are answered."""
         with self._changed:
-            unread = [self._unread.popleft() for _ in range(min(len(self._unread), self._max_batch))]
+            unread = []
+            while self._unread and len(unread) < self._max_batch:
+                unread.append(self._unread.popleft())
         read = []
-        for one in unread:
+        reading.is_hasty = True
+        for asked, question in unread:
             try:
-                if not one.answer.cancelled():
-                    read.append(_Asked(one.lease, one.operation, one.read(), one.at, one.answer))
+                if not asked.answer.cancelled():
+                    read.append((asked, question()))
             except Exception as exc:
-                if one.answer.set_running_or_notify_cancel():
-                    one.answer.set_exception(exc)
+                if asked.answer.set_running_or_notify_cancel():
+                    asked.answer.set_exception(exc)
+        reading.is_hasty = False
         with self._changed:
-            self.queued += sum(asked.question.num_items for asked in read) - len(unread)
-            for asked in read:
-                self._join(asked)
+            self.queued -= len(unread)
+            for asked, found in read:
+                self._join(asked, found)
 
     def _until_due(self, now: float) -> float | None:
         """Seconds until a question has waited enough; None: none waits."""
@@ -191,7 +188,10 @@ class Batcher:
         return max(0.0, min(firsts) + self._max_wait - now) if firsts else None
 
     def _next(self, now: float) -> list[_Asked]:
-        """Take the questions of the batch that begins now, the longest waiting first; none, if none does."""
+        """Take the questions of the batch that begins now, the longest waiting first; none, if none does.
+
+        Those whose askers have left are dropped.
+        """
         batch: list[_Asked] = []
         is_free = self._is_closed or not self._under_way
         while not batch:
@@ -202,35 +202,25 @@ class Batcher:
                     chosen, since = key, at
             if chosen is None:
                 return []
-            batch = self._taken(chosen)
+            group, items = self._waiting[chosen], 0
+            while group.asked and (not batch or items + group.asked[0].items <= self._max_batch):
+                asked = group.asked.popleft()
+                group.items -= asked.items
+                self.queued -= asked.items
+                if asked.answer.set_running_or_notify_cancel():
+                    batch.append(asked)
+                    items += asked.items
+            if not group.asked:
+                del self._waiting[chosen]
         self._under_way += 1
-        return batch
-
-    def _taken(self, key: Hashable) -> list[_Asked]:
-        """The first questions of a group, but for those whose askers have left."""
-        batch: list[_Asked] = []
-        group, items = self._waiting[key], 0
-        while group.asked and (not batch or items + group.asked[0].question.num_items <= self._max_batch):
-            asked = group.asked.popleft()
-            size = asked.question.num_items
-            group.items -= size
-            self.queued -= size
-            if asked.answer.set_running_or_notify_cancel():
-                batch.append(asked)
-                items += size
-        if not group.asked:
-            del self._waiting[key]
         return batch
 
     def _answer(self, batch: Sequence[_Asked]) -> None:
         first, began = batch[0], self._clock()
         try:
             self._run(batch)
-            items = sum(asked.question.num_items for asked in batch)
-            waited = began - first.at
-            self._on_batch(
-                AnsweredBatch(first.lease, first.operation, len(batch), items, waited, self._clock() - began)
-            )
+            items, ran = sum(map(attrgetter("items"), batch)), self._clock() - began
+            self._on_batch(AnsweredBatch(first.lease, first.operation, len(batch), items, began - first.at, ran))
         finally:
             with self._changed:
                 self._under_way -= 1
@@ -239,10 +229,11 @@ class Batcher:
     def _run(self, batch: Sequence[_Asked]) -> None:
         operation = batch[0].lease.servable.operations[batch[0].operation]
         try:
-            question = concatenated([asked.question for asked in batch])
-            answered = operation.run(question)
-            if wrong := {name: len(array) for name, array in answered.items() if len(array) != question.num_items}:
-                raise InternalError(f"{operation.name} answered {question.num_items} items with {wrong}")
+            answered = operation.run(concatenated([asked.question for asked in batch]))
+            items = sum(map(attrgetter("items"), batch))
+            for name, array in answered.items():
+                if len(array) != items:
+                    raise InternalError(f"{operation.name} answered {items} items with {len(array)} {name}")
         except Exception as exc:
             if len(batch) > 1:  # what is wrong with one is no matter of the others: halves, until it is alone
                 self._run(batch[: len(batch) // 2])
@@ -254,6 +245,6 @@ class Batcher:
             return
         at = 0
         for asked in batch:
-            end = at + asked.question.num_items
+            end = at + asked.items
             asked.answer.set_result({name: array[at:end] for name, array in answered.items()})
             at = end

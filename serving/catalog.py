@@ -33,18 +33,18 @@ class _Loaded:
     """Closed when nobody asks it."""
 
 
+@dataclass(eq=False, slots=True)
 class Lease:
     """One asker's hold of a version. A context manager; releasing it twice is releasing it once."""
 
-    __slots__ = ("_catalog", "_is_held", "_loaded", "is_canary", "model", "servable")
-
-    def __init__(self, catalog: Catalog, model: str, loaded: _Loaded, is_canary: bool) -> None:
-        self._catalog, self._loaded, self._is_held = catalog, loaded, True
-        self.model = model
-        """Name of the model."""
-        self.servable = loaded.servable
-        """Not closed before this is released."""
-        self.is_canary = is_canary
+    _catalog: Catalog
+    _loaded: _Loaded
+    model: str
+    """Name of the model."""
+    servable: Servable
+    """Not closed before this is released."""
+    is_canary: bool
+    _is_held: bool = True
 
     def operation(self, name: str) -> Operation:
         """What it can be asked by this name. Raises NotServed, which lists the others."""
@@ -56,19 +56,25 @@ class Lease:
 
     def again(self) -> Lease:
         """Another hold of the same version, by somebody who may need it for longer."""
-        return self._catalog._held_again(self)
+        with self._catalog._lock:
+            self._loaded.asking += 1
+        return Lease(self._catalog, self._loaded, self.model, self.servable, self.is_canary)
 
-    def release(self) -> None:
+    def release(self, *_: object) -> None:
         """Its asker is answered, or has left."""
-        if self._is_held:
-            self._is_held = False
-            self._catalog._released(self._loaded)
+        if not self._is_held:
+            return
+        self._is_held = False
+        with self._catalog._lock:
+            self._loaded.asking -= 1
+            is_last = self._loaded.is_over and not self._loaded.asking
+        if is_last:
+            _close([self.servable])
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    __exit__ = release
 
 
 @dataclass(eq=False)
@@ -161,7 +167,7 @@ class Catalog:
                 else:
                     self._make_current(model, version)
             over = self._take_over(model) if taken else [servable]
-        self._close(over)
+        _close(over)
         return taken
 
     def rollback(self, name: str | None = None, to: int | None = None) -> int:
@@ -182,7 +188,7 @@ class Catalog:
                 self._make_current(model, to)
                 model.is_held = to != model.known[-1]
                 over = self._take_over(model)
-        self._close(over)
+        _close(over)
         logger.info("%s: version %d is current%s", model.name, to, "; higher numbers wait" if model.is_held else "")
         return to
 
@@ -217,7 +223,7 @@ class Catalog:
             with self._lock:
                 model.canary, model.share = (version, share) if share > 0 else (None, 0.0)
                 over = self._take_over(model)
-        self._close(over)
+        _close(over)
 
     def lease(self, name: str | None = None, version: int | None = None) -> Lease:
         """Take hold of the version that answers: the current one or, by its share, the canary, or ``version``.
@@ -242,7 +248,7 @@ class Catalog:
                 raise NotServed(f"{what}; served are {served}")
             loaded.asking += 1
             loaded.asked += 1
-            return Lease(self, model.name, loaded, chosen == model.canary)
+            return Lease(self, loaded, model.name, loaded.servable, chosen == model.canary)
 
     def find(self, name: str | None = None) -> str:
         """The name of the only model, or this one. Raises NotServed."""
@@ -300,7 +306,7 @@ class Catalog:
                 model.previous = model.previous if model.previous in said["loaded"] else None
                 model.is_expected = said["current"] is None
                 over = self._take_over(model)
-            self._close(over)
+            _close(over)
 
     def why_not_ready(self) -> str:
         """What is missing until questions can be answered; empty: nothing."""
@@ -320,7 +326,7 @@ class Catalog:
             for model in self._models.values():
                 model.current = model.previous = model.canary = None
                 over += self._take_over(model)
-        self._close(over)
+        _close(over)
 
     def _find(self, name: str | None) -> _Model:
         with self._lock:
@@ -411,24 +417,13 @@ class Catalog:
                     over.append(gone.servable)
         return over
 
-    def _held_again(self, lease: Lease) -> Lease:
-        with self._lock:
-            lease._loaded.asking += 1
-        return Lease(self, lease.model, lease._loaded, lease.is_canary)
 
-    def _released(self, loaded: _Loaded) -> None:
-        with self._lock:
-            loaded.asking -= 1
-            over = [loaded.servable] if loaded.is_over and not loaded.asking else []
-        self._close(over)
-
-    @staticmethod
-    def _close(over: Iterable[Servable]) -> None:
-        for servable in over:
-            try:
-                servable.close()
-            except (GeartrainError, OSError):  # others are served on
-                logger.exception("version %d could not be closed", servable.version)
+def _close(over: Iterable[Servable]) -> None:
+    for servable in over:
+        try:
+            servable.close()
+        except (GeartrainError, OSError):  # others are served on
+            logger.exception("version %d could not be closed", servable.version)
 
 
 def _require_share(share: float) -> None:

@@ -54,7 +54,9 @@ def versions_in(folder: Path) -> dict[int, Path]:
     found: dict[int, Path] = {}
     for path in version_folders(folder):
         with suppress(ConfigError, ModelDamaged):
-            found.setdefault(int(read_config(path).get("version", 1)), path)  # exports of before have none
+            config = read_config(path)
+            kind_of(path, config)
+            found.setdefault(int(config["version"]), path)
     return found
 
 
@@ -99,12 +101,11 @@ def load_folder(folder: Path) -> Servable:
 
 def kind_of(folder: Path, config: dict[str, Any]) -> str:
     """What kind of model config.json says it is. Raises ConfigError for that of a training."""
-    kind = config.get("kind")
-    if kind is None:
+    if config.get("kind") is None:
         raise ConfigError(
             f"{folder} is the model of a training; write one to serve with geartrain export {folder} --to DIR"
         )
-    return "pictures" if kind == "onnx" else str(kind)  # as exports were called before they could be served
+    return str(config["kind"])
 
 
 def _was_replaced(folder: Path, config: dict[str, Any]) -> bool:

@@ -10,11 +10,11 @@ import bisect
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 from geartrain.ams.observe.metrics import Buckets, Metric
 from geartrain.serving.batching import AnsweredBatch
-from geartrain.serving.catalog import Catalog, Lease
+from geartrain.serving.catalog import Catalog
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _ITEMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -28,11 +28,6 @@ class AskedOf(NamedTuple):
     model: str = ""
     version: str = ""
     operation: str = ""
-
-    @classmethod
-    def by(cls, lease: Lease, operation: str) -> Self:
-        """For a version that is leased."""
-        return cls(lease.model, str(lease.servable.version), operation)
 
 
 class _Family(NamedTuple):
@@ -78,41 +73,39 @@ class ServingCounts:
 
     def request(self, asked: AskedOf, protocol: str, code: str, seconds: float) -> None:
         """Count one that was answered or refused."""
-        with self._lock:
-            self._add("serve_requests_total", (*asked, protocol, code), 1)
-            self._add("serve_request_seconds", (*asked, protocol), seconds)
-            self._keep(asked)
+        self._add(asked, ("serve_requests_total", (protocol, code), 1), ("serve_request_seconds", (protocol,), seconds))
 
     def batch(self, batch: AnsweredBatch) -> None:
         """Count items that were answered together."""
-        asked = AskedOf.by(batch.lease, batch.operation)
-        with self._lock:
-            self._add("serve_items_total", asked, batch.items)
-            self._add("serve_batch_items", asked, batch.items)
-            self._add("serve_batch_seconds", asked, batch.ran_seconds)
-            self._add("serve_wait_seconds", asked, batch.waited_seconds)
-            self._keep(asked)
+        self._add(
+            AskedOf(batch.lease.model, str(batch.lease.servable.version), batch.operation),
+            ("serve_items_total", (), batch.items),
+            ("serve_batch_items", (), batch.items),
+            ("serve_batch_seconds", (), batch.ran_seconds),
+            ("serve_wait_seconds", (), batch.waited_seconds),
+        )
 
     def read(self) -> list[Any]:
         """All of it: [[family, [value of each label], numbers], ...]."""
         with self._lock:
             return [[name, [*values], [*numbers]] for (name, values), numbers in self._numbers.items()]
 
-    def _add(self, name: str, values: tuple[str, ...], number: float) -> None:
-        bounds = FAMILIES[name].bounds
-        numbers = self._numbers.get((name, values))
-        if numbers is None:
-            numbers = self._numbers[name, values] = [0.0] * (len(bounds) + 2)
-        numbers[bisect.bisect_left(bounds, number)] += 1
-        numbers[-1] += number
-
-    def _keep(self, asked: AskedOf) -> None:
-        versions = self._versions.setdefault(asked.model, OrderedDict())
-        versions[asked.version] = None
-        versions.move_to_end(asked.version)
-        if len(versions) > _MOST_VERSIONS:
-            gone = (asked.model, versions.popitem(last=False)[0])
-            self._numbers = {key: found for key, found in self._numbers.items() if key[1][:2] != gone}
+    def _add(self, asked: AskedOf, *counted: tuple[str, tuple[str, ...], float]) -> None:
+        """Add a number to each family, under what was asked and its other labels; forget the oldest version."""
+        with self._lock:
+            for name, labels, number in counted:
+                bounds, values = FAMILIES[name].bounds, (*asked, *labels)
+                numbers = self._numbers.get((name, values))
+                if numbers is None:
+                    numbers = self._numbers[name, values] = [0.0] * (len(bounds) + 2)
+                numbers[bisect.bisect_left(bounds, number)] += 1
+                numbers[-1] += number
+            versions = self._versions.setdefault(asked.model, OrderedDict())
+            versions[asked.version] = None
+            versions.move_to_end(asked.version)
+            if len(versions) > _MOST_VERSIONS:
+                gone = (asked.model, versions.popitem(last=False)[0])
+                self._numbers = {key: found for key, found in self._numbers.items() if key[1][:2] != gone}
 
 
 def told_by(counts: ServingCounts, queued: int, catalog: Catalog) -> dict[str, Any]:

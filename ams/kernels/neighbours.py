@@ -113,7 +113,7 @@ def best_classes(
     scores, found = np.empty(shape, np.float32), np.empty(shape, np.int64)
     offsets = np.repeat(biases, centers) if biases is not None and centers > 1 else biases
     search_rows(rows, panels, offsets, largest_bias, features, scores, found, threads=threads)
-    return first_of_each(scores, found, k, centers)
+    return first_of_each(scores, found, k, centers) if centers > 1 else (scores, found)
 
 
 def first_of_each(

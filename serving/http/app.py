@@ -26,17 +26,16 @@ from geartrain.ams.observe.metrics import metrics_text
 from geartrain.ams.values.config import ServeConfig
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, NotServed
 from geartrain.ams.values.text import quoted
-from geartrain.serving.answers import Operation, Question
+from geartrain.serving.answers import Operation, PutOff, Question
 from geartrain.serving.batching import Batcher
 from geartrain.serving.catalog import Catalog, Lease
 from geartrain.serving.folder import load_folder
-from geartrain.serving.haste import PutOff, hasty
 from geartrain.serving.http.callers import OPEN_PATHS, Callers
 from geartrain.serving.http.limits import Limits
 from geartrain.serving.http.openapi import document, takes_files
 from geartrain.serving.http.page import try_page
 from geartrain.serving.http.refusals import RefusedRequest, json_response, refusal, refuse
-from geartrain.serving.http.v2 import InferenceRoutes
+from geartrain.serving.http.v2 import ASKED, InferenceRoutes
 from geartrain.serving.metrics import AskedOf, ServingCounts
 from geartrain.serving.models.own_code import trust
 from geartrain.serving.rates import ClientRates
@@ -53,8 +52,6 @@ _SMALL_ITEMS = 16
 _KINDS = ("", "application/json", "application/x-www-form-urlencoded", "application/octet-stream")
 """Of bodies; the third is what curl says unless it is told."""
 T = TypeVar("T")
-ASKED = "geartrain.asked"
-"""In the scope of a request: whom it is for."""
 _LEFT = 499
 """As others count requests whose client has left."""
 
@@ -62,7 +59,7 @@ _LEFT = 499
 class HttpQuestions:
     """The routes of a service. Used by one event loop."""
 
-    def __init__(self, service: ModelService, callers: Callers, limits: Limits, rates: ClientRates) -> None:
+    def __init__(self, service: ModelService, callers: Callers, limits: Limits, rates: ClientRates | None) -> None:
         self.service, self.callers, self.limits = service, callers, limits
         self._rates = rates
         self._under_way = 0
@@ -104,39 +101,24 @@ class HttpQuestions:
             try:
                 client = self.callers.require_known(request := Request(scope))
                 if request.url.path not in OPEN_PATHS:
-                    if wait := self._rates.wait(client):
+                    if self._rates is not None and (wait := self._rates.wait(client)):
                         raise RefusedRequest(429, self._rates.sentence(wait), wait)
                     if self._under_way >= self.limits.max_requests:
                         raise RefusedRequest(503, f"{self._under_way} requests are under way, the most; ask again", 1.0)
             except GeartrainError as exc:
-                refused = refusal(exc, scope["path"])
-                self._count(scope, refused.status_code, began)
-                await refused(scope, receive, send)
-                return
-            self._under_way += 1
-            try:
-                await app(scope, receive, sent)
+                await refusal(exc, scope["path"])(scope, receive, sent)
+            else:
+                self._under_way += 1
+                try:
+                    await app(scope, receive, sent)
+                finally:
+                    self._under_way -= 1
             finally:
-                self._under_way -= 1
-                self._count(scope, status, began)
+                if scope["method"] == "POST":  # a question
+                    seconds = time.perf_counter() - began
+                    self.service.counts.request(scope.get(ASKED, AskedOf()), "http", str(status), seconds)
 
         return bounded
-
-    def _count(self, scope: Any, status: int, began: float) -> None:
-        if scope["method"] == "POST":  # a question
-            asked = scope.get(ASKED, AskedOf())
-            self.service.counts.request(asked, "http", str(status), time.perf_counter() - began)
-
-    async def body(self, request: Request) -> bytes:
-        """The body of a request, within the limits. Raises RefusedRequest."""
-        encoding = request.headers.get("content-encoding", "identity").strip().lower()
-        if encoding != "identity":
-            raise RefusedRequest(415, f"content-encoding is {quoted(encoding)}; send the body without compression")
-        return await self.limits.body(request.receive, request.headers.get("content-length"))
-
-    def begun(self, request: Request, lease: Lease, operation: Operation) -> None:
-        """Note whom a request is for, which is counted."""
-        request.scope[ASKED] = AskedOf.by(lease, operation.name)
 
     async def answered(self, lease: Lease, operation: Operation, question: Question) -> Mapping[str, Any]:
         """Rows for the items of a question. Raises what the operation does, Busy, RefusedRequest (too many items)."""
@@ -147,34 +129,27 @@ class HttpQuestions:
         """Call what may take long."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, function, *arguments)
 
-    async def _read_and_answered(
-        self, lease: Lease, operation: Operation, read: Callable[[], Question], is_small: bool
-    ) -> Mapping[str, Any]:
-        ask = functools.partial(self.service.batcher.ask, lease, operation.name)
-        if is_small:
-            try:
-                return await asyncio.wrap_future(ask(hasty(read)))
-            except PutOff:
-                pass
-        return await asyncio.wrap_future(ask(await self.on_thread(read)))
-
     def close(self) -> None:
         """No more questions."""
         self._readers.shutdown(wait=False)
 
     async def _ask(self, request: Request) -> Response:
-        name = self.service.catalog.find(request.path_params.get("name"))
-        self.callers.require(request, "read", name)
         parameters = dict(request.query_params)
-        version = _version(parameters.pop("version", None))
-        with self.service.catalog.lease(name, version) as lease:
+        version = _version(parameters.pop("version")) if "version" in parameters else None
+        with self.service.catalog.lease(request.path_params.get("name"), version) as lease:
+            self.callers.require(request, "read", lease.model)
             operation = lease.operation(request.path_params["operation"])
-            self.begun(request, lease, operation)
-            body = await self.body(request)
+            request.scope[ASKED] = AskedOf(lease.model, str(lease.servable.version), operation.name)
+            body = await self.limits.body(request)
             kind = request.headers.get("content-type", "")
             read = functools.partial(_question, operation, body, kind, parameters, self.limits)
-            answered = await self._read_and_answered(lease, operation, read, len(body) <= _SMALL_BYTES)
-            said = {"model": name, "version": lease.servable.version, "created": lease.servable.created}
+            ask = functools.partial(self.service.batcher.ask, lease, operation.name)
+            try:
+                asked = ask(read if len(body) <= _SMALL_BYTES else await self.on_thread(read))
+                answered = await asyncio.wrap_future(asked)
+            except PutOff:
+                answered = await asyncio.wrap_future(ask(await self.on_thread(read)))
+            said = {"model": lease.model, "version": lease.servable.version, "created": lease.servable.created}
             if len(next(iter(answered.values()))) <= _SMALL_ITEMS:
                 return json_response({**said, "answers": operation.write(answered)})
             # Not by asyncio.to_thread, whose threads may all wait for other processes of the service.
@@ -220,7 +195,8 @@ class HttpQuestions:
     async def _picture(self, request: Request) -> Response:
         name, label = self.service.catalog.find(request.path_params["name"]), request.path_params["label"]
         self.callers.require(request, "read", name)
-        with self.service.catalog.lease(name, _version(request.query_params.get("version"))) as lease:
+        version = _version(request.query_params["version"]) if "version" in request.query_params else None
+        with self.service.catalog.lease(name, version) as lease:
             draw: Callable[[int], bytes | None] = getattr(lease.servable, "picture", lambda _: None)
             found = draw(label)
         if found is None:
@@ -247,7 +223,7 @@ class HttpQuestions:
         """The model, and the body, of a change of it."""
         name = self.service.catalog.find(request.path_params["name"])
         self.callers.require(request, "admin", name)
-        wish = _json(await self.body(request) or b"{}")
+        wish = _json(await self.limits.body(request) or b"{}")
         if unknown := [key for key in wish if key not in names]:
             raise InvalidArgument(f"the body has {quoted(unknown[0])}; it may have {' and '.join(names)}")
         return name, wish
@@ -263,7 +239,9 @@ def make_app(
 ) -> Any:
     """An ASGI app, of Starlette within bounds: for :class:`geartrain.serving.http.server.HttpServer`, or any other."""
     limits = limits or Limits()
-    questions = HttpQuestions(service, callers, limits, rates or ClientRates(limits.requests_per_second))
+    if rates is None and limits.requests_per_second is not None:
+        rates = ClientRates(limits.requests_per_second)
+    questions = HttpQuestions(service, callers, limits, rates)
 
     @asynccontextmanager
     async def lifespan(_: object) -> AsyncIterator[None]:
@@ -326,28 +304,25 @@ def serve_app(
 
 def _question(operation: Operation, body: bytes, kind: str, parameters: Mapping[str, str], limits: Limits) -> Question:
     """Read a body: JSON, or the file that an operation takes."""
-    given = {key: _value(text) for key, text in parameters.items()}
-    field = takes_files(operation)
+    given: dict[str, Any] = {}
+    for key, text in parameters.items():
+        given[key] = _value(text)
     kind = kind.partition(";")[0].strip().lower()
+    is_json = kind.endswith("json") or (not kind.startswith("image/") and body[:1024].lstrip()[:1] in (b"{", b"["))
+    field = None if is_json else takes_files(operation)
     if kind not in _KINDS and not kind.startswith("image/") and not kind.endswith("+json"):
         raise RefusedRequest(
             415, f"content-type is {quoted(kind)}; send application/json" + (", or an image file" if field else "")
         )
-    is_json = kind.endswith("json") or (not kind.startswith("image/") and body[:1024].lstrip()[:1] in (b"{", b"["))
-    if field is None or is_json:
+    if field is None:
         said = {**given, **_json(body)}
-        limits.require_items(max((len(value) for value in said.values() if isinstance(value, list)), default=0))
-        return _bounded(operation.read(said), limits)
+        limits.require_items(max([len(value) for value in said.values() if isinstance(value, list)], default=0))
+        return operation.read(said)
     if not body:
         raise InvalidArgument(f"the body is empty; send {field} in JSON, or the file itself (curl --data-binary @FILE)")
     files = np.empty(1, object)
     files[0] = body
-    return _bounded(operation.accept({field: files}, given), limits)
-
-
-def _bounded(question: Question, limits: Limits) -> Question:
-    limits.require_items(question.num_items)
-    return question
+    return operation.accept({field: files}, given)
 
 
 def _json(body: bytes) -> Mapping[str, Any]:
@@ -369,9 +344,7 @@ def _value(text: str) -> Any:
     return value if isinstance(value, int | float | bool) else text
 
 
-def _version(text: str | None) -> int | None:
-    if text is None:
-        return None
+def _version(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= 18):
         raise InvalidArgument(f"version is {quoted(text)}; it must be a number, as 120")
     return int(text)

@@ -13,6 +13,8 @@ from geartrain.serving.http.refusals import RefusedRequest
 
 OPEN_PATHS = ("/", "/livez", "/readyz", "/v2/health/live", "/v2/health/ready")
 """What anybody may ask: the page, which is the same everywhere, and probes, which have no token."""
+_GRANT = "geartrain.grant"
+"""In the scope of a request that may be here: the rights of its token; None: it needs none."""
 
 
 class Callers:
@@ -50,7 +52,7 @@ class Callers:
     def require_known(self, request: Request) -> str:
         """Raises RefusedRequest unless the request is for this host and, where tokens are wanted, shows a good one.
 
-        Returns by whom it is, for :class:`ClientRates`.
+        Returns by whom it is, for :class:`ClientRates`; :meth:`require` asks later what its token allows.
         """
         host = request.headers.get("host", "")
         if self._names is not None and not self._names.has(host):
@@ -59,15 +61,17 @@ class Callers:
         if not (origin is None or origin in self.origins or origin.partition("://")[2] == host):
             raise RefusedRequest(403, f"pages of {origin!r} may not ask here; serve.origins names those that may")
         client = "" if request.client is None else request.client.host
-        if request.url.path in OPEN_PATHS or not self.want_tokens:
+        request.scope[_GRANT] = None
+        if self._tokens is None or not self._tokens.are_wanted or request.url.path in OPEN_PATHS:
             return client
         believed = self._believed(request.headers.get(METADATA_KEY, ""))
         if isinstance(believed, str):
-            self._refuse(request, client, believed)
+            self._refuse(request, believed)
             raise RefusedRequest(
                 401, f"{believed}; send a token that 'geartrain certs token' made: Authorization: Bearer gt1..."
             )
-        return str(believed[0].id)
+        token, request.scope[_GRANT] = believed
+        return str(token.id)
 
     def client(self, authorization: str, address: str) -> str:
         """By whom a request is that gRPC let through, for :class:`ClientRates`: as :meth:`require_known`."""
@@ -76,14 +80,10 @@ class Callers:
 
     def require(self, request: Request, right: str, model: str) -> None:
         """Raises RefusedRequest unless the token of a known caller gives ``right`` to tables called as the model."""
-        if not self.want_tokens:
-            return
-        believed = self._believed(request.headers.get(METADATA_KEY, ""))
-        why = believed if isinstance(believed, str) else None
-        if not isinstance(believed, str) and not believed[1].rights(model) & RIGHTS[right]:
+        grant = request.scope[_GRANT]
+        if grant is not None and not grant.rights(model) & RIGHTS[right]:
             why = f"its token gives no right to {right} {model!r}"
-        if why is not None:
-            self._refuse(request, "" if request.client is None else request.client.host, why, model)
+            self._refuse(request, why, model)
             raise RefusedRequest(
                 403, f"{why}; 'geartrain certs token NAME FOLDER --allow \"{model}={right}\"' makes one"
             )
@@ -91,5 +91,6 @@ class Callers:
     def _believed(self, text: str) -> Any:
         return self._tokens.believed(text.removeprefix(SCHEME)) if text.startswith(SCHEME) else "it shows no token"
 
-    def _refuse(self, request: Request, client: str, why: str, *models: str) -> None:
+    def _refuse(self, request: Request, why: str, *models: str) -> None:
+        client = "" if request.client is None else request.client.host
         self._audit({"caller": "http", "peer": client}, request.url.path, models, why)

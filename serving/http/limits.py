@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
+
+from starlette.requests import Request
 
 from geartrain.ams.values.config import ServeConfig
 from geartrain.ams.values.text import quoted
@@ -27,15 +28,21 @@ class Limits:
         """Those of a configuration."""
         return cls(**{name: getattr(config, name) for name in cls.__dataclass_fields__})
 
-    async def body(self, receive: Callable[[], Any], length: str | None) -> bytes:
-        """Read the body of a request. Raises RefusedRequest: it is too long or too slow, or its client has left."""
+    async def body(self, request: Request) -> bytes:
+        """Read the body of a request.
+
+        Raises RefusedRequest: it is compressed, too long or too slow, or its client has left.
+        """
+        encoding, length = request.headers.get("content-encoding", "identity"), request.headers.get("content-length")
+        if encoding.strip().lower() != "identity":
+            raise RefusedRequest(415, f"content-encoding is {quoted(encoding)}; send the body without compression")
         if length is not None and (not length.isdecimal() or int(length) > self.max_body_bytes):
             raise self._too_long(length)
         parts, size = [], 0
         try:
             async with asyncio.timeout(self.body_seconds):
                 while True:
-                    message = await receive()
+                    message = await request.receive()
                     if message["type"] == "http.disconnect":
                         raise RefusedRequest(400, "the client left before its request was there")
                     parts.append(message.get("body", b""))

@@ -34,9 +34,12 @@ from geartrain.serving.kserve.datatypes import (
     from_raw,
     to_raw,
 )
+from geartrain.serving.metrics import AskedOf
 from geartrain.serving.service import ModelService
 
 HEALTH_PATHS = ("/v2/health/live", "/v2/health/ready")
+ASKED = "geartrain.asked"
+"""In the scope of a request: what of which model it asks, which is counted."""
 LENGTH_HEADER = "inference-header-content-length"
 """Bytes of the JSON, where tensors follow it raw."""
 _BASE64 = {"content_type": "base64"}
@@ -52,14 +55,8 @@ class Questions(Protocol):
     callers: Callers
     limits: Limits
 
-    async def body(self, request: Request) -> bytes:
-        """The body of a request, within the limits."""
-
     async def on_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call what may take long."""
-
-    def begun(self, request: Request, lease: Lease, operation: Operation) -> None:
-        """Note whom a request is for."""
 
     async def answered(self, lease: Lease, operation: Operation, question: Question) -> Arrays:
         """Rows for the items of a question."""
@@ -125,13 +122,13 @@ class InferenceRoutes:
         name, version = request.path_params["name"], version_of(request.path_params.get("version", ""))
         self._of.callers.require(request, "read", name)
         with self._of.service.catalog.lease(name, version) as lease:
-            body = await self._of.body(request)
+            body = await self._of.limits.body(request)
             length = request.headers.get(LENGTH_HEADER)
             asked, arrays = await self._of.on_thread(_read, body, length, self._of.limits.max_items)
             parameters = asked["parameters"]
             is_binary = parameters.pop("binary_data_output", False) is True
             operation = operation_of(lease, parameters.pop("operation", None))
-            self._of.begun(request, lease, operation)
+            request.scope[ASKED] = AskedOf(name, str(lease.servable.version), operation.name)
             question = await self._of.on_thread(operation.accept, arrays, parameters)
             answered = await self._of.answered(lease, operation, question)
             outputs = {output["name"]: output["parameters"] for output in asked["outputs"]}

@@ -13,9 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.kernels import neighbours as ops
-from geartrain.ams.values.errors import InvalidRows, ModelDamaged
-from geartrain.serving.index.queries import Answers, Floats, Positions, ranked
+from geartrain.ams.values.errors import InvalidArgument, InvalidRows, ModelDamaged
 
+Floats = npt.NDArray[np.float32]
+Positions = npt.NDArray[np.int64]
+Answers = tuple[Floats, Positions]
+"""Scores [N, k], falling, and the positions [N, k] of the rows that have them; of equal scores the lower one first."""
 PANELS = "index.npy"
 _ROWS_AT_ONCE = 1 << 16
 
@@ -33,6 +36,8 @@ class EncodedRows:
     largest_bias: float
     positions: Positions | None
     """[C]: what the answers call the classes, rising; None: 0 … C - 1."""
+    centers_each: int
+    """K."""
 
     @classmethod
     def of(
@@ -52,12 +57,8 @@ class EncodedRows:
         if biases is not None and not np.isfinite(biases).all():
             raise InvalidRows("a bias is not finite; train its class again")
         largest_bias = 0.0 if biases is None else float(np.abs(biases).max(initial=0))
-        return cls(centers, panels, biases, largest_bias, positions)
-
-    @property
-    def centers_each(self) -> int:
-        """K."""
-        return 1 if self.centers.ndim == 2 else int(self.centers.shape[1])
+        centers_each = 1 if centers.ndim == 2 else int(centers.shape[1])
+        return cls(centers, panels, biases, largest_bias, positions, centers_each)
 
     def part(self, classes: Positions) -> EncodedRows | None:
         """Those of some classes, which keep their positions; None: there is none."""
@@ -68,7 +69,7 @@ class EncodedRows:
 
     def search(self, features_ND: Floats, k: int, threads: int) -> Answers:
         """The k best classes, or all."""
-        found = ops.best_classes(
+        scores, classes = ops.best_classes(
             self.centers.reshape(-1, self.centers.shape[-1]),
             self.panels,
             features_ND,
@@ -78,7 +79,7 @@ class EncodedRows:
             largest_bias=self.largest_bias,
             threads=threads,
         )
-        return self._named(*found)
+        return scores, classes if self.positions is None else self.positions[classes]
 
     def best_among(self, features_ND: Floats, rows_NW: npt.NDArray[np.int32], k: int, threads: int) -> Answers:
         """The k best classes of those that have the given rows, or as many as there are if these are all of theirs."""
@@ -95,10 +96,8 @@ class EncodedRows:
         with np.errstate(over="ignore"):
             scores, rows = ranked(scores_NW.astype(np.float32), rows_NW.astype(np.int64), rows_NW.shape[1])
         scores, classes = ops.first_of_each(scores, rows, k, each)
-        return self._named(scores[:, :k], classes[:, :k])
-
-    def _named(self, scores: Floats, classes: Positions) -> Answers:
-        return scores, classes if self.positions is None else self.positions[classes]
+        classes = classes[:, :k]
+        return scores[:, :k], classes if self.positions is None else self.positions[classes]
 
 
 def panels_shape(centers: Floats) -> tuple[int, int]:
@@ -143,3 +142,32 @@ def map_panels(path: Path, centers: Floats) -> npt.NDArray[np.uint8]:
             "again"
         )
     return panels
+
+
+def checked_features(features_ND: npt.NDArray[np.generic], dim: int, *, is_cosine: bool) -> Floats:
+    """A copy to search with, of unit length if scores are cosines. Raises InvalidArgument (width, not finite)."""
+    if features_ND.ndim != 2 or features_ND.shape[1] != dim:
+        raise InvalidArgument(f"features have shape {list(features_ND.shape)}; this model takes [N, {dim}]")
+    features: Floats = np.array(features_ND, np.float32, order="C")
+    if is_cosine:
+        bad = ops.make_unit_rows(features, threads=1)
+    else:
+        finite = np.isfinite(features).all(axis=1)
+        bad = -1 if finite.all() else int(finite.argmin())
+    if bad >= 0:
+        raise InvalidArgument(f"features[{bad}] has a value that is not finite; give finite numbers")
+    return features
+
+
+def best_of(several: list[Answers], k: int) -> Answers:
+    """The k best of answers to the same features about different rows."""
+    if len(several) == 1:
+        return several[0]
+    scores, positions = (np.concatenate(parts, axis=1) for parts in zip(*several, strict=True))
+    return ranked(scores, positions, k)
+
+
+def ranked(scores: Floats, positions: Positions, k: int) -> Answers:
+    """The k best by (score falling, position rising)."""
+    order = np.lexsort((positions, -scores), axis=1)[:, :k]
+    return np.take_along_axis(scores, order, axis=1), np.take_along_axis(positions, order, axis=1)

@@ -10,9 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from geartrain.ams.values.arguments import integer
-from geartrain.serving.index.exact import EncodedRows
-from geartrain.serving.index.queries import Answers, Floats, best_of, checked_features
+from geartrain.serving.index.exact import Answers, EncodedRows, Floats, best_of, checked_features
 from geartrain.serving.index.shortcut import FaissShortcut
 
 
@@ -34,19 +32,14 @@ class NearestIndex:
         """``shortcut``: finds rows; None: they are searched exactly."""
         self._rows, self._is_cosine, self._threads, self._shortcut = rows, is_cosine, threads, shortcut
         self.facts = facts
-        self.num_classes = len(rows.centers)
-
-    @property
-    def dim(self) -> int:
-        """D."""
-        return int(self._rows.centers.shape[-1])
+        self.num_classes, self.dim = len(rows.centers), int(rows.centers.shape[-1])
 
     def search(self, features_ND: Floats, k: int) -> Answers:
         """Scores [N, k], falling, and positions [N, k] of classes; of equal scores the lower position first.
 
-        All classes, where there are fewer than k. Raises InvalidArgument (k, width, a feature that is not finite).
+        All classes, where there are fewer than k >= 1. Raises InvalidArgument (width, a feature that is not finite).
         """
-        k = min(integer("k", k, 1), self.num_classes)
+        k = min(k, self.num_classes)
         features = checked_features(features_ND, self.dim, is_cosine=self._is_cosine)
         if self._shortcut is None:
             return self._rows.search(features, k, self._threads)

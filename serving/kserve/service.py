@@ -114,7 +114,7 @@ class InferenceService:
             with self._catalog.lease(request.model_name, version_of(request.model_version)) as lease:
                 parameters = parameters_of(request)
                 operation = operation_of(lease, parameters.pop("operation", None))
-                asked = AskedOf.by(lease, operation.name)
+                asked = AskedOf(lease.model, str(lease.servable.version), operation.name)
                 with self._readers:
                     question = operation.accept(inputs_of(request, self._most_items), parameters)
                 answered = self._answered(lease, operation, question, context)

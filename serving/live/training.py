@@ -148,7 +148,7 @@ class TrainingFolder:
 def _exported(folder: Path) -> ExportedModel:
     config = read_config(folder)
     kind_of(folder, config)
-    version = int(config.get("version", 1))
+    version = int(config["version"])
     step = int(config.get("training", {}).get("step") or version)
     moment = f"{version}@{config.get('created')}"
     return ExportedModel(folder=folder, version=version, step=step, moment_id=moment)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 
 import numpy as np
@@ -12,7 +14,7 @@ import numpy.typing as npt
 
 from geartrain.ams.values.errors import Busy, InvalidArgument
 from geartrain.ams.values.text import quoted
-from geartrain.serving.haste import put_off
+from geartrain.serving.answers import put_off
 from geartrain.workers.data.bitmaps import MAX_PIXELS, Preprocessing, decode_picture
 
 MOST_PIXELS = 2 * MAX_PIXELS
@@ -27,32 +29,32 @@ _places = threading.Semaphore(MOST_LARGE)
 _turns = threading.Semaphore(max(1, len(os.sched_getaffinity(0)) // 2))
 
 
+@dataclass
 class QuestionPictures:
     """Those of one question."""
 
-    def __init__(self, preprocessing: Preprocessing) -> None:
-        self._preprocessing = preprocessing
-        self._left = MOST_PIXELS
+    _preprocessing: Preprocessing
+    _pixels: int = 0
 
     def bitmap(self, picture: object, where: str) -> npt.NDArray[np.uint8]:
         """[K, S, S] of an image file, named as ``where``. Raises InvalidArgument, and Busy: too many are large."""
         if not isinstance(picture, bytes):
             raise InvalidArgument(f"{where} is {quoted(picture)}; give the bytes of an image file")
         with ExitStack() as held:
-            decoded = decode_picture(BytesIO(picture), where, lambda pixels: self._admit(pixels, where, held))
+            decoded = decode_picture(BytesIO(picture), where, partial(self._admit, where, held))
             try:
                 return self._preprocessing.bitmap(decoded)
             except InvalidArgument as exc:
                 raise InvalidArgument(f"{where}: {exc}") from exc
 
-    def _admit(self, pixels: int, where: str, held: ExitStack) -> None:
-        self._left -= pixels
-        if self._left < 0:
+    def _admit(self, where: str, held: ExitStack, pixels: int) -> None:
+        self._pixels += pixels
+        if self._pixels > MOST_PIXELS:
             raise InvalidArgument(
                 f"the pictures up to {where} have more than {MOST_PIXELS:,} pixels together; scale them down, or ask "
                 "in several requests"
             )
-        if MOST_PIXELS - self._left > QUICK_PIXELS:
+        if self._pixels > QUICK_PIXELS:
             put_off()
         if pixels > LARGE_PIXELS:
             if not _places.acquire(blocking=False):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -55,15 +55,11 @@ class ClassModel:
     def __init__(self, folder: Path, config: Mapping[str, Any], *, threads: int | None = None) -> None:
         """Open the files of a folder that were checked; ``threads`` work on one batch, all cores by default."""
         files = read_files(folder, dict(config))
-        self.version = int(config.get("version", 1))
-        self.created = float(config.get("created", (folder / ONNX).stat().st_mtime))
+        self.version = int(config["version"])
+        self.created = float(config["created"])
         self.names = files.class_names
-        self._ids = files.tensors.get("ids")
+        self.ids = files.tensors.get("ids")
         centers, threads = files.tensors["centers"], threads or threads_of_batch()
-        if (
-            config["kind"] == "onnx" and config["is_cosine"]
-        ):  # an export of before: its centers are as they were trained
-            centers = centers / np.maximum(np.linalg.norm(centers, axis=-1, keepdims=True), 1e-12)
         self.dim, self.num_classes = int(centers.shape[-1]), len(self.names)
         self.is_cosine = bool(config["is_cosine"])
         self.index = open_index(folder, config, centers, files.tensors.get("biases"), threads=threads)
@@ -100,22 +96,6 @@ class ClassModel:
         (features_ND,) = self._session.run(["features"], dict(arrays))
         return np.asarray(features_ND, np.float32)
 
-    def best(self, features_ND: Floats, k: int) -> dict[str, npt.NDArray[Any]]:
-        """Scores and classes [N, k] that fit each feature best."""
-        scores, places = self.index.search(features_ND, k)
-        classes = np.array([self.names[place] for place in places.ravel().tolist()], object)
-        ids = places if self._ids is None else self._ids[places]
-        return {"ids": ids, "scores": scores, "classes": classes.reshape(ids.shape)}
-
-    @staticmethod
-    def listed(answered: Arrays) -> list[Any]:
-        """The JSON of :meth:`best`."""
-        rows = zip(*(answered[name].tolist() for name in ("classes", "ids", "scores")), strict=True)
-        return [
-            [{"class": name, "id": label, "score": score} for name, label, score in zip(*row, strict=True)]
-            for row in rows
-        ]
-
     def k_of(self, given: Mapping[str, Any]) -> int:
         """How many classes are asked for. Raises InvalidArgument."""
         most = min(MOST_K, self.num_classes)
@@ -133,14 +113,8 @@ class PictureModel(ClassModel):
 
     def __init__(self, folder: Path, config: Mapping[str, Any], *, threads: int | None = None) -> None:
         """See :meth:`load`."""
-        look = config["preprocessing"]
-        if look is None:
-            raise ConfigError(
-                f"{folder} takes tensors, and was exported before these were served; export the model again, or ask it "
-                "in Python: geartrain.load_model(path).predict(tensor)"
-            )
         try:
-            self.preprocessing = Preprocessing(**look)
+            self.preprocessing = Preprocessing(**config["preprocessing"])
         except (ConfigError, TypeError) as exc:
             raise ConfigError(f"{folder} has another preprocessing than this version knows: {exc}") from exc
         super().__init__(folder, config, threads=threads)
@@ -156,66 +130,117 @@ class PictureModel(ClassModel):
         }
         self.facts = {**self.facts, "preprocessing": self.preprocessing.to_json(), "pictures": bool(pictures)}
 
-    def embed(self, bitmaps: npt.NDArray[np.uint8]) -> Floats:
-        """Features [N, D]."""
-        return self.features({"images": bitmaps})
 
-    def pictures(self) -> QuestionPictures:
-        """What reads the pictures of one question."""
-        return QuestionPictures(self.preprocessing)
-
-
-class Classify:
-    """Names pictures."""
+class NamesClasses:
+    """An operation that names the classes that fit each item best."""
 
     name = "classify"
-    help = "The classes that fit each picture best, with their scores."
     outputs = (
         TensorSpec(name="ids", dtype="int64", shape=(None, None)),
         TensorSpec(name="scores", dtype="float32", shape=(None, None)),
         TensorSpec(name="classes", dtype="object", shape=(None, None)),
     )
-    inputs: Sequence[TensorSpec] = (TensorSpec(name="images", dtype="object", shape=(None,)),)
     answer: Mapping[str, Any] = _CLASSES
 
-    def __init__(self, model: PictureModel) -> None:
-        self._model = model
-        self.request = request_of({"images": _PICTURE}, [_EXAMPLE], model)
-
-    def read(self, body: Mapping[str, Any]) -> Question:
-        """See :class:`Operation`."""
-        given = fields_of(body, "images", "k")
-        pictures = [_decoded(text, f"images[{place}]") for place, text in enumerate(listed(given, "images"))]
-        return self._question(pictures, self._model.k_of(given))
-
-    def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
-        """See :class:`Operation`."""
-        pictures = only(arrays, "images", 1, parameters, "k")
-        return self._question(pictures.tolist(), self._model.k_of(parameters))
-
-    def _question(self, pictures: Sequence[bytes], k: int) -> Question:
-        reading = self._model.pictures()
-        bitmaps = [reading.bitmap(picture, f"images[{place}]") for place, picture in enumerate(pictures)]
-        return Question(arrays={"bitmaps": np.stack(bitmaps)}, parameters=(("k", k),))
+    def __init__(self, model: ClassModel, features: Callable[[Arrays], Floats] | None = None) -> None:
+        """``features`` [N, D] of what a question brings; None: the network's."""
+        self._names, self._ids, self._index = model.names, model.ids, model.index
+        self._features = features or model.features
 
     def run(self, question: Question) -> Arrays:
         """See :class:`Operation`."""
-        return self._model.best(self._model.embed(question.arrays["bitmaps"]), dict(question.parameters)["k"])
+        scores, places = self._index.search(self._features(question.arrays), dict(question.parameters)["k"])
+        classes = np.array(self._names.several(places.ravel().tolist()), object)
+        ids = places if self._ids is None else self._ids[places]
+        return {"ids": ids, "scores": scores, "classes": classes.reshape(ids.shape)}
 
     def write(self, answered: Arrays) -> list[Any]:
         """See :class:`Operation`."""
-        return self._model.listed(answered)
+        answers: list[Any] = []
+        names, ids, scores = answered["classes"].tolist(), answered["ids"].tolist(), answered["scores"].tolist()
+        for item in zip(names, ids, scores, strict=True):
+            best = zip(*item, strict=True)
+            answers.append([{"class": name, "id": label, "score": score} for name, label, score in best])
+        return answers
 
 
-class Nearest:
+class GivesFeatures:
+    """An operation that gives the features of each item."""
+
+    name = "embed"
+    answer: Mapping[str, Any] = {"type": "array", "items": {"type": "number"}}
+
+    def __init__(self, model: ClassModel) -> None:
+        self._features = model.features
+        self.outputs = (TensorSpec(name="features", dtype="float32", shape=(None, model.dim)),)
+
+    def run(self, question: Question) -> Arrays:
+        """See :class:`Operation`."""
+        return {"features": self._features(question.arrays)}
+
+    def write(self, answered: Arrays) -> list[Any]:
+        """See :class:`Operation`."""
+        features: list[Any] = answered["features"].tolist()
+        return features
+
+
+class _OfPictures:
+    """Reads questions of one picture an item."""
+
+    inputs: Sequence[TensorSpec] = (TensorSpec(name="images", dtype="object", shape=(None,)),)
+    _model: PictureModel
+    _ranks = False
+
+    def read(self, body: Mapping[str, Any]) -> Question:
+        """See :class:`Operation`."""
+        pictures = []
+        for place, text in enumerate(listed(fields_of(body, "images", *["k"] * self._ranks), "images")):
+            pictures.append(_decoded(text, f"images[{place}]"))
+        return self._question(pictures, body)
+
+    def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
+        """See :class:`Operation`."""
+        pictures = only(arrays, "images", 1, parameters, *["k"] * self._ranks)
+        return self._question(pictures.tolist(), parameters)
+
+    def _question(self, pictures: Sequence[bytes], given: Mapping[str, Any]) -> Question:
+        parameters = (("k", self._model.k_of(given)),) if self._ranks else ()
+        reading = QuestionPictures(self._model.preprocessing)
+        bitmaps = [reading.bitmap(picture, f"images[{place}]") for place, picture in enumerate(pictures)]
+        return Question(arrays={"images": np.stack(bitmaps)}, parameters=parameters)
+
+
+class Classify(_OfPictures, NamesClasses):
+    """Names pictures."""
+
+    help = "The classes that fit each picture best, with their scores."
+    _ranks = True
+
+    def __init__(self, model: PictureModel) -> None:
+        super().__init__(model)
+        self._model = model
+        self.request = request_of({"images": _PICTURE}, [_EXAMPLE], model)
+
+
+class Embed(_OfPictures, GivesFeatures):
+    """Gives features of pictures."""
+
+    help = "The features of each picture, as the network gives them."
+
+    def __init__(self, model: PictureModel) -> None:
+        super().__init__(model)
+        self._model = model
+        self.request = request_of({"images": _PICTURE}, [_EXAMPLE], None)
+
+
+class Nearest(NamesClasses):
     """Names features."""
 
     name = "nearest"
     help = "The classes that are nearest to each feature, with their scores."
-    outputs = Classify.outputs
-    answer: Mapping[str, Any] = _CLASSES
 
     def __init__(self, model: ClassModel) -> None:
+        super().__init__(model, lambda arrays: arrays["features"])
         self._model = model
         self.inputs = (TensorSpec(name="features", dtype="float32", shape=(None, model.dim)),)
         feature = {
@@ -258,53 +283,6 @@ class Nearest:
             raise InvalidArgument("features have a value that is not finite; give finite numbers")
         return Question(arrays={"features": features}, parameters=(("k", k),))
 
-    def run(self, question: Question) -> Arrays:
-        """See :class:`Operation`."""
-        return self._model.best(question.arrays["features"], dict(question.parameters)["k"])
-
-    def write(self, answered: Arrays) -> list[Any]:
-        """See :class:`Operation`."""
-        return self._model.listed(answered)
-
-
-class Embed:
-    """Gives features of pictures."""
-
-    name = "embed"
-    help = "The features of each picture, as the network gives them."
-    inputs = Classify.inputs
-    answer: Mapping[str, Any] = {"type": "array", "items": {"type": "number"}}
-
-    def __init__(self, model: PictureModel) -> None:
-        self._model = model
-        self.outputs = (TensorSpec(name="features", dtype="float32", shape=(None, model.dim)),)
-        self.request = request_of({"images": _PICTURE}, [_EXAMPLE], None)
-
-    def read(self, body: Mapping[str, Any]) -> Question:
-        """See :class:`Operation`."""
-        given = fields_of(body, "images")
-        return self._question(
-            [_decoded(text, f"images[{place}]") for place, text in enumerate(listed(given, "images"))]
-        )
-
-    def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
-        """See :class:`Operation`."""
-        return self._question(only(arrays, "images", 1, parameters).tolist())
-
-    def _question(self, pictures: Sequence[bytes]) -> Question:
-        reading = self._model.pictures()
-        bitmaps = [reading.bitmap(picture, f"images[{place}]") for place, picture in enumerate(pictures)]
-        return Question(arrays={"bitmaps": np.stack(bitmaps)})
-
-    def run(self, question: Question) -> Arrays:
-        """See :class:`Operation`."""
-        return {"features": self._model.embed(question.arrays["bitmaps"])}
-
-    def write(self, answered: Arrays) -> list[Any]:
-        """See :class:`Operation`."""
-        features: list[Any] = answered["features"].tolist()
-        return features
-
 
 class Verify:
     """Compares two pictures, such as of faces."""
@@ -338,7 +316,7 @@ class Verify:
         return self._question(pairs.tolist())
 
     def _question(self, pairs: Sequence[Sequence[bytes]]) -> Question:
-        reading = self._model.pictures()
+        reading = QuestionPictures(self._model.preprocessing)
         bitmaps = [
             [reading.bitmap(picture, f"pairs[{place}][{side}]") for side, picture in enumerate(pair)]
             for place, pair in enumerate(pairs)
@@ -348,7 +326,7 @@ class Verify:
     def run(self, question: Question) -> Arrays:
         """See :class:`Operation`."""
         bitmaps = question.arrays["bitmaps"]
-        features = self._model.embed(bitmaps.reshape(-1, *bitmaps.shape[2:]))
+        features = self._model.features({"images": bitmaps.reshape(-1, *bitmaps.shape[2:])})
         lengths = np.linalg.norm(features, axis=1, keepdims=True)
         first, second = (features / np.maximum(lengths, 1e-12)).reshape(len(bitmaps), 2, -1).transpose(1, 0, 2)
         return {"scores": (first * second).sum(axis=1)}

@@ -16,9 +16,10 @@ from geartrain.ams.values.text import quoted
 from geartrain.serving.answers import Arrays, Question, TensorSpec
 from geartrain.serving.models.own_code import function_of
 from geartrain.serving.models.pictures import (
-    Classify,
     ClassModel,
     Floats,
+    GivesFeatures,
+    NamesClasses,
     Nearest,
     fields_of,
     listed,
@@ -124,77 +125,56 @@ class TensorModel(ClassModel):
             raise InvalidArgument(f"the inputs have several numbers of items: {found}; each is of the same items")
         return arrays
 
-    def question(self, arrays: Arrays, **parameters: Any) -> Question:
-        """Checked arrays; those of equal sizes are answered together."""
-        sizes = tuple((name, array.shape[1:]) for name, array in sorted(arrays.items()))
-        return Question(arrays=arrays, parameters=(*sorted(parameters.items()), ("sizes", sizes)))
-
     def _wanted(self) -> str:
         shapes = (", ".join("any" if size is None else str(size) for size in spec.shape[1:]) for spec in self.inputs)
         specs = zip(self.inputs, shapes, strict=True)
         return " and ".join(f"{quoted(spec.name)} {spec.dtype} [N{sizes and ', '}{sizes}]" for spec, sizes in specs)
 
 
-class ClassifyTensors:
+class _OfTensors:
+    """Reads questions of what the network takes."""
+
+    _model: TensorModel
+    _ranks = False
+
+    def read(self, body: Mapping[str, Any]) -> Question:
+        """See :class:`Operation`."""
+        given = fields_of(body, self._model.field, *["k"] * self._ranks)
+        return self._question(self._model.read(given), given)
+
+    def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
+        """See :class:`Operation`."""
+        given = fields_of(parameters, *["k"] * self._ranks)
+        return self._question(self._model.accepted(arrays), given)
+
+    def _question(self, arrays: Arrays, given: Mapping[str, Any]) -> Question:
+        """Checked arrays; those of equal sizes are answered together."""
+        sizes = tuple((name, array.shape[1:]) for name, array in sorted(arrays.items()))
+        ranked = (("k", self._model.k_of(given)),) if self._ranks else ()
+        return Question(arrays=arrays, parameters=(*ranked, ("sizes", sizes)))
+
+
+class ClassifyTensors(_OfTensors, NamesClasses):
     """Names items."""
 
-    name = "classify"
     help = "The classes that fit each item best, with their scores."
-    outputs = Classify.outputs
-    answer = Classify.answer
+    _ranks = True
 
     def __init__(self, model: TensorModel) -> None:
+        super().__init__(model)
         self._model, self.inputs = model, model.asked
         self.request = _request(model, ranked=True)
 
-    def read(self, body: Mapping[str, Any]) -> Question:
-        """See :class:`Operation`."""
-        given = fields_of(body, self._model.field, "k")
-        return self._model.question(self._model.read(given), k=self._model.k_of(given))
 
-    def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
-        """See :class:`Operation`."""
-        k = self._model.k_of(fields_of(parameters, "k"))
-        return self._model.question(self._model.accepted(arrays), k=k)
-
-    def run(self, question: Question) -> Arrays:
-        """See :class:`Operation`."""
-        return self._model.best(self._model.features(question.arrays), dict(question.parameters)["k"])
-
-    def write(self, answered: Arrays) -> list[Any]:
-        """See :class:`Operation`."""
-        return self._model.listed(answered)
-
-
-class EmbedTensors:
+class EmbedTensors(_OfTensors, GivesFeatures):
     """Gives features of items."""
 
-    name = "embed"
     help = "The features of each item, as the network gives them."
-    answer: Mapping[str, Any] = {"type": "array", "items": {"type": "number"}}
 
     def __init__(self, model: TensorModel) -> None:
+        super().__init__(model)
         self._model, self.inputs = model, model.asked
-        self.outputs = (TensorSpec(name="features", dtype="float32", shape=(None, model.dim)),)
         self.request = _request(model, ranked=False)
-
-    def read(self, body: Mapping[str, Any]) -> Question:
-        """See :class:`Operation`."""
-        return self._model.question(self._model.read(fields_of(body, self._model.field)))
-
-    def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
-        """See :class:`Operation`."""
-        fields_of(parameters)
-        return self._model.question(self._model.accepted(arrays))
-
-    def run(self, question: Question) -> Arrays:
-        """See :class:`Operation`."""
-        return {"features": self._model.features(question.arrays)}
-
-    def write(self, answered: Arrays) -> list[Any]:
-        """See :class:`Operation`."""
-        features: list[Any] = answered["features"].tolist()
-        return features
 
 
 def _spec_of(taken: Any) -> TensorSpec:

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.serving.answers import Arrays, Question, TensorSpec
-from geartrain.serving.haste import put_off
+from geartrain.serving.answers import Arrays, Question, TensorSpec, put_off
 
 
 class EchoModel:

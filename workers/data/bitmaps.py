@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
@@ -33,9 +34,9 @@ FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 """Of these suffixes. Pillow goes by content: it would start Ghostscript for an EPS called cat.png."""
 
 FITS: dict[str, Callable[[Image.Image, tuple[int, int]], Image.Image]] = {
-    "stretch": lambda picture, size: picture.resize(size, Image.Resampling.BILINEAR),
-    "crop": lambda picture, size: ImageOps.fit(picture, size, Image.Resampling.BILINEAR),
-    "pad": lambda picture, size: ImageOps.pad(picture, size, Image.Resampling.BILINEAR),
+    "stretch": partial(Image.Image.resize, resample=Image.Resampling.BILINEAR),
+    "crop": partial(ImageOps.fit, method=Image.Resampling.BILINEAR),
+    "pad": partial(ImageOps.pad, method=Image.Resampling.BILINEAR),
 }
 """Ways to make a picture square."""
 

@@ -8,7 +8,6 @@
                                   without a margin, their product. Of an export with cosines they have unit length.
                                   Where some classes do not live: ids [C] int64 of those that do
     model/names.safetensors       name of each class: offsets [C + 1] int64 into text [B] uint8, UTF-8
-                                  (classes.json, a list, in folders of before)
     model/index.*                 of an export, where there is one: what finds the best classes
     model/pictures.safetensors    of an export, where there are some: what classes look like (``class_pictures``)
 
@@ -24,7 +23,6 @@ snapshots (:mod:`geartrain.workers.job.state`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +40,6 @@ from geartrain.workers.atomic import complete_folder
 
 BACKBONE, ONNX = "backbone.safetensors", "backbone.onnx"
 CONFIG, CENTERS, NAMES = "config.json", "centers.safetensors", "names.safetensors"
-OLD_NAMES = "classes.json"
 FORMAT = 1
 _SUMS = "xxh3_128_of"
 TYPES = {
@@ -88,6 +85,14 @@ class ClassNames(Sequence[str]):
         start, stop = int(self._offsets[place]), int(self._offsets[place + 1])
         return self._text[start:stop].tobytes().decode("utf-8", "surrogatepass")
 
+    def several(self, places: Sequence[int]) -> list[str]:
+        """Those at ``places``, none of them negative."""
+        offsets, names = self._offsets, []
+        for place in places:
+            name = self._text[offsets[place] : offsets[place + 1]]
+            names.append(name.tobytes().decode("utf-8", "surrogatepass"))
+        return names
+
 
 @dataclass(frozen=True)
 class ModelFiles:
@@ -97,7 +102,7 @@ class ModelFiles:
     config: dict[str, Any]
     tensors: dict[str, npt.NDArray[Any]]
     """``centers`` and, where there are some, ``biases``."""
-    class_names: Sequence[str]
+    class_names: ClassNames
 
     @property
     def is_onnx(self) -> bool:
@@ -174,15 +179,10 @@ def unseal_model(folder: Path) -> ModelFiles:
 
 def read_files(folder: Path, config: dict[str, Any]) -> ModelFiles:
     """The centers and names of a folder with this checked config.json. Raises ModelDamaged."""
-    missing = {CENTERS} - set(config[_SUMS])
-    if missing or not {NAMES, OLD_NAMES} & set(config[_SUMS]):
-        raise _damaged(folder / (CENTERS if missing else NAMES), "is missing")
-    names: Sequence[str]
-    if NAMES in config[_SUMS]:
-        names = ClassNames(**map_arrays(folder / NAMES))
-    else:
-        names = json.loads((folder / OLD_NAMES).read_text(encoding="utf-8"))
-    return ModelFiles(folder, config, map_arrays(folder / CENTERS), names)
+    for name in (CENTERS, NAMES):
+        if name not in config[_SUMS]:
+            raise _damaged(folder / name, "is missing")
+    return ModelFiles(folder, config, map_arrays(folder / CENTERS), ClassNames(**map_arrays(folder / NAMES)))
 
 
 def read_training(folder: Path) -> dict[str, Any]:

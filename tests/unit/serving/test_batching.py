@@ -151,7 +151,7 @@ def test_an_operation_that_loses_items_is_a_bug_that_is_named(monkeypatch: pytes
     monkeypatch.setattr(asked.model.operations["echo"], "run", lambda _: {"said": np.zeros((1, 2))})
     future = asked.ask(1, 2)
     asked.batcher.answer_next()
-    with pytest.raises(InternalError, match=r"echo answered 2 items with \{'said': 1\}"):
+    with pytest.raises(InternalError, match="echo answered 2 items with 1 said"):
         future.result(0)
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import geartrain as gt
 from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
 from geartrain.ams.values.errors import ConfigError, ModelDamaged
 from geartrain.serving import folder as folders
@@ -18,7 +16,7 @@ from geartrain.serving.models import pictures
 from geartrain.serving.models.pictures import PictureModel
 from geartrain.workers.models.saved_model import CONFIG, ModelFiles, seal_folder, write_arrays
 from geartrain.workers.models.trained_model import save_model
-from tests.support.served_models import NAMES, exported, picture, small_model
+from tests.support.served_models import exported, picture, small_model
 
 
 @pytest.fixture(scope="module")
@@ -184,26 +182,3 @@ def test_a_served_model_outlives_its_folder(model: Path) -> None:
     expected = best(served)
     shutil.rmtree(model)
     assert best(served) == expected
-
-
-def test_an_export_of_before_is_served_and_loaded(model: Path) -> None:
-    trained = small_model()
-    config = unseal_json((model / CONFIG).read_bytes())
-    old = {key: config[key] for key in ("is_cosine", "preprocessing", "format")}
-    expected = best(load_folder(model))
-    (model / "names.safetensors").unlink()
-    (model / "classes.json").write_text(json.dumps(NAMES), encoding="utf-8")
-    write_arrays(model / "centers.safetensors", {"centers": trained.centers.numpy()})
-    sums = {name: folders_sum(model / name) for name in ("backbone.onnx", "centers.safetensors", "classes.json")}
-    (model / CONFIG).write_bytes(seal_json({**old, "kind": "onnx", "xxh3_128_of": sums}))
-    served = load_folder(model)
-    assert best(served) == expected
-    assert versions_in(model) == {1: model}
-    assert served.created == pytest.approx((model / "backbone.onnx").stat().st_mtime)
-    assert gt.load_model(model).class_names == NAMES
-
-
-def folders_sum(path: Path) -> str:
-    import xxhash
-
-    return xxhash.xxh3_128_hexdigest(path.read_bytes())

@@ -36,17 +36,16 @@ def test_products_with_biases_are_ranked_as_such() -> None:
 
 
 @pytest.mark.parametrize(
-    ("features", "k", "message"),
+    ("features", "message"),
     [
-        (np.zeros((2, 9), np.float32), 1, r"features have shape \[2, 9\]; this model takes \[N, 8\]"),
-        (np.full((2, 8), np.nan, np.float32), 1, r"features\[0\] has a value that is not finite"),
-        (np.zeros((2, 8), np.float32), 0, "k is 0; it must be an integer >= 1"),
+        (np.zeros((2, 9), np.float32), r"features have shape \[2, 9\]; this model takes \[N, 8\]"),
+        (np.full((2, 8), np.nan, np.float32), r"features\[0\] has a value that is not finite"),
     ],
 )
-def test_what_cannot_be_searched_for_is_refused_in_a_sentence(features: Floats, k: int, message: str) -> None:
+def test_what_cannot_be_searched_for_is_refused_in_a_sentence(features: Floats, message: str) -> None:
     for is_cosine in (True, False):
         with pytest.raises(InvalidArgument, match=message):
-            open_index(Path(), {"is_cosine": is_cosine}, unit_rows(5, 8)).search(features, k)
+            open_index(Path(), {"is_cosine": is_cosine}, unit_rows(5, 8)).search(features, 1)
 
 
 def test_an_index_of_other_centers_is_refused(tmp_path: Path) -> None:

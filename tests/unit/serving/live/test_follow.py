@@ -16,6 +16,7 @@ import geartrain as gt
 from geartrain.ams.observe import failpoints
 from geartrain.ams.storage.snapshot.folder import list_snapshots, open_snapshot
 from geartrain.ams.values.errors import SnapshotFailed
+from geartrain.serving.answers import Question
 from geartrain.serving.folder import load_folder
 from geartrain.serving.live import versions
 from geartrain.serving.live.follow import Follower
@@ -27,6 +28,11 @@ from geartrain.workers.live.publisher import Publisher
 
 LOOK = Preprocessing(kind="photo", size=16, channels=1)
 D = 8
+
+
+def nearest(model: Any, features: Any, k: int) -> Any:
+    """The answer of the operation of this name."""
+    return model.operations["nearest"].run(Question(arrays={"features": features}, parameters=(("k", k),)))
 
 
 class Network(nn.Module):
@@ -92,7 +98,7 @@ class Trained:
             scores, ids = self.head.predict(self.backbone(images), 5)
         self.backbone.train()
         model = self.served[-1]
-        found = model.best(model.embed(images.numpy()), 5)
+        found = nearest(model, model.features({"images": images.numpy()}), 5)
         np.testing.assert_array_equal(found["ids"], ids.numpy())
         np.testing.assert_allclose(found["scores"], scores.numpy(), rtol=1e-4, atol=1e-6)
 
@@ -157,13 +163,13 @@ def test_rows_on_ranks_that_begin_again_at_an_earlier_step_are_served_and_kept(t
 def test_newcomers_can_be_asked_for_and_the_retired_are_never_answered(trained: Trained) -> None:
     trained.step(1)
     trained.follower.look()
-    assert 3 in trained.served[-1].best(np.eye(D, dtype=np.float32), 10)["ids"]
+    assert 3 in nearest(trained.served[-1], np.eye(D, dtype=np.float32), 10)["ids"]
     (newcomer,) = trained.head.add_classes(1, rows=torch.eye(D)[:1]).tolist()
     trained.head.retire_classes(torch.tensor([3]))
     trained.publisher.class_names = {newcomer: "newcomer"}
     trained.publisher.publish(2, wait=True)
     trained.follower.look()
-    found = trained.served[-1].best(np.eye(D, dtype=np.float32), 10)
+    found = nearest(trained.served[-1], np.eye(D, dtype=np.float32), 10)
     assert newcomer == 10
     assert found["ids"][0, 0] == newcomer
     assert found["classes"][0, 0] == "newcomer"

@@ -48,9 +48,10 @@ def test_code_that_changed_makes_another_graph(tmp_path: Path, monkeypatch: pyte
     features = []
     for sign in (1, -1):
         (tmp_path / "own_nets.py").write_text(CODE.format(sign=sign))
-        features.append(load_folder(versions.write(snapshot, lambda: False).folder).embed(bitmaps))
+        features.append(load_folder(versions.write(snapshot, lambda: False).folder).features({"images": bitmaps}))
     assert np.abs(features[0]).max() > 0
     np.testing.assert_allclose(features[1], -features[0])
     again = LiveVersions(tmp_path / "versions", backbone="own_nets:net")  # a process after these
     (tmp_path / "own_nets.py").write_text(CODE.format(sign=1))
-    np.testing.assert_allclose(load_folder(again.write(snapshot, lambda: False).folder).embed(bitmaps), features[0])
+    served = load_folder(again.write(snapshot, lambda: False).folder)
+    np.testing.assert_allclose(served.features({"images": bitmaps}), features[0])
