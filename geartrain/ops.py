@@ -19,7 +19,7 @@ from geartrain.ams.values.config import (
     suggestion,
 )
 from geartrain.ams.values.errors import ConfigError
-from geartrain.cli.shared import configuration
+from geartrain.launch import configuration
 from geartrain.launch.ports import require_free
 from geartrain.launch.role import STOP_GRACE_SECONDS, warn_if_open
 from geartrain.launch.roles import ROLES, started

@@ -1,6 +1,6 @@
 """What each role may be told, as frozen typed models: one section a role, one field a fact, a docstring each.
 
-Models only: files, environment and flags are read in ``geartrain.cli.shared.configuration``. A value outside its range
+Models only: files, environment and flags are read in ``geartrain.launch.configuration``. A value outside its range
 raises :class:`ConfigError` on construction, so a role never starts with a setting it cannot honour. Units are in the
 names.
 """

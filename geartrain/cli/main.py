@@ -31,12 +31,11 @@ from geartrain.ams.values.errors import (
     Unavailable,
 )
 from geartrain.ams.values.text import printable
+from geartrain.launch.child import ERROR_PREFIX, WRONG_USAGE
 from geartrain.launch.roles import ROLES, load
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-FAILED, WRONG_USAGE, TRY_LATER = 1, 2, 4
-ERROR_PREFIX = "error: "
-"""Begins the line on stderr with which a command fails."""
+FAILED, TRY_LATER = 1, 4
 
 # command -> where its function or group is, in the order of the help; a role's is made of the registry of roles
 COMMANDS = {

@@ -15,9 +15,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from geartrain.cli.main import ERROR_PREFIX, WRONG_USAGE
-
 TAIL_LINES = 20
+WRONG_USAGE = 2
+"""Exit code of a command whose arguments, input or configuration cannot be right."""
+ERROR_PREFIX = "error: "
+"""Begins the line on stderr with which a command fails."""
 
 
 class Child:

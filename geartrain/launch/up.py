@@ -18,7 +18,7 @@ from typing import Any, Self
 from geartrain.ams.observe import failpoints
 from geartrain.ams.values.config import ClusterConfig, join_address, split_address
 from geartrain.ams.values.errors import ConfigError, GeartrainError
-from geartrain.cli.shared import configuration
+from geartrain.launch import configuration
 from geartrain.launch.child import Child
 from geartrain.launch.ports import require_free
 from geartrain.launch.role import KILL_AFTER_SECONDS

@@ -33,7 +33,7 @@ from geartrain.ams.values.config import (
     split_address,
 )
 from geartrain.ams.values.errors import ClusterNotReady, ConfigError, InvalidArgument, SourceError
-from geartrain.cli.shared import configuration
+from geartrain.launch import configuration
 from geartrain.launch.role import KILL_AFTER_SECONDS
 from geartrain.launch.up import ClusterFacts, next_address
 from geartrain.ray.actors import RoleActor, WorkerActor, free_address

@@ -8,7 +8,7 @@ import re
 from pydantic.fields import FieldInfo
 
 from geartrain.ams.values.config import ClusterConfig
-from geartrain.cli.shared import configuration
+from geartrain.launch import configuration
 
 INTRODUCTION = """# Configuration
 

@@ -14,9 +14,9 @@ import typer
 from geartrain.ams.values.config import ClusterConfig
 from geartrain.ams.values.errors import ConfigError, GraphUnavailable
 from geartrain.ams.values.text import counted
-from geartrain.cli.shared import configuration
 from geartrain.cli.shared.consoles import progress_bar
 from geartrain.cli.shared.options import ConfigFile, GraphAddress, Json
+from geartrain.launch import configuration
 from geartrain.launch.roles import ROLES, Report
 
 if TYPE_CHECKING:

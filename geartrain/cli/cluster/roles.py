@@ -12,8 +12,8 @@ import typer
 from pydantic.fields import FieldInfo
 
 from geartrain.ams.observe import failpoints, traces
-from geartrain.cli.shared import configuration
 from geartrain.cli.shared.options import ConfigFile, RunMode, SecurityFolder
+from geartrain.launch import configuration
 from geartrain.launch import role as life
 from geartrain.launch.logs import log_to_stderr
 from geartrain.launch.roles import RoleKind, load

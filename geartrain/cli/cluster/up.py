@@ -17,8 +17,8 @@ from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import counted
 from geartrain.cli.cluster.dashboard import DEFAULT_LISTEN
 from geartrain.cli.cluster.roles import give_parameters
-from geartrain.cli.shared import configuration
 from geartrain.cli.shared.options import ConfigFile, Insecure, Json, RunMode, SecurityFolder
+from geartrain.launch import configuration
 from geartrain.launch.certificates import make_private_folder
 from geartrain.launch.roles import ROLES
 from geartrain.launch.up import ClusterFacts, Launcher, next_address

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from geartrain.ams.values.text import counted
-from geartrain.cli.shared import configuration
 from geartrain.cli.shared.options import ConfigFile, Json
+from geartrain.launch import configuration
 
 app = typer.Typer(no_args_is_help=True, help="Show or check the configuration.")
 

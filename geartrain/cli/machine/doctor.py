@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from geartrain.cli.shared import configuration
 from geartrain.cli.shared.options import ConfigFile, Json
+from geartrain.launch import configuration
 from geartrain.launch.doctor import DISK_GIB, examine
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}

@@ -26,7 +26,7 @@ def rollback(
     """
     from geartrain.ams.values.config import split_address
     from geartrain.cli.serving.client import ask_service
-    from geartrain.cli.shared import configuration
+    from geartrain.launch import configuration
 
     split_address(address)
     configuration.load(None, configuration.flags("security", prefix="security-", folder=security_folder))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from geartrain.ams.values.config import ClusterConfig
-from geartrain.cli.shared import configuration
+from geartrain.launch import configuration
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster

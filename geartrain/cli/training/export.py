@@ -10,8 +10,8 @@ import typer
 
 from geartrain.ams.values.config import ClusterConfig
 from geartrain.ams.values.errors import ConfigError
-from geartrain.cli.shared import configuration
 from geartrain.cli.shared.options import CacheFolder, ConfigFile, Json, OwnBackbone, SchedulerAddress
+from geartrain.launch import configuration
 
 _FILE = ".safetensors"
 _OTHER_FILES = (".safetensor", ".pt", ".pth", ".bin", ".npy", ".npz", ".onnx", ".parquet", ".csv")

@@ -17,8 +17,8 @@ from typer.core import TyperCommand
 
 from geartrain.ams.observe import failpoints, traces
 from geartrain.ams.values.errors import ConfigError
-from geartrain.cli.shared import configuration
 from geartrain.cli.shared.options import CacheFolder, Json
+from geartrain.launch import configuration
 from geartrain.workers.job.interruption import GRACE_SECONDS, STOPPED, Stopped, interruption
 
 # Read by OpenMP when torch is loaded. Threads that spin while they wait slow a training on a shared machine down by

@@ -21,7 +21,7 @@ from torch.distributed.run import get_args_parser
 import geartrain
 from geartrain.ams.values import errors
 from geartrain.cli.main import COMMANDS, build_app
-from geartrain.cli.shared.configuration import sections
+from geartrain.launch.configuration import sections
 from tests.support.pages import run
 
 REPOSITORY = Path(__file__).resolve().parents[3]

@@ -17,7 +17,7 @@ from geartrain.ams.values.config import (
     split_address,
 )
 from geartrain.ams.values.errors import ConfigError
-from geartrain.cli.shared import configuration
+from geartrain.launch import configuration
 
 NO_ENVIRONMENT: dict[str, str] = {}
 
