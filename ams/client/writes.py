@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -183,7 +184,7 @@ def checked_incarnation(incarnation: int) -> int:
     return integer("incarnation", incarnation, 1, 2**63 - 1)
 
 
-class Write:
+class Write(ABC):
     """A write, prepared: numbered and cut by shard. :meth:`send` may be called again after an error.
 
     A repeated send reaches only the shards that have not answered, under the same number, so that no shard applies
@@ -238,6 +239,7 @@ class Write:
         """Whether every shard has answered that it has applied its part."""
         return not any(self._pending)
 
+    @abstractmethod
     def send(self) -> Done:
         """Send to every shard that has not answered yet; return the joint reply.
 
@@ -245,7 +247,6 @@ class Write:
         again with the same write. Raises StepPartlyApplied if it is one rank's part of a joint step that some shards
         have applied and one refuses.
         """
-        raise NotImplementedError
 
     def announce(self) -> None:
         """Let those who keep rows know that these change from now on. To send it does so, too."""
@@ -281,32 +282,29 @@ class Write:
                 self._created[place] += reply[0]
                 self._duplicate |= reply[1]
                 self._pending[place] = ()
-                continue
-            left = []
-            for shard, outcome in zip(pending, reply, strict=True):
-                if isinstance(outcome, Done):
-                    self._created[place] += outcome.created
-                    self._duplicate |= outcome.duplicate
-                else:
-                    left.append(shard)
-                    failed.append((place, shard, outcome))
-            self._pending[place] = left
+            else:
+                failed += self._failed_of(place, reply)
         if failed:
             first_error = self._error_of(failed)
             try:
                 raise first_error
             finally:
-                del (
-                    first_error,
-                    failed,
-                    replies,
-                    said,
-                    reply,
-                    outcome,
-                )  # or the error would hold the arrays
+                del first_error, failed, replies, said, reply  # or the error would hold the arrays
         failpoints.reach("client.reply.after")
         self._close()
         return Done(created=sum(self._created), duplicate=self._duplicate)
+
+    def _failed_of(self, place: int, outcomes: Sequence[WriteOutcome]) -> list[tuple[int, int, BaseException]]:
+        """Note what each shard has answered that was left of a table; return those that have not done their part."""
+        failed: list[tuple[int, int, BaseException]] = []
+        for shard, outcome in zip(self._pending[place], outcomes, strict=True):
+            if isinstance(outcome, Done):
+                self._created[place] += outcome.created
+                self._duplicate |= outcome.duplicate
+            else:
+                failed.append((place, shard, outcome))
+        self._pending[place] = [shard for _, shard, _ in failed]
+        return failed
 
     def _error_of(self, failed: Sequence[tuple[int, int, BaseException]]) -> BaseException:
         """What to raise for the errors of some shards: the first, unless a step is half applied for good."""
