@@ -14,7 +14,7 @@ from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.server import hosting
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.specs import DTypeName, Normal
-from geartrain.bridge.head.backends.pull import stream
+from geartrain.bridge.head.backends import row_stream
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins.angular import CosFace
 from geartrain.bridge.head.weights import export_rows
@@ -65,7 +65,7 @@ PLACES: dict[str, dict[str, Any]] = {
 def test_rows_of_a_head_equal_dense_momentum(
     place: str, select: FullSoftmax | PartialFC, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(stream, "BLOCK_BYTES", 0)  # blocks of 1,024 rows: several pushes a step
+    monkeypatch.setattr(row_stream, "BLOCK_BYTES", 0)  # blocks of 1,024 rows: several pushes a step
     if place == "hosted-chunked":
         monkeypatch.setattr(hosting, "HELD_BYTES", 0)
     with local(2) as cluster:
