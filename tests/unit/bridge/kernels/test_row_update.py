@@ -72,24 +72,31 @@ def _push_to_shard(
     )
 
 
+OPTIMIZERS = [
+    SGD(0.1, weight_decay=0.01),
+    Momentum(0.1, 0.9, nesterov=True),
+    SparseMomentum(0.1, 0.9, 1e-3),
+    Adam(0.01, weight_decay=1e-3),
+    Adagrad(0.01, lr_decay=0.2, weight_decay=1e-3),
+    AdamW(0.01, betas=(0.0, 0.999), weight_decay=0.1),
+    RowWiseAdagrad(0.01, lr_decay=0.2, weight_decay=1e-3),
+    RowWiseAdam(0.01, weight_decay=0.1),
+    RMSProp(0.01, eps=1e-3, momentum=0.9, centered=True),
+    FTRL(0.1, l1=0.1, l2=0.1),
+]
+DTYPES: tuple[DTypeName, ...] = ("float32", "float16", "bfloat16")
+DIMS = (1, 21, 64)
+
+
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dim", [1, 21, 64])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(
-    "optimizer",
-    [
-        SGD(0.1, weight_decay=0.01),
-        Momentum(0.1, 0.9, nesterov=True),
-        SparseMomentum(0.1, 0.9, 1e-3),
-        Adam(0.01, weight_decay=1e-3),
-        Adagrad(0.01, lr_decay=0.2, weight_decay=1e-3),
-        AdamW(0.01, betas=(0.0, 0.999), weight_decay=0.1),
-        RowWiseAdagrad(0.01, lr_decay=0.2, weight_decay=1e-3),
-        RowWiseAdam(0.01, weight_decay=0.1),
-        RMSProp(0.01, eps=1e-3, momentum=0.9, centered=True),
-        FTRL(0.1, l1=0.1, l2=0.1),
+    ("optimizer", "dtype", "dim"),
+    [  # each pair of them
+        (optimizer, dtype, DIMS[(number + at) % 3])
+        for number, optimizer in enumerate(OPTIMIZERS)
+        for at, dtype in enumerate(DTYPES)
     ],
-    ids=repr,
+    ids=str,
 )
 def test_rows_slots_and_counts_are_those_of_a_shard(
     optimizer: RowOptimizerSpec, dtype: DTypeName, dim: int, way: str
