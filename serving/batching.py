@@ -164,7 +164,7 @@ class Batcher:
     def _read(self) -> None:
         """Read what is unread, no more than a batch: then others are answered."""
         with self._changed:
-            unread = []
+            unread: list[tuple[_Asked, Callable[[], Question]]] = []
             while self._unread and len(unread) < self._max_batch:
                 unread.append(self._unread.popleft())
         read = []
