@@ -455,12 +455,12 @@ class RowWrite(Write):
         if self._rows.write_log.readers:
             self.announce()
         stream, incarnation, oldest = self._numbers.name, self._numbers.incarnation, self._numbers.oldest()
+        requests: list[RowsToWrite] = []
         parts = zip(self._prepared, self._begun, self._tables, self._pending, strict=False)  # none once all are done
-        return [
-            (prepared, (stream, incarnation, sequence, oldest, table.incarnation), pending)
-            for prepared, sequence, table, pending in parts
-            if pending
-        ]
+        for prepared, sequence, table, pending in parts:
+            if pending:
+                requests.append((prepared, (stream, incarnation, sequence, oldest, table.incarnation), pending))
+        return requests
 
 
 def send_once(write: Write) -> Done:

@@ -89,17 +89,24 @@ class RowCalls:
         if not isinstance(out, ScatteredRows) and out.nbytes > _MOST_PULLED_BYTES and len(ids) > 1:
             self._pull_in_pieces(table, ids, out, present, required_sync)
             return
+        left, refused = self._first_attempt(self._attempt_pull, table, ids, out, present, required_sync)
+        if left is not None or self._retries.silence.named:
+            self._pull_rest(table, ids, out, left, refused, present, required_sync)
+
+    def _first_attempt(self, call: Callable[..., Any], *given: Any) -> tuple[Any, Refusals]:
+        """What a call of compiled code comes to, and the shards that could not be connected to before it. While it
+        lasts, shards that do not answer are named.
+        """
         retries = self._retries
         refused = NONE_REFUSED if retries.is_ready else retries.prepare()
-        watch = CallWatch(retries) if retries.remote else None
+        seconds = retries.config.attempt_timeout_seconds
+        if not retries.remote:
+            return call(*given, seconds, None), refused
+        watch = CallWatch(retries)
         try:
-            seconds = retries.config.attempt_timeout_seconds
-            left = self._attempt_pull(table, ids, out, present, required_sync, seconds, watch)
+            return call(*given, seconds, watch), refused
         finally:
-            if watch is not None:
-                watch.end()
-        if left is not None or retries.silence.named:
-            self._pull_rest(table, ids, out, left, refused, present, required_sync)
+            watch.end()
 
     def _attempt_pull(
         self,
@@ -167,20 +174,12 @@ class RowCalls:
             for table, ids, out in pulls:
                 self.pull(table, ids, out)
             return [[-1] * self._retries.view.num_shards for _ in pulls]
-        retries = self._retries
-        refused = NONE_REFUSED if retries.is_ready else retries.prepare()
         requests = [
             (plan.facts, plan.incarnation, ids, out if plan.dtype_code == 0 else out.view(np.uint16), plan.dtype_code)
             for plan, ids, out in pulls
         ]
-        watch = CallWatch(retries) if retries.remote else None
-        try:
-            seconds = retries.config.attempt_timeout_seconds
-            left, writes = self._traced.pull_together(requests, seconds, watch)
-        finally:
-            if watch is not None:
-                watch.end()
-        if left is not None or retries.silence.named:
+        (left, writes), refused = self._first_attempt(self._traced.pull_together, requests)
+        if left is not None or self._retries.silence.named:
             for number, (table, ids, out) in enumerate(pulls):
                 self._pull_rest(table, ids, out, None if left is None else left[number], refused)
         return cast("list[list[int]]", writes)
@@ -221,18 +220,12 @@ class RowCalls:
 
     def write(self, writes: Sequence[RowsToWrite]) -> list[WriteReply]:
         """Send writes, each to the shards that have not answered, in one request to each shard for all of them."""
-        retries = self._retries
-        refused = NONE_REFUSED if retries.is_ready else retries.prepare()
-        watch = CallWatch(retries) if retries.remote else None
-        try:
-            replies: list[WriteReply] = self._traced.write(writes, retries.config.attempt_timeout_seconds, watch)
-        finally:
-            if watch is not None:
-                watch.end()
+        replies: list[WriteReply]
+        replies, refused = self._first_attempt(self._traced.write, writes)
         patience: CallPatience | None = None
         for number, reply in enumerate(replies):
-            if type(reply) is not tuple or retries.silence.named:
-                patience = patience or retries.patience()  # one for all, or dead shards would add up
+            if type(reply) is not tuple or self._retries.silence.named:
+                patience = patience or self._retries.patience()  # one for all, or dead shards would add up
                 replies[number] = self.written(writes[number], reply, refused, patience)
         return replies
 
@@ -243,14 +236,7 @@ class RowCalls:
         The second result is the writes that each shard with rows had applied to the table by then; None: not all of
         the rows came.
         """
-        retries = self._retries
-        refused = NONE_REFUSED if retries.is_ready else retries.prepare()
-        watch = CallWatch(retries) if retries.remote else None
-        try:
-            reply, writes = self._traced.write_and_pull(*write[:2], out, retries.config.attempt_timeout_seconds, watch)
-        finally:
-            if watch is not None:
-                watch.end()
+        (reply, writes), refused = self._first_attempt(self._traced.write_and_pull, *write[:2], out)
         return self.written(write, reply, refused), writes
 
     def begin_write(self, write: RowsToWrite, future: RowFuture) -> bool:
