@@ -452,7 +452,7 @@ def prepare_pushes(
         [
             (
                 *(plan.facts, own, rows, 0, group is not None or plan.counts_steps),
-                plan.batch(counts, step, seconds, at) if plan.asks_for_batch or at is not None else None,
+                plan.batch(counts, step, seconds, at) if plan.asks_for_batch else (None, None, None, at),
             )
             for plan, own, rows, counts, at in zip(
                 plans, ids, gradients, occurrences or nothing, pulled_at or nothing, strict=True

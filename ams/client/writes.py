@@ -80,11 +80,12 @@ class WriteStream:
                 )
             ended = None
 
-    def end(self, sequence: int) -> None:
-        """The write is acknowledged, or given up: it will not be sent again. Waits for nothing: the garbage collector
-        calls it, at any place of any thread.
+    def end(self, *sequences: int) -> None:
+        """The writes are acknowledged, or given up: they will not be sent again. Waits for nothing: the garbage
+        collector calls it, at any place of any thread.
         """
-        self._open.pop(sequence, None)
+        for sequence in sequences:
+            self._open.pop(sequence, None)
         while self._waiting:
             with suppress(IndexError):  # another thread has let it go on
                 self._waiting.popleft().release()
@@ -108,7 +109,7 @@ class GivenNumber:
         """See :class:`WriteStream`."""
         begun.append(self.sequence)
 
-    def end(self, sequence: int) -> None:
+    def end(self, *sequences: int) -> None:
         """It may be sent again, by this process or the next: :meth:`ClientStream.acknowledge` ends it."""
 
     def oldest(self) -> int:
@@ -261,8 +262,7 @@ class Write(ABC):
 
     def _close(self) -> None:
         """It is not sent again."""
-        for sequence in self._begun:
-            self._numbers.end(sequence)
+        self._numbers.end(*self._begun)
         self._begun = ()
         for number in self._logged:
             if self._log is not None and number is not None:
