@@ -43,7 +43,7 @@ _FORGETS = frozenset(["zero_", "_foreach_zero_"])
 _GRAD_SCALER = "_amp_foreach_non_finite_check_and_unscale_"
 _SAME_MEMORY = frozenset({"detach", "__get__"})
 _ROWS_PER_SUM = 4096
-_LEAST_SQUARES = 1e-24
+LEAST_SQUARES = 1e-24
 """Below this float32 may have lost squares altogether."""
 
 
@@ -137,7 +137,7 @@ def squared_sum(values_ND: Tensor) -> Tensor:
     for part in torch.split(values_ND, _ROWS_PER_SUM):
         wide = part if part.dtype in (torch.float32, torch.float64) else part.float()
         squares = torch.linalg.vector_norm(wide, dim=1).double().square_().sum()
-        if not _LEAST_SQUARES < float(squares) < torch.inf:
+        if not LEAST_SQUARES < float(squares) < torch.inf:
             squares = torch.linalg.vector_norm(wide, dim=1, dtype=torch.float64).square_().sum()
         total += squares
     return total

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.programs.class_lifecycle import LiveClasses
@@ -109,16 +109,6 @@ def require_no_wire(settings: HeadSettings, instead: str) -> None:
         )
 
 
-class HeadState(Protocol):
-    """What of a head is in no table: ``ClassHead`` has it."""
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """As JSON values."""
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Go on from it."""
-
-
 class LocalRows(Protocol):
     """What only rows can do that lie in the processes that train: every rank takes part in whatever is asked."""
 
@@ -145,7 +135,7 @@ class LocalRows(Protocol):
     def restore(self, path: str | Path) -> Snapshot:
         """See ``ClassHead.restore``."""
 
-    def sharded_rows(self, head: HeadState) -> Stateful:
+    def sharded_rows(self, head: nn.Module) -> Stateful:
         """See ``ClassHead.sharded_rows``."""
 
 

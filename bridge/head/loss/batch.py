@@ -129,7 +129,7 @@ class Batch:
     """Factor between cosines and logits to base 2: exp2 is twice as fast as exp on a CPU."""
     divisor: int | Tensor = field(init=False)
     """What sums over the batch are divided by: those that count, or 1 where there are none."""
-    negatives_margin: NegativesMargin | None = field(init=False)
+    negatives_margin: NegativesMargin | None
     """The margin, if it changes the logits of other classes."""
     target_B: Tensor = field(init=False)
     """Cosine of each target (its logit without a margin), of this rank's samples."""
@@ -148,7 +148,6 @@ class Batch:
         self.scale = 1.0 if self.margin is None else scale_of(self.margin)
         self.logit_factor = self.scale * LOG2_E
         self.divisor = max(1, self.size) if self.num_counted is None else self.num_counted.clamp(min=1)
-        self.negatives_margin = cast(NegativesMargin, self.margin) if changes_negatives(self.margin) else None
 
     @staticmethod
     def of(
@@ -182,13 +181,18 @@ class Batch:
                 if counts_B is not None:
                     own_BD = own_BD.where((counts_B == 1).unsqueeze(1), 0.0)
                 inverse_B = None if margin is None else normalise_(own_BD)
-        others = changes_negatives(margin)
-        if others and arithmetic.matmul == torch.float16:  # which does not hold exponentials times a derivative
+        negatives_margin = cast(NegativesMargin, margin) if changes_negatives(margin) else None
+        if (
+            negatives_margin is not None and arithmetic.matmul == torch.float16
+        ):  # which does not hold exponentials times a derivative
             arithmetic = replace(arithmetic, matmul=arithmetic.compute)
-        fits = margin is not None and not others and scale_of(margin) + math.log(num_rows) < UNSHIFTED_LIMIT
+        fits = (
+            margin is not None and negatives_margin is None and scale_of(margin) + math.log(num_rows) < UNSHIFTED_LIMIT
+        )
         return Batch(
             arithmetic=arithmetic,
             margin=margin,
+            negatives_margin=negatives_margin,
             targets=targets,
             labels_B=upload(labels_B, arithmetic.device),
             features_BD=own_BD,

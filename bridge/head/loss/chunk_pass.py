@@ -25,6 +25,7 @@ from geartrain.bridge.head.loss.batch import Batch, DeviceTargets, Targets, chun
 from geartrain.bridge.head.loss.softmax import PartialSums
 from geartrain.bridge.head.loss.sub_centers import at_centers, nearest_centers
 from geartrain.bridge.placements.workspace import Workspace
+from geartrain.bridge.rows.gradient_carrier import LEAST_SQUARES
 
 
 def pass_for(batch: Batch, weights_B: Tensor | None = None) -> ChunkPass:
@@ -78,18 +79,15 @@ class CompiledPass:
             centers=batch.centers,
         )
 
-    def forward(
-        self,
-        work: Workspace | None,
-        sums: PartialSums,
-        rows_ND: Tensor,
-        start: int,
-        kept_NB: Tensor | None,
-        *,
-        threads: int = 1,
-    ) -> None:
-        """See :data:`ChunkPass`; ``threads`` go through the rows, of which each part of the sums has as many."""
+    def forward(self, work: Workspace, sums: PartialSums, rows_ND: Tensor, start: int, kept_NB: Tensor | None) -> None:
+        """See :data:`ChunkPass`."""
         del work
+        self.forward_all(sums, rows_ND, start, kept_NB, threads=1)
+
+    def forward_all(
+        self, sums: PartialSums, rows_ND: Tensor, start: int, kept_NB: Tensor | None, *, threads: int
+    ) -> None:
+        """:meth:`forward` by so many threads, for sums of several parts, of which each takes as many of the rows."""
         targets = self._batch.targets
         assert isinstance(targets, Targets), "a compiled pass is the host's"
         samples, rows = targets.within(start, start + len(rows_ND))
@@ -111,22 +109,21 @@ class CompiledPass:
         )
 
     def overwrite(
-        self,
-        work: Workspace | None,
-        rows_ND: Tensor,
-        start: int,
-        factor: Tensor,
-        kept_NB: Tensor | None = None,
-        *,
-        threads: int = 1,
+        self, work: Workspace, rows_ND: Tensor, start: int, factor: Tensor, kept_NB: Tensor | None = None
     ) -> Tensor:
         """See :data:`ChunkPass`."""
         del work
+        return self.overwrite_all(rows_ND, start, factor, kept_NB, threads=1)[0]
+
+    def overwrite_all(
+        self, rows_ND: Tensor, start: int, factor: Tensor, kept_NB: Tensor | None, *, threads: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """:meth:`overwrite` by so many threads; also Σ g² (0-dim, float64), None where float32 does not hold it."""
         batch = self._batch
         targets = batch.targets
         assert isinstance(targets, Targets), "a compiled pass is the host's"
         samples, rows = targets.within(start, start + len(rows_ND))
-        check = self._compiled.overwrite(
+        check, squares = self._compiled.overwrite(
             rows_ND.numpy(),
             target_rows=rows,
             target_samples=samples,
@@ -137,7 +134,8 @@ class CompiledPass:
             threads=threads,
             **_arrays(kept=kept_NB, offsets=batch.offsets(start, len(rows_ND)), common=self._common_D),
         )
-        return torch.tensor(check)
+        holds = LEAST_SQUARES < squares < torch.inf
+        return torch.tensor(check), torch.tensor(squares, dtype=torch.float64) if holds else None
 
 
 def _arrays(**tensors: Tensor | None) -> dict[str, npt.NDArray[Any] | None]:

@@ -2,9 +2,11 @@
 #include <memory>
 #include <new>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 
 #include "machine/fan_out.hpp"
 #include "bindings/module.hpp"
@@ -122,8 +124,8 @@ class PackedClassPass {
     });
   }
 
-  // `kept` may end before the rows do.
-  float overwrite(const FloatRows& rows, const IdArray& target_rows, const IdArray& target_samples, const Floats& log_sum,
+  // `kept` may end before the rows do. Returns (a number that is 0, or NaN if a gradient is not finite; Σ g²).
+  std::pair<float, double> overwrite(const FloatRows& rows, const IdArray& target_rows, const IdArray& target_samples, const Floats& log_sum,
                   const Floats& target_weight, const std::optional<FloatRows>& kept, float factor, bool kept_exponentials,
                   int64_t threads, const std::optional<Floats>& offsets, const std::optional<Floats>& common) const {
     const int64_t num_rows = checked_rows(rows);
@@ -143,13 +145,13 @@ class PackedClassPass {
     threads = std::min(threads, std::max<int64_t>(pieces, 1));
     WithoutInterpreter release;
     float* const scratch = scratch_of(threads * room);
-    std::vector<float> checks(static_cast<size_t>(threads));
+    std::vector<GradientSums> sums(static_cast<size_t>(pieces));
     deal_out(pieces, threads, [&](int64_t piece, int64_t thread) {
       FlushDenormals float_mode;
       const bool is_kept = piece < kept_pieces;
       const int64_t first = is_kept ? piece * at_once : num_kept + (piece - kept_pieces) * at_once;
       const int64_t last = std::min(first + at_once, is_kept ? num_kept : num_rows);
-      checks[static_cast<size_t>(thread)] +=
+      sums[static_cast<size_t>(piece)] =
           pass_.gradient(view(),
                                 {.rows = rows.data() + first * row_width(),
                                  .num_rows = (last - first) * centers_,
@@ -164,9 +166,12 @@ class PackedClassPass {
                                  .common = common ? common->data() : nullptr},
                                 scratch + thread * room);
     });
-    float check = 0;
-    for (const float part : checks) check += part;
-    return check;
+    GradientSums all;
+    for (const GradientSums& of_piece : sums) {  // in order: no sum depends on the threads
+      all.check += of_piece.check;
+      all.squares += of_piece.squares;
+    }
+    return {all.check, all.squares};
   }
 
  private:

@@ -66,14 +66,19 @@ struct GradientChunk {
   const float* common;         // [D] added, times 2^offset, to what each unit row gets; or null, as `row_sum`
 };
 
+// Of all gradients of a chunk.
+struct GradientSums {
+  float check = 0;     // 0, or NaN if one of them is not finite
+  double squares = 0;  // of rows in float: 0 or infinite where a row's sum is beyond its range
+};
+
 struct ClassPass {
   int64_t (*packed_size)(int64_t depth, int64_t width);  // floats
   void (*pack)(const float* in, int64_t depth, int64_t width, ptrdiff_t depth_stride, ptrdiff_t width_stride, float scale,
                float* out);
   int64_t (*scratch_size)(int64_t dim);  // floats
   void (*forward)(const PackedBatch& batch, const ForwardChunk& chunk, float* scratch);
-  // Returns 0, or NaN if a gradient is not finite.
-  float (*gradient)(const PackedBatch& batch, const GradientChunk& chunk, float* scratch);
+  GradientSums (*gradient)(const PackedBatch& batch, const GradientChunk& chunk, float* scratch);
 };
 
 const ClassPass& class_pass();

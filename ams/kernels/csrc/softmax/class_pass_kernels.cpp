@@ -332,34 +332,38 @@ void forward(const PackedBatch& batch, const ForwardChunk& chunk, float* scratch
   }
 }
 
-// out = factor * inverse * (g - (g·ŵ) ŵ), or factor * g where rows are not normalised. Returns 0, or NaN if not finite.
-float fold_row(const float* gradient, const float* unit, float inverse, const GradientChunk& chunk, int64_t dim, float* out) {
+// out = factor * inverse * (g - (g·ŵ) ŵ), or factor * g where rows are not normalised.
+void fold_row(const float* gradient, const float* unit, float inverse, const GradientChunk& chunk, int64_t dim, float* out,
+              GradientSums& sums) {
   const int64_t whole = dim / kLanes * kLanes;
   Vector products = {};
   for (int64_t d = 0; d < whole; d += kLanes) products += load(gradient + d) * load(unit + d);
   float along = total(products);
   for (int64_t d = whole; d < dim; ++d) along += gradient[d] * unit[d];
   const float weight = chunk.factor * inverse, less = chunk.normalised ? along * weight : 0.0f;
-  Vector checks = {};
+  Vector checks = {}, squares = {};
   for (int64_t d = 0; d < whole; d += kLanes) {
     const Vector value = load(gradient + d) * weight - load(unit + d) * less;
     checks += value - value;
+    squares += value * value;
     store(out + d, value);
   }
-  float check = total(checks);
+  float check = total(checks), square = total(squares);
   for (int64_t d = whole; d < dim; ++d) {
     const float value = gradient[d] * weight - unit[d] * less;
     check += value - value;
+    square += value * value;
     out[d] = value;
   }
-  return check;
+  sums.check += check;
+  sums.squares += square;
 }
 
-float gradient(const PackedBatch& batch, const GradientChunk& chunk, float* scratch) {
+GradientSums gradient(const PackedBatch& batch, const GradientChunk& chunk, float* scratch) {
   Tile tile(batch.dim, scratch);
   const int64_t dim = batch.dim, centers = batch.centers, most = tile.rows / centers * centers;
   uint8_t own[kSamples] = {};  // as in the forward pass
-  float check = 0;
+  GradientSums sums;
   for (int64_t first = 0; first < chunk.num_rows; first += most) {
     const int64_t count = least(most, chunk.num_rows - first);
     load_unit_rows(tile, chunk.rows + first * dim, count, dim, chunk.normalised);
@@ -395,10 +399,10 @@ float gradient(const PackedBatch& batch, const GradientChunk& chunk, float* scra
     }
     if (chunk.common != nullptr) add_common(tile, count, dim, from(chunk.offsets, first), chunk.common);
     for (int64_t r = 0; r < count; ++r)
-      check += fold_row(tile.gradient + r * tile.stride, tile.unit + r * tile.stride, tile.inverse[r], chunk, dim,
-                        chunk.rows + (first + r) * dim);
+      fold_row(tile.gradient + r * tile.stride, tile.unit + r * tile.stride, tile.inverse[r], chunk, dim,
+               chunk.rows + (first + r) * dim, sums);
   }
-  return check;
+  return sums;
 }
 
 }  // namespace

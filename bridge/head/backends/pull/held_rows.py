@@ -46,6 +46,8 @@ class HeldRows:
         with counted_as("pull"):
             table.pull_into(self._rows.ids, as_numpy(rows_AD), required_sync=required_sync)
         self._pass = pass_for(batch)
+        self._is_whole = rows_AD.dtype == batch.arithmetic.compute
+        """Whether one call of a compiled pass may go through all rows where they are."""
 
     @staticmethod
     def memory(plan: MemoryPlan, keep_bytes: int) -> tuple[tuple[int, str], int, int]:
@@ -57,21 +59,17 @@ class HeldRows:
         kept = kept_rows(plan.active, chunk_rows, width, keep_bytes) * width
         return (plan.active * spec.row_bytes, f"A·D·{spec.numpy_dtype.itemsize}"), kept, sums
 
-    @property
-    def _compiled(self) -> CompiledPass | None:
-        """The pass, if one call of it goes through all rows where they are."""
-        is_whole = self._rows.rows_ND.dtype == self.batch.arithmetic.compute
-        return self._pass if isinstance(self._pass, CompiledPass) and is_whole else None
-
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:
         """Losses [B] and feature gradients [B, D]; logits of up to ``keep_bytes`` are kept for the row gradients."""
-        batch, num, compiled = self.batch, self._active.num, self._compiled
+        batch, num = self.batch, self._active.num
         keep_bytes = keep_bytes if self._pass.keeps_logits else 0
-        self._kept = KeptLogits(self._pool, batch, num, 1 if compiled else self._pass.chunk_rows, keep_bytes)
-        if compiled:
+        if isinstance(self._pass, CompiledPass) and self._is_whole:
+            self._kept = KeptLogits(self._pool, batch, num, 1, keep_bytes)
             softmax = OnlineSoftmax(batch, parts_for(num, *batch.features_BD.shape), want_gradient=want_gradient)
-            compiled.forward(None, softmax.sums, self._rows.rows_ND, 0, self._kept.all_KB, threads=CHUNKS.num_threads)
+            rows_AD, kept_KB = self._rows.rows_ND, self._kept.all_KB
+            self._pass.forward_all(softmax.sums, rows_AD, 0, kept_KB, threads=CHUNKS.num_threads)
         else:
+            self._kept = KeptLogits(self._pool, batch, num, self._pass.chunk_rows, keep_bytes)
             num_parts = min(PARTS, len(chunk_bounds(num, self._pass.chunk_rows)))
             softmax = OnlineSoftmax(batch, num_parts, want_gradient=want_gradient)
             add_rows(softmax, self._pass, [self._rows], self._kept)
@@ -83,11 +81,9 @@ class HeldRows:
         factor, weights_B = self.batch.row_factors(upstream)
         if weights_B is not None:
             self._pass = pass_for(self.batch, weights_B)
-        squares: Tensor | None = None
-        if compiled := self._compiled:
-            checksum = compiled.overwrite(
-                None, self._rows.rows_ND, 0, factor, self._kept.all_KB, threads=CHUNKS.num_threads
-            )
+        if isinstance(self._pass, CompiledPass) and self._is_whole:
+            rows_AD, kept_KB = self._rows.rows_ND, self._kept.all_KB
+            checksum, squares = self._pass.overwrite_all(rows_AD, 0, factor, kept_KB, threads=CHUNKS.num_threads)
         else:
             checksum, squares = self._overwrite(factor, out_AD)
         self._kept.give_back()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from geartrain.ams.tables.row_table import TableSteps
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
@@ -19,7 +19,6 @@ from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.rows.state import RowsOfRank
 
 if TYPE_CHECKING:
-    from geartrain.bridge.head.backends.backend import HeadState
     from geartrain.bridge.head.backends.ranks.update import RankHead
 
 
@@ -32,7 +31,7 @@ class ShardedRows:
     torch refuses to load them with another ``k`` than they were saved with.
     """
 
-    def __init__(self, backend: RankHead, head: HeadState) -> None:
+    def __init__(self, backend: RankHead, head: nn.Module) -> None:
         self._backend = backend
         self._head = head
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import FullSoftmax
@@ -21,7 +21,7 @@ from geartrain.ams.storage.snapshot.store import Place
 from geartrain.ams.values.errors import GeartrainError
 from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.collectives.communicator import Communicator
-from geartrain.bridge.head.backends.backend import HeadSettings, HeadState, Imprinted, require_no_wire
+from geartrain.bridge.head.backends.backend import HeadSettings, Imprinted, require_no_wire
 from geartrain.bridge.head.backends.memory_plan import COMPUTE_BYTES, MemoryPart, MemoryPlan, in_step
 from geartrain.bridge.head.backends.predict import top_on_ranks
 from geartrain.bridge.head.backends.ranks import passes as rank_rows
@@ -176,7 +176,7 @@ class RankBackend:
         """The rows were read from elsewhere, and are those of ``step``."""
         self.update.rows_are_of(step)
 
-    def sharded_rows(self, head: HeadState) -> ShardedRows:
+    def sharded_rows(self, head: nn.Module) -> ShardedRows:
         """See ``ClassHead.sharded_rows``."""
         return ShardedRows(self, head)
 

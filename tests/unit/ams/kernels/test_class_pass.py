@@ -176,7 +176,7 @@ class Case:
             expected -= 0.5 * self.inverse[:, None] * (unit_gradient * self.unit).sum(1, keepdims=True) * self.unit
         rows = self.rows.copy()
         compiled = self.compiled(weights)
-        check = compiled.overwrite(
+        check, squares = compiled.overwrite(
             rows.reshape(-1, self.rows.shape[1] * self.centers),
             target_rows=self.classes,
             target_samples=self.samples,
@@ -188,6 +188,7 @@ class Case:
             threads=threads,
         )
         assert check == 0
+        assert squares == pytest.approx(np.square(rows, dtype=np.float64).sum(), rel=1e-5)
         terms = np.abs(weighted).T @ np.abs(self.features)
         self.close(rows, expected, terms * self.inverse[:, None], scale=unit_gradient * self.inverse[:, None])
 
@@ -358,7 +359,7 @@ def test_what_is_not_finite_shows() -> None:
     assert np.isnan(sums).all()
     compiled = ops.ClassPass(case.features, logit_factor=FACTOR, normalised=True)
     zeros = np.zeros(4, np.float32)
-    check = compiled.overwrite(case.rows, **NO_TARGETS, log_sum=zeros, target_weight=zeros, kept=None, factor=1.0)
+    check, _ = compiled.overwrite(case.rows, **NO_TARGETS, log_sum=zeros, target_weight=zeros, kept=None, factor=1.0)
     assert np.isnan(check)
 
 
@@ -368,7 +369,7 @@ def test_one_row_that_is_not_finite_shows_whichever_thread_meets_it() -> None:
     compiled = ops.ClassPass(case.features, logit_factor=FACTOR, normalised=True)
     fine: dict[str, Any] = {"log_sum": np.zeros(64, np.float32), "target_weight": np.zeros(64, np.float32)}
     for _ in range(20):  # whose piece is the last one is a matter of chance
-        check = compiled.overwrite(case.rows.copy(), **NO_TARGETS, **fine, kept=None, factor=1.0, threads=3)
+        check, _ = compiled.overwrite(case.rows.copy(), **NO_TARGETS, **fine, kept=None, factor=1.0, threads=3)
         assert np.isnan(check)
 
 
