@@ -13,6 +13,7 @@ import numpy as np
 from _up import running_cluster
 
 import geartrain as gt
+from geartrain.ams.client.table import Table
 from geartrain.ams.kernels import _core
 from geartrain.ams.values.specs import Ids
 
@@ -26,7 +27,7 @@ SPINS = {
 
 
 @contextmanager
-def tables(*, num_rows: int, dim: int, optimizer: Any, embedded: bool = True) -> Iterator[dict[str, gt.Table]]:
+def tables(*, num_rows: int, dim: int, optimizer: Any, embedded: bool = True) -> Iterator[dict[str, Table]]:
     """Tables with every row written, by way: "in the process", if ``embedded``; of one other shard, :data:`WAYS`."""
     with running_cluster() as up, ExitStack() as ends:
         clusters = {way: ends.enter_context(gt.connect(up["scheduler"], config=item)) for way, item in WAYS.items()}
@@ -72,7 +73,7 @@ def client_processes(
                 client.stdin.close()
 
 
-def fill(table: gt.Table) -> None:
+def fill(table: Table) -> None:
     """Write every row, so that none comes into being while somebody is timed."""
     num_rows, dim = table.spec.num_rows, table.spec.dim
     assert num_rows is not None

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 
 NUM_CLASSES = 200
 DIM = 64
@@ -74,7 +75,7 @@ class HalvesWorker:
 
     def __init__(
         self,
-        cluster: gt.Cluster,
+        cluster: Cluster,
         data: HalvedData,
         clock: StepClock,
         *,
@@ -126,7 +127,7 @@ class HalvesWorker:
             self.gear.close()
 
 
-def accuracy(cluster: gt.Cluster, fast: FastPart, test: Halves) -> float:
+def accuracy(cluster: Cluster, fast: FastPart, test: Halves) -> float:
     """Top-1 of unseen fonts under the cluster's weights of the bottom part and a worker's of the top part."""
     dense = HalfNet()
     gt.attach(dense, cluster, name="bottom", reuse=True, optimizer=gt.Adam(LEARNING_RATE))
@@ -168,7 +169,7 @@ def convergence(
 
 
 def _rounds(
-    cluster: gt.Cluster,
+    cluster: Cluster,
     workers: Sequence[HalvesWorker],
     streams: Sequence[Iterator[HalfBatch]],
     rounds: int,

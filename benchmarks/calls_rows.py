@@ -14,6 +14,7 @@ from _common import median_seconds, result
 from _redis_server import redis_client
 
 import geartrain as gt
+from geartrain.ams.client.table import Table
 from geartrain.ams.values.specs import Ids
 from geartrain.launch.bench import Result
 
@@ -42,11 +43,11 @@ def results(full: bool = False) -> Iterator[Result]:
         yield from _compare("push", pushes, rounds)
 
 
-def _pull_of(table: gt.Table, out: np.ndarray[Any, Any]) -> Side:
+def _pull_of(table: Table, out: np.ndarray[Any, Any]) -> Side:
     return lambda ids: table.pull_into(ids, out)
 
 
-def _push_of(table: gt.Table, gradients: np.ndarray[Any, Any]) -> Side:
+def _push_of(table: Table, gradients: np.ndarray[Any, Any]) -> Side:
     return lambda ids: table.push(ids, gradients)
 
 

@@ -22,6 +22,7 @@ from _common import result
 from _up import running_cluster
 
 import geartrain as gt
+from geartrain.ams.client.table import Table
 from geartrain.launch.bench import Result
 
 NUM_IDS, DIM, NUM_ROWS = 100, 16, 1_000_000
@@ -64,7 +65,7 @@ def _latency(rounds: int) -> Iterator[Result]:
         yield result(f"{PULL}, {way}, p99", p99[way], "its p50", p50[way], "µs", target=1 / 4)
 
 
-def _pull_times(table: gt.Table) -> Quantiles:
+def _pull_times(table: Table) -> Quantiles:
     draw, seconds = draws(NUM_ROWS, NUM_IDS), []
     for _ in range(UNCOUNTED + CALLS):
         ids = draw()

@@ -17,6 +17,7 @@ from _common import median_seconds, result
 from _up import running_cluster
 
 import geartrain as gt
+from geartrain.ams.client.table import Table
 from geartrain.ams.values.config import NO_FOLDER, identify
 from geartrain.launch.bench import Result
 
@@ -41,7 +42,7 @@ def results(full: bool = False) -> Iterator[Result]:
     network = torch.nn.Sequential(torch.nn.Linear(DIM, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, 1))
     random = np.random.default_rng(0)
 
-    def step(table: gt.Table) -> Callable[[np.ndarray], object]:
+    def step(table: Table) -> Callable[[np.ndarray], object]:
         def run(ids: np.ndarray) -> None:
             rows = torch.from_numpy(table.pull(ids)).requires_grad_()
             network(rows).square().mean().backward()
@@ -73,7 +74,7 @@ def results(full: bool = False) -> Iterator[Result]:
 
 
 @contextmanager
-def _table(*, watched: bool) -> Iterator[gt.Table]:
+def _table(*, watched: bool) -> Iterator[Table]:
     with ExitStack() as stack:
         flags = ["--metrics=127.0.0.1:0"] if watched else []
         cluster = stack.enter_context(running_cluster(flags=flags, settings=WITHOUT))

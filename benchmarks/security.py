@@ -23,6 +23,7 @@ from _common import median_seconds, result
 from _up import running_cluster
 
 import geartrain as gt
+from geartrain.ams.client.table import Table
 from geartrain.ams.kernels import _core
 from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.rpc.channel import channel_options
@@ -53,7 +54,7 @@ class Side:
     def __init__(self, ends: ExitStack, folder: str, token: str | None = None) -> None:
         up = ends.enter_context(running_cluster(settings={FOLDER_VARIABLE: folder}))
         identify(folder, token=token)
-        self.tables: dict[str, gt.Table] = {}
+        self.tables: dict[str, Table] = {}
         for way, shares in (("TCP", False), ("same host", True)):
             cluster = ends.enter_context(gt.connect(up["scheduler"], config=gt.ClientConfig(shared_memory=shares)))
             for name, dim, rows in (("small", DIM, NUM_ROWS), ("large", LARGE_DIM, LARGE_ROWS)):
@@ -161,7 +162,7 @@ def _large(sides: list[Side], rounds: int) -> Iterator[Result]:
         yield result(case, tls, "plain", plain, "ms", target=target)
 
 
-def _pull_into(table: gt.Table, out: Any) -> Callable[[Any], object]:
+def _pull_into(table: Table, out: Any) -> Callable[[Any], object]:
     return lambda ids: table.pull_into(ids, out)
 
 

@@ -26,12 +26,12 @@ from _common import result
 from _up import GEARTRAIN, started
 from PIL import Image
 
-import geartrain as gt
 from geartrain.launch.bench import Result
 from geartrain.serving.index.registry import write_index
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.models.backbones import build_backbone
 from geartrain.workers.models.export import export_model
+from geartrain.workers.models.trained_model import TrainedModel
 
 NEEDS = ("onnx", "onnxruntime", "onnxscript", "starlette", "uvicorn")
 NUM_CLASSES, DIM, SIDE = 1_000_000, 128, 32
@@ -70,7 +70,7 @@ def results(full: bool = False) -> Iterator[Result]:
 def _write_model(folder: Path) -> None:
     torch.manual_seed(0)
     settings = {"channels": 1, "image_size": SIDE, "dim": DIM, "width": 64}
-    model = gt.TrainedModel(
+    model = TrainedModel(
         backbone=build_backbone("stroke_net", settings).eval(),
         centers=torch.randn(NUM_CLASSES, DIM),
         class_names=[f"class {number}" for number in range(NUM_CLASSES)],

@@ -23,6 +23,7 @@ from _repeated_users import FIELDS, IDS, REPETITION, shuffle_rows, write_samples
 from torch import Tensor, nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.launch.bench import Result
 
 DIM, BATCH, LR = 18, 5000, 0.05
@@ -78,7 +79,7 @@ def _bytes(plain: Path, trees: Path) -> Iterator[Result]:
 class Sides:
     """The same model three times, each with rows of its own: with trees, with plain samples, of torch."""
 
-    def __init__(self, cluster: gt.Cluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self._steps = [our_step(cluster, side, is_split=side == "trees") for side in ("trees", "plain")] + [_torch()]
 
     def seconds(
@@ -129,7 +130,7 @@ def _loss(logits: Tensor, clicks: Tensor) -> Tensor:
 
 
 def our_step(
-    cluster: gt.Cluster, name: str, *, is_split: bool, with_others: bool = False, makes_rows: bool = True
+    cluster: Cluster, name: str, *, is_split: bool, with_others: bool = False, makes_rows: bool = True
 ) -> Step:
     """A training step of the model; gives its loss.
 

@@ -23,6 +23,7 @@ from _up import running_cluster
 from torch import Tensor
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.launch.bench import Result
 
 BATCH, LENGTH, ITEMS, SHARDS = 256, 1000, 1_000_000, 2
@@ -62,7 +63,7 @@ def _zipf() -> Callable[[], Tensor]:
     return lambda: torch.from_numpy(np.minimum(np.searchsorted(shares, random.random((BATCH, LENGTH))), ITEMS - 1))
 
 
-def _step(cluster: gt.Cluster, dim: int, where: Literal["pull", "hosted"]) -> Callable[[Tensor], None]:
+def _step(cluster: Cluster, dim: int, where: Literal["pull", "hosted"]) -> Callable[[Tensor], None]:
     field = gt.Field("history", dim, pooling="mean", where=where)
     fields = gt.EmbeddingGroup(cluster, f"{where}-{dim}", [field], optimizer=gt.Adagrad(0.05))
     table = fields.table("history")

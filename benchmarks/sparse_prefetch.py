@@ -22,6 +22,8 @@ from _common import result, threads
 from torch import Tensor, nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.table import Table
 from geartrain.launch.bench import Result
 
 FIELDS, IDS, DIM, BATCH, DEPTH = 26, 1_000_000, 16, 4096, 2
@@ -69,7 +71,7 @@ def _cases(job: _Job, rounds: int) -> Iterator[Result]:
 
 
 class _Job:
-    def __init__(self, cluster: gt.Cluster, waits: bool) -> None:
+    def __init__(self, cluster: Cluster, waits: bool) -> None:
         self.waits = waits
         self._fields = gt.EmbeddingGroup(
             cluster, "bench", [gt.Field(name, dim=DIM) for name in NAMES], optimizer=gt.Adagrad(0.05), reuse=True
@@ -144,7 +146,7 @@ class _Job:
         self._rows.zero_grad()
 
 
-def _fill(table: gt.Table) -> None:
+def _fill(table: Table) -> None:
     """Make every row, so that none comes into being while somebody is timed."""
     for start in range(0, IDS, 100_000):
         table.push(np.arange(start, start + 100_000), np.full((100_000, DIM), 1e-3, np.float32))

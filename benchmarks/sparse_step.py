@@ -21,6 +21,8 @@ from _up import running_cluster
 from torch import Tensor, nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.table import Table
 from geartrain.launch.bench import Result
 
 FIELDS, IDS, DIM, BATCH, SHARDS = 26, 1_000_000, 16, 4096, 2
@@ -104,7 +106,7 @@ def _loss(vectors: list[Tensor], upstream: Tensor) -> Tensor:
     return torch.stack([(vector * upstream).sum() for vector in vectors]).sum()
 
 
-def _ours(cluster: gt.Cluster) -> Callable[[Batch], None]:
+def _ours(cluster: Cluster) -> Callable[[Batch], None]:
     fields = gt.EmbeddingGroup(cluster, "bench", [gt.Field(name, dim=DIM) for name in NAMES], optimizer=gt.Adagrad(LR))
     for name in NAMES:
         _fill(fields.table(name))
@@ -118,7 +120,7 @@ def _ours(cluster: gt.Cluster) -> Callable[[Batch], None]:
     return step
 
 
-def _fill(table: gt.Table) -> None:
+def _fill(table: Table) -> None:
     """Make every row, so that none comes into being while somebody is timed."""
     for start in range(0, IDS, 100_000):
         table.push(np.arange(start, start + 100_000), np.full((100_000, DIM), 1e-3, np.float32))

@@ -10,6 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import nn
 
 import geartrain as gt
+from geartrain.workers.models.trained_model import TrainedModel
 
 NAMES = string.ascii_uppercase + string.digits
 
@@ -41,7 +42,7 @@ def main(folder: str = "models/characters") -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        model = gt.TrainedModel(
+        model = TrainedModel(
             backbone=backbone.eval(), centers=head.weights(), class_names=list(NAMES), preprocessing=as_bitmaps
         )
 

@@ -13,11 +13,12 @@ from click_data import DIMS, auc, batch
 from torch import nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 
 STEPS = 300
 
 
-def train(cluster: gt.Cluster, steps: int, first_seed: int = 1) -> float:
+def train(cluster: Cluster, steps: int, first_seed: int = 1) -> float:
     """Train on batches from a seed on; returns the AUC of clicks that nobody trained."""
     torch.manual_seed(0)
     fields = gt.EmbeddingGroup(

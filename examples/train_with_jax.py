@@ -10,6 +10,7 @@ import torch
 from click_data import DIMS, auc, batch
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 
 STEPS, LR = 300, 0.05
 
@@ -27,7 +28,7 @@ def network() -> tuple[dict[str, Any], Callable[..., Any]]:
     return {"bias": jnp.zeros(()), "scales": jnp.ones(DIMS["user"])}, logits
 
 
-def train(cluster: gt.Cluster, steps: int) -> float:
+def train(cluster: Cluster, steps: int) -> float:
     """Train; returns the AUC of clicks that nobody trained."""
     import jax
     import jax.numpy as jnp
@@ -61,7 +62,7 @@ def train(cluster: gt.Cluster, steps: int) -> float:
     return auc(torch.from_dlpack(logits(parameters, of_jax)), test["click"])
 
 
-def by_tables(cluster: gt.Cluster) -> float:
+def by_tables(cluster: Cluster) -> float:
     """The same without any torch: rows are pulled and pushed by hand, those of ids that occur twice summed."""
     import jax
     import jax.numpy as jnp

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 
 NUM_CLASSES, SAMPLES, BATCH = 500, 4_000, 200
 
@@ -24,7 +25,7 @@ NUM_CLASSES, SAMPLES, BATCH = 500, 4_000, 200
 class Classifier(lightning.LightningModule):
     """A backbone and a head. The head's call is the loss."""
 
-    def __init__(self, cluster: gt.Cluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__()
         self.backbone = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 64))
         self.head = gt.ClassHead(cluster, "classes", num_classes=NUM_CLASSES, dim=64)

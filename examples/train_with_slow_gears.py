@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 
 IMAGES, STEPS = 500, 100
 
@@ -32,7 +33,7 @@ def samples(image: int) -> Tensor | None:
     return pixels
 
 
-def train(cluster: gt.Cluster, **where: object) -> None:
+def train(cluster: Cluster, **where: object) -> None:
     """The fast gear: any training loop."""
     image = gt.SlowGear(cluster, "demo-image", dim=16, expire_seconds=2, gradients_per_id=4, **where)
     fast = nn.Sequential(nn.ReLU(), nn.Linear(16, 1))

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments, get_cosine_schedule_with_warmup
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 
 NUM_CLASSES, SAMPLES, BATCH, STEPS = 500, 4_000, 200, 80
 
@@ -21,7 +22,7 @@ NUM_CLASSES, SAMPLES, BATCH, STEPS = 500, 4_000, 200, 80
 class Classifier(nn.Module):
     """A backbone and a head. The Trainer asks for a dictionary with the loss."""
 
-    def __init__(self, cluster: gt.Cluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__()
         self.backbone = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 64))
         self.head = gt.ClassHead(cluster, "classes", num_classes=NUM_CLASSES, dim=64)

@@ -6,30 +6,23 @@ imports torch, and a machine that only talks to tables needs neither.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the one list of public names: "X as X" is how a module gives a name of another on
+if TYPE_CHECKING:  # "X as X" is how a module gives a name of another on
     from geartrain import models as models
     from geartrain import ops as ops
     from geartrain import ray as ray
-    from geartrain.ams.client.cluster import Cluster as Cluster
     from geartrain.ams.client.factory import connect as connect
-    from geartrain.ams.client.snapshots.follower import TableFollower as TableFollower
-    from geartrain.ams.client.table import Table as Table
-    from geartrain.ams.programs.selection import ActiveClasses as ActiveClasses
     from geartrain.ams.programs.selection import FullSoftmax as FullSoftmax
     from geartrain.ams.programs.selection import PartialFC as PartialFC
-    from geartrain.ams.programs.selection import Selection as Selection
     from geartrain.ams.values import errors as errors
     from geartrain.ams.values.admission.rules import MinCount as MinCount
     from geartrain.ams.values.admission.rules import Probability as Probability
     from geartrain.ams.values.arrays import fold_ids as fold_ids
     from geartrain.ams.values.config import ClientConfig as ClientConfig
-    from geartrain.ams.values.expiry.rules import RowBlock as RowBlock
     from geartrain.ams.values.expiry.rules import Rule as Rule
     from geartrain.ams.values.expiry.rules import SmallerThan as SmallerThan
     from geartrain.ams.values.expiry.rules import Unseen as Unseen
@@ -46,18 +39,15 @@ if TYPE_CHECKING:  # the one list of public names: "X as X" is how a module give
     from geartrain.ams.values.optimizers.registry import SparseMomentum as SparseMomentum
     from geartrain.ams.values.specs import Constant as Constant
     from geartrain.ams.values.specs import Normal as Normal
-    from geartrain.ams.values.specs import TableSpec as TableSpec
     from geartrain.ams.values.specs import Uniform as Uniform
     from geartrain.ams.values.strings import hash_strings as hash_strings
     from geartrain.bridge.checkpoint.loading import load as load
     from geartrain.bridge.checkpoint.saving import save as save
     from geartrain.bridge.collectives.scheduler_store import init_process_group as init_process_group
-    from geartrain.bridge.dense.dense_table import DenseTable as DenseTable
     from geartrain.bridge.dense.dense_table import attach as attach
     from geartrain.bridge.embedding.field import Field as Field
     from geartrain.bridge.embedding.group import Embedding as Embedding
     from geartrain.bridge.embedding.group import EmbeddingGroup as EmbeddingGroup
-    from geartrain.bridge.embedding.group_follower import GroupFollower as GroupFollower
     from geartrain.bridge.embedding.levels import LevelLinear as LevelLinear
     from geartrain.bridge.embedding.levels import per_level as per_level
     from geartrain.bridge.embedding.modes import SSP as SSP
@@ -77,11 +67,6 @@ if TYPE_CHECKING:  # the one list of public names: "X as X" is how a module give
     from geartrain.bridge.head.loss.margins.elasticface import ElasticCosFace as ElasticCosFace
     from geartrain.bridge.head.loss.margins.filtered import FilteredMargin as FilteredMargin
     from geartrain.bridge.head.loss.margins.magface import MagFace as MagFace
-    from geartrain.bridge.head.loss.margins.margin import AdaptiveMargin as AdaptiveMargin
-    from geartrain.bridge.head.loss.margins.margin import Margin as Margin
-    from geartrain.bridge.head.loss.margins.margin import MarginBatch as MarginBatch
-    from geartrain.bridge.head.loss.margins.margin import NegativesMargin as NegativesMargin
-    from geartrain.bridge.head.loss.margins.margin import TargetLogits as TargetLogits
     from geartrain.bridge.head.memory import memory_report as memory_report
     from geartrain.bridge.head.selection.knn_selection import KNNSoftmax as KNNSoftmax
     from geartrain.bridge.head.weights import export_class_weights as export_class_weights
@@ -112,9 +97,7 @@ if TYPE_CHECKING:  # the one list of public names: "X as X" is how a module give
     from geartrain.launch.hosting import local as local
     from geartrain.serving.http.app import serve_app as serve_app
     from geartrain.workers.data.bitmaps import Preprocessing as Preprocessing
-    from geartrain.workers.data.streams import StreamReader as StreamReader
     from geartrain.workers.live.publisher import Publisher as Publisher
-    from geartrain.workers.models.trained_model import TrainedModel as TrainedModel
     from geartrain.workers.models.trained_model import load_model as load_model
     from geartrain.workers.samples.files import CsvSamples as CsvSamples
     from geartrain.workers.samples.files import ParquetSamples as ParquetSamples
@@ -125,14 +108,75 @@ if TYPE_CHECKING:  # the one list of public names: "X as X" is how a module give
 __version__ = "0.1.0"
 
 
-@functools.cache
-def _homes() -> dict[str, str]:
-    """Public name -> its module, as the list above says."""
-    import ast
-
-    tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    return {name.name: str(node.module) for node in imports for name in node.names if name.asname == name.name}
+_NAMES = {
+    "ams.client.factory": "connect",
+    "ams.programs.selection": "FullSoftmax PartialFC",
+    "ams.values.admission.rules": "MinCount Probability",
+    "ams.values.arrays": "fold_ids",
+    "ams.values.config": "ClientConfig",
+    "ams.values.expiry.rules": "Rule SmallerThan Unseen expiry_rule",
+    "ams.values.optimizers.registry": "FTRL SGD Adagrad Adam AdamW Momentum RMSProp RowWiseAdagrad RowWiseAdam "
+    "SparseMomentum",
+    "ams.values.specs": "Constant Normal Uniform",
+    "ams.values.strings": "hash_strings",
+    "bridge.checkpoint.loading": "load",
+    "bridge.checkpoint.saving": "save",
+    "bridge.collectives.scheduler_store": "init_process_group",
+    "bridge.dense.dense_table": "attach",
+    "bridge.embedding.field": "Field",
+    "bridge.embedding.group": "Embedding EmbeddingGroup",
+    "bridge.embedding.levels": "LevelLinear per_level",
+    "bridge.embedding.modes": "SSP",
+    "bridge.gear.config": "SlowGearConfig",
+    "bridge.gear.slow_gear": "SlowGear",
+    "bridge.head.class_head": "ClassHead",
+    "bridge.head.loss.config": "HeadConfig",
+    "bridge.head.loss.functional": "class_center_sample margin_cross_entropy",
+    "bridge.head.loss.margins.adaface": "AdaFace",
+    "bridge.head.loss.margins.angular": "ArcFace CombinedMargin CosFace SphereFace",
+    "bridge.head.loss.margins.curricularface": "CurricularFace",
+    "bridge.head.loss.margins.elasticface": "ElasticArcFace ElasticCosFace",
+    "bridge.head.loss.margins.filtered": "FilteredMargin",
+    "bridge.head.loss.margins.magface": "MagFace",
+    "bridge.head.memory": "memory_report",
+    "bridge.head.selection.knn_selection": "KNNSoftmax",
+    "bridge.head.weights": "export_class_weights import_class_weights",
+    "bridge.optim.fccs": "FCCS",
+    "bridge.optim.lamb": "LAMB",
+    "bridge.optim.lars": "LARS",
+    "bridge.parallel.global_mean": "mean_over_ranks",
+    "bridge.parallel.mesh": "mesh",
+    "bridge.parallel.overlap.micro_batches": "MicroBatches",
+    "bridge.parallel.overlap.trace": "trace_step",
+    "bridge.parallel.parallelize": "parallelize",
+    "bridge.parallel.plan.auto": "auto_plan",
+    "bridge.parallel.plan.hardware": "Hardware",
+    "bridge.parallel.scopes": "Replicate Split replicate split",
+    "bridge.parallel.topk.hook": "TopKGradients",
+    "bridge.pipeline.prefetch": "prefetch",
+    "bridge.retrieval.item_tree": "ItemTree",
+    "bridge.retrieval.tdm": "TDM",
+    "bridge.rows.joint": "joint",
+    "bridge.rows.optimizer": "RowOptimizer clip_grad_norm_",
+    "bridge.rows.state": "state_from_bytes state_to_bytes",
+    "launch.hosting": "local",
+    "serving.http.app": "serve_app",
+    "workers.data.bitmaps": "Preprocessing",
+    "workers.live.publisher": "Publisher",
+    "workers.models.trained_model": "load_model",
+    "workers.samples.files": "CsvSamples ParquetSamples TreeSamples",
+    "workers.samples.kafka.samples": "KafkaSamples",
+    "workers.samples.trees.compress": "compress_samples",
+}
+"""Module below geartrain -> its public names. Type checkers read the list above; a test compares the two."""
+_HOMES = {name: f"geartrain.{module}" for module, names in _NAMES.items() for name in names.split()}
+_SUBMODULES = {
+    "errors": "geartrain.ams.values.errors",
+    "models": "geartrain.models",
+    "ops": "geartrain.ops",
+    "ray": "geartrain.ray",
+}
+__all__ = sorted([*_HOMES, "errors", "__version__"])
 
 
 def _require_built() -> None:
@@ -153,22 +197,21 @@ _require_built()
 
 
 def __getattr__(name: str) -> object:
-    if name == "__all__":
-        return sorted([*_homes(), "__version__"])
-    home = _homes().get(name)
-    if home is None:
+    value: object
+    if name in _SUBMODULES:
+        value = importlib.import_module(_SUBMODULES[name])
+    elif name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    else:
         import difflib
 
-        close = difflib.get_close_matches(name, _homes(), 1)
-        names = f"did you mean {close[0]!r}?" if close else f"its public names are {', '.join(sorted(_homes()))}"
+        known = sorted({*__all__, *_SUBMODULES})
+        close = difflib.get_close_matches(name, known, 1)
+        names = f"did you mean {close[0]!r}?" if close else f"its public names are {', '.join(known)}"
         raise AttributeError(f"module 'geartrain' has no attribute {name!r}; {names}")
-    is_module = name in ("errors", "models", "ops", "ray")
-    value: object = (
-        importlib.import_module(f"{home}.{name}") if is_module else getattr(importlib.import_module(home), name)
-    )
     globals()[name] = value  # found once, then an ordinary attribute
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "__all__", *_homes()})
+    return sorted({*globals(), *__all__, *_SUBMODULES})

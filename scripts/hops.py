@@ -26,6 +26,8 @@ import torch
 from torch import nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
+from geartrain.workers.models.trained_model import TrainedModel
 
 ROOMS = ("geartrain", "geartrain.ams", "geartrain.bridge", "geartrain.workers", "geartrain.serving")
 ROOTS = tuple(f"{Path(str(importlib.import_module(room).__file__)).resolve().parent}/" for room in ROOMS)
@@ -63,7 +65,7 @@ def lines_of(code: CodeType) -> int:
     return max((line for *_, line in code.co_lines() if line), default=code.co_firstlineno) - code.co_firstlineno + 1
 
 
-def paths_of_tables(cluster: gt.Cluster) -> Iterator[tuple[str, Step]]:
+def paths_of_tables(cluster: Cluster) -> Iterator[tuple[str, Step]]:
     """Rows of a table."""
     table = cluster.create_table("rows", dim=16, num_rows=None, optimizer=gt.Adagrad(0.1))
     ids, gradients = np.arange(100), np.ones((100, 16), np.float32)
@@ -72,7 +74,7 @@ def paths_of_tables(cluster: gt.Cluster) -> Iterator[tuple[str, Step]]:
     yield "push", lambda: table.push(ids, gradients) is None
 
 
-def path_of_head(cluster: gt.Cluster) -> Step:
+def path_of_head(cluster: Cluster) -> Step:
     """Backbone, forward, backward and step of a class head."""
     backbone = nn.Sequential(nn.Linear(32, 128))
     head = gt.ClassHead(cluster, "classes", num_classes=2000, dim=128)
@@ -87,7 +89,7 @@ def path_of_head(cluster: gt.Cluster) -> Step:
     return step
 
 
-def path_of_embeddings(cluster: gt.Cluster, num_fields: int) -> Step:
+def path_of_embeddings(cluster: Cluster, num_fields: int) -> Step:
     """The same of embeddings and a linear layer."""
     fields = [gt.Field(f"f{number}", dim=16) for number in range(num_fields)]
     group = gt.EmbeddingGroup(cluster, f"fields{num_fields}", fields, optimizer=gt.Adagrad(0.05))
@@ -111,7 +113,7 @@ def path_of_classify(folder: Path) -> Step:
     from geartrain.workers.models.export import export_model
 
     settings = {"channels": 1, "image_size": 16, "dim": 16}
-    model = gt.TrainedModel(
+    model = TrainedModel(
         backbone=build_backbone("stroke_net", settings).eval(),
         backbone_settings=settings,
         centers=torch.nn.functional.normalize(torch.randn(50, 16), dim=1),

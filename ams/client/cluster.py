@@ -466,7 +466,7 @@ class Cluster:
 
     def export(self, tables: str | Sequence[str], root: str | Path, *, since: int | None = None) -> PendingExport:
         """Begin to write tables as they are now, as the next version in the folder or URL ``root``, for those who
-        follow them (:class:`geartrain.TableFollower`): their rows, without the optimizer's state.
+        follow them (:class:`.TableFollower`): their rows, without the optimizer's state.
 
         ``tables`` is a name, a pattern (``"ctr/*"``) or several of them; a version is one moment of all, as a snapshot
         is, and returns once every shard holds it. The first version is a base, later ones hold what was written since

@@ -23,7 +23,7 @@ class GroupFollower(nn.Module):
     """A read-only :class:`~geartrain.bridge.embedding.group.EmbeddingGroup` over an export of its tables.
 
         cluster.export("ctr/*", "serving/ctr")                          # or geartrain export 'ctr/*' serving/ctr
-        fields = gt.GroupFollower("serving/ctr", "ctr", [gt.Field("user"), gt.Field("item", pooling="mean")])
+        fields = GroupFollower("serving/ctr", "ctr", [gt.Field("user"), gt.Field("item", pooling="mean")])
         vectors = fields(batch)                                         # as the group's in torch.no_grad()
         fields.refresh()                                                # now and then
 
@@ -35,7 +35,7 @@ class GroupFollower(nn.Module):
 
         ``name`` and ``fields`` are those of the group (``group.fields``), whose dims may be left out. Raises
         InvalidArgument, SpecMismatch if a field and its table differ in dim, TableNotFound, and as
-        :meth:`geartrain.TableFollower`.
+        :class:`.TableFollower`.
         """
         super().__init__()
         self.name = name
@@ -64,7 +64,7 @@ class GroupFollower(nn.Module):
         return self._followed.created
 
     def refresh(self) -> int | None:
-        """Go on to the newest version, as :meth:`geartrain.TableFollower.refresh`; any thread may call it."""
+        """Go on to the newest version, as :meth:`.TableFollower.refresh`; any thread may call it."""
         return self._followed.refresh()
 
     @runs_eagerly

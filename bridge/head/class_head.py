@@ -104,11 +104,11 @@ class ClassHead(ModuleWithRows):
             num_living: The first so many classes live (all, unless given); :meth:`add_classes` and
                 :meth:`retire_classes` change that while training goes on, and every step is over the living ones alone.
             select: Chooses the active classes: ``FullSoftmax``, ``PartialFC``, ``KNNSoftmax``, or one of your own,
-                derived from ``gt.Selection``. Unless given: all of up to 65,536 living classes, or a tenth.
+                derived from :class:`.Selection`. Unless given: all of up to 65,536 living classes, or a tenth.
             margin: The loss: ``ArcFace``, ``CosFace``, ``SphereFace``, ``CombinedMargin``, ``AdaFace``, ``MagFace``,
                 ``ElasticArcFace``, ``ElasticCosFace``, ``CurricularFace`` (not hosted), a ``FilteredMargin``
                 around one (not hosted), or one of your own that has ``scale`` and ``target``
-                (``gt.Margin``); ``scale=None`` becomes that of ``num_classes``. None: plain linear, cross entropy.
+                (:class:`.Margin`); ``scale=None`` becomes that of ``num_classes``. None: plain linear, cross entropy.
             sub_centers: Centers of each class, at most 32. The one nearest to a feature counts and learns (sub-center
                 ArcFace): room for wrong labels and for several looks. With a margin only, and not with KNN softmax or
                 smoothed labels. Rows and slots take so many times the memory.

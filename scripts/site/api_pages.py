@@ -9,7 +9,7 @@ import geartrain
 
 @dataclass(frozen=True)
 class ApiPage:
-    """A page of public names, and of the classes that they return; without names, of those of a public module."""
+    """A page of public names, and of classes that they take and return; without names, of those of a public module."""
 
     name: str
     title: str
@@ -29,11 +29,21 @@ PAGES = (
             "geartrain.bridge.rows.optimizer",
             "geartrain.ams.programs",
         ),
+        (
+            "geartrain.ams.programs.selection.Selection",
+            "geartrain.ams.programs.selection.ActiveClasses",
+            "geartrain.bridge.head.loss.margins.margin.Margin",
+            "geartrain.bridge.head.loss.margins.margin.AdaptiveMargin",
+            "geartrain.bridge.head.loss.margins.margin.NegativesMargin",
+            "geartrain.bridge.head.loss.margins.margin.MarginBatch",
+            "geartrain.bridge.head.loss.margins.margin.TargetLogits",
+        ),
     ),
     ApiPage(
         "embeddings",
         "Embeddings of sparse features",
         ("geartrain.bridge.embedding", "geartrain.ams.values.admission"),
+        ("geartrain.bridge.embedding.group_follower.GroupFollower", "geartrain.ams.values.expiry.rules.RowBlock"),
     ),
     ApiPage("retrieval", "Retrieval by a tree", ("geartrain.bridge.retrieval",)),
     ApiPage(
@@ -60,6 +70,10 @@ PAGES = (
         "Clusters and tables",
         ("geartrain.ams", "geartrain.launch.hosting"),
         (
+            "geartrain.ams.client.cluster.Cluster",
+            "geartrain.ams.client.table.Table",
+            "geartrain.ams.client.snapshots.follower.TableFollower",
+            "geartrain.ams.values.specs.TableSpec",
             "geartrain.ams.client.snapshots.snapshot.PendingSnapshot",
             "geartrain.ams.storage.snapshot.folder.Snapshot",
             "geartrain.ams.client.data_streams.DataStreams",
@@ -102,11 +116,21 @@ PAGES = (
         ("geartrain.bridge.optim",),
         ("geartrain.bridge.optim.step_batches.StepBatches",),
     ),
-    ApiPage("gears", "Dense modules and slow gears", ("geartrain.bridge.dense", "geartrain.bridge.gear")),
-    ApiPage("state", "State and data", ("geartrain",)),
+    ApiPage(
+        "gears",
+        "Dense modules and slow gears",
+        ("geartrain.bridge.dense", "geartrain.bridge.gear"),
+        ("geartrain.bridge.dense.dense_table.DenseTable",),
+    ),
+    ApiPage(
+        "state",
+        "State and data",
+        ("geartrain",),
+        ("geartrain.workers.models.trained_model.TrainedModel", "geartrain.workers.data.streams.StreamReader"),
+    ),
 )
-NOT_ON_THESE_PAGES = {"errors", "models", "ops", "ray", "__version__"}
-"""The errors have a page of their own, what is in the other modules is listed one by one; the version is a text."""
+NOT_ON_THESE_PAGES = {"errors", "__version__"}
+"""The errors have a page of their own; the version is a text."""
 
 
 def page_of(home: str) -> ApiPage:
@@ -119,7 +143,7 @@ def render() -> dict[str, str]:
     names: dict[ApiPage, list[str]] = {page: [] for page in PAGES}
     for name in geartrain.__all__:
         if name not in NOT_ON_THESE_PAGES:
-            names[page_of(geartrain._homes()[name])].append(name)
+            names[page_of(geartrain._HOMES[name])].append(name)
     pages = {f"reference/api/{page.name}.md": _page(page, found) for page, found in names.items()}
     pages["reference/api/index.md"] = _index(names)
     return pages
@@ -131,7 +155,7 @@ def _page(page: ApiPage, names: list[str]) -> str:
     if not names:
         parts += [f"::: {path}" for path in page.returned]
     elif page.returned:
-        parts.append("## What these return")
+        parts.append("## What these take and return")
         parts += [f"::: {path}\n    options:\n      heading_level: 3" for path in page.returned]
     return "\n\n".join(parts) + "\n"
 

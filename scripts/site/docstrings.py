@@ -28,7 +28,7 @@ class Docstrings(griffe.Extension):
         """Look at each public name and at what belongs to it."""
         if pkg.path != "geartrain":
             return
-        for name in geartrain._homes():
+        for name in geartrain._HOMES:
             member = pkg.members[name]
             found = loader.modules_collection[member.target_path] if isinstance(member, griffe.Alias) else member
             found = found.final_target if isinstance(found, griffe.Alias) else found

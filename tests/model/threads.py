@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.table import Table
 from geartrain.ams.values.errors import GeartrainError, SnapshotError, TableExists, TableNotFound
 from tests.integration.conftest import QUICK, ServedCluster
@@ -42,7 +43,7 @@ class Ledger:
 class Users:
     """The threads. Each has its own random numbers; all end by their own count."""
 
-    def __init__(self, connect: Callable[[], gt.Cluster], root: Path, seed: int, rounds: int) -> None:
+    def __init__(self, connect: Callable[[], Cluster], root: Path, seed: int, rounds: int) -> None:
         self.connect, self.root, self.seed, self.rounds = connect, root, seed, rounds
         self.ledger = Ledger()
         self.restored: Path | None = None
@@ -58,7 +59,7 @@ class Users:
             self.failed.set()
             raise
 
-    def opened(self, cluster: gt.Cluster) -> Table:
+    def opened(self, cluster: Cluster) -> Table:
         """The table; waits while it is being restored."""
         for _ in range(5_000):
             if self.failed.is_set():

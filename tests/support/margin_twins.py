@@ -14,13 +14,14 @@ from torch.nn import functional as F
 
 import geartrain as gt
 from geartrain.bridge.head.loss.margins.angular import COS_LIMIT
+from geartrain.bridge.head.loss.margins.margin import MarginBatch
 from tests.support.reference import sampled_weights
 
 
-def margin_batch(norms: Tensor, labels: Tensor, *, step: int = 0, training: bool = True, **more: Any) -> gt.MarginBatch:
+def margin_batch(norms: Tensor, labels: Tensor, *, step: int = 0, training: bool = True, **more: Any) -> MarginBatch:
     """One process's batch, as a head would describe it."""
     settings = {"first_sample": 0, "joint_size": len(labels), "known": {}, **more}
-    return gt.MarginBatch(
+    return MarginBatch(
         step=step,
         training=training,
         norms_B=norms,

@@ -11,9 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
-import geartrain as gt
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.models.export import export_model
+from geartrain.workers.models.trained_model import TrainedModel
 from tests.support.picture_models import picture_model
 
 NAMES = ["a", "b", "漢", "", "e\n", "f", "g", "h"]
@@ -25,17 +25,17 @@ def require_onnx() -> None:
         pytest.importorskip(library, reason="needs pip install 'geartrain[onnx]'")
 
 
-def small_model(*, seed: int = 2, sub_centers: int = 1, is_cosine: bool = True, dim: int = 16) -> gt.TrainedModel:
+def small_model(*, seed: int = 2, sub_centers: int = 1, is_cosine: bool = True, dim: int = 16) -> TrainedModel:
     """A model of eight classes, of which the last has the center of the third."""
     torch.manual_seed(seed)
     shape = (len(NAMES), sub_centers, dim) if sub_centers > 1 else (len(NAMES), dim)
     centers = 3.0 * torch.randn(shape)
     centers[-1] = centers[2]
     model = picture_model(centers, NAMES, Preprocessing(kind="photo", size=16))
-    return gt.TrainedModel(**{**vars(model), "is_cosine": is_cosine})
+    return TrainedModel(**{**vars(model), "is_cosine": is_cosine})
 
 
-def exported(folder: Path, model: gt.TrainedModel | None = None, *, version: int | None = None) -> Path:
+def exported(folder: Path, model: TrainedModel | None = None, *, version: int | None = None) -> Path:
     """The folder of an exported model."""
     require_onnx()
     export_model(model or small_model(), folder, version=version)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.values.errors import (
     ConfigError,
     GeartrainError,
@@ -77,7 +78,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[gt.Cluster]:
+def cluster() -> Iterator[Cluster]:
     with gt.local(1) as cluster:
         yield cluster
 
@@ -161,13 +162,13 @@ READ_ONLY.flags.writeable = False
         (lambda _: gt.PartialFC("0.1"), "sample_rate is '0.1'; it must be a number"),
     ],
 )
-def test_arguments_of_calls_are_named(cluster: gt.Cluster, call: Callable[[Any], object], named: str) -> None:
+def test_arguments_of_calls_are_named(cluster: Cluster, call: Callable[[Any], object], named: str) -> None:
     table = cluster.create_table("t", dim=3, optimizer=gt.SGD(1.0), reuse=True)
     with pytest.raises(GeartrainError, match=named):
         call(SimpleNamespace(cluster=cluster, table=table))
 
 
-def test_masked_values_are_no_numbers(cluster: gt.Cluster) -> None:
+def test_masked_values_are_no_numbers(cluster: Cluster) -> None:
     table = cluster.create_table("masked", dim=3, optimizer=gt.SGD(1.0), initializer=gt.Constant(0))
     some = np.ma.masked_array(ONES, mask=ONES * np.arange(4)[:, None] == 2)
     with pytest.raises(InvalidRows, match="rows hold 3 masked values"):
@@ -185,21 +186,21 @@ def test_masked_values_are_no_numbers(cluster: gt.Cluster) -> None:
 
 
 def test_a_module_of_masked_arrays_that_is_half_imported_is_none_yet(
-    cluster: gt.Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = cluster.create_table("half", dim=3, optimizer=gt.SGD(1.0))
     monkeypatch.setitem(sys.modules, "numpy.ma", ModuleType("numpy.ma"))  # as another thread that imports it leaves it
     table.push(IDS, ONES)
 
 
-def test_lists_of_numbers_are_rows(cluster: gt.Cluster) -> None:
+def test_lists_of_numbers_are_rows(cluster: Cluster) -> None:
     table = cluster.create_table("lists", dim=2, optimizer=gt.SGD(1.0), initializer=gt.Constant(0))
     table.push([1, 2], [[1, 2], [3, 4]])
     table.assign([1], [[7.0, 8.0]])
     assert table.pull([1, 2]).tolist() == [[7, 8], [-3, -4]]
 
 
-def test_tensors_that_wait_to_be_negated_are_rows(cluster: gt.Cluster) -> None:
+def test_tensors_that_wait_to_be_negated_are_rows(cluster: Cluster) -> None:
     table = cluster.create_table("negated", dim=2, optimizer=gt.SGD(1.0), initializer=gt.Constant(0))
     waits = torch.complex(torch.zeros(1, 2), torch.ones(1, 2)).conj().imag
     assert waits.is_neg()
@@ -207,12 +208,12 @@ def test_tensors_that_wait_to_be_negated_are_rows(cluster: gt.Cluster) -> None:
     assert table.pull([1]).tolist() == [[1, 1]]
 
 
-def test_integers_of_numpy_are_integers(cluster: gt.Cluster) -> None:
+def test_integers_of_numpy_are_integers(cluster: Cluster) -> None:
     table = cluster.create_table("n", dim=np.int64(2), optimizer=gt.SGD(1.0), num_rows=np.int32(9))  # type: ignore[arg-type]
     assert type(table.spec.dim) is int and type(table.spec.num_rows) is int
 
 
-def test_values_of_numpy_and_torch_are_what_they_hold(cluster: gt.Cluster) -> None:
+def test_values_of_numpy_and_torch_are_what_they_hold(cluster: Cluster) -> None:
     gt.ClassHead(cluster, "v", **HEAD, reuse=np.True_)
     head = gt.ClassHead(cluster, "v", **HEAD, reuse=np.bool_(True), sync=np.False_)  # type: ignore[arg-type]
     assert gt.RowOptimizer(head, lr=torch.tensor(0.25)).param_groups[0]["lr"] == 0.25  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ class RunImages:
 
 
 class Exportable(Protocol):
-    """What is exported: a :class:`geartrain.TrainedModel`."""
+    """What is exported: a :class:`.TrainedModel`."""
 
     @property
     def backbone(self) -> nn.Module:

@@ -176,7 +176,7 @@ class FollowedTables:
 class TableFollower:
     """A read-only copy of one exported table, in any process: no cluster is needed. Thread-safe.
 
-    follower = gt.TableFollower("serving/item")
+    follower = TableFollower("serving/item")
     while follower.refresh() is None: ...
     rows_ND = follower.pull(ids)
     """

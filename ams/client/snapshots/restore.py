@@ -68,7 +68,7 @@ def restore_snapshot(
     if any(part.manifest.is_export for part in snapshot.chain()):
         raise InvalidArgument(
             f"{snapshot.path} is a version of an export: it has rows without their optimizer's state, for followers "
-            "(gt.TableFollower); restore a snapshot of the cluster"
+            "(TableFollower); restore a snapshot of the cluster"
         )
     specs = [TableSpec.from_dict(fields) for fields in snapshot.manifest.tables]
     if tables is not None:

@@ -100,7 +100,7 @@ def export(
     'geartrain serve' and 'geartrain predict' take the folder, and gt.load_model.
 
     Otherwise rows of a table, without the optimizer's state, become the next version in a folder: the first time all of
-    them, later those written since. gt.TableFollower keeps a copy of it up to date in another process. --follow goes on
+    them, later those written since. TableFollower keeps a copy of it up to date in another process. --follow goes on
     until Ctrl-C and compacts old versions by itself. With --json it prints an object a line.
 
     Where OUT ends in .safetensors, all rows are written to that file, block by block: they may be more than memory

@@ -17,6 +17,9 @@ import numpy as np
 from safetensors.numpy import load_file
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.snapshots.follower import TableFollower
+from geartrain.ams.client.table import Table
 from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.storage.export.versions import version_names
 from geartrain.ams.values.placement import bucket_of
@@ -28,7 +31,7 @@ IDS = np.arange(400)
 MARKED = np.arange(300, 400)
 
 
-def write(table: gt.Table, seed: int) -> None:
+def write(table: Table, seed: int) -> None:
     random = np.random.default_rng(seed)
     table.push(random.choice(300, 30, replace=False), random.standard_normal((30, 4)).astype(np.float32))
 
@@ -50,7 +53,7 @@ def following(address: str, folder: Path, *options: str, **environment: str) -> 
 
 
 @contextmanager
-def training(cluster: gt.Cluster) -> Iterator[list[int]]:
+def training(cluster: Cluster) -> Iterator[list[int]]:
     """Another thread writes the same number to all MARKED rows, or removes all of them, again and again."""
     written, done = [0], threading.Event()
 
@@ -71,7 +74,7 @@ def training(cluster: gt.Cluster) -> Iterator[list[int]]:
         thread.join()
 
 
-def assert_of_one_write_on_each_shard(cluster: gt.Cluster, follower: gt.TableFollower) -> None:
+def assert_of_one_write_on_each_shard(cluster: Cluster, follower: TableFollower) -> None:
     ids, rows = follower.rows()
     shard_of = cluster._calls.view.bucket_shards[bucket_of(MARKED, dense=False)]
     for shard in range(2):
@@ -96,7 +99,7 @@ def test_versions_follow_a_training_through_kills_and_full_disks(tmp_path: Path)
             table = cluster.create_table("t", dim=4, optimizer=gt.Adagrad(0.1))
             write(table, 0)
 
-            def await_equal(follower: gt.TableFollower) -> None:
+            def await_equal(follower: TableFollower) -> None:
                 deadline = time.monotonic() + 60
                 while follower.pull(IDS).tobytes() != table.pull(IDS).tobytes():
                     assert time.monotonic() < deadline, "what was written did not come"
@@ -112,7 +115,7 @@ def test_versions_follow_a_training_through_kills_and_full_disks(tmp_path: Path)
                     "version": 1, "since": None, "path": str(folder / "version-000000001"), "rows": 30, "bytes": 0,
                     "seconds": 0,
                 }  # fmt: skip
-                follower = gt.TableFollower(folder)
+                follower = TableFollower(folder)
                 for seed in range(1, 5):
                     write(table, seed)
                     assert said(process)["since"] == seed
@@ -133,7 +136,7 @@ def test_versions_follow_a_training_through_kills_and_full_disks(tmp_path: Path)
             done = typed("export", "t*", str(folder), "--compact", "--keep=1", "--scheduler", at)
             assert done.stdout.startswith(f"version 6 is whole: {len(follower)} rows, ")
             assert version_names(folder) == ["version-000000006-whole"]
-            assert gt.TableFollower(folder).rows()[1].tobytes() == follower.rows()[1].tobytes()
+            assert TableFollower(folder).rows()[1].tobytes() == follower.rows()[1].tobytes()
             assert typed("export", "t", str(folder), "--since=6", "--scheduler", at).stdout.startswith(
                 "version 7: 0 rows"
             )
@@ -165,7 +168,7 @@ def test_follow_goes_on_when_a_lost_shard_is_back_and_restored(
         path = cluster.snapshot(tmp_path / "s").result(60)
     with following(shards.address, folder) as process:
         assert said(process)["version"] == 1
-        follower = gt.TableFollower(folder)
+        follower = TableFollower(folder)
         with gt.connect(shards.address) as cluster:
             write(cluster.table("t"), 1)  # lost with the shard
             with training(cluster) as written:

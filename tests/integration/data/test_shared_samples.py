@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.server.role import ShardServer
 from geartrain.ams.values.config import SchedulerConfig, ServerConfig
@@ -223,7 +224,7 @@ def test_more_streams_than_samples(tmp_path: Path) -> None:
     assert counts == {1: 2, 2: 2, 3: 2}
 
 
-def prefetched(data: Path, cluster: gt.Cluster, *, stop_at: int) -> tuple[Any, Counter[int]]:
+def prefetched(data: Path, cluster: Cluster, *, stop_at: int) -> tuple[Any, Counter[int]]:
     """Train from samples that a pipeline reads ahead, to the end or until a step fails."""
     fields = gt.EmbeddingGroup(cluster, f"ctr{stop_at}", [gt.Field("id", dim=1)], optimizer=gt.SGD(1.0))
     batches = gt.ParquetSamples(data, columns=["id"], batch_size=500).shared(

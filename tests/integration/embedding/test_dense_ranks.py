@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
+from geartrain.bridge.dense.dense_table import DenseTable
 from tests.support.rank_processes import run_ranks
 
 STEPS, JOINT = 8, 10
@@ -43,7 +45,7 @@ def loss_of(net: nn.Module, step: int, mine: slice) -> Tensor:
     return nn.functional.mse_loss(net(inputs[mine]), targets[mine])
 
 
-def train(net: nn.Module, dense: gt.DenseTable, mine: slice) -> None:
+def train(net: nn.Module, dense: DenseTable, mine: slice) -> None:
     schedule = torch.optim.lr_scheduler.StepLR(dense, 2, 0.7)
     for step in range(STEPS):
         dense.zero_grad()
@@ -52,7 +54,7 @@ def train(net: nn.Module, dense: gt.DenseTable, mine: slice) -> None:
         schedule.step()
 
 
-def attached(cluster: gt.Cluster, seed: int, mode: Any) -> tuple[Net, gt.DenseTable]:
+def attached(cluster: Cluster, seed: int, mode: Any) -> tuple[Net, DenseTable]:
     net = Net(seed)
     return net, gt.attach(net, cluster, name="net", optimizer=gt.Adam(0.01, weight_decay=0.01), mode=mode, dim=64)
 

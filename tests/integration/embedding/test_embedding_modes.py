@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.jobs import worker_steps
 from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.values.config import SchedulerConfig
@@ -31,7 +32,7 @@ MEMBERS = [
 ]
 
 
-def group(cluster: gt.Cluster, name: str = "ctr", where: Any = "pull", **settings: Any) -> gt.EmbeddingGroup:
+def group(cluster: Cluster, name: str = "ctr", where: Any = "pull", **settings: Any) -> gt.EmbeddingGroup:
     members = [*MEMBERS, gt.Field("seen", table="item", where=where)]
     return gt.EmbeddingGroup(cluster, name, members, optimizer=gt.SGD(0.5), **settings)
 
@@ -255,7 +256,7 @@ def test_a_worker_that_was_killed_holds_nobody_beyond_its_lease(served: Callable
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_kept_rows_are_those_of_the_shards(cluster: gt.Cluster, dtype: Any) -> None:
+def test_kept_rows_are_those_of_the_shards(cluster: Cluster, dtype: Any) -> None:
     fields = gt.Embedding(cluster, "user", 16, optimizer=gt.Adam(0.1), dtype=dtype, device_cache_bytes=1 << 20)
     rows, rng = gt.RowOptimizer(fields), torch.Generator().manual_seed(1)
     for _ in range(8):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.rpc.client.gear import GrpcGearCarrier
 from geartrain.ams.values.errors import (
     ConfigError,
@@ -39,7 +40,7 @@ def gears() -> Iterator[GearCluster]:
         yield cluster
 
 
-def connected(gears: GearCluster, **settings: Any) -> gt.Cluster:
+def connected(gears: GearCluster, **settings: Any) -> Cluster:
     return gt.connect(gears.address, config=CLIENT.model_copy(update=settings))
 
 
@@ -145,7 +146,7 @@ def test_a_fast_gear_that_comes_back_is_no_double(gears: GearCluster) -> None:
     _, address = gears.start_gear(gradients_per_id=100)
     ids = torch.arange(10)
 
-    def one_step(cluster: gt.Cluster, step: int) -> gt.SlowGear:
+    def one_step(cluster: Cluster, step: int) -> gt.SlowGear:
         image = gt.SlowGear(cluster, "image", dim=DIM)
         image.row_update.step = step
         rows = gt.RowOptimizer(image)

@@ -15,6 +15,7 @@ import pytest
 
 import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.table import Table
 from geartrain.ams.graph.service.graphs import Graphs
 from geartrain.ams.graph.service.role import GraphServer
 from geartrain.ams.values.config import ClientConfig, GraphConfig
@@ -59,7 +60,7 @@ def connected(scheduler: str, graph: str, **settings: Any) -> Cluster:
     return gt.connect(scheduler, config=ClientConfig(graph=graph, **settings))
 
 
-def with_faces(cluster: Cluster, rows: np.ndarray = ROWS) -> gt.Table:
+def with_faces(cluster: Cluster, rows: np.ndarray = ROWS) -> Table:
     table = cluster.create_table("faces", dim=rows.shape[1], num_rows=len(rows), optimizer=gt.SGD(0.1))
     table.assign(np.arange(len(rows)), rows)
     return table

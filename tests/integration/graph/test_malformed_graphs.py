@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.graph.service.role import GraphServer
 from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.pb.v1 import graph_pb2
@@ -32,7 +33,7 @@ OFFSETS, NEIGHBOURS = np.array([0, 2, 4, 6], np.int64), np.array([1, 2, 0, 2, 0,
 
 
 @pytest.fixture
-def role(served: Callable[..., ServedCluster]) -> Iterator[tuple[gt.Cluster, grpc.Channel, str]]:
+def role(served: Callable[..., ServedCluster]) -> Iterator[tuple[Cluster, grpc.Channel, str]]:
     address = served(1).address
     server = GraphServer(GraphConfig(listen="127.0.0.1:0"), ConnectedCluster(address, QUICK))
     listening = server.start()
@@ -51,7 +52,7 @@ def refusal(call: Any, data: bytes) -> tuple[grpc.StatusCode, str]:
     return caught.value.code(), dict(caught.value.trailing_metadata()).get("geartrain-error", "")
 
 
-def test_what_no_client_sends_is_refused_by_name(role: tuple[gt.Cluster, grpc.Channel, str], tmp_path: Path) -> None:
+def test_what_no_client_sends_is_refused_by_name(role: tuple[Cluster, grpc.Channel, str], tmp_path: Path) -> None:
     cluster, way, _ = role
     cluster.graph.build("faces", 3)
     unary = {name: way.unary_unary(f"/{GRAPH.name}/{name}") for name in UNARY}

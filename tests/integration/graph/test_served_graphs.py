@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.graph.service.graphs import Graphs
 from geartrain.ams.graph.service.role import GraphServer
 from geartrain.ams.observe.failpoints import armed
@@ -61,7 +62,7 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> list[type]:
     return seen
 
 
-def make_head(cluster: gt.Cluster, rebuild: str | int = 3, k: int = 4) -> gt.ClassHead:
+def make_head(cluster: Cluster, rebuild: str | int = 3, k: int = 4) -> gt.ClassHead:
     select = gt.KNNSoftmax(active=0.2, k=k, rebuild=rebuild, seed=5)
     return gt.ClassHead(cluster, "classes", num_classes=CLASSES, dim=DIM, select=select, margin=gt.CosFace(8, 0.2))
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import geartrain as gt
+from geartrain.ams.client.table import Table
 from geartrain.ams.values.specs import DTypeName
 
 CLASSES, DIM, BATCH = 100, 16, 32
@@ -90,7 +91,7 @@ def _alike(one: Tensor, other: Tensor) -> float:
     return float((one == other).double().mean())
 
 
-def push(table: gt.Table, steps: range) -> Tensor:
+def push(table: Table, steps: range) -> Tensor:
     for step in steps:
         random = np.random.default_rng(step)
         ids = random.permutation(60)[: 1 + step % 30]  # at times none of some shard

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.values.errors import InvalidArgument, TableNotFound
 from tests.support import heads
 
@@ -18,7 +19,7 @@ CLASSES, DIM, BATCH, STEPS = 60, 16, 32, 12
 batch = partial(heads.make_batch, BATCH, CLASSES, DIM)
 
 
-def trained(cluster: gt.Cluster, name: str, **settings: object) -> gt.ClassHead:
+def trained(cluster: Cluster, name: str, **settings: object) -> gt.ClassHead:
     head = heads.make_head(
         cluster, name, num_classes=CLASSES, dim=DIM, optimizer=gt.SGD(0.5), initializer=gt.Normal(std=0.1), **settings
     )  # type: ignore[arg-type]

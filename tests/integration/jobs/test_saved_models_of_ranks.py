@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.values.errors import SpecMismatch, SyncError
 from tests.integration.conftest import ServedCluster
 from tests.support.rank_processes import run_ranks
@@ -16,7 +17,7 @@ from tests.unit.bridge.checkpoint.test_saved_models import BATCH, Trainer
 
 
 def save_and_load(rank: int, ranks: int, folder: Path, address: str, elsewhere: str) -> None:
-    def made(cluster: gt.Cluster) -> Trainer:
+    def made(cluster: Cluster) -> Trainer:
         trainer = Trainer(cluster, sync=True)
         trainer.model.backbone = nn.parallel.DistributedDataParallel(trainer.model.backbone)
         return trainer

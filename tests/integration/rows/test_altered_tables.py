@@ -16,6 +16,7 @@ import torch
 
 import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.snapshots.follower import TableFollower
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.storage.snapshot.folder import open_snapshot
 from geartrain.ams.storage.snapshot.manifest import ROWS
@@ -247,7 +248,7 @@ def test_a_follower_goes_on_across_an_alteration(tmp_path: Path) -> None:
         table = cluster.create_table("t", dim=DIM, optimizer=gt.SGD(1.0), initializer=Constant(0.0))
         table.push(IDS, ONES)
         cluster.export("t", tmp_path).result()
-        follower = gt.TableFollower(tmp_path)
+        follower = TableFollower(tmp_path)
         cluster.alter_table("t", initializer=Constant(9.0), max_bytes=10_000_000)
         table.push(IDS[:10], ONES[:10])
         cluster.export("t", tmp_path).result()

@@ -49,7 +49,7 @@ class FilteredMargin:
         works = hasattr(self.margin, "target") or hasattr(self.margin, "begin")
         if isinstance(self.margin, type) or not works or not hasattr(self.margin, "scale"):
             raise InvalidArgument(
-                f"margin is {self.margin!r}; it must be ArcFace() or another margin (gt.Margin), to filter what is "
+                f"margin is {self.margin!r}; it must be ArcFace() or another margin, to filter what is "
                 "beside it; CosFace(margin=0.0) takes the place of None"
             )
         require("above", self.above, lambda v: -1.0 <= v <= 1.0, "a cosine, in [−1, 1]")

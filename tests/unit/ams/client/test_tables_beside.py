@@ -10,7 +10,7 @@ import pytest
 
 import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
-from geartrain.ams.client.table import pull_together
+from geartrain.ams.client.table import Table, pull_together
 from geartrain.ams.values.errors import NonFinite, TableNotFound
 
 TABLES, ROWS, DIM = 6, 2000, 64
@@ -25,15 +25,15 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         yield made
 
 
-def tables_of(cluster: Cluster) -> list[gt.Table]:
+def tables_of(cluster: Cluster) -> list[Table]:
     return [cluster.create_table(f"t{n}", dim=DIM, optimizer=gt.Adagrad(0.1), seed=n) for n in range(TABLES)]
 
 
-def pushes_of(tables: list[gt.Table]) -> list[Any]:
+def pushes_of(tables: list[Table]) -> list[Any]:
     return [table.prepare_push(IDS, (n + 1) * GRADIENTS) for n, table in enumerate(tables)]
 
 
-def pulled(tables: list[gt.Table]) -> list[Any]:
+def pulled(tables: list[Table]) -> list[Any]:
     rows = [np.empty((ROWS, DIM), np.float32) for _ in tables]
     pull_together([(table, IDS, own) for table, own in zip(tables, rows, strict=True)])
     return rows

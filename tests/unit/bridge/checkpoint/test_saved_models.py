@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.observe.failpoints import armed
 from geartrain.ams.storage.snapshot.folder import open_snapshot
 from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
@@ -28,6 +29,7 @@ from geartrain.ams.values.errors import (
     TableExists,
 )
 from geartrain.bridge.checkpoint import saving
+from geartrain.bridge.dense.dense_table import DenseTable
 from tests.faults.children import Child
 from tests.support import heads
 from tests.support.rank_processes import run_ranks
@@ -40,7 +42,7 @@ CLASSES, DIM, BATCH = 31, 5, 12
 class Model(nn.Module):
     """A backbone and a head."""
 
-    def __init__(self, cluster: gt.Cluster | None, **settings: Any) -> None:
+    def __init__(self, cluster: Cluster | None, **settings: Any) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.backbone = nn.Sequential(nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM))
@@ -56,7 +58,7 @@ class Model(nn.Module):
 class Trainer:
     """A model with what trains it."""
 
-    def __init__(self, cluster: gt.Cluster | None, **settings: Any) -> None:
+    def __init__(self, cluster: Cluster | None, **settings: Any) -> None:
         self.model = Model(cluster, **settings)
         self.dense = torch.optim.AdamW(self.model.backbone.parameters(), 0.01)
         self.rows = gt.RowOptimizer(self.model.head)
@@ -89,7 +91,7 @@ def predictions(model: Model) -> Tensor:
 
 
 @pytest.fixture
-def saved(cluster: gt.Cluster, tmp_path: Path) -> Path:
+def saved(cluster: Cluster, tmp_path: Path) -> Path:
     """Of a model at step 3."""
     trainer = Trainer(cluster)
     trainer.train(range(3))
@@ -101,7 +103,7 @@ def saved(cluster: gt.Cluster, tmp_path: Path) -> Path:
     "optimizer", [gt.SparseMomentum(0.5, untouched="elapsed"), gt.AdamW(0.05)], ids=lambda one: type(one).__name__
 )
 def test_training_goes_on_to_the_bit_in_another_cluster_and_place(
-    cluster: gt.Cluster, tmp_path: Path, place: str, shards: int, optimizer: Any
+    cluster: Cluster, tmp_path: Path, place: str, shards: int, optimizer: Any
 ) -> None:
     first = Trainer(cluster, optimizer=optimizer)
     first.train(range(3))
@@ -120,9 +122,9 @@ def test_training_goes_on_to_the_bit_in_another_cluster_and_place(
     cluster_of.close()
 
 
-def test_every_part_of_a_model_comes_back(cluster: gt.Cluster, tmp_path: Path) -> None:
+def test_every_part_of_a_model_comes_back(cluster: Cluster, tmp_path: Path) -> None:
     class Whole(nn.Module):
-        def __init__(self, cluster: gt.Cluster) -> None:
+        def __init__(self, cluster: Cluster) -> None:
             super().__init__()
             torch.manual_seed(3)
             self.gear = gt.SlowGear(
@@ -141,7 +143,7 @@ def test_every_part_of_a_model_comes_back(cluster: gt.Cluster, tmp_path: Path) -
                 for name in ("colour", "shape")
             )
 
-    def run(model: Whole, dense: gt.DenseTable, steps: int) -> list[float]:
+    def run(model: Whole, dense: DenseTable, steps: int) -> list[float]:
         rows, losses = gt.RowOptimizer(model.gear, model.heads), []
         for step in range(steps):
             features = model.middle(model.gear(torch.tensor([1, 2, 3])))
@@ -153,7 +155,7 @@ def test_every_part_of_a_model_comes_back(cluster: gt.Cluster, tmp_path: Path) -
             losses.append(loss.item())
         return losses
 
-    def attached(cluster: gt.Cluster) -> tuple[Whole, gt.DenseTable]:
+    def attached(cluster: Cluster) -> tuple[Whole, DenseTable]:
         model = Whole(cluster)
         return model, gt.attach(model.middle, cluster, name="middle", optimizer=gt.Adam(0.05))
 
@@ -178,7 +180,7 @@ def test_a_module_without_rows_is_a_model_too_and_what_wraps_a_part_is_looked_th
     assert torch.equal(plain[0].weight, other[0].weight)
 
 
-def test_a_graph_of_nearest_classes_comes_back(cluster: gt.Cluster, tmp_path: Path) -> None:
+def test_a_graph_of_nearest_classes_comes_back(cluster: Cluster, tmp_path: Path) -> None:
     first = Trainer(cluster, select=gt.KNNSoftmax(active=0.5, k=4, rebuild="epoch"))
     first.train(range(2))
     gt.save(first.model, tmp_path / "model", state=first.state)
@@ -262,7 +264,7 @@ def test_a_process_that_dies_while_it_saves_leaves_the_old_model(saved: Path, pl
     assert len(list(saved.iterdir())) == 3  # what the dead process left is gone
 
 
-def test_a_save_that_fails_leaves_the_old_model_and_nothing_else(cluster: gt.Cluster, saved: Path) -> None:
+def test_a_save_that_fails_leaves_the_old_model_and_nothing_else(cluster: Cluster, saved: Path) -> None:
     before = sorted(path.name for path in saved.iterdir())
     trainer = Trainer(cluster, reuse=True)
     for place in ("model.publish.before", "block.write.before"):
@@ -274,19 +276,19 @@ def test_a_save_that_fails_leaves_the_old_model_and_nothing_else(cluster: gt.Clu
 
 
 class TwoHeads(Model):
-    def __init__(self, cluster: gt.Cluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self.second = gt.ClassHead(cluster, "second", num_classes=3, dim=DIM)
 
 
 class Headless(nn.Module):
-    def __init__(self, cluster: gt.Cluster) -> None:  # noqa: ARG002
+    def __init__(self, cluster: Cluster) -> None:  # noqa: ARG002
         super().__init__()
         self.backbone = nn.Linear(DIM, DIM)
 
 
 class Wider(Model):
-    def __init__(self, cluster: gt.Cluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self.backbone = nn.Sequential(nn.Linear(DIM, DIM + 1), nn.BatchNorm1d(DIM))
 
@@ -309,7 +311,7 @@ class Wider(Model):
     ],
 )
 def test_a_model_that_was_made_otherwise_is_refused_and_not_changed(
-    saved: Path, make: Callable[[gt.Cluster], nn.Module], message: str
+    saved: Path, make: Callable[[Cluster], nn.Module], message: str
 ) -> None:
     with gt.local() as cluster:
         model = make(cluster)
@@ -321,7 +323,7 @@ def test_a_model_that_was_made_otherwise_is_refused_and_not_changed(
         assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
 
 
-def test_trained_rows_are_replaced_only_if_that_is_said(cluster: gt.Cluster, saved: Path) -> None:
+def test_trained_rows_are_replaced_only_if_that_is_said(cluster: Cluster, saved: Path) -> None:
     trainer = Trainer(cluster, reuse=True)
     trained = trainer.model.head.weights()
     with pytest.raises(TableExists, match=r"replace=True"):
@@ -345,7 +347,7 @@ def test_imprinted_rows_are_not_replaced_either(saved: Path, place: str) -> None
         gt.load(model, saved, replace=True)
 
 
-def test_a_save_that_fails_over_the_model_of_a_later_version_leaves_that(cluster: gt.Cluster, saved: Path) -> None:
+def test_a_save_that_fails_over_the_model_of_a_later_version_leaves_that(cluster: Cluster, saved: Path) -> None:
     content = unseal_json((saved / "model.json").read_bytes())
     (saved / "model.json").write_bytes(seal_json({**content, "format": 1_000}))
     with pytest.raises(ConfigError, match=r"has format 1000; .* reads format 2\. Use .*, or save the model again"):
@@ -378,7 +380,7 @@ def test_damage_is_named_and_changes_nothing(saved: Path) -> None:
         gt.load(trainer.model, saved)
 
 
-def test_a_snapshot_of_another_save_is_not_taken(saved: Path, cluster: gt.Cluster, tmp_path: Path) -> None:
+def test_a_snapshot_of_another_save_is_not_taken(saved: Path, cluster: Cluster, tmp_path: Path) -> None:
     other = gt.save(Model(cluster, reuse=True), tmp_path / "other")
     (mine,), (theirs,) = list(saved.glob("rows-*")), list(other.glob("rows-*"))
     mine.rename(tmp_path / "aside")
@@ -387,7 +389,7 @@ def test_a_snapshot_of_another_save_is_not_taken(saved: Path, cluster: gt.Cluste
         gt.load(Model(elsewhere), saved)
 
 
-def test_what_cannot_be_saved_or_loaded_is_said(cluster: gt.Cluster, saved: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_saved_or_loaded_is_said(cluster: Cluster, saved: Path, tmp_path: Path) -> None:
     trainer = Trainer(cluster, reuse=True)
     refused: Mapping[str, Callable[[], Any]] = {
         "must be a torch.nn.Module": lambda: gt.save({}, tmp_path / "a"),  # type: ignore[arg-type]
@@ -410,7 +412,7 @@ def test_what_cannot_be_saved_or_loaded_is_said(cluster: gt.Cluster, saved: Path
             action(trainer.model, saved)
 
 
-def test_a_module_that_does_not_say_where_its_rows_are_is_not_saved(cluster: gt.Cluster, tmp_path: Path) -> None:
+def test_a_module_that_does_not_say_where_its_rows_are_is_not_saved(cluster: Cluster, tmp_path: Path) -> None:
     class Own(nn.Module):
         def __init__(self, update: Any) -> None:
             super().__init__()

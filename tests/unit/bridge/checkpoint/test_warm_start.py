@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 
 DIMS = {"user": 3, "item": 2, "brand": 4}
 
@@ -16,7 +17,7 @@ DIMS = {"user": 3, "item": 2, "brand": 4}
 class Clicks(nn.Module):
     """Some fields and two layers behind them."""
 
-    def __init__(self, cluster: gt.Cluster, *names: str, **settings: object) -> None:
+    def __init__(self, cluster: Cluster, *names: str, **settings: object) -> None:
         super().__init__()
         fields = [
             gt.Field(name, dim=DIMS[name], optimizer=gt.SGD(0.1) if name == "item" else None, **settings)  # type: ignore[arg-type]

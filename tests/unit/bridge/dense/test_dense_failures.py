@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.rows.row_calls import RowCalls
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.values.errors import NonFinite, ShardUnavailable
 from geartrain.ams.values.shard_messages import Done
+from geartrain.bridge.dense.dense_table import DenseTable
 from geartrain.bridge.dense.layout import Layout
 
 DIM = 8
@@ -44,7 +46,7 @@ class Counting(nn.Module):
         return {*self.count.tolist(), *(2 * self.total).tolist()}
 
 
-def attached(cluster: gt.Cluster, *, reuse: bool = True) -> tuple[Counting, gt.DenseTable]:
+def attached(cluster: Cluster, *, reuse: bool = True) -> tuple[Counting, DenseTable]:
     module = Counting()
     return module, gt.attach(module, cluster, name="net", dim=DIM, optimizer=gt.SGD(0.1), reuse=reuse)
 
@@ -58,7 +60,7 @@ def backward(module: Counting, times: int = 1) -> None:
 def fail_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     whole = RowCalls.write
 
-    def fail(dense: gt.DenseTable, push: int, *, applied: bool) -> None:
+    def fail(dense: DenseTable, push: int, *, applied: bool) -> None:
         """One shard's answer to the first (buffers) or second (parameters) push of a step is lost, or its request."""
         pushes = 0
 
@@ -89,7 +91,7 @@ def fail_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize("push", [1, 2])
 @pytest.mark.parametrize("applied", [True, False])
 def test_buffers_of_a_step_that_is_dropped_are_not_pushed_again(
-    cluster: gt.Cluster, fail_step: Callable[..., None], push: int, applied: bool
+    cluster: Cluster, fail_step: Callable[..., None], push: int, applied: bool
 ) -> None:
     module, dense = attached(cluster)
     backward(module)
@@ -106,7 +108,7 @@ def test_buffers_of_a_step_that_is_dropped_are_not_pushed_again(
 @pytest.mark.parametrize("push", [1, 2])
 @pytest.mark.parametrize("applied", [True, False])
 def test_a_refresh_between_a_failed_step_and_its_repeat_doubles_no_change_of_buffers(
-    cluster: gt.Cluster, fail_step: Callable[..., None], push: int, applied: bool
+    cluster: Cluster, fail_step: Callable[..., None], push: int, applied: bool
 ) -> None:
     (module, dense), (other, others) = attached(cluster), attached(cluster)
     backward(other, 5)
@@ -125,7 +127,7 @@ def test_a_refresh_between_a_failed_step_and_its_repeat_doubles_no_change_of_buf
 @pytest.mark.parametrize("push", [1, 2])
 @pytest.mark.parametrize("applied", [True, False])
 def test_ranks_complete_a_step_that_some_shards_have_before_the_next(
-    cluster: gt.Cluster, fail_step: Callable[..., None], push: int, applied: bool
+    cluster: Cluster, fail_step: Callable[..., None], push: int, applied: bool
 ) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -155,7 +157,7 @@ def test_ranks_complete_a_step_that_some_shards_have_before_the_next(
         dist.destroy_process_group()
 
 
-def test_ranks_may_drop_a_step_that_a_shard_refuses(cluster: gt.Cluster) -> None:
+def test_ranks_may_drop_a_step_that_a_shard_refuses(cluster: Cluster) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         module = Counting()
@@ -176,7 +178,7 @@ def test_ranks_may_drop_a_step_that_a_shard_refuses(cluster: gt.Cluster) -> None
 @pytest.mark.parametrize("push", [1, 2])
 @pytest.mark.parametrize("raises", [True, False])
 def test_a_push_that_is_repeated_has_the_gradients_it_began_with(
-    cluster: gt.Cluster, fail_step: Callable[..., None], monkeypatch: pytest.MonkeyPatch, push: int, raises: bool
+    cluster: Cluster, fail_step: Callable[..., None], monkeypatch: pytest.MonkeyPatch, push: int, raises: bool
 ) -> None:
     module, dense = attached(cluster)
     backward(module)
@@ -216,7 +218,7 @@ def test_gradients_that_are_not_finite_are_named_wherever_they_are_found(shards:
 
 
 def test_a_pull_that_fails_half_way_leaves_buffers_and_what_they_changed_by(
-    cluster: gt.Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (module, dense), (other, others) = attached(cluster), attached(cluster)
     backward(other, 5)
@@ -239,7 +241,7 @@ def test_a_pull_that_fails_half_way_leaves_buffers_and_what_they_changed_by(
     assert module.forwards() == {7.0}
 
 
-def test_a_write_that_reached_one_shard_only_is_seen(cluster: gt.Cluster) -> None:
+def test_a_write_that_reached_one_shard_only_is_seen(cluster: Cluster) -> None:
     module, dense = attached(cluster)
     table = cluster.table("net")
     table.push(np.array([0]), np.ones((1, DIM), np.float32))
@@ -255,13 +257,13 @@ def test_a_write_that_reached_one_shard_only_is_seen(cluster: gt.Cluster) -> Non
 
 
 def test_who_comes_while_the_first_makes_the_tables_waits_for_both(
-    cluster: gt.Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    create_table = gt.Cluster.create_table
+    create_table = Cluster.create_table
     begun, may_go_on = threading.Event(), threading.Event()
     version = ShardCalls.read
 
-    def slowly(self: gt.Cluster, name: str, **settings: Any) -> Any:
+    def slowly(self: Cluster, name: str, **settings: Any) -> Any:
         if name == "net.buffers" and not settings["reuse"]:
             begun.set()
             assert may_go_on.wait(30)
@@ -272,7 +274,7 @@ def test_who_comes_while_the_first_makes_the_tables_waits_for_both(
         may_go_on.set()  # the second has looked for values, and found none
         return replies
 
-    monkeypatch.setattr(gt.Cluster, "create_table", slowly)
+    monkeypatch.setattr(Cluster, "create_table", slowly)
     made: list[Counting] = []
     first = threading.Thread(target=lambda: made.append(attached(cluster, reuse=False)[0]))
     first.start()

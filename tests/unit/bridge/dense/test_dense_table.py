@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.rows.row_calls import RowCalls
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.values.errors import (
@@ -65,7 +66,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 
 
 @pytest.fixture
-def cluster() -> Iterator[gt.Cluster]:
+def cluster() -> Iterator[Cluster]:
     with gt.local(3) as embedded:
         yield embedded
 
@@ -82,7 +83,7 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_twenty_steps_equal_torch_in_float64_with_a_learning_rate_schedule(cluster: gt.Cluster, kind: str) -> None:
+def test_twenty_steps_equal_torch_in_float64_with_a_learning_rate_schedule(cluster: Cluster, kind: str) -> None:
     module, reference = small_net(), small_net().double()
     spec, make = OPTIMIZERS[kind]
     dense, truth = gt.attach(module, cluster, name="net", optimizer=spec, dim=DIM), make(reference.parameters())
@@ -96,7 +97,7 @@ def test_twenty_steps_equal_torch_in_float64_with_a_learning_rate_schedule(clust
     assert dense.param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-12)
 
 
-def test_the_rows_are_spread_over_the_shards_and_end_with_zeros(cluster: gt.Cluster) -> None:
+def test_the_rows_are_spread_over_the_shards_and_end_with_zeros(cluster: Cluster) -> None:
     module = small_net()
     dense = gt.attach(module, cluster, name="net", dim=DIM, optimizer=gt.Adam(0.1, weight_decay=0.1))
     train(module, dense, range(2))
@@ -111,7 +112,7 @@ def test_the_rows_are_spread_over_the_shards_and_end_with_zeros(cluster: gt.Clus
     assert min(rows) > 0 and max(rows) - min(rows) <= 2
 
 
-def test_who_names_no_width_takes_that_of_the_table_there_is(cluster: gt.Cluster) -> None:
+def test_who_names_no_width_takes_that_of_the_table_there_is(cluster: Cluster) -> None:
     first, second, third = small_net(1), small_net(2), small_net(3)
     gt.attach(first, cluster, name="net", optimizer=gt.SGD(0.1), dim=DIM)
     gt.attach(second, cluster, name="net", optimizer=gt.SGD(0.1), reuse=True)
@@ -122,7 +123,7 @@ def test_who_names_no_width_takes_that_of_the_table_there_is(cluster: gt.Cluster
         gt.attach(small_net(), cluster, name="net", optimizer=gt.SGD(0.1), dim=DIM + 1, reuse=True)
 
 
-def test_later_workers_take_the_weights_and_see_the_pushes_of_others(cluster: gt.Cluster) -> None:
+def test_later_workers_take_the_weights_and_see_the_pushes_of_others(cluster: Cluster) -> None:
     first, second = small_net(1), small_net(2)
     one = gt.attach(first, cluster, name="net", optimizer=gt.SGD(0.1), dim=DIM, reuse=True)
     other = gt.attach(second, cluster, name="net", optimizer=gt.SGD(0.1), dim=DIM, reuse=True)
@@ -169,7 +170,7 @@ class Odd(nn.Module):
         return self.out(torch.tanh(self.again(torch.tanh(self.embed(inputs - self.mean)))) + self.fixed[:6])
 
 
-def test_tied_frozen_and_unused_parameters_and_buffers(cluster: gt.Cluster) -> None:
+def test_tied_frozen_and_unused_parameters_and_buffers(cluster: Cluster) -> None:
     module, reference = Odd(), Odd()
     optimizer = gt.Momentum(0.1, 0.9, weight_decay=0.1)
     dense = gt.attach(module, cluster, name="odd", optimizer=optimizer, dim=DIM)
@@ -204,7 +205,7 @@ def test_tied_frozen_and_unused_parameters_and_buffers(cluster: gt.Cluster) -> N
     np.testing.assert_array_equal(late.fixed.numpy(), reference.fixed.numpy())
 
 
-def test_what_a_module_changed_in_its_buffers_outlives_a_refresh(cluster: gt.Cluster) -> None:
+def test_what_a_module_changed_in_its_buffers_outlives_a_refresh(cluster: Cluster) -> None:
     first, second = Odd(), Odd()
     one = gt.attach(first, cluster, name="odd", optimizer=gt.SGD(0.1), dim=DIM)
     other = gt.attach(second, cluster, name="odd", optimizer=gt.SGD(0.1), dim=DIM, reuse=True)
@@ -218,7 +219,7 @@ def test_what_a_module_changed_in_its_buffers_outlives_a_refresh(cluster: gt.Clu
     assert_same(first, second)
 
 
-def test_buffers_that_a_drop_left_are_named(cluster: gt.Cluster) -> None:
+def test_buffers_that_a_drop_left_are_named(cluster: Cluster) -> None:
     gt.attach(Odd(), cluster, name="left", optimizer=gt.SGD(0.1), dim=DIM)
     cluster.drop_table("left")
     with pytest.raises(
@@ -229,7 +230,7 @@ def test_buffers_that_a_drop_left_are_named(cluster: gt.Cluster) -> None:
     gt.attach(Odd(), cluster, name="left", optimizer=gt.SGD(0.1), dim=DIM, reuse=True)
 
 
-def test_a_module_follows_a_table_that_went_back_and_on_to_its_version(cluster: gt.Cluster, tmp_path: Path) -> None:
+def test_a_module_follows_a_table_that_went_back_and_on_to_its_version(cluster: Cluster, tmp_path: Path) -> None:
     first, second = Odd(), Odd()
     one = gt.attach(first, cluster, name="back", optimizer=gt.SGD(0.1), dim=DIM)
     path = cluster.snapshot(tmp_path).result(60)
@@ -244,7 +245,7 @@ def test_a_module_follows_a_table_that_went_back_and_on_to_its_version(cluster: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_modules_of_sixteen_bits_have_wide_weights_on_the_server(cluster: gt.Cluster, dtype: torch.dtype) -> None:
+def test_modules_of_sixteen_bits_have_wide_weights_on_the_server(cluster: Cluster, dtype: torch.dtype) -> None:
     module = nn.Linear(4, 1, bias=False)
     nn.init.ones_(module.weight)
     module.to(dtype)
@@ -257,7 +258,7 @@ def test_modules_of_sixteen_bits_have_wide_weights_on_the_server(cluster: gt.Clu
     np.testing.assert_array_equal(module.weight.detach().float().numpy(), 1 - 2.0**-7)
 
 
-def test_the_dtype_of_a_module_may_change(cluster: gt.Cluster) -> None:
+def test_the_dtype_of_a_module_may_change(cluster: Cluster) -> None:
     module = small_net()
     dense = gt.attach(module, cluster, name="net", dim=DIM)
     train(module, dense, range(2))
@@ -270,7 +271,7 @@ def test_the_dtype_of_a_module_may_change(cluster: gt.Cluster) -> None:
     assert_close(module, reference, 1e-4, 1e-5)
 
 
-def test_a_step_that_grad_scaler_skips_pushes_nothing_and_its_scale_is_taken_out(cluster: gt.Cluster) -> None:
+def test_a_step_that_grad_scaler_skips_pushes_nothing_and_its_scale_is_taken_out(cluster: Cluster) -> None:
     module, reference = small_net(), small_net()
     dense = gt.attach(module, cluster, name="net", optimizer=gt.Momentum(0.1), dim=DIM)
     truth = torch.optim.SGD(reference.parameters(), 0.1, 0.9)
@@ -293,7 +294,7 @@ def test_a_step_that_grad_scaler_skips_pushes_nothing_and_its_scale_is_taken_out
     assert_close(module, reference)
 
 
-def test_gradients_that_are_not_finite_push_nothing_anywhere(cluster: gt.Cluster) -> None:
+def test_gradients_that_are_not_finite_push_nothing_anywhere(cluster: Cluster) -> None:
     module = Odd()
     dense = gt.attach(module, cluster, name="odd", dim=DIM)
     backward(module, 0)
@@ -310,7 +311,7 @@ def test_gradients_that_are_not_finite_push_nothing_anywhere(cluster: gt.Cluster
     assert dense.version == 2
 
 
-def test_what_a_step_is_given_is_checked(cluster: gt.Cluster) -> None:
+def test_what_a_step_is_given_is_checked(cluster: Cluster) -> None:
     module = small_net()
     dense = gt.attach(module, cluster, name="net", dim=DIM)
     backward(module, 0)
@@ -327,7 +328,7 @@ def test_what_a_step_is_given_is_checked(cluster: gt.Cluster) -> None:
     assert not dense.refresh()
 
 
-def test_without_any_gradient_nothing_is_pushed(cluster: gt.Cluster) -> None:
+def test_without_any_gradient_nothing_is_pushed(cluster: Cluster) -> None:
     module = small_net()
     dense = gt.attach(module, cluster, name="net", dim=DIM)
     dense.step()
@@ -350,7 +351,7 @@ def test_a_repeat_of_a_numbered_push_changes_nothing() -> None:
         assert dense.version == 1 and dense.refresh() and dense.version == 2
 
 
-def test_a_number_needs_a_named_stream(cluster: gt.Cluster) -> None:
+def test_a_number_needs_a_named_stream(cluster: Cluster) -> None:
     module = small_net()
     dense = gt.attach(module, cluster, name="net", dim=DIM)
     backward(module, 0)
@@ -361,7 +362,7 @@ def test_a_number_needs_a_named_stream(cluster: gt.Cluster) -> None:
 
 @pytest.mark.parametrize("optimizer", [gt.Adam(0.1), gt.Momentum(0.1), gt.SparseMomentum(0.1)], ids=str)
 def test_a_step_asks_each_shard_once(
-    cluster: gt.Cluster, monkeypatch: pytest.MonkeyPatch, optimizer: RowOptimizerSpec
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, optimizer: RowOptimizerSpec
 ) -> None:
     layer = nn.Linear(5, 7)
     dense = gt.attach(layer, cluster, name="layer", optimizer=optimizer, dim=DIM)
@@ -383,7 +384,7 @@ def test_a_step_asks_each_shard_once(
     assert torch.equal(layer.weight, stepped)
 
 
-def test_a_push_that_failed_half_way_is_completed_once(cluster: gt.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_that_failed_half_way_is_completed_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     module, reference = Odd(), Odd()
     dense = gt.attach(module, cluster, name="odd", optimizer=gt.Momentum(0.1), dim=DIM)
     train(reference, torch.optim.SGD(reference.parameters(), 0.1, 0.9), range(1))
@@ -421,7 +422,7 @@ def test_a_push_that_failed_half_way_is_completed_once(cluster: gt.Cluster, monk
     assert (dense.version, int(module.count)) == (2, 1)
 
 
-def test_a_module_of_another_layout_is_refused_by_name(cluster: gt.Cluster) -> None:
+def test_a_module_of_another_layout_is_refused_by_name(cluster: Cluster) -> None:
     gt.attach(small_net(), cluster, name="net", dim=DIM)
     wider = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 10), nn.Tanh(), nn.Linear(10, 3))
     renamed = nn.ModuleDict({f"layer{i}": item for i, item in enumerate(small_net())})
@@ -438,7 +439,7 @@ def test_a_module_of_another_layout_is_refused_by_name(cluster: gt.Cluster) -> N
         gt.attach(small_net(), cluster, name="net", dim=DIM, optimizer=gt.Momentum(0.1), reuse=True)
 
 
-def test_modules_that_cannot_be_attached_are_refused_and_leave_no_table(cluster: gt.Cluster) -> None:
+def test_modules_that_cannot_be_attached_are_refused_and_leave_no_table(cluster: Cluster) -> None:
     counted = nn.Linear(2, 2)
     counted.register_buffer("keys", torch.tensor([1, 2**24 + 1]))
     endless = nn.Linear(2, 2)
@@ -463,7 +464,7 @@ def test_modules_that_cannot_be_attached_are_refused_and_leave_no_table(cluster:
     assert [table.name for table in cluster.status().tables] == ["odd.buffers"]
 
 
-def test_a_table_whose_maker_died_is_waited_for_and_then_named(cluster: gt.Cluster) -> None:
+def test_a_table_whose_maker_died_is_waited_for_and_then_named(cluster: Cluster) -> None:
     gt.attach(small_net(), cluster, name="whole", dim=DIM)
     spec = cluster.table("whole").spec
     cluster.create_table(
@@ -473,7 +474,7 @@ def test_a_table_whose_maker_died_is_waited_for_and_then_named(cluster: gt.Clust
         gt.attach(small_net(), cluster, name="net", dim=DIM, reuse=True, wait_seconds=0)
 
 
-def test_a_parameter_that_was_replaced_is_named(cluster: gt.Cluster) -> None:
+def test_a_parameter_that_was_replaced_is_named(cluster: Cluster) -> None:
     module = small_net()
     dense = gt.attach(module, cluster, name="net", dim=DIM)
     backward(module, 0)
@@ -484,7 +485,7 @@ def test_a_parameter_that_was_replaced_is_named(cluster: gt.Cluster) -> None:
         dense.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
-def test_sparse_gradients_are_taken(cluster: gt.Cluster) -> None:
+def test_sparse_gradients_are_taken(cluster: Cluster) -> None:
     module, reference = (nn.Embedding(5, 3, sparse=sparse) for sparse in (True, False))
     reference.load_state_dict(module.state_dict())
     dense = gt.attach(module, cluster, name="rows", optimizer=gt.SGD(0.5), dim=4)
@@ -496,9 +497,7 @@ def test_sparse_gradients_are_taken(cluster: gt.Cluster) -> None:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_training_goes_on_from_a_snapshot_on_any_number_of_shards(
-    cluster: gt.Cluster, tmp_path: Path, kind: str
-) -> None:
+def test_training_goes_on_from_a_snapshot_on_any_number_of_shards(cluster: Cluster, tmp_path: Path, kind: str) -> None:
     settings: dict[str, Any] = {"name": "odd", "optimizer": OPTIMIZERS[kind][0], "dim": DIM}
     module = Odd()
     dense = gt.attach(module, cluster, **settings)
@@ -516,7 +515,7 @@ def test_training_goes_on_from_a_snapshot_on_any_number_of_shards(
             assert restored.version == dense.version
 
 
-def test_a_parameter_frozen_after_attach_is_refused_beside_others(cluster: gt.Cluster) -> None:
+def test_a_parameter_frozen_after_attach_is_refused_beside_others(cluster: Cluster) -> None:
     layer = nn.Linear(3, 2)
     dense = gt.attach(layer, cluster, name="layer", optimizer=gt.Momentum(0.1, 0.9))
     before = layer.bias.detach().clone()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.table import Table, pull_together
 from geartrain.ams.client.writes import RowWrite
 from geartrain.ams.values.errors import InvalidArgument, Unavailable
@@ -24,7 +25,7 @@ OF_TABLE = ("dtype", "slot_dtype", "admission", "expiry", "max_bytes")
 ROOMY, TIGHT = 1 << 20, 1200
 
 
-def group(cluster: gt.Cluster, cache: int, **settings: Any) -> gt.EmbeddingGroup:
+def group(cluster: Cluster, cache: int, **settings: Any) -> gt.EmbeddingGroup:
     user = {name: settings.pop(name) for name in list(settings) if name in OF_TABLE}
     fields = [
         gt.Field("user", dim=7, **user),
@@ -157,7 +158,7 @@ def test_slots_of_16_bits_are_kept_to_the_bit(
     assert report["user"]["misses"] <= USERS
 
 
-def assigns(_: gt.Cluster, fields: gt.EmbeddingGroup, script: Script, step: int) -> None:
+def assigns(_: Cluster, fields: gt.EmbeddingGroup, script: Script, step: int) -> None:
     """Writes of this process, and of another client of the same cluster, beside the steps."""
     ids = script.rng.choice(ITEMS, 5, replace=False)
     values = script.rng.standard_normal((5, 7)).astype(np.float32)
@@ -171,7 +172,7 @@ def assigns(_: gt.Cluster, fields: gt.EmbeddingGroup, script: Script, step: int)
         fields.table("item").push(ids, values[:, :3])
 
 
-def others_train(cluster: gt.Cluster, _: gt.EmbeddingGroup, script: Script, step: int) -> None:
+def others_train(cluster: Cluster, _: gt.EmbeddingGroup, script: Script, step: int) -> None:
     """Another worker in mode "async", without a cache."""
     if step % 4 == 1:
         other = group(cluster, 0, reuse=True)
@@ -180,7 +181,7 @@ def others_train(cluster: gt.Cluster, _: gt.EmbeddingGroup, script: Script, step
         rows.step()
 
 
-def expires(_: gt.Cluster, fields: gt.EmbeddingGroup, __: Script, step: int) -> None:
+def expires(_: Cluster, fields: gt.EmbeddingGroup, __: Script, step: int) -> None:
     if step % 6 == 4:
         fields.table("user").expire(gt.Unseen(steps=2))
 
@@ -323,7 +324,7 @@ def test_a_write_that_a_look_up_of_new_ids_tells_of_drops_rows() -> None:
         assert fields(torch.tensor([1])).tolist() == [[9.0, 9.0]]
 
 
-def two_workers(cluster: gt.Cluster, staleness: int) -> list[gt.Embedding]:
+def two_workers(cluster: Cluster, staleness: int) -> list[gt.Embedding]:
     settings: Any = {"optimizer": gt.SGD(1.0), "initializer": gt.Constant(0.0), "device_cache_bytes": 1 << 12}
     workers = [
         gt.Embedding(cluster, "t", 1, mode=gt.SSP(staleness, worker=name), reuse=name == "b", **settings)

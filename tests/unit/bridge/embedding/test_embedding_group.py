@@ -11,18 +11,20 @@ import torch
 from torch import Tensor, nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.table import Table
 
 DIM = 5
 ROWS = 40
 
 
 @pytest.fixture(params=[1, 2])
-def cluster(request: pytest.FixtureRequest) -> Iterator[gt.Cluster]:
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     with gt.local(num_shards=request.param) as made:
         yield made
 
 
-def reference(table: gt.Table) -> Tensor:
+def reference(table: Table) -> Tensor:
     """All rows in float64, as a parameter."""
     return table.pull(torch.arange(ROWS)).double().requires_grad_()
 
@@ -53,7 +55,7 @@ def torch_vectors(rows: Tensor, ids: Tensor, offsets: Tensor, pooling: str, weig
 
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("pooling", ["sum", "mean", "sqrtn", "max"])
-def test_vectors_and_a_step_are_those_of_embedding_bag(cluster: gt.Cluster, pooling: Any, is_weighted: bool) -> None:
+def test_vectors_and_a_step_are_those_of_embedding_bag(cluster: Cluster, pooling: Any, is_weighted: bool) -> None:
     if pooling == "max" and is_weighted:
         pytest.skip("a maximum takes no weights")
     one = gt.Embedding(cluster, "t", DIM, pooling=pooling, optimizer=gt.SGD(0.5), initializer=gt.Normal(std=1.0))
@@ -82,7 +84,7 @@ def test_vectors_and_a_step_are_those_of_embedding_bag(cluster: gt.Cluster, pool
 
 
 @pytest.mark.parametrize("padding_id", [None, 0])
-def test_ids_in_rows_of_one_length_keep_it_without_pooling(cluster: gt.Cluster, padding_id: int | None) -> None:
+def test_ids_in_rows_of_one_length_keep_it_without_pooling(cluster: Cluster, padding_id: int | None) -> None:
     one = gt.Embedding(cluster, "t", DIM, pooling=None, padding_id=padding_id, optimizer=gt.SGD(1.0))
     rows = reference(one.table("t"))
     ids = torch.tensor([[1, 2, 0], [2, 0, 0], [7, 7, 7]])
@@ -99,7 +101,7 @@ def test_ids_in_rows_of_one_length_keep_it_without_pooling(cluster: gt.Cluster, 
     assert one(ids[:, 0]).shape == (3, DIM)
 
 
-def test_sequences_stay_jagged(cluster: gt.Cluster) -> None:
+def test_sequences_stay_jagged(cluster: Cluster) -> None:
     one = gt.Embedding(cluster, "t", DIM, pooling=None, optimizer=gt.SGD(1.0))
     ids, offsets = bags(1)
     jagged = one(torch.nested.nested_tensor_from_jagged(ids, offsets))
@@ -129,7 +131,7 @@ class Keyed:
         return self._all[2]
 
 
-def test_fields_share_rows_and_one_step_trains_them_all(cluster: gt.Cluster) -> None:
+def test_fields_share_rows_and_one_step_trains_them_all(cluster: Cluster) -> None:
     fields = gt.EmbeddingGroup(
         cluster,
         "ctr",
@@ -165,7 +167,7 @@ def test_fields_share_rows_and_one_step_trains_them_all(cluster: gt.Cluster) -> 
     assert (fields.table("wide").pull(users) < before["wide"]).all()
 
 
-def test_rows_of_a_field_without_gradient_are_left_alone(cluster: gt.Cluster) -> None:
+def test_rows_of_a_field_without_gradient_are_left_alone(cluster: Cluster) -> None:
     fields = gt.EmbeddingGroup(
         cluster, "g", [gt.Field("a", dim=2), gt.Field("b", table="a"), gt.Field("c", dim=2)], optimizer=gt.SGD(1.0)
     )
@@ -176,7 +178,7 @@ def test_rows_of_a_field_without_gradient_are_left_alone(cluster: gt.Cluster) ->
     assert fields.table("c").versions() == (0,) * len(fields.table("c").versions())
 
 
-def test_every_form_of_a_batch_gives_the_same_vectors(cluster: gt.Cluster) -> None:
+def test_every_form_of_a_batch_gives_the_same_vectors(cluster: Cluster) -> None:
     fields = gt.EmbeddingGroup(cluster, "g", [gt.Field("a", dim=2), gt.Field("b", dim=3)], optimizer=gt.SGD(1.0))
     (a, a_offsets), (b, b_offsets) = bags(0), bags(1)
     expected = fields({"a": (a, a_offsets), "b": (b, b_offsets)})
@@ -191,7 +193,7 @@ def test_every_form_of_a_batch_gives_the_same_vectors(cluster: gt.Cluster) -> No
             assert torch.equal(vectors, expected[name])
 
 
-def test_a_weight_that_is_no_number_and_ids_that_are_none_are_named(cluster: gt.Cluster) -> None:
+def test_a_weight_that_is_no_number_and_ids_that_are_none_are_named(cluster: Cluster) -> None:
     fields = gt.EmbeddingGroup(
         cluster, "g", [gt.Field("a", dim=2), gt.Field("b", dim=2, num_rows=10)], optimizer=gt.SGD(1.0)
     )
@@ -227,7 +229,7 @@ def test_a_weight_that_is_no_number_and_ids_that_are_none_are_named(cluster: gt.
         cluster.table("g/new")  # made with the others or not at all
 
 
-def test_micro_batches_equal_one_batch_and_zero_grad_drops_them(cluster: gt.Cluster) -> None:
+def test_micro_batches_equal_one_batch_and_zero_grad_drops_them(cluster: Cluster) -> None:
     fields = gt.EmbeddingGroup(cluster, "g", [gt.Field("a", dim=2), gt.Field("b", dim=3)], optimizer=gt.Adagrad(0.1))
     same = gt.EmbeddingGroup(
         cluster, "s", [gt.Field("a", dim=2, table="x"), gt.Field("b", dim=3)], optimizer=gt.Adagrad(0.1)
@@ -251,14 +253,14 @@ def test_micro_batches_equal_one_batch_and_zero_grad_drops_them(cluster: gt.Clus
         torch.testing.assert_close(fields.table(name).pull(ids), same.table(name).pull(ids))
 
 
-def test_nothing_is_queued_without_gradients_and_none_made_by_looking(cluster: gt.Cluster) -> None:
+def test_nothing_is_queued_without_gradients_and_none_made_by_looking(cluster: Cluster) -> None:
     one = gt.Embedding(cluster, "t", DIM, optimizer=gt.SGD(1.0))
     with torch.no_grad():
         assert not one(torch.tensor([1, 2])).requires_grad
     assert not one.table("t").present(np.arange(3)).any()
 
 
-def test_joint_optimizer_and_norm_clipping_take_embeddings(cluster: gt.Cluster) -> None:
+def test_joint_optimizer_and_norm_clipping_take_embeddings(cluster: Cluster) -> None:
     one = gt.Embedding(cluster, "t", DIM, optimizer=gt.SGD(1.0))
     dense = nn.Linear(DIM, 1)
     optimizer = gt.joint(torch.optim.SGD(dense.parameters(), lr=1.0), one)
@@ -275,7 +277,7 @@ def test_joint_optimizer_and_norm_clipping_take_embeddings(cluster: gt.Cluster) 
 
 
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
-def test_one_embedding_is_called_as_torch_is(cluster: gt.Cluster, pooling: Any) -> None:
+def test_one_embedding_is_called_as_torch_is(cluster: Cluster, pooling: Any) -> None:
     """Offsets with and without the last one, an empty bag at the end, weights, ids [B, L]."""
     one = gt.Embedding(cluster, "t", DIM, pooling=pooling)
     ends = gt.Embedding(cluster, "t", DIM, pooling=pooling, include_last_offset=True, reuse=True)
@@ -299,7 +301,7 @@ def test_one_embedding_is_called_as_torch_is(cluster: gt.Cluster, pooling: Any) 
         one(ids, torch.tensor([1, 2]))
 
 
-def test_an_embedding_trains_with_nothing_said_of_its_optimizer(cluster: gt.Cluster) -> None:
+def test_an_embedding_trains_with_nothing_said_of_its_optimizer(cluster: Cluster) -> None:
     one = gt.Embedding(cluster, "t", DIM)
     fields = gt.EmbeddingGroup(cluster, "g", [gt.Field("a", dim=2), gt.Field("b", dim=2, optimizer=gt.SGD(1.0))])
     assert one.table("t").spec.optimizer == fields.table("a").spec.optimizer == gt.Adagrad(0.05)
@@ -313,7 +315,7 @@ def test_an_embedding_trains_with_nothing_said_of_its_optimizer(cluster: gt.Clus
     assert float(loss.detach()) < 0.1 * float(wanted.square().mean())
 
 
-def test_a_batch_may_be_overwritten_before_its_backward_pass(cluster: gt.Cluster) -> None:
+def test_a_batch_may_be_overwritten_before_its_backward_pass(cluster: Cluster) -> None:
     one = gt.Embedding(cluster, "t", DIM, pooling="mean", optimizer=gt.SGD(1.0))
     rows = reference(one.table("t"))
     ids, offsets = bags(0)
@@ -329,7 +331,7 @@ def test_a_batch_may_be_overwritten_before_its_backward_pass(cluster: gt.Cluster
     torch.testing.assert_close(one.table("t").pull(torch.arange(ROWS)).double(), rows.detach() - rows.grad)
 
 
-def test_nested_tensors_with_holes_are_refused(cluster: gt.Cluster) -> None:
+def test_nested_tensors_with_holes_are_refused(cluster: Cluster) -> None:
     one = gt.Embedding(cluster, "t", DIM, optimizer=gt.SGD(1.0))
     ids, offsets = torch.arange(6), torch.tensor([0, 3, 6])
     holes = torch.nested.nested_tensor_from_jagged(ids, offsets, torch.tensor([1, 2]))
@@ -337,7 +339,7 @@ def test_nested_tensors_with_holes_are_refused(cluster: gt.Cluster) -> None:
         one(holes)
 
 
-def test_weights_of_a_vector_that_is_not_used_have_no_gradient(cluster: gt.Cluster) -> None:
+def test_weights_of_a_vector_that_is_not_used_have_no_gradient(cluster: Cluster) -> None:
     fields = gt.EmbeddingGroup(cluster, "g", [gt.Field("a", dim=2), gt.Field("b", dim=2)], optimizer=gt.SGD(1.0))
     ids, offsets = torch.tensor([1, 2]), torch.tensor([0, 2])
     used, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
@@ -345,7 +347,7 @@ def test_weights_of_a_vector_that_is_not_used_have_no_gradient(cluster: gt.Clust
     assert used.grad is not None and unused.grad is None
 
 
-def test_a_backward_pass_that_is_refused_leaves_nothing(cluster: gt.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_pass_that_is_refused_leaves_nothing(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     members = [gt.Field("a", dim=2), gt.Field("b", dim=2, optimizer=gt.SGD(2.0))]
     fields = gt.EmbeddingGroup(cluster, "g", members, optimizer=gt.SGD(1.0))
     rows, ids = gt.RowOptimizer(fields), torch.tensor([1])
@@ -368,13 +370,13 @@ def test_a_backward_pass_that_is_refused_leaves_nothing(cluster: gt.Cluster, mon
     torch.testing.assert_close(fields.table("b").pull(ids), before["b"] - 2.0)
 
 
-def test_the_largest_id_there_is_can_be_looked_up(cluster: gt.Cluster) -> None:
+def test_the_largest_id_there_is_can_be_looked_up(cluster: Cluster) -> None:
     one = gt.Embedding(cluster, "t", DIM, optimizer=gt.SGD(1.0))
     ids = torch.tensor([2**63 - 1])
     assert torch.equal(one(ids), one.table("t").pull(ids))
 
 
-def test_places_of_ids_among_those_of_a_batch(cluster: gt.Cluster) -> None:
+def test_places_of_ids_among_those_of_a_batch(cluster: Cluster) -> None:
     one = gt.Embedding(cluster, "t", DIM, optimizer=gt.SGD(1.0), padding_id=0)
     rng = np.random.default_rng(0)
     for count in (0, 1, 300):
@@ -385,7 +387,7 @@ def test_places_of_ids_among_those_of_a_batch(cluster: gt.Cluster) -> None:
         assert pulled.ids[0][places].tolist() == [n for n in asked if n != 0 and n in given]
 
 
-def test_rows_that_move_at_every_step_do_so_at_one_without_ids(cluster: gt.Cluster) -> None:
+def test_rows_that_move_at_every_step_do_so_at_one_without_ids(cluster: Cluster) -> None:
     optimizer = gt.SparseMomentum(0.1, momentum=0.9, weight_decay=0.1, untouched="elapsed")
     one = gt.Embedding(cluster, "t", DIM, optimizer=optimizer, initializer=gt.Normal(std=1.0))
     rows = reference(one.table("t"))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from tests.unit.bridge.embedding.test_embedding_group import bags, torch_vectors
 
 DIM, IMAGES = 4, 20
@@ -23,7 +24,7 @@ def network() -> nn.Linear:
 
 
 @pytest.fixture
-def image(cluster: gt.Cluster) -> Iterator[gt.SlowGear]:
+def image(cluster: Cluster) -> Iterator[gt.SlowGear]:
     """Ordinary back-propagation, step by step."""
     settings: dict[str, Any] = {"expire_seconds": 0, "gradients_per_id": 1, "mode": "sync"}
     settings |= {"optimizer": gt.SGD(0.5), "config": gt.SlowGearConfig(reduction="sum", train_mode="never")}
@@ -35,7 +36,7 @@ def image(cluster: gt.Cluster) -> Iterator[gt.SlowGear]:
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("pooling", ["sum", "mean", "sqrtn", "max"])
 def test_vectors_and_gradients_are_those_of_an_embedding_of_the_features(
-    cluster: gt.Cluster, image: gt.SlowGear, pooling: Any, is_weighted: bool
+    cluster: Cluster, image: gt.SlowGear, pooling: Any, is_weighted: bool
 ) -> None:
     if pooling == "max" and is_weighted:
         pytest.skip("a maximum takes no weights")
@@ -58,7 +59,7 @@ def test_vectors_and_gradients_are_those_of_an_embedding_of_the_features(
         torch.testing.assert_close(weights.grad.double(), wide.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_one_step_trains_rows_and_the_network_behind_the_features(cluster: gt.Cluster, image: gt.SlowGear) -> None:
+def test_one_step_trains_rows_and_the_network_behind_the_features(cluster: Cluster, image: gt.SlowGear) -> None:
     """CrossMedia's fields: the image of the item and those of a history, of one network."""
     members = [
         gt.Field("item", 3),
@@ -88,7 +89,7 @@ def test_one_step_trains_rows_and_the_network_behind_the_features(cluster: gt.Cl
     torch.testing.assert_close(fields(batch)["image"].detach(), twin(PIXELS[[2, 3]]).detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_features_come_with_a_loop_that_runs_ahead(cluster: gt.Cluster, image: gt.SlowGear) -> None:
+def test_features_come_with_a_loop_that_runs_ahead(cluster: Cluster, image: gt.SlowGear) -> None:
     fields = gt.EmbeddingGroup(
         cluster, "g", [gt.Field("image", features=image), gt.Field("item", 3)], optimizer=gt.SGD(0.5)
     )
@@ -105,7 +106,7 @@ def test_features_come_with_a_loop_that_runs_ahead(cluster: gt.Cluster, image: g
     np.testing.assert_allclose(fields.table("item").pull(np.arange(4)), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_what_features_cannot_be_is_named(cluster: gt.Cluster, image: gt.SlowGear) -> None:
+def test_what_features_cannot_be_is_named(cluster: Cluster, image: gt.SlowGear) -> None:
     with pytest.raises(gt.errors.InvalidArgument, match="features of field 'a' are"):
         gt.Field("a", features=nn.Linear(2, 2))
     with pytest.raises(gt.errors.InvalidArgument, match="field 'a' has features and dim=3; its vectors, 4 wide"):

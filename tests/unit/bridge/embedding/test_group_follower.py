@@ -14,6 +14,7 @@ import torch
 import geartrain as gt
 from geartrain.ams.client.snapshots.follower import FollowedTables
 from geartrain.ams.kernels.embedding import POOLINGS
+from geartrain.bridge.embedding.group_follower import GroupFollower
 
 FIELDS = [
     *(gt.Field(f"f{number}", dim=4, table="shared", pooling=pooling) for number, pooling in enumerate(POOLINGS)),
@@ -44,7 +45,7 @@ def train(group: gt.EmbeddingGroup, seed: int) -> None:
     rows.step()
 
 
-def assert_same(follower: gt.GroupFollower, group: gt.EmbeddingGroup, batch: dict[str, Any]) -> None:
+def assert_same(follower: GroupFollower, group: gt.EmbeddingGroup, batch: dict[str, Any]) -> None:
     with torch.no_grad():
         ours, theirs = follower(batch), group(batch)
     assert list(ours) == list(theirs)
@@ -58,7 +59,7 @@ def assert_same(follower: gt.GroupFollower, group: gt.EmbeddingGroup, batch: dic
 def test_vectors_of_a_follower_are_those_of_the_group_at_its_version(group: gt.EmbeddingGroup, tmp_path: Path) -> None:
     train(group, 0)
     group.cluster.export("ctr/*", tmp_path).result()
-    follower = gt.GroupFollower(tmp_path, "ctr", group.fields)
+    follower = GroupFollower(tmp_path, "ctr", group.fields)
     for seed in range(1, 4):
         train(group, seed)
         assert group.cluster.export("ctr/*", tmp_path).result() == follower.refresh() == follower.version
@@ -69,15 +70,15 @@ def test_vectors_of_a_follower_are_those_of_the_group_at_its_version(group: gt.E
 
 def test_what_does_not_fit_is_named(group: gt.EmbeddingGroup, tmp_path: Path) -> None:
     group.cluster.export("ctr/*", tmp_path).result()
-    follower = gt.GroupFollower(tmp_path, "ctr", group.fields)
+    follower = GroupFollower(tmp_path, "ctr", group.fields)
     with pytest.raises(gt.errors.InvalidIds, match=r"id 50 of field 'dense' in row 1 is out of range"):
         follower(batch_of(0) | {"dense": np.array([1, 50, 2])})
     with pytest.raises(gt.errors.InvalidArgument, match="no ids of field 'narrow'"):
         follower({name: ids for name, ids in batch_of(0).items() if name != "narrow"})
     with pytest.raises(gt.errors.SpecMismatch, match=r"field 'dense' has dim 7, its table in .* 3"):
-        gt.GroupFollower(tmp_path, "ctr", [gt.Field("dense", dim=7)])
+        GroupFollower(tmp_path, "ctr", [gt.Field("dense", dim=7)])
     with pytest.raises(gt.errors.TableNotFound, match="'ctr/other'"):
-        gt.GroupFollower(tmp_path, "ctr", [gt.Field("other")])
+        GroupFollower(tmp_path, "ctr", [gt.Field("other")])
 
 
 def test_what_is_pulled_while_versions_are_applied_is_of_one_version(tmp_path: Path) -> None:

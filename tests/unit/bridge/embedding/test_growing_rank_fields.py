@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.bridge.kernels.launch import interpreted
 from tests.support.rank_processes import run_ranks
@@ -27,7 +28,7 @@ FIELDS = [
 OPTIMIZERS: list[RowOptimizerSpec] = [gt.SGD(0.5), gt.Adagrad(0.5), gt.Adam(0.1), gt.RowWiseAdagrad(0.5)]
 
 
-def group(rows: str, optimizer: RowOptimizerSpec, cluster: gt.Cluster | None = None) -> gt.EmbeddingGroup:
+def group(rows: str, optimizer: RowOptimizerSpec, cluster: Cluster | None = None) -> gt.EmbeddingGroup:
     return gt.EmbeddingGroup(cluster, "ctr", FIELDS, optimizer=optimizer, rows=rows, seed=3)
 
 
@@ -96,7 +97,7 @@ def close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(OPTIMIZERS)))
-def test_rows_that_come_as_ids_do_train_as_those_of_a_cluster(number: int, cluster: gt.Cluster, tmp_path: Path) -> None:
+def test_rows_that_come_as_ids_do_train_as_those_of_a_cluster(number: int, cluster: Cluster, tmp_path: Path) -> None:
     theirs = group("pull", OPTIMIZERS[number], cluster)
     train(theirs, range(STEPS))
     wanted = all_rows(theirs)
@@ -199,9 +200,7 @@ def save_and_load(rank: int, ranks: int, folder: Path, steps: range) -> None:
         torch.save(rows, folder / "rows.pt")
 
 
-def test_rows_are_saved_and_loaded_on_other_numbers_of_ranks_and_in_a_cluster(
-    cluster: gt.Cluster, tmp_path: Path
-) -> None:
+def test_rows_are_saved_and_loaded_on_other_numbers_of_ranks_and_in_a_cluster(cluster: Cluster, tmp_path: Path) -> None:
     for ranks, steps in ((2, range(2)), (3, range(2, 4)), (1, range(4, 6)), (2, range(6, 7))):
         run_ranks(save_and_load, ranks, tmp_path, steps)
     whole = group("ranks", OPTIMIZERS[2])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.programs.bag_pooling import NAME, POOL
 from geartrain.ams.values.shard_messages import HostedInputs
 
@@ -18,7 +19,7 @@ DIM, ROWS = 5, 40
 
 
 @pytest.fixture(params=[1, 3])
-def cluster(request: pytest.FixtureRequest) -> Iterator[gt.Cluster]:
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     with gt.local(num_shards=request.param) as made:
         yield made
 
@@ -34,7 +35,7 @@ def bags(seed: int, padding_id: int | None, is_weighted: bool) -> tuple[Tensor, 
     return (ids, offsets, torch.rand(len(ids), generator=rng) + 0.5) if is_weighted else (ids, offsets)
 
 
-def group(cluster: gt.Cluster, name: str, where: Any, pooling: Any = "sum", **settings: Any) -> gt.EmbeddingGroup:
+def group(cluster: Cluster, name: str, where: Any, pooling: Any = "sum", **settings: Any) -> gt.EmbeddingGroup:
     history = gt.Field("history", DIM, table="item", pooling=pooling, where=where, **settings)
     seen = gt.Field("seen", table="item", pooling="mean", where=where)
     return gt.EmbeddingGroup(
@@ -52,7 +53,7 @@ def rows_of(fields: gt.EmbeddingGroup) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(("padding_id", "is_weighted"), [(None, False), (-1, True), (3, False), (None, True)])
 @pytest.mark.parametrize("pooling", ["sum", "mean", "sqrtn"])
 def test_hosted_fields_train_as_pulled_ones(
-    cluster: gt.Cluster, pooling: Any, padding_id: int | None, is_weighted: bool
+    cluster: Cluster, pooling: Any, padding_id: int | None, is_weighted: bool
 ) -> None:
     """Vectors, the norm of the gradients and, with an optimizer that counts its updates, the rows."""
     both = [group(cluster, where, where, pooling, padding_id=padding_id) for where in ("pull", "hosted")]
@@ -90,7 +91,7 @@ def test_hosted_fields_train_as_pulled_ones(
         assert {max(fields.table(name).versions()) for fields in both} == {4}  # each step is one write
 
 
-def test_a_table_is_told_of_hosted_batches_what_it_asks(cluster: gt.Cluster) -> None:
+def test_a_table_is_told_of_hosted_batches_what_it_asks(cluster: Cluster) -> None:
     """Ids are admitted by their occurrences in bags and beside them, whichever way they came."""
     tables = []
     for where in ("pull", "hosted"):
@@ -112,7 +113,7 @@ def test_a_table_is_told_of_hosted_batches_what_it_asks(cluster: gt.Cluster) -> 
     np.testing.assert_array_equal(*admitted)
 
 
-def test_a_feature_without_a_gradient_moves_no_row(cluster: gt.Cluster) -> None:
+def test_a_feature_without_a_gradient_moves_no_row(cluster: Cluster) -> None:
     fields = group(cluster, "g", "hosted")
     rows = gt.RowOptimizer(fields)
     before = fields.table("item").pull(np.arange(ROWS))
@@ -124,7 +125,7 @@ def test_a_feature_without_a_gradient_moves_no_row(cluster: gt.Cluster) -> None:
 
 
 @pytest.mark.parametrize("pooling", ["sum", "mean", "sqrtn"])
-def test_a_batch_without_ids_has_vectors_of_zeros(cluster: gt.Cluster, pooling: Any) -> None:
+def test_a_batch_without_ids_has_vectors_of_zeros(cluster: Cluster, pooling: Any) -> None:
     fields = group(cluster, "g", "hosted", pooling)
     rows = gt.RowOptimizer(fields)
     none = torch.empty(0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
@@ -136,7 +137,7 @@ def test_a_batch_without_ids_has_vectors_of_zeros(cluster: gt.Cluster, pooling: 
     np.testing.assert_array_equal(np.flatnonzero(fields.table("item").present(np.arange(ROWS))), [5, 6])
 
 
-def test_what_is_not_finite_is_pushed_to_nobody(cluster: gt.Cluster) -> None:
+def test_what_is_not_finite_is_pushed_to_nobody(cluster: Cluster) -> None:
     fields = group(cluster, "g", "hosted")
     rows = gt.RowOptimizer(fields)
     batch = {"user": [1], "history": [[1, 2]], "item": [[5]], "seen": [[7]]}
@@ -147,7 +148,7 @@ def test_what_is_not_finite_is_pushed_to_nobody(cluster: gt.Cluster) -> None:
 
 
 def test_a_step_that_stopped_goes_on_and_applies_nothing_twice(
-    cluster: gt.Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields = group(cluster, "g", "hosted")
     rows = gt.RowOptimizer(fields)

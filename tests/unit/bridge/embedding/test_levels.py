@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.bridge.embedding.levels import Nodes
 
 B, N = 12, 4
@@ -40,7 +41,7 @@ def both_batches() -> tuple[dict[str, Any], Leveled]:
     return plain, Leveled({"user": users, "user_history": (values, offsets), "item": items}, index)
 
 
-def group(cluster: gt.Cluster, name: str, pooling: Any, **settings: Any) -> gt.EmbeddingGroup:
+def group(cluster: Cluster, name: str, pooling: Any, **settings: Any) -> gt.EmbeddingGroup:
     members = [
         gt.Field("user", dim=3),
         gt.Field("user_history", table="item", pooling=pooling),

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.bridge.embedding.ids import batch_ids, tensor_ids
 from geartrain.bridge.kernels.launch import interpreted
@@ -45,7 +46,7 @@ OPTIMIZERS = [
 
 
 def group(
-    rows: str, optimizer: RowOptimizerSpec = OPTIMIZERS[0], cluster: gt.Cluster | None = None, **more: Any
+    rows: str, optimizer: RowOptimizerSpec = OPTIMIZERS[0], cluster: Cluster | None = None, **more: Any
 ) -> gt.EmbeddingGroup:
     return gt.EmbeddingGroup(cluster, "ctr", FIELDS, optimizer=optimizer, rows=rows, seed=3, **more)
 
@@ -214,9 +215,7 @@ def save_and_load(rank: int, ranks: int, folder: Path, steps: range, first: bool
         torch.save(rows, folder / "rows.pt")
 
 
-def test_rows_are_saved_and_loaded_on_other_numbers_of_ranks_and_in_a_cluster(
-    cluster: gt.Cluster, tmp_path: Path
-) -> None:
+def test_rows_are_saved_and_loaded_on_other_numbers_of_ranks_and_in_a_cluster(cluster: Cluster, tmp_path: Path) -> None:
     for ranks, steps in ((2, range(2)), (3, range(2, 4)), (1, range(4, 6))):
         run_ranks(save_and_load, ranks, tmp_path, steps, steps.start == 0)
     whole = group("ranks", OPTIMIZERS[2])

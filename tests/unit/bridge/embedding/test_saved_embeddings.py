@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 
 
 class Model(nn.Module):
     """Two fields and a layer behind them."""
 
-    def __init__(self, cluster: gt.Cluster, dim: int = 3) -> None:
+    def __init__(self, cluster: Cluster, dim: int = 3) -> None:
         super().__init__()
         members = [gt.Field("user", dim=dim), gt.Field("item", dim=2, optimizer=gt.SGD(0.1))]
         self.fields = gt.EmbeddingGroup(cluster, "ctr", members, optimizer=gt.Adagrad(0.5))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.values.errors import (
     InvalidArgument,
     InvalidIds,
@@ -68,7 +69,7 @@ def trained_conventionally(optimizer: str, steps: int, dtype: torch.dtype) -> tu
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("max_batch", [256, 3])
-def test_conventional_training_is_a_setting(cluster: gt.Cluster, optimizer: str, max_batch: int) -> None:
+def test_conventional_training_is_a_setting(cluster: Cluster, optimizer: str, max_batch: int) -> None:
     rule = gt.SGD(0.1) if optimizer == "sgd" else gt.Adam(0.01)
     made: list[nn.Module] = []
 
@@ -111,7 +112,7 @@ def test_conventional_training_is_a_setting(cluster: gt.Cluster, optimizer: str,
 
 @pytest.mark.parametrize(("train_mode", "forwards"), [("never", 2), ("always", 2), ("backward", 3)])
 def test_what_a_backward_pass_computed_again_is_not_computed_once_more(
-    cluster: gt.Cluster, train_mode: str, forwards: int
+    cluster: Cluster, train_mode: str, forwards: int
 ) -> None:
     now = [1000.0]
     made: list[nn.Module] = []
@@ -148,7 +149,7 @@ def test_what_a_backward_pass_computed_again_is_not_computed_once_more(
     image.close()
 
 
-def slow_gear(cluster: gt.Cluster, **settings: Any) -> gt.SlowGear:
+def slow_gear(cluster: Cluster, **settings: Any) -> gt.SlowGear:
     given: dict[str, Any] = {"dim": DIM, "build": build, "samples": SAMPLES, "optimizer": gt.SGD(0.1)}
     return gt.SlowGear(cluster, "image", **configured(given | settings))
 
@@ -158,7 +159,7 @@ def delivered(image: gt.SlowGear, rows: gt.RowOptimizer, ids: list[int], factor:
     rows.step()
 
 
-def test_features_have_the_shape_of_the_ids_and_a_repeated_id_costs_once(cluster: gt.Cluster) -> None:
+def test_features_have_the_shape_of_the_ids_and_a_repeated_id_costs_once(cluster: Cluster) -> None:
     asked: list[int] = []
 
     def sample(number: int) -> Tensor:
@@ -176,7 +177,7 @@ def test_features_have_the_shape_of_the_ids_and_a_repeated_id_costs_once(cluster
     assert image(torch.empty(0, dtype=torch.int64)).shape == (0, DIM)
 
 
-def test_m_gradients_make_one_update_of_their_mean(cluster: gt.Cluster) -> None:
+def test_m_gradients_make_one_update_of_their_mean(cluster: Cluster) -> None:
     image = slow_gear(cluster, gradients_per_id=3, mode="sync")
     rows = gt.RowOptimizer(image)
     dense = build()
@@ -204,7 +205,7 @@ def test_m_gradients_make_one_update_of_their_mean(cluster: gt.Cluster) -> None:
     assert image.account().applied == 5
 
 
-def test_the_learning_rate_of_the_step_travels_with_the_gradients(cluster: gt.Cluster) -> None:
+def test_the_learning_rate_of_the_step_travels_with_the_gradients(cluster: Cluster) -> None:
     image = slow_gear(cluster, gradients_per_id=1, mode="sync", expire_seconds=0.0)
     rows = gt.RowOptimizer(image)
     assert rows.param_groups[0]["lr"] == 0.1 and rows.param_groups[0]["table"] == "image"
@@ -214,7 +215,7 @@ def test_the_learning_rate_of_the_step_travels_with_the_gradients(cluster: gt.Cl
     assert torch.equal(image(torch.arange(IDS)).detach(), before)
 
 
-def test_async_updates_are_made_behind_and_close_flushes(cluster: gt.Cluster) -> None:
+def test_async_updates_are_made_behind_and_close_flushes(cluster: Cluster) -> None:
     image = slow_gear(cluster, gradients_per_id=2, mode="async")
     rows = gt.RowOptimizer(image)
     for _ in range(5):
@@ -225,7 +226,7 @@ def test_async_updates_are_made_behind_and_close_flushes(cluster: gt.Cluster) ->
     assert account.adds_up and account.applied == 15 and account.waiting == account.due == 0
 
 
-def test_features_expire_by_the_clock_and_by_dense_updates(cluster: gt.Cluster) -> None:
+def test_features_expire_by_the_clock_and_by_dense_updates(cluster: Cluster) -> None:
     now = [1000.0]
     image = slow_gear(
         cluster, expire_seconds=10.0, max_version_lag=1, gradients_per_id=1, mode="sync", clock=lambda: now[0]
@@ -242,7 +243,7 @@ def test_features_expire_by_the_clock_and_by_dense_updates(cluster: gt.Cluster) 
     assert not torch.equal(image(torch.tensor([1])).detach(), second)  # two updates behind
 
 
-def kept_by(cluster: gt.Cluster, config: gt.SlowGearConfig) -> gt.SlowGear:
+def kept_by(cluster: Cluster, config: gt.SlowGearConfig) -> gt.SlowGear:
     given: dict[str, Any] = {"dim": DIM, "build": build, "samples": SAMPLES, "optimizer": gt.SGD(0.1), "mode": "sync"}
     return gt.SlowGear(cluster, "image", config=config, gradients_per_id=2, **given)
 
@@ -267,7 +268,7 @@ def test_features_kept_on_a_device_are_those_kept_on_the_host(room: int) -> None
     assert found[0] == found[1] and rates[0] == rates[1] > 0
 
 
-def test_ids_without_a_feature_raise_and_the_others_are_kept(cluster: gt.Cluster) -> None:
+def test_ids_without_a_feature_raise_and_the_others_are_kept(cluster: Cluster) -> None:
     asked: list[int] = []
 
     def sample(number: int) -> Tensor | None:
@@ -287,7 +288,7 @@ def test_ids_without_a_feature_raise_and_the_others_are_kept(cluster: gt.Cluster
     assert asked == []
 
 
-def test_missing_features_may_be_zeros_without_a_gradient(cluster: gt.Cluster) -> None:
+def test_missing_features_may_be_zeros_without_a_gradient(cluster: Cluster) -> None:
     image = slow_gear(cluster, on_missing="zeros", gradients_per_id=1, mode="sync")
     rows = gt.RowOptimizer(image)
     features = image(torch.tensor([1, 50, 2]))
@@ -297,7 +298,7 @@ def test_missing_features_may_be_zeros_without_a_gradient(cluster: gt.Cluster) -
     assert image.account().received == image.account().applied == 2
 
 
-def test_a_gradient_that_is_not_finite_is_named_and_the_rest_can_go_on(cluster: gt.Cluster) -> None:
+def test_a_gradient_that_is_not_finite_is_named_and_the_rest_can_go_on(cluster: Cluster) -> None:
     image = slow_gear(cluster, gradients_per_id=1, mode="sync")
     rows = gt.RowOptimizer(image)
     features = image(torch.tensor([1, 2, 3]))
@@ -310,7 +311,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_the_rest_can_go_on(cluster: 
     assert image.account().applied == 2
 
 
-def test_grad_scaler_clipping_and_micro_batches_work_as_for_heads(cluster: gt.Cluster) -> None:
+def test_grad_scaler_clipping_and_micro_batches_work_as_for_heads(cluster: Cluster) -> None:
     image = slow_gear(cluster, gradients_per_id=1, mode="sync", expire_seconds=0.0)
     rows = gt.RowOptimizer(image)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
@@ -340,7 +341,7 @@ def test_micro_batches_sum_the_gradients_of_an_id_and_keep_its_oldest_version() 
     assert first.squared_norm() == 1.0 + 49.0 + 36.0
 
 
-def test_without_training_there_is_no_gradient(cluster: gt.Cluster) -> None:
+def test_without_training_there_is_no_gradient(cluster: Cluster) -> None:
     image = slow_gear(cluster).eval()
     assert not image(torch.tensor([1])).requires_grad
     image.train()
@@ -348,7 +349,7 @@ def test_without_training_there_is_no_gradient(cluster: gt.Cluster) -> None:
         assert not image(torch.tensor([1])).requires_grad
 
 
-def test_batch_statistics_reach_the_dense_table(cluster: gt.Cluster) -> None:
+def test_batch_statistics_reach_the_dense_table(cluster: Cluster) -> None:
     image = slow_gear(cluster, build=lambda: build(norm=True), **CONVENTIONAL)
     rows = gt.RowOptimizer(image)
     delivered(image, rows, list(range(8)))
@@ -362,7 +363,7 @@ def test_batch_statistics_reach_the_dense_table(cluster: gt.Cluster) -> None:
     torch.testing.assert_close(made[0].state_dict(), reference.state_dict())
 
 
-def test_its_state_is_its_name_and_step(cluster: gt.Cluster) -> None:
+def test_its_state_is_its_name_and_step(cluster: Cluster) -> None:
     image = slow_gear(cluster, gradients_per_id=1, mode="sync")
     rows = gt.RowOptimizer(image)
     delivered(image, rows, [1])
@@ -396,20 +397,20 @@ def test_its_state_is_its_name_and_step(cluster: gt.Cluster) -> None:
         ({"max_gradient_lag": 3}, "stale='drop' needs it"),
     ],
 )
-def test_wrong_settings_are_named(cluster: gt.Cluster, settings: dict[str, Any], complaint: str) -> None:
+def test_wrong_settings_are_named(cluster: Cluster, settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(InvalidArgument, match=complaint):
         slow_gear(cluster, **settings)
     assert cluster.status().tables == ()
 
 
 @pytest.mark.parametrize("ids", [torch.tensor([1.0]), torch.tensor([True]), torch.tensor([-1]), [1]])
-def test_wrong_ids_are_named(cluster: gt.Cluster, ids: Any) -> None:
+def test_wrong_ids_are_named(cluster: Cluster, ids: Any) -> None:
     with pytest.raises(InvalidIds):
         slow_gear(cluster)(ids)
 
 
 @pytest.mark.cuda
-def test_on_a_gpu_features_are_where_the_ids_are_and_training_is_the_same(cluster: gt.Cluster) -> None:
+def test_on_a_gpu_features_are_where_the_ids_are_and_training_is_the_same(cluster: Cluster) -> None:
     losses = []
     for name, device in (("cpu", "cpu"), ("cuda", "cuda")):
         image = gt.SlowGear(

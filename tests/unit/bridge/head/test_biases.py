@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from tests.support import heads
 
 CLASSES, DIM = 40, 6
@@ -36,7 +37,7 @@ batch = partial(heads.make_batch, 12, CLASSES // 4, DIM)
 @pytest.mark.parametrize("rows", PLACES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_head_with_nothing_said_trains_as_linear_under_cross_entropy_and_adamw(
-    cluster: gt.Cluster, rows: str, bias: bool
+    cluster: Cluster, rows: str, bias: bool
 ) -> None:
     head = made(cluster, rows=rows, bias=bias)
     linear = linear_of(head)
@@ -65,7 +66,7 @@ def test_a_head_with_nothing_said_trains_as_linear_under_cross_entropy_and_adamw
 
 
 @pytest.mark.parametrize("rows", PLACES)
-def test_features_of_another_width_are_refused_by_the_width_of_the_head(cluster: gt.Cluster, rows: str) -> None:
+def test_features_of_another_width_are_refused_by_the_width_of_the_head(cluster: Cluster, rows: str) -> None:
     head = made(cluster, rows=rows)
     for width in (DIM - 1, DIM + 1):
         named = rf"features are \[2, {width}\].*\[B, {DIM}\]"
@@ -98,7 +99,7 @@ def test_a_state_is_of_a_head_with_biases_or_of_one_without() -> None:
 
 
 @pytest.mark.parametrize("rows", PLACES)
-def test_weights_and_biases_go_out_to_a_file_and_come_back(cluster: gt.Cluster, rows: str, tmp_path: Path) -> None:
+def test_weights_and_biases_go_out_to_a_file_and_come_back(cluster: Cluster, rows: str, tmp_path: Path) -> None:
     head, again, bare = (made(cluster, name, rows=rows, seed=seed) for seed, name in enumerate("abc"))
     path = gt.export_class_weights(head, tmp_path / "w.safetensors")
     held = load_file(path)

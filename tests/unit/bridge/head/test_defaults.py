@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.bridge.head.loss.margins.scale import automatic_scale
 from tests.support import heads
 from tests.support.reference import FakeCluster
@@ -105,7 +106,7 @@ def test_labels_of_a_batch_count_as_active_for_the_rate_of_few_classes() -> None
 
 
 @pytest.mark.parametrize("rows", PLACES)
-def test_as_many_classes_are_active_wherever_the_rows_are(cluster: gt.Cluster, rows: str) -> None:
+def test_as_many_classes_are_active_wherever_the_rows_are(cluster: Cluster, rows: str) -> None:
     features, labels = batch(0)
     settings: dict[str, Any] = {"num_classes": CLASSES, "dim": DIM, "select": gt.PartialFC(0.01, min_active=25)}
     held = heads.make_head(cluster, "h", **settings)

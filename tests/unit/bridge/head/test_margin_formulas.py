@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.head.loss.batch import Batch, Targets
 from geartrain.bridge.head.loss.chunk_pass import pass_for
-from geartrain.bridge.head.loss.margins.margin import changes_negatives
+from geartrain.bridge.head.loss.margins.margin import TargetLogits, changes_negatives
 from geartrain.bridge.head.loss.margins.scale import automatic_scale
 from geartrain.bridge.placements.workspace import Arithmetic, Scratch, Workspace
 from tests.support import heads
@@ -65,7 +66,7 @@ def batch(step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor
 
 @pytest.mark.parametrize("place", heads.PLACES)
 @pytest.mark.parametrize("margin", MARGINS, ids=named)
-def test_every_margin_is_its_papers_formula_in_every_place(cluster: gt.Cluster, margin: Any, place: str) -> None:
+def test_every_margin_is_its_papers_formula_in_every_place(cluster: Cluster, margin: Any, place: str) -> None:
     if place == "hosted" and changes_negatives(margin):
         with pytest.raises(InvalidArgument, match=r"Face.*other classes.*rows='pull' or rows='ranks'"):
             make_head(cluster, margin=margin, rows="hosted")
@@ -103,12 +104,12 @@ def test_a_margin_that_changes_negatives_has_no_float16_products() -> None:
 # Functions of a batch, at the ends of what they are given.
 
 
-def target_of(margin: Any, norms: Tensor) -> Callable[[Tensor, Tensor], gt.TargetLogits]:
+def target_of(margin: Any, norms: Tensor) -> Callable[[Tensor, Tensor], TargetLogits]:
     """The margin's target in a first batch of these lengths."""
     labels = torch.arange(len(norms))
     cos = torch.zeros_like(norms)
     begun = margin.begin(margin_batch(norms, labels, target_cos=lambda: cos)) if hasattr(margin, "begin") else margin
-    return lambda cos_B, norms_B: gt.TargetLogits(*begun.target(cos_B, norms_B, labels))
+    return lambda cos_B, norms_B: TargetLogits(*begun.target(cos_B, norms_B, labels))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -170,7 +171,7 @@ def test_draws_are_normal_and_a_function_of_seed_step_place_and_class() -> None:
 
 @pytest.mark.parametrize("place", ["held", "streamed", "ranks"])
 def test_a_sample_whose_other_classes_are_all_filtered_has_no_loss_and_moves_nothing(
-    cluster: gt.Cluster, place: str
+    cluster: Cluster, place: str
 ) -> None:
     margin = gt.FilteredMargin(gt.ArcFace(scale=64), above=-1.0)
     head = make_head(cluster, margin=margin, **heads.PLACES[place])

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.values.errors import SpecMismatch
+from geartrain.bridge.head.loss.margins.margin import MarginBatch
 from tests.support import heads
 
 CLASSES, DIM = 20, 4
@@ -24,13 +26,13 @@ class Growing:
 
     scale: float = 16.0
 
-    def begin(self, batch: gt.MarginBatch) -> gt.CosFace:
+    def begin(self, batch: MarginBatch) -> gt.CosFace:
         seen = batch.recall("seen") + batch.joint_size
         batch.learn(seen=seen)
         return gt.CosFace(self.scale, 0.01 * batch.step + 0.001 * float(seen))
 
 
-def make_head(margin: Any, cluster: gt.Cluster | None = None, **settings: Any) -> gt.ClassHead:
+def make_head(margin: Any, cluster: Cluster | None = None, **settings: Any) -> gt.ClassHead:
     settings = {"num_classes": CLASSES, "dim": DIM, "optimizer": gt.SGD(0.5), **settings}
     return heads.make_head(cluster, margin=margin, **settings)
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from tests.support import heads
 from tests.support.torch_twins import TORCH_TWINS
 
@@ -15,7 +16,7 @@ CLASSES, DIM, BATCH, STEPS = 3_000, 8, 16, 4
 
 @pytest.mark.parametrize("name", TORCH_TWINS)
 @pytest.mark.parametrize("place", heads.PLACES)
-def test_a_head_trains_as_a_linear_layer_does(cluster: gt.Cluster, place: str, name: str) -> None:
+def test_a_head_trains_as_a_linear_layer_does(cluster: Cluster, place: str, name: str) -> None:
     optimizer, of_torch = TORCH_TWINS[name]
     head = heads.make_head(
         cluster,

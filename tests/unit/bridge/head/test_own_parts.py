@@ -12,10 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.programs.selection import ActiveClasses, Selection
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.pull.pull_backend import PullBackend
 from geartrain.bridge.head.backends.registry import ROW_BACKENDS
+from geartrain.bridge.head.loss.margins.margin import TargetLogits
 from tests.support import heads
 
 CLASSES, DIM, BATCH = 60, 5, 12
@@ -49,8 +52,8 @@ class Whole:
     lean: float = 0.2
     cost: float = 0.3
 
-    def target(self, cos_B: Tensor, norms_B: Tensor, labels_B: Tensor) -> gt.TargetLogits:
-        return gt.TargetLogits(
+    def target(self, cos_B: Tensor, norms_B: Tensor, labels_B: Tensor) -> TargetLogits:
+        return TargetLogits(
             self.scale * (cos_B - labels_B / 100 - self.lean * norms_B.log()),
             torch.full_like(cos_B, self.scale),
             -self.scale * self.lean / norms_B,
@@ -60,7 +63,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Strided(gt.Selection):
+class Strided(Selection):
     """The labels, and every third class from ``step`` on."""
 
     is_corrected: bool = False
@@ -68,9 +71,9 @@ class Strided(gt.Selection):
     def budget(self, num_classes: int) -> int:
         return -(-num_classes // 3)
 
-    def select(self, labels: Ids, num_classes: int, step: int) -> gt.ActiveClasses:
+    def select(self, labels: Ids, num_classes: int, step: int) -> ActiveClasses:
         ids = np.union1d(labels, np.arange(step % 3, num_classes, 3))
-        return gt.ActiveClasses(len(ids), ids)
+        return ActiveClasses(len(ids), ids)
 
     def corrects(self, margin: object) -> bool:  # noqa: ARG002
         return self.is_corrected
@@ -103,7 +106,7 @@ def plain_step(
 @pytest.mark.parametrize("margin", [Steep(), Whole()], ids=str)
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_a_margin_and_a_selection_of_ones_own_train_in_every_place(
-    cluster: gt.Cluster, place: dict[str, Any], margin: Steep | Whole
+    cluster: Cluster, place: dict[str, Any], margin: Steep | Whole
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     head = make_head(cluster, place, margin=margin)

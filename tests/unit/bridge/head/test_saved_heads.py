@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch, TableNotFound
 from tests.support import heads
 from tests.unit.bridge.gear.test_slow_gear import DIM as GEAR_DIM
@@ -39,14 +40,14 @@ def train(head: gt.ClassHead, steps: int = 3) -> None:
 
 
 class Model(nn.Module):
-    def __init__(self, cluster: gt.Cluster | None, **settings: Any) -> None:
+    def __init__(self, cluster: Cluster | None, **settings: Any) -> None:
         super().__init__()
         self.backbone = nn.Linear(DIM, DIM)
         self.head = make_head(cluster, **settings)
 
 
 @pytest.mark.parametrize("place", ["pull", "hosted", "ranks"])
-def test_a_margin_that_is_set_counts_from_then_on(cluster: gt.Cluster, place: str) -> None:
+def test_a_margin_that_is_set_counts_from_then_on(cluster: Cluster, place: str) -> None:
     cluster_or_none = None if place == "ranks" else cluster
     head = make_head(cluster_or_none, margin=gt.ArcFace(16, 0.0), rows=place).eval()
     losses = []
@@ -60,7 +61,7 @@ def test_a_margin_that_is_set_counts_from_then_on(cluster: gt.Cluster, place: st
     assert head.margin == gt.ArcFace(16, 0.4)
 
 
-def test_what_cannot_be_set_is_refused_with_what_to_do(cluster: gt.Cluster) -> None:
+def test_what_cannot_be_set_is_refused_with_what_to_do(cluster: Cluster) -> None:
     head = make_head(cluster)
     for name, value, remedy in (
         ("select", gt.FullSoftmax(), "reuse=True"),
@@ -74,7 +75,7 @@ def test_what_cannot_be_set_is_refused_with_what_to_do(cluster: gt.Cluster) -> N
     head.comment = "of one's own"  # as on any module
 
 
-def test_a_state_is_not_taken_over_the_rows_of_another_cluster(cluster: gt.Cluster) -> None:
+def test_a_state_is_not_taken_over_the_rows_of_another_cluster(cluster: Cluster) -> None:
     model = Model(cluster)
     train(model.head)
     state = model.state_dict()
@@ -88,7 +89,7 @@ def test_a_state_is_not_taken_over_the_rows_of_another_cluster(cluster: gt.Clust
 
 
 def test_a_state_is_taken_over_the_same_table_and_over_what_was_restored_or_imported(
-    cluster: gt.Cluster, tmp_path: Path
+    cluster: Cluster, tmp_path: Path
 ) -> None:
     model = Model(cluster)
     train(model.head)
@@ -119,7 +120,7 @@ def test_a_model_can_be_saved_when_its_cluster_is_closed() -> None:
     assert "ids" not in state["head._extra_state"]["table_rows"]
 
 
-def test_a_forgotten_row_optimizer_is_told_of_once(cluster: gt.Cluster) -> None:
+def test_a_forgotten_row_optimizer_is_told_of_once(cluster: Cluster) -> None:
     head = make_head(cluster)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -133,7 +134,7 @@ def test_a_forgotten_row_optimizer_is_told_of_once(cluster: gt.Cluster) -> None:
             head(*batch(seed)).backward()
 
 
-def test_neither_evaluation_nor_accumulation_is_taken_for_a_forgotten_one(cluster: gt.Cluster) -> None:
+def test_neither_evaluation_nor_accumulation_is_taken_for_a_forgotten_one(cluster: Cluster) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         head = make_head(cluster).eval()
@@ -146,13 +147,13 @@ def test_neither_evaluation_nor_accumulation_is_taken_for_a_forgotten_one(cluste
         rows.step()
 
 
-def replaced(cluster: gt.Cluster, folder: Path) -> Callable[[], Any]:
+def replaced(cluster: Cluster, folder: Path) -> Callable[[], Any]:
     snapshot = cluster.snapshot(folder).result(30)
     return lambda: cluster.restore(snapshot, replace=True)
 
 
 @pytest.mark.parametrize("place", ["held", "streamed", "hosted"])
-def test_a_head_applies_no_gradient_from_before_a_restore(cluster: gt.Cluster, place: str, tmp_path: Path) -> None:
+def test_a_head_applies_no_gradient_from_before_a_restore(cluster: Cluster, place: str, tmp_path: Path) -> None:
     head = make_head(
         cluster, rows="hosted" if place == "hosted" else "pull", rows_cache_bytes=0 if place == "streamed" else 1 << 20
     )
@@ -172,7 +173,7 @@ def test_a_head_applies_no_gradient_from_before_a_restore(cluster: gt.Cluster, p
     assert not torch.equal(head.weights(), before)
 
 
-def test_a_dense_module_makes_no_step_on_weights_from_before_a_restore(cluster: gt.Cluster, tmp_path: Path) -> None:
+def test_a_dense_module_makes_no_step_on_weights_from_before_a_restore(cluster: Cluster, tmp_path: Path) -> None:
     torch.manual_seed(1)
     module = nn.Linear(3, 2)
     dense = gt.attach(module, cluster, name="dense", optimizer=gt.SGD(0.5))
@@ -195,7 +196,7 @@ def test_a_dense_module_makes_no_step_on_weights_from_before_a_restore(cluster: 
 
 
 def test_buffers_that_moved_before_a_restore_are_those_of_the_snapshot_after_it(
-    cluster: gt.Cluster, tmp_path: Path
+    cluster: Cluster, tmp_path: Path
 ) -> None:
     module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     dense = gt.attach(module, cluster, name="dense", optimizer=gt.SGD(0.5))
@@ -209,7 +210,7 @@ def test_buffers_that_moved_before_a_restore_are_those_of_the_snapshot_after_it(
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_slow_gear_of_a_restored_table_says_so_and_one_of_a_dropped_table_closes(
-    cluster: gt.Cluster, tmp_path: Path, mode: Any, caplog: pytest.LogCaptureFixture
+    cluster: Cluster, tmp_path: Path, mode: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     def make(reuse: bool) -> gt.SlowGear:
         return gt.SlowGear(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.bridge.head.loss.batch import Batch, DeviceTargets, Targets
 from geartrain.bridge.head.loss.chunk_pass import TensorPass
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax
@@ -82,7 +83,7 @@ def check_steps(head: gt.ClassHead, select: Any, dtype: torch.dtype, precise: fl
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("selection", SELECTIONS)
-def test_every_place_has_the_largest_cosine_and_its_gradient(cluster: gt.Cluster, place: str, selection: str) -> None:
+def test_every_place_has_the_largest_cosine_and_its_gradient(cluster: Cluster, place: str, selection: str) -> None:
     for centers in (1, 2, 3):
         for dtype in (torch.float32, torch.float64):  # compiled, and in tensor operations
             head = made(cluster, centers, f"{centers}-{dtype}", select=SELECTIONS[selection], **PLACES[place])
@@ -91,7 +92,7 @@ def test_every_place_has_the_largest_cosine_and_its_gradient(cluster: gt.Cluster
 
 @pytest.mark.parametrize("margin", OTHERS, ids=lambda margin: type(margin).__name__)
 @pytest.mark.parametrize("place", ["held", "not cached", "streamed", "ranks"])
-def test_margins_see_the_cosine_of_the_nearest_center(cluster: gt.Cluster, margin: Any, place: str) -> None:
+def test_margins_see_the_cosine_of_the_nearest_center(cluster: Cluster, margin: Any, place: str) -> None:
     select = SELECTIONS["corrected"]
     for dtype in (torch.float32, torch.float64):
         head = made(cluster, 3, str(dtype), margin=margin, select=select, **PLACES[place])
@@ -100,7 +101,7 @@ def test_margins_see_the_cosine_of_the_nearest_center(cluster: gt.Cluster, margi
 
 @pytest.mark.parametrize("place", ["held", "not cached", "streamed", "hosted", "ranks"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_of_equal_centers_the_first_one_learns(cluster: gt.Cluster, place: str, dtype: torch.dtype) -> None:
+def test_of_equal_centers_the_first_one_learns(cluster: Cluster, place: str, dtype: torch.dtype) -> None:
     head, single = (made(cluster, centers, str(centers), **PLACES[place]) for centers in (3, 1))
     rows = single.weights().numpy()
     head.table.assign(np.arange(CLASSES), np.tile(rows, 3))
@@ -221,7 +222,7 @@ def test_a_state_is_of_as_many_centers() -> None:
 
 
 @pytest.mark.parametrize("rows", ["pull", "ranks"])
-def test_centers_go_out_to_a_file_and_come_back(cluster: gt.Cluster, rows: str, tmp_path: Path) -> None:
+def test_centers_go_out_to_a_file_and_come_back(cluster: Cluster, rows: str, tmp_path: Path) -> None:
     head, again, single = (made(cluster, k, name, rows=rows) for k, name in ((3, "a"), (3, "b"), (1, "c")))
     path = gt.export_class_weights(head, tmp_path / "w.safetensors")
     assert torch.equal(load_file(path)["weight"], head.weights())
@@ -242,7 +243,7 @@ def test_centers_go_out_to_a_file_and_come_back(cluster: gt.Cluster, rows: str, 
 
 
 @pytest.mark.parametrize("rows", ["pull", "ranks"])
-def test_the_dominant_centers_make_a_head_of_one_each(cluster: gt.Cluster, rows: str, tmp_path: Path) -> None:
+def test_the_dominant_centers_make_a_head_of_one_each(cluster: Cluster, rows: str, tmp_path: Path) -> None:
     head, single = made(cluster, rows=rows), made(cluster, 1, "one", rows=rows)
     with torch.no_grad():
         centers, wanted = head.weights(), torch.arange(CLASSES) % 3
@@ -263,7 +264,7 @@ def test_the_dominant_centers_make_a_head_of_one_each(cluster: gt.Cluster, rows:
 
 
 @pytest.mark.parametrize("rows", ["pull", "ranks"])
-def test_imprinted_and_new_classes_begin_with_one_known_center(cluster: gt.Cluster, rows: str) -> None:
+def test_imprinted_and_new_classes_begin_with_one_known_center(cluster: Cluster, rows: str) -> None:
     head = made(cluster, rows=rows, num_living=50)
     first = head.weights()
     pictures, labels = torch.randn(8, DIM), torch.arange(8)

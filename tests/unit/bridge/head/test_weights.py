@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite
 from tests.support import heads
 
@@ -28,7 +29,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("geartrain.bridge.head.weights.block_rows_for", lambda row_bytes: 5)  # noqa: ARG005
 
 
-def head_of(cluster: gt.Cluster, **settings: Any) -> gt.ClassHead:
+def head_of(cluster: Cluster, **settings: Any) -> gt.ClassHead:
     defaults = {"num_classes": CLASSES, "dim": DIM, "margin": gt.ArcFace(scale=64), "optimizer": gt.SparseMomentum(0.1)}
     return heads.make_head(cluster, "w", **{**defaults, **settings})
 
@@ -59,23 +60,21 @@ def written(folder: Path, kind: str, weights: torch.Tensor, ranks: int) -> list[
 
 @pytest.mark.parametrize("kind", ["pt", "pt state", "pt legacy", "safetensors", "npy"])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_files_in_rank_order_become_the_class_centers(
-    kind: str, ranks: int, cluster: gt.Cluster, tmp_path: Path
-) -> None:
+def test_files_in_rank_order_become_the_class_centers(kind: str, ranks: int, cluster: Cluster, tmp_path: Path) -> None:
     head, weights = head_of(cluster), matrix()
     told = gt.import_class_weights(head, written(tmp_path, kind, weights, ranks))
     assert torch.equal(head.weights(), weights)
     assert [count for _, count in told] == [len(part) for part in torch.tensor_split(weights, ranks)]
 
 
-def test_a_folder_is_taken_in_the_order_of_its_numbers(cluster: gt.Cluster, tmp_path: Path) -> None:
+def test_a_folder_is_taken_in_the_order_of_its_numbers(cluster: Cluster, tmp_path: Path) -> None:
     head, weights = head_of(cluster), matrix()
     written(tmp_path, "npy", weights, 12)  # rank 10 sorts before rank 2 as text
     gt.import_class_weights(head, tmp_path)
     assert torch.equal(head.weights(), weights)
 
 
-def test_a_list_that_sorts_10_before_2_is_refused_with_the_right_order(cluster: gt.Cluster, tmp_path: Path) -> None:
+def test_a_list_that_sorts_10_before_2_is_refused_with_the_right_order(cluster: Cluster, tmp_path: Path) -> None:
     head, weights = head_of(cluster), matrix()
     before = head.weights()
     for rename in ("rank:{}_softmax_weight", "step_70_rank_{}", "part-{:02}", "checkpoint_gpu_{}/fc", "centers{}"):
@@ -96,7 +95,7 @@ def test_a_list_that_sorts_10_before_2_is_refused_with_the_right_order(cluster: 
         head.table.assign(torch.arange(CLASSES), before)
 
 
-def test_a_rank_without_a_file_or_with_two_is_refused(cluster: gt.Cluster, tmp_path: Path) -> None:
+def test_a_rank_without_a_file_or_with_two_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     head = head_of(cluster, num_classes=CLASSES + 5, num_living=CLASSES)
     paths = [tmp_path / name for name in ("rank_0.npy", "rank_2.npy", "rank_02.npy", "old_rank_2.npy", "rank_3.npy")]
     for path in paths:
@@ -112,7 +111,7 @@ def test_a_rank_without_a_file_or_with_two_is_refused(cluster: gt.Cluster, tmp_p
             gt.import_class_weights(head, given)
 
 
-def test_names_without_ranks_leave_the_order_to_the_list(cluster: gt.Cluster, tmp_path: Path) -> None:
+def test_names_without_ranks_leave_the_order_to_the_list(cluster: Cluster, tmp_path: Path) -> None:
     head, weights = head_of(cluster), matrix()
     first, second = torch.tensor_split(weights, 2)
     for names in (("men.npy", "boys.npy"), ("2024_b1.npy", "2023_b2.npy"), ("rank_0/a.npy", "more.npy")):
@@ -125,7 +124,7 @@ def test_names_without_ranks_leave_the_order_to_the_list(cluster: gt.Cluster, tm
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_what_is_exported_is_imported_again_bit_by_bit(dtype: Any, cluster: gt.Cluster, tmp_path: Path) -> None:
+def test_what_is_exported_is_imported_again_bit_by_bit(dtype: Any, cluster: Cluster, tmp_path: Path) -> None:
     head = head_of(cluster, dtype=dtype)
     path = gt.export_class_weights(head, tmp_path / "out" / "w.safetensors")
     exported = load_file(path)["weight"]  # by the library
@@ -138,7 +137,7 @@ def test_what_is_exported_is_imported_again_bit_by_bit(dtype: Any, cluster: gt.C
     assert torch.equal(again.weights(), exported)
 
 
-def test_momentum_starts_anew_and_training_goes_on(cluster: gt.Cluster, tmp_path: Path) -> None:
+def test_momentum_starts_anew_and_training_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     head, weights = head_of(cluster, select=gt.FullSoftmax()), matrix()
     rows, features = gt.RowOptimizer(head), torch.ones(4, DIM)
     labels = torch.arange(4)
@@ -155,14 +154,14 @@ def test_momentum_starts_anew_and_training_goes_on(cluster: gt.Cluster, tmp_path
     assert not torch.equal(head.weights(), weights)
 
 
-def test_a_file_of_another_dtype_is_stored_in_the_tables(cluster: gt.Cluster, tmp_path: Path) -> None:
+def test_a_file_of_another_dtype_is_stored_in_the_tables(cluster: Cluster, tmp_path: Path) -> None:
     head, weights = head_of(cluster, dtype="float16"), matrix().double()
     np.save(tmp_path / "w.npy", weights.numpy())
     gt.import_class_weights(head, tmp_path / "w.npy")
     assert torch.equal(head.weights(), weights.half())
 
 
-def test_a_head_is_made_larger_by_importing_its_rows_into_one_of_more_ids(cluster: gt.Cluster, tmp_path: Path) -> None:
+def test_a_head_is_made_larger_by_importing_its_rows_into_one_of_more_ids(cluster: Cluster, tmp_path: Path) -> None:
     old = head_of(cluster)
     path = gt.export_class_weights(old, tmp_path / "w.safetensors")
     larger = gt.ClassHead(cluster, "larger", num_classes=CLASSES + 5, dim=DIM, num_living=CLASSES)
@@ -197,7 +196,7 @@ def test_a_head_is_made_larger_by_importing_its_rows_into_one_of_more_ids(cluste
     ],
 )
 def test_what_does_not_fit_is_named_with_its_shape_and_nothing_is_written(
-    name: str, tensors: Any, key: str | None, message: str, cluster: gt.Cluster, tmp_path: Path
+    name: str, tensors: Any, key: str | None, message: str, cluster: Cluster, tmp_path: Path
 ) -> None:
     head, path = head_of(cluster), tmp_path / name
     before = head.weights()
@@ -220,7 +219,7 @@ class Attack:
 
 
 def test_files_that_cannot_be_read_are_refused_by_name(
-    cluster: gt.Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     head = head_of(cluster)
     for suffix in (".npy", ".pt", ".safetensors"):
@@ -242,7 +241,7 @@ def test_files_that_cannot_be_read_are_refused_by_name(
         gt.import_class_weights(head, [])
 
 
-def test_odd_arrays_are_refused_or_read_as_what_they_are(cluster: gt.Cluster, tmp_path: Path) -> None:
+def test_odd_arrays_are_refused_or_read_as_what_they_are(cluster: Cluster, tmp_path: Path) -> None:
     head, path = head_of(cluster), tmp_path / "w.npy"
     np.save(path, np.asfortranarray(matrix().numpy().astype(">f4")))
     gt.import_class_weights(head, path)
@@ -264,14 +263,14 @@ def test_odd_arrays_are_refused_or_read_as_what_they_are(cluster: gt.Cluster, tm
             gt.import_class_weights(head, tmp_path / "w.pt")
 
 
-def test_a_file_given_twice_is_refused(cluster: gt.Cluster, tmp_path: Path) -> None:
+def test_a_file_given_twice_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     head = gt.ClassHead(cluster, "double", num_classes=2 * CLASSES, dim=DIM)
     np.save(tmp_path / "w.npy", matrix().numpy())
     with pytest.raises(InvalidArgument, match=r"w\.npy was given twice"):
         gt.import_class_weights(head, [tmp_path / "w.npy", tmp_path / "." / "w.npy"])
 
 
-def test_values_that_are_not_finite_are_named_with_their_class(cluster: gt.Cluster, tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_named_with_their_class(cluster: Cluster, tmp_path: Path) -> None:
     head, weights = head_of(cluster, dtype="float16"), matrix()
     weights[17, 3] = 1e6  # beyond float16
     paths = written(tmp_path, "npy", weights, 2)
@@ -279,7 +278,7 @@ def test_values_that_are_not_finite_are_named_with_their_class(cluster: gt.Clust
         gt.import_class_weights(head, paths)
 
 
-def test_a_hashed_table_is_no_matrix(cluster: gt.Cluster, tmp_path: Path) -> None:
+def test_a_hashed_table_is_no_matrix(cluster: Cluster, tmp_path: Path) -> None:
     from geartrain.bridge.head.weights import export_rows
 
     table: Any = cluster.create_table("hashed", dim=4, optimizer=gt.SGD(0.1))
@@ -288,7 +287,7 @@ def test_a_hashed_table_is_no_matrix(cluster: gt.Cluster, tmp_path: Path) -> Non
 
 
 def test_an_export_that_fails_leaves_what_was_there(
-    cluster: gt.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head, path = head_of(cluster), tmp_path / "w.safetensors"
     path.write_bytes(b"old")
@@ -303,9 +302,7 @@ def test_an_export_that_fails_leaves_what_was_there(
     assert [entry.name for entry in tmp_path.iterdir()] == ["w.safetensors"]
 
 
-def test_a_full_disk_is_named_with_the_file(
-    cluster: gt.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_named_with_the_file(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.bridge.models.click_model import ClickModel
 
 DIM, ROWS, BATCH = 4, 30, 16
@@ -49,7 +50,7 @@ def batch_of(step: int) -> tuple[dict[str, Tensor], Tensor]:
     return ids | {f"{name}_bias": ids[name] for name in NAMES}, clicks
 
 
-def test_deepfm_trains_as_one_of_plain_torch(cluster: gt.Cluster) -> None:
+def test_deepfm_trains_as_one_of_plain_torch(cluster: Cluster) -> None:
     dims = dict.fromkeys(NAMES, DIM) | {f"{name}_bias": 1 for name in NAMES}
     members = [
         gt.Field(name, dim=dim, pooling="mean" if "genres" in name else "sum", initializer=gt.Normal(std=0.3))

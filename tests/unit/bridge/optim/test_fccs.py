@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from tests.support.rank_processes import run_ranks
 
 MICRO, SAMPLES, WIDTH, CLASSES = 4, 42, 6, 5
@@ -141,7 +142,7 @@ def test_a_loader_that_knows_its_place_is_not_passed_over() -> None:
         assert int(next(iter(step))) == first
 
 
-def train_head(cluster: gt.Cluster, parts: int, *, scaled: bool = False) -> list[Tensor]:
+def train_head(cluster: Cluster, parts: int, *, scaled: bool = False) -> list[Tensor]:
     """Three steps of a backbone and a class head over the same samples, in so many micro-batches."""
     torch.manual_seed(0)
     backbone = nn.Linear(WIDTH, 8)

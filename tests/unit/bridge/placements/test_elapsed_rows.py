@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.storage.snapshot.folder import open_snapshot
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged
@@ -64,7 +65,7 @@ def assert_alike(ours: Tensor, theirs: Tensor, dtype: DTypeName = "float32") -> 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_head_on_ranks_is_one_that_pulls(cluster: gt.Cluster, dtype: DTypeName) -> None:
+def test_a_head_on_ranks_is_one_that_pulls(cluster: Cluster, dtype: DTypeName) -> None:
     pulled, ours = make_head("pull", cluster, dtype), make_head("ranks", dtype=dtype)
     initial = ours.weights()
     for head in (pulled, ours):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.bridge.retrieval.item_tree import leaf_ids
 
 ITEMS = np.arange(11) * 7
@@ -32,7 +33,7 @@ class NodeOnly(gt.models.ClickModel):
         return vectors["node"][:, 0] + vectors["user"][:, 0]
 
 
-def embedded(cluster: gt.Cluster, *more: gt.Field, rate: float = 0.05) -> gt.EmbeddingGroup:
+def embedded(cluster: Cluster, *more: gt.Field, rate: float = 0.05) -> gt.EmbeddingGroup:
     members = [
         gt.Field("user", dim=8, initializer=gt.Normal(std=0.3)),
         gt.Field("node", dim=8, pooling=None, initializer=gt.Normal(std=0.3)),
@@ -69,7 +70,7 @@ def test_each_level_is_trained_with_the_node_above_the_item_and_others_of_that_l
 
 
 @pytest.mark.parametrize("count", [2, 3, 9, 11, 17, 33, 64])
-def test_a_beam_finds_the_best_where_a_node_is_as_good_as_the_best_below(cluster: gt.Cluster, count: int) -> None:
+def test_a_beam_finds_the_best_where_a_node_is_as_good_as_the_best_below(cluster: Cluster, count: int) -> None:
     rng = np.random.default_rng(count)
     tree = gt.ItemTree(rng.permutation(500)[:count])
     best = rng.normal(size=count).astype(np.float32)  # of each item

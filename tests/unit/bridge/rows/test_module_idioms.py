@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
 from tests.support import heads
 
@@ -85,7 +86,7 @@ def gear_layer() -> nn.Linear:
 class Subject:
     """A model with rows, its twin in plain torch, and the optimizers of both."""
 
-    def __init__(self, kind: str, place: str, wrapper: str, cluster: gt.Cluster) -> None:
+    def __init__(self, kind: str, place: str, wrapper: str, cluster: Cluster) -> None:
         self.kind, self.place, self.cluster, self.wrapper = kind, place, cluster, wrapper
         rows, twin_rows = getattr(self, f"_{kind}")()
         self.rows = rows
@@ -232,7 +233,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def subject(request: pytest.FixtureRequest, cluster: gt.Cluster) -> Iterator[Subject]:
+def subject(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Subject]:
     kind, place, wrapper = request.param
     made = Subject(kind, place, wrapper, cluster)
     yield made

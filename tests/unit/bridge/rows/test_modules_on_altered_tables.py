@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.values.specs import Constant, Uniform
 
 IDS = torch.arange(6)
 
 
-def group(cluster: gt.Cluster, optimizer: Any, *, reuse: bool = False, **settings: Any) -> gt.EmbeddingGroup:
+def group(cluster: Cluster, optimizer: Any, *, reuse: bool = False, **settings: Any) -> gt.EmbeddingGroup:
     fields = [gt.Field(name, dim=3, initializer=Constant(0.0), **settings) for name in ("user", "item")]
     return gt.EmbeddingGroup(cluster, "ctr", fields, optimizer=optimizer, reuse=reuse)
 
@@ -42,7 +43,7 @@ def adagrad(gradient: float, steps: list[tuple[float, float]]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("altered", ["neither", "user", "item"])
-def test_a_group_trains_by_its_own_numbers_whichever_table_was_altered(cluster: gt.Cluster, altered: str) -> None:
+def test_a_group_trains_by_its_own_numbers_whichever_table_was_altered(cluster: Cluster, altered: str) -> None:
     module = group(cluster, gt.Adagrad(0.5, eps=0.25))
     train(module)
     if altered != "neither":
@@ -57,7 +58,7 @@ def test_a_group_trains_by_its_own_numbers_whichever_table_was_altered(cluster: 
 
 
 @pytest.mark.parametrize("rows", ["pull", "hosted"])
-def test_a_head_made_anew_trains_by_the_optimizer_it_is_given(cluster: gt.Cluster, rows: str) -> None:
+def test_a_head_made_anew_trains_by_the_optimizer_it_is_given(cluster: Cluster, rows: str) -> None:
     moved = []
     for name, first, reuse in (("other", 0.25, False), ("same", 1.0, False), ("same", 0.25, True)):
         settings: dict[str, Any] = {"num_classes": 5, "dim": 3, "margin": None, "rows": rows, "reuse": reuse}
@@ -75,7 +76,7 @@ def test_a_head_made_anew_trains_by_the_optimizer_it_is_given(cluster: gt.Cluste
         torch.testing.assert_close(step.double(), -0.25 * gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_a_dense_module_attached_again_trains_by_the_rate_it_is_given(cluster: gt.Cluster) -> None:
+def test_a_dense_module_attached_again_trains_by_the_rate_it_is_given(cluster: Cluster) -> None:
     gt.attach(nn.Linear(2, 1), cluster, name="net", optimizer=gt.SGD(1.0))
     module = nn.Linear(2, 1)
     dense = gt.attach(module, cluster, name="net", optimizer=gt.SGD(0.25), reuse=True)
@@ -105,7 +106,7 @@ def test_a_saved_model_goes_into_one_with_other_settings_which_it_keeps(
             train(larger)
 
 
-def test_a_device_cache_forgets_the_initial_values_of_before(cluster: gt.Cluster) -> None:
+def test_a_device_cache_forgets_the_initial_values_of_before(cluster: Cluster) -> None:
     fields = [gt.Field("user", dim=3, initializer=Constant(0.0))]
     module = gt.EmbeddingGroup(cluster, "ctr", fields, optimizer=gt.SGD(1.0), device_cache_bytes=1 << 20)
     for _ in range(2):

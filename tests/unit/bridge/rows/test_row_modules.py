@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.table import Table
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.rows.gradient_carrier import squared_sum
@@ -84,7 +85,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(torch.randint(NUM, (16,), generator=generator), torch.randn(16, generator=generator)) for _ in range(6)]
 
 
-def test_a_module_of_ones_own_trains_as_parameters_would(cluster: gt.Cluster) -> None:
+def test_a_module_of_ones_own_trains_as_parameters_would(cluster: Cluster) -> None:
     table = cluster.create_table("vectors", dim=DIM, optimizer=gt.SGD(lr=0.5), num_rows=NUM)
     vectors, plain = Vectors(table), nn.Embedding(NUM, DIM)
     plain.weight.data.copy_(torch.from_numpy(table.pull(np.arange(NUM))))

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import geartrain as gt
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
 from geartrain.serving.answers import concatenated
 from geartrain.serving.folder import load_folder
 from geartrain.serving.models import own_code
 from geartrain.serving.models.tensors import TensorModel
+from geartrain.workers.models.trained_model import TrainedModel
 from tests.support.served_models import require_onnx
 
 D, NAMES = 8, ["a", "b", "c"]
@@ -35,17 +35,17 @@ class Reader(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def trained() -> gt.TrainedModel:
+def trained() -> TrainedModel:
     require_onnx()
     torch.manual_seed(0)
-    return gt.TrainedModel(backbone=Reader(), centers=torch.randn(3, D), class_names=NAMES, is_cosine=False)
+    return TrainedModel(backbone=Reader(), centers=torch.randn(3, D), class_names=NAMES, is_cosine=False)
 
 
 EXAMPLE = {"words": torch.randint(0, 20, (4, 5)), "weight": torch.rand(4)}
 
 
 @pytest.fixture(scope="module")
-def model(trained: gt.TrainedModel, tmp_path_factory: pytest.TempPathFactory) -> TensorModel:
+def model(trained: TrainedModel, tmp_path_factory: pytest.TempPathFactory) -> TensorModel:
     folder = tmp_path_factory.mktemp("model")
     assert trained.export_onnx(folder, EXAMPLE).takes == "words int64 [N, any], weight float32 [N]"
     found = load_folder(folder)
@@ -55,7 +55,7 @@ def model(trained: gt.TrainedModel, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.parametrize("length", [1, 3, 7])
 def test_json_and_arrays_are_answered_as_the_model_predicts(
-    model: TensorModel, trained: gt.TrainedModel, length: int
+    model: TensorModel, trained: TrainedModel, length: int
 ) -> None:
     words, weight = torch.randint(0, 20, (2, length)), torch.tensor([0.5, -1.0])
     classify = model.operations["classify"]
@@ -104,7 +104,7 @@ def test_a_value_that_the_network_refuses_is_the_askers_alone(model: TensorModel
 
 
 def test_an_export_of_before_and_code_that_was_not_named_say_what_to_do(
-    trained: gt.TrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: TrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained.export_onnx(tmp_path / "texts", EXAMPLE, preprocessing="own_words:tensors")
     with pytest.raises(ConfigError, match="geartrain serve --preprocessing own_words:tensors"):

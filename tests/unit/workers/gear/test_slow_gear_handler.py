@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.rpc.carrier import AttemptFailed
 from geartrain.ams.values.errors import GearUnavailable, MessageTooLarge, NotHolder, StaleClient
 from geartrain.ams.values.gear_messages import AskFeatures, Delivery, GearAccount, HandOver
@@ -34,18 +35,18 @@ def build() -> nn.Module:
 
 
 @pytest.fixture
-def cluster() -> Iterator[gt.Cluster]:
+def cluster() -> Iterator[Cluster]:
     with gt.local() as made:
         yield made
 
 
-def engine_on(cluster: gt.Cluster) -> DenseEngine:
+def engine_on(cluster: Cluster) -> DenseEngine:
     dense_pass = open_pass(build, torch.eye(IDS), None, DIM, CONFIG)
     settings: dict[str, Any] = {"gradients_per_id": 2, "optimizer": gt.SGD(1.0), "reuse": True, "mode": "async"}
     return open_engine(cluster, "image", dense_pass, CONFIG, **settings)
 
 
-def applied(cluster: gt.Cluster) -> list[int]:
+def applied(cluster: Cluster) -> list[int]:
     """Gradients of ones that are in the weights, by id."""
     weights = cluster.table("image").pull(np.arange(1)).reshape(-1)[: DIM * IDS].reshape(DIM, IDS)
     return (-weights[0]).astype(int).tolist()
@@ -135,7 +136,7 @@ def handlers() -> Iterator[Handlers]:
 
 
 def test_a_delivery_whose_answer_was_lost_is_acknowledged_though_its_partition_has_moved(
-    cluster: gt.Cluster, handlers: Handlers
+    cluster: Cluster, handlers: Handlers
 ) -> None:
     held = Held()
     handler = handlers.make(engine_on(cluster), held)
@@ -147,7 +148,7 @@ def test_a_delivery_whose_answer_was_lost_is_acknowledged_though_its_partition_h
         handler.deliver(delivery(2), wait=True, sent_to="")
 
 
-def test_it_leaves_when_all_is_applied_and_another_has_its_account(cluster: gt.Cluster, handlers: Handlers) -> None:
+def test_it_leaves_when_all_is_applied_and_another_has_its_account(cluster: Cluster, handlers: Handlers) -> None:
     held = Held()
     handler = handlers.make(engine_on(cluster), held)
     handler.deliver(delivery(1), wait=True, sent_to="")
@@ -162,7 +163,7 @@ def test_it_leaves_when_all_is_applied_and_another_has_its_account(cluster: gt.C
     assert handlers.taken == {"me#7": {"fast": done}, "gone#3": {"fast": GearAccount(received=5, applied=5)}}
 
 
-def test_a_delivery_under_way_is_applied_before_it_leaves(cluster: gt.Cluster, handlers: Handlers) -> None:
+def test_a_delivery_under_way_is_applied_before_it_leaves(cluster: Cluster, handlers: Handlers) -> None:
     handlers.holders = ("me", "dead", None)  # in peace, though nobody takes its account
     engine, held = engine_on(cluster), Held()
     handler = handlers.make(engine, held)
@@ -186,7 +187,7 @@ def test_a_delivery_under_way_is_applied_before_it_leaves(cluster: gt.Cluster, h
     assert applied(cluster) == [1] * IDS and not handlers.taken
 
 
-def test_it_leaves_although_its_module_fails(cluster: gt.Cluster, handlers: Handlers) -> None:
+def test_it_leaves_although_its_module_fails(cluster: Cluster, handlers: Handlers) -> None:
     engine, held = engine_on(cluster), Held()
     handler = handlers.make(engine, held)
     handler.deliver(delivery(1), wait=False, sent_to="")
@@ -199,14 +200,14 @@ def test_it_leaves_although_its_module_fails(cluster: gt.Cluster, handlers: Hand
     assert held.left and not handlers.taken  # whoever took over its account would say forever that they wait
 
 
-def test_what_is_refused_shuts_nobody_out(cluster: gt.Cluster, handlers: Handlers) -> None:
+def test_what_is_refused_shuts_nobody_out(cluster: Cluster, handlers: Handlers) -> None:
     handler = handlers.make(engine_on(cluster), Held())
     with pytest.raises(NotHolder, match="this slow gear is me#7"):  # its predecessor may have counted it
         handler.deliver(delivery(1), wait=True, sent_to="me#6")
     assert handler.deliver(delivery(1), wait=True, sent_to="me#7").account.received == IDS
 
 
-def test_it_tells_what_fast_gears_have_lost_with_others(cluster: gt.Cluster, handlers: Handlers) -> None:
+def test_it_tells_what_fast_gears_have_lost_with_others(cluster: Cluster, handlers: Handlers) -> None:
     handler = handlers.make(engine_on(cluster), Held())
     handler.deliver(delivery(1, lost=3), wait=False, sent_to="")
     handler.deliver(delivery(1, source="fast\t+1", lost=5), wait=False, sent_to="")
@@ -215,7 +216,7 @@ def test_it_tells_what_fast_gears_have_lost_with_others(cluster: gt.Cluster, han
 
 
 def test_one_that_lost_count_sends_fast_gears_elsewhere(
-    cluster: gt.Cluster, handlers: Handlers, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, handlers: Handlers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handler = handlers.make(engine_on(cluster), Held())
     handler.require_whole()
@@ -231,7 +232,7 @@ def test_one_that_lost_count_sends_fast_gears_elsewhere(
 
 
 def test_more_features_than_a_message_holds_are_refused_before_they_are_computed(
-    cluster: gt.Cluster, handlers: Handlers
+    cluster: Cluster, handlers: Handlers
 ) -> None:
     handler = handlers.make(engine_on(cluster), Held())
     with pytest.raises(MessageTooLarge, match="features of 200 ids"):

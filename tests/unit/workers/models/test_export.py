@@ -19,6 +19,7 @@ from geartrain.workers.models import export, onnx_backbone
 from geartrain.workers.models.export import RunImages, export_model
 from geartrain.workers.models.precision import PRECISIONS, Precision, require_precision
 from geartrain.workers.models.saved_model import ClassNames, read_config
+from geartrain.workers.models.trained_model import TrainedModel
 from tests.support.served_models import NAMES, require_onnx, small_model
 
 
@@ -27,7 +28,7 @@ def needs_onnx() -> None:
     require_onnx()
 
 
-def images(model: gt.TrainedModel) -> RunImages:
+def images(model: TrainedModel) -> RunImages:
     """Of which the model names three quarters rightly, and no two calls of a set are of one size."""
     generator = torch.Generator().manual_seed(1)
     bitmaps = torch.randint(0, 256, (300, 1, 16, 16), generator=generator, dtype=torch.uint8)
@@ -85,7 +86,7 @@ def test_features_that_differ_on_held_out_images_are_not_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def held_out_of(model: gt.TrainedModel) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def held_out_of(model: TrainedModel) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Bitmaps and labels of each set."""
     return [(one.bitmaps, one.labels) for one in images(model).held_out if isinstance(one, ImageSet)]
 

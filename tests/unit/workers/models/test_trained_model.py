@@ -20,7 +20,7 @@ from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamag
 from geartrain.cli.main import build_app
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.models import onnx_backbone
-from geartrain.workers.models.trained_model import save_model
+from geartrain.workers.models.trained_model import TrainedModel, save_model
 from tests.support import heads
 from tests.support.picture_models import picture_model
 
@@ -116,7 +116,7 @@ def test_pictures_are_named_as_the_command_names_them(worker_model: Path, pictur
 
 def test_images_are_embedded_in_eval_between_two_steps_of_a_training() -> None:
     backbone = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5)).train()
-    model = gt.TrainedModel(backbone=backbone, centers=torch.eye(4), class_names=list("abcd"))
+    model = TrainedModel(backbone=backbone, centers=torch.eye(4), class_names=list("abcd"))
     images = torch.rand(8, 4) + 5
     torch.testing.assert_close(model.embed(images), images / (1 + 1e-5) ** 0.5)  # no mean of these, nothing dropped
     assert backbone[0].running_mean.count_nonzero() == 0
@@ -190,7 +190,7 @@ class Bags(nn.Module):
         return self.pieces(pieces, begins)  # type: ignore[no-any-return]
 
 
-def reader(network: nn.Module, folder: Path) -> gt.TrainedModel:
+def reader(network: nn.Module, folder: Path) -> TrainedModel:
     with gt.local() as cluster:
         head = gt.ClassHead(cluster, "words", num_classes=CLASSES, dim=DIM)
         gt.save(nn.ModuleList([network, head]), folder)
@@ -260,7 +260,7 @@ class Branching(nn.Module):
 def test_what_onnx_cannot_say_is_not_written(network: nn.Module, message: str, tmp_path: Path) -> None:
     require_onnx()
     with pytest.raises(InvalidArgument, match=message):
-        model = gt.TrainedModel(backbone=network, centers=torch.randn(2, 4), class_names=["a", "b"])
+        model = TrainedModel(backbone=network, centers=torch.randn(2, 4), class_names=["a", "b"])
         model.export_onnx(tmp_path / "exported", torch.randn(3, 4))
     assert list(tmp_path.iterdir()) == []
 
@@ -322,7 +322,7 @@ def test_what_does_not_fit_is_said(worker_model: Path, tmp_path: Path) -> None:
 def test_faiss_finds_the_classes_that_the_model_finds(form: str) -> None:
     pytest.importorskip("faiss", reason="needs pip install 'geartrain[serve]'")
     torch.manual_seed(0)
-    model = gt.TrainedModel(
+    model = TrainedModel(
         backbone=nn.Identity(),
         centers=torch.randn(30, 3, DIM) if form == "sub-centers" else torch.randn(30, DIM),
         biases=torch.randn(30) if form == "biases" else None,
@@ -339,6 +339,6 @@ def test_faiss_finds_the_classes_that_the_model_finds(form: str) -> None:
 
 def test_to_faiss_without_faiss_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "faiss", None)
-    model = gt.TrainedModel(backbone=nn.Identity(), centers=torch.randn(3, DIM), class_names=["a", "b", "c"])
+    model = TrainedModel(backbone=nn.Identity(), centers=torch.randn(3, DIM), class_names=["a", "b", "c"])
     with pytest.raises(ConfigError, match=r"to_faiss needs a library: pip install 'geartrain\[serve\]'"):
         model.to_faiss()
