@@ -61,7 +61,7 @@ class WriteStream:
         while True:
             with self._lock:
                 first = self._next
-                oldest = min(tuple(self._open), default=first)
+                oldest = min(list(self._open), default=first)
                 if first + count - oldest <= max(self._window, count):
                     numbers = range(first, first + count)
                     self._open.update(dict.fromkeys(numbers))  # before _next says so: oldest() takes no lock
@@ -93,7 +93,7 @@ class WriteStream:
     def oldest(self) -> int:
         """The number below which every write was acknowledged, or given up."""
         following = self._next  # read first: what begins meanwhile is not below it
-        return min(tuple(self._open), default=following)
+        return min(list(self._open), default=following)
 
 
 @dataclass(frozen=True)

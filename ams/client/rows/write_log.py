@@ -56,7 +56,7 @@ class WriteLog:
     def mark(self) -> int:
         """The number below which all writes are over: they are in every row pulled from now on."""
         with self._lock:
-            return min(tuple(self._open), default=self._next)
+            return min(list(self._open), default=self._next)
 
     def copy_of(self, reader: WriteReader) -> list[tuple[int, str, Ids]]:
         """What a reader has been told of."""

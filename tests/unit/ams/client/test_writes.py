@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -55,6 +56,32 @@ def test_a_number_may_end_while_its_own_thread_has_the_lock() -> None:
         waiting.result(20)
     assert stream.oldest() == 2
     del held
+
+
+def test_numbers_may_end_while_the_oldest_is_looked_for() -> None:
+    """The garbage collector may run wherever something is made that it looks after, a tuple for one."""
+
+    class Cycle:
+        def __init__(self, stream: WriteStream, sequence: int) -> None:
+            self.end, self.itself = (stream, sequence), self
+
+        def __del__(self) -> None:
+            stream, sequence = self.end
+            stream.end(sequence)
+
+    stream, before = WriteStream(10_000, "s", 1), gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        for _ in range(100):
+            begun: list[int] = []
+            stream.begin(begun, 40)
+            dropped = [Cycle(stream, sequence) for sequence in begun]
+            del dropped
+            stream.oldest()
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    assert stream.oldest() == 4_001
 
 
 def test_a_write_that_is_interrupted_as_it_is_numbered_keeps_no_other_waiting() -> None:
