@@ -438,7 +438,7 @@ class RowWrite(Write):
         requests: list[RowsToWrite] = []
 
         def send(future: RowFuture) -> bool:
-            requests[:] = self._begin()
+            requests[:] = self._begin(or_nothing=True)
             return self._rows.begin_write(requests[0], future)
 
         def finish(reply: Any) -> Done:
@@ -450,15 +450,15 @@ class RowWrite(Write):
 
         return PreparedCall(send, finish, self.abandon)
 
-    def _begin(self) -> list[RowsToWrite]:
-        """What is sent now, of each table that is not done."""
+    def _begin(self, *, or_nothing: bool = False) -> list[RowsToWrite]:
+        """What is sent now, of each table that is not done; ``or_nothing``: of one without rows that go anywhere, too."""
         if self._rows.write_log.readers:
             self.announce()
         stream, incarnation, oldest = self._numbers.name, self._numbers.incarnation, self._numbers.oldest()
         requests: list[RowsToWrite] = []
         parts = zip(self._prepared, self._begun, self._tables, self._pending, strict=False)  # none once all are done
         for prepared, sequence, table, pending in parts:
-            if pending:
+            if pending or or_nothing:
                 requests.append((prepared, (stream, incarnation, sequence, oldest, table.incarnation), pending))
         return requests
 

@@ -84,6 +84,12 @@ def test_each_of_many_pushes_is_applied_once(ours: Cluster) -> None:
     assert threads() == ["geartrain-replies"]
 
 
+def test_a_push_without_rows_reaches_nobody_and_is_done(ours: Cluster) -> None:
+    table = ours.table("t")
+    assert table.push_async(IDS[:0], ONES[:0]).result(20) == table.push(IDS[:0], ONES[:0])
+    assert table.push_async(FEW, FEW_ONES).result(20).duplicate is False
+
+
 def test_a_push_whose_future_nobody_keeps_is_applied(ours: Cluster) -> None:
     table = ours.table("t")
     table.push_async(FEW, FEW_ONES)
