@@ -451,7 +451,7 @@ class RowWrite(Write):
         return PreparedCall(send, finish, self.abandon)
 
     def _begin(self, *, or_nothing: bool = False) -> list[RowsToWrite]:
-        """What is sent now, of each table that is not done; ``or_nothing``: of one without rows that go anywhere, too."""
+        """What is sent now, of each table not done; ``or_nothing``: of one that has no rows to send, too."""
         if self._rows.write_log.readers:
             self.announce()
         stream, incarnation, oldest = self._numbers.name, self._numbers.incarnation, self._numbers.oldest()

@@ -35,7 +35,7 @@ class Block:
     """A private host copy in the table's dtype; of a stream valid until the next two blocks have been asked for."""
 
     def load(self, work: Workspace, start: int, stop: int) -> Tensor:
-        """See :class:`~geartrain.bridge.head.loss.block_loop.RowBlock`."""
+        """See :class:`~geartrain.bridge.head.loss.block_loop.BlockOfRows`."""
         return work.load_rows(self.rows_ND[start - self.start : stop - self.start])
 
 

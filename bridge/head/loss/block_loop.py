@@ -23,7 +23,7 @@ from geartrain.bridge.head.loss.softmax import OnlineSoftmax
 from geartrain.bridge.placements.workspace import Arithmetic, Scratch, Workspace
 
 
-class RowBlock(Protocol):
+class BlockOfRows(Protocol):
     """Rows of the active classes at positions ``start`` … ``stop`` − 1, in memory together."""
 
     @property
@@ -39,7 +39,7 @@ class RowBlock(Protocol):
 
 
 R = TypeVar("R")
-AnyBlock = TypeVar("AnyBlock", bound=RowBlock)
+AnyBlock = TypeVar("AnyBlock", bound=BlockOfRows)
 
 Overwrite = Callable[[Workspace, Tensor, int, Tensor | None], Tensor]
 """Overwrites rows [N, D] from a position on by their gradient, with their kept logits if there are any; returns a sum
@@ -47,13 +47,13 @@ that is finite only if all of it is."""
 
 
 def add_rows(
-    softmax: OnlineSoftmax, chunk_pass: ChunkPass, blocks: Iterable[RowBlock], kept: KeptLogits | None = None
+    softmax: OnlineSoftmax, chunk_pass: ChunkPass, blocks: Iterable[BlockOfRows], kept: KeptLogits | None = None
 ) -> None:
     """Add all rows to the sums, of which each takes every P-th chunk of a block, whatever the number of threads."""
     arithmetic, sums = softmax.batch.arithmetic, softmax.parts
     turns = [Lock() for _ in sums]
 
-    def add_part(scratch: Scratch, block: RowBlock, part: int) -> None:
+    def add_part(scratch: Scratch, block: BlockOfRows, part: int) -> None:
         work = Workspace(arithmetic, scratch)
         with turns[part]:  # a part of the next block may begin while this one's is at work; it waits here
             for low, high in chunk_bounds(block.stop - block.start, chunk_pass.chunk_rows)[part :: len(sums)]:
