@@ -118,7 +118,7 @@ def squares_of(rows: npt.NDArray[np.float32]) -> float:
     return float(np.vdot(wide, wide))
 
 
-class TableFacts(NamedTuple):
+class StepFacts(NamedTuple):
     """What the settings of tables ask of a step; they may be altered."""
 
     specs: list[TableSpec]
@@ -154,7 +154,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         self._name = ", ".join(names) if len(names) <= _NAMED else f"{names[0]} … {names[-1]} ({len(names)} tables)"
         self._hosted, self._caches = hosted, caches
         self.ranks, self.pace = ranks, pace
-        self._facts = TableFacts([], set(), [], [])
+        self._facts = StepFacts([], set(), [], [])
         self._has_begun = False
         """Whether a step has begun that has not ended: it keeps its optimizer and factor."""
         self._write: RowWrite | None = None
@@ -173,13 +173,13 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
     def rows_version(self) -> PulledVersion:
         return self.generation, tuple(map(_INCARNATION, self.tables))
 
-    def facts(self) -> TableFacts:
+    def facts(self) -> StepFacts:
         """What the tables ask for now."""
         specs = list(map(_SPEC, self.tables))
         if specs != self._facts.specs:
             counting = [place for place, spec in enumerate(specs) if spec.counts_occurrences]
             moving = [place for place, spec in enumerate(specs) if spec.counts_steps]
-            self._facts = TableFacts(specs, {spec.optimizer for spec in specs}, counting, moving)
+            self._facts = StepFacts(specs, {spec.optimizer for spec in specs}, counting, moving)
         return self._facts
 
     def require_no_step(self) -> None:
