@@ -115,7 +115,7 @@ class HostedCalls:
             return cast("list[WriteOutcome]", self._outcomes([(shard, requests[shard]) for shard in shards], context))
 
         numbers = self._stream.numbers(plan.spec.name, None)
-        return MessageWrite(numbers, range(self.view.num_shards), deliver, plan, group)
+        return MessageWrite(numbers, range(self.view.num_shards), deliver, plan, group, is_held=True)
 
     def _outcomes(self, calls: Sequence[tuple[int, Request]], context: CallContext) -> list[Outcome]:
         return self._calls.deliver(calls, context, self._calls.config.hosted_timeout_seconds)

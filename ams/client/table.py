@@ -273,7 +273,8 @@ class Table:
         Raises what :meth:`push` does before it sends.
         """
         check = CHECK_PRODUCT if known_finite else None if checked_on_send else CHECK_FINITE
-        return self._pushed(ids, gradients, options, check, step_goes_on=step_goes_on, are_distinct=known_distinct)
+        same = {"step_goes_on": step_goes_on, "are_distinct": known_distinct}
+        return self._pushed(ids, gradients, options, check, **same, is_held=True)
 
     def _pushed(
         self,
@@ -284,6 +285,7 @@ class Table:
         *,
         step_goes_on: bool = False,
         are_distinct: bool = False,
+        is_held: bool = False,
     ) -> RowWrite:
         """A push, checked, cut and numbered; ``check`` None: as far as one is looked through that is sent at once."""
         plan, calls = self._plan, self._calls
@@ -311,7 +313,7 @@ class Table:
             batch=self._batch(plan, len(checked), options) if options or plan.asks_for_batch else None,
         )
         numbers = self._stream.numbers(plan.spec.name, options.get("sequence"))
-        return RowWrite(calls.rows, numbers, [plan], [prepared], [checked], group)
+        return RowWrite(calls.rows, numbers, [plan], [prepared], [checked], group, is_held=is_held)
 
     @staticmethod
     def _batch(plan: TablePlan, count: int, options: PushOptions) -> PushBatch | None:
@@ -461,7 +463,7 @@ def prepare_pushes(
         *(lr, scale, scalars, group),
     )
     numbers = tables[0]._stream.numbers(plans[0].spec.name, None)
-    return RowWrite(calls.rows, numbers, plans, prepared, ids, group)
+    return RowWrite(calls.rows, numbers, plans, prepared, ids, group, is_held=True)
 
 
 def next_step(tables: Sequence[Table]) -> int:

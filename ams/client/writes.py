@@ -37,7 +37,8 @@ _SHARDS: Callable[[PreparedWrite], Sequence[int]] = attrgetter("shards")
 class WriteStream:
     """Numbers the writes of one process. Thread-safe.
 
-    At most ``window`` numbers are open at once: the shards remember replies only that far.
+    At most ``window`` numbers are open at once, and with those of held writes ``WRITE_WINDOW``: the shards remember
+    replies only that far.
     """
 
     def __init__(self, window: int, name: str, incarnation: int) -> None:
@@ -52,17 +53,19 @@ class WriteStream:
         self._waiting: deque[threading.Lock] = deque()
         """Locks that :meth:`begin` waits for."""
 
-    def begin(self, begun: list[int], count: int = 1) -> None:
+    def begin(self, begun: list[int], count: int = 1, *, is_held: bool = False) -> None:
         """Add the next ``count`` numbers to ``begun``: whatever breaks the caller off, who has that can end them.
 
-        Blocks while the oldest open write is a whole window behind.
+        Blocks while the oldest open write is a whole window behind. ``is_held``: the caller may prepare others before
+        it sends this one, as those of all modules at a step, and would wait for itself.
         """
+        window = max(WRITE_WINDOW if is_held else self._window, count)
         ended: threading.Lock | None = None
         while True:
             with self._lock:
                 first = self._next
                 oldest = min(list(self._open), default=first)
-                if first + count - oldest <= max(self._window, count):
+                if first + count - oldest <= window:
                     numbers = range(first, first + count)
                     self._open.update(dict.fromkeys(numbers))  # before _next says so: oldest() takes no lock
                     self._next = first + count
@@ -76,7 +79,7 @@ class WriteStream:
             if not ended.acquire(timeout=_WARN_SECONDS):
                 logger.warning(
                     "write %d waits for write %d, which was prepared %d writes ago: send it, or abandon() it",
-                    *(first, oldest, self._window),
+                    *(first, oldest, first - oldest),
                 )
             ended = None
 
@@ -105,7 +108,7 @@ class GivenNumber:
     sequence: int
     acknowledged: Callable[[], int]
 
-    def begin(self, begun: list[int], count: int = 1) -> None:  # noqa: ARG002
+    def begin(self, begun: list[int], count: int = 1, *, is_held: bool = False) -> None:  # noqa: ARG002
         """See :class:`WriteStream`."""
         begun.append(self.sequence)
 
@@ -206,11 +209,13 @@ class Write(ABC):
         group: SyncGroup | None = None,
         log: WriteLog | None = None,
         ids: Sequence[Ids] = (),
+        *,
+        is_held: bool = False,
     ) -> None:
         """The ``tables`` that are there now are meant, for half of a write may be lost with one that is restored later.
 
         ``shards``: of each table those that have a part. ``group``: it is one rank's part of a joint step. ``log`` is
-        told of the ``ids`` of each table whose rows it touches.
+        told of the ``ids`` of each table whose rows it touches. ``is_held``: see :meth:`WriteStream.begin`.
         """
         self.shards = shards
         self._numbers = numbers
@@ -223,7 +228,7 @@ class Write(ABC):
         self._duplicate = False
         begun: list[int] = []
         self._begun = begun
-        numbers.begin(begun, len(shards))
+        numbers.begin(begun, len(shards), is_held=is_held)
 
     def __del__(self) -> None:
         """Nobody can send what nobody holds: else a number would stay open for ever."""
@@ -340,9 +345,11 @@ class MessageWrite(Write):
         group: SyncGroup | None = None,
         log: WriteLog | None = None,
         ids: Ids | None = None,
+        *,
+        is_held: bool = False,
     ) -> None:
         self._deliver = deliver
-        super().__init__(numbers, [table], [shards], group, log, [] if ids is None else [ids])
+        super().__init__(numbers, [table], [shards], group, log, [] if ids is None else [ids], is_held=is_held)
 
     def send(self) -> Done:
         failpoints.reach("client.send.before")
@@ -380,11 +387,13 @@ class RowWrite(Write):
         prepared: Sequence[PreparedWrite],
         ids: Sequence[Ids],
         group: SyncGroup | None = None,
+        *,
+        is_held: bool = False,
     ) -> None:
         """``ids`` are those of the rows."""
         self._rows = rows
         self._prepared = prepared
-        super().__init__(numbers, tables, list(map(_SHARDS, prepared)), group, rows.write_log, ids)
+        super().__init__(numbers, tables, list(map(_SHARDS, prepared)), group, rows.write_log, ids, is_held=is_held)
 
     def part(self, place: int) -> WrittenPart:
         """What became of the part of the table at this place."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 
 import geartrain as gt
 from geartrain.ams.values.config import ClientConfig
@@ -33,6 +34,20 @@ def test_the_tables_of_a_step_share_one_wait(
         assert not any(write.is_sent for write in writes)
         for write in writes:
             write.abandon()
+
+
+@pytest.mark.timeout(60)
+def test_a_step_of_more_tables_than_writes_may_be_in_flight_does_not_wait_for_itself() -> None:
+    fields = [gt.Field(f"f{n}", dim=1) for n in range(3)]
+    with gt.local(config=ClientConfig(max_in_flight_writes=2)) as client:
+        groups = [gt.EmbeddingGroup(client, name, fields, optimizer=gt.SGD(1.0)) for name in ("wide", "deep")]
+        rows = gt.RowOptimizer(*groups)
+        batch = {field.name: torch.arange(4) for field in fields}
+        for _ in range(2):
+            sum(vectors.sum() for group in groups for vectors in group(batch).values()).backward()  # type: ignore[union-attr]
+            rows.step()
+            rows.zero_grad()
+        assert {group.table(field.name).version() for group in groups for field in fields} == {2}
 
 
 def test_the_state_of_many_tables_waits_for_a_dead_shard_once(

@@ -12,6 +12,7 @@ from geartrain.ams.client import writes
 from geartrain.ams.client.rows.table_plan import TablePlan
 from geartrain.ams.client.writes import MessageWrite, Write, WriteStream
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.ams.values.shard_messages import WRITE_WINDOW
 from geartrain.ams.values.specs import TableSpec
 
 PLAN = TablePlan(TableSpec(name="t", dim=1, optimizer=SGD(1.0)), 0, None)
@@ -41,6 +42,22 @@ def test_who_holds_writes_unsent_hears_which_one_the_next_waits_for(
         assert not third.done()
         held[0].abandon()
         third.result()
+
+
+def test_who_holds_several_writes_does_not_wait_for_itself() -> None:
+    """One step of many modules prepares the writes of all of them before it sends the first."""
+    stream, begun = WriteStream(2, "s", 1), list[int]()
+    for count in (3, 1, WRITE_WINDOW - 4):
+        stream.begin(begun, count, is_held=True)
+    assert begun == list(range(1, WRITE_WINDOW + 1))
+    with ThreadPoolExecutor(1) as pool:
+        another = pool.submit(stream.begin, [], 1)
+        while not stream._waiting:
+            assert not another.done()
+        for sequence in begun[:-1]:
+            stream.end(sequence)
+        another.result(20)
+    assert stream.oldest() == WRITE_WINDOW
 
 
 def test_a_number_may_end_while_its_own_thread_has_the_lock() -> None:
@@ -86,8 +103,8 @@ def test_numbers_may_end_while_the_oldest_is_looked_for() -> None:
 
 def test_a_write_that_is_interrupted_as_it_is_numbered_keeps_no_other_waiting() -> None:
     class Interrupted(WriteStream):
-        def begin(self, begun: list[int], count: int = 1) -> None:
-            super().begin(begun, count)
+        def begin(self, begun: list[int], count: int = 1, *, is_held: bool = False) -> None:
+            super().begin(begun, count, is_held=is_held)
             raise KeyboardInterrupt
 
     stream = Interrupted(2, "s", 1)
