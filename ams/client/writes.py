@@ -57,8 +57,13 @@ class WriteStream:
         """Add the next ``count`` numbers to ``begun``: whatever breaks the caller off, who has that can end them.
 
         Blocks while the oldest open write is a whole window behind. ``is_held``: the caller may prepare others before
-        it sends this one, as those of all modules at a step, and would wait for itself.
+        it sends this one, as those of all modules at a step, and would wait for itself. Raises InvalidArgument.
         """
+        if count > WRITE_WINDOW:  # shards would apply some, and refuse the others however often they are sent
+            raise InvalidArgument(
+                f"{count:,} tables are written at once; at most {WRITE_WINDOW:,} can be, for shards remember so many. "
+                "Train them in several groups, each with a RowOptimizer of its own"
+            )
         window = max(WRITE_WINDOW if is_held else self._window, count)
         ended: threading.Lock | None = None
         while True:

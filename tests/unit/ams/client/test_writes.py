@@ -11,6 +11,7 @@ import pytest
 from geartrain.ams.client import writes
 from geartrain.ams.client.rows.table_plan import TablePlan
 from geartrain.ams.client.writes import MessageWrite, Write, WriteStream
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.shard_messages import WRITE_WINDOW
 from geartrain.ams.values.specs import TableSpec
@@ -58,6 +59,13 @@ def test_who_holds_several_writes_does_not_wait_for_itself() -> None:
             stream.end(sequence)
         another.result(20)
     assert stream.oldest() == WRITE_WINDOW
+
+
+def test_a_write_of_more_tables_than_shards_remember_is_refused_before_any_is_numbered() -> None:
+    stream, begun = WriteStream(2, "s", 1), list[int]()
+    with pytest.raises(InvalidArgument, match=r"1,025 tables .* at most 1,024 .* several groups"):
+        stream.begin(begun, WRITE_WINDOW + 1, is_held=True)
+    assert not begun and stream.oldest() == 1
 
 
 def test_a_number_may_end_while_its_own_thread_has_the_lock() -> None:
