@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import cast
 
 import numpy as np
@@ -127,8 +128,6 @@ class Batch:
     """Factor between cosines and logits."""
     logit_factor: float = field(init=False)
     """Factor between cosines and logits to base 2: exp2 is twice as fast as exp on a CPU."""
-    divisor: int | Tensor = field(init=False)
-    """What sums over the batch are divided by: those that count, or 1 where there are none."""
     negatives_margin: NegativesMargin | None
     """The margin, if it changes the logits of other classes."""
     target_B: Tensor = field(init=False)
@@ -147,7 +146,11 @@ class Batch:
         self.size = len(self.features_BD)
         self.scale = 1.0 if self.margin is None else scale_of(self.margin)
         self.logit_factor = self.scale * LOG2_E
-        self.divisor = max(1, self.size) if self.num_counted is None else self.num_counted.clamp(min=1)
+
+    @cached_property
+    def divisor(self) -> int | Tensor:
+        """What sums over the batch are divided by: those that count, or 1 where there are none."""
+        return max(1, self.size) if self.num_counted is None else self.num_counted.clamp(min=1)
 
     @staticmethod
     def of(
