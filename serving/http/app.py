@@ -136,7 +136,13 @@ class HttpQuestions:
     async def _ask(self, request: Request) -> Response:
         parameters = dict(request.query_params)
         version = _version(parameters.pop("version")) if "version" in parameters else None
-        with self.service.catalog.lease(request.path_params.get("name"), version) as lease:
+        catalog, model = self.service.catalog, request.path_params.get("name")
+        try:
+            lease = catalog.lease(model, version)
+        except GeartrainError:  # which versions a model has is told to those alone who may ask it
+            self.callers.require(request, "read", catalog.find(model))
+            raise
+        with lease:
             self.callers.require(request, "read", lease.model)
             operation = lease.operation(request.path_params["operation"])
             request.scope[ASKED] = AskedOf(lease.model, str(lease.servable.version), operation.name)
@@ -317,7 +323,9 @@ def _question(operation: Operation, body: bytes, kind: str, parameters: Mapping[
     if field is None:
         said = {**given, **_json(body)}
         limits.require_items(max([len(value) for value in said.values() if isinstance(value, list)], default=0))
-        return operation.read(said)
+        question = operation.read(said)
+        limits.require_items(question.num_items)  # lists in lists, too
+        return question
     if not body:
         raise InvalidArgument(f"the body is empty; send {field} in JSON, or the file itself (curl --data-binary @FILE)")
     files = np.empty(1, object)

@@ -304,6 +304,8 @@ def test_tokens_say_who_may_ask_and_who_may_change(
             (401, "/v1/classify", PICTURE, late, "its token ran out"),
             (401, "/v1/classify", PICTURE, {"Authorization": "Bearer gt1.x.y"}, "no token of this cluster"),
             (403, "/v1/classify", PICTURE, other, "its token gives no right to read 'glyphs'"),
+            (403, "/v1/classify?version=7", PICTURE, other, "its token gives no right to read 'glyphs'"),
+            (404, "/v1/classify?version=7", PICTURE, reader, "version 7 of 'glyphs' is not served"),
             (403, rollback, b"{}", reader, "no right to admin 'glyphs'; 'geartrain certs token NAME FOLDER --allow"),
             (200, rollback, b"{}", boss, ""),
         ):

@@ -21,7 +21,7 @@ from geartrain.ams.values.shard_messages import CallContext, Push, SyncGroup
 def test_a_failpoint_of_compiled_code_is_one_of_python() -> None:
     with failpoints.armed("shard.apply.before=error@2") as passes:
         _core.reach_failpoint("shard.apply.before")
-        with pytest.raises(ShardUnavailable, match="failpoint shard.apply.before"):
+        with pytest.raises(ShardUnavailable, match=r"failpoint shard\.apply\.before"):
             _core.reach_failpoint("shard.apply.before")
     _core.reach_failpoint("shard.apply.before")
     assert passes.passed == {"shard.apply.before": 2}

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
 from geartrain.serving.answers import concatenated
 from geartrain.serving.folder import load_folder
+from geartrain.serving.http.limits import Limits
 from geartrain.serving.models import own_code
 from geartrain.serving.models.tensors import TensorModel
 from geartrain.workers.models.trained_model import TrainedModel
+from tests.support.http_service import served_models
 from tests.support.served_models import require_onnx
 
 D, NAMES = 8, ["a", "b", "c"]
@@ -67,6 +69,13 @@ def test_json_and_arrays_are_answered_as_the_model_predicts(
     features = model.operations["embed"].run(model.operations["embed"].accept(arrays, {}))["features"]
     np.testing.assert_allclose(features, trained.embed({"words": words, "weight": weight}), rtol=1e-5, atol=1e-6)
     assert model.facts["inputs"] == {"words": ["int64", None, None], "weight": ["float32", None]}
+
+
+def test_items_are_counted_whatever_lists_they_lie_in(model: TensorModel) -> None:
+    items = {"words": [[1]] * 9, "weight": [1.0] * 9}
+    with served_models({"texts": model}, Limits(max_items=8)) as served:
+        said = served.refused(413, "POST", "/v1/embed", {"inputs": items})
+    assert "the request has 9 items, the most is 8" in said
 
 
 @pytest.mark.parametrize(
