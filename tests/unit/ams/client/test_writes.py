@@ -95,16 +95,19 @@ def test_numbers_may_end_while_the_oldest_is_looked_for() -> None:
             stream.end(sequence)
 
     stream, before = WriteStream(10_000, "s", 1), gc.get_threshold()
-    gc.set_threshold(1, 1, 1)
     try:
-        for _ in range(100):
+        for number in range(100):
+            gc.disable()
             begun: list[int] = []
             stream.begin(begun, 40)
             dropped = [Cycle(stream, sequence) for sequence in begun]
             del dropped
+            gc.set_threshold(gc.get_count()[0] + number % 5)  # it runs at one of the next objects that are made
+            gc.enable()
             stream.oldest()
     finally:
         gc.set_threshold(*before)
+        gc.enable()
     gc.collect()
     assert stream.oldest() == 4_001
 
