@@ -26,7 +26,12 @@ def run(examples: int, number: int, *, shrink: bool = True) -> None:
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
-    logging.getLogger("geartrain.ams.client.retries").setLevel(logging.CRITICAL)
-    # Off the main thread a shard works on the thread that asks, which saves two changes of thread for each message.
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(run_state_machine_as_test, seed(number)(Seeded), settings=limits).result()
+    retries = logging.getLogger("geartrain.ams.client.retries")
+    level = retries.level
+    retries.setLevel(logging.CRITICAL)
+    try:
+        # Off the main thread a shard works on the thread that asks, which saves two changes of thread for each message.
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(run_state_machine_as_test, seed(number)(Seeded), settings=limits).result()
+    finally:
+        retries.setLevel(level)

@@ -66,6 +66,11 @@ class CompiledPass:
     keeps_logits = True
     spreads_operations = False
 
+    @property
+    def over_all(self) -> CompiledPass:
+        """See :data:`ChunkPass`."""
+        return self
+
     def __init__(self, batch: Batch, weights_B: Tensor | None = None) -> None:
         """See :func:`pass_for`."""
         self._batch = batch
@@ -160,6 +165,7 @@ class TensorPass:
     """
 
     spreads_operations = True
+    over_all = None
 
     def __init__(self, batch: Batch, weights_B: Tensor | None = None) -> None:
         """See :func:`pass_for`."""
@@ -376,5 +382,5 @@ ChunkPass = CompiledPass | TensorPass
 ``kept``. Once the forward pass is finished ``overwrite`` overwrites the rows by their gradient times ``factor`` (0-dim)
 / scale, and returns a sum that is finite only if all of it is (0-dim). ``chunk_rows`` suit it; ``keeps_logits``:
 whether that is faster than making them again; ``spreads_operations``: whether its operations would each take all of
-PyTorch's threads.
+PyTorch's threads; ``over_all``: the pass itself if one call of it can go through all rows, else None.
 """

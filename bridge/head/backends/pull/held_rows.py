@@ -17,7 +17,7 @@ from geartrain.bridge.head.backends.pending_gradients import HeldGradient
 from geartrain.bridge.head.backends.row_stream import Block
 from geartrain.bridge.head.loss.batch import Batch
 from geartrain.bridge.head.loss.block_loop import add_rows, make_gradients
-from geartrain.bridge.head.loss.chunk_pass import CompiledPass, chunk_rows_on, parts_for, pass_for
+from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on, parts_for, pass_for
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS
 from geartrain.bridge.head.loss.kept_logits import KeptLogits, kept_rows
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax
@@ -63,11 +63,11 @@ class HeldRows:
         """Losses [B] and feature gradients [B, D]; logits of up to ``keep_bytes`` are kept for the row gradients."""
         batch, num = self.batch, self._active.num
         keep_bytes = keep_bytes if self._pass.keeps_logits else 0
-        if isinstance(self._pass, CompiledPass) and self._is_whole:
+        if self._is_whole and (over_all := self._pass.over_all):
             self._kept = KeptLogits(self._pool, batch, num, 1, keep_bytes)
             softmax = OnlineSoftmax(batch, parts_for(num, *batch.features_BD.shape), want_gradient=want_gradient)
             rows_AD, kept_KB = self._rows.rows_ND, self._kept.all_KB
-            self._pass.forward_all(softmax.sums, rows_AD, 0, kept_KB, threads=CHUNKS.num_threads)
+            over_all.forward_all(softmax.sums, rows_AD, 0, kept_KB, threads=CHUNKS.num_threads)
         else:
             self._kept = KeptLogits(self._pool, batch, num, self._pass.chunk_rows, keep_bytes)
             num_parts = min(PARTS, len(chunk_bounds(num, self._pass.chunk_rows)))
@@ -81,9 +81,9 @@ class HeldRows:
         factor, weights_B = self.batch.row_factors(upstream)
         if weights_B is not None:
             self._pass = pass_for(self.batch, weights_B)
-        if isinstance(self._pass, CompiledPass) and self._is_whole:
+        if self._is_whole and (over_all := self._pass.over_all):
             rows_AD, kept_KB = self._rows.rows_ND, self._kept.all_KB
-            checksum, squares = self._pass.overwrite_all(rows_AD, 0, factor, kept_KB, threads=CHUNKS.num_threads)
+            checksum, squares = over_all.overwrite_all(rows_AD, 0, factor, kept_KB, threads=CHUNKS.num_threads)
         else:
             checksum, squares = self._overwrite(factor, out_AD)
         self._kept.give_back()
