@@ -572,6 +572,7 @@ class Cluster:
             self.give_up()
             raise
         finally:
+            self._stream.close()
             self._events.close()
             self._scheduler.carrier.close()
             self._close()
@@ -586,4 +587,5 @@ class Cluster:
         later ones at once. From any thread.
         """
         self._calls.give_up()
+        self._stream.close()
         self._close()  # embedded shards answer, with an error, whoever waits for the other ranks of a step

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from geartrain.ams.client.retries import CLOSED
 from geartrain.ams.client.rows.row_calls import RowCalls, RowsToWrite, WriteOutcome, WriteReply
 from geartrain.ams.client.rows.row_futures import PreparedCall, RowFuture
 from geartrain.ams.client.rows.table_plan import TablePlan
@@ -52,12 +53,14 @@ class WriteStream:
         geartrain.ams.values.interrupts)."""
         self._waiting: deque[threading.Lock] = deque()
         """Locks that :meth:`begin` waits for."""
+        self._is_closed = False
 
     def begin(self, begun: list[int], count: int = 1, *, is_held: bool = False) -> None:
         """Add the next ``count`` numbers to ``begun``: whatever breaks the caller off, who has that can end them.
 
         Blocks while the oldest open write is a whole window behind. ``is_held``: the caller may prepare others before
-        it sends this one, as those of all modules at a step, and would wait for itself. Raises InvalidArgument.
+        it sends this one, as those of all modules at a step, and would wait for itself. Raises InvalidArgument, and
+        Unavailable once the stream is closed.
         """
         if count > WRITE_WINDOW:  # shards would apply some, and refuse the others however often they are sent
             raise InvalidArgument(
@@ -66,7 +69,7 @@ class WriteStream:
             )
         window = max(WRITE_WINDOW if is_held else self._window, count)
         ended: threading.Lock | None = None
-        while True:
+        while not self._is_closed:
             with self._lock:
                 first = self._next
                 oldest = min(list(self._open), default=first)
@@ -87,6 +90,12 @@ class WriteStream:
                     *(first, oldest, first - oldest),
                 )
             ended = None
+        raise Unavailable(CLOSED)
+
+    def close(self) -> None:
+        """Nobody waits any more for a write that was prepared and is not sent."""
+        self._is_closed = True
+        self.end()
 
     def end(self, *sequences: int) -> None:
         """The writes are acknowledged, or given up: they will not be sent again. Waits for nothing: the garbage
@@ -144,6 +153,10 @@ class ClientStream:
         # Named, its numbers begin anew with every incarnation, so each has a stream of its own.
         own = f"{self.unnumbered}/{self.incarnation}" if self.is_named else self.name
         self._unnumbered = WriteStream(window, own, self.incarnation)
+
+    def close(self) -> None:
+        """No write begins any more, and nobody waits to begin one."""
+        self._unnumbered.close()
 
     @property
     def unnumbered(self) -> str:

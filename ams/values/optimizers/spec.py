@@ -133,7 +133,7 @@ class RowOptimizerSpec:
         for name in scalars:
             require(
                 name in own and name != "lr",
-                f"{self.name} has no {quoted(name)} that a push may carry; it has {', '.join(own.keys() - {'lr'})}",
+                f"{self.name} has no {quoted(name)} that a push may carry; it has {', '.join(name for name in own if name != 'lr')}",
             )
         optimizer = self.from_scalars({**own, **scalars})
         self.scalars_of_push(optimizer)

@@ -6,12 +6,15 @@ import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
+import geartrain as gt
 from geartrain.ams.client import writes
 from geartrain.ams.client.rows.table_plan import TablePlan
 from geartrain.ams.client.writes import MessageWrite, Write, WriteStream
-from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.errors import InvalidArgument, Unavailable
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.shard_messages import WRITE_WINDOW
 from geartrain.ams.values.specs import TableSpec
@@ -43,6 +46,20 @@ def test_who_holds_writes_unsent_hears_which_one_the_next_waits_for(
         assert not third.done()
         held[0].abandon()
         third.result()
+
+
+def test_who_waits_to_begin_ends_when_the_cluster_is_closed() -> None:
+    config = ClientConfig(max_in_flight_writes=1)
+    with gt.local(config=config) as cluster, ThreadPoolExecutor(1) as pool:
+        table = cluster.create_table("t", dim=1, optimizer=gt.SGD(1.0))
+        held = table.prepare_push(np.arange(3), np.ones((3, 1), np.float32))
+        another = pool.submit(table.push, np.arange(3), np.ones((3, 1), np.float32))
+        while not table._stream._unnumbered._waiting:
+            assert not another.done()
+        cluster.close()
+        with pytest.raises(Unavailable, match="this cluster is closed"):
+            another.result(20)
+        assert not held.is_sent
 
 
 def test_who_holds_several_writes_does_not_wait_for_itself() -> None:
