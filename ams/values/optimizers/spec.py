@@ -133,7 +133,8 @@ class RowOptimizerSpec:
         for name in scalars:
             require(
                 name in own and name != "lr",
-                f"{self.name} has no {quoted(name)} that a push may carry; it has {', '.join(name for name in own if name != 'lr')}",
+                f"{self.name} has no {quoted(name)} that a push may carry; it has "
+                + ", ".join(scalar for scalar in own if scalar != "lr"),
             )
         optimizer = self.from_scalars({**own, **scalars})
         self.scalars_of_push(optimizer)
