@@ -134,8 +134,9 @@ def squared_sum(values_ND: Tensor) -> Tensor:
         lengths_N: Tensor = torch.linalg.vector_norm(values_ND, dim=1, dtype=torch.float64)
         return lengths_N.square_().sum()
     total = torch.zeros((), dtype=torch.float64)
-    for part in torch.split(values_ND, _ROWS_PER_SUM):
-        wide = part if part.dtype in (torch.float32, torch.float64) else part.float()
+    is_narrow = values_ND.dtype not in (torch.float32, torch.float64)
+    for part in torch.split(values_ND, _ROWS_PER_SUM // 8 if is_narrow else _ROWS_PER_SUM):
+        wide = part.float() if is_narrow else part  # small copies: each thread that makes one keeps the memory
         squares = torch.linalg.vector_norm(wide, dim=1).double().square_().sum()
         if not LEAST_SQUARES < float(squares) < torch.inf:
             squares = torch.linalg.vector_norm(wide, dim=1, dtype=torch.float64).square_().sum()

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import api_pages
 import griffe
 
 import geartrain
@@ -28,8 +29,8 @@ class Docstrings(griffe.Extension):
         """Look at each public name and at what belongs to it."""
         if pkg.path != "geartrain":
             return
-        for name in geartrain._HOMES:
-            member = pkg.members[name]
+        returned = [loader.modules_collection[path] for page in api_pages.PAGES for path in page.returned]
+        for member in [*(pkg.members[name] for name in geartrain._HOMES), *returned]:
             found = loader.modules_collection[member.target_path] if isinstance(member, griffe.Alias) else member
             found = found.final_target if isinstance(found, griffe.Alias) else found
             if isinstance(found, griffe.Class):
