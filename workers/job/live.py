@@ -1,4 +1,4 @@
-"""What a person sees while a worker trains: one live line."""
+"""What a person sees while a worker trains: a bar with the time that is left, and lines that stay."""
 
 from __future__ import annotations
 
@@ -7,44 +7,47 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.live import Live
-from rich.text import Text
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 _SECONDS_BETWEEN_LINES = 10.0
 
 
 class LiveLine:
-    """The newest numbers of the training: redrawn in place on a terminal, a line every ten seconds elsewhere."""
+    """The newest numbers of the training: a line every ten seconds, and on a terminal a bar below it."""
 
-    def __init__(self, console: Console, last_step: int) -> None:
-        self._console = console
-        self._last_step = last_step
-        self._live = Live(console=console, refresh_per_second=8) if console.is_terminal else None
-        self._printed = 0.0
+    def __init__(self, console: Console, first_step: int, last_step: int, *, is_shown: bool = True) -> None:
+        self._console, self._is_shown = console, is_shown
+        self._first_step, self._last_step = first_step, last_step
+        left = TextColumn("left", style="progress.remaining")
+        numbers = TextColumn("{task.description}")
+        columns = (BarColumn(20), TaskProgressColumn(), TimeRemainingColumn(compact=True), left, numbers)
+        is_barred = is_shown and console.is_terminal
+        self._bar = Progress(*columns, console=console, transient=True, disable=not is_barred)
+        self._task = self._bar.add_task("", total=last_step - first_step)
+        self._printed = time.monotonic() if console.is_terminal else 0.0
 
     def __enter__(self) -> Self:
-        if self._live is not None:
-            self._live.start()
+        self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self._bar.stop()
 
     def show(self, step: int, numbers: dict[str, float]) -> None:
         """Show the numbers of ``step``: loss, epoch and samples_per_second, pull_ms and push_ms if they are known."""
+        if not self._is_shown:
+            return
         epoch = numbers["epoch"]
         line = (
             f"step {step:,}/{self._last_step:,}  epoch {epoch:.1f}/{epoch * self._last_step / step:.1f}  "
             f"loss {numbers['loss']:.3f}  {numbers['samples_per_second']:,.0f} samples/s"
         )
+        self._bar.update(self._task, completed=step - self._first_step, description=line)
         if "pull_ms" in numbers:
             line += f"  pull {numbers['pull_ms']:.2f} ms  push {numbers['push_ms']:.2f} ms"
         now = time.monotonic()
-        if self._live is not None:
-            self._live.update(Text(line))
-        elif now - self._printed >= _SECONDS_BETWEEN_LINES or step == self._last_step:
+        if now - self._printed >= _SECONDS_BETWEEN_LINES or step == self._last_step:
             self._console.print(line, highlight=False, soft_wrap=True)
             self._printed = now

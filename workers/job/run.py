@@ -215,13 +215,14 @@ class TrainingRun:
     def _train(self, stop: Callable[[], bool]) -> bool:
         """To the end of the stage; False if it was stopped before."""
         trainer = self._trainer
-        with LiveLine(self._attempt.console, trainer.progress.stage_start + trainer.progress.stage_steps) as line:
+        progress, console = trainer.progress, self._attempt.console
+        last_step = progress.stage_start + progress.stage_steps
+        with LiveLine(console, progress.step, last_step, is_shown=self._is_first) as line:
 
             def show(step: int, numbers: dict[str, float]) -> None:
                 self._numbers, COUNTERS.loss = numbers, numbers["loss"]
                 trainer.events.scalars("train", numbers, step)
-                if self._is_first:
-                    line.show(step, numbers)
+                line.show(step, numbers)
 
             return trainer.run(
                 stop=stop, due=lambda: self._is_first and self._snapshots.is_due, save=self._save, show=show
