@@ -9,11 +9,10 @@ saved.
 from __future__ import annotations
 
 import errno
-import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
@@ -31,10 +30,10 @@ from geartrain.ams.values.errors import (
     Unavailable,
 )
 from geartrain.ams.values.text import printable
+from geartrain.cli.shared.help import readable
 from geartrain.launch.child import ERROR_PREFIX, WRONG_USAGE
 from geartrain.launch.roles import ROLES, load
 
-Command = TypeVar("Command", bound=Callable[..., Any])
 FAILED, TRY_LATER = 1, 4
 
 # command -> where its function or group is, in the order of the help; a role's is made of the registry of roles
@@ -86,7 +85,7 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
     )
 
     @app.callback()
-    @_rejoin_paragraphs
+    @readable
     def geartrain(
         version: bool = typer.Option(
             False, "--version", help="Print the version.", callback=_print_version, is_eager=True
@@ -106,12 +105,15 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
     for name in [arguments[0]] if arguments and arguments[0] in names else names:
         command = _command(name)
         if isinstance(command, typer.Typer):
-            for registered in (*command.registered_commands, command.registered_callback):
-                if registered is not None and registered.callback is not None:
-                    _rejoin_paragraphs(registered.callback)
+            for registered in command.registered_commands:
+                assert registered.callback is not None
+                below = registered.name or registered.callback.__name__
+                readable(registered.callback, f"{name} {below}")
+            if command.registered_callback is not None and command.registered_callback.callback is not None:
+                readable(command.registered_callback.callback, name)
             app.add_typer(command, name=name)
         else:
-            app.command(name)(_rejoin_paragraphs(command))
+            app.command(name)(readable(command, name))
     return app
 
 
@@ -120,13 +122,6 @@ def _command(name: str) -> Any:
         return load("geartrain.cli.cluster.roles:command_of")(ROLES[name])
     command = load(COMMANDS[name])
     return command() if name == "up" else command  # its flags name roles
-
-
-def _rejoin_paragraphs(function: Command) -> Command:
-    """Take the line breaks of its source out of a docstring: a terminal has a width of its own."""
-    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
-    function.__doc__ = "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
-    return function
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from torch.distributed.run import get_args_parser
 import geartrain
 from geartrain.ams.values import errors
 from geartrain.cli.main import COMMANDS, build_app
+from geartrain.cli.shared.help import EXAMPLES
 from geartrain.launch.configuration import sections
 from tests.support.pages import run
 
@@ -213,3 +215,20 @@ def test_the_examples_of_a_page_run_twice_and_each_prints_something(page: str, t
     ]
     printed = [[run(code, tmp_path) for code in blocks] for _ in range(2)]
     assert [code for code, text in zip(blocks, printed[0], strict=True) if not text] == []
+
+
+def test_every_command_has_an_example_of_options_that_exist() -> None:
+    root = typer.main.get_command(build_app([]))
+
+    def commands(command: typer.core.TyperCommand, name: str) -> Iterator[tuple[str, typer.core.TyperCommand]]:
+        below = getattr(command, "commands", {})
+        if not below or name == "graph":  # a role, and what it is asked
+            yield name, command
+        for sub in below.values():
+            yield from commands(sub, f"{name} {sub.name}".strip())
+
+    found = dict(commands(root, ""))
+    assert EXAMPLES.keys() == found.keys()
+    for name, line in EXAMPLES.items():
+        found[name].make_context(name, shlex.split(line)[1 + len(name.split()) :])  # it takes these, and needs no more
+        assert f"Example: {line}" in str(found[name].help)

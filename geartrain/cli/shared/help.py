@@ -1,0 +1,93 @@
+"""What ``--help`` shows of a command: an example, what its options take in words, and few options at a glance."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin
+
+from typer.models import OptionInfo
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+EXAMPLES = {
+    "quickstart": "geartrain quickstart --small",
+    "up": "geartrain up --shards 2 --dashboard",
+    "status": "geartrain status --scheduler 127.0.0.1:7000",
+    "events": "geartrain events --follow",
+    "top": "geartrain top --scheduler 127.0.0.1:7000",
+    "dashboard": "geartrain dashboard --scheduler 127.0.0.1:7000",
+    "worker glyphs": "geartrain worker glyphs --out runs/glyphs",
+    "worker classify": "geartrain worker classify --data pictures --out runs/pictures",
+    "worker ctr": "geartrain worker ctr --data movielens --out runs/clicks",
+    "worker tdm": "geartrain worker tdm --data movielens --out runs/tree",
+    "table list": "geartrain table list",
+    "table expire": "geartrain table expire ctr/user --json",
+    "table alter": "geartrain table alter ctr/user --max-bytes 8000000000",
+    "table drop": "geartrain table drop old/user old/item",
+    "snapshot create": "geartrain snapshot create snapshots",
+    "snapshot list": "geartrain snapshot list snapshots",
+    "snapshot verify": "geartrain snapshot verify snapshots",
+    "snapshot restore": "geartrain snapshot restore snapshots",
+    "snapshot compact": "geartrain snapshot compact snapshots",
+    "snapshot prune": "geartrain snapshot prune snapshots --keep 3",
+    "predict": "geartrain predict runs/pictures a.png b.png",
+    "verify": "geartrain verify runs/pictures pairs.txt",
+    "scheduler": "geartrain scheduler --listen 127.0.0.1:7000",
+    "server": "geartrain server --scheduler 127.0.0.1:7000 --shard 0",
+    "slowgear": "geartrain slowgear --scheduler 127.0.0.1:7000 --name image --module mypkg.image:build --dim 64",
+    "serve": "geartrain serve models/pictures --listen 127.0.0.1:8000",
+    "rollback": "geartrain rollback 127.0.0.1:8000 pictures",
+    "health": "geartrain health 127.0.0.1:7000",
+    "graph": "geartrain graph --scheduler 127.0.0.1:7000",
+    "graph build": "geartrain graph build pictures/classes",
+    "graph cancel": "geartrain graph cancel pictures/classes",
+    "graph list": "geartrain graph list",
+    "certs init": "geartrain certs init certs",
+    "certs issue": "geartrain certs issue certs/client client",
+    "certs renew": "geartrain certs renew certs",
+    "certs token": "geartrain certs token clicks certs --allow 'clicks/*=read,write'",
+    "certs revoke": "geartrain certs revoke TOKEN certs",
+    "certs backup": "geartrain certs backup certs authority.backup",
+    "certs restore": "geartrain certs restore authority.backup certs",
+    "config show": "geartrain config show --file geartrain.yaml",
+    "config validate": "geartrain config validate geartrain.yaml",
+    "doctor": "geartrain doctor",
+    "export": "geartrain export runs/pictures --to models/pictures",
+    "samples compress": "geartrain samples compress clicks.parquet clicks.trees --levels user,page",
+    "plan": "geartrain plan --classes 100000000 --dim 512 --rows ranks --ranks 16",
+    "bench": "geartrain bench head",
+}
+"""Command -> one line to type."""
+
+_WORDS = {bool: "", int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
+_RARE = ("file", "mode", "insecure", "security_folder", "log_level", "metrics", "max_message_bytes", "as_json", "cache")
+"""Parameters that many commands share: below the command's own, where these are many."""
+_MANY = 12
+
+
+def readable(function: Command, name: str = "") -> Command:
+    """Make ``--help`` of a command's function readable; ``name``: of which example."""
+    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")  # a terminal has a width of its own
+    function.__doc__ = "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs).replace("`", "")
+    if name in EXAMPLES:
+        function.__doc__ += f"\n\nExample: {EXAMPLES[name]}"
+    signature = inspect.signature(function, eval_str=True)
+    function.__signature__ = signature  # type: ignore[attr-defined]  # else typer makes other options of its texts
+    for parameter in signature.parameters.values():
+        options = (*get_args(parameter.annotation), parameter.default)
+        for option in (each for each in options if isinstance(each, OptionInfo)):
+            option.metavar = option.metavar or _taken(parameter.annotation, option.help or "")
+            if len(signature.parameters) > _MANY and parameter.name in _RARE:
+                option.rich_help_panel = "Options of many commands"
+    return function
+
+
+def _taken(annotation: Any, meaning: str) -> str | None:
+    """What an option takes, in a word; None: typer says it, as a choice of several."""
+    while get_origin(annotation) is not None or get_args(annotation):
+        annotation = next(kind for kind in get_args(annotation) if kind is not type(None))
+    if annotation is str and ("host:port" in meaning or meaning.startswith("Address")):
+        return "HOST:PORT"
+    return "FOLDER" if meaning.startswith("Folder") else _WORDS.get(annotation)
