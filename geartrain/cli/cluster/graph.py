@@ -17,14 +17,14 @@ from geartrain.ams.values.text import counted
 from geartrain.cli.shared.consoles import progress_bar
 from geartrain.cli.shared.options import ConfigFile, GraphAddress, Json
 from geartrain.launch import configuration
-from geartrain.launch.roles import ROLES, Report
+from geartrain.launch.roles import Report
 
 if TYPE_CHECKING:
     from geartrain.ams.graph.client.remote import RemoteGraphs
     from geartrain.ams.values.graph_messages import GraphInfo
     from geartrain.ams.values.rpc import Pong
 
-app = typer.Typer(help=" ".join(ROLES["graph"].help.partition("\n\n")[0].split()))
+app = typer.Typer()
 TableName = Annotated[str, typer.Argument(help="Name of the class table.")]
 
 
