@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from datetime import datetime
 
 from geartrain.ams.values.errors import ConfigError
 
@@ -26,5 +27,11 @@ def _handler() -> logging.Handler:
         handler.setFormatter(logging.Formatter("%(message)s"))
         return handler
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(_Lines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     return handler
+
+
+class _Lines(logging.Formatter):
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: ARG002, N802
+        """ISO 8601 with the zone, as other programs read it."""
+        return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")

@@ -6,6 +6,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -122,6 +123,8 @@ def up(
                 "dashboard": facts.dashboard,
             }
             print(json.dumps(told), flush=True)
+        elif sys.stdout.isatty():
+            _show_ready(facts)
         else:
             print(_ready_line(facts), flush=True)
         launcher.wait()
@@ -176,6 +179,28 @@ def _ready_line(facts: ClusterFacts) -> str:
     metrics = f" · metrics at {', '.join(facts.metrics.values())}" if facts.metrics else ""
     page = f" · dashboard {facts.dashboard}" if facts.dashboard else ""
     return f"ready: scheduler {facts.scheduler} (pid {scheduler}) · {shards}{''.join(more)}{metrics}{page}"
+
+
+def _show_ready(facts: ClusterFacts) -> None:
+    """To a person: what runs and what to type next, in a box; the link below it, for a box would break it."""
+    from rich.console import Console
+    from rich.panel import Panel
+
+    console = Console()
+    is_usual = facts.scheduler == ClusterConfig().scheduler.listen
+    given = "" if is_usual else f" --scheduler {facts.scheduler}"
+    lines = [
+        _ready_line(replace(facts, dashboard=None)).removeprefix("ready: "),
+        "",
+        f"geartrain status{given}",
+        f"geartrain worker ctr --data movielens --scheduler {facts.scheduler}",
+        *([] if facts.dashboard else [f"geartrain dashboard{given}"]),
+        "",
+        "Ctrl-C ends the cluster.",
+    ]
+    console.print(Panel.fit("\n".join(lines), title="ready", border_style="green"), highlight=False)
+    if facts.dashboard:
+        console.print(f"dashboard: {facts.dashboard}", soft_wrap=True, highlight=False)
 
 
 def _print_log_line(line: str) -> None:
