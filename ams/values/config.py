@@ -535,6 +535,8 @@ class SecurityConfig(Section):
     """Folder of certificates (geartrain certs init) for all calls. None: a private one on loopback; "none": without."""
     token: Annotated[str, AfterValidator(_file_of_token)] | None = Field(default=None, min_length=1)
     """File of this program's token (geartrain certs token), where clients need one."""
+    audit: str | None = Field(default=None, min_length=1)
+    """File to which roles add a line for each refused call, and each that changes tables. None: their logs."""
 
 
 class ClusterConfig(Section):

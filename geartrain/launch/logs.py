@@ -18,6 +18,20 @@ def log_to_stderr(level: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[_handler()], force=True)
 
 
+def audit_to(file: str | None) -> None:
+    """Add the lines of the audit to ``file``, and no more to the log; None: leave them there. Raises ConfigError."""
+    if file is None:
+        return
+    try:
+        handler = logging.FileHandler(file)
+    except OSError as exc:
+        raise ConfigError(f"security.audit is {file!r}, which cannot be written: {exc.strerror}") from exc
+    auditor = logging.getLogger("geartrain.audit")
+    auditor.addHandler(handler)
+    auditor.setLevel(logging.INFO)
+    auditor.propagate = False
+
+
 def _handler() -> logging.Handler:
     if sys.stderr.isatty():
         from rich.console import Console

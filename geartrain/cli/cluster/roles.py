@@ -15,7 +15,7 @@ from geartrain.ams.observe import failpoints, traces
 from geartrain.cli.shared.options import ConfigFile, RunMode, SecurityFolder
 from geartrain.launch import configuration
 from geartrain.launch import role as life
-from geartrain.launch.logs import log_to_stderr
+from geartrain.launch.logs import audit_to, log_to_stderr
 from geartrain.launch.roles import RoleKind, load
 from geartrain.ops import Role
 
@@ -52,6 +52,7 @@ def run_command(role: RoleKind) -> Callable[..., None]:
         given = configuration.flags(role.name, **settings) + configuration.flags(configuration.WHOLE, mode=mode)
         given += configuration.flags("security", prefix="security-", folder=security_folder)
         whole = configuration.load(file, given)
+        audit_to(whole.security.audit)
         failpoints.arm_from_environment(whole.mode)
         traces.start(role.name)
         life.raise_open_files()

@@ -6,6 +6,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from geartrain.ams.observe import failpoints
-from geartrain.ams.values.config import ClusterConfig, is_loopback
+from geartrain.ams.values.config import NO_FOLDER, ClusterConfig, is_loopback
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import counted
 from geartrain.cli.cluster.dashboard import DEFAULT_LISTEN
@@ -46,6 +47,13 @@ def up(
     ] = True,
     data: Annotated[
         Path | None, typer.Option(help="Folder for what shall survive the cluster, by role: FOLDER/scheduler, ...")
+    ] = None,
+    audit: Annotated[
+        Path | None,
+        typer.Option(
+            help="File for a line of JSON of each refused call, and each that changes tables.",
+            show_default="audit.log in the folder of --data; else the log",
+        ),
     ] = None,
     dashboard: Annotated[
         bool, typer.Option("--dashboard", help="Show the cluster in a browser, too; the ready line has the link.")
@@ -95,9 +103,12 @@ def up(
     if shards is not None:
         given.append(configuration.Setting("scheduler", "num_shards", shards, "flag --shards"))
     given += configuration.flags(configuration.WHOLE, mode=mode)
-    given += configuration.flags(
-        "security", prefix="security-", folder=security_folder and str(Path(security_folder).absolute())
-    )
+    if audit is None and data is not None:
+        with suppress(OSError):  # the roles say what is wrong with it
+            data.mkdir(parents=True, exist_ok=True)
+            audit = data / "audit.log"
+    given += configuration.flags("security", prefix="security-", folder=_absolute(security_folder))
+    given += configuration.flags("security", audit=_absolute(audit))
     config = configuration.load(file, given)
     if metrics is not None:
         firsts = {"scheduler": 0, "server": 1} | {name: 1 + config.num_servers + i for i, name in enumerate(wanted)}
@@ -130,6 +141,10 @@ def up(
         launcher.wait()
     kept = ["snapshots", *filter(None, (getattr(getattr(config, name), "data", None) for name in listens))]
     _print_log_line(f"ended; kept: {', '.join(kept)}")
+
+
+def _absolute(path: str | Path | None) -> str | None:
+    return None if path is None else str(path) if path == NO_FOLDER else str(Path(path).absolute())
 
 
 def _launcher(

@@ -16,7 +16,7 @@ from typing import Any
 from geartrain.ams.values.config import NO_FOLDER, ClusterConfig, identify
 from geartrain.ams.values.errors import GeartrainError, Unavailable
 from geartrain.launch import role as life
-from geartrain.launch.logs import log_to_stderr
+from geartrain.launch.logs import audit_to, log_to_stderr
 from geartrain.launch.serving.server import ModelServer
 from geartrain.launch.serving.workers import DRAIN_SECONDS, Lines
 from geartrain.serving.http.ports import joined_port
@@ -63,6 +63,7 @@ def main() -> None:
     if told is None:
         return
     config = ClusterConfig(**told["config"])
+    audit_to(config.security.audit)
     cpus = sorted(os.sched_getaffinity(0))
     if mine := cpus[int(number) :: config.serve.workers]:  # its threads take turns: on several CPUs they only wait
         os.sched_setaffinity(0, mine)

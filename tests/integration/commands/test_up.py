@@ -22,7 +22,7 @@ import pytest
 
 import geartrain as gt
 from geartrain.ams.client.cluster_status import cluster_status
-from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.config import ClientConfig, identify
 from geartrain.launch.up import MAX_RESTARTS
 from tests.support.command_line import typed
 
@@ -147,6 +147,29 @@ def test_a_signal_ends_everything_in_good_order(number: signal.Signals) -> None:
         assert "Traceback" not in log
         assert "killed" not in log
         running.assert_no_child_is_left()
+
+
+def test_what_changes_tables_is_written_to_the_audit_and_not_to_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed("certs", "init", str(tmp_path / "ca"))
+    monkeypatch.setenv("GEARTRAIN_SECURITY__FOLDER", str(tmp_path / "ca"))
+    with up("--shards=1", "--data", str(tmp_path / "kept")) as running:
+        identify(str(tmp_path / "ca"))
+        with gt.connect(running.facts["scheduler"]) as cluster:
+            cluster.create_table("t", dim=2, optimizer=gt.SGD(1.0))
+        running.process.terminate()
+        _, log = running.process.communicate(timeout=GONE_WITHIN_SECONDS)
+    lines = [json.loads(line) for line in (tmp_path / "kept" / "audit.log").read_text().splitlines()]
+    assert ["t"] in [line["tables"] for line in lines]
+    assert '"rpc"' not in log
+
+
+def test_an_audit_that_cannot_be_written_ends_the_start(tmp_path: Path) -> None:
+    with started("--shards=1", "--scheduler-listen=127.0.0.1:0", "--audit", str(tmp_path)) as process:
+        _, log = process.communicate(timeout=GONE_WITHIN_SECONDS)
+        assert process.returncode == 2
+        assert f"security.audit is '{tmp_path}', which cannot be written: Is a directory" in log
 
 
 def test_a_child_that_cannot_end_is_killed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
