@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from torch import Tensor
+
 from geartrain.ams.values.text import counted
 from geartrain.workers.classify.best import IMPRINTED
 from geartrain.workers.classify.trainer import ImageTrainer
@@ -59,6 +61,8 @@ class Evaluation:
                 self._trainer.events.scalars(f"held_out/{name}", {k: summary[k] for k in ("top1", "top5")}, step)
             images_text = counted(summary["images"], "image")
             self._say(f"{name}: top-1 {summary['top1']:.4f}, top-5 {summary['top5']:.4f}, {images_text}")
+            if (worse := worse_than_guessing(summary["top1"], images.labels)) is not None:
+                self._say(worse)
         return answers
 
     def _answer(self, images: Images, model: TrainedModel | None = None) -> Answers:
@@ -66,3 +70,14 @@ class Evaluation:
         if model is None:
             return answer(trainer.backbone, trainer.head, images, trainer.device)
         return answer_of_model(model, images, trainer.device)
+
+
+def worse_than_guessing(top1: float, labels: Tensor) -> str | None:
+    """What to say of a model that names fewer of the images with these labels [N] than their commonest class is of."""
+    commonest = int(labels.unique(return_counts=True)[1].max()) / len(labels) if len(labels) else 0.0
+    if top1 >= commonest:
+        return None
+    return (
+        f"That is worse than naming always the commonest class, which {commonest:.4f} of the images are: train for more "
+        "steps, set another learning rate (--set lr=RATE), or look whether the folders are the classes"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +83,13 @@ def draw_calibration(path: Path, parts: list[dict[str, float]], title: str) -> N
     pen.text((_MARGIN, 26), "part clicked, over mean predicted probability", _PEN, font)
     with replacing(path) as temporary:
         sheet.save(temporary, format="PNG")
+
+
+def worse_than_guessing(found: Mapping[str, Any]) -> str | None:
+    """What to say of a model whose log loss, as :func:`measured`, is above that of the mean click rate; None: it is not."""
+    if found["log_loss"] <= found["log_loss_of_the_mean"]:
+        return None
+    return (
+        "That is worse than saying the mean click rate of every sample: the model knows its samples by heart, or its steps "
+        "are too large. Try fewer epochs, lower lr and row_lr, or row_weight_decay (--set KEY=VALUE)"
+    )

@@ -20,7 +20,7 @@ from geartrain.bridge.models.click_model import ClickModel
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.tables import counted_as
 from geartrain.workers.ctr.designs import Design, layout_of
-from geartrain.workers.ctr.metrics import draw_calibration, measured
+from geartrain.workers.ctr.metrics import draw_calibration, measured, worse_than_guessing
 from geartrain.workers.ctr.recipe import CtrRecipe, usual_for
 from geartrain.workers.ctr.samples.click_samples import ClickSamples, part_validation, split
 from geartrain.workers.ctr.samples.kinds import FieldKind, kinds_from_json
@@ -220,6 +220,8 @@ class ClickTrainer(EmbeddingTrainer):
             f"{what}: AUC {found['auc']:.4f}, log loss {found['log_loss']:.4f} "
             f"({found['log_loss_of_the_mean']:.4f} for the mean click rate), {counted(found['samples'], 'sample')}"
         )
+        if (worse := worse_than_guessing(found)) is not None:
+            self.attempt.say(worse)
         return {"held_out": found, "model": {"step": step, "best": best}}
 
     def conclude(self) -> str:
