@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from typing import Any, Protocol, TypedDict, runtime_checkable
+from typing import Any, Protocol, TypedDict
 
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,7 +13,6 @@ from geartrain.ams.client.table import Table
 from geartrain.ams.client.writes import RowWrite, Write
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.shard_messages import Done, SyncGroup
-from geartrain.ams.values.specs import Ids
 from geartrain.bridge.rows.pending import CollectedGradient, PendingUpdate
 from geartrain.bridge.rows.ranks import SyncRanks
 
@@ -32,23 +29,23 @@ class PushSettings(TypedDict):
 class RowGradient(CollectedGradient, Protocol):
     """Those of rows in a cluster."""
 
-    def push(self, writer: PushWriter) -> None:
-        """Send all of it; a second call after an error goes on behind what was prepared."""
+    @property
+    def is_one_push(self) -> bool:
+        """Whether it is one push of rows, which can be sent together with those of other tables."""
+
+    def push(self, update: RowUpdate) -> None:
+        """Prepare each push of it by ``update``, which sends the last; a second call after an error goes on behind what
+        was prepared."""
 
     def joint_squared_norm(self, ranks: SyncRanks, weight: float) -> float:
         """Σ g² over all rows of the sum over the ranks of ``weight`` · gradient, the same on each. Collective."""
 
 
-@runtime_checkable
-class SinglePush(Protocol):
-    """A row gradient that is one push of rows, which can be sent together with those of other tables."""
-
-    def prepare(self, writer: PushWriter) -> None:
-        """Prepare the push, once."""
-
-
 class RowUpdate(PendingUpdate[RowGradient]):
-    """See the module. ``ranks`` train the rows together; None: this process alone."""
+    """See the module. ``ranks`` train the rows together; None: this process alone.
+
+    A step is one push or several, one after the other. Its settings hold from its first prepared push to its end.
+    """
 
     table: Table
 
@@ -56,7 +53,23 @@ class RowUpdate(PendingUpdate[RowGradient]):
         super().__init__()
         self.table = table
         self.ranks = ranks
-        self._writer: PushWriter | None = None
+        self._optimizer: RowOptimizerSpec = table.spec.optimizer
+        """That of a step which is yet to begin."""
+        self._settings: dict[str, Any] | None = None
+        """Those of the step that has begun, but the group: a push of it is prepared."""
+        self._write: Write | None = None
+        """The push that is prepared and not known to be applied."""
+        self._sending: Future[Done] | None = None
+        self._sender: ThreadPoolExecutor | None = None
+        """Of this step alone: a forked child would have none of its threads."""
+
+    def prepare(self, optimizer: RowOptimizerSpec) -> Sequence[RowWrite]:
+        pending = self._pending
+        if pending is None or self.carrier.grad is None or not pending.is_one_push:
+            return ()
+        self._optimizer = optimizer
+        pending.push(self)
+        return (self._write,) if isinstance(self._write, RowWrite) else ()
 
     def apply(self, optimizer: RowOptimizerSpec) -> None:
         """Push what is pending to be applied by ``optimizer``, then forget it.
@@ -65,30 +78,42 @@ class RowUpdate(PendingUpdate[RowGradient]):
         """
         if self._pending is None or self.carrier.grad is None:
             return
-        with self._writing(optimizer) as writer:
-            writer.settle()
-            self._pending.push(writer)
+        self._optimizer = optimizer
+        self._pending.push(self)
+        self.settle()
         self.step += 1
         self.discard()
 
-    def prepare(self, optimizer: RowOptimizerSpec) -> Sequence[RowWrite]:
-        if self.carrier.grad is None or not isinstance(self._pending, SinglePush):
-            return ()
-        with self._writing(optimizer) as writer:
-            self._pending.prepare(writer)
-            return () if writer.table_write is None else (writer.table_write,)
+    def prepare_push(self, make: Callable[..., Write]) -> None:
+        """Settle the last push, then have ``make``, given :class:`PushSettings` by name, check and number the next."""
+        self.settle()
+        settings = self._settings or {
+            "lr": self._optimizer.lr,
+            "optimizer_scalars": self.table.spec.optimizer.scalars_of_push(self._optimizer),
+            "scale": self.factor(),
+        }
+        self._write = make(**settings, group=None if self.ranks is None else self.ranks.sync_group(self._samples))
+        self._settings = settings
 
-    @contextmanager
-    def _writing(self, optimizer: RowOptimizerSpec) -> Iterator[PushWriter]:
-        """What makes the pushes of this step."""
-        if self._writer is None:
-            self._writer = PushWriter(self.table, self.ranks, optimizer, self.factor(), self._samples)
-        try:
-            yield self._writer
-        except BaseException:
-            if not self._writer.begun:  # nothing is numbered: the next step may bring another optimizer and samples
-                self._writer = None
-            raise
+    def send_behind(self) -> None:
+        """Begin to send the prepared push in the background."""
+        if self._write is not None:
+            if self._sender is None:
+                self._sender = ThreadPoolExecutor(1, thread_name_prefix="geartrain-push")
+            self._sending = self._sender.submit(self._write.send)
+
+    def settle(self) -> None:
+        """Return once the prepared push is applied; after an error it is still prepared, to be sent again."""
+        if self._write is None:
+            return
+        sending, self._sending = self._sending, None
+        if sending is not None:
+            sending.result()
+        elif not self._write.is_sent:
+            self._write.send()
+        self._write = None
+        if self.ranks is not None:
+            self.ranks.sequence += 1
 
     def squares_on_device(self) -> Tensor | None:
         squares = None if self._pending is None or self.ranks is not None else self._pending.squares
@@ -104,82 +129,11 @@ class RowUpdate(PendingUpdate[RowGradient]):
         return pending.joint_squared_norm(self.ranks, weight)
 
     def discard(self) -> None:
-        """Forget what is pending."""
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.abandon()
-        super().discard()
-
-
-class PushWriter:
-    """The pushes of one step, one after the other, each applied once."""
-
-    def __init__(
-        self, table: Table, ranks: SyncRanks | None, optimizer: RowOptimizerSpec, scale: float, samples: int
-    ) -> None:
-        self._table = table
-        self._ranks = ranks
-        self._optimizer = optimizer
-        self._scale = scale
-        self._samples = samples
-        self._write: Write | None = None
-        self.table_write: RowWrite | None = None
-        """The prepared push, if it is one of rows."""
-        self._sending: Future[Done] | None = None
-        self.begun = False
-        """Whether a push was prepared: from then on its settings hold for the whole step."""
-        self._background = ThreadPoolExecutor(1, thread_name_prefix="geartrain-push")
-
-    def prepare(
-        self, ids: Ids, gradients: npt.NDArray[Any], *, goes_on: bool = False, known_finite: bool = False
-    ) -> None:
-        """Settle the last push, then check and number that of the gradients [N, D] of distinct ids [N].
-
-        ``goes_on``: more pushes of the same step follow. ``known_finite``: none of them need be looked for.
-        """
-
-        def make(settings: PushSettings) -> Write:
-            self.table_write = self._table.prepare_push(
-                ids, gradients, **settings, step_goes_on=goes_on, known_finite=known_finite
-            )
-            return self.table_write
-
-        self.prepare_write(make)
-
-    def prepare_write(self, make: Callable[[PushSettings], Write]) -> None:
-        self.settle()
-        own = self._table.spec.optimizer
-        self._write = make(
-            {
-                "lr": self._optimizer.lr,
-                "optimizer_scalars": own.scalars_of_push(self._optimizer),
-                "scale": self._scale,
-                "group": None if self._ranks is None else self._ranks.sync_group(self._samples),
-            }
-        )
-        self.begun = True
-
-    def send_behind(self) -> None:
-        """Begin to send the prepared push in the background."""
-        if self._write is not None:
-            self._sending = self._background.submit(self._write.send)
-
-    def settle(self) -> None:
-        """Return once the prepared push is applied; after an error it is still prepared, to be sent again."""
-        if self._write is None:
-            return
-        sending, self._sending = self._sending, None
+        """Forget what is pending, and give up what was not sent of it."""
+        write, self._write, self._settings = self._write, None, None
+        sending, self._sending, self._sender = self._sending, None, None
         if sending is not None:
-            sending.result()
-        elif self.table_write is None or not self.table_write.is_sent:
-            self._write.send()
-        self._write = self.table_write = None
-        if self._ranks is not None:
-            self._ranks.sequence += 1
-
-    def abandon(self) -> None:
-        """Give up what was not sent."""
-        if self._sending is not None:
-            wait([self._sending])
-        if self._write is not None:
-            self._write.abandon()
+            wait([sending])
+        if write is not None:
+            write.abandon()
+        super().discard()

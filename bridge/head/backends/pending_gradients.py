@@ -30,7 +30,7 @@ from geartrain.bridge.head.loss.kept_logits import KeptLogits
 from geartrain.bridge.placements.workspace import Buffer, BufferPool, Workspace
 from geartrain.bridge.rows.gradient_carrier import squared_sum
 from geartrain.bridge.rows.ranks import SyncRanks
-from geartrain.bridge.rows.row_update import PushWriter, RowGradient
+from geartrain.bridge.rows.row_update import RowGradient, RowUpdate
 from geartrain.bridge.rows.tables import as_numpy, gradient_view
 from geartrain.bridge.rows.transfers import Moment, begin_download
 
@@ -47,6 +47,8 @@ def _step_stopped(prepared: int, num: int) -> InvalidArgument:
 
 class HeldGradient:
     """Gradients [A, D] of the active classes, in memory; from a device they may still be on their way there."""
+
+    is_one_push = True
 
     def __init__(
         self,
@@ -99,18 +101,14 @@ class HeldGradient:
         self._pool.give_back(self._buffer)
         self._active, self._ids, self._gradients_AD, self._buffer = active, active.ids, wider_AD, buffer
 
-    def prepare(self, writer: PushWriter) -> None:
+    def push(self, update: RowUpdate) -> None:
         """Prepare everything as one push, once."""
         if not self._prepared:
             self._arrival.wait()
             known_finite = self._checksum is not None and bool(torch.isfinite(self._checksum))
-            writer.prepare(self._ids, as_numpy(self._gradients_AD), known_finite=known_finite)
+            gradients = as_numpy(self._gradients_AD)
+            update.prepare_push(partial(update.table.prepare_push, self._ids, gradients, known_finite=known_finite))
             self._prepared = True
-
-    def push(self, writer: PushWriter) -> None:
-        """Send everything as one push; nothing more once it is prepared."""
-        self.prepare(writer)
-        writer.settle()
 
     @property
     def squares(self) -> Tensor:
@@ -229,6 +227,8 @@ class StreamedGradient(FactoredGradient):
     log-sum-exp.
     """
 
+    is_one_push = False
+
     def __init__(self, table: Table, pool: BufferPool, factors: Factors) -> None:
         super().__init__(factors)
         self._table = table
@@ -241,15 +241,17 @@ class StreamedGradient(FactoredGradient):
             raise _step_stopped(self._prepared, self._active.num)
         super().merge(other)
 
-    def push(self, writer: PushWriter) -> None:
+    def push(self, update: RowUpdate) -> None:
         """Send block after block; a second call goes on behind the last block that was prepared."""
-        stream = self._stream()
+        update.settle()
+        stream, num = self._stream(), self._active.num
         with closing(self._blocks(stream, self._prepared)) as blocks:
             for stop, ids, gradients_ND in blocks:
-                writer.prepare(ids, as_numpy(gradients_ND), goes_on=stop < self._active.num)
+                gradients = as_numpy(gradients_ND)
+                update.prepare_push(partial(update.table.prepare_push, ids, gradients, step_goes_on=stop < num))
                 self._prepared = stop
-                writer.send_behind()
-        writer.settle()
+                update.send_behind()
+        update.settle()
         stream.close()
 
     def squared_norm(self) -> float:

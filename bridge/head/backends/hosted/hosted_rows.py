@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ from geartrain.bridge.head.loss.margins.margin import Margin
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax, PartialSums
 from geartrain.bridge.placements.workspace import Arithmetic
 from geartrain.bridge.rows.ranks import SyncRanks
-from geartrain.bridge.rows.row_update import PushWriter, RowGradient
+from geartrain.bridge.rows.row_update import RowGradient, RowUpdate
 from geartrain.bridge.rows.tables import counted_as
 from geartrain.bridge.rows.transfers import Moment, begin_download, download
 
@@ -278,6 +278,8 @@ class HostedGradient:
     under the old log-sum-exp.
     """
 
+    is_one_push = False
+
     def __init__(self, calls: HostedCalls, pending: list[_Pending]) -> None:
         self._calls = calls
         self._pending = pending
@@ -293,14 +295,12 @@ class HostedGradient:
             )
         self._pending += other._pending
 
-    def push(self, writer: PushWriter) -> None:
-        """Send one update to each shard; nothing more once it is prepared."""
-        if self._prepared:
-            return
-        inputs = self._inputs(self._batches())
-        writer.prepare_write(lambda settings: self._calls.prepare_update(inputs.__getitem__, **settings))
-        self._prepared = True
-        writer.settle()
+    def push(self, update: RowUpdate) -> None:
+        """Prepare one update for each shard, once."""
+        if not self._prepared:
+            inputs = self._inputs(self._batches())
+            update.prepare_push(partial(self._calls.prepare_update, inputs.__getitem__))
+            self._prepared = True
 
     def squared_norm(self) -> float:
         """Σ g² over all rows, in float64; the shards make the gradients once more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.rows.gradient_carrier import squared_sum
 from geartrain.bridge.rows.pending import RowModule
 from geartrain.bridge.rows.ranks import SyncRanks
-from geartrain.bridge.rows.row_update import PushWriter, RowUpdate
+from geartrain.bridge.rows.row_update import RowUpdate
 from geartrain.bridge.rows.tables import as_numpy
 
 NUM, DIM = 40, 6
@@ -44,9 +45,10 @@ class VectorGradient:
     def joint_squared_norm(self, ranks: SyncRanks, weight: float) -> float:
         raise AssertionError(f"there are no other ranks: {ranks}, {weight}")
 
-    def push(self, writer: PushWriter) -> None:
-        writer.prepare(self.ids, as_numpy(self.gradients_KD))
-        writer.settle()
+    is_one_push = False
+
+    def push(self, update: RowUpdate) -> None:
+        update.prepare_push(partial(update.table.prepare_push, self.ids, as_numpy(self.gradients_KD)))
 
     def discard(self) -> None:
         pass
