@@ -106,8 +106,6 @@ def put_off() -> None:
 
 def concatenated(several: Sequence[Question]) -> Question:
     """Items of requests with equal parameters as one."""
-    if len(several) == 1:
-        return several[0]
     names = several[0].arrays
     return Question(
         arrays={name: np.concatenate([question.arrays[name] for question in several]) for name in names},

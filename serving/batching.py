@@ -123,7 +123,7 @@ class Batcher:
         """Answer the next batch that need not wait, on this thread; return whether there was one."""
         self._read()
         with self._changed:
-            batch = self._next(self._clock())
+            batch, _ = self._next(self._clock())
         if not batch:
             return False
         self._answer(batch)
@@ -144,11 +144,11 @@ class Batcher:
             if self._unread:
                 self._read()
             with self._changed:
-                batch = self._next(self._clock())
+                batch, due_seconds = self._next(self._clock())
                 if not batch and not self._unread:
                     if self._is_closed and not self._waiting:
                         return
-                    self._changed.wait(self._until_due(self._clock()))
+                    self._changed.wait(due_seconds)
             if batch:
                 self._answer(batch)
 
@@ -182,26 +182,23 @@ class Batcher:
             for asked, found in read:
                 self._join(asked, found)
 
-    def _until_due(self, now: float) -> float | None:
-        """Seconds until a question has waited enough; None: none waits."""
-        firsts = [group.asked[0].at for group in self._waiting.values()]
-        return max(0.0, min(firsts) + self._max_wait - now) if firsts else None
+    def _next(self, now: float) -> tuple[list[_Asked], float | None]:
+        """Take the questions of the batch that begins now, the longest waiting first.
 
-    def _next(self, now: float) -> list[_Asked]:
-        """Take the questions of the batch that begins now, the longest waiting first; none, if none does.
-
-        Those whose askers have left are dropped.
+        Without one: seconds until a question has waited enough; None: none waits. Those whose askers have left are
+        dropped.
         """
         batch: list[_Asked] = []
         is_free = self._is_closed or not self._under_way
         while not batch:
-            chosen, since = None, float("inf")
+            chosen, since, first = None, float("inf"), float("inf")
             for key, group in self._waiting.items():
                 at = group.asked[0].at
+                first = min(first, at)
                 if at < since and (is_free or now >= at + self._max_wait or group.items >= self._max_batch):
                     chosen, since = key, at
             if chosen is None:
-                return []
+                return [], max(0.0, first + self._max_wait - now) if self._waiting else None
             group, items = self._waiting[chosen], 0
             while group.asked and (not batch or items + group.asked[0].items <= self._max_batch):
                 asked = group.asked.popleft()
@@ -213,7 +210,7 @@ class Batcher:
             if not group.asked:
                 del self._waiting[chosen]
         self._under_way += 1
-        return batch
+        return batch, None
 
     def _answer(self, batch: Sequence[_Asked]) -> None:
         first, began = batch[0], self._clock()
@@ -229,7 +226,8 @@ class Batcher:
     def _run(self, batch: Sequence[_Asked]) -> None:
         operation = batch[0].lease.servable.operations[batch[0].operation]
         try:
-            answered = operation.run(concatenated([asked.question for asked in batch]))
+            joined = concatenated([asked.question for asked in batch]) if len(batch) > 1 else batch[0].question
+            answered = operation.run(joined)
             items = sum(map(attrgetter("items"), batch))
             for name, array in answered.items():
                 if len(array) != items:

@@ -28,10 +28,9 @@ from geartrain.ams.values.errors import GeartrainError, InvalidArgument, NotServ
 from geartrain.ams.values.text import quoted
 from geartrain.serving.answers import Operation, PutOff, Question
 from geartrain.serving.batching import Batcher
-from geartrain.serving.catalog import Catalog, Lease
+from geartrain.serving.catalog import Catalog
 from geartrain.serving.folder import load_folder
-from geartrain.serving.http.callers import OPEN_PATHS, Callers
-from geartrain.serving.http.limits import Limits
+from geartrain.serving.http.callers import OPEN_PATHS, Callers, Limits
 from geartrain.serving.http.openapi import document, takes_files
 from geartrain.serving.http.page import try_page
 from geartrain.serving.http.refusals import RefusedRequest, json_response, refusal, refuse
@@ -119,11 +118,6 @@ class HttpQuestions:
                     self.service.counts.request(scope.get(ASKED, AskedOf()), "http", str(status), seconds)
 
         return bounded
-
-    async def answered(self, lease: Lease, operation: Operation, question: Question) -> Mapping[str, Any]:
-        """Rows for the items of a question. Raises what the operation does, Busy, RefusedRequest (too many items)."""
-        self.limits.require_items(question.num_items)
-        return await asyncio.wrap_future(self.service.batcher.ask(lease, operation.name, question))
 
     async def on_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call what may take long."""
@@ -288,7 +282,7 @@ def serve_app(
         max_batch: most items that are answered together.
         max_wait_millis: longest wait of a question for others while some are being answered.
         preprocessing: code of yours that models name, ``"package.module:function"``; it is run only if it is given.
-        limits: those of :class:`geartrain.serving.http.limits.Limits`, such as ``max_body_bytes``.
+        limits: those of :class:`geartrain.serving.http.callers.Limits`, such as ``max_body_bytes``.
 
     Raises:
         ConfigError: there is no model.
@@ -310,9 +304,7 @@ def serve_app(
 
 def _question(operation: Operation, body: bytes, kind: str, parameters: Mapping[str, str], limits: Limits) -> Question:
     """Read a body: JSON, or the file that an operation takes."""
-    given: dict[str, Any] = {}
-    for key, text in parameters.items():
-        given[key] = _value(text)
+    given = {key: _value(text) for key, text in parameters.items()} if parameters else {}
     kind = kind.partition(";")[0].strip().lower()
     is_json = kind.endswith("json") or (not kind.startswith("image/") and body[:1024].lstrip()[:1] in (b"{", b"["))
     field = None if is_json else takes_files(operation)
@@ -322,7 +314,9 @@ def _question(operation: Operation, body: bytes, kind: str, parameters: Mapping[
         )
     if field is None:
         said = {**given, **_json(body)}
-        limits.require_items(max([len(value) for value in said.values() if isinstance(value, list)], default=0))
+        for value in said.values():
+            if isinstance(value, list):
+                limits.require_items(len(value))
         question = operation.read(said)
         limits.require_items(question.num_items)  # lists in lists, too
         return question

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import itertools
 import json
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from starlette.requests import Request
@@ -17,10 +18,7 @@ from starlette.routing import Route
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.rpc import version as own_version
 from geartrain.ams.values.text import quoted
-from geartrain.serving.answers import Arrays, Operation, Question
-from geartrain.serving.catalog import Lease
-from geartrain.serving.http.callers import Callers
-from geartrain.serving.http.limits import Limits
+from geartrain.serving.answers import Arrays
 from geartrain.serving.http.refusals import json_response
 from geartrain.serving.kserve.asking import EXTENSIONS, index_of, operation_of, version_of, wanted_of
 from geartrain.serving.kserve.datatypes import (
@@ -35,9 +33,10 @@ from geartrain.serving.kserve.datatypes import (
     to_raw,
 )
 from geartrain.serving.metrics import AskedOf
-from geartrain.serving.service import ModelService
 
-HEALTH_PATHS = ("/v2/health/live", "/v2/health/ready")
+if TYPE_CHECKING:
+    from geartrain.serving.http.app import HttpQuestions
+
 ASKED = "geartrain.asked"
 """In the scope of a request: what of which model it asks, which is counted."""
 LENGTH_HEADER = "inference-header-content-length"
@@ -48,24 +47,10 @@ _OF_KIND: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,),
 """What elements of a type of numpy are in JSON."""
 
 
-class Questions(Protocol):
-    """The app that the routes are of: geartrain.serving.http.app.HttpQuestions."""
-
-    service: ModelService
-    callers: Callers
-    limits: Limits
-
-    async def on_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call what may take long."""
-
-    async def answered(self, lease: Lease, operation: Operation, question: Question) -> Arrays:
-        """Rows for the items of a question."""
-
-
 class InferenceRoutes:
     """The protocol's routes for the models of an app."""
 
-    def __init__(self, questions: Questions) -> None:
+    def __init__(self, questions: HttpQuestions) -> None:
         self._of = questions
 
     def routes(self) -> list[Route]:
@@ -73,8 +58,8 @@ class InferenceRoutes:
         model, version = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
         found = [
             Route("/v2", self._server),
-            Route(HEALTH_PATHS[0], self._live),
-            Route(HEALTH_PATHS[1], self._ready),
+            Route("/v2/health/live", self._live),
+            Route("/v2/health/ready", self._ready),
             Route("/v2/repository/index", self._index, methods=["POST"]),
         ]
         for path in (version, model):
@@ -130,7 +115,8 @@ class InferenceRoutes:
             operation = operation_of(lease, parameters.pop("operation", None))
             request.scope[ASKED] = AskedOf(name, str(lease.servable.version), operation.name)
             question = await self._of.on_thread(operation.accept, arrays, parameters)
-            answered = await self._of.answered(lease, operation, question)
+            self._of.limits.require_items(question.num_items)
+            answered = await asyncio.wrap_future(self._of.service.batcher.ask(lease, operation.name, question))
             outputs = {output["name"]: output["parameters"] for output in asked["outputs"]}
             wanted = wanted_of(answered, list(outputs))
             raw = {name for name in wanted if outputs.get(name, {}).get("binary_data", is_binary) is True}
@@ -138,8 +124,7 @@ class InferenceRoutes:
             if asked["id"]:
                 said["id"] = asked["id"]
             said["parameters"] = {"operation": operation.name}
-            response: Response = await self._of.on_thread(_written, said, wanted, raw)
-            return response
+            return await self._of.on_thread(_written, said, wanted, raw)
 
 
 def _read(body: bytes, length: str | None, most_items: int) -> tuple[dict[str, Any], dict[str, Array]]:

@@ -12,8 +12,7 @@ from geartrain.serving.answers import Servable
 from geartrain.serving.batching import Batcher
 from geartrain.serving.catalog import Catalog
 from geartrain.serving.http.app import make_app
-from geartrain.serving.http.callers import Callers
-from geartrain.serving.http.limits import Limits
+from geartrain.serving.http.callers import Callers, Limits
 from geartrain.serving.http.ports import listening_socket
 from geartrain.serving.http.server import HttpServer
 from geartrain.serving.service import ModelService

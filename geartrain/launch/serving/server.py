@@ -16,8 +16,7 @@ from geartrain.serving.catalog import Catalog
 from geartrain.serving.cores import use_threads
 from geartrain.serving.folder import load_folder
 from geartrain.serving.http.app import make_app
-from geartrain.serving.http.callers import Callers
-from geartrain.serving.http.limits import Limits
+from geartrain.serving.http.callers import Callers, Limits
 from geartrain.serving.http.server import HttpServer
 from geartrain.serving.metrics import ServingCounts
 from geartrain.serving.models.own_code import trust

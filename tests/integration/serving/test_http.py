@@ -17,7 +17,7 @@ from fastapi.openapi.models import OpenAPI
 
 from geartrain.ams.values.config import split_address
 from geartrain.ams.values.errors import ConfigError
-from geartrain.serving.http.limits import Limits
+from geartrain.serving.http.callers import Limits
 from geartrain.serving.http.ports import held_port, joined_port, listening_socket
 from geartrain.serving.http.server import MOST_HEADER_BYTES, HttpServer
 from tests.support.fake_servable import EchoModel

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geartrain.serving.http.limits import Limits
+from geartrain.serving.http.callers import Limits
 from geartrain.serving.http.v2 import LENGTH_HEADER
 from tests.support.http_service import ServedModels, served_models
 from tests.support.toy_servables import ToyServable

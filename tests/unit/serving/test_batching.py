@@ -68,11 +68,11 @@ def test_a_batch_is_no_larger_than_it_may_be_but_for_one_question() -> None:
 def test_an_idle_service_lets_nobody_wait_and_a_busy_one_for_no_longer_than_it_may() -> None:
     asked = Asked(max_wait_seconds=0.5, max_batch=3)
     assert asked.ask(1)
-    (running,) = (asked.batcher._next(asked.clock.now),)  # is answered by another thread
+    running, _ = asked.batcher._next(asked.clock.now)  # is answered by another thread
     assert len(running) == 1
     late = asked.ask(2)
     assert not asked.batcher.answer_next()
-    assert asked.batcher._until_due(asked.clock.now) == pytest.approx(0.5)
+    assert asked.batcher._next(asked.clock.now) == ([], pytest.approx(0.5))
     asked.clock.now += 0.4
     joined = asked.ask(3)
     assert not asked.batcher.answer_next()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
 from geartrain.serving.answers import concatenated
 from geartrain.serving.folder import load_folder
-from geartrain.serving.http.limits import Limits
+from geartrain.serving.http.callers import Limits
 from geartrain.serving.models import own_code
 from geartrain.serving.models.tensors import TensorModel
 from geartrain.workers.models.trained_model import TrainedModel
