@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 import socket
 
-from geartrain.ams.values.config import join_address, split_address
+from geartrain.ams.values.config import NO_FOLDER, ClusterConfig, join_address, split_address
 from geartrain.ams.values.errors import ConfigError
 
 BACKLOG = 1024
+
+
+def certificates_of(config: ClusterConfig) -> str | None:
+    """The folder under which HTTP goes: one that was named; on loopback none, by itself."""
+    folder = config.security.folder
+    return None if folder in (None, NO_FOLDER) or config.serve.insecure else folder
 
 
 def listening_socket(listen: str, what: str, flag: str = "--listen") -> socket.socket:

@@ -19,8 +19,7 @@ from geartrain.ams.rpc.tokens import METADATA_KEY
 from geartrain.ams.values.config import ServeConfig
 from geartrain.ams.values.errors import Busy, GeartrainError, InternalError, ProtocolError
 from geartrain.ams.values.rpc import version as own_version
-from geartrain.serving.answers import Arrays, Operation, Question
-from geartrain.serving.catalog import Lease
+from geartrain.serving.answers import Arrays
 from geartrain.serving.kserve.asking import EXTENSIONS, index_of, operation_of, version_of, wanted_of
 from geartrain.serving.kserve.messages import inputs_of, metadata_of, parameters_of, response_of
 from geartrain.serving.kserve.pb import inference_pb2 as pb
@@ -117,7 +116,13 @@ class InferenceService:
                 asked = AskedOf(lease.model, str(lease.servable.version), operation.name)
                 with self._readers:
                     question = operation.accept(inputs_of(request, self._most_items), parameters)
-                answered = self._answered(lease, operation, question, context)
+                answer = self._service.batcher.ask(lease, operation.name, question)
+                try:
+                    answered: Arrays = await_reply(answer, context)
+                except Exception as exc:
+                    if answer.done() and answer.exception() is exc and not isinstance(exc, GeartrainError):
+                        raise InternalError(f"{operation.name} of {lease.model!r} failed; its log says why") from exc
+                    raise
                 wanted = wanted_of(answered, [output.name for output in request.outputs])
                 response = response_of(request, lease.servable.version, operation.name, wanted)
                 code = grpc.StatusCode.OK
@@ -128,52 +133,25 @@ class InferenceService:
         finally:
             self._service.counts.request(asked, "grpc", code.name, time.perf_counter() - began)
 
-    def _answered(
-        self, lease: Lease, operation: Operation, question: Question, context: grpc.ServicerContext
-    ) -> Arrays:
-        answer = self._service.batcher.ask(lease, operation.name, question)
-        try:
-            answered: Arrays = await_reply(answer, context)
-        except Exception as exc:
-            if answer.done() and answer.exception() is exc and not isinstance(exc, GeartrainError):
-                raise InternalError(f"{operation.name} of {lease.model!r} failed; its log says why") from exc
-            raise
-        return answered
 
+def inference_server(
+    listen: str,
+    service: ModelService,
+    config: ServeConfig,
+    folder: str | None,
+    rates: ClientRates,
+    client_of: Callable[[str, str], str],
+) -> GrpcServer:
+    """Serve the protocol at ``"host:port"``, under the certificates in ``folder``; health is yet to say so.
 
-class InferenceServer:
-    """The port of the protocol."""
-
-    def __init__(
-        self,
-        listen: str,
-        service: ModelService,
-        config: ServeConfig,
-        folder: str | None,
-        rates: ClientRates,
-        client_of: Callable[[str, str], str],
-    ) -> None:
-        """Listen at ``"host:port"``, under the certificates in ``folder``. Raises ConfigError if nobody can.
-
-        ``rates`` and ``client_of`` as of :class:`InferenceService`.
-        """
-        self._server = GrpcServer(
-            listen,
-            config.max_body_bytes + _ROOM_BYTES,
-            credentials=Credentials(folder, "serve"),
-            is_shared=config.workers > 1,
-        )
-        self._server.add(InferenceService(service, config.max_items, rates, client_of).bound())
-        self._server.start()
-        self.address = self._server.address
-
-    def ready(self) -> None:
-        """Let health say SERVING."""
-        self._server.ready()
-
-    def stop(self, grace_seconds: float) -> None:
-        """Finish the calls under way and end."""
-        self._server.stop(grace_seconds)
+    ``rates`` and ``client_of`` as of :class:`InferenceService`. Raises ConfigError if nobody can listen there.
+    """
+    credentials = Credentials(folder, "serve")
+    most_bytes = config.max_body_bytes + _ROOM_BYTES
+    server = GrpcServer(listen, most_bytes, credentials=credentials, is_shared=config.workers > 1)
+    server.add(InferenceService(service, config.max_items, rates, client_of).bound())
+    server.start()
+    return server
 
 
 def _parsed(kind: type[M], data: bytes) -> M:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 import logging
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from geartrain.ams.rpc.carrier import AttemptFailed
 from geartrain.ams.rpc.client.dial import dial
@@ -51,19 +51,22 @@ class ExportedModel:
     moment_id: str
 
 
-class Training(Protocol):
+class Training(ABC):
     """Something that takes snapshots. Used from one thread."""
 
     @property
+    @abstractmethod
     def where(self) -> str:
         """Where it is looked for, for people."""
 
+    @abstractmethod
     def newest(self) -> Snapshot | ExportedModel | None:
         """Its newest snapshot whose manifest is sound; None: there is none yet.
 
         Raises GeartrainError, OSError: it cannot be looked at now.
         """
 
+    @abstractmethod
     def older(self) -> Iterable[Snapshot | ExportedModel]:
         """Those before the newest, the newest first: for whom it is damaged, and who serves none.
 
@@ -72,9 +75,10 @@ class Training(Protocol):
 
     def progress(self) -> Progress | None:
         """How far it is; None: nobody knows but by its snapshots."""
+        return None
 
 
-class SnapshotFolder:
+class SnapshotFolder(Training):
     """Snapshots in a folder or at a URL."""
 
     def __init__(self, root: str | Path) -> None:
@@ -102,12 +106,8 @@ class SnapshotFolder:
         whole = (listed.snapshot for listed in list_snapshots(str(self.root)) if listed.snapshot is not None)
         return itertools.islice(whole, 1, None)
 
-    def progress(self) -> Progress | None:
-        """See :class:`Training`."""
-        return None
 
-
-class TrainingFolder:
+class TrainingFolder(Training):
     """The folder of a run of ``geartrain worker``, of snapshots, or of exported models. It may appear later."""
 
     def __init__(self, folder: Path) -> None:
@@ -140,10 +140,6 @@ class TrainingFolder:
         is_one = not has_run(self._folder) and ((self._folder / CONFIG).exists() or numbered_versions(self._folder))
         return version_folders(self._folder) if is_one else []
 
-    def progress(self) -> Progress | None:
-        """See :class:`Training`."""
-        return None
-
 
 def _exported(folder: Path) -> ExportedModel:
     config = read_config(folder)
@@ -154,7 +150,7 @@ def _exported(folder: Path) -> ExportedModel:
     return ExportedModel(folder=folder, version=version, step=step, moment_id=moment)
 
 
-class ClusterJob:
+class ClusterJob(Training):
     """A job that a scheduler knows; where its snapshots lie, its events say."""
 
     def __init__(self, address: str, job: str | None, config: ClientConfig | None = None) -> None:

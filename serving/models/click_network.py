@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.values.errors import InvalidArgument, ModelDamaged
+from geartrain.ams.values.errors import ModelDamaged
 from geartrain.ams.values.specs import Ids
+from geartrain.serving.networks import open_network
 from geartrain.serving.vectors import FeatureVectors, Floats, MappedTables
 from geartrain.workers.ctr.samples.features import HISTORY, HISTORY_ITEMS, SampleFeature
 from geartrain.workers.ctr.samples.kinds import UNCHECKED, kinds_from_json
@@ -44,7 +45,13 @@ class ClickNetwork:
         self._columns = {feature.name: slice(end - feature.dim, end) for feature, end in zip(pooled, ends, strict=True)}
         self._width = int(ends[-1])
         self._sequences = [feature.name for feature in self.features if feature.pooling is None]
-        self._session = _opened(folder / NETWORK, self._width)
+        self._session = open_network(folder / NETWORK, 1)  # several requests are answered beside one another
+        taken = {given.name: given.shape for given in self._session.get_inputs()}
+        if taken.get("vectors", [0])[-1] != self._width:
+            raise ModelDamaged(
+                f"{folder / NETWORK} takes {taken}, and the tables beside it give {self._width} numbers: they are of "
+                "two models; export the model again"
+            )
 
     @property
     def version(self) -> int:
@@ -113,25 +120,6 @@ class ClickNetwork:
 @cache  # versions of a training that is followed are many
 def _warn_unchecked(job: str) -> None:
     logger.warning("the model of %s %s", job, UNCHECKED)
-
-
-def _opened(network: Path, width: int) -> Any:
-    """A session of onnxruntime on one thread: several requests are answered beside one another."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    try:
-        session = onnxruntime.InferenceSession(str(network), options, providers=["CPUExecutionProvider"])
-    except Exception as exc:  # its errors have no base but this
-        raise InvalidArgument(f"onnxruntime cannot run {network}: {exc}") from exc
-    taken = {given.name: given.shape for given in session.get_inputs()}
-    if taken.get("vectors", [0])[-1] != width:
-        raise ModelDamaged(
-            f"{network} takes {taken}, and the tables beside it give {width} numbers: they are of two models; export "
-            "the model again"
-        )
-    return session
 
 
 def probabilities(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

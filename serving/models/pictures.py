@@ -19,9 +19,9 @@ from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged
 from geartrain.ams.values.text import quoted
 from geartrain.serving.answers import Arrays, Question, TensorSpec
-from geartrain.serving.cores import threads_of_batch
 from geartrain.serving.index.registry import open_index
 from geartrain.serving.models.decoding import QuestionPictures
+from geartrain.serving.networks import open_network, threads_of_batch
 from geartrain.workers.classify.class_pictures import ClassPictures
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.models.saved_model import ONNX, read_files
@@ -63,7 +63,7 @@ class ClassModel:
         self.dim, self.num_classes = int(centers.shape[-1]), len(self.names)
         self.is_cosine = bool(config["is_cosine"])
         self.index = open_index(folder, config, centers, files.tensors.get("biases"), threads=threads)
-        self._session = _session(folder / ONNX, threads)
+        self._session = open_network(folder / ONNX, threads)
         made = self._session.get_outputs()[0].shape[-1]
         if isinstance(made, int) and made != self.dim:
             raise _of_several(
@@ -390,24 +390,6 @@ def only(arrays: Arrays, name: str, ndim: int, parameters: Mapping[str, Any], *k
     if found.ndim != ndim or not len(found):
         raise InvalidArgument(f"{name} has shape {list(found.shape)}; give {ndim} dimensions and an item or more")
     return found
-
-
-def _session(path: Path, threads: int) -> Any:
-    """The network of a file, ready to run. Raises ConfigError without onnxruntime, InvalidArgument."""
-    try:
-        import onnxruntime
-    except ImportError as exc:
-        raise ConfigError(
-            f"serving needs onnxruntime, which cannot be imported: {exc}; pip install 'geartrain[serve]'"
-        ) from exc
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # other work waits for these cores
-    try:
-        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as exc:  # its errors have no base but this
-        raise InvalidArgument(f"onnxruntime cannot run {path}: {exc}") from exc
 
 
 def _of_several(folder: Path, why: str) -> ModelDamaged:

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 from geartrain.ams.observe.metrics import Metric
 from geartrain.ams.values.config import ClusterConfig, ServeConfig, join_address, split_address
 from geartrain.ams.values.errors import ConfigError
-from geartrain.launch.serving.certificates import certificates_of
 from geartrain.launch.serving.workers import DRAIN_SECONDS, Workers
 from geartrain.serving.batching import Batcher
 from geartrain.serving.catalog import Catalog
-from geartrain.serving.http.ports import listening_socket
+from geartrain.serving.http.ports import certificates_of, listening_socket
 from geartrain.serving.service import ModelService, named_folders
 
 if TYPE_CHECKING:
@@ -38,22 +37,21 @@ class ServeRole:
             )
         _require_startable(told)
         self.models = list(named_folders(told.models))
-        self.workers: Workers | None = None
-        self._here: ModelServer | None = None
+        self._serving: ModelServer | Workers
         if told.workers == 1:
             from geartrain.launch.serving.server import ModelServer
 
             listener = listening_socket(told.listen, "serve")
             self.address = join_address(split_address(told.listen)[0], listener.getsockname()[1])
-            self._here = ModelServer(config, listener)
-            self.service = self._here.service
-            self.grpc = None if self._here.grpc is None else self._here.grpc.address
+            self._serving = here = ModelServer(config, listener)
+            self.service = here.service
+            self.grpc = None if here.grpc is None else here.grpc.address
             """host:port of gRPC, if it is to be there."""
         else:
-            self.workers = Workers(config)
-            self.address, self.grpc = self.workers.address, self.workers.grpc
+            self._serving = workers = Workers(config)
+            self.address, self.grpc = workers.address, workers.grpc
             self.service = ModelService(Catalog(), Batcher(threads=0))
-            self.service.everywhere = self.workers.everywhere
+            self.service.everywhere = workers.everywhere
         self.url = f"http{'s' if certificates_of(config) else ''}://{self.address}"
         self._following = ExitStack()
         if told.follow is not None:
@@ -73,23 +71,16 @@ class ServeRole:
     @property
     def end_reason(self) -> str | None:
         """Why it ended by itself; None if it did not."""
-        return (self._here or self.workers).end_reason  # type: ignore[union-attr]
+        return self._serving.end_reason
 
     def wait(self) -> None:
         """Block until it has ended."""
-        if self._here is not None:
-            self._here.wait()
-        elif self.workers is not None:
-            self.workers.ended_all.wait()
+        self._serving.wait()
 
     def stop(self, grace_seconds: float) -> None:
         """Answer the requests under way, take no others, close the models. A grace at all is :data:`DRAIN_SECONDS`."""
-        grace_seconds = max(grace_seconds, DRAIN_SECONDS) if grace_seconds else 0
         self._following.close()
-        if self._here is not None:
-            self._here.stop(grace_seconds)
-        elif self.workers is not None:
-            self.workers.stop(grace_seconds + 1)
+        self._serving.stop(max(grace_seconds, DRAIN_SECONDS) if grace_seconds else 0)
 
 
 def _require_startable(told: ServeConfig) -> None:

@@ -9,22 +9,22 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from geartrain.ams.values.config import ClusterConfig, split_address
-from geartrain.launch.serving.certificates import certificates_of
 from geartrain.launch.serving.workers import DRAIN_SECONDS
 from geartrain.serving.batching import Batcher
 from geartrain.serving.catalog import Catalog
-from geartrain.serving.cores import use_threads
 from geartrain.serving.folder import load_folder
 from geartrain.serving.http.app import make_app
 from geartrain.serving.http.callers import Callers, Limits
+from geartrain.serving.http.ports import certificates_of
 from geartrain.serving.http.server import HttpServer
 from geartrain.serving.metrics import ServingCounts
 from geartrain.serving.models.own_code import trust
+from geartrain.serving.networks import use_threads
 from geartrain.serving.rates import ClientRates
 from geartrain.serving.service import ModelService, open_models
 
 if TYPE_CHECKING:
-    from geartrain.serving.kserve.service import InferenceServer
+    from geartrain.ams.rpc.server.server import GrpcServer
 
 
 class ModelServer:
@@ -51,7 +51,7 @@ class ModelServer:
             on_batch=counts.batch,
         )
         self.service = ModelService(catalog, batcher, counts)
-        self.grpc: InferenceServer | None = None
+        self.grpc: GrpcServer | None = None
         """The port of gRPC, if there is to be one."""
         try:
             tls, renew = None, None
@@ -66,9 +66,9 @@ class ModelServer:
             gc.collect()
             gc.freeze()  # else looking through all that was imported stops answers for 0.1 s, now and then
             if told.grpc is not None:
-                from geartrain.serving.kserve.service import InferenceServer  # gRPC with it
+                from geartrain.serving.kserve.service import inference_server  # gRPC with it
 
-                self.grpc = InferenceServer(told.grpc, self.service, told, folder, rates, callers.client)
+                self.grpc = inference_server(told.grpc, self.service, told, folder, rates, callers.client)
             self._server = HttpServer(
                 make_app(self.service, callers, Limits.of(told), rates=rates),
                 listener,

@@ -179,11 +179,6 @@ class Workers:
             raise
         return join_address(split_address(listen)[0], held.getsockname()[1])
 
-    @property
-    def pids(self) -> list[int]:
-        """Of all processes."""
-        return [worker.process.pid for worker in self._workers.values()]
-
     def everywhere(self, wish: Mapping[str, Any]) -> list[Told]:
         """Have every worker do it, or none, one wish after the other; return what each said."""
         with self._one_wish:
@@ -201,15 +196,19 @@ class Workers:
         told = self._told(list(self._workers.values()), {"wish": "state"})
         self._models = next((answer["said"] for answer in told if "said" in answer), self._models)
 
+    def wait(self) -> None:
+        """Block until all have ended."""
+        self.ended_all.wait()
+
     def stop(self, grace_seconds: float) -> None:
-        """Let each answer what is under way, and end."""
+        """Let each answer what is under way, and end within another second."""
         with self._starting:
             self._is_ending = True
         self._ports.close()
         workers = list(self._workers.values())
         for worker in workers:
             worker.process.terminate()
-        until = time.monotonic() + grace_seconds
+        until = time.monotonic() + grace_seconds + 1
         for worker in workers:
             try:
                 worker.process.wait(max(0.0, until - time.monotonic()))

@@ -25,7 +25,7 @@ from geartrain.serving.catalog import Catalog
 from geartrain.serving.http.callers import Callers
 from geartrain.serving.kserve.datatypes import from_raw, to_raw
 from geartrain.serving.kserve.pb import inference_pb2 as pb
-from geartrain.serving.kserve.service import SERVICE, InferenceServer
+from geartrain.serving.kserve.service import SERVICE, inference_server
 from geartrain.serving.rates import ClientRates
 from geartrain.serving.service import ModelService
 from tests.support.role_process import RoleProcess
@@ -52,7 +52,7 @@ class Served:
         stack.callback(self.service.close)
         config = ServeConfig(max_items=8, max_body_bytes=MESSAGE_BYTES)
         self.rates = ClientRates(per_second)
-        self.server = InferenceServer(
+        self.server = inference_server(
             "127.0.0.1:0", self.service, config, folder, self.rates, Callers("127.0.0.1:0", folder).client
         )
         stack.callback(self.server.stop, 0)
