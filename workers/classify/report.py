@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 from geartrain.ams.values.text import counted
@@ -74,10 +75,11 @@ class Evaluation:
 
 def worse_than_guessing(top1: float, labels: Tensor) -> str | None:
     """What to say of a model that names fewer of the images with these labels [N] than their commonest class is of."""
-    commonest = int(labels.unique(return_counts=True)[1].max()) / len(labels) if len(labels) else 0.0
+    known = labels[labels >= 0]
+    commonest = int(torch.bincount(known).max()) / len(labels) if len(known) else 0.0
     if top1 >= commonest:
         return None
     return (
-        f"That is worse than naming always the commonest class, which {commonest:.4f} of the images are: train for more "
-        "steps, set another learning rate (--set lr=RATE), or look whether the folders are the classes"
+        f"That is worse than naming always the commonest class, which {commonest:.4f} of the images are: train for "
+        "more steps, set another learning rate (--set lr=RATE), or look whether the folders are the classes"
     )

@@ -86,10 +86,10 @@ def draw_calibration(path: Path, parts: list[dict[str, float]], title: str) -> N
 
 
 def worse_than_guessing(found: Mapping[str, Any]) -> str | None:
-    """What to say of a model whose log loss, as :func:`measured`, is above that of the mean click rate; None: it is not."""
+    """What to say of a model whose log loss (of :func:`measured`) is above that of the mean click rate, else None."""
     if found["log_loss"] <= found["log_loss_of_the_mean"]:
         return None
     return (
-        "That is worse than saying the mean click rate of every sample: the model knows its samples by heart, or its steps "
-        "are too large. Try fewer epochs, lower lr and row_lr, or row_weight_decay (--set KEY=VALUE)"
+        "That is worse than saying the mean click rate of every sample: the model knows its samples by heart, or its "
+        "steps are too large. Try fewer epochs, lower lr and row_lr, or row_weight_decay (--set KEY=VALUE)"
     )
