@@ -20,6 +20,8 @@ from mkdocs.structure.files import File, Files
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DECISIONS = "decisions"
+BOOSTS = {"start": 4, "tutorials": 4, "how-to": 4, DECISIONS: 0.3, "project": 0.3}
+"""Of the pages of a folder of docs/, in the results of a search."""
 ROOMS_ENDING = """The folders are top-level. In Python they are `geartrain.ams`, `geartrain.bridge`,
 `geartrain.workers`; `make links` shows editors and mypy the same names
 ([why](../decisions/0001-import-names-by-mapped-folders.md)). Imports point one way,
@@ -42,6 +44,12 @@ def _expanded(nav: Any, patterns: dict[str, list[str]]) -> Any:
     if isinstance(nav, list):
         return [page for entry in nav for page in patterns.get(str(entry), [_expanded(entry, patterns)])]
     return nav
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> None:  # noqa: ARG001
+    """Let the search put what shows how before what tells why, and before lists."""
+    folder = page.file.src_uri.partition("/")[0]
+    page.meta.setdefault("search", {"boost": BOOSTS.get(folder, 1)})
 
 
 def on_files(files: Files, config: Any) -> Files:

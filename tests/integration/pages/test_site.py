@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import json
 import os
 import re
 import shlex
@@ -87,6 +88,13 @@ def test_what_takes_more_than_eight_arguments_explains_each() -> None:
         if len(parameters) > 8:
             unexplained += [f"{value.__qualname__}: {name}" for name in parameters if f" {name}: " not in explained]
     assert unexplained == []
+
+
+@pytest.mark.slow
+def test_a_search_puts_what_shows_how_before_decisions(site: Path) -> None:
+    found = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
+    boosts = {entry["location"].partition("/")[0]: entry["boost"] for entry in found if "/" in entry["location"]}
+    assert boosts["tutorials"] == boosts["how-to"] > boosts["reference"] > boosts["decisions"]
 
 
 @pytest.mark.slow
