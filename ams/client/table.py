@@ -19,7 +19,13 @@ import numpy.typing as npt
 
 from geartrain.ams.client.hosted_calls import HostedCalls
 from geartrain.ams.client.rows.expire import ExpiredRows, expire_rows
-from geartrain.ams.client.rows.push_options import PushOptions, StepOptions, checked_occurrences, clock_of
+from geartrain.ams.client.rows.push_options import (
+    BATCH_OPTIONS,
+    PushOptions,
+    StepOptions,
+    checked_occurrences,
+    clock_of,
+)
 from geartrain.ams.client.rows.row_calls import WriteOutcome
 from geartrain.ams.client.rows.row_futures import PreparedCall
 from geartrain.ams.client.rows.table_plan import CHECK_FINITE, CHECK_PRODUCT, NO_CHECK, PushBatch, TablePlan
@@ -299,6 +305,10 @@ class Table:
         if check is None:
             # All or nothing: a shard looks for itself, so what goes to one shard at once need not be looked at twice.
             check = NO_CHECK if calls.view.num_shards == 1 and group is None else CHECK_FINITE
+        batch: PushBatch | None = None
+        if plan.asks_for_batch or not BATCH_OPTIONS.isdisjoint(options):
+            occurrences = checked_occurrences(options.get("occurrences"), len(checked))
+            batch = plan.batch(occurrences, *clock_of(options), options.get("pulled_at"))
         prepared = PreparedWrite(
             *(calls.client, plan.facts, checked, rows, code),
             is_assign=False,
@@ -310,15 +320,10 @@ class Table:
             step_goes_on=step_goes_on,
             every_shard=group is not None or plan.counts_steps,  # they count ranks, or steps
             are_distinct=are_distinct,
-            batch=self._batch(plan, len(checked), options) if options or plan.asks_for_batch else None,
+            batch=batch,
         )
         numbers = self._stream.numbers(plan.spec.name, options.get("sequence"))
         return RowWrite(calls.rows, numbers, [plan], [prepared], [checked], group, is_held=is_held)
-
-    @staticmethod
-    def _batch(plan: TablePlan, count: int, options: PushOptions) -> PushBatch | None:
-        occurrences = checked_occurrences(options.get("occurrences"), count)
-        return plan.batch(occurrences, *clock_of(options), options.get("pulled_at"))
 
     def _is_sent_at_once(self, ids: Any) -> bool:
         # Rows that come are counted as those that go: one thread copies all replies to where they are wanted.

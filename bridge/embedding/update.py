@@ -192,7 +192,8 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
 
     def prepare(self, optimizer: RowOptimizerSpec) -> Sequence[RowWrite]:
         """See the base class: one push of all tables, and an update of each hosted one."""
-        if not self._has_begun and (pending := self.pending) is not None:
+        pending = self._pending
+        if not self._has_begun and pending is not None and self.carrier.grad is not None:
             scalars: dict[str, float] = {}
             for its in self.facts().optimizers:
                 scalars |= its.scalars_of_push(optimizer)

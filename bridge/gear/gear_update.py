@@ -21,7 +21,6 @@ from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.rows.gradient_carrier import squared_sum
 from geartrain.bridge.rows.pending import PendingUpdate
-from geartrain.bridge.rows.same_rows import incarnation_of
 from geartrain.bridge.rows.tables import ReadableTable
 
 
@@ -71,19 +70,19 @@ class GearUpdate(PendingUpdate[GearGradient]):
         self._source = source
         self._incarnation = incarnation
         self._delivery: Delivery | None = None
-        self._trained_here = incarnation_of(table) if trains_here else None
+        self._trained_here = table.incarnation if trains_here else None
 
     def go_on_with(self, table: ReadableTable, port: GearPort) -> None:
         """Train another table by a slow gear of this process that was made for it; what is pending is dropped."""
         self.discard()
-        self.table, self._port, self._trained_here = table, port, incarnation_of(table)
+        self.table, self._port, self._trained_here = table, port, table.incarnation
 
     def require_present(self) -> None:
         """Raise TableNotFound if the dense table was restored since a slow gear of this process was made, which keeps
         features, counts and gradients of the time before; of those of others, since the pending gradients were."""
         if self._trained_here is None:
             super().require_present()
-        elif incarnation_of(self.table) != self._trained_here:
+        elif self.table.incarnation != self._trained_here:
             raise TableNotFound(
                 f"dense table {self.table.spec.name!r} was restored, and this slow gear is of the one before it; "
                 "close() it, and make another SlowGear with reuse=True"

@@ -35,7 +35,7 @@ from geartrain.bridge.gear.samples import Decode, DenseSamples
 from geartrain.bridge.placements.placement import Placement
 from geartrain.bridge.rows.eager import runs_eagerly
 from geartrain.bridge.rows.pending import PendingUpdate
-from geartrain.bridge.rows.same_rows import incarnation_of, moved_rows
+from geartrain.bridge.rows.same_rows import moved_rows
 from geartrain.bridge.rows.stand_in import ModuleWithRows
 from geartrain.bridge.rows.transfers import download, put, upload
 
@@ -223,12 +223,12 @@ class SlowGear(ModuleWithRows):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Name, width, step and table; the weights are in snapshots of the cluster."""
-        return {"gear": self.name, "dim": self.dim, "step": self.step, "incarnation": incarnation_of(self.table)}
+        return {"gear": self.name, "dim": self.dim, "step": self.step, "incarnation": self.table.incarnation}
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         """Raises SpecMismatch for a state from before deliveries that the dense part has had since."""
         state = state_dict.get(f"{prefix}_extra_state")
-        is_live = isinstance(state, Mapping) and state.get("incarnation") == incarnation_of(self.table)
+        is_live = isinstance(state, Mapping) and state.get("incarnation") == self.table.incarnation
         if is_live and state["step"] < self.step:
             raise moved_rows(self.name)
         super()._load_from_state_dict(state_dict, prefix, *arguments)

@@ -65,6 +65,9 @@ class DeviceRows:
     the same specification, whatever the number of ranks.
     """
 
+    incarnation = 0
+    """No other is made in its place."""
+
     def __init__(self, spec: TableSpec, link: Communicator, device: torch.device) -> None:
         self.spec = spec
         self.link = link

@@ -22,7 +22,6 @@ from geartrain.ams.values.errors import InvalidArgument, InvalidRows
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.placements.cached_rows import CachedPush, CachedRead, CachedRows
-from geartrain.bridge.rows.same_rows import incarnation_of
 
 if TYPE_CHECKING:
     from geartrain.ams.client.table import Table
@@ -95,7 +94,7 @@ class RowCache:
         yield from cache_metrics(name, "rows", self.counts.hits, self.counts.misses)
 
     def _table_now(self) -> tuple[int, TableSpec]:
-        return incarnation_of(self.table), self.table.spec
+        return self.table.incarnation, self.table.spec
 
     def _is_altered(self) -> bool:
         """Whether the table is another than when this was asked last, or has other settings."""

@@ -136,10 +136,12 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def push(self, checked: Sequence[CheckedUpdate]) -> None:
         """Apply what was checked, each once. After an error check and push again, or drop the rest."""
-        prepared = [(optimizer, update, update.prepare(optimizer)) for optimizer, update in checked]
+        prepared: list[tuple[RowOptimizerSpec, PendingUpdate[Any], Sequence[RowWrite]]] = []
         together: list[RowWrite] = []
         later: dict[int, list[RowWrite]] = {}
-        for _, update, writes in prepared:
+        for optimizer, update in checked:
+            writes = update.prepare(optimizer)
+            prepared.append((optimizer, update, writes))
             (together if update.background is None else later.setdefault(id(update.background), [])).extend(writes)
         error = _send_together(together) if len(together) > 1 else None  # one is left to whoever applies it
         for optimizer, update, writes in prepared:

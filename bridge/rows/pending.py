@@ -22,7 +22,6 @@ from geartrain.ams.values.optimizers.registry import RowOptimizerSpec, optimizer
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.rows.gradient_carrier import StandInGradient, not_for_clippers
 from geartrain.bridge.rows.ranks import SyncRanks
-from geartrain.bridge.rows.same_rows import incarnation_of
 from geartrain.bridge.rows.stand_in import StandIn
 from geartrain.bridge.rows.tables import ReadableTable
 from geartrain.bridge.rows.transfers import read
@@ -138,7 +137,7 @@ class PendingUpdate(ABC, Generic[G]):
     @property
     def rows_version(self) -> PulledVersion:
         """Of which classes and of which table a forward pass is: its gradients are applied to no others."""
-        return self.generation, incarnation_of(self.table)
+        return self.generation, self.table.incarnation
 
     @property
     def pending(self) -> G | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ class RowUpdate(PendingUpdate[RowGradient]):
             return ()
         self._optimizer = optimizer
         pending.push(self)
-        return (self._write,) if isinstance(self._write, RowWrite) else ()
+        return () if self._write is None else (cast("RowWrite", self._write),)
 
     def apply(self, optimizer: RowOptimizerSpec) -> None:
         """Push what is pending to be applied by ``optimizer``, then forget it.

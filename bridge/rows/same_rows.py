@@ -19,11 +19,6 @@ LABELS, OTHERS = 64, 64
 """Rows that are looked at: of classes of the last batch, which have certainly moved, and of any."""
 
 
-def incarnation_of(table: ReadableTable) -> int:
-    """Which table of its name it is; 0 where tables are not numbered."""
-    return int(getattr(table, "incarnation", 0))
-
-
 def identity_of(table: ReadableTable, recent_labels: Ids) -> dict[str, Any]:
     """What :func:`require_same_rows` compares, as JSON values: the table's writes, and of some ids a hash of the row. A
     small request per shard, and one pull of up to 128 rows.
@@ -34,7 +29,7 @@ def identity_of(table: ReadableTable, recent_labels: Ids) -> dict[str, Any]:
     try:
         return _identity(table, ids, _pulled(table, ids))
     except GeartrainError:
-        return {"incarnation": incarnation_of(table)}
+        return {"incarnation": table.incarnation}
 
 
 def identities_of(tables: Sequence[Table], recent_ids: Sequence[Ids]) -> list[dict[str, Any]]:
@@ -45,7 +40,7 @@ def identities_of(tables: Sequence[Table], recent_ids: Sequence[Ids]) -> list[di
         pull_together(list(zip(tables, looked_at, rows, strict=True)))
         return [_identity(*item) for item in zip(tables, looked_at, rows, strict=True)]
     except GeartrainError:
-        return [{"incarnation": incarnation_of(table)} for table in tables]
+        return [{"incarnation": table.incarnation} for table in tables]
 
 
 def _looked_at(table: ReadableTable, recent_labels: Ids) -> Ids:
@@ -56,7 +51,7 @@ def _looked_at(table: ReadableTable, recent_labels: Ids) -> Ids:
 
 def _identity(table: ReadableTable, ids: Ids, rows: npt.NDArray[Any]) -> dict[str, Any]:
     return {
-        "incarnation": incarnation_of(table),
+        "incarnation": table.incarnation,
         "writes": _writes_of(table),
         "ids": ids.tolist(),
         "row_digests": row_digests(rows),
@@ -75,7 +70,7 @@ def require_same_rows(table: ReadableTable, identity: Mapping[str, Any] | None) 
     """
     if identity is None:
         return
-    if identity["incarnation"] and identity["incarnation"] == incarnation_of(table):
+    if identity["incarnation"] and identity["incarnation"] == table.incarnation:
         try:
             has_moved = identity.get("writes") not in (None, _writes_of(table))
         except GeartrainError:  # the cluster is closed: nothing is trained any more

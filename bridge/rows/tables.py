@@ -28,6 +28,10 @@ class ReadableTable(Protocol):
     def spec(self) -> TableSpec:
         """What the table is."""
 
+    @property
+    def incarnation(self) -> int:
+        """Which table of its name it is; 0 where tables are not numbered."""
+
     def pull_into(self, ids: Ids, out: npt.NDArray[Any], *, required_sync: SyncGroup | None = None) -> None:
         """Write the rows of ``ids`` to ``out`` [N, D]."""
 

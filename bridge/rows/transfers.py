@@ -99,7 +99,7 @@ class Moment:
 
     def wait(self) -> None:
         """Let the host wait for it."""
-        if not self.is_over and self._event is not None:
+        if self._event is not None:
             self._event.synchronize()
             self._event = None
 

@@ -106,6 +106,7 @@ class FakeTable:
     failures: list[Exception] = field(default_factory=list)
     largest_pull: int = 0
     pulled_rows: int = 0
+    incarnation: int = 0
 
     def pull_into(self, ids: Ids, out: npt.NDArray[Any], *, required_sync: SyncGroup | None = None) -> None:
         del required_sync

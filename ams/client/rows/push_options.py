@@ -48,13 +48,9 @@ class PushOptions(StepOptions, total=False):
     ``duplicate``; see :meth:`Cluster.acknowledge`."""
 
 
-_OPTIONS = PushOptions.__annotations__.keys() | StepOptions.__annotations__.keys()
-
-
-def require_known(options: Mapping[str, Any]) -> None:
-    """Raise TypeError for a keyword that no push has."""
-    if unknown := options.keys() - _OPTIONS:
-        raise TypeError(f"a push has no {sorted(unknown)[0]!r}; its options are {', '.join(sorted(_OPTIONS))}")
+OPTIONS = PushOptions.__annotations__.keys() | StepOptions.__annotations__.keys()
+BATCH_OPTIONS = frozenset({"occurrences", "step", "unix_seconds", "pulled_at"})
+"""Those that say something of the batch."""
 
 
 def clock_of(given: StepOptions) -> tuple[int | None, float | None]:

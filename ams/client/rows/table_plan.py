@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.client.rows.push_options import StepOptions, require_known
+from geartrain.ams.client.rows.push_options import OPTIONS, StepOptions
 from geartrain.ams.kernels import ops
 from geartrain.ams.kernels._core import TableFacts
 from geartrain.ams.values.arguments import real_number
@@ -53,7 +53,8 @@ class TablePlan:
         """
         if not options:
             return None, 1.0, NO_SCALARS, None
-        require_known(options)
+        if unknown := options.keys() - OPTIONS:
+            raise TypeError(f"a push has no {sorted(unknown)[0]!r}; its options are {', '.join(sorted(OPTIONS))}")
         lr, scalars = options.get("lr"), options.get("optimizer_scalars", NO_SCALARS)
         scale = real_number("scale", options.get("scale", 1.0))
         checked = self._checked_scalars

@@ -134,7 +134,7 @@ class ChunkPool:
             return function()
         with self._lock:
             executor = self._executor_of(self._num_threads if self._num_open else torch.get_num_threads())
-            made: Future[R] = executor.submit(_alone, lambda _scratch, call: call(), function)
+            made = executor.submit(_without_gradients, function)
         return made.result()
 
     @contextmanager
@@ -202,6 +202,11 @@ def _alone(function: Callable[[Scratch, T], R], item: T) -> R:
         _own.scratch = Scratch()
     with torch.inference_mode(False), torch.no_grad():
         return function(_own.scratch, item)
+
+
+def _without_gradients(function: Callable[[], R]) -> R:
+    with torch.inference_mode(False), torch.no_grad():
+        return function()
 
 
 def _done(function: Callable[..., R], *arguments: object) -> Future[R]:

@@ -122,8 +122,10 @@ class OnlineSoftmax:
         batch, own, sums = self.batch, self.own, self.sums
         shift_B, sum_B, weighted_BD = self._joint()
         cos_B = (batch.features_BD * sums.target_rows_BD).sum(1)
-        mean_row_D = self._mean_row()  # this rank's part of it
-        means = [] if mean_row_D is None else [batch.features_BD @ mean_row_D * batch.scale]
+        mean_row_D, means = None, []
+        if sums.row_sum_PD is not None:  # mean of the (unit) rows of all classes: this rank's part of it
+            mean_row_D = (sums.row_sum_PD.sum(0) / max(1.0, batch.spread_over)).to(batch.arithmetic.compute)
+            means = [batch.features_BD @ mean_row_D * batch.scale]
         highest_B = None if sums.highest_PB is None else sums.highest_PB.amax(0)
         joint_B, (sum_B, joint_cos_B, *means), highest_B = joint_sums(
             self._link, shift_B, sum_B, [cos_B, *means], exp=torch.exp2, shifted=batch.shifted, highest_B=highest_B
@@ -132,7 +134,8 @@ class OnlineSoftmax:
         if highest_B is None and batch.shift_is_highest:
             highest_B = joint_B
         batch.target_B, batch.highest_B = cos_B[own], None if highest_B is None else highest_B[own] / batch.logit_factor
-        shift_B = shift_beside_target(shift_B, sum_B)
+        # Where only the target is active it may lie far below 0, beside which its exponential would vanish.
+        shift_B = torch.where(sum_B == 0, NO_LOGIT, shift_B)
         target = batch.target_logits(cos_B)
         target2_B = target.logits_B * LOG2_E
         # float64: rounded, a log-sum-exp of 900 is off by 3e-5, and so would be the sum of the probabilities.
@@ -155,13 +158,6 @@ class OnlineSoftmax:
         first = sum(self._sizes[: self._link.rank])
         return slice(first, first + self._sizes[self._link.rank])
 
-    def _mean_row(self) -> Tensor | None:
-        """Mean [D] of the (unit) rows of all classes, compute dtype; None without smoothing."""
-        if self.sums.row_sum_PD is None:
-            return None
-        mean_D = self.sums.row_sum_PD.sum(0) / max(1.0, self.batch.spread_over)
-        return mean_D.to(self.batch.arithmetic.compute)
-
     def _joint(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """(shift [B], sum [B], weighted sum [B, D]) over all parts."""
         sums = self.sums
@@ -181,14 +177,6 @@ def _zeros(parts: int, rows: int, width: int, dtype: torch.dtype, device: torch.
         return values_PBD.zero_()
     values_PBD.numpy().fill(0)
     return values_PBD
-
-
-def shift_beside_target(shift_B: Tensor, sum_B: Tensor) -> Tensor:
-    """The shift [B] that sums have; below every logit where only the target is active, which may itself lie far below.
-
-    Where exponents are not shifted, 0 would be above such a target, whose exponential might then vanish beside it.
-    """
-    return torch.where(sum_B == 0, NO_LOGIT, shift_B)
 
 
 def own_gradient(batch: Batch, summed_SD: Tensor, own: slice) -> Tensor:
