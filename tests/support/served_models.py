@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import base64
+import functools
 import io
+import shutil
+import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +15,10 @@ import pytest
 import torch
 from PIL import Image
 
+from geartrain.workers.atomic import replacing_folder
 from geartrain.workers.data.bitmaps import Preprocessing
-from geartrain.workers.models.export import export_model
+from geartrain.workers.models.export import export_model, next_version
+from geartrain.workers.models.saved_model import CONFIG, seal_folder, unseal_folder
 from geartrain.workers.models.trained_model import TrainedModel
 from tests.support.picture_models import picture_model
 
@@ -36,10 +42,25 @@ def small_model(*, seed: int = 2, sub_centers: int = 1, is_cosine: bool = True, 
 
 
 def exported(folder: Path, model: TrainedModel | None = None, *, version: int | None = None) -> Path:
-    """The folder of an exported model."""
+    """The folder of an exported model; of the small one a copy of what this process exported once."""
     require_onnx()
-    export_model(model or small_model(), folder, version=version)
+    if model is not None:
+        export_model(model, folder, version=version)
+        return folder
+    version = next_version(folder) if version is None else version
+    with replacing_folder(folder) as staging:
+        shutil.copytree(_small_export().name, staging, dirs_exist_ok=True)
+        config = unseal_folder(staging)
+        (staging / CONFIG).unlink()
+        seal_folder(staging, {**config, "version": version, "created": time.time()})
     return folder
+
+
+@functools.cache
+def _small_export() -> tempfile.TemporaryDirectory[str]:
+    found = tempfile.TemporaryDirectory(prefix="geartrain-small-model-")
+    export_model(small_model(), Path(found.name))
+    return found
 
 
 def picture(seed: int, suffix: str = "PNG") -> bytes:

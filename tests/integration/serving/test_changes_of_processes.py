@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 import pytest
 
-from geartrain.workers.models.saved_model import CONFIG, seal_folder, unseal_folder
 from tests.support.role_process import RoleProcess
 from tests.support.served_models import exported, picture
 
@@ -37,13 +36,8 @@ if "geartrain.launch.serving.worker" in sys.orig_argv and sys.orig_argv[-1] == "
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    one = exported(folder / "one")
-    config = unseal_folder(one)
     for version in (90, 120, 180):
-        (one / CONFIG).unlink()
-        seal_folder(one, {**config, "version": version, "training": {"step": version}})
-        shutil.copytree(one, folder / f"{version:06d}")
-    shutil.rmtree(one)
+        exported(folder / f"{version:06d}", version=version)
     return folder
 
 

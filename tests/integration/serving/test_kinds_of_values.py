@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -154,27 +155,31 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def test_requests_of_another_kind_are_refused_by_name(folder: Path) -> None:
-    with RoleProcess(
-        "serve", *(f"{name}={folder}/model-{name}" for name in SAMPLES), "--listen=127.0.0.1:0"
-    ) as serving:
-        for name, changes, sentence in OTHERS:
-            status, said = ask(serving.address, f"/v1/models/{name}/click", {"samples": [{**SAMPLES[name], **changes}]})
-            assert (status, sentence in said["error"]["message"]) == (400, True), said
-        sample = SAMPLES["integers"]
-        plain, digits = (
-            ask(serving.address, "/v1/models/integers/click", {"samples": [one]})[1]["answers"]
-            for one in (sample, {**SAMPLES["texts"], "tags": ["1", 2], "is_new": 1})
-        )
-        assert plain == digits
-        one = {"item": sample["item"]}
-        context = {field: value for field, value in sample.items() if field != "item"}
-        rank = {"context": context, "candidates": [one, {"item": "5"}], "k": 2}
-        status, said = ask(serving.address, "/v1/models/integers/rank", rank)
-        assert status == 200
-        assert {best["candidate"]: best["probability"] for best in said["answers"][0]}[0] == plain[0]["probability"]
-        status, said = ask(serving.address, "/v1/models/integers/rank", {**rank, "candidates": [one, {"item": "x"}]})
-        assert (status, "field 'item' of candidate 1 is 'x'; the" in said["error"]["message"]) == (400, True), said
+@pytest.fixture(scope="module")
+def serving(folder: Path) -> Iterator[RoleProcess]:
+    models = [f"{name}={folder}/model-{name}" for name in SAMPLES]
+    with RoleProcess("serve", *models, "--listen=127.0.0.1:0", "--grpc=127.0.0.1:0") as serving:
+        yield serving
+
+
+def test_requests_of_another_kind_are_refused_by_name(serving: RoleProcess) -> None:
+    for name, changes, sentence in OTHERS:
+        status, said = ask(serving.address, f"/v1/models/{name}/click", {"samples": [{**SAMPLES[name], **changes}]})
+        assert (status, sentence in said["error"]["message"]) == (400, True), said
+    sample = SAMPLES["integers"]
+    plain, digits = (
+        ask(serving.address, "/v1/models/integers/click", {"samples": [one]})[1]["answers"]
+        for one in (sample, {**SAMPLES["texts"], "tags": ["1", 2], "is_new": 1})
+    )
+    assert plain == digits
+    one = {"item": sample["item"]}
+    context = {field: value for field, value in sample.items() if field != "item"}
+    rank = {"context": context, "candidates": [one, {"item": "5"}], "k": 2}
+    status, said = ask(serving.address, "/v1/models/integers/rank", rank)
+    assert status == 200
+    assert {best["candidate"]: best["probability"] for best in said["answers"][0]}[0] == plain[0]["probability"]
+    status, said = ask(serving.address, "/v1/models/integers/rank", {**rank, "candidates": [one, {"item": "x"}]})
+    assert (status, "field 'item' of candidate 1 is 'x'; the" in said["error"]["message"]) == (400, True), said
 
 
 def tensors(name: str, **changes: Any) -> dict[str, np.ndarray]:
@@ -191,13 +196,9 @@ def tensors(name: str, **changes: Any) -> dict[str, np.ndarray]:
     }
 
 
-def test_tensors_of_another_kind_are_refused_by_name(folder: Path) -> None:
+def test_tensors_of_another_kind_are_refused_by_name(serving: RoleProcess) -> None:
     """Over the inference protocol texts are BYTES."""
-    models = [f"{name}={folder}/model-{name}" for name in SAMPLES]
-    with (
-        RoleProcess("serve", *models, "--listen=127.0.0.1:0", "--grpc=127.0.0.1:0") as serving,
-        grpc.insecure_channel(serving.facts["grpc"]) as channel,
-    ):
+    with grpc.insecure_channel(serving.facts["grpc"]) as channel:
         infer = channel.unary_unary(
             f"/{SERVICE}/ModelInfer",
             request_serializer=pb.ModelInferRequest.SerializeToString,

@@ -114,7 +114,7 @@ def test_a_role_of_this_process_serves_several_models_and_a_canary(folder: Path)
         assert (status, said["error"]["message"]) == (404, "name a model: one, two")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def workers(folder: Path) -> Iterator[RoleProcess]:
     with RoleProcess("serve", f"glyphs={folder}", ANY_PORT, "--workers=2") as serving:
         yield serving
@@ -238,16 +238,14 @@ def test_what_was_accepted_is_answered_after_sigterm(folder: Path, number: int) 
         assert serving.process.wait(10) == 0
 
 
-def test_workers_end_with_their_parent_however_it_ends(folder: Path, workers: RoleProcess) -> None:
-    children = psutil.Process(workers.process.pid).children()
-    workers.process.kill()
-    gone, alive = psutil.wait_procs(children, 20)
-    assert (len(gone), alive) == (2, [])
-    with RoleProcess("serve", str(folder), ANY_PORT, "--workers=2") as another:
-        children = psutil.Process(another.process.pid).children()
-        another.process.send_signal(signal.SIGTERM)
-        assert another.process.wait(20) == 0
-        assert psutil.wait_procs(children, 20)[1] == []
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_end_with_their_parent_however_it_ends(folder: Path, how: signal.Signals) -> None:
+    with RoleProcess("serve", str(folder), ANY_PORT, "--workers=2") as serving:
+        children = psutil.Process(serving.process.pid).children()
+        serving.process.send_signal(how)
+        assert serving.process.wait(20) == (0 if how == signal.SIGTERM else -how)
+        gone, alive = psutil.wait_procs(children, 20)
+        assert (len(gone), alive) == (2, [])
 
 
 def test_a_worker_that_cannot_serve_is_said_by_the_command(tmp_path: Path) -> None:
