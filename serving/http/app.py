@@ -68,7 +68,7 @@ class HttpQuestions:
         """All of them."""
         return [
             try_page(),
-            Route("/livez", self._live),
+            Route("/livez", self.live),
             Route("/readyz", self._ready),
             Route("/openapi.json", self._openapi),
             Route("/v1/models", self._models),
@@ -155,7 +155,8 @@ class HttpQuestions:
             # Not by asyncio.to_thread, whose threads may all wait for other processes of the service.
             return await self.on_thread(lambda: json_response({**said, "answers": operation.write(answered)}))
 
-    async def _live(self, _: Request) -> Response:
+    async def live(self, _: Request) -> Response:
+        """The process lives."""
         return json_response({"live": True})
 
     async def _ready(self, _: Request) -> Response:

@@ -58,7 +58,7 @@ class InferenceRoutes:
         model, version = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
         found = [
             Route("/v2", self._server),
-            Route("/v2/health/live", self._live),
+            Route("/v2/health/live", self._of.live),
             Route("/v2/health/ready", self._ready),
             Route("/v2/repository/index", self._index, methods=["POST"]),
         ]
@@ -72,9 +72,6 @@ class InferenceRoutes:
 
     async def _server(self, _: Request) -> Response:
         return json_response({"name": "geartrain", "version": own_version(), "extensions": EXTENSIONS})
-
-    async def _live(self, _: Request) -> Response:
-        return json_response({"live": True})
 
     async def _ready(self, _: Request) -> Response:
         ready = not self._of.service.catalog.why_not_ready()

@@ -32,12 +32,18 @@ class ClickNetwork:
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         """Raises ModelDamaged, InvalidArgument (onnxruntime cannot run it)."""
-        self._config = config
+        self.version, self.created = int(config["version"]), float(config["created"])
         self.kinds = kinds_from_json(config.get("kinds"))
         if not self.kinds:
             _warn_unchecked(str(config["training"]["job"]))
         self.features = tuple(SampleFeature.from_json(said) for said in config["features"])
         self.tables = MappedTables({said["table"]: (folder / said["file"], said["spec"]) for said in config["tables"]})
+        self.facts: dict[str, Any] = {
+            **{name: config[name] for name in ("fields", "history", "parity", "training")},
+            "tables": {
+                name: {"dim": spec.dim, "rows": self.tables.num_rows[name]} for name, spec in self.tables.specs.items()
+            },
+        }
         self._vectors = FeatureVectors(self.tables, self.features)
         self._longest: int | None = config.get("longest")
         pooled = [feature for feature in self.features if feature.pooling is not None]
@@ -52,25 +58,6 @@ class ClickNetwork:
                 f"{folder / NETWORK} takes {taken}, and the tables beside it give {self._width} numbers: they are of "
                 "two models; export the model again"
             )
-
-    @property
-    def version(self) -> int:
-        """The step of the training."""
-        return int(self._config["version"])
-
-    @property
-    def created(self) -> float:
-        """Unix time in seconds of the moment that the rows are of."""
-        return float(self._config["created"])
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What people want to know of it."""
-        specs, num_rows = self.tables.specs, self.tables.num_rows
-        return {
-            **{name: self._config[name] for name in ("fields", "history", "parity", "training")},
-            "tables": {name: {"dim": spec.dim, "rows": num_rows[name]} for name, spec in specs.items()},
-        }
 
     def inputs(
         self, ids: Mapping[str, Ids], lengths_N: Ids | None = None, shared: Inputs | None = None

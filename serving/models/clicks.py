@@ -57,28 +57,9 @@ class ClicksModel:
             kinds[HISTORY_ITEMS] = replace(kinds[self.items[0]], is_list=True, fill=None)
             kinds[HISTORY_OUTCOMES] = FieldKind(item=INTEGER, is_list=True)
         self.reader = SampleReader(config["fields"], history, crossed, kinds)
-        self._facts = {name: config[name] for name in ("model", "items")}
+        self.version, self.created = self.network.version, self.network.created
+        self.facts = {**{name: config[name] for name in ("model", "items")}, **self.network.facts}
         self.operations = {"click": ClickOperation(self), "rank": RankOperation(self)}
-
-    @classmethod
-    def load(cls, folder: Path, config: Mapping[str, Any]) -> ClicksModel:
-        """See the constructor."""
-        return cls(folder, config)
-
-    @property
-    def version(self) -> int:
-        """The step of the training."""
-        return self.network.version
-
-    @property
-    def created(self) -> float:
-        """Unix time in seconds of the moment that the rows are of."""
-        return self.network.created
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """What people want to know of it."""
-        return {**self._facts, **self.network.facts}
 
     def close(self) -> None:
         """Nothing is held but memory."""

@@ -10,7 +10,7 @@ import base64
 import binascii
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +53,12 @@ class ClassModel:
     kind: str
 
     def __init__(self, folder: Path, config: Mapping[str, Any], *, threads: int | None = None) -> None:
-        """Open the files of a folder that were checked; ``threads`` work on one batch, all cores by default."""
+        """Open the files of a folder that were checked; ``threads`` work on one batch, all cores by default.
+
+        Raises ConfigError (it is asked with something else, or onnxruntime is not installed), ModelDamaged (also where
+        network, preprocessing, centers and names are not of one model), InvalidArgument (a network that onnxruntime
+        cannot run).
+        """
         files = read_files(folder, dict(config))
         self.version = int(config["version"])
         self.created = float(config["created"])
@@ -79,16 +84,6 @@ class ClassModel:
             **{name: config[name] for name in ("precision", "parity", "accuracy", "training") if name in config},
         }
 
-    @classmethod
-    def load(cls, folder: Path, config: Mapping[str, Any]) -> Self:
-        """The model of a folder whose files were checked.
-
-        Raises ConfigError (it is asked with something else, or onnxruntime is not installed), ModelDamaged (also where
-        network, preprocessing, centers and names are not of one model), InvalidArgument (a network that onnxruntime
-        cannot run).
-        """
-        return cls(folder, config)
-
     def features(self, arrays: Arrays) -> Floats:
         """Features [N, D] of what the network takes, by name."""
         if not len(next(iter(arrays.values()))):
@@ -112,7 +107,7 @@ class PictureModel(ClassModel):
     kind = "pictures"
 
     def __init__(self, folder: Path, config: Mapping[str, Any], *, threads: int | None = None) -> None:
-        """See :meth:`load`."""
+        """See :class:`ClassModel`."""
         try:
             self.preprocessing = Preprocessing(**config["preprocessing"])
         except (ConfigError, TypeError) as exc:

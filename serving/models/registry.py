@@ -17,7 +17,7 @@ KINDS: dict[str, str] = {
     "clicks": "geartrain.serving.models.clicks:ClicksModel",
     "tree": "geartrain.serving.models.tree:TreeModel",
 }
-"""``kind`` of config.json -> ``module:class``, whose ``load(folder, config)`` makes the Servable."""
+"""``kind`` of config.json -> ``module:class`` of the Servable, made of a folder and its config."""
 
 
 def load_kind(kind: str, folder: Path, config: dict[str, object]) -> Servable:
@@ -26,5 +26,5 @@ def load_kind(kind: str, folder: Path, config: dict[str, object]) -> Servable:
     if place is None:
         raise ConfigError(f"{folder} is a model of kind {kind!r}; this version serves {', '.join(KINDS) or 'none'}")
     module, _, name = place.partition(":")
-    servable: Servable = getattr(importlib.import_module(module), name).load(folder, config)
+    servable: Servable = getattr(importlib.import_module(module), name)(folder, config)
     return servable

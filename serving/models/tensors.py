@@ -37,7 +37,7 @@ class TensorModel(ClassModel):
     kind = "tensors"
 
     def __init__(self, folder: Path, config: Mapping[str, Any], *, threads: int | None = None) -> None:
-        """See :meth:`load`."""
+        """See :class:`ClassModel`."""
         own = config["preprocessing"]
         self._make = None if own is None else function_of(own, str(folder))
         super().__init__(folder, config, threads=threads)

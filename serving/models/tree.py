@@ -43,27 +43,10 @@ class TreeModel:
             raise ModelDamaged(f"{folder / TREE} is no tree of items: {exc}; export the model again") from exc
         self.history, self.beam = int(config["history"]), int(config["beam"])
         self.fields = tuple(config["fields"])
+        self.version, self.created = self.network.version, self.network.created
+        sizes = {"items": len(self.tree.items), "levels": self.tree.depth, "beam": self.beam}
+        self.facts = {**self.network.facts, **sizes}
         self.operations = {"items": ItemsOperation(self)}
-
-    @classmethod
-    def load(cls, folder: Path, config: Mapping[str, Any]) -> TreeModel:
-        """See the constructor."""
-        return cls(folder, config)
-
-    @property
-    def version(self) -> int:
-        """The step of the training."""
-        return self.network.version
-
-    @property
-    def created(self) -> float:
-        """Unix time in seconds of the moment that the rows are of."""
-        return self.network.created
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """What people want to know of it."""
-        return {**self.network.facts, "items": len(self.tree.items), "levels": self.tree.depth, "beam": self.beam}
 
     def close(self) -> None:
         """Nothing is held but memory."""
