@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 
 from geartrain.serving.answers import Servable
@@ -24,6 +25,25 @@ class Answer(NamedTuple):
     headers: http.client.HTTPMessage
 
 
+def answer_of(
+    address: str, method: str, path: str, body: Any = None, tls: ssl.SSLContext | None = None, **headers: str
+) -> Answer:
+    """What a service answers; a body that is no bytes is sent as JSON. ``_`` in the name of a header is ``-``."""
+    to = http.client.HTTPConnection(address, timeout=60)
+    if tls is not None:
+        to = http.client.HTTPSConnection(address, timeout=60, context=tls)
+    with closing(to) as connection:
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request(method, path, data, {name.replace("_", "-"): text for name, text in headers.items()})
+        response = connection.getresponse()
+        return Answer(response.status, json.loads(response.read()), response.headers)
+
+
+def ask(address: str, method: str, path: str, *body: Any, **headers: str) -> tuple[int, Any]:
+    """Status and body of :func:`answer_of`."""
+    return answer_of(address, method, path, *body, **headers)[:2]
+
+
 class ServedModels:
     """Its port and its client."""
 
@@ -32,23 +52,13 @@ class ServedModels:
 
     def send(self, method: str, path: str) -> int:
         """The status of an answer that may be no JSON."""
-        connection = http.client.HTTPConnection(self.address, timeout=20)
-        try:
+        with closing(http.client.HTTPConnection(self.address, timeout=20)) as connection:
             connection.request(method, path)
             return connection.getresponse().status
-        finally:
-            connection.close()
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
-        """What is answered; a body that is no bytes is sent as JSON."""
-        connection = http.client.HTTPConnection(self.address, timeout=20)
-        try:
-            data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-            connection.request(method, path, data, {name.replace("_", "-"): text for name, text in headers.items()})
-            response = connection.getresponse()
-            return Answer(response.status, json.loads(response.read()), response.headers)
-        finally:
-            connection.close()
+        """See :func:`answer_of`."""
+        return answer_of(self.address, method, path, body, **headers)
 
     def refused(self, status: int, method: str, path: str, body: Any = None, **headers: str) -> str:
         """The sentence of a refusal, whose form is checked."""

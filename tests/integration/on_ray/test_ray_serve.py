@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.serving.test_serve_role import ask
+from tests.support.http_service import ask
 from tests.support.served_models import exported, picture
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.http_service import ask
 from tests.support.role_process import RoleProcess
 from tests.support.served_models import exported, picture
 
@@ -53,11 +54,8 @@ class Service:
         children = psutil.Process(self.role.process.pid).children()
         return sorted(children, key=lambda child: child.cmdline()[-1:])
 
-    def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, Any]:
-        with closing(http.client.HTTPConnection(self.role.address, timeout=60)) as connection:
-            connection.request(method, path, body)
-            response = connection.getresponse()
-            return response.status, json.loads(response.read())
+    def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        return ask(self.role.address, method, path, body)
 
     def answers(self, path: str = "/v1/classify?k=1") -> set[int]:
         """The versions, or codes of errors, that forty connections are answered with: by both processes."""
@@ -131,7 +129,7 @@ def test_a_canary_or_rollback_that_one_process_cannot_load_is_of_none(begin: Beg
     service = begin(f"glyphs={models}", refused="/000090/")
     service.refusing.touch()
     for change, body in (("canary", {"version": 90, "share": 0.5}), ("rollback", {"to": 90})):
-        status, said = service.ask("POST", f"/v1/models/glyphs/{change}", json.dumps(body).encode())
+        status, said = service.ask("POST", f"/v1/models/glyphs/{change}", body)
         assert (status, "Cannot allocate memory" in said["error"]["message"]) == (404, True), said
         assert service.answers() == {180}
         assert service.answers("/v1/classify?version=90") == {404}
@@ -176,5 +174,5 @@ def test_a_canary_from_a_folder_of_versions_is_that_version_wherever_it_is_loade
     assert service.ask("POST", "/v1/models/glyphs/canary", b'{"share": 0}')[0] == 200
     assert service.answers() == {90}
     for to in (120, 90):
-        assert service.ask("POST", "/v1/models/glyphs/rollback", json.dumps({"to": to}).encode())[0] == 200
+        assert service.ask("POST", "/v1/models/glyphs/rollback", {"to": to})[0] == 200
         assert service.answers() == {to}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import http.client
 import io
 import json
 import subprocess
@@ -19,6 +18,7 @@ import pytest
 from PIL import Image
 
 from geartrain.ams.storage.snapshot.folder import list_snapshots
+from tests.support.http_service import ask
 from tests.support.role_process import RoleProcess
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -67,13 +67,7 @@ class Client:
         self.picture = {"images": [base64.b64encode(image.getvalue()).decode()], "k": 3}
 
     def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection(self.address, timeout=PATIENCE_SECONDS)
-        try:
-            connection.request(method, path, None if body is None else json.dumps(body))
-            response = connection.getresponse()
-            return response.status, json.loads(response.read())
-        finally:
-            connection.close()
+        return ask(self.address, method, path, body)
 
     def classify(self) -> tuple[int, list[dict[str, Any]]]:
         """The version that answered, and its best classes."""

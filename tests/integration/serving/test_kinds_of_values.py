@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from geartrain.serving.kserve.service import SERVICE
 from geartrain.serving.models.clicks import ClicksModel
 from geartrain.workers.models.saved_model import read_config
 from tests.support.command_line import typed
+from tests.support.http_service import ask
 from tests.support.role_process import RoleProcess
 from tests.support.served_models import require_onnx
 
@@ -128,13 +127,6 @@ def test_a_run_goes_on_with_samples_of_its_kinds_alone(folder: Path) -> None:
     assert "the model was trained on texts there" in " ".join(done.stderr.split())
 
 
-def ask(address: str, path: str, body: Any) -> tuple[int, Any]:
-    with closing(http.client.HTTPConnection(address, timeout=20)) as connection:
-        connection.request("POST", path, json.dumps(body).encode())
-        response = connection.getresponse()
-        return response.status, json.loads(response.read())
-
-
 SAMPLES: dict[str, dict[str, Any]] = {
     "integers": {"user": BIG + 3, "item": 4, "tags": [1, 2], "is_new": True, "history": [[5, 1]]},
     "texts": {"user": str(BIG + 3), "item": "4", "tags": ["1", "2"], "is_new": True, "history": [["5", 1]]},
@@ -164,21 +156,25 @@ def serving(folder: Path) -> Iterator[RoleProcess]:
 
 def test_requests_of_another_kind_are_refused_by_name(serving: RoleProcess) -> None:
     for name, changes, sentence in OTHERS:
-        status, said = ask(serving.address, f"/v1/models/{name}/click", {"samples": [{**SAMPLES[name], **changes}]})
+        status, said = ask(
+            serving.address, "POST", f"/v1/models/{name}/click", {"samples": [{**SAMPLES[name], **changes}]}
+        )
         assert (status, sentence in said["error"]["message"]) == (400, True), said
     sample = SAMPLES["integers"]
     plain, digits = (
-        ask(serving.address, "/v1/models/integers/click", {"samples": [one]})[1]["answers"]
+        ask(serving.address, "POST", "/v1/models/integers/click", {"samples": [one]})[1]["answers"]
         for one in (sample, {**SAMPLES["texts"], "tags": ["1", 2], "is_new": 1})
     )
     assert plain == digits
     one = {"item": sample["item"]}
     context = {field: value for field, value in sample.items() if field != "item"}
     rank = {"context": context, "candidates": [one, {"item": "5"}], "k": 2}
-    status, said = ask(serving.address, "/v1/models/integers/rank", rank)
+    status, said = ask(serving.address, "POST", "/v1/models/integers/rank", rank)
     assert status == 200
     assert {best["candidate"]: best["probability"] for best in said["answers"][0]}[0] == plain[0]["probability"]
-    status, said = ask(serving.address, "/v1/models/integers/rank", {**rank, "candidates": [one, {"item": "x"}]})
+    status, said = ask(
+        serving.address, "POST", "/v1/models/integers/rank", {**rank, "candidates": [one, {"item": "x"}]}
+    )
     assert (status, "field 'item' of candidate 1 is 'x'; the" in said["error"]["message"]) == (400, True), said
 
 
@@ -213,7 +209,7 @@ def test_tensors_of_another_kind_are_refused_by_name(serving: RoleProcess) -> No
             return float(from_raw("p", infer(request, timeout=30).raw_output_contents[0], np.dtype("f8"), (1,))[0])
 
         for name, sample in SAMPLES.items():
-            status, said = ask(serving.address, f"/v1/models/{name}/click", {"samples": [sample]})
+            status, said = ask(serving.address, "POST", f"/v1/models/{name}/click", {"samples": [sample]})
             assert (status, asked(name, tensors(name))) == (200, said["answers"][0]["probability"])
         digits = tensors("texts")
         assert asked("integers", digits) == asked("integers", tensors("integers"))
@@ -228,6 +224,7 @@ def test_tensors_of_another_kind_are_refused_by_name(serving: RoleProcess) -> No
                 asked(model, arrays)
         status, said = ask(
             serving.address,
+            "POST",
             "/v2/models/texts/infer",
             {"inputs": [{"name": name, "datatype": "INT64", "shape": [1], "data": [1]} for name in tensors("texts")]},
         )

@@ -14,7 +14,7 @@ import pytest
 import geartrain as gt
 from geartrain.serving.http.ports import listening_socket
 from geartrain.serving.http.server import HttpServer
-from tests.integration.serving.test_serve_role import ask
+from tests.support.http_service import ask
 from tests.support.served_models import exported, picture, small_model
 
 

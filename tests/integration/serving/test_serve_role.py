@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -30,6 +29,7 @@ from geartrain.launch.certificates import issue, make_authority
 from geartrain.launch.serving.role import ServeRole
 from geartrain.launch.tokens import make_token
 from tests.support.command_line import typed
+from tests.support.http_service import ask
 from tests.support.role_process import RoleProcess
 from tests.support.served_models import exported, picture
 
@@ -44,21 +44,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for version in (90, 120):
         exported(folder / f"{version:06d}", version=version)
     return folder
-
-
-def ask(
-    address: str, method: str, path: str, body: bytes | None = None, tls: ssl.SSLContext | None = None, **headers: str
-) -> tuple[int, Any]:
-    if tls is None:
-        connection = http.client.HTTPConnection(address, timeout=20)
-    else:
-        connection = http.client.HTTPSConnection(address, timeout=20, context=tls)
-    try:
-        connection.request(method, path, body, headers)
-        response = connection.getresponse()
-        return response.status, json.loads(response.read())
-    finally:
-        connection.close()
 
 
 def metrics_of(address: str) -> str:
