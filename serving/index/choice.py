@@ -6,7 +6,6 @@ Legend: C classes, K centers of a class, D width, N features.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,15 +27,6 @@ _WORTHWHILE = 2.0
 """How much faster than exact search another index must be, and twice that with which an older one is left."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """An index, and what was measured of it."""
-
-    index: NearestIndex
-    facts: dict[str, Any]
-    shortcut: FaissShortcut | None
-
-
 def choose_index(
     rows: EncodedRows,
     *,
@@ -46,8 +36,10 @@ def choose_index(
     queries: Floats | None = None,
     older: FaissShortcut | None = None,
     threads: int = 1,
-) -> Choice:
-    """The fastest index whose recall@1, measured, is at least ``asked_recall``; the exact one if no other is.
+) -> tuple[dict[str, Any], FaissShortcut | None]:
+    """The fastest index whose recall@1, measured, is at least ``asked_recall``: what was measured, and its shortcut.
+
+    The exact one, which has none, if no other is.
 
     ``kind``: of :data:`KINDS`, or "exact"; that alone is tried, and taken if its recall is enough. So is ``older``.
     Raises InvalidArgument, ConfigError (a kind of faiss without faiss).
@@ -70,10 +62,9 @@ def choose_index(
             facts = exam.tune(shortcut)
             if exam.is_passed(facts):
                 facts |= {"asked_recall": asked_recall, "passed_over": tried}
-                return Choice(index=exact.by(shortcut, facts), facts=facts, shortcut=shortcut)
+                return facts, shortcut
             tried.append(facts)
-    facts = {"kind": "exact", "asked_recall": asked_recall, "recall_at_1": 1.0, "passed_over": tried}
-    return Choice(index=exact, facts=facts, shortcut=None)
+    return {"kind": "exact", "asked_recall": asked_recall, "recall_at_1": 1.0, "passed_over": tried}, None
 
 
 def require_choice(asked_recall: float, kind: str | None) -> None:

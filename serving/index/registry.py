@@ -74,20 +74,20 @@ def write_index(
         write_arrays(staging / PLACES, {"places": _places(map_arrays(older / CENTERS), rows, ids)})
         _link(older / shortcut.FILE, staging / shortcut.FILE)
         given = _opened(staging, built, rows)
-    chosen = choose_index(
+    measured, chosen = choose_index(
         rows, is_cosine=is_cosine, asked_recall=asked_recall, kind=kind, queries=queries, older=given, threads=threads
     )
-    facts = {**chosen.facts, "centers": _fingerprint(centers), "files": [PANELS]}
-    if given is not None and chosen.shortcut is None:
+    facts = {**measured, "centers": _fingerprint(centers), "files": [PANELS]}
+    if given is not None and chosen is None:
         for name in (shortcut.FILE, PLACES):
             (staging / name).unlink()
     elif given is not None:
         younger = 0 if given.younger is None else len(given.younger.centers)
         facts |= {"files": [PANELS, shortcut.FILE, PLACES], "younger": younger}
-    elif chosen.shortcut is not None:
+    elif chosen is not None:
         facts["files"] = [PANELS, shortcut.FILE]
-        shortcut.write(chosen.shortcut, staging / shortcut.FILE)
-    if chosen.shortcut is not None:
+        shortcut.write(chosen, staging / shortcut.FILE)
+    if chosen is not None:
         facts["bytes"] = (staging / shortcut.FILE).stat().st_size
     return facts
 

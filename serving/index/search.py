@@ -157,13 +157,13 @@ class NearestIndex:
             scores[~whole], positions[~whole] = self._rows.search(features[~whole], k, self._threads)
         return scores, positions
 
-    def by(self, shortcut: FaissShortcut, facts: Mapping[str, Any] | None = None) -> NearestIndex:
+    def by(self, shortcut: FaissShortcut) -> NearestIndex:
         """The same rows, searched by ``shortcut``."""
         return NearestIndex(
             self._rows,
             is_cosine=self._is_cosine,
             threads=self._threads,
-            facts=facts or self.facts,
+            facts=self.facts,
             shortcut=shortcut,
         )
 

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from geartrain.ams.storage.snapshot.folder import Snapshot
@@ -24,16 +23,6 @@ _SELDOM = 8
 _NO_ROOM = os.strerror(errno.ENOSPC)
 _SLOW_SECONDS = 10.0
 """A follower so far behind says so."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Behind:
-    """How far what is served is behind the training."""
-
-    seconds: float
-    """Since a snapshot that is not served was first seen; 0: the newest one is."""
-    steps: int
-    """Between what is served and the training, as far as that is known."""
 
 
 class Follower:
@@ -92,30 +81,20 @@ class Follower:
             self._thread.join(seconds)
 
     @property
-    def behind(self) -> Behind:
-        """How far behind it is now. From any thread."""
-        with self._lock:
-            since, served, newest, progress = self._newer_since, self._shown, self._newest, self._progress
-        steps = [] if newest is None else [_moment(newest)[0]]
-        steps += [] if progress is None else [progress.step]
-        at = 0 if served is None else served.step
-        return Behind(
-            seconds=0.0 if since is None else self._clock() - since, steps=max(0, max(steps, default=at) - at)
-        )
-
-    @property
     def facts(self) -> Mapping[str, Any]:
-        """What people want to know of it."""
-        behind = self.behind
+        """What people want to know of it, as how far what is served is behind the training. From any thread."""
         with self._lock:
-            served = self._shown
+            served, since = self._shown, self._newer_since
+            at = 0 if served is None else served.step
+            newest = at if self._newest is None else _moment(self._newest)[0]
+            trained = at if self._progress is None else self._progress.step
             return {
                 "state": self._state,
                 "error": self._error,
                 "step": None if served is None else served.step,
                 "age_seconds": None if served is None else round(time.time() - served.created, 3),
-                "seconds_behind": round(behind.seconds, 3),
-                "steps_behind": behind.steps,
+                "seconds_behind": 0.0 if since is None else round(self._clock() - since, 3),
+                "steps_behind": max(at, newest, trained) - at,
                 "versions": self._num_versions,
                 "failures": self._num_failures,
                 "last_version_seconds": round(self._last_seconds, 3),
@@ -193,10 +172,8 @@ class Follower:
             self._in_row += 1
             is_told, self._told = self._told == why, why
         if not is_told:
-            behind = self.behind
-            logger.warning(
-                "%s; what was served is served on, %.0f s and %d steps behind", why, behind.seconds, behind.steps
-            )
+            behind = self.facts["seconds_behind"], self.facts["steps_behind"]
+            logger.warning("%s; what was served is served on, %.0f s and %d steps behind", why, *behind)
 
     def _run(self) -> None:
         told, is_nice = 0.0, False
@@ -211,10 +188,11 @@ class Follower:
             except Exception:  # a follower that ended would be seen by nobody
                 logger.exception("following failed")
                 self._failed("an error that the log names")
-            behind, now = self.behind, self._clock()
-            if behind.seconds > _SLOW_SECONDS and now - told > _SLOW_SECONDS and self._state != "held":
+            facts, now = self.facts, self._clock()
+            seconds = facts["seconds_behind"]
+            if seconds > _SLOW_SECONDS and now - told > _SLOW_SECONDS and facts["state"] != "held":
                 told = now
-                logger.warning("what is served is %.0f s and %d steps behind", behind.seconds, behind.steps)
+                logger.warning("what is served is %.0f s and %d steps behind", seconds, facts["steps_behind"])
             self._ending.wait(self._every * min(1 + self._in_row, _SELDOM))
 
 

@@ -165,7 +165,7 @@ class TestChoice:
         monkeypatch.setattr(choice, "_WORTHWHILE", 0.0)
 
     def chosen(self, centers: Floats, **asked: Any) -> dict[str, Any]:
-        facts = choose_index(EncodedRows.of(centers), is_cosine=True, **asked).facts
+        facts, _ = choose_index(EncodedRows.of(centers), is_cosine=True, **asked)
         assert facts["recall_at_1"] >= facts["asked_recall"]
         return facts
 

@@ -197,7 +197,7 @@ def test_a_damaged_snapshot_is_passed_over_until_the_next_whole_one(trained: Tra
     assert [model.version for model in trained.served] == [1]
     block.write_bytes(content)
     assert trained.follower.look()
-    assert trained.follower.behind.seconds == 0
+    assert trained.follower.facts["seconds_behind"] == 0
     (newest / "manifest.json").write_bytes(b"{}")
     trained.step(3)
     assert trained.follower.look()
@@ -235,7 +235,7 @@ def test_after_a_rollback_nothing_newer_is_served_and_it_says_how_far_behind_it_
     trained.held_at = None
     assert trained.follower.look()
     assert trained.served[-1].version == 5
-    assert trained.follower.behind.seconds == 0
+    assert trained.follower.facts["seconds_behind"] == 0
 
 
 def test_a_training_that_went_back_is_served_under_higher_numbers(trained: Trained, tmp_path: Path) -> None:
