@@ -28,8 +28,8 @@ from torch import nn
 import geartrain as gt
 from geartrain.launch.bench import Result
 from geartrain.serving.index.choice import sample_queries
+from geartrain.serving.index.nearest import NearestIndex
 from geartrain.serving.index.registry import open_index, write_index
-from geartrain.serving.index.search import NearestIndex
 
 NUM_ROWS, FEW_ROWS, DIM, K = 1_000_000, 50_000, 128, 10
 THREADS = 2

@@ -68,7 +68,7 @@ class HttpQuestions:
         """All of them."""
         return [
             try_page(),
-            Route("/livez", self.live),
+            *(Route(path, self._live) for path in ("/livez", "/v2/health/live")),
             Route("/readyz", self._ready),
             Route("/openapi.json", self._openapi),
             Route("/v1/models", self._models),
@@ -79,7 +79,7 @@ class HttpQuestions:
             Route("/v1/models/{name}/{operation}", self._ask, methods=["POST"]),
             Route("/v1/{operation}", self._ask, methods=["POST"]),
             Route("/metrics", self._metrics),
-            *InferenceRoutes(self).routes(),
+            *InferenceRoutes(self.service, self.callers, self.limits, self.on_thread).routes(),
         ]
 
     def bounded(self, app: Any) -> Any:
@@ -155,8 +155,7 @@ class HttpQuestions:
             # Not by asyncio.to_thread, whose threads may all wait for other processes of the service.
             return await self.on_thread(lambda: json_response({**said, "answers": operation.write(answered)}))
 
-    async def live(self, _: Request) -> Response:
-        """The process lives."""
+    async def _live(self, _: Request) -> Response:
         return json_response({"live": True})
 
     async def _ready(self, _: Request) -> Response:

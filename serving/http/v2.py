@@ -7,8 +7,8 @@ import base64
 import binascii
 import itertools
 import json
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 import numpy as np
 from starlette.requests import Request
@@ -19,6 +19,7 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.rpc import version as own_version
 from geartrain.ams.values.text import quoted
 from geartrain.serving.answers import Arrays
+from geartrain.serving.http.callers import Callers, Limits
 from geartrain.serving.http.refusals import json_response
 from geartrain.serving.kserve.asking import EXTENSIONS, index_of, operation_of, version_of, wanted_of
 from geartrain.serving.kserve.datatypes import (
@@ -33,9 +34,7 @@ from geartrain.serving.kserve.datatypes import (
     to_raw,
 )
 from geartrain.serving.metrics import AskedOf
-
-if TYPE_CHECKING:
-    from geartrain.serving.http.app import HttpQuestions
+from geartrain.serving.service import ModelService
 
 ASKED = "geartrain.asked"
 """In the scope of a request: what of which model it asks, which is counted."""
@@ -50,15 +49,17 @@ _OF_KIND: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,),
 class InferenceRoutes:
     """The protocol's routes for the models of an app."""
 
-    def __init__(self, questions: HttpQuestions) -> None:
-        self._of = questions
+    def __init__(
+        self, service: ModelService, callers: Callers, limits: Limits, on_thread: Callable[..., Awaitable[Any]]
+    ) -> None:
+        """``on_thread`` calls what may take long."""
+        self._service, self._callers, self._limits, self._on_thread = service, callers, limits, on_thread
 
     def routes(self) -> list[Route]:
         """All of them."""
         model, version = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
         found = [
             Route("/v2", self._server),
-            Route("/v2/health/live", self._of.live),
             Route("/v2/health/ready", self._ready),
             Route("/v2/repository/index", self._index, methods=["POST"]),
         ]
@@ -74,22 +75,22 @@ class InferenceRoutes:
         return json_response({"name": "geartrain", "version": own_version(), "extensions": EXTENSIONS})
 
     async def _ready(self, _: Request) -> Response:
-        ready = not self._of.service.catalog.why_not_ready()
+        ready = not self._service.catalog.why_not_ready()
         return json_response({"ready": ready}, 200 if ready else 503)
 
     async def _index(self, _: Request) -> Response:
-        return json_response(index_of(self._of.service.catalog))
+        return json_response(index_of(self._service.catalog))
 
     async def _model_ready(self, request: Request) -> Response:
         name = request.path_params["name"]
-        self._of.callers.require(request, "read", name)
-        with self._of.service.catalog.lease(name, version_of(request.path_params.get("version", ""))):
+        self._callers.require(request, "read", name)
+        with self._service.catalog.lease(name, version_of(request.path_params.get("version", ""))):
             return json_response({"name": name, "ready": True})
 
     async def _metadata(self, request: Request) -> Response:
         name = request.path_params["name"]
-        self._of.callers.require(request, "read", name)
-        catalog = self._of.service.catalog
+        self._callers.require(request, "read", name)
+        catalog = self._service.catalog
         with catalog.lease(name, version_of(request.path_params.get("version", ""))) as lease:
             operation = operation_of(lease, request.query_params.get("operation"))
             inputs, outputs = (
@@ -102,18 +103,18 @@ class InferenceRoutes:
 
     async def _infer(self, request: Request) -> Response:
         name, version = request.path_params["name"], version_of(request.path_params.get("version", ""))
-        self._of.callers.require(request, "read", name)
-        with self._of.service.catalog.lease(name, version) as lease:
-            body = await self._of.limits.body(request)
+        self._callers.require(request, "read", name)
+        with self._service.catalog.lease(name, version) as lease:
+            body = await self._limits.body(request)
             length = request.headers.get(LENGTH_HEADER)
-            asked, arrays = await self._of.on_thread(_read, body, length, self._of.limits.max_items)
+            asked, arrays = await self._on_thread(_read, body, length, self._limits.max_items)
             parameters = asked["parameters"]
             is_binary = parameters.pop("binary_data_output", False) is True
             operation = operation_of(lease, parameters.pop("operation", None))
             request.scope[ASKED] = AskedOf(name, str(lease.servable.version), operation.name)
-            question = await self._of.on_thread(operation.accept, arrays, parameters)
-            self._of.limits.require_items(question.num_items)
-            answered = await asyncio.wrap_future(self._of.service.batcher.ask(lease, operation.name, question))
+            question = await self._on_thread(operation.accept, arrays, parameters)
+            self._limits.require_items(question.num_items)
+            answered = await asyncio.wrap_future(self._service.batcher.ask(lease, operation.name, question))
             outputs = {output["name"]: output["parameters"] for output in asked["outputs"]}
             wanted = wanted_of(answered, list(outputs))
             raw = {name for name in wanted if outputs.get(name, {}).get("binary_data", is_binary) is True}
@@ -121,7 +122,8 @@ class InferenceRoutes:
             if asked["id"]:
                 said["id"] = asked["id"]
             said["parameters"] = {"operation": operation.name}
-            return await self._of.on_thread(_written, said, wanted, raw)
+            response: Response = await self._on_thread(_written, said, wanted, raw)
+            return response
 
 
 def _read(body: bytes, length: str | None, most_items: int) -> tuple[dict[str, Any], dict[str, Array]]:

@@ -13,7 +13,8 @@ import numpy as np
 from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
 from geartrain.ams.values.text import quoted
-from geartrain.serving.index.search import EncodedRows, Floats, NearestIndex
+from geartrain.serving.index.exact import EncodedRows, Floats
+from geartrain.serving.index.nearest import NearestIndex
 from geartrain.serving.index.shortcut import KINDS, FaissShortcut, build, load_faiss
 
 EXACT_IS_ENOUGH = 32 << 20

@@ -20,7 +20,8 @@ from geartrain.ams.values.errors import ModelDamaged
 from geartrain.ams.values.specs import Ids
 from geartrain.serving.index import shortcut
 from geartrain.serving.index.choice import choose_index
-from geartrain.serving.index.search import PANELS, EncodedRows, Floats, NearestIndex, map_panels, write_panels
+from geartrain.serving.index.exact import PANELS, EncodedRows, Floats, map_panels, write_panels
+from geartrain.serving.index.nearest import NearestIndex
 from geartrain.workers.models.saved_model import CENTERS, map_arrays, write_arrays
 
 PLACES, FACTS = "index_places.safetensors", "index.json"

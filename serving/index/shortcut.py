@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.values.errors import ConfigError, ModelDamaged
-from geartrain.serving.index.search import EncodedRows, Floats, Positions
+from geartrain.serving.index.exact import EncodedRows, Floats, Positions
 
 FILE = "index.faiss"
 KINDS = ("ivf", "hnsw", "flat")

@@ -21,8 +21,8 @@ from geartrain.ams.values.errors import GeartrainError
 from geartrain.ams.values.specs import Ids
 from geartrain.serving.index import shortcut
 from geartrain.serving.index.choice import EXACT_IS_ENOUGH, sample_queries
+from geartrain.serving.index.exact import Floats
 from geartrain.serving.index.registry import FACTS, PLACES, write_index
-from geartrain.serving.index.search import Floats
 from geartrain.serving.live.child import NICE, run_child
 
 logger = logging.getLogger(__name__)

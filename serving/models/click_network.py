@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from geartrain.ams.values.errors import ModelDamaged
 from geartrain.ams.values.specs import Ids
-from geartrain.serving.networks import open_network
+from geartrain.serving.models.networks import open_network
 from geartrain.serving.vectors import FeatureVectors, Floats, MappedTables
 from geartrain.workers.ctr.samples.features import HISTORY, HISTORY_ITEMS, SampleFeature
 from geartrain.workers.ctr.samples.kinds import UNCHECKED, kinds_from_json

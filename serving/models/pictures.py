@@ -21,7 +21,7 @@ from geartrain.ams.values.text import quoted
 from geartrain.serving.answers import Arrays, Question, TensorSpec
 from geartrain.serving.index.registry import open_index
 from geartrain.serving.models.decoding import QuestionPictures
-from geartrain.serving.networks import open_network, threads_of_batch
+from geartrain.serving.models.networks import open_network, threads_of_batch
 from geartrain.workers.classify.class_pictures import ClassPictures
 from geartrain.workers.data.bitmaps import Preprocessing
 from geartrain.workers.models.saved_model import ONNX, read_files

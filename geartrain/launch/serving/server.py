@@ -18,8 +18,8 @@ from geartrain.serving.http.callers import Callers, Limits
 from geartrain.serving.http.ports import certificates_of
 from geartrain.serving.http.server import HttpServer
 from geartrain.serving.metrics import ServingCounts
+from geartrain.serving.models.networks import use_threads
 from geartrain.serving.models.own_code import trust
-from geartrain.serving.networks import use_threads
 from geartrain.serving.rates import ClientRates
 from geartrain.serving.service import ModelService, open_models
 

@@ -14,8 +14,9 @@ import pytest
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged
 from geartrain.serving.index import choice, shortcut
 from geartrain.serving.index.choice import choose_index, sample_queries
+from geartrain.serving.index.exact import EncodedRows
+from geartrain.serving.index.nearest import NearestIndex
 from geartrain.serving.index.registry import open_index, write_index, write_older
-from geartrain.serving.index.search import EncodedRows, NearestIndex
 from geartrain.workers.models.saved_model import write_arrays
 
 pytest.importorskip("faiss")

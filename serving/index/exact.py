@@ -1,6 +1,4 @@
-"""The index of a model: its rows, searched exactly or by a shortcut that finds most of the best.
-
-Exact search: rows of one byte a column say which are worth an exact score; the answers are always the true ones.
+"""Exact search: rows of one byte a column say which are worth an exact score; the answers are always the true ones.
 
 Legend: C classes, K centers of a class, R = C · K rows, P = R / 16 panels, D width, N features, k answers.
 """
@@ -8,19 +6,14 @@ Legend: C classes, K centers of a class, R = C · K rows, P = R / 16 panels, D w
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.kernels import neighbours as ops
-from geartrain.ams.values.errors import InvalidArgument, InvalidRows, ModelDamaged
-
-if TYPE_CHECKING:
-    from geartrain.serving.index.shortcut import FaissShortcut
+from geartrain.ams.values.errors import InvalidRows, ModelDamaged
 
 Floats = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int64]
@@ -105,67 +98,6 @@ class EncodedRows:
         scores, classes = ops.first_of_each(scores, rows, k, each)
         classes = classes[:, :k]
         return scores[:, :k], classes if self.positions is None else self.positions[classes]
-
-
-class NearestIndex:
-    """Classes to be searched for those of best score. Immutable and thread-safe.
-
-    A class's score is that of the best of its centers; scores are exact, rounded to float32.
-    """
-
-    def __init__(
-        self,
-        rows: EncodedRows,
-        *,
-        is_cosine: bool,
-        threads: int,
-        facts: Mapping[str, Any],
-        shortcut: FaissShortcut | None = None,
-    ) -> None:
-        """``shortcut``: finds rows; None: they are searched exactly."""
-        self._rows, self._is_cosine, self._threads, self._shortcut = rows, is_cosine, threads, shortcut
-        self.facts = facts
-        self.num_classes, self.dim = len(rows.centers), int(rows.centers.shape[-1])
-
-    def search(self, features_ND: Floats, k: int) -> Answers:
-        """Scores [N, k], falling, and positions [N, k] of classes; of equal scores the lower position first.
-
-        All classes, where there are fewer than k >= 1. Raises InvalidArgument (width, a feature that is not finite).
-        """
-        k = min(k, self.num_classes)
-        if features_ND.ndim != 2 or features_ND.shape[1] != self.dim:
-            raise InvalidArgument(f"features have shape {list(features_ND.shape)}; this model takes [N, {self.dim}]")
-        features: Floats = np.array(features_ND, np.float32, order="C")  # a copy, of unit length if scores are cosines
-        if self._is_cosine:
-            bad = ops.make_unit_rows(features, threads=1)
-        else:
-            finite = np.isfinite(features).all(axis=1)
-            bad = -1 if finite.all() else int(finite.argmin())
-        if bad >= 0:
-            raise InvalidArgument(f"features[{bad}] has a value that is not finite; give finite numbers")
-        if self._shortcut is None:
-            return self._rows.search(features, k, self._threads)
-        scores, positions = np.empty((len(features), k), np.float32), np.empty((len(features), k), np.int64)
-        found_NW = self._shortcut.search(self._rows, features, k, self._threads)
-        whole = (found_NW >= 0).all(axis=1)
-        if whole.any():
-            several = [self._rows.best_among(features[whole], found_NW[whole], k, self._threads)]
-            if self._shortcut.younger is not None:
-                several.append(self._shortcut.younger.search(features[whole], k, self._threads))
-            scores[whole], positions[whole] = best_of(several, k)
-        if not whole.all():
-            scores[~whole], positions[~whole] = self._rows.search(features[~whole], k, self._threads)
-        return scores, positions
-
-    def by(self, shortcut: FaissShortcut) -> NearestIndex:
-        """The same rows, searched by ``shortcut``."""
-        return NearestIndex(
-            self._rows,
-            is_cosine=self._is_cosine,
-            threads=self._threads,
-            facts=self.facts,
-            shortcut=shortcut,
-        )
 
 
 def panels_shape(centers: Floats) -> tuple[int, int]:

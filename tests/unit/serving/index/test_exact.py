@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from geartrain.ams.kernels import neighbours as ops
 from geartrain.ams.values.errors import InvalidRows, ModelDamaged
-from geartrain.serving.index import search
+from geartrain.serving.index import exact
+from geartrain.serving.index.exact import EncodedRows
 from geartrain.serving.index.registry import open_index, write_index
-from geartrain.serving.index.search import EncodedRows
 
 Floats = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int64]
@@ -162,8 +162,8 @@ def test_the_room_on_the_disk_is_taken_before_mapped_memory_is_written(
     def checked(*_: object) -> None:
         assert file.stat().st_blocks * 512 >= file.stat().st_size > 1 << 20
 
-    monkeypatch.setattr(search, "encode", checked)
-    search.write_panels(file, drawn("ordinary", 20_000, 60, np.random.default_rng(0)), 1)
+    monkeypatch.setattr(exact, "encode", checked)
+    exact.write_panels(file, drawn("ordinary", 20_000, 60, np.random.default_rng(0)), 1)
 
 
 @pytest.mark.parametrize("wrong", ["features", "panels", "k"])
