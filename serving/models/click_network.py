@@ -5,9 +5,7 @@ Legend: N samples, L ids of the longest bag or events of the longest history, D 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,7 @@ from geartrain.ams.values.specs import Ids
 from geartrain.serving.models.networks import open_network
 from geartrain.serving.vectors import FeatureVectors, Floats, MappedTables
 from geartrain.workers.ctr.samples.features import HISTORY, HISTORY_ITEMS, SampleFeature
-from geartrain.workers.ctr.samples.kinds import UNCHECKED, kinds_from_json
-
-logger = logging.getLogger(__name__)
+from geartrain.workers.ctr.samples.kinds import kinds_from_json
 
 NETWORK = "network.onnx"
 Inputs = Mapping[str, npt.NDArray[Any]]
@@ -33,9 +29,7 @@ class ClickNetwork:
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         """Raises ModelDamaged, InvalidArgument (onnxruntime cannot run it)."""
         self.version, self.created = int(config["version"]), float(config["created"])
-        self.kinds = kinds_from_json(config.get("kinds"))
-        if not self.kinds:
-            _warn_unchecked(str(config["training"]["job"]))
+        self.kinds = kinds_from_json(config["kinds"])
         self.features = tuple(SampleFeature.from_json(said) for said in config["features"])
         self.tables = MappedTables({said["table"]: (folder / said["file"], said["spec"]) for said in config["tables"]})
         self.facts: dict[str, Any] = {
@@ -102,11 +96,6 @@ class ClickNetwork:
         (found,) = self._session.run(["logits"], dict(inputs))
         logits: npt.NDArray[np.float64] = found.astype(np.float64)
         return logits
-
-
-@cache  # versions of a training that is followed are many
-def _warn_unchecked(job: str) -> None:
-    logger.warning("the model of %s %s", job, UNCHECKED)
 
 
 def probabilities(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -53,7 +53,7 @@ class ClicksModel:
         self.items: tuple[str, ...] = tuple(config["items"])
         crossed = {name for feature in self.network.features for name in feature.of[:-1]}
         history, kinds = int(config["history"]), self.network.kinds
-        if kinds and history:
+        if history:
             kinds[HISTORY_ITEMS] = replace(kinds[self.items[0]], is_list=True, fill=None)
             kinds[HISTORY_OUTCOMES] = FieldKind(item=INTEGER, is_list=True)
         self.reader = SampleReader(config["fields"], history, crossed, kinds)

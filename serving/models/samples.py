@@ -20,17 +20,7 @@ from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import quoted
 from geartrain.serving.kserve.datatypes import datatype_of
 from geartrain.workers.ctr.samples.features import HISTORY, HISTORY_ITEMS, HISTORY_OUTCOMES, crossed
-from geartrain.workers.ctr.samples.kinds import (
-    ANY,
-    BOOLEAN,
-    INTEGER,
-    PADDING,
-    TEXT,
-    UNKNOWN,
-    FieldKind,
-    side_by_side,
-    width_of,
-)
+from geartrain.workers.ctr.samples.kinds import BOOLEAN, INTEGER, PADDING, TEXT, FieldKind, side_by_side, width_of
 
 _LONGEST = 10_000
 _INTEGER, _TEXT = {"type": "integer", "minimum": 0}, {"type": "string"}
@@ -42,7 +32,6 @@ _FORMS: dict[str, tuple[str, Any, list[dict[str, Any]]]] = {
     INTEGER: ("int64", 1, [_INTEGER, {**_TEXT, "pattern": "^(0|[1-9][0-9]*)$"}]),
     TEXT: ("object", "text", [_TEXT]),
     BOOLEAN: ("bool", True, [{"type": "boolean"}]),
-    UNKNOWN: ("int64", 1, [_INTEGER, _TEXT]),
 }
 """Of values of each kind: the type in arrays, an example, and what they are in JSON."""
 
@@ -55,23 +44,20 @@ class SampleReader:
     ) -> None:
         """``history``: latest events that count; 0: samples have none. Fields ``single`` have one id each time.
 
-        ``kinds`` are of fields, and of the arrays of a history; those that lack are not checked.
+        ``kinds`` are of fields, and of the arrays of a history.
         """
         self.fields = tuple(fields)
         self._kinds = kinds
         self.history = history
         self._single = frozenset(single)
-        self._of_integers = frozenset(name for name in fields if self._kind(name).item in (INTEGER, UNKNOWN))
-
-    def _kind(self, name: str) -> FieldKind:
-        return self._kinds.get(name, ANY)
+        self._of_integers = frozenset(name for name in fields if kinds[name].item == INTEGER)
 
     def dtype(self, name: str) -> str:
         """The type of an array of :meth:`array_names`."""
-        return _FORMS[self._kind(name).item][0]
+        return _FORMS[self._kinds[name].item][0]
 
     def _forms(self, name: str) -> list[dict[str, Any]]:
-        kind = self._kind(name)
+        kind = self._kinds[name]
         return _OF_FOLDED if kind.fold else _FORMS[kind.item][2]
 
     @property
@@ -140,7 +126,7 @@ class SampleReader:
         for name in self.array_names(names):
             if name not in arrays:
                 raise InvalidArgument(f"there is no array {name!r}; give {datatype_of(self.dtype(name))} {shapes}")
-            array, kind = arrays[name], self._kind(name)
+            array, kind = arrays[name], self._kinds[name]
             if array.dtype.kind not in "iubO" or array.ndim not in (ndim - 1, ndim) or not array.size:
                 raise InvalidArgument(
                     f"array {name!r} is {array.dtype} {list(array.shape)}; it must be "
@@ -167,7 +153,7 @@ class SampleReader:
                 raise InvalidArgument(
                     f"{where(at)} is {quoted(value)}; it must have one id, since the model crosses it"
                 )
-        return self._kind(name).bags(values, where)
+        return self._kinds[name].bags(values, where)
 
     def _histories(self, values: list[Any], who: str) -> dict[str, Ids]:
         items, outcomes = [], []
@@ -184,7 +170,7 @@ class SampleReader:
         return {HISTORY_ITEMS: side_by_side(items), HISTORY_OUTCOMES: side_by_side(outcomes)}
 
     def _of_events(self, name: str, values: list[Any], where: str) -> Ids:
-        return self._kind(name).ids(values, lambda _: f"one of {name} in {where}")
+        return self._kinds[name].ids(values, lambda _: f"one of {name} in {where}")
 
     def schema(self, names: Collection[str]) -> dict[str, Any]:
         """JSON schema of one sample."""
@@ -196,15 +182,15 @@ class SampleReader:
             parts = [{"anyOf": self._forms(part)} for part in self.array_names([HISTORY])]
             event = {"type": "array", "prefixItems": parts, "minItems": 2, "maxItems": 2}
             return {"type": "array", "items": {**event, "description": "[item, outcome]"}}
-        kind = self._kind(name)
+        kind = self._kinds[name]
         one = self._forms(name)
         one = [*one, {"type": "null"}] if kind.fill is not None else one
-        some = {"maxItems": 0} if kind.is_single else {"items": {"anyOf": one}}
+        some = {"items": {"anyOf": one}} if kind.is_list else {"maxItems": 0}
         return {"anyOf": [*one, {"type": "array", **some}]}
 
     def example(self, names: Iterable[str]) -> dict[str, Any]:
         """A sample, for people to see its form."""
-        of = {name: [_FORMS[self._kind(part).item][1] for part in self.array_names([name])] for name in names}
+        of = {name: [_FORMS[self._kinds[part].item][1] for part in self.array_names([name])] for name in names}
         return {name: [parts] if len(parts) > 1 else parts[0] for name, parts in of.items()}
 
 
@@ -221,7 +207,7 @@ def _ids_of(array: npt.NDArray[Any], kind: FieldKind, where: str) -> Ids:
     is_integer = array.dtype.kind in "iu"
     if is_integer and kind.fold:
         return np.asarray(fold_ids(array))
-    if is_integer and kind.item in (INTEGER, UNKNOWN) and int(array.min()) >= PADDING and int(array.max()) < 2**63:
+    if is_integer and kind.item == INTEGER and int(array.min()) >= PADDING and int(array.max()) < 2**63:
         return array.astype(np.int64, copy=False)
     is_there = np.ones(array.shape, np.bool_)
     if is_integer or kind.is_list:

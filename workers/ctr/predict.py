@@ -16,7 +16,6 @@ from geartrain.workers.atomic import replacing
 from geartrain.workers.ctr.designs import Design, SampleLayout
 from geartrain.workers.ctr.samples.click_samples import ClickSamples, split
 from geartrain.workers.ctr.samples.histories import histories_before
-from geartrain.workers.ctr.samples.kinds import UNCHECKED
 from geartrain.workers.ctr.samples.sources import load_samples, own_samples
 from geartrain.workers.ctr.trainer import ClickTrainer, click_probabilities
 from geartrain.workers.data.packages import Say
@@ -53,8 +52,6 @@ def predict_clicks(run: Path, samples: str, *, cache: Path, say: Say) -> npt.NDA
     state = JobState.read(snapshot, ClickTrainer.job, ClickTrainer.recipe_class)
     design = Design(state.recipe, SampleLayout.from_json(state.data))
     kinds = design.layout.schema.kinds
-    if not kinds:
-        say(f"{run} {UNCHECKED}")
     given = _with_fields_of(design, own_samples(samples, clicks=False, kinds=kinds), samples)
     if state.recipe.history:
         given = _with_histories(design, given, load_samples(state.data["source"], cache, say, kinds))

@@ -249,6 +249,5 @@ def click_probabilities(
 
 def _kinds_in_order(data: Mapping[str, Any]) -> dict[str, FieldKind]:
     """The kinds of the fields that a run was trained on, in the order of its network's inputs: JSON sorted them."""
-    schema: Mapping[str, Any] = data.get("schema", {})
-    kinds = kinds_from_json(schema.get("kinds"))
-    return {name: kinds[name] for name in (*data.get("fields", ()), *schema.get("item", ())) if name in kinds}
+    kinds = kinds_from_json(data["schema"]["kinds"])
+    return {name: kinds[name] for name in (*data["fields"], *data["schema"]["item"]) if name in kinds}

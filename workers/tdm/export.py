@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from geartrain.ams.storage.snapshot.folder import Snapshot
-from geartrain.ams.values.errors import ConfigError
 from geartrain.bridge.models.deepfm import DeepFM
 from geartrain.workers.atomic import replacing_folder
 from geartrain.workers.ctr.export import NETWORK, about, write_tables
@@ -36,13 +35,9 @@ def export_tree(run: Path | Snapshot, out: Path, *, version: int | None = None) 
     next_version(out)  # raises if other files are there
     snapshot = run if isinstance(run, Snapshot) else newest_snapshot(read_run(run).snapshots)
     state = JobState.read(snapshot, TreeTrainer.job, TreeTrainer.recipe_class)
-    fields = state.data.get("fields")
-    if fields is None:
-        raise ConfigError(f"{snapshot.path} does not say its fields; train on for a step: --resume saves it anew")
-    kinds = {}
-    if "schema" in state.data and (schema := SampleSchema.from_json(state.data["schema"])).kinds:
-        kinds = {name: schema.kinds[name] for name in fields}
-        kinds[HISTORY] = replace(schema.kinds[schema.item[0]], is_list=True, fill=None)
+    fields, schema = state.data["fields"], SampleSchema.from_json(state.data["schema"])
+    kinds = {name: schema.kinds[name] for name in fields}
+    kinds[HISTORY] = replace(schema.kinds[schema.item[0]], is_list=True, fill=None)
     saved, recipe = state.tensors["tdm"], state.recipe
     items = saved["_extra_state"]["items"]
     dims = dims_of(fields, recipe.dim)

@@ -14,12 +14,9 @@ import grpc
 import numpy as np
 import pytest
 
-from geartrain.serving.folder import load_folder
 from geartrain.serving.kserve.datatypes import datatype_of, from_raw, to_raw
 from geartrain.serving.kserve.pb import inference_pb2 as pb
 from geartrain.serving.kserve.service import SERVICE
-from geartrain.serving.models.clicks import ClicksModel
-from geartrain.workers.models.saved_model import read_config
 from tests.support.command_line import typed
 from tests.support.http_service import ask
 from tests.support.role_process import RoleProcess
@@ -229,18 +226,3 @@ def test_tensors_of_another_kind_are_refused_by_name(serving: RoleProcess) -> No
             {"inputs": [{"name": name, "datatype": "INT64", "shape": [1], "data": [1]} for name in tensors("texts")]},
         )
         assert (status, "the model was trained on texts there" in said["error"]) == (400, True), said
-
-
-def test_a_model_of_before_is_asked_as_before_and_says_so_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = read_config(folder / "model-texts")
-    del config["kinds"]
-    for _ in range(2):
-        model = ClicksModel(folder / "model-texts", {**config, "training": {**config["training"], "job": "old"}})
-    asked = {"samples": [{**SAMPLES["texts"], "is_new": 1}]}
-    click = model.operations["click"]
-    of_texts = click.run(click.read(asked))["probability"]
-    expected = load_folder(folder / "model-texts").operations["click"]
-    np.testing.assert_array_equal(of_texts, expected.run(expected.read(asked))["probability"])
-    assert click.read({"samples": [{**SAMPLES["integers"], "is_new": 1}]}).num_items == 1
-    said = [record.getMessage() for record in caplog.records if "did not keep" in record.getMessage()]
-    assert len(said) == 1 and said[0].startswith("the model of old was trained by a version")

@@ -32,7 +32,7 @@ class SampleSchema:
     crosses: tuple[tuple[str, ...], ...] = ()
     """Fields whose ids together have a weight of their own in a linear model; the last may be a bag."""
     kinds: Mapping[str, FieldKind] = field(default_factory=dict)
-    """What the values of each field are; none of a model that an older version trained."""
+    """What the values of each field are."""
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -43,7 +43,7 @@ class SampleSchema:
     def from_json(cls, values: Mapping[str, Any]) -> SampleSchema:
         """What :meth:`to_json` returned."""
         crosses = tuple(tuple(cross) for cross in values["crosses"])
-        kinds = kinds_from_json(values.get("kinds"))
+        kinds = kinds_from_json(values["kinds"])
         return cls(item=tuple(values["item"]), user=values["user"], crosses=crosses, kinds=kinds)
 
 

@@ -21,12 +21,7 @@ from geartrain.ams.values.text import quoted
 
 PADDING = -1
 """Stands for no id."""
-INTEGER, TEXT, BOOLEAN, UNKNOWN = "integer", "text", "boolean", "unknown"
-UNCHECKED = (
-    "was trained by a version that did not keep what the values of its fields are: a text for a field of integers, or "
-    "the reverse, is scored as an id that training never saw. Train on for a step (--resume RUN --steps 1), and export "
-    "again what is served"
-)
+INTEGER, TEXT, BOOLEAN = "integer", "text", "boolean"
 ID_OF_MISSING: Mapping[str, int] = {INTEGER: PADDING, BOOLEAN: PADDING, TEXT: int(hash_strings([""])[0])}
 """The id of a missing value of samples of one's own: of numbers none at all, of texts that of the empty one."""
 _HASH = "xxh3, 63 bits"
@@ -39,7 +34,6 @@ _REMEDIES = {
     INTEGER: "give an integer from 0 to 2^63 - 1, as a number or as its decimal digits",
     TEXT: "give the text as it was in training, a number as '7'",
     BOOLEAN: "give true or false",
-    UNKNOWN: "give an id (an integer from 0 to 2^63 - 1), a text, or a list of such",
 }
 
 
@@ -57,16 +51,12 @@ class FieldKind:
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
-        said = {**asdict(self), "hash": _HASH if self.item == TEXT else None}
-        if not self.fold:  # older versions read what they know
-            del said["fold"]
-        return said
+        return {**asdict(self), "hash": _HASH if self.item == TEXT else None}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> FieldKind:
         """What :meth:`to_json` returned. Raises ConfigError for a kind, or a hash, that this version does not know."""
-        own = {name: values.get(name) for name in ("item", "is_list", "fill")}
-        kind = cls(**own, fold=values.get("fold") is True)  # type: ignore[arg-type]
+        kind = cls(**{name: values.get(name) for name in ("item", "is_list", "fill", "fold")})  # type: ignore[arg-type]
         if kind.item not in _PLURALS or kind.to_json() != values:
             raise ConfigError(f"the values of a field are {quoted(values)}; use the version that trained the model")
         return kind
@@ -78,17 +68,18 @@ class FieldKind:
         names a value by its place. Raises InvalidArgument that names the first one of another kind.
         """
         types = set(map(type, values))
-        if types == {int} and self.item in (INTEGER, UNKNOWN) and min(values) >= 0 and max(values) < 2**63:
+        if types == {int} and self.item == INTEGER and min(values) >= 0 and max(values) < 2**63:
             return np.array(values, np.int64)
-        if types and types <= {str, bytes} and self.item in (TEXT, UNKNOWN):
+        if types and types <= {str, bytes} and self.item == TEXT:
             with suppress(InvalidIds):
                 return hash_strings(values)
         found = [self._id(value) for value in values]
         if None in found:
             at = found.index(None)
-            trained = f"the model was trained on {self} there: " if self.item != UNKNOWN else ""
             remedy = _OF_FOLDED if self.fold else _REMEDIES[self.item]
-            raise InvalidArgument(f"{where(at)} is {quoted(_text(values[at]))}; {trained}{remedy}")
+            raise InvalidArgument(
+                f"{where(at)} is {quoted(_text(values[at]))}; the model was trained on {self} there: {remedy}"
+            )
         return np.array(found, np.int64)
 
     def __str__(self) -> str:
@@ -110,14 +101,9 @@ class FieldKind:
             bags.append(self.ids(value if isinstance(value, list) else [value], lambda _, at=at: where(at)))  # type: ignore[misc]
         return side_by_side(bags)
 
-    @property
-    def is_single(self) -> bool:
-        """Whether a sample has one value, and no list."""
-        return not self.is_list and self.item != UNKNOWN
-
     def require_lists(self, where: str, value: object) -> None:
         """Raise InvalidArgument for the list ``value`` if training had single values."""
-        if self.is_single:
+        if not self.is_list:
             raise InvalidArgument(
                 f"{where} is {quoted(value)}; the model was trained on single {self} there: give one without a list, "
                 "an empty list if there is nothing"
@@ -125,7 +111,7 @@ class FieldKind:
 
     def _id(self, value: object) -> int | None:
         """None: it is of another kind."""
-        if isinstance(value, str | bytes) and self.item in (TEXT, UNKNOWN):
+        if isinstance(value, str | bytes) and self.item == TEXT:
             with suppress(InvalidIds):  # a lone surrogate, which JSON can write
                 return int(hash_strings([value])[0])
             return None
@@ -142,13 +128,9 @@ class FieldKind:
         return value if isinstance(value, int) and (0 <= value < 2**63 or value == self.fill) else None
 
 
-ANY = FieldKind(item=UNKNOWN)
-"""That of a field which was trained by an older version: integers are ids, texts are hashed."""
-
-
-def kinds_from_json(said: Mapping[str, Any] | None) -> dict[str, FieldKind]:
-    """The kinds by field; none of a model that an older version trained. Raises ConfigError."""
-    return {name: FieldKind.from_json(values) for name, values in (said or {}).items()}
+def kinds_from_json(said: Mapping[str, Any]) -> dict[str, FieldKind]:
+    """The kinds by field. Raises ConfigError."""
+    return {name: FieldKind.from_json(values) for name, values in said.items()}
 
 
 def kinds_to_json(kinds: Mapping[str, FieldKind]) -> dict[str, Any]:
