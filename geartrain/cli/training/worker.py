@@ -13,7 +13,6 @@ from shlex import quote
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from geartrain.ams.observe import failpoints, traces
 from geartrain.ams.values.errors import ConfigError
@@ -71,41 +70,6 @@ _HEAD_ONLY = {"rows", "graph", "device"}
 _COMMANDS = {"glyphs": (GLYPHS, {"data"}), "classify": (CLASSIFY, {"cache"}), "ctr": (CTR, _HEAD_ONLY)}
 _COMMANDS["tdm"] = (TDM, _HEAD_ONLY)
 """Help of each job, and the options that it has no use for."""
-_MOVED = {
-    "active": "sample_rate",
-    "augment": "augmentation.flip",
-    "fit": "look.fit",
-    "fresh-histories": "fresh",
-    "grey": "look.channels",
-    "image-size": "look.size",
-    "increments": "snapshots.increments",
-    "k": "neighbours",
-    "keep": "snapshots.keep",
-    "look": "look.kind",
-    "no-imprint": "imprint",
-    "snapshot-minutes": "snapshots.minutes",
-    "snapshot-steps": "snapshots.steps",
-}
-"""Options that were, and the keys that they are; behind them those whose key has the option's name."""
-_KEPT_NAMES = (
-    "backbone batch-size beam classes dim dropout dtype held-out history image-memory imprint lr margin model "
-    "negatives optimizer rebuild rebuilds row-lr row-momentum row-momentum-untouched row-weight-decay sample-rate seed "
-    "select skip-unreadable sparsity split sub-centers validation"
-)
-_MOVED |= {name: name.replace("-", "_") for name in _KEPT_NAMES.split()}
-
-
-class _Command(TyperCommand):
-    """Tells which key an option has become."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        for argument in args:
-            option = argument.partition("=")[0]
-            if option == "--mode":
-                raise ConfigError("--mode is now the environment variable GEARTRAIN_MODE")
-            if option.startswith("--") and (key := _MOVED.get(option[2:])) is not None:
-                raise ConfigError(f"{option} is now --set {key}=..., or the key {key} of a file given as --recipe")
-        return super().parse_args(ctx, args)
 
 
 def train(
@@ -329,7 +293,7 @@ def _add(job: str, text: str, without: set[str]) -> None:
     taken = [option for name, option in signature.parameters.items() if name not in {"job", *without}]
     command.__signature__ = signature.replace(parameters=taken)  # type: ignore[attr-defined]
     command.__doc__ = text
-    app.command(job, cls=_Command)(command)
+    app.command(job)(command)
 
 
 for _job, (_text, _without) in _COMMANDS.items():

@@ -1,4 +1,4 @@
-"""The command line of ``geartrain worker``: one list of options, and what became of those that went."""
+"""The command line of ``geartrain worker``: one list of options."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from geartrain.ams.values.errors import ConfigError
-from geartrain.cli.training.worker import _MOVED, app
+from geartrain.cli.training.worker import app
 from geartrain.workers import jobs
-from geartrain.workers.job.keys import _keys
 from geartrain.workers.job.options import JobOptions
 
 
@@ -24,14 +22,6 @@ def test_every_option_shows_its_default(command: str) -> None:
         if not option.is_flag and option.default is None and not isinstance(option.show_default, str)
     ]
     assert silent == []
-
-
-def test_an_option_that_went_names_a_key_that_there_is() -> None:
-    keys = {key for trainer in jobs.JOBS.values() for key in _keys(trainer.recipe_class)}
-    assert set(_MOVED.values()) <= keys
-    done = CliRunner().invoke(app, ["classify", "--image-size=112"])
-    assert isinstance(done.exception, ConfigError)
-    assert str(done.exception).startswith("--image-size is now --set look.size=...")
 
 
 def test_the_command_line_is_what_the_job_is_asked_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,6 @@ def test_a_run_that_diverges_says_where_and_offers_lower_rates(tmp_path: Path, d
         (of("dimm=3"), "the recipe has no key 'dimm'; did you mean 'dim'?"),
         (of("dim"), "--set 'dim' is not KEY=VALUE"),
         (of("steps=many"), "the recipe has steps = 'many': Input should be a valid integer"),
-        (["--snapshot-steps", "3"], "--snapshot-steps is now --set snapshots.steps=..."),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(tmp_path: Path, data: Path, flags: list[str], message: str) -> None:
