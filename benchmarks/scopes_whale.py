@@ -2,9 +2,9 @@
 
 Whale's comparison at the size of two cores: a softmax of D = 128 behind a small backbone, 16 samples a rank, one thread
 a rank, SGD; data parallel is PyTorch's DistributedDataParallel, with gradients that are views of its buckets, its
-faster way. The grown batch is what ``plan.grow_batch`` gives where a rank may use as much memory as data parallel does,
-at most 128 samples. The bound of the split step is its arithmetic alone on as many ranks at once: three matrix
-products, softmax and SGD of the own rows, in memory that is there already.
+faster way. The grown batch is the largest whose plan takes no more memory of a rank than data parallel does, at most
+128 samples. The bound of the split step is its arithmetic alone on as many ranks at once: three matrix products,
+softmax and SGD of the own rows, in memory that is there already.
 
 More ranks than cores share these: 1, 3 and 4 ranks (``--full``) tell how work and messages grow, not how fast machines
 of their own would be.
@@ -13,6 +13,7 @@ of their own would be.
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
@@ -80,7 +81,8 @@ class Side:
             self._once()
             plan = split.plan_for(gt.Hardware.named("a100"), lambda own: torch.optim.SGD(own, lr=LR))
             whole = plan.changed(scopes={"": gt.Replicate()})
-            self.batch = plan.grow_batch(memory_bytes=whole.rank_bytes, most=MOST_SAMPLES).batch
+            sizes = range(1, MOST_SAMPLES + 1)
+            self.batch = bisect_right(sizes, whole.rank_bytes, key=lambda batch: plan.changed(batch=batch).rank_bytes)
         return self.batch
 
     def _once(self) -> None:

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from geartrain.ams.values.arguments import integer
-from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import counted
 from geartrain.bridge.parallel.plan.hardware import Hardware
 from geartrain.bridge.parallel.plan.trace import Collective
 from geartrain.bridge.parallel.scopes import Scope
-
-_USED = 0.9
-"""Of a device's memory; the rest is for its libraries, and for what an allocator cannot use."""
-_MOST_SAMPLES = 65_536
-"""Of a rank, that a batch grows to where nothing is said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,33 +141,6 @@ class Plan:
     def samples_per_second(self) -> float:
         """Of all ranks."""
         return self.ranks * self.batch / self.step.seconds
-
-    def grow_batch(self, *, memory_bytes: int | None = None, most: int | None = None) -> Plan:
-        """Give the memory that is free to the batch: the plan with the largest one of a rank that fits.
-
-        The learning rate grows with it (Goyal et al. 2017, linear scaling; large ones need warm-up).
-
-        Args:
-            memory_bytes: Of a rank's device that may be used; None: nine tenths of the hardware's.
-            most: Samples of a rank, whatever would fit. None: 65,536.
-
-        Raises InvalidArgument if not even one sample fits.
-        """
-        limit = int(_USED * self.hardware.memory_bytes)
-        if memory_bytes is not None:
-            limit = integer("memory_bytes", memory_bytes, 1)
-        most = integer("most", _MOST_SAMPLES if most is None else most, 1)
-
-        def bytes_of(batch: int) -> int:
-            return self.changed(batch=batch).rank_bytes
-
-        largest = bisect.bisect_right(range(1, most + 1), limit, key=bytes_of)
-        if not largest:
-            raise InvalidArgument(
-                f"not one sample of a rank fits into {bytes_text(limit)}: {bytes_text(bytes_of(1))} are needed. Split "
-                "more of the model, or use more ranks"
-            )
-        return self.changed(batch=largest)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values."""

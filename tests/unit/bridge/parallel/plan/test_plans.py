@@ -138,19 +138,6 @@ def test_what_does_not_fit_is_not_chosen_and_nothing_that_fits_is_an_error() -> 
         auto_plan(classifier(200_000), 4, example(), loss=LOSS, hardware=replace(CLUSTER, memory_bytes=5 * 10**6))
 
 
-def test_memory_that_a_split_head_frees_goes_to_the_batch() -> None:
-    tight = replace(CLUSTER, memory_bytes=200 * 10**6)
-    plan = auto_plan(classifier(200_000), 4, example(), loss=LOSS, hardware=tight, optimizer=momentum)
-    grown = plan.grow_batch()
-    assert grown.rank_bytes <= 180 * 10**6
-    assert plan.changed(batch=grown.batch + 1).rank_bytes > 180 * 10**6
-    assert grown.batch > 16
-    assert grown.samples_per_second > plan.samples_per_second
-    assert plan.grow_batch(most=20).batch == 20
-    with pytest.raises(InvalidArgument, match=r"not one sample of a rank fits into 1\.0 kB"):
-        plan.grow_batch(memory_bytes=1000)
-
-
 def test_arguments_that_cannot_be_are_refused_by_name() -> None:
     model = classifier(10)
     with pytest.raises(InvalidArgument, match="ranks is 0"):
