@@ -14,8 +14,7 @@ from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.ams.values.errors import ColumnMismatch, ConfigError
 from geartrain.workers.atomic import replacing
 from geartrain.workers.ctr.designs import Design, SampleLayout
-from geartrain.workers.ctr.samples.click_samples import ClickSamples, split
-from geartrain.workers.ctr.samples.histories import histories_before
+from geartrain.workers.ctr.samples.click_samples import ClickSamples, histories_after, split
 from geartrain.workers.ctr.samples.sources import load_samples, own_samples
 from geartrain.workers.ctr.trainer import ClickTrainer, click_probabilities
 from geartrain.workers.data.packages import Say
@@ -75,25 +74,10 @@ def _with_fields_of(design: Design, given: ClickSamples, path: str) -> ClickSamp
 
 def _with_histories(design: Design, given: ClickSamples, of_run: ClickSamples) -> ClickSamples:
     """Let the samples to train on, of a run with fresh histories all of its samples, be the events of those given."""
-    recipe, schema = design.recipe, design.layout.schema
-    assert schema.user is not None
-    train = of_run
+    recipe, past = design.recipe, of_run
     if not recipe.fresh:
-        train, _ = split(of_run, recipe.split, recipe.seed, validation=recipe.validation)
-    assert train.times is not None
-    outcomes = train.clicks.astype(np.int64) if train.outcomes is None else train.outcomes
-    late = np.full(len(given), max(train.times.max(), 0) + 1)
-    nothing = np.zeros(len(given), np.int64)
-    histories = histories_before(
-        np.concatenate([train.fields[schema.user], given.fields[schema.user]]),
-        np.concatenate([train.fields[schema.item[0]], nothing]),
-        np.concatenate([outcomes, nothing]),
-        np.concatenate([train.times, late if given.times is None else given.times]),
-        events=np.flatnonzero(train.is_known),
-        length=recipe.history,
-    )
-    own = histories.subset(np.arange(len(train), len(train) + len(given)))
-    return replace(given, histories=own, images=of_run.images)
+        past, _ = split(of_run, recipe.split, recipe.seed, validation=recipe.validation)
+    return replace(given, histories=histories_after(past, given, recipe.history), images=of_run.images)
 
 
 def write_scores(path: Path, scores: npt.NDArray[np.float64]) -> None:

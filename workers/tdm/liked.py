@@ -15,8 +15,7 @@ import numpy.typing as npt
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.retrieval.item_tree import leaf_ids
-from geartrain.workers.ctr.samples.click_samples import ClickSamples, split
-from geartrain.workers.ctr.samples.histories import histories_before
+from geartrain.workers.ctr.samples.click_samples import ClickSamples, histories_after, histories_within, split
 from geartrain.workers.tdm.recipe import TdmRecipe
 
 HISTORY = "history"
@@ -62,15 +61,7 @@ def liked_of(samples: ClickSamples, recipe: TdmRecipe) -> Liked:
     known, held_out = split(samples, recipe.split, recipe.seed)
     clicked = np.flatnonzero(known.clicks > 0)
     learnt = known.subset(clicked)
-    assert learnt.times is not None
-    histories = histories_before(
-        learnt.fields[user],
-        learnt.fields[item],
-        np.ones(len(learnt), np.int64),
-        learnt.times,
-        events=np.arange(len(learnt)),
-        length=recipe.history,
-    )
+    histories = histories_within(learnt, np.arange(len(learnt)), recipe.history)
     seen = _by_user(known.fields[user], known.fields[item])
     later = held_out.subset(np.flatnonzero(held_out.clicks > 0))
     wanted = {
@@ -85,28 +76,12 @@ def liked_of(samples: ClickSamples, recipe: TdmRecipe) -> Liked:
     names = users.fields[user].tolist()
     return Liked(
         train=replace(learnt, histories=histories),
-        users=replace(users, histories=_all_before(learnt, users, recipe.history)),
+        users=replace(users, histories=histories_after(learnt, replace(users, times=None), recipe.history)),
         seen=[seen.get(person, set()) for person in names],
         wanted=[wanted[person] for person in names],
         items=np.unique(samples.fields[item]),
         user_fields=tuple(name for name in samples.fields if name not in schema.item),
     )
-
-
-def _all_before(learnt: ClickSamples, users: ClickSamples, length: int) -> Any:
-    """The histories of ``users`` at the end of what is learnt from."""
-    user, item = learnt.schema.user, learnt.schema.item[0]
-    assert user is not None and learnt.times is not None
-    nothing = np.zeros(len(users), np.int64)
-    histories = histories_before(
-        np.concatenate([learnt.fields[user], users.fields[user]]),
-        np.concatenate([learnt.fields[item], nothing]),
-        np.ones(len(learnt) + len(users), np.int64),
-        np.concatenate([learnt.times, np.full(len(users), learnt.times.max() + 1)]),
-        events=np.arange(len(learnt)),
-        length=length,
-    )
-    return histories.subset(np.arange(len(learnt), len(learnt) + len(users)))
 
 
 def _by_user(users: Ids, items: Ids) -> Mapping[int, set[int]]:

@@ -131,7 +131,9 @@ def split(
     if validation:
         train, test = _parted(samples, kind, seed + 1, np.sort(train), None)
     if history:
-        samples = replace(samples, histories=_histories(samples, np.union1d(train, test) if fresh else train, history))
+        samples = replace(
+            samples, histories=histories_within(samples, np.union1d(train, test) if fresh else train, history)
+        )
     return samples.subset(train), samples.subset(test)
 
 
@@ -164,7 +166,8 @@ def _parted(
     return order[:-held_out], order[-held_out:]
 
 
-def _histories(samples: ClickSamples, events: npt.NDArray[np.int64], length: int) -> Histories:
+def histories_within(samples: ClickSamples, events: npt.NDArray[np.int64], length: int) -> Histories:
+    """The latest ``length`` of ``events``, which are samples, before each sample. Raises ConfigError."""
     schema = samples.schema
     if schema.user is None or not schema.item or samples.times is None:
         raise ConfigError(
@@ -175,3 +178,20 @@ def _histories(samples: ClickSamples, events: npt.NDArray[np.int64], length: int
     users, items = samples.fields[schema.user], samples.fields[schema.item[0]]
     events = events[samples.is_known[events]]
     return histories_before(users, items, outcomes, samples.times, events=events, length=length)
+
+
+def histories_after(past: ClickSamples, samples: ClickSamples, length: int) -> Histories:
+    """The latest ``length`` events of ``past`` before each of ``samples``; all are before those without times."""
+    user, item = past.schema.user, past.schema.item[0]
+    assert user is not None and past.times is not None
+    outcomes = past.clicks.astype(np.int64) if past.outcomes is None else past.outcomes
+    late, nothing = np.full(len(samples), max(past.times.max(), 0) + 1), np.zeros(len(samples), np.int64)
+    histories = histories_before(
+        np.concatenate([past.fields[user], samples.fields[user]]),
+        np.concatenate([past.fields[item], nothing]),
+        np.concatenate([outcomes, nothing]),
+        np.concatenate([past.times, late if samples.times is None else samples.times]),
+        events=np.flatnonzero(past.is_known),
+        length=length,
+    )
+    return histories.subset(np.arange(len(past), len(past) + len(samples)))
