@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,40 +64,33 @@ def export_run(run: Path, to: Path, settings: ModelExport, *, as_json: bool) -> 
     """
     job = job_of_rows(run)
     if job == "ctr":
-        facts, lines = _export_clicks(run, to, settings)
+        facts, lines = _export_rows(run, to, settings, partial(export_clicks, cache=settings.cache, say=_say))
     elif job == "tdm":
-        facts, lines = _export_tree(run, to, settings)
+        facts, lines = _export_rows(run, to, settings, export_tree)
     else:
         facts, lines = _export_pictures(run, to, settings, Console(stderr=True, quiet=as_json))
     for line in [json.dumps(facts)] if as_json else lines:
         print(line)
 
 
-def _export_clicks(run: Path, to: Path, settings: ModelExport) -> tuple[dict[str, Any], list[str]]:
+def _export_rows(
+    run: Path, to: Path, settings: ModelExport, write: Callable[..., dict[str, Any]]
+) -> tuple[dict[str, Any], list[str]]:
+    """Export a model of embeddings by ``write(run, folder, version=...)``, which returns its config."""
     job, step = read_run(run).job, best_snapshot(read_run(run).snapshots).manifest.step
     with _version_folder(to, job, step, settings.keep) as (folder, version):
-        config = export_clicks(run, folder, version=version, cache=settings.cache, say=_say)
+        config = write(run, folder, version=version)
     say_unended(run, config["training"]["step"], _say)
     error = config["parity"]["max_error"]
-    num_rows = sum(table["rows"] for table in config["tables"])
-    facts = {"folder": str(folder), "version": version, "rows": num_rows, "max_error": error}
-    return facts, [
-        f"{folder} holds version {version}, of step {config['training']['step']}: the network {config['model']} of "
-        f"{counted(len(config['fields']), 'field')} and {num_rows:,} rows; onnxruntime's log-odds are {error:.1e} from "
-        "PyTorch's"
-    ]
-
-
-def _export_tree(run: Path, to: Path, settings: ModelExport) -> tuple[dict[str, Any], list[str]]:
-    job, step = read_run(run).job, best_snapshot(read_run(run).snapshots).manifest.step
-    with _version_folder(to, job, step, settings.keep) as (folder, version):
-        config = export_tree(run, folder, version=version)
-    say_unended(run, config["training"]["step"], _say)
-    items, error = config["num_items"], config["parity"]["max_error"]
-    facts = {"folder": str(folder), "version": version, "items": items, "max_error": error}
-    return facts, [
-        f"{folder} holds version {version}: a tree of {items:,} items; onnxruntime's log-odds are {error:.1e} from "
-        "PyTorch's"
+    if "num_items" in config:
+        counts, what = {"items": config["num_items"]}, f"a tree of {config['num_items']:,} items"
+    else:
+        counts = {"rows": sum(table["rows"] for table in config["tables"])}
+        fields = counted(len(config["fields"]), "field")
+        what = f"the network {config['model']} of {fields} and {counts['rows']:,} rows"
+    return {"folder": str(folder), "version": version, **counts, "max_error": error}, [
+        f"{folder} holds version {version}, of step {config['training']['step']}: {what}; onnxruntime's log-odds are "
+        f"{error:.1e} from PyTorch's"
     ]
 
 
