@@ -14,7 +14,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from geartrain.ams.client.cluster import Cluster
 
 STOPPED = 3
 """Exit code of a training that a signal ended, and that has a snapshot to go on from."""
@@ -36,24 +39,13 @@ class Stopped(KeyboardInterrupt):
     """A signal came where nothing is under way that has to be ended in good order."""
 
 
-class Awaited(Protocol):
-    """A cluster, as far as whoever waits for it asks."""
-
-    @property
-    def waits_for_shard(self) -> bool:
-        """Whether a call waits for a shard that does not answer."""
-
-    def give_up(self) -> None:
-        """End every wait for a shard: no call succeeds any more."""
-
-
 class Interruption:
     """Whether a signal has asked to stop; :func:`interruption` listens for it."""
 
     def __init__(self) -> None:
         self._asked: float | None = None
         self._is_in_order = False
-        self._awaited: Awaited | None = None
+        self._awaited: Cluster | None = None
         self._has_ended = threading.Event()
         self.grace_seconds = GRACE_SECONDS
         self.doing = "started"
@@ -68,7 +60,7 @@ class Interruption:
         return self._asked is not None
 
     @contextmanager
-    def in_order(self, awaited: Awaited | None = None) -> Iterator[None]:
+    def in_order(self, awaited: Cluster | None = None) -> Iterator[None]:
         """While the block lasts, which looks and ends by itself, a signal raises nothing. But ``awaited`` is given up
         where it still waits for a shard a moment later: nothing can be saved there.
         """

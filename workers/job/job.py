@@ -160,7 +160,8 @@ def _run_to_the_end(
                 raise
             return _stopped(stop, console, loss)
         except FileNotFoundError as exc:
-            if exc.filename is None or not _is_gone(options.out, Path(os.fsdecode(exc.filename))):
+            gone = None if exc.filename is None else Path(os.fsdecode(exc.filename))
+            if gone is None or not gone.is_relative_to(options.out) or options.out.exists():
                 raise
             said = f"{exc.strerror}: {options.out} was removed while the run trained there; start it again"
             raise FileNotFoundError(exc.errno, said, exc.filename) from exc
@@ -210,7 +211,8 @@ def _run_on(
         console = console if ranks.is_first else Console(quiet=True)
         if loss is None and (ended := _agreed(options, ranks, None)) is not None:
             return ended
-        is_restart = ranks.any(_is_restart())  # of a machine that took another's place it is the first start
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        is_restart = ranks.any(restarts > 0)  # of a machine that took another's place it is the first start
         options = _after_restart(options, ranks, is_restart=is_restart)
         _require_place(options, ranks)
         if ranks.is_first and loss is None and not is_restart:
@@ -280,10 +282,6 @@ def _progress(options: JobOptions, state: JobState | None, job: str, *, again: b
     if again or not run.ended:
         return progress  # the training is done, and only the rest is left to do
     return replace(progress, stage_start=progress.step, stage_steps=steps or state.recipe.stage_steps())
-
-
-def _is_gone(out: Path, file: Path) -> bool:
-    return file.is_relative_to(out) and not out.exists()
 
 
 def _on_ranks(options: JobOptions) -> bool:
@@ -375,15 +373,6 @@ def launch_name() -> str | None:
     return f"{platform.node()}:{agent.pid}:{agent.create_time():.2f}"
 
 
-def _agent_began() -> float:
-    """Unix time at which what started this process began, less what clocks of several nodes may differ by."""
-    return psutil.Process(os.getppid()).create_time() - _CLOCKS_DIFFER_SECONDS
-
-
-def _is_restart() -> bool:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
 def _after_restart(options: JobOptions, ranks: JobRanks, *, is_restart: bool) -> JobOptions:
     """Go on with what this very torchrun began, if it started us again. Any other run stays as it is."""
     if options.resume:
@@ -393,7 +382,8 @@ def _after_restart(options: JobOptions, ranks: JobRanks, *, is_restart: bool) ->
             require_new_run(options.out)
         return options
     is_ours = can_go_on = False
-    began = min(ranks.gather_json(_agent_began()))
+    # What started this process began then, less what clocks of several nodes may differ by.
+    began = min(ranks.gather_json(psutil.Process(os.getppid()).create_time())) - _CLOCKS_DIFFER_SECONDS
     if ranks.is_first:
         try:
             run = read_run(options.out)

@@ -95,7 +95,7 @@ def write_onnx(backbone: nn.Module, example: Inputs, path: Path) -> Parity:
     was_training = backbone.training
     backbone.eval()
     try:
-        _write(backbone, batch, path)
+        exported_program(backbone, batch).save(str(path), external_data=False)
         return _compared(backbone, OnnxBackbone(path), batch)
     finally:
         backbone.train(was_training)
@@ -124,10 +124,6 @@ def _batch(backbone: nn.Module, example: Inputs) -> Tensor | dict[str, Tensor]:
 
 def _each(batch: Tensor | dict[str, Tensor], change: Callable[[Tensor], Tensor]) -> Tensor | dict[str, Tensor]:
     return change(batch) if isinstance(batch, Tensor) else {name: change(tensor) for name, tensor in batch.items()}
-
-
-def _write(backbone: nn.Module, example: Tensor | dict[str, Tensor], path: Path) -> None:
-    exported_program(backbone, example).save(str(path), external_data=False)
 
 
 def exported_program(backbone: nn.Module, example: Tensor | dict[str, Tensor], *, optimize: bool = True) -> Any:
@@ -161,8 +157,9 @@ def exported_program(backbone: nn.Module, example: Tensor | dict[str, Tensor], *
                 verbose=False,
             )
     except Exception as exc:  # of many unrelated kinds
+        reason = str(exc).strip().partition("\n")[0]
         raise InvalidArgument(
-            f"{type(backbone).__name__} cannot be exported to ONNX: {type(exc).__name__}: {_first_line(exc)}. Its "
+            f"{type(backbone).__name__} cannot be exported to ONNX: {type(exc).__name__}: {reason}. Its "
             "forward must take tensors [N, ...] of any N, without branches that look at values"
         ) from exc
     finally:
@@ -206,7 +203,3 @@ def needed(library: str) -> Any:
         raise ConfigError(
             f"ONNX needs {library}, which cannot be imported: {exc}; pip install 'geartrain[onnx]'"
         ) from exc
-
-
-def _first_line(exc: Exception) -> str:
-    return (str(exc).strip().splitlines() or [""])[0]

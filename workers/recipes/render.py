@@ -55,7 +55,8 @@ def render_faces(fonts: list[FontFile], cache: Path, size: int, console: Console
     if a font cannot be read.
     """
     folders = [cache / "bitmaps" / f"{font.face.name}-{_key(font, size)}" for font in fonts]
-    missing = [(font, folder) for font, folder in zip(fonts, folders, strict=True) if not _complete(folder)]
+    pairs = zip(fonts, folders, strict=True)
+    missing = [(font, folder) for font, folder in pairs if not (folder / "manifest.json").exists()]
     if missing:
         context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -119,10 +120,6 @@ def _tasks(font: FontFile, characters: list[int], size: int) -> Iterator[list[ob
 def _key(font: FontFile, size: int) -> str:
     facts = [font.sha256, font.index, size, EM_PIXELS, RENDERING_VERSION, PIL.__version__, CODE_POINTS]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
-
-
-def _complete(folder: Path) -> bool:
-    return (folder / "manifest.json").exists()
 
 
 def _keep(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +69,10 @@ def compress_samples(
         raise InvalidArgument(f"compression is {quoted(compression)}; it must be one of {', '.join(CODECS)}")
     folder = Path(path_name("out", out, "the path of a new folder"))
     source = _source(where, columns, fill or {}, fold, delimiter, list_delimiter)
-    tables = partial(_tables, source)
+
+    def tables() -> Iterator[Any]:
+        return (source.read(part).table for part in range(len(source.part_rows)))
+
     if not boolean("sort", sort) or not source.part_rows:
         return write_trees(tables, folder, named, rows_per_group=rows_per_group, compression=compression)
     first = source.read(0).table
@@ -83,11 +85,6 @@ def compress_samples(
         return write_trees(ordered, folder, named, rows_per_group=rows_per_group, compression=compression)
     finally:
         shutil.rmtree(buckets, ignore_errors=True)
-
-
-def _tables(source: Any) -> Iterator[Any]:
-    for part in range(len(source.part_rows)):
-        yield source.read(part).table
 
 
 def _source(
