@@ -6,7 +6,6 @@ C++ beyond 120 columns counts twice. A file belongs to the capability with the l
 
 from __future__ import annotations
 
-import ast
 import io
 import re
 import subprocess
@@ -21,25 +20,27 @@ CEILINGS = ROOT / "scripts" / "size.toml"
 CPP = (".cpp", ".hpp")
 CPP_COLUMNS = 120
 GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$|_core\.pyi$")
-LAYOUT = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
+LAYOUT = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
+    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
+}
 # Comments, which go, and strings, which stay: what looks like a comment in a string is none.
 CPP_COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\')', re.DOTALL)
 
 
 def python_size(source: str) -> tuple[int, int]:
     """Code lines and tokens of one Python file."""
-    docstrings = {
-        node.lineno
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-    }
     lines: set[int] = set()
     tokens = 0
+    begins = True  # a statement: one that begins with a string is a docstring
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if tokenize.tok_name[token.type] in LAYOUT or (token.type == tokenize.STRING and token.start[0] in docstrings):
+        if token.type in LAYOUT:
+            begins = begins or token.type not in (tokenize.COMMENT, tokenize.NL)
             continue
-        tokens += 1
-        lines.update(range(token.start[0], token.end[0] + 1))
+        if not (begins and token.type == tokenize.STRING):
+            tokens += 1
+            lines.update(range(token.start[0], token.end[0] + 1))
+        begins = False
     return len(lines), tokens
 
 
