@@ -159,7 +159,7 @@ class RunningJobs:
             )
 
     def entries(self) -> tuple[JobEntry, ...]:
-        """All of them, those under way first."""
+        """All of them, those under way first, else in the order in which they came."""
         with self._lock:
             now, unix = self._clock(), time.time()
             found = [
@@ -177,7 +177,7 @@ class RunningJobs:
                 )
                 for name, job in self._jobs.items()
             ]
-        return tuple(sorted(found, key=lambda entry: (entry.report.state not in UNDER_WAY, entry.heard_seconds_ago)))
+        return tuple(sorted(found, key=lambda entry: entry.report.state not in UNDER_WAY))
 
     def failed_at(self) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
         """When jobs failed that did not begin again, and when snapshots failed last, by job and reason: unix times."""

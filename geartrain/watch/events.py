@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import groupby
 
 from geartrain.ams.values.scheduler_messages import ClusterEvent, EventPage
 
 _NEWEST = 2**62
+_NAMED = 5
 
 
 class EventReader:
@@ -46,3 +49,16 @@ class EventReader:
                 yield event
             if not page.events or self._since >= last:
                 return
+
+
+def folded(events: Iterable[ClusterEvent]) -> Iterator[ClusterEvent]:
+    """The events, but of changes of tables that came one after another, as 36 that were dropped, the last in the place
+    of all: it tells how many, and names the first."""
+    for what, run in groupby(events, lambda event: event.text.rpartition(" ")[2] if event.kind == "schema" else None):
+        same = list(run)
+        if what is None or len(same) == 1:
+            yield from same
+            continue
+        tables = tuple(table for event in same for table in event.tables)
+        text = f"{len(tables)} tables {what}: {', '.join(tables[:_NAMED])}{', ...' if len(tables) > _NAMED else ''}"
+        yield replace(same[-1], text=text, tables=tables)

@@ -96,6 +96,15 @@ class ClusterWatch:
         return self._scheduler.call(ReadEvents(since=since), _ANSWER_SECONDS)
 
 
+def health_of(status: ClusterStatus) -> str:
+    """``ready``, ``degraded`` if all shards are up and tables lack rows, or ``not ready``."""
+    if any(shard.state != "up" for shard in status.shards):
+        return "not ready"
+    if status.incomplete_tables:
+        return "degraded"
+    return "ready" if status.ready else "not ready"
+
+
 class _KeptOpen:
     """A carrier that whoever borrows it does not close."""
 

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,8 @@ from geartrain.ams.storage.snapshot.folder import open_snapshot
 from geartrain.ams.values.config import ClusterConfig
 from geartrain.ams.values.errors import GeartrainError
 from geartrain.ams.values.text import counted
-from geartrain.watch.looks import ClusterLook, ClusterWatch, Rates
+from geartrain.watch.events import folded
+from geartrain.watch.looks import ClusterLook, ClusterWatch, Rates, health_of
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +30,7 @@ _LOOK_SECONDS, _IDLE_SECONDS = 1.0, 5.0
 """Between two looks: while a page is open, and while none is (curves go on)."""
 _GEAR_SECONDS = 5.0
 """Between two questions to gears and graphs."""
-_MOST_POINTS, _MOST_EVENTS, _MOST_SNAPSHOTS, _MOST_CURVES = 900, 300, 20, 500
+_MOST_POINTS, _MOST_EVENTS, _MOST_SNAPSHOTS, _MOST_CURVES = 900, 300, 100, 500
 _FIRST_EVENTS = 10_000
 """Looked through at first, for snapshots."""
 
@@ -48,6 +50,9 @@ class Told:
         self._last = 0
         """Number of the last event: our own, as a scheduler may begin anew."""
         self._snapshots: dict[str, dict[str, Any]] = {}
+        """That events tell of, the newest last."""
+        self._on_disk: set[str] = set()
+        """Paths of those that were found there."""
         self._verifying: asyncio.Task[None] | None = None
         self._news, self._opened = asyncio.Event(), asyncio.Event()
         self.pages = 0
@@ -65,11 +70,12 @@ class Told:
 
     async def go_on(self) -> None:
         """Look again and again, until cancelled."""
-        beside = asyncio.create_task(self._look_beside())
+        beside = [asyncio.create_task(self._look_beside()), asyncio.create_task(self._find_snapshots())]
         try:
             await self._look_on()
         finally:
-            beside.cancel()
+            for task in beside:
+                task.cancel()
 
     async def _look_beside(self) -> None:
         """Ask gears and graphs, which make nobody wait who does not answer."""
@@ -81,6 +87,18 @@ class Told:
             except Exception:
                 logger.exception("gears and graphs were not asked")
             await asyncio.sleep(_GEAR_SECONDS)
+
+    async def _find_snapshots(self) -> None:
+        """Look which snapshots are on disk; apart from the looks, as a disk may hang."""
+        while True:
+            told = list(self._snapshots)
+            self._on_disk = await asyncio.to_thread(_on_disk, told)
+            for path in told:
+                if path not in self._on_disk:
+                    self._snapshots.pop(path, None)
+            for path in list(self._snapshots)[:-_MOST_SNAPSHOTS]:
+                del self._snapshots[path]
+            await asyncio.sleep(_LOOK_SECONDS)
 
     async def _look_on(self) -> None:
         while True:
@@ -112,7 +130,10 @@ class Told:
             "first": not at,
             "curves": {name: [point for point in points if point[0] > at] for name, points in self._curves.items()},
             "events": [event for event in self._events if event["n"] > seen],
-            "snapshots": list(reversed(self._snapshots.values())),
+            "snapshots": sorted(
+                (found for path, found in self._snapshots.items() if path in self._on_disk),
+                key=lambda found: (found["job"], -found["unix_seconds"]),
+            ),
         }
         return message, self._last, self._at
 
@@ -153,7 +174,7 @@ class Told:
         total = Rates(sum(of.calls for of in all_shards), sum(of.writes for of in all_shards))
         self._state |= {
             "error": "",
-            "ready": status.ready,
+            "health": health_of(status),
             "cluster_version": status.cluster_version,
             "per_second": total._asdict(),
             "rows": sum(shard.rows for shard in status.shards),
@@ -179,7 +200,7 @@ class Told:
                 self._curves.setdefault(name, deque(maxlen=_MOST_POINTS)).append((now, value))
         while len(self._curves) > _MOST_CURVES:
             del self._curves[min(self._curves, key=lambda name: self._curves[name][-1][0])]
-        for event in look.events:
+        for event in folded(look.events):
             self._last += 1
             self._events.append(as_json(event) | {"n": self._last})
             if event.kind == "snapshot":
@@ -192,8 +213,10 @@ class Told:
                     "unix_seconds": event.unix_seconds,
                     "verified": "",
                 }
-        for path in list(self._snapshots)[:-_MOST_SNAPSHOTS]:
-            del self._snapshots[path]
+
+
+def _on_disk(paths: list[str]) -> set[str]:
+    return {path for path in paths if os.path.exists(path)}  # noqa: PTH110 - a client may tell no path
 
 
 def _finite(value: float | None) -> float | None:

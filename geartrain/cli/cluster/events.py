@@ -6,9 +6,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from datetime import datetime
-from itertools import chain, groupby
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 _ASK_SECONDS = 0.5
 _ANSWER_SECONDS = 5.0
 _SHOWN, _READ = 50, 500
-_NAMED = 5
 
 
 def events(
@@ -49,7 +47,7 @@ def events(
     from geartrain.ams.rpc.client.dial import dial
     from geartrain.ams.values.errors import SchedulerUnavailable
     from geartrain.ams.values.scheduler_messages import ReadEvents
-    from geartrain.watch.events import EventReader
+    from geartrain.watch.events import EventReader, folded
 
     def read(since: int) -> EventPage:
         return carrier.call(ReadEvents(since=since), _ANSWER_SECONDS)
@@ -77,19 +75,6 @@ def line_of(event: ClusterEvent, *, is_brief: bool = False) -> str:
     when = moment[11:19] if is_brief else f"{event.number:>6} {moment[:23]}"
     line = printable(f"{when} {event.kind:<15}{job} {event.text}")
     return line.replace("\n", " ")  # or a client's text could look like events
-
-
-def folded(events: Iterable[ClusterEvent]) -> Iterator[ClusterEvent]:
-    """The events, but of changes of tables that came one after another, as 36 that were dropped, the last in the place
-    of all: it tells how many, and names the first."""
-    for what, run in groupby(events, lambda event: event.text.rpartition(" ")[2] if event.kind == "schema" else None):
-        same = list(run)
-        if what is None or len(same) == 1:
-            yield from same
-            continue
-        tables = tuple(table for event in same for table in event.tables)
-        text = f"{len(tables)} tables {what}: {', '.join(tables[:_NAMED])}{', ...' if len(tables) > _NAMED else ''}"
-        yield replace(same[-1], text=text, tables=tables)
 
 
 def _followed(new: Callable[[], Iterable[ClusterEvent]]) -> Iterator[ClusterEvent]:

@@ -49,9 +49,20 @@ def top(file: ConfigFile = None, scheduler: SchedulerAddress = None) -> None:
     with suppress(KeyboardInterrupt), _single_keys(), screen as live:
         while not _asked_to_end():
             try:
-                live.update(view.now(), refresh=True)
+                shown = view.now()
+                live.update(shown, refresh=True)
             except GeartrainError as exc:  # it may come back
-                live.update(printable(f"{exc}; asked again until it answers (q ends)"), refresh=True)
+                live.update(_stale(shown, exc), refresh=True)
+
+
+def _stale(shown: RenderableType, exc: GeartrainError) -> RenderableType:
+    """What was shown last, dimmed, below why it is old."""
+    from rich.console import Group
+    from rich.styled import Styled
+    from rich.text import Text
+
+    said = printable(f"{exc}; asked again until it answers (q ends); below: as it was before")
+    return Group(Text(said, style="bold"), Styled(shown, "dim"))
 
 
 class _View:
@@ -67,21 +78,24 @@ class _View:
         from rich.console import Group
         from rich.text import Text
 
-        from geartrain.cli.cluster.events import folded, line_of
+        from geartrain.cli.cluster.events import line_of
         from geartrain.cli.cluster.status import job_lines
         from geartrain.cli.shared.consoles import table_of
+        from geartrain.watch.events import folded
+        from geartrain.watch.looks import health_of
 
         look = self._watch.look()
         found = look.status
         self._newest.extend(folded(look.events))
         up = sum(shard.state == "up" for shard in found.shards)
-        summary = f"{up} of {found.num_shards} shards up, cluster version {found.cluster_version}"
-        parts: list[Any] = [f"{self._watch.address}: {summary}"]
+        summary = f"{health_of(found)}: {up} of {found.num_shards} shards up, cluster version {found.cluster_version}"
+        parts: list[Any] = [f"{self._watch.address} {summary} · q ends"]
         headers = ("shard", "state", "address", "rows", "memory MiB", "calls/s", "writes/s", "beat s ago")
         lines = [line for job in look.jobs for line in job_lines(job)]
         lines += [line_of(event, is_brief=True) for event in self._newest]
         parts += [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
-        parts.append(table_of(headers, _shard_rows(look)))  # last: of a hundred it shows those that are not up
+        # last: of a hundred it shows those that are not up
+        parts.append(table_of(headers, _shard_rows(look), expand=True))
         return Group(*parts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _PIPED_WIDTH = 400
+_NUMBER = re.compile(r"[\d,]*(\.\d+)?")
 
 
 def table_console() -> Console:
@@ -22,13 +24,15 @@ def table_console() -> Console:
     return Console() if breaks_at_window else Console(width=_PIPED_WIDTH)
 
 
-def table_of(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table, of which a long cell is folded where the window ends."""
+def table_of(headers: Sequence[str], rows: Iterable[Sequence[str]], *, expand: bool = False) -> Table:
+    """A table with numbers at the right, of which a long cell is folded where the window ends; or as wide as that."""
     from rich.table import Table
 
-    table = Table()
-    for header in headers:
-        table.add_column(header, overflow="fold")
+    rows = list(rows)
+    table = Table(expand=expand)
+    for place, header in enumerate(headers):
+        is_number = bool(rows) and all(_NUMBER.fullmatch(row[place]) for row in rows)
+        table.add_column(header, overflow="fold", justify="right" if is_number else "left")
     for row in rows:
         table.add_row(*row)
     return table

@@ -6,6 +6,7 @@ import http.client
 import itertools
 import json
 import os
+import shutil
 import ssl
 import sys
 import threading
@@ -81,6 +82,7 @@ def test_a_page_hears_how_the_cluster_is_and_what_happens(
     with browser.messages() as messages, connect(cluster.address, config=ClientConfig()) as client:
         first = next(message for message in messages if not message["error"])
         assert [shard["state"] for shard in first["shards"]] == ["up", "up"]
+        assert first["health"] == "ready"
         assert sum(shard["num_buckets"] for shard in first["shards"]) == 4096
         table = client.create_table("t", dim=4, optimizer=SGD(0.1))
         table.assign(np.arange(100), np.zeros((100, 4), np.float32))
@@ -97,6 +99,12 @@ def test_a_page_hears_how_the_cluster_is_and_what_happens(
         assert next(rate for rate in rates if rate > 0) < 1000
         assert [(found["path"], found["step"]) for found in message["snapshots"]] == [(path, 7)]
 
+        later = str(client.snapshot(str(tmp_path), step=8).result())
+        shown_paths = ([found["path"] for found in message["snapshots"]] for message in messages)
+        assert next(paths for paths in shown_paths if len(paths) == 2) == [later, path]
+        shutil.rmtree(later)
+        assert next(paths for paths in shown_paths if len(paths) < 2) == [path]
+
         here = {"Origin": f"http://{browser.address}"}
         assert browser.post("/verify", {"snapshot": str(tmp_path)}, **here).status == 409  # nobody told of it
         damaged = max(Path(path).iterdir(), key=os.path.getsize)
@@ -109,7 +117,9 @@ def test_a_page_hears_how_the_cluster_is_and_what_happens(
         cluster.servers[1].stop(0)
         assert next(m for m in messages if m["shards"][1]["state"] != "up")["shards"][0]["state"] == "up"
         cluster.servers[1] = cluster.start_server(1)
-        assert next(m for m in messages if m["shards"][1]["state"] == "up")["error"] == ""
+        again = next(m for m in messages if m["shards"][1]["state"] == "up")
+        assert again["error"] == ""
+        assert (again["health"], again["incomplete_tables"]) == ("degraded", ["t"])
         cluster.scheduler.stop(0)
         assert "asked again" in next(m["error"] for m in messages if m["error"])
 

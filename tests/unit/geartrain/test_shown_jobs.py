@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
+from rich.console import Console
+from rich.text import Text
+
+from geartrain.ams.values.errors import GeartrainError
 from geartrain.ams.values.scheduler_messages import ClusterEvent, JobEntry, JobReport
-from geartrain.cli.cluster.events import folded, line_of
+from geartrain.cli.cluster.events import line_of
 from geartrain.cli.cluster.status import job_lines
+from geartrain.cli.cluster.top import _stale
+from geartrain.cli.shared.consoles import table_of
+from geartrain.watch.events import folded
 
 
 def test_a_job_has_room_on_a_terminal_and_no_text_looks_like_two_events() -> None:
@@ -48,3 +56,20 @@ def test_tables_that_are_dropped_one_after_another_are_one_line_and_a_crash_stay
     ]
     assert [event.number for event in shown] == [19, 20, 36, 37]  # what --since goes on behind
     assert list(folded([drops[0]])) == [drops[0]]
+
+
+def test_numbers_of_a_table_stand_at_the_right_below_each_other() -> None:
+    console = Console(width=40, record=True, file=io.StringIO())
+    console.print(table_of(("shard", "rows"), [("a", "1,000"), ("b", "7")], expand=True))
+    lines = console.export_text().splitlines()
+    assert {len(line) for line in lines} == {40}
+    assert lines[3].endswith("1,000 │")
+    assert lines[4].endswith("    7 │")
+
+
+def test_the_last_picture_stays_dimmed_below_why_it_is_old() -> None:
+    console = Console(width=80, force_terminal=True, file=(written := io.StringIO()))
+    console.print(_stale(Text("shard 0 up"), GeartrainError("no answer")))
+    said, before = written.getvalue().splitlines()[0], written.getvalue().splitlines()[-1]
+    assert "no answer; asked again" in said
+    assert before.startswith("\x1b[2mshard 0 up")

@@ -62,3 +62,12 @@ def test_a_restarted_scheduler_gives_many_jobs_the_time_that_an_earlier_one_told
     assert {entry.report.state for entry in jobs.entries()} == {"training"}
     now = 12.1
     assert jobs.to_ask(was_restarted=True).is_sure
+
+
+def test_jobs_keep_their_places_whoever_was_heard_last() -> None:
+    now = 0.0
+    jobs = RunningJobs(lambda: now)
+    for name in ("b", "a", "b", "c", "a"):
+        now += 1
+        jobs.tell(name, 1, done=False)
+        assert [entry.job for entry in jobs.entries()] == ["b", "a", "c"][: len(jobs.entries())]
