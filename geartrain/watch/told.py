@@ -51,7 +51,7 @@ class Told:
         """Number of the last event: our own, as a scheduler may begin anew."""
         self._snapshots: dict[str, dict[str, Any]] = {}
         """That events tell of, the newest last."""
-        self._on_disk: set[str] = set()
+        self._there: set[str] = set()
         """Paths of those that were found there."""
         self._verifying: asyncio.Task[None] | None = None
         self._news, self._opened = asyncio.Event(), asyncio.Event()
@@ -89,12 +89,12 @@ class Told:
             await asyncio.sleep(_GEAR_SECONDS)
 
     async def _find_snapshots(self) -> None:
-        """Look which snapshots are on disk; apart from the looks, as a disk may hang."""
+        """Look which snapshots are there; apart from the looks, as a disk may hang."""
         while True:
             told = list(self._snapshots)
-            self._on_disk = await asyncio.to_thread(_on_disk, told)
+            self._there = await asyncio.to_thread(_there, told)
             for path in told:
-                if path not in self._on_disk:
+                if path not in self._there:
                     self._snapshots.pop(path, None)
             for path in list(self._snapshots)[:-_MOST_SNAPSHOTS]:
                 del self._snapshots[path]
@@ -131,7 +131,7 @@ class Told:
             "curves": {name: [point for point in points if point[0] > at] for name, points in self._curves.items()},
             "events": [event for event in self._events if event["n"] > seen],
             "snapshots": sorted(
-                (found for path, found in self._snapshots.items() if path in self._on_disk),
+                (found for path, found in self._snapshots.items() if path in self._there),
                 key=lambda found: (found["job"], -found["unix_seconds"]),
             ),
         }
@@ -215,8 +215,12 @@ class Told:
                 }
 
 
-def _on_disk(paths: list[str]) -> set[str]:
-    return {path for path in paths if os.path.exists(path)}  # noqa: PTH110 - a client may tell no path
+def _there(paths: list[str]) -> set[str]:
+    """All but those that are gone from a folder that is here. What is in an object store, or on a disk of other
+    machines, is known by events alone.
+    """
+    exists, is_here = os.path.exists, os.path.isdir  # a client may have told a path that is none
+    return {path for path in paths if exists(path) or not is_here(os.path.dirname(path))}  # noqa: PTH120
 
 
 def _finite(value: float | None) -> float | None:
