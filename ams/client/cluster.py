@@ -554,6 +554,7 @@ class Cluster:
         if self._closed or self._calls.is_forked:
             return
         self._closed = True
+        self._stream.close_soon()
         try:
             self._finish_writes()
         finally:

@@ -54,6 +54,8 @@ class WriteStream:
         self._waiting: deque[threading.Lock] = deque()
         """Locks that :meth:`begin` waits for."""
         self._is_closed = False
+        self.is_closing = False
+        """Set, a write begins yet, but waits no longer than :data:`_WARN_SECONDS` for another one to end."""
 
     def begin(self, begun: list[int], count: int = 1, *, is_held: bool = False) -> None:
         """Add the next ``count`` numbers to ``begun``: whatever breaks the caller off, who has that can end them.
@@ -89,6 +91,8 @@ class WriteStream:
                     "write %d waits for write %d, which was prepared %d writes ago: send it, or abandon() it",
                     *(first, oldest, first - oldest),
                 )
+                if self.is_closing:  # else whoever ends the cluster waits for this one, too
+                    break
             ended = None
         raise Unavailable(CLOSED)
 
@@ -153,6 +157,10 @@ class ClientStream:
         # Named, its numbers begin anew with every incarnation, so each has a stream of its own.
         own = f"{self.unnumbered}/{self.incarnation}" if self.is_named else self.name
         self._unnumbered = WriteStream(window, own, self.incarnation)
+
+    def close_soon(self) -> None:
+        """Let begin what was asked for, but not wait for writes that nobody sends."""
+        self._unnumbered.is_closing = True
 
     def close(self) -> None:
         """No write begins any more, and nobody waits to begin one."""

@@ -106,9 +106,12 @@ class RowUpdate(PendingUpdate[RowGradient]):
         """Return once the prepared push is applied; after an error it is still prepared, to be sent again."""
         if self._write is None:
             return
-        sending, self._sending = self._sending, None
-        if sending is not None:
-            sending.result()
+        if (sending := self._sending) is not None:
+            try:
+                sending.result()
+            finally:
+                if sending.done():  # else it is under way yet, and is waited for again
+                    self._sending = None
         elif not self._write.is_sent:
             self._write.send()
         self._write = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from datetime import datetime
+from logging.handlers import WatchedFileHandler
 
 from geartrain.ams.values.errors import ConfigError
 
@@ -23,7 +24,7 @@ def audit_to(file: str | None) -> None:
     if file is None:
         return
     try:
-        handler = logging.FileHandler(file)
+        handler = WatchedFileHandler(file)  # one that was moved away is begun anew
     except OSError as exc:
         raise ConfigError(f"security.audit is {file!r}, which cannot be written: {exc.strerror}") from exc
     auditor = logging.getLogger("geartrain.audit")

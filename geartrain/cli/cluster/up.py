@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -103,12 +104,12 @@ def up(
     if shards is not None:
         given.append(configuration.Setting("scheduler", "num_shards", shards, "flag --shards"))
     given += configuration.flags(configuration.WHOLE, mode=mode)
-    if audit is None and data is not None:
-        with suppress(OSError):  # the roles say what is wrong with it
-            data.mkdir(parents=True, exist_ok=True)
-            audit = data / "audit.log"
     given += configuration.flags("security", prefix="security-", folder=_absolute(security_folder))
     given += configuration.flags("security", audit=_absolute(audit))
+    if data is not None and configuration.load(file, given).security.audit is None:
+        with suppress(OSError):  # the roles say what is wrong with it
+            data.mkdir(parents=True, exist_ok=True)
+            given += configuration.flags("security", audit=_absolute(data / "audit.log"))
     config = configuration.load(file, given)
     if metrics is not None:
         firsts = {"scheduler": 0, "server": 1} | {name: 1 + config.num_servers + i for i, name in enumerate(wanted)}
@@ -135,7 +136,7 @@ def up(
             }
             print(json.dumps(told), flush=True)
         elif sys.stdout.isatty():
-            _show_ready(facts)
+            _show_ready(facts, config.security.folder)
         else:
             print(_ready_line(facts), flush=True)
         launcher.wait()
@@ -196,26 +197,24 @@ def _ready_line(facts: ClusterFacts) -> str:
     return f"ready: scheduler {facts.scheduler} (pid {scheduler}) · {shards}{''.join(more)}{metrics}{page}"
 
 
-def _show_ready(facts: ClusterFacts) -> None:
-    """To a person: what runs and what to type next, in a box; the link below it, for a box would break it."""
+def _show_ready(facts: ClusterFacts, security_folder: str | None = None) -> None:
+    """To a person: what runs, in a box; below it, where a window breaks no line, the link and what to type next."""
     from rich.console import Console
     from rich.panel import Panel
+    from rich.text import Text
 
     console = Console()
-    is_usual = facts.scheduler == ClusterConfig().scheduler.listen
-    given = "" if is_usual else f" --scheduler {facts.scheduler}"
+    ready = _ready_line(replace(facts, dashboard=None)).removeprefix("ready: ")
+    console.print(Panel.fit(Text(f"{ready}\nCtrl-C ends the cluster"), title="ready", border_style="green"))
+    under = f"GEARTRAIN_SECURITY__FOLDER={shlex.quote(security_folder)} " if security_folder else ""
+    given = "" if facts.scheduler == ClusterConfig().scheduler.listen else f" --scheduler {facts.scheduler}"
     lines = [
-        _ready_line(replace(facts, dashboard=None)).removeprefix("ready: "),
-        "",
-        f"geartrain status{given}",
-        f"geartrain worker ctr --data movielens --scheduler {facts.scheduler}",
-        *([] if facts.dashboard else [f"geartrain dashboard{given}"]),
-        "",
-        "Ctrl-C ends the cluster.",
+        *([f"dashboard: {facts.dashboard}"] if facts.dashboard else [f"{under}geartrain dashboard{given}"]),
+        f"{under}geartrain status{given}",
+        f"{under}geartrain worker ctr --data movielens --scheduler {facts.scheduler}",
     ]
-    console.print(Panel.fit("\n".join(lines), title="ready", border_style="green"), highlight=False)
-    if facts.dashboard:
-        console.print(f"dashboard: {facts.dashboard}", soft_wrap=True, highlight=False)
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
 
 
 def _print_log_line(line: str) -> None:

@@ -149,9 +149,13 @@ def test_a_signal_ends_everything_in_good_order(number: signal.Signals) -> None:
         running.assert_no_child_is_left()
 
 
+@pytest.mark.parametrize("named", [False, True])
 def test_what_changes_tables_is_written_to_the_audit_and_not_to_the_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    audit = tmp_path / "named" if named else tmp_path / "kept" / "audit.log"
+    if named:
+        monkeypatch.setenv("GEARTRAIN_SECURITY__AUDIT", str(audit))
     typed("certs", "init", str(tmp_path / "ca"))
     monkeypatch.setenv("GEARTRAIN_SECURITY__FOLDER", str(tmp_path / "ca"))
     with up("--shards=1", "--data", str(tmp_path / "kept")) as running:
@@ -160,7 +164,7 @@ def test_what_changes_tables_is_written_to_the_audit_and_not_to_the_terminal(
             cluster.create_table("t", dim=2, optimizer=gt.SGD(1.0))
         running.process.terminate()
         _, log = running.process.communicate(timeout=GONE_WITHIN_SECONDS)
-    lines = [json.loads(line) for line in (tmp_path / "kept" / "audit.log").read_text().splitlines()]
+    lines = [json.loads(line) for line in audit.read_text().splitlines()]
     assert ["t"] in [line["tables"] for line in lines]
     assert '"rpc"' not in log
 
