@@ -99,7 +99,7 @@ class Moment:
 
     def wait(self) -> None:
         """Let the host wait for it."""
-        if self._event is not None:
+        if self._event is not None and not self.is_over:
             self._event.synchronize()
             self._event = None
 
