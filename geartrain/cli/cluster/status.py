@@ -121,7 +121,8 @@ def job_lines(job: JobEntry) -> Iterator[str]:
     report = job.report
     step = f"step {report.step:,}" + (f" of {report.last_step:,}" if report.last_step else "")
     loss = "" if report.loss is None else f", loss {report.loss:.4f}"
-    now = f"{report.state}, {step}, {job.step_seconds_ago:.0f} s ago, {report.steps_per_second:.1f}/s{loss}"
+    state = f"silent for {job.heard_seconds_ago:.0f} s" if report.state == "silent" else report.state
+    now = f"{state}, {step}, {job.step_seconds_ago:.0f} s ago, {report.steps_per_second:.1f}/s{loss}"
     yield printable(f"{job.job}: {now}")
     saved = "no snapshot"
     if job.snapshot_step is not None and job.snapshot_seconds_ago is not None:

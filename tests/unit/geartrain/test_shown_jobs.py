@@ -37,6 +37,8 @@ def test_a_job_has_room_on_a_terminal_and_no_text_looks_like_two_events() -> Non
         "  went back 2 times, 114 steps lost",
     ]
     assert max(map(len, lines)) <= 80
+    silent = replace(entry, report=replace(report, state="silent"), heard_seconds_ago=31.0)
+    assert next(job_lines(silent)).startswith("run-029e5708: silent for 31 s, step 12,345")
     assert "\n" not in line_of(ClusterEvent(kind="snapshot", text="whole\n     9 2026-01-01 lost  shard 0"))
 
 
