@@ -91,8 +91,8 @@ class WriteStream:
                     "write %d waits for write %d, which was prepared %d writes ago: send it, or abandon() it",
                     *(first, oldest, first - oldest),
                 )
-                if self.is_closing:  # else whoever ends the cluster waits for this one, too
-                    break
+                if self.is_closing:  # else whoever ends the cluster waits for this one, and for each behind it
+                    self.close()
             ended = None
         raise Unavailable(CLOSED)
 

@@ -66,11 +66,6 @@ class CompiledPass:
     keeps_logits = True
     spreads_operations = False
 
-    @property
-    def over_all(self) -> CompiledPass:
-        """See :data:`ChunkPass`."""
-        return self
-
     def __init__(self, batch: Batch, weights_B: Tensor | None = None) -> None:
         """See :func:`pass_for`."""
         self._batch = batch
@@ -83,6 +78,11 @@ class CompiledPass:
             weights=None if weights_B is None else weights_B.numpy(),
             centers=batch.centers,
         )
+
+    @property
+    def over_all(self) -> CompiledPass:
+        """See :data:`ChunkPass`."""
+        return self
 
     def forward(self, work: Workspace, sums: PartialSums, rows_ND: Tensor, start: int, kept_NB: Tensor | None) -> None:
         """See :data:`ChunkPass`."""

@@ -71,7 +71,7 @@ def readable(function: Command, name: str = "") -> Command:
     """Make ``--help`` of a command's function readable; ``name``: of which example."""
     paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")  # a terminal has a width of its own
     function.__doc__ = "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs).replace("`", "")
-    if name in EXAMPLES:
+    if name in EXAMPLES and paragraphs[-1] != f"Example: {EXAMPLES[name]}":  # an application may be built again
         function.__doc__ += f"\n\nExample: {EXAMPLES[name]}"
     signature = inspect.signature(function, eval_str=True)
     function.__signature__ = signature  # type: ignore[attr-defined]  # else typer makes other options of its texts
