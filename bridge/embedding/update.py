@@ -241,7 +241,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
             self._follow = partial(push_through, pushes, self._write, optimizer, settings["scale"])
 
     def hand_over(self) -> None:
-        self._write, self._has_begun = None, False
+        self._write, self._has_begun, self._pending = None, False, None  # at once: Ctrl-C comes between two calls
         super().hand_over()
 
     def apply(self, optimizer: RowOptimizerSpec) -> None:
@@ -255,7 +255,8 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         while self._hosted_writes:
             self._hosted_writes[0].send()
             del self._hosted_writes[0]
-        follow, self._follow, self._write, self._has_begun = self._follow, None, None, False
+        follow, self._follow = self._follow, None
+        self._write, self._has_begun, self._pending = None, False, None  # at once: Ctrl-C comes between two calls
         self.step += 1
         if self.ranks is not None:
             self.ranks.sequence += 1

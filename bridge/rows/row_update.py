@@ -33,6 +33,9 @@ class RowGradient(CollectedGradient, Protocol):
     def is_one_push(self) -> bool:
         """Whether it is one push of rows, which can be sent together with those of other tables."""
 
+    prepared: int
+    """So much of it was prepared, as the last :meth:`RowUpdate.prepare_push` said; 0 at first."""
+
     def push(self, update: RowUpdate) -> None:
         """Prepare each push of it by ``update``, which sends the last; a second call after an error goes on behind what
         was prepared."""
@@ -84,16 +87,23 @@ class RowUpdate(PendingUpdate[RowGradient]):
         self.step += 1
         self.discard()
 
-    def prepare_push(self, make: Callable[..., Write]) -> None:
-        """Settle the last push, then have ``make``, given :class:`PushSettings` by name, check and number the next."""
+    def prepare_push(self, make: Callable[..., Write], prepared: int = 1) -> None:
+        """Settle the last push, then have ``make``, given :class:`PushSettings` by name, check and number the next.
+
+        Behind it so much of the gradient is ``prepared``; if it was already, nothing is made."""
+        pending = self._pending
+        assert pending is not None
+        if pending.prepared >= prepared:
+            return
         self.settle()
         settings = self._settings or {
             "lr": self._optimizer.lr,
             "optimizer_scalars": self.table.spec.optimizer.scalars_of_push(self._optimizer),
             "scale": self.factor(),
         }
-        self._write = make(**settings, group=None if self.ranks is None else self.ranks.sync_group(self._samples))
-        self._settings = settings
+        write = make(**settings, group=None if self.ranks is None else self.ranks.sync_group(self._samples))
+        # In one assignment, as Ctrl-C comes between two calls: a push that is not marked would be made again.
+        self._write, self._settings, pending.prepared = write, settings, prepared
 
     def send_behind(self) -> None:
         """Begin to send the prepared push in the background."""

@@ -49,6 +49,7 @@ class HeldGradient:
     """Gradients [A, D] of the active classes, in memory; from a device they may still be on their way there."""
 
     is_one_push = True
+    prepared = 0
 
     def __init__(
         self,
@@ -68,7 +69,6 @@ class HeldGradient:
         self._buffer = buffer
         self._pool = pool
         self._device = device
-        self._prepared = False
         self._checksum = None if checksum is None else begin_download(checksum)
         self._squares = squares
         self._arrival = Moment(device)
@@ -76,7 +76,7 @@ class HeldGradient:
     def merge(self, other: RowGradient) -> None:
         """Add the gradient of another micro-batch, which is used up; memory stays that of the union of classes."""
         assert isinstance(other, HeldGradient), "a head either holds its rows or streams them"
-        if self._prepared:
+        if self.prepared:
             raise _step_stopped(self._active.num, self._active.num)
         self._arrival.wait()
         other._arrival.wait()
@@ -103,12 +103,11 @@ class HeldGradient:
 
     def push(self, update: RowUpdate) -> None:
         """Prepare everything as one push, once."""
-        if not self._prepared:
+        if not self.prepared:
             self._arrival.wait()
             known_finite = self._checksum is not None and bool(torch.isfinite(self._checksum))
             gradients = as_numpy(self._gradients_AD)
             update.prepare_push(partial(update.table.prepare_push, self._ids, gradients, known_finite=known_finite))
-            self._prepared = True
 
     @property
     def squares(self) -> Tensor:
@@ -228,28 +227,27 @@ class StreamedGradient(FactoredGradient):
     """
 
     is_one_push = False
+    prepared = 0
 
     def __init__(self, table: Table, pool: BufferPool, factors: Factors) -> None:
         super().__init__(factors)
         self._table = table
         self._pool = pool
-        self._prepared = 0
 
     def merge(self, other: RowGradient) -> None:
         """Add the gradient of another micro-batch, which is used up."""
-        if self._prepared:
-            raise _step_stopped(self._prepared, self._active.num)
+        if self.prepared:
+            raise _step_stopped(self.prepared, self._active.num)
         super().merge(other)
 
     def push(self, update: RowUpdate) -> None:
         """Send block after block; a second call goes on behind the last block that was prepared."""
         update.settle()
         stream, num = self._stream(), self._active.num
-        with closing(self._blocks(stream, self._prepared)) as blocks:
+        with closing(self._blocks(stream, self.prepared)) as blocks:
             for stop, ids, gradients_ND in blocks:
                 gradients = as_numpy(gradients_ND)
-                update.prepare_push(partial(update.table.prepare_push, ids, gradients, step_goes_on=stop < num))
-                self._prepared = stop
+                update.prepare_push(partial(update.table.prepare_push, ids, gradients, step_goes_on=stop < num), stop)
                 update.send_behind()
         update.settle()
         stream.close()

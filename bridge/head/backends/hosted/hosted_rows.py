@@ -279,16 +279,16 @@ class HostedGradient:
     """
 
     is_one_push = False
+    prepared = 0
 
     def __init__(self, calls: HostedCalls, pending: list[_Pending]) -> None:
         self._calls = calls
         self._pending = pending
-        self._prepared = False
 
     def merge(self, other: RowGradient) -> None:
         """Add the gradient of another micro-batch, which is used up."""
         assert isinstance(other, HostedGradient), "the rows of a head are in one place"
-        if self._prepared:
+        if self.prepared:
             raise InvalidArgument(
                 "the last step() stopped with an error; call step() again, or zero_grad() to give it up, before the "
                 "next backward()"
@@ -297,10 +297,9 @@ class HostedGradient:
 
     def push(self, update: RowUpdate) -> None:
         """Prepare one update for each shard, once."""
-        if not self._prepared:
+        if not self.prepared:
             inputs = self._inputs(self._batches())
             update.prepare_push(partial(self._calls.prepare_update, inputs.__getitem__))
-            self._prepared = True
 
     def squared_norm(self) -> float:
         """Σ g² over all rows, in float64; the shards make the gradients once more."""

@@ -47,6 +47,8 @@ class VectorGradient:
 
     is_one_push = False
 
+    prepared = 0
+
     def push(self, update: RowUpdate) -> None:
         update.prepare_push(partial(update.table.prepare_push, self.ids, as_numpy(self.gradients_KD)))
 
