@@ -17,6 +17,7 @@ from geartrain.serving.live.follow import Follower
 from geartrain.serving.live.training import training_of
 from geartrain.serving.live.versions import LiveVersion, LiveVersions
 from geartrain.serving.service import ModelService
+from geartrain.workers.atomic import sole_user
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,12 @@ def follow(service: ModelService, told: ServeConfig, client: ClientConfig, clean
                 f"versions is {told.versions}, the folder that is followed; give another one for copies"
             )
         out.mkdir(parents=True, exist_ok=True)
+        try:
+            cleanup.enter_context(sole_user(out))
+        except BlockingIOError as exc:
+            raise InvalidArgument(
+                f"versions is {told.versions}, which another service writes to; give each a folder of its own"
+            ) from exc
     versions = LiveVersions(out, keep=told.keep, backbone=told.backbone, recall=told.recall)
 
     def serve(version: LiveVersion) -> bool:

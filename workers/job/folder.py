@@ -13,12 +13,11 @@ calibration.png  of a finished run that predicts clicks
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from typing import Any
 from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.ams.storage.snapshot.store import place
 from geartrain.ams.values.errors import ConfigError, GeartrainError, RunHeld, SnapshotDamaged
-from geartrain.workers.atomic import previous_folder, write_json
+from geartrain.workers.atomic import previous_folder, sole_user, write_json
 from geartrain.workers.job.keys import RECIPE_FILE
 
 _FOLDERS = ("model", "events", "wandb", "mlruns", "snapshots")
@@ -225,18 +224,15 @@ def sole_trainer(folder: Path) -> Iterator[None]:
         raise ConfigError(
             f"the run folder {folder} cannot be made ({exc.strerror or exc}); give an --out where you may write"
         ) from exc
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with ExitStack() as held:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held.enter_context(sole_user(folder))
         except BlockingIOError as exc:
             raise RunHeld(
                 f"another process trains in {folder}, or was stopped in the middle of it; end that one, or give "
                 "another --out"
             ) from exc
         yield
-    finally:
-        os.close(descriptor)
 
 
 def require_folder(path: Path, flag: str) -> None:

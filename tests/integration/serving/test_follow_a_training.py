@@ -60,6 +60,8 @@ class Training:
 class Client:
     """Asks a service."""
 
+    role: RoleProcess
+
     def __init__(self, address: str) -> None:
         self.address = address
         image = io.BytesIO()
@@ -117,7 +119,9 @@ def service(request: pytest.FixtureRequest, training: Training, tmp_path: Path) 
     arguments = ["--follow", f"faces={training.folder}", "--versions", versions, "--listen", "127.0.0.1:0"]
     arguments += getattr(request, "param", [])
     with RoleProcess("serve", *arguments, errors=tmp_path / "service.log") as role:
-        yield Client(role.address)
+        client = Client(role.address)
+        client.role = role
+        yield client
 
 
 @pytest.mark.parametrize("service", [["--workers=2"]], indirect=True)
@@ -216,6 +220,8 @@ def test_a_training_that_is_gone_is_served_on_also_by_the_next_service(
     for block in [*damaged.glob("rows-*"), *(training.folder / "step-000000003").glob("rows-*")]:
         block.write_bytes(b"")
     require_of_one_version(*service.classify())
+    service.role.process.kill()  # which lets its folder of versions go
+    service.role.process.wait()
     arguments = ("--follow", f"faces={training.folder}", "--versions", str(tmp_path / "versions"))
     with RoleProcess("serve", *arguments, "--listen", "127.0.0.1:0", errors=tmp_path / "second.log") as role:
         again = Client(role.address)

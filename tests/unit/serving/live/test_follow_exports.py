@@ -12,6 +12,7 @@ import pytest
 
 from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
 from geartrain.ams.values.config import ClientConfig, ServeConfig
+from geartrain.ams.values.errors import InvalidArgument
 from geartrain.serving.batching import Batcher
 from geartrain.serving.catalog import Catalog
 from geartrain.serving.folder import load_folder
@@ -142,3 +143,17 @@ def test_what_somebody_rolled_back_to_is_not_removed(tmp_path: Path, monkeypatch
         assert (follower.facts["state"], follower.facts["step"]) == ("held", 90)
         load_folder(tmp_path / "out" / "000000090")
     service.close()
+
+
+def test_two_services_do_not_write_versions_into_one_folder(tmp_path: Path) -> None:
+    exported(tmp_path / "models", version=90)
+    told = ServeConfig(follow=f"m={tmp_path / 'models'}", versions=str(tmp_path / "out"))
+    services = [ModelService(Catalog(load_folder), Batcher(threads=0)) for _ in range(2)]
+    with ExitStack() as first:
+        follow(services[0], told, ClientConfig(), first)
+        with ExitStack() as second, pytest.raises(InvalidArgument, match="out, which another service writes to"):
+            follow(services[1], told, ClientConfig(), second)
+    with ExitStack() as second:
+        follow(services[1], told, ClientConfig(), second)
+    for service in services:
+        service.close()
