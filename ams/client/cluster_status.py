@@ -55,6 +55,10 @@ class ShardStatus:
     """How far its clock is ahead of this process's, to half a round trip; None: it did not tell."""
     num_buckets: int = 0
     """Buckets, of 4096, that it owns."""
+    memory_limit_bytes: int = 0
+    """That the tables of its process may take; 0: any number, or it did not answer."""
+    cpu_seconds: float = 0.0
+    """Of its process, of all cores, since it began."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +215,8 @@ def _joint_status(view: ClusterView, states: dict[int, ShardState], ahead: dict[
                 heartbeat_age_seconds=entry.heartbeat_age_seconds,
                 clock_ahead_seconds=ahead.get(entry.shard),
                 num_buckets=int(num_buckets[entry.shard]),
+                memory_limit_bytes=0 if state is None else state.memory_limit_bytes,
+                cpu_seconds=0.0 if state is None else state.cpu_seconds,
             )
         )
     held = [table for state in states.values() for table in state.tables]

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from geartrain.ams.kernels import ops
 from geartrain.ams.kernels._core import CompletedWrites, Engine, Kind, Lease, SyncGroups, Waiter
+from geartrain.ams.kernels.memory import UNLIMITED, memory_limit
 from geartrain.ams.observe import failpoints
 from geartrain.ams.programs.hosted import HostedModels
 from geartrain.ams.server.expiry import ExpirySchedule
@@ -450,6 +451,8 @@ class Shard:
             uptime_seconds=self._clock() - self._started,
             unix_seconds=time.time(),
             row_calls=sum(sum(by_seconds) for _, _, by_seconds, *_ in self.engine.call_counts()),
+            memory_limit_bytes=0 if (limit := memory_limit()) == UNLIMITED else limit,
+            cpu_seconds=time.process_time(),
             tables=self._tables.states(),
         )
 

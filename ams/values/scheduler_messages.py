@@ -249,12 +249,22 @@ class JobReport:
     last_step: int = 0
     """Steps at its end; 0: not said."""
     steps_per_second: float = 0.0
+    """Over about ten seconds, as all that follows by time."""
     loss: float | None = None
     """The newest that is known."""
     snapshot_every_seconds: float = 0.0
     """Between two snapshots, about; 0: not said."""
     lost_at_step: int | None = None
     """It went back to a snapshot in this process, and had done so many steps before."""
+    metric: str = ""
+    """Name of the metric of its validation, as ``accuracy``; empty: it was not validated yet."""
+    metric_value: float | None = None
+    """Its newest value."""
+    samples_per_second: float = 0.0
+    pull_ms: float | None = None
+    """Of a step: waiting for rows."""
+    push_ms: float | None = None
+    """Of a step: sending what becomes of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,6 +129,10 @@ class ShardState:
     """The shard's clock; 0: not told."""
     row_calls: int = 0
     """Frames with calls for rows that it has answered since it began."""
+    memory_limit_bytes: int = 0
+    """That the tables of its process may take; 0: any number."""
+    cpu_seconds: float = 0.0
+    """Of its process, of all cores, since it began."""
     tables: tuple[TableState, ...] = field(default_factory=tuple)
 
 

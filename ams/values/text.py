@@ -16,6 +16,27 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def sized(num_bytes: float) -> str:
+    """``512 bytes``, ``1.5 MiB``, ``24.0 GiB``: in the largest unit of which there is a whole one."""
+    if num_bytes < 1 << 10:
+        return f"{num_bytes:.0f} bytes"
+    power = min(4, (int(num_bytes).bit_length() - 1) // 10)
+    return f"{num_bytes / (1 << 10 * power):,.1f} {'KMGT'[power - 1]}iB"
+
+
+def lasting(seconds: float) -> str:
+    """``45 s``, ``12 min``, ``3 h 5 min``, ``2 days 4 h``."""
+    minutes = round(seconds / 60)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if minutes < 100:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min"
+    return f"{hours // 24} days {hours % 24} h"
+
+
 def printable(text: str) -> str:
     """The text with whatever is no letter of a line written out, as ``\\x1b``: terminals would obey it."""
     return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)

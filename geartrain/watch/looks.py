@@ -24,6 +24,8 @@ class Rates(NamedTuple):
     calls: float = 0.0
     """For rows."""
     writes: float = 0.0
+    cpu: float = 0.0
+    """Cores that its process kept busy."""
 
 
 class ClusterLook(NamedTuple):
@@ -69,7 +71,10 @@ class ClusterWatch:
         for key in self._shards.keys() - up:  # a connection that failed waits before it tries again; a new one does not
             self._shards.pop(key).close()
         now, (at, before) = time.monotonic(), self._before
-        done = {(shard.shard, shard.incarnation): Rates(shard.row_calls, shard.writes) for shard in status.shards}
+        done = {
+            (shard.shard, shard.incarnation): Rates(shard.row_calls, shard.writes, shard.cpu_seconds)
+            for shard in status.shards
+        }
         self._before = now, done
         rates = {
             key[0]: Rates(*(max(0.0, new - old) / (now - at) for new, old in zip(done[key], before[key], strict=True)))

@@ -170,8 +170,7 @@ class Told:
 
     def _take(self, look: ClusterLook) -> None:
         now, status = time.time(), look.status
-        all_shards = look.rates.values()
-        total = Rates(sum(of.calls for of in all_shards), sum(of.writes for of in all_shards))
+        total = Rates(*map(sum, zip(*look.rates.values(), strict=True)))
         self._state |= {
             "error": "",
             "health": health_of(status),

@@ -34,6 +34,7 @@ class Evaluation:
     def look(self, step: int, centers: str) -> tuple[float, int]:
         """Top-1 on a part of the first test, the same at every look, and how many images that is."""
         result = self._look(next(iter(self._held_out)), step, centers)
+        self._trainer.metric = "accuracy", result.top1
         return result.top1, len(result.images)
 
     def _look(self, name: str, step: int, centers: str = "") -> Answers:

@@ -165,6 +165,7 @@ class ClickTrainer(EmbeddingTrainer):
             )
         numbers = {name: found[name] for name in ("auc", "log_loss")}
         self.events.scalars("validation", numbers, step)
+        self.metric = "AUC", found["auc"]
         look = {"step": step, **numbers, "samples": found["samples"]}
         is_best = self._best.compare(look)
         if is_best:

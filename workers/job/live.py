@@ -36,16 +36,19 @@ class LiveLine:
         self._bar.stop()
 
     def show(self, step: int, numbers: dict[str, float]) -> None:
-        """Show the numbers of ``step``: loss, epoch and samples_per_second, pull_ms and push_ms if they are known."""
+        """Show the numbers of ``step``: loss and epoch, and of :class:`RecentSteps` those that are known."""
         if not self._is_shown:
             return
         epoch = numbers["epoch"]
         line = (
             f"step {step:,}/{self._last_step:,}  epoch {epoch:.1f}/{epoch * self._last_step / step:.1f}  "
-            f"loss {numbers['loss']:.3f}  {numbers['samples_per_second']:,.0f} samples/s"
+            f"loss {numbers['loss']:.3f}"
         )
+        if "steps_per_second" in numbers:
+            line += f"  {numbers['steps_per_second']:,.1f} steps/s"
         self._bar.update(self._task, completed=step - self._first_step, description=line)
-        if "pull_ms" in numbers:
+        if "steps_per_second" in numbers:
+            line += f"  {numbers['samples_per_second']:,.0f} samples/s"
             line += f"  pull {numbers['pull_ms']:.2f} ms  push {numbers['push_ms']:.2f} ms"
         now = time.monotonic()
         if now - self._printed >= _SECONDS_BETWEEN_LINES or step == self._last_step:

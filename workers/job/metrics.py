@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -16,6 +17,35 @@ BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0
 """Seconds of a step, or a part of it."""
 PHASES = ("pull", "push", "forward", "backward", "update")
 """Waiting for rows, sending what becomes of them; and without these, the loss, its gradients, and what they change."""
+
+
+RATE_SECONDS = 10.0
+"""Rates that people see are of about so long: a look at a validation, or a snapshot, does not make them leap."""
+
+
+class RecentSteps:
+    """How fast the steps of a thread were in the last :data:`RATE_SECONDS`, and how long they waited for rows."""
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        self._past: deque[tuple[float, int, float, float]] = deque()
+        """When, how many steps there were by then, and the seconds of their pulls and pushes; the oldest first."""
+
+    def rates(self, step: int) -> dict[str, float]:
+        """Of the time up to now, at ``step``; nothing at the first call, where the window begins."""
+        now = (time.perf_counter(), step, ROW_SECONDS["pull"], ROW_SECONDS["push"])
+        self._past.append(now)
+        while len(self._past) > 2 and now[0] - self._past[1][0] >= RATE_SECONDS:
+            self._past.popleft()
+        seconds, steps, pull, push = (at - before for at, before in zip(now, self._past[0], strict=True))
+        if not steps:
+            return {}
+        return {
+            "steps_per_second": steps / max(seconds, 1e-9),
+            "samples_per_second": steps * self._batch_size / max(seconds, 1e-9),
+            "pull_ms": 1e3 * pull / steps,
+            "push_ms": 1e3 * push / steps,
+        }
 
 
 class StepTimer:

@@ -74,7 +74,8 @@ class TrainingRun:
         """What the scheduler is told, from another thread."""
         trainer, settings = self._trainer, self._trainer.recipe.snapshots
         progress, state = trainer.progress, self._state
-        rate = self._numbers.get("samples_per_second", 0.0) / trainer.recipe.batch_size
+        numbers, (metric, metric_value) = self._numbers, trainer.metric
+        rate = numbers.get("steps_per_second", 0.0)
         pauses = [60 * settings.minutes] if settings.minutes is not None else []
         pauses += [settings.steps / rate] if rate else []
         snapshots: JobSnapshots | None = getattr(self, "_snapshots", None)  # it is told once before there are any
@@ -83,9 +84,14 @@ class TrainingRun:
             step=progress.step,
             last_step=progress.stage_start + progress.stage_steps,
             steps_per_second=rate,
-            loss=self._numbers.get("loss"),
+            loss=numbers.get("loss"),
             snapshot_every_seconds=min(pauses, default=0.0),
             lost_at_step=None if self._loss is None else self._loss.step,
+            metric=metric,
+            metric_value=metric_value,
+            samples_per_second=numbers.get("samples_per_second", 0.0),
+            pull_ms=numbers.get("pull_ms"),
+            push_ms=numbers.get("push_ms"),
         )
 
     @property

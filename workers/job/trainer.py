@@ -26,9 +26,9 @@ from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.values.rpc import version
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.state import random_state, set_random_state, state_from_bytes, state_to_bytes
-from geartrain.bridge.rows.tables import ROW_SECONDS, counted_as
+from geartrain.bridge.rows.tables import counted_as
 from geartrain.workers.data.streams import JointOrder
-from geartrain.workers.job.metrics import COUNTERS, StepTimer
+from geartrain.workers.job.metrics import COUNTERS, RecentSteps, StepTimer
 from geartrain.workers.job.options import JobOptions
 from geartrain.workers.job.ranks import JobRanks
 from geartrain.workers.job.state import JobProgress, JobState
@@ -122,6 +122,8 @@ class Trainer:
         self.phases = Phases()
         self._timer = StepTimer()
         self.samples_per_second = 0.0
+        self.metric: tuple[str, float | None] = "", None
+        """Name and newest value of the metric of a validation; empty: there was none yet."""
         self.events = Loggers()
         self.order = JointOrder(num_samples, recipe.batch_size, recipe.seed)
         self.optimizer = optimizer
@@ -288,7 +290,7 @@ class Trainer:
         save: Callable[[], None],
         show: Callable[[int, dict[str, float]], None],
     ) -> bool:
-        since, window, waited = self.progress.step, time.perf_counter(), ROW_SECONDS.copy()
+        recent, first = RecentSteps(self.recipe.batch_size), self.progress.step
         while not self.progress.is_complete:
             is_told, is_due = self.ranks.any_of(stop(), due())
             if is_told:
@@ -301,18 +303,16 @@ class Trainer:
             COUNTERS.step_done(self._timer.seconds, self.recipe.batch_size)
             self.progress = replace(self.progress, step=self.progress.step + 1)
             step = self.progress.step
+            if step == first + 1:
+                recent.rates(step)  # from here on: the first step of a process is slower than all others
             if step % SHOW_EVERY == 0 or self.progress.is_complete:
-                steps, now = step - since, time.perf_counter()
                 numbers = {
                     "loss": float(loss),
                     "epoch": step / self.steps_per_epoch,
-                    "samples_per_second": steps * self.recipe.batch_size / max(time.perf_counter() - window, 1e-9),
-                    "pull_ms": 1e3 * (ROW_SECONDS["pull"] - waited["pull"]) / steps,
-                    "push_ms": 1e3 * (ROW_SECONDS["push"] - waited["push"]) / steps,
+                    **recent.rates(step),
                     "lr": self.optimizer.param_groups[0]["lr"],
                 }
                 show(step, numbers)
-                since, window, waited = step, now, ROW_SECONDS.copy()
             if self.progress.is_complete:
                 break
             self.between()

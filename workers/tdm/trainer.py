@@ -114,6 +114,7 @@ class TreeTrainer(EmbeddingTrainer):
         found = self._recalls_of(self._by_beam(self.recipe.beam))
         self._recalls.append({"tree": len(self._recalls), "step": step, **found})
         self.events.scalars("held_out", found, step)
+        self.metric = f"recall@{CUTS[0]}", found[f"recall_{CUTS[0]}"]
         self.attempt.say(f"Tree {len(self._recalls)}: {_shown(found)}")
 
     def _recalls_of(self, lists: Ids) -> dict[str, float]:

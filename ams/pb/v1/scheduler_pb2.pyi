@@ -492,6 +492,11 @@ class JobReport(_message.Message):
     LOSS_FIELD_NUMBER: _builtins.int
     SNAPSHOT_EVERY_SECONDS_FIELD_NUMBER: _builtins.int
     LOST_AT_STEP_FIELD_NUMBER: _builtins.int
+    METRIC_FIELD_NUMBER: _builtins.int
+    METRIC_VALUE_FIELD_NUMBER: _builtins.int
+    SAMPLES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    PULL_MS_FIELD_NUMBER: _builtins.int
+    PUSH_MS_FIELD_NUMBER: _builtins.int
     state: Global___JobCondition.ValueType
     step: _builtins.int
     """Steps that it has done."""
@@ -504,6 +509,14 @@ class JobReport(_message.Message):
     """Between two snapshots, about. 0: not said."""
     lost_at_step: _builtins.int
     """It went back to a snapshot in this process, and had done so many steps before."""
+    metric: _builtins.str
+    """Name of the metric of its validation. Empty: it was not validated yet."""
+    metric_value: _builtins.float
+    """Its newest value."""
+    samples_per_second: _builtins.float
+    pull_ms: _builtins.float
+    """Of a step. Waiting for rows, and sending what becomes of them."""
+    push_ms: _builtins.float
     def __init__(
         self,
         *,
@@ -514,19 +527,36 @@ class JobReport(_message.Message):
         loss: _builtins.float | None = ...,
         snapshot_every_seconds: _builtins.float = ...,
         lost_at_step: _builtins.int | None = ...,
+        metric: _builtins.str = ...,
+        metric_value: _builtins.float | None = ...,
+        samples_per_second: _builtins.float = ...,
+        pull_ms: _builtins.float | None = ...,
+        push_ms: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "_lost_at_step", b"_lost_at_step", "loss", b"loss", "lost_at_step", b"lost_at_step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "_lost_at_step", b"_lost_at_step", "_metric_value", b"_metric_value", "_pull_ms", b"_pull_ms", "_push_ms", b"_push_ms", "loss", b"loss", "lost_at_step", b"lost_at_step", "metric_value", b"metric_value", "pull_ms", b"pull_ms", "push_ms", b"push_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "_lost_at_step", b"_lost_at_step", "last_step", b"last_step", "loss", b"loss", "lost_at_step", b"lost_at_step", "snapshot_every_seconds", b"snapshot_every_seconds", "state", b"state", "step", b"step", "steps_per_second", b"steps_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "_lost_at_step", b"_lost_at_step", "_metric_value", b"_metric_value", "_pull_ms", b"_pull_ms", "_push_ms", b"_push_ms", "last_step", b"last_step", "loss", b"loss", "lost_at_step", b"lost_at_step", "metric", b"metric", "metric_value", b"metric_value", "pull_ms", b"pull_ms", "push_ms", b"push_ms", "samples_per_second", b"samples_per_second", "snapshot_every_seconds", b"snapshot_every_seconds", "state", b"state", "step", b"step", "steps_per_second", b"steps_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
     _WhichOneofReturnType__lost_at_step: _TypeAlias = _typing.Literal["lost_at_step"]  # noqa: Y015
     _WhichOneofArgType__lost_at_step: _TypeAlias = _typing.Literal["_lost_at_step", b"_lost_at_step"]  # noqa: Y015
+    _WhichOneofReturnType__metric_value: _TypeAlias = _typing.Literal["metric_value"]  # noqa: Y015
+    _WhichOneofArgType__metric_value: _TypeAlias = _typing.Literal["_metric_value", b"_metric_value"]  # noqa: Y015
+    _WhichOneofReturnType__pull_ms: _TypeAlias = _typing.Literal["pull_ms"]  # noqa: Y015
+    _WhichOneofArgType__pull_ms: _TypeAlias = _typing.Literal["_pull_ms", b"_pull_ms"]  # noqa: Y015
+    _WhichOneofReturnType__push_ms: _TypeAlias = _typing.Literal["push_ms"]  # noqa: Y015
+    _WhichOneofArgType__push_ms: _TypeAlias = _typing.Literal["_push_ms", b"_push_ms"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__lost_at_step) -> _WhichOneofReturnType__lost_at_step | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__metric_value) -> _WhichOneofReturnType__metric_value | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pull_ms) -> _WhichOneofReturnType__pull_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__push_ms) -> _WhichOneofReturnType__push_ms | None: ...
 
 Global___JobReport: _TypeAlias = JobReport  # noqa: Y015
 

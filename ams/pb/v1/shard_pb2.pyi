@@ -1021,6 +1021,8 @@ class DescribeReply(_message.Message):
     TABLES_FIELD_NUMBER: _builtins.int
     UNIX_SECONDS_FIELD_NUMBER: _builtins.int
     ROW_CALLS_FIELD_NUMBER: _builtins.int
+    MEMORY_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    CPU_SECONDS_FIELD_NUMBER: _builtins.int
     shard: _builtins.int
     incarnation: _builtins.int
     cluster_version: _builtins.int
@@ -1029,6 +1031,10 @@ class DescribeReply(_message.Message):
     """Unix time at the shard, so that clocks can be compared."""
     row_calls: _builtins.int
     """Frames with calls for rows (by shared memory and TCP) that it has answered since it began."""
+    memory_limit_bytes: _builtins.int
+    """That the tables of its process may take. 0: any number."""
+    cpu_seconds: _builtins.float
+    """Of its process, of all cores, since it began."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___TableState]: ...
     def __init__(
@@ -1041,10 +1047,12 @@ class DescribeReply(_message.Message):
         tables: _abc.Iterable[Global___TableState] | None = ...,
         unix_seconds: _builtins.float = ...,
         row_calls: _builtins.int = ...,
+        memory_limit_bytes: _builtins.int = ...,
+        cpu_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_version", b"cluster_version", "incarnation", b"incarnation", "row_calls", b"row_calls", "shard", b"shard", "tables", b"tables", "unix_seconds", b"unix_seconds", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_version", b"cluster_version", "cpu_seconds", b"cpu_seconds", "incarnation", b"incarnation", "memory_limit_bytes", b"memory_limit_bytes", "row_calls", b"row_calls", "shard", b"shard", "tables", b"tables", "unix_seconds", b"unix_seconds", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

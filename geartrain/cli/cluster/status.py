@@ -14,7 +14,7 @@ import typer
 from geartrain.ams.values.config import ClusterConfig, identify_as_role, split_address
 from geartrain.ams.values.errors import AccessDenied, Busy, ConfigError, GeartrainError
 from geartrain.ams.values.rpc import Ping, Pong
-from geartrain.ams.values.text import counted, printable
+from geartrain.ams.values.text import counted, lasting, printable, sized
 from geartrain.cli.cluster.table import why_incomplete
 from geartrain.cli.shared.clusters import settings
 from geartrain.cli.shared.consoles import print_table, table_console
@@ -83,13 +83,16 @@ def _pongs(addresses: Mapping[str, str]) -> dict[str, Pong]:
 def age(pong: Pong | None) -> str:
     """`` (pid 12, version 0.1.0, up 12 s)``."""
     return (
-        "" if pong is None else f" (pid {pong.pid}, version {printable(pong.version)}, up {pong.uptime_seconds:.0f} s)"
+        ""
+        if pong is None
+        else f" (pid {pong.pid}, version {printable(pong.version)}, up {lasting(pong.uptime_seconds)})"
     )
 
 
 def report_of_cluster(config: ClusterConfig) -> Report:
     """The scheduler, its servers and tables."""
     from geartrain.ams.client.cluster_status import cluster_status, scheduler_jobs
+    from geartrain.watch.looks import health_of
 
     address = config.server.scheduler
     found = cluster_status(address, config=config.client)
@@ -105,7 +108,7 @@ def report_of_cluster(config: ClusterConfig) -> Report:
     addresses = {shard.address: "server" for shard in found.shards if shard.address} | {address: "scheduler"}
     return Report(
         addresses=addresses,
-        facts=dataclasses.asdict(found) | {"jobs": [_job_facts(job) for job in jobs]},
+        facts=dataclasses.asdict(found) | {"health": health_of(found), "jobs": [_job_facts(job) for job in jobs]},
         show=show,
         ready=found.ready,
     )
@@ -119,15 +122,27 @@ def _job_facts(job: JobEntry) -> dict[str, Any]:
 def job_lines(job: JobEntry) -> Iterator[str]:
     """How a job is, in lines that a terminal has room for."""
     report = job.report
-    step = f"step {report.step:,}" + (f" of {report.last_step:,}" if report.last_step else "")
-    loss = "" if report.loss is None else f", loss {report.loss:.4f}"
-    state = f"silent for {job.heard_seconds_ago:.0f} s" if report.state == "silent" else report.state
-    now = f"{state}, {step}, {job.step_seconds_ago:.0f} s ago, {report.steps_per_second:.1f}/s{loss}"
-    yield printable(f"{job.job}: {now}")
+    state = f"silent for {lasting(job.heard_seconds_ago)}" if report.state == "silent" else report.state
+    step = f"step {report.step:,}"
+    if report.last_step:
+        step += f" of {report.last_step:,} ({100 * report.step // report.last_step} %)"
+    left = ""
+    if report.state in ("training", "saving") and report.last_step and report.steps_per_second:
+        left = f", {lasting((report.last_step - report.step) / report.steps_per_second)} left"
+    yield printable(f"{job.job}: {state}, {step}, {lasting(job.step_seconds_ago)} ago{left}")
+    numbers = [] if report.loss is None else [f"loss {report.loss:.4f}"]
+    if report.metric_value is not None:
+        numbers.append(f"{report.metric} {report.metric_value:.4f}")
+    if report.steps_per_second:
+        numbers += [f"{report.steps_per_second:,.1f} steps/s", f"{report.samples_per_second:,.0f} samples/s"]
+    if report.pull_ms is not None and report.push_ms is not None:
+        numbers.append(f"pull {report.pull_ms:.1f} + push {report.push_ms:.1f} ms")
+    if numbers:
+        yield printable(f"  {', '.join(numbers)}")
     saved = "no snapshot"
     if job.snapshot_step is not None and job.snapshot_seconds_ago is not None:
-        saved = f"snapshot of step {job.snapshot_step:,}, {job.snapshot_seconds_ago:.0f} s ago"
-    every = f", every {report.snapshot_every_seconds:.0f} s" if report.snapshot_every_seconds else ""
+        saved = f"snapshot of step {job.snapshot_step:,}, {lasting(job.snapshot_seconds_ago)} ago"
+    every = f", every {lasting(report.snapshot_every_seconds)}" if report.snapshot_every_seconds else ""
     failed = ", ".join(f"{number} {reason}" for reason, number in job.snapshot_failures.items())
     yield printable(f"  {saved}{every}" + (f"; failed: {failed}" if failed else ""))
     if job.recoveries:
@@ -225,24 +240,28 @@ def _why_no_service_of_models(address: str, timeout_seconds: float, otherwise: s
 
 def _print_tables(found: ClusterStatus, address: str, pongs: Mapping[str, Pong]) -> None:
     from geartrain.ams.client.scheduler_calls import remedy_for_absent
+    from geartrain.watch.looks import health_of
 
     console = table_console()
     up = sum(shard.state == "up" for shard in found.shards)
-    state = "ready" if found.ready else "not ready"
     insecure = " · insecure: no certificates" if _is_insecure(address) else ""
     shards = f"{up} of {counted(found.num_shards, 'shard')} up"
-    console.print(f"{state}: scheduler {address}{age(pongs.get(address))} · {shards}{insecure}", highlight=False)
+    console.print(
+        f"{health_of(found)}: scheduler {address}{age(pongs.get(address))} · {shards}{insecure}", highlight=False
+    )
     told = {shard.address: pongs.get(shard.address) for shard in found.shards}
     print_table(
-        ("shard", "state", "address", "rows", "memory MiB", "up s", "beat s ago", "pid", "version"),
+        ("shard", "state", "address", "rows", "memory", "limit", "CPU s", "up", "beat s ago", "pid", "version"),
         [
             (
                 str(shard.shard),
                 shard.state,
                 printable(shard.address),
                 f"{shard.rows:,}",
-                f"{shard.memory_bytes / 2**20:.1f}",
-                f"{shard.uptime_seconds:.0f}",
+                sized(shard.memory_bytes),
+                sized(shard.memory_limit_bytes) if shard.memory_limit_bytes else "",
+                f"{shard.cpu_seconds:,.1f}",
+                lasting(shard.uptime_seconds),
                 "" if shard.state == "missing" else f"{shard.heartbeat_age_seconds:.1f}",
                 *((str(pong.pid), printable(pong.version)) if (pong := told[shard.address]) else ("", "")),
             )
@@ -255,14 +274,14 @@ def _print_tables(found: ClusterStatus, address: str, pongs: Mapping[str, Pong])
     if found.tables:
         some_went = any(entry.expired or entry.evicted for entry in found.tables)
         print_table(
-            ("table", "dim", "ids", "rows", "memory MiB", "writes", *(("expired", "evicted") if some_went else ())),
+            ("table", "dim", "ids", "rows", "memory", "writes", *(("expired", "evicted") if some_went else ())),
             [
                 (
                     entry.name,
                     str(entry.dim),
                     "any" if entry.num_rows is None else f"{entry.num_rows:,}",
                     f"{entry.rows:,}",
-                    f"{entry.memory_bytes / 2**20:.1f}",
+                    sized(entry.memory_bytes),
                     f"{entry.writes:,}",
                     *((f"{entry.expired:,}", f"{entry.evicted:,}") if some_went else ()),
                 )

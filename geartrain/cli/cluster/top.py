@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from geartrain.ams.values.errors import GeartrainError
-from geartrain.ams.values.text import printable
+from geartrain.ams.values.text import printable, sized
 from geartrain.cli.shared.clusters import settings
 from geartrain.cli.shared.options import ConfigFile, SchedulerAddress
 
@@ -90,7 +90,18 @@ class _View:
         up = sum(shard.state == "up" for shard in found.shards)
         summary = f"{health_of(found)}: {up} of {found.num_shards} shards up, cluster version {found.cluster_version}"
         parts: list[Any] = [f"{self._watch.address} {summary} · q ends"]
-        headers = ("shard", "state", "address", "rows", "memory MiB", "calls/s", "writes/s", "beat s ago")
+        headers = (
+            "shard",
+            "state",
+            "address",
+            "rows",
+            "memory",
+            "of limit",
+            "CPU",
+            "calls/s",
+            "writes/s",
+            "beat s ago",
+        )
         lines = [line for job in look.jobs for line in job_lines(job)]
         lines += [line_of(event, is_brief=True) for event in self._newest]
         parts += [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
@@ -105,9 +116,14 @@ def _shard_rows(look: ClusterLook) -> Iterator[tuple[str, ...]]:
     for shard in sorted(look.status.shards, key=lambda shard: shard.state == "up"):
         rate = look.rates.get(shard.shard, Rates())
         age = "" if shard.state == "missing" else f"{shard.heartbeat_age_seconds:.1f}"
-        memory = f"{shard.memory_bytes / 2**20:.1f}"
-        where, rows = printable(shard.address), f"{shard.rows:,}"
-        yield str(shard.shard), shard.state, where, rows, memory, f"{rate.calls:,.0f}", f"{rate.writes:,.0f}", age
+        limit = shard.memory_limit_bytes
+        held = (
+            f"{shard.rows:,}",
+            sized(shard.memory_bytes),
+            f"{100 * shard.memory_bytes / limit:.1f} %" if limit else "",
+        )
+        busy = f"{100 * rate.cpu:.0f} %", f"{rate.calls:,.0f}", f"{rate.writes:,.0f}"
+        yield str(shard.shard), shard.state, printable(shard.address), *held, *busy, age
 
 
 @contextmanager

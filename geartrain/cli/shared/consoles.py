@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _PIPED_WIDTH = 400
-_NUMBER = re.compile(r"[\d,]*(\.\d+)?")
+_NUMBER = re.compile(r"[\d,]*(\.\d+)?( (bytes|[KMGT]iB|s|min|h|days|%)( .*)?)?")
 
 
 def table_console() -> Console:

@@ -18,7 +18,8 @@ from geartrain.watch.events import folded
 
 
 def test_a_job_has_room_on_a_terminal_and_no_text_looks_like_two_events() -> None:
-    report = JobReport(state="recovering", step=12_345, last_step=20_000, steps_per_second=9.4, loss=0.8412)
+    report = JobReport(state="training", step=12_345, last_step=20_000, steps_per_second=9.4, loss=0.8412)
+    report = replace(report, metric="AUC", metric_value=0.912, samples_per_second=1203.2, pull_ms=1.24, push_ms=0.31)
     entry = JobEntry(
         job="run-029e5708",
         report=replace(report, snapshot_every_seconds=11.0),
@@ -32,7 +33,8 @@ def test_a_job_has_room_on_a_terminal_and_no_text_looks_like_two_events() -> Non
     )
     lines = list(job_lines(entry))
     assert lines == [
-        "run-029e5708: recovering, step 12,345 of 20,000, 0 s ago, 9.4/s, loss 0.8412",
+        "run-029e5708: training, step 12,345 of 20,000 (61 %), 0 s ago, 14 min left",
+        "  loss 0.8412, AUC 0.9120, 9.4 steps/s, 1,203 samples/s, pull 1.2 + push 0.3 ms",
         "  snapshot of step 12,300, 49 s ago, every 11 s; failed: 2 SnapshotFailed",
         "  went back 2 times, 114 steps lost",
     ]

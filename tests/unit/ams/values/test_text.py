@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from geartrain.ams.values.text import counted, printable, quoted, shown_url
+from geartrain.ams.values.text import counted, lasting, printable, quoted, shown_url, sized
 
 
 def test_one_is_not_a_plural() -> None:
@@ -18,6 +18,13 @@ def test_a_very_long_name_is_cut_and_its_length_said() -> None:
     long = quoted("x" * 100_000)
     assert len(long) < 120
     assert "(100,000 characters)" in long
+
+
+def test_sizes_and_times_have_units_that_fit() -> None:
+    sizes = {0: "0 bytes", 1023: "1023 bytes", 1536: "1.5 KiB", 3 << 29: "1.5 GiB", 3 << 60: "3,145,728.0 TiB"}
+    assert {size: sized(size) for size in sizes} == sizes
+    times = {0.4: "0 s", 99.4: "99 s", 100.0: "2 min", 5_500: "92 min", 11_100: "3 h 5 min", 187_200: "2 days 4 h"}
+    assert {seconds: lasting(seconds) for seconds in times} == times
 
 
 def test_what_a_terminal_would_obey_is_written_out() -> None:

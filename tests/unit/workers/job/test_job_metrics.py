@@ -11,7 +11,7 @@ from torch import Tensor
 
 from geartrain.ams.observe.metrics import Buckets
 from geartrain.ams.values.errors import ConfigError
-from geartrain.workers.job.metrics import BOUNDS, PHASES, JobCounters, StepTimer, told_at
+from geartrain.workers.job.metrics import BOUNDS, PHASES, JobCounters, RecentSteps, StepTimer, told_at
 from geartrain.workers.job.options import SnapshotSettings
 from geartrain.workers.recipes.recipe import ClassifyRecipe
 from tests.integration.jobs.small_job import GREY, classify, draw_images
@@ -42,6 +42,25 @@ def test_waits_for_rows_are_no_part_of_the_phase_that_they_are_in(monkeypatch: p
     now, waited["push"], waited["pull"] = 9.0, 2.5, 3.5
     timer.ended("backward")
     assert timer.seconds == {"pull": 2.5, "push": 0.5, "forward": 3.0, "backward": 3.0, "update": 0.0}
+
+
+def test_a_rate_is_of_ten_seconds_and_does_not_leap(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("geartrain.workers.job.metrics.time.perf_counter", lambda: now)
+    monkeypatch.setattr("geartrain.workers.job.metrics.ROW_SECONDS", waited := {"pull": 0.0, "push": 0.0})
+    recent = RecentSteps(batch_size=4)
+    assert recent.rates(1) == {}
+    told = []
+    for step in range(11, 2_001, 10):  # 20 steps a second, but for a look of two seconds behind every thousandth
+        now += 0.5 + (2.0 if step % 1_000 == 1 else 0.0)
+        waited["pull"] += 0.01
+        told.append(recent.rates(step))
+    speeds = [rates["steps_per_second"] for rates in told]
+    assert 15.0 < min(speeds) < 17.0 and max(speeds) == pytest.approx(20.0)
+    assert speeds[-1] == pytest.approx(20.0)  # the look is forgotten
+    assert told[-1] == pytest.approx(
+        {"steps_per_second": 20.0, "samples_per_second": 80.0, "pull_ms": 1.0, "push_ms": 0.0}
+    )
 
 
 def test_a_port_that_strangers_reach_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
