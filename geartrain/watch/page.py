@@ -58,7 +58,7 @@ class Dashboard:
         self._cookie = f"geartrain-{listener.getsockname()[1]}"  # cookies are of a host, not of a port
         self._session = secrets.token_urlsafe(32)
         self._key = secrets.token_urlsafe(32)
-        self._html = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+        self._html = _html()
         self._told = Told(config)
         routes = [
             Route("/", self._page),
@@ -150,6 +150,15 @@ class Dashboard:
             return PlainTextResponse('say {"snapshot": PATH}\n', 400)
         why = self._told.begin_to_verify(path)
         return PlainTextResponse(f"{why}\n", 409) if why else PlainTextResponse("begun\n", 202)
+
+
+def _html() -> str:
+    """The page, behind the library that draws its curves."""
+    style, script, page = (
+        Path(__file__).with_name(name).read_text(encoding="utf-8")
+        for name in ("uPlot.min.css", "uPlot.iife.min.js", "page.html")
+    )
+    return f"<style>{style}</style>\n<script>{script}</script>\n{page}"
 
 
 def _equal(given: str, secret: str) -> bool:

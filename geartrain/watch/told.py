@@ -8,18 +8,22 @@ import itertools
 import logging
 import math
 import os
+import shlex
 import time
+from bisect import bisect
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from operator import itemgetter
 from typing import Any
 
-from geartrain.ams.client.cluster_status import slow_gear_status
+from geartrain.ams.client.cluster_status import ClusterStatus, slow_gear_status
 from geartrain.ams.graph.client.remote import RemoteGraphs
 from geartrain.ams.observe.event_log import as_json
 from geartrain.ams.storage.snapshot.folder import open_snapshot
 from geartrain.ams.values.config import ClusterConfig
 from geartrain.ams.values.errors import GeartrainError
+from geartrain.ams.values.scheduler_messages import JobReport
 from geartrain.ams.values.text import counted
 from geartrain.watch.events import folded
 from geartrain.watch.looks import ClusterLook, ClusterWatch, Rates, health_of
@@ -30,9 +34,18 @@ _LOOK_SECONDS, _IDLE_SECONDS = 1.0, 5.0
 """Between two looks: while a page is open, and while none is (curves go on)."""
 _GEAR_SECONDS = 5.0
 """Between two questions to gears and graphs."""
-_MOST_POINTS, _MOST_EVENTS, _MOST_SNAPSHOTS, _MOST_CURVES = 900, 300, 100, 500
+_MOST_EVENTS, _MOST_SNAPSHOTS, _MOST_CURVES = 300, 100, 500
+_MOST_POINTS = 1500
+"""Of a curve, before old ones are thinned out."""
+_FINENESS = 150
+"""Thinned points are no closer than this part of their age: an hour ago 24 s, a day ago 10 minutes."""
+_TROUBLE = ("lost", "takeover", "recovery", "restore", "snapshot_failed", "job_failed", "job_silent")
+"""Events that curves are marked with, or that people look for: as many are kept as of all others."""
 _FIRST_EVENTS = 10_000
 """Looked through at first, for snapshots."""
+
+Point = tuple[float, int | None, float]
+"""When (unix seconds), after how many steps of the job (None: of no job), and the value."""
 
 
 class Told:
@@ -41,12 +54,20 @@ class Told:
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
         self._watch = ClusterWatch(config, _FIRST_EVENTS)
-        self._state: dict[str, Any] = {"scheduler": self._watch.address, "error": "not asked yet"}
+        secured = f"GEARTRAIN_SECURITY__FOLDER={shlex.quote(folder)} " if (folder := config.security.folder) else ""
+        self._state: dict[str, Any] = {
+            "scheduler": self._watch.address,
+            "error": "not asked yet",
+            "began": time.time(),
+            "start": f"{secured}geartrain worker ctr --data movielens --scheduler {self._watch.address}",
+        }
         self._at = 0.0
         """When it was last told anew, in unix seconds."""
-        self._curves: dict[str, deque[tuple[float, float]]] = {}
-        self._rows: dict[str, int] = {}
-        self._events: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS)
+        self._curves: dict[str, list[Point]] = {}
+        self._tables: dict[str, dict[str, Any]] = {}
+        """As they were last whole, until they are dropped."""
+        self._events: dict[bool, deque[dict[str, Any]]] = {of: deque(maxlen=_MOST_EVENTS) for of in (False, True)}
+        """By whether they are trouble: a flood of others pushes none of it out."""
         self._last = 0
         """Number of the last event: our own, as a scheduler may begin anew."""
         self._snapshots: dict[str, dict[str, Any]] = {}
@@ -128,8 +149,10 @@ class Told:
             **self._state,
             "now": time.time(),
             "first": not at,
-            "curves": {name: [point for point in points if point[0] > at] for name, points in self._curves.items()},
-            "events": [event for event in self._events if event["n"] > seen],
+            "curves": {name: points[bisect(points, at, key=itemgetter(0)) :] for name, points in self._curves.items()},
+            "events": sorted(
+                (event for kept in self._events.values() for event in kept if event["n"] > seen), key=itemgetter("n")
+            ),
             "snapshots": sorted(
                 (found for path, found in self._snapshots.items() if path in self._there),
                 key=lambda found: (found["job"], -found["unix_seconds"]),
@@ -182,26 +205,26 @@ class Told:
                 asdict(shard) | {"per_second": look.rates.get(shard.shard, Rates())._asdict()}
                 for shard in status.shards
             ],
-            "tables": [asdict(table) | {"staleness": _staleness(table.staleness)} for table in status.tables],
+            "tables": self._tables_of(status),
             "incomplete_tables": status.incomplete_tables,
+            "restoring_tables": status.restoring_tables,
             "jobs": [
                 {**asdict(job.report), **asdict(job), "report": None, "loss": _finite(job.report.loss)}
                 for job in look.jobs
             ],
         }
-        points: dict[str, float | None] = {
-            **total._asdict(),
-            **{f"rows {table.name}": table.rows for table in status.tables},
-        }
-        points |= {f"loss {job.job}": _finite(job.report.loss) for job in look.jobs if job.report.state == "training"}
-        for name, value in points.items():
-            if value is not None:
-                self._curves.setdefault(name, deque(maxlen=_MOST_POINTS)).append((now, value))
+        for name, value in {**total._asdict(), **{f"rows {table.name}": table.rows for table in status.tables}}.items():
+            self._add_point(name, (now, None, value))
+        for job in look.jobs:
+            if job.report.state == "training":
+                for name, value in _curves_of(job.report).items():
+                    if value is not None and math.isfinite(value):
+                        self._add_point(f"{name} {job.job}", (now, job.report.step, value))
         while len(self._curves) > _MOST_CURVES:
             del self._curves[min(self._curves, key=lambda name: self._curves[name][-1][0])]
         for event in folded(look.events):
             self._last += 1
-            self._events.append(as_json(event) | {"n": self._last})
+            self._events[event.kind in _TROUBLE].append(as_json(event) | {"n": self._last})
             if event.kind == "snapshot":
                 self._snapshots.pop(event.snapshot, None)
                 self._snapshots[event.snapshot] = {
@@ -212,6 +235,39 @@ class Told:
                     "unix_seconds": event.unix_seconds,
                     "verified": "",
                 }
+
+    def _tables_of(self, status: ClusterStatus) -> list[dict[str, Any]]:
+        """All tables, those that lack rows as they were last whole: the scheduler has but their names and rows."""
+        whole = {
+            table.name: asdict(table) | {"staleness": _staleness(table.staleness), "state": "whole"}
+            for table in status.tables
+        }
+        lacking = {}
+        for name, rows in zip(status.incomplete_tables, status.incomplete_rows, strict=True):
+            state = "being restored" if name in status.restoring_tables else "lost rows"
+            lacking[name] = {**self._tables.get(name, {"name": name}), "rows": rows, "state": state}
+        self._tables = dict(sorted((whole | lacking).items()))
+        return list(self._tables.values())
+
+    def _add_point(self, name: str, point: Point) -> None:
+        points = self._curves.setdefault(name, [])
+        points.append(point)
+        if len(points) > _MOST_POINTS:
+            self._curves[name] = thinned(points)
+
+
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """The first and the last of the points, and so many between that an older one is further from the next."""
+    now, kept = points[-1][0], [points[-1]]
+    for point in reversed(points[1:-1]):
+        if kept[-1][0] - point[0] >= (now - point[0]) / _FINENESS:
+            kept.append(point)
+    return [points[0], *reversed(kept)]
+
+
+def _curves_of(report: JobReport) -> dict[str, float | None]:
+    """What is drawn of a job, by the first word of its curve's name."""
+    return {"loss": report.loss, "steps": report.steps_per_second}
 
 
 def _there(paths: list[str]) -> set[str]:

@@ -94,7 +94,7 @@ def test_a_page_hears_how_the_cluster_is_and_what_happens(
                 break
         assert [event["kind"] for event in heard] == ["schema", "snapshot"]
         assert message["tables"][0]["rows"] == 100
-        assert message["curves"]["rows t"][-1][1] == 100
+        assert message["curves"]["rows t"][-1][2] == 100
         rates = (message["per_second"]["calls"] for message in messages if table.pull(np.arange(5)).size)
         assert next(rate for rate in rates if rate > 0) < 1000
         assert [(found["path"], found["step"]) for found in message["snapshots"]] == [(path, 7)]

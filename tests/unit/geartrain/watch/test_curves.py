@@ -1,0 +1,47 @@
+"""Curves of a day have a bounded number of points; tables that lack rows stay in the picture."""
+
+from __future__ import annotations
+
+import itertools
+
+from geartrain.ams.client.cluster_status import ClusterStatus, TableStatus
+from geartrain.ams.values.config import ClusterConfig
+from geartrain.watch.told import _MOST_POINTS, Point, Told, thinned
+
+DAY_SECONDS = 86_400
+
+
+def test_a_day_of_points_is_thinned_by_their_age() -> None:
+    points: list[Point] = []
+    for second in range(DAY_SECONDS + 1):
+        points.append((float(second), second, 0.0))
+        if len(points) > _MOST_POINTS:
+            points = thinned(points)
+            assert len(points) < 0.8 * _MOST_POINTS  # it is not done at every look
+    times = [at for at, _, _ in points]
+    assert times == sorted(set(times))
+    assert (times[0], times[-1]) == (0, DAY_SECONDS)
+    assert times[-150:] == [DAY_SECONDS - 149.0 + i for i in range(150)]  # the newest are all there
+    gaps = [(later - earlier, DAY_SECONDS - earlier) for earlier, later in itertools.pairwise(times)]
+    assert max(gap / age for gap, age in gaps if age > 300) < 1 / 40
+
+
+def test_a_table_that_is_restored_stays_with_what_was_known() -> None:
+    def tables(whole: int, **lacking: tuple[object, ...]) -> list[tuple[object, ...]]:
+        found = [
+            TableStatus(name=name, dim=4, num_rows=None, rows=9, memory_bytes=0, writes=0) for name in "ab"[:whole]
+        ]
+        told = page._tables_of(
+            ClusterStatus(
+                cluster_version=1, map_version=1, num_shards=1, ready=True, shards=(), tables=tuple(found), **lacking
+            )
+        )
+        return [(table["name"], table["state"], table.get("dim"), table["rows"]) for table in told]
+
+    page = Told(ClusterConfig())
+    assert tables(2) == [("a", "whole", 4, 9), ("b", "whole", 4, 9)]
+    lost = {"incomplete_tables": ("b",), "incomplete_rows": (5,)}
+    assert tables(1, **lost) == [("a", "whole", 4, 9), ("b", "lost rows", 4, 5)]
+    assert tables(1, **lost, restoring_tables=("b",)) == [("a", "whole", 4, 9), ("b", "being restored", 4, 5)]
+    assert tables(1) == [("a", "whole", 4, 9)]  # dropped
+    assert tables(0, **lost)[0] == ("b", "lost rows", None, 5)  # nobody told what it was
