@@ -11,13 +11,13 @@ import statistics
 from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib as mpl
-
-mpl.use("svg")
 import matplotlib.pyplot as plt
+import plots
 import typer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from geartrain.ams.values.text import counted
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 KEPT = REPOSITORY / ".cache" / "gear"
@@ -31,13 +31,12 @@ def main(
     docs: Annotated[Path, typer.Option(help="The folder of gear.md.")] = DOCS,
 ) -> None:
     """Rewrite the measured part of docs/explanation/gear.md and docs/explanation/gear-*.svg."""
-    mpl.rcParams.update({"svg.hashsalt": "geartrain", "svg.fonttype": "none", "font.size": 9})
     drawn = []
     for name, (title, draw) in PLOTS.items():
         figure = draw(kept)
         if figure is not None:
             drawn.append(f"\n![{title}](gear-{name}.svg)\n")
-            save(figure, docs / f"gear-{name}.svg")
+            plots.save(figure, docs / f"gear-{name}.svg")
             if png is not None:
                 png.mkdir(parents=True, exist_ok=True)
                 figure.savefig(png / f"gear-{name}.png", dpi=150)
@@ -115,7 +114,7 @@ def draw_time(kept: Path) -> Figure | None:
     found = load(kept, "expiry")
     if found is None:
         return None
-    figure, axes = plt.subplots(figsize=(5, 3))
+    figure, axes = plt.subplots(figsize=(4.8, 3.2))
     rows = found["rows"]
     axes.plot(
         [row["expire_seconds"] for row in rows], [row["gear_seconds"] for row in rows], "o-", label="gear training"
@@ -132,7 +131,7 @@ def draw_auc(kept: Path) -> Figure | None:
     found = load(kept, "equal_time")
     if found is None:
         return None
-    figure, axes = plt.subplots(figsize=(5, 3))
+    figure, axes = plt.subplots(figsize=(4.8, 3.2))
     for name, style in (("gear training", "o-"), ("conventional", "s--")):
         seconds, _, aucs = zip(*found["curves"][name][1:], strict=True)
         axes.plot(seconds, aucs, style, label=name, ms=3)
@@ -145,15 +144,16 @@ def draw_convergence(kept: Path) -> Figure | None:
     expiry, workers = load(kept, "by_expiry"), load(kept, "by_workers")
     if expiry is None or workers is None:
         return None
-    figure, sides = plt.subplots(1, 2, figsize=(8, 3), sharey=True)
+    figure, sides = plt.subplots(2, figsize=(4.8, 7), sharey=True)
     for name, runs in expiry.items():
         _mean_curve(sides[0], runs, name, "k--" if name == "conventional" else "-")
     colours = dict(zip(("1", "2", "4"), ("tab:blue", "tab:orange", "tab:green"), strict=True))
-    for name, runs in workers.items():
-        kind, count = name.split(", ")
-        _mean_curve(sides[1], runs, f"{kind}, {count} workers", "-" if kind == "gear" else "--", colours.get(count))
-    sides[0].set(xlabel="steps", ylabel="top-1, a font not seen", title="by expiry, one worker")
-    sides[1].set(xlabel="steps of each worker", title="by workers, expiry 20 s")
+    for key, runs in workers.items():
+        kind, count = key.split(", ")
+        name = f"{kind}, {counted(int(count), 'worker')}"
+        _mean_curve(sides[1], runs, name, "-" if kind == "gear" else "--", colours.get(count))
+    sides[0].set(xlabel="steps", ylabel="top-1, a font not seen", title="By expiry, one worker")
+    sides[1].set(xlabel="steps of each worker", ylabel="top-1, a font not seen", title="By workers, expiry 20 s")
     return _finish(figure, *sides)
 
 
@@ -175,8 +175,7 @@ PLOTS = {
 def _finish(figure: Figure, *sides: Axes) -> Figure:
     for axes in sides:
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-    figure.tight_layout()
+        axes.legend()
     return figure
 
 
@@ -184,13 +183,6 @@ def load(kept: Path, name: str) -> Any:
     """What the bench left under a name; None: nothing."""
     path = kept / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write an SVG that is the same for the same figures."""
-    figure.savefig(path, metadata={"Date": None})
-    text = path.read_text(encoding="utf-8")
-    path.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib as mpl
-
-mpl.use("svg")
 import matplotlib.pyplot as plt
 import numpy as np
 import numpy.typing as npt
+import plots
+from matplotlib.ticker import EngFormatter
 
 DIM, BATCH, SHARDS, RANKS, NUMBER_BYTES = 128, 128, 2, 2, 4
 ROWS_CACHE_BYTES = 64 << 20
@@ -39,20 +38,18 @@ def on_ranks() -> int:
 
 def main() -> None:
     """Write the plot."""
-    mpl.rcParams.update({"svg.hashsalt": "geartrain", "svg.fonttype": "none", "font.size": 9})
     classes = np.logspace(4, 8, 200)
-    figure, axes = plt.subplots(figsize=(6, 3.6))
+    figure, axes = plt.subplots(figsize=(4.8, 3.6))
     axes.loglog(classes, pulled(classes), label="pull, full softmax")
     axes.loglog(classes, pulled(0.1 * classes), label="pull, 10 % active")
     axes.loglog(classes, np.full_like(classes, on_ranks()), "--", label=f"ranks ({RANKS})")
     axes.loglog(classes, np.full_like(classes, hosted()), ":", label="hosted, full or partial")
     axes.set(xlabel="classes", ylabel="bytes of a step and rank")
+    axes.xaxis.set_major_formatter(EngFormatter())
+    axes.yaxis.set_major_formatter(EngFormatter("B"))
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.tight_layout()
-    figure.savefig(PATH, metadata={"Date": None})
-    text = PATH.read_text(encoding="utf-8")
-    PATH.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n", encoding="utf-8")
+    plots.save(figure, PATH)
 
 
 if __name__ == "__main__":

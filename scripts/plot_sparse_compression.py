@@ -12,11 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-import matplotlib as mpl
-
-mpl.use("svg")
 import matplotlib.pyplot as plt
-from matplotlib.figure import Figure
+import plots
 
 import geartrain as gt
 
@@ -37,15 +34,18 @@ def draw_curves() -> None:
             batch = number if what == "batch" else sparse_compression.BATCH
             points.setdefault(what, []).append((number, [batch / duration for duration in seconds]))
             print(what, number, *[f"{batch / duration:,.0f}" for duration in seconds], flush=True)
-    figure, both = plt.subplots(1, 2, figsize=(8, 3.4), sharey=True)
+    figure, both = plt.subplots(2, figsize=(4.8, 6.6), sharey=True)
     for axes, (what, own) in zip(both, points.items(), strict=True):
         for side, label in enumerate(SIDES):
             axes.semilogx([number for number, _ in own], [rates[side] for _, rates in own], "o-", label=label)
         axes.set(xlabel="samples of a user" if what != "batch" else "samples of a batch")
+        axes.set(ylabel="samples/s of a processor")
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.yaxis.set_major_formatter("{x:,.0f}")
         axes.grid(alpha=0.3)
-    both[0].set(ylabel="samples per second of a processor", ylim=(0, None))
-    both[0].legend()
-    _save(figure, "sample-trees.svg")
+    both[0].set(ylim=(0, None))
+    both[1].legend(loc="lower right")
+    plots.save(figure, FOLDER / "sample-trees.svg")
 
 
 def draw_workers() -> None:
@@ -55,26 +55,19 @@ def draw_workers() -> None:
         for label, rates in zip(SIDES, sides, strict=False):
             by_clock = f"{rates.a_second:,.0f}" if number <= cores else "-"
             print(number, label, by_clock, f"{rates.a_processor_second:,.0f} {rates.shards_part:.2f}", flush=True)
-    figure, axes = plt.subplots(figsize=(4.6, 3.4))
+    figure, axes = plt.subplots(figsize=(4.8, 3.4))
     numbers = [number for number, _ in points]
     for side, label in enumerate(SIDES[:2]):
         axes.semilogx(numbers, [sides[side].a_processor_second for _, sides in points], "o-", base=2, label=label)
-    axes.set(xlabel="workers", ylabel="samples per second of a processor", ylim=(0, None))
+    axes.set(xlabel="workers", ylabel="samples/s of a processor", ylim=(0, None))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_xticks(numbers, labels=[str(number) for number in numbers])
     axes.grid(alpha=0.3)
     axes.legend()
-    _save(figure, "sample-trees-workers.svg")
-
-
-def _save(figure: Figure, name: str) -> None:
-    figure.tight_layout()
-    figure.savefig(FOLDER / name, metadata={"Date": None})
-    text = (FOLDER / name).read_text(encoding="utf-8")
-    (FOLDER / name).write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n", encoding="utf-8")
+    plots.save(figure, FOLDER / "sample-trees-workers.svg")
 
 
 if __name__ == "__main__":
-    mpl.rcParams.update({"svg.hashsalt": "geartrain", "svg.fonttype": "none", "font.size": 9})
     drawings = {"curves": draw_curves, "workers": draw_workers}
     for chosen in sys.argv[1:] or drawings:
         drawings[chosen]()

@@ -15,7 +15,7 @@ from geartrain.workers.atomic import replacing
 Floats = npt.NDArray[np.float64]
 
 BINS = 10
-_SIDE, _MARGIN, _DOT = 480, 56, 5
+_SIDE, _MARGIN, _DOT = 560, 72, 5
 _PAPER, _PEN, _FAINT, _COLOUR = (255, 255, 255), (20, 20, 20), (200, 200, 200), (0, 90, 160)
 
 
@@ -63,24 +63,31 @@ def measured(probabilities: npt.ArrayLike, clicks: npt.ArrayLike) -> dict[str, A
 def draw_calibration(path: Path, parts: list[dict[str, float]], title: str) -> None:
     """Draw what was clicked over what was predicted; the diagonal is perfect."""
     sheet = Image.new("RGB", (_SIDE, _SIDE), _PAPER)
-    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=12)
+    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=14)
+    highest = max(max(part["predicted"], part["clicked"]) for part in parts)
+    end = next((end for end in (0.1, 0.2, 0.5) if end >= highest), 1.0)
+    width, low = _SIDE - 2 * _MARGIN, _SIDE - _MARGIN
 
     def at(predicted: float, clicked: float) -> tuple[float, float]:
-        width = _SIDE - 2 * _MARGIN
-        return _MARGIN + predicted * width, _SIDE - _MARGIN - clicked * width
+        return _MARGIN + predicted / end * width, low - clicked / end * width
 
-    for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
-        pen.line([at(tick, 0), at(tick, 1)], _FAINT)
-        pen.line([at(0, tick), at(1, tick)], _FAINT)
-        pen.text(at(tick - 0.02, -0.02), f"{tick:g}", _PEN, font)
-        pen.text(at(-0.09, tick + 0.015), f"{tick:g}", _PEN, font)
-    pen.line([at(0, 0), at(1, 1)], _PEN)
+    for tick in np.linspace(0, end, 6):
+        pen.line([at(tick, 0), at(tick, end)], _FAINT)
+        pen.line([at(0, tick), at(end, tick)], _FAINT)
+        pen.text((at(tick, 0)[0], low + 8), f"{tick:.2g}", _PEN, font, anchor="mt")
+        pen.text((_MARGIN - 8, at(0, tick)[1]), f"{tick:.2g}", _PEN, font, anchor="rm")
+    pen.line([at(0, 0), at(end, end)], _PEN)
     points = [at(part["predicted"], part["clicked"]) for part in parts]
     pen.line(points, _COLOUR, width=2)
     for x, y in points:
         pen.ellipse((x - _DOT, y - _DOT, x + _DOT, y + _DOT), _COLOUR)
-    pen.text((_MARGIN, 8), title, _PEN, font)
-    pen.text((_MARGIN, 26), "part clicked, over mean predicted probability", _PEN, font)
+    total = int(sum(part["samples"] for part in parts))
+    counts = f"{total:,} samples; a dot is about {total // len(parts):,}"
+    for y, text in ((10, title), (32, counts), (low + 32, "mean predicted probability")):
+        pen.text((_SIDE // 2, y), text, _PEN, font, anchor="mt")
+    name = Image.new("L", (width, 20))
+    ImageDraw.Draw(name).text((width // 2, 2), "part that was clicked", 255, font, anchor="mt")
+    sheet.paste(_PEN, (6, _MARGIN), name.rotate(90, expand=True))
     with replacing(path) as temporary:
         sheet.save(temporary, format="PNG")
 

@@ -13,12 +13,13 @@ from geartrain.workers.atomic import replacing
 from geartrain.workers.data.images import Images
 from geartrain.workers.models.evaluate import Answers, first_images
 
-_TILE = 72
-_GAP = 10
-_CAPTION = 16
+_TILE = 104
+_GAP = 12
+_CAPTION = 20
 _ROWS = 16
 _HEADINGS = ("image", "truth", "1st", "2nd", "3rd")
 _PAPER, _PEN, _RIGHT, _WRONG = (255, 255, 255), (20, 20, 20), (0, 120, 60), (180, 30, 30)
+_FONT = ImageFont.load_default(size=14)
 
 
 def draw_mistakes(path: Path, answers: dict[str, Answers], train: Images, class_names: list[str], *, ink: bool) -> int:
@@ -44,17 +45,16 @@ def _draw_column(
     sheet: Image.Image, left: int, title: str, result: Answers, examples: dict[int, Tensor], names: list[str], ink: bool
 ) -> None:
     pen = ImageDraw.Draw(sheet)
-    font = ImageFont.load_default(size=11)
-    pen.text((left, 4), title, _PEN, font)
+    pen.text((left, 4), title, _PEN, _FONT)
     for place, heading in enumerate(_HEADINGS):
-        pen.text((left + place * (_TILE + _GAP), 4 + _CAPTION), heading, _PEN, font)
+        pen.text((left + place * (_TILE + _GAP), 4 + _CAPTION), heading, _PEN, _FONT)
     for row, index in enumerate(result.hardest(_ROWS)):
         top = 2 * _CAPTION + 8 + row * (_TILE + _CAPTION + _GAP)
         truth = int(result.images.labels[index])
         _draw_tile(sheet, left, top, result.images.take(torch.tensor([index]))[0][0], ink)
         _draw_tile(sheet, left + _TILE + _GAP, top, examples.get(truth), ink, _caption(names[truth]))
         for rank, label in enumerate(result.classes[index, :3].tolist()):
-            caption = f"{_caption(names[label])} {float(result.scores[index, rank]):.2f}"
+            caption = _caption(names[label], f" {float(result.scores[index, rank]):.2f}")
             colour = _RIGHT if label == truth else _WRONG
             _draw_tile(sheet, left + (rank + 2) * (_TILE + _GAP), top, examples.get(label), ink, caption, colour)
 
@@ -75,9 +75,12 @@ def _draw_tile(
         tile = ImageOps.invert(tile) if ink else tile
         sheet.paste(tile.resize((_TILE, _TILE), Image.Resampling.NEAREST).convert("RGB"), (left, top))
     pen.rectangle((left - 1, top - 1, left + _TILE, top + _TILE), outline=colour)
-    pen.text((left, top + _TILE + 2), caption, colour, ImageFont.load_default(size=11))
+    pen.text((left, top + _TILE + 2), caption, colour, _FONT)
 
 
-def _caption(name: str) -> str:
-    """Characters by code point, since the caption's font may not have them; other names cut to fit."""
-    return f"U+{ord(name):04X}" if len(name) == 1 and not name.isascii() else name[:11]
+def _caption(name: str, score: str = "") -> str:
+    """Characters by code point, since the caption's font may not have them; other names cut to the tile's width."""
+    if len(name) == 1 and not name.isascii():
+        return f"U+{ord(name):04X}{score}"
+    fitting = (name[:end] for end in range(len(name), 0, -1) if _FONT.getlength(name[:end] + score) <= _TILE)
+    return next(fitting, "") + score

@@ -201,6 +201,7 @@ def test_the_bench_of_convergence_runs(benches: Any, tmp_path: Path, monkeypatch
 
 def test_what_was_measured_is_written_into_the_document(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(BENCHMARKS.parent / "scripts")
     script = runpy.run_path(str(BENCHMARKS.parent / "scripts" / "gear_document.py"))
     kept, document = tiny / ".cache" / "gear", tiny / "gear.md"
     document.write_text(f"before\n{script['BEGIN']}\nold\n{script['END']}\nafter\n")
