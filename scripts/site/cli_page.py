@@ -1,4 +1,4 @@
-"""The page of the command line, from the typer application itself."""
+"""The pages of the command line, from the typer application itself."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 
 from geartrain.cli.main import COMMANDS, build_app
 
+FOLDER = "reference/cli"
 INTRODUCTION = """# Command line
 
 ```sh
@@ -19,42 +20,50 @@ geartrain status             # in another
 
 Every command has `--help`; those that print data have `--json`. Exit codes: 0 done, 1 failed at run time, 2 wrong
 arguments, input or configuration; of a training 3 a signal ended it and it is saved, 4 its cluster is lost, 130 nothing
-is saved. Options that are settings, too, override those of the [configuration](configuration.md).
+is saved. Options that are settings, too, override those of the [configuration](../configuration.md).
 """
 
 
-def render() -> str:
-    """Return the page: a section for each command, a table of what each takes."""
+def render() -> dict[str, str]:
+    """Return a page for each command, with a table of what it takes, and one that lists them."""
     root = typer.main.get_command(build_app([]))
     assert isinstance(root, typer.core.TyperGroup)
     context = typer.Context(root, info_name="geartrain", resilient_parsing=True)
     lines = ["| Command | What it does |", "|---|---|"]
-    sections = []
+    pages = {}
     for name in COMMANDS:
         command = root.commands[name]
         summary = (command.help or "").partition("\n\n")[0]
-        lines.append(f"| [`geartrain {name}`](#geartrain-{name}) | {_cell(summary)} |")
-        sections += _sections(command, f"geartrain {name}", context, level=2)
-    return "\n\n".join([INTRODUCTION, "\n".join(lines), *sections]) + "\n"
+        lines.append(f"| [`geartrain {name}`]({name}.md) | {_cell(summary)} |")
+        pages[f"{FOLDER}/{name}.md"] = "\n\n".join(_sections(command, f"geartrain {name}", context, level=1)) + "\n"
+    return {f"{FOLDER}/index.md": INTRODUCTION + "\n" + "\n".join(lines) + "\n", **pages}
 
 
 def _sections(command: Any, name: str, above: typer.Context, level: int) -> list[str]:
     """A command and the commands below it."""
     context = typer.Context(command, info_name=name.rpartition(" ")[2], parent=above, resilient_parsing=True)
     usage = command.get_usage(context).removeprefix("Usage: ")
+    text, _, example = (command.help or "").partition("\n\nExample: ")
     parts = [
         f"{'#' * level} `{name}` {{ #{name.replace(' ', '-')} }}",
-        f"```text\n{usage}\n```",
-        _prose(command.help or ""),
+        f"```sh\n{example or usage}\n```",
+        _prose(text),
     ]
     records = [parameter.get_help_record(context) for parameter in command.params if not parameter.hidden]
     if records:
-        rows = [f"| `{takes.replace('|', '&#124;')}` | {_cell(meaning)} |" for takes, meaning in records]
-        parts.append("\n".join(["| Takes | What it is |", "|---|---|", *rows]))
+        rows = [_row(takes, meaning) for takes, meaning in records]
+        parts.append("\n".join([f"`{usage}`\n", "| Takes | What it is | Default |", "|---|---|---|", *rows]))
     for sub in getattr(command, "commands", {}).values():
         if not sub.hidden:
             parts += _sections(sub, f"{name} {sub.name}", context, level + 1)
     return parts
+
+
+def _row(takes: str, meaning: str) -> str:
+    """A row of the table of options; typer puts what holds without one in brackets, in parentheses where it is told."""
+    meaning, default = re.fullmatch(r"(.*?)(?:\s*\[([^\[]*)\])?", " ".join(meaning.split())).groups("")
+    default = re.sub(r"default: \(?(.*?)\)?$", r"\1", default)
+    return f"| `{takes.replace('|', '&#124;')}` | {_cell(meaning)} | {_cell(default)} |"
 
 
 def _cell(text: str) -> str:

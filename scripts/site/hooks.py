@@ -7,6 +7,7 @@ makes an error of it.
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,17 @@ def on_config(config: Any) -> Any:
     """Put the pages into the navigation that are many: ``FOLDER/*`` there stands for them."""
     found = sorted((Path(config.docs_dir) / DECISIONS).glob("[0-9]*.md"))
     decisions = [f"{DECISIONS}/index.md", *(f"{DECISIONS}/{path.name}" for path in found)]
-    config.nav = _expanded(config.nav, {f"{DECISIONS}/*": decisions, "reference/api/*": sorted(api_pages.render())})
+    commands = [{name: f"{cli_page.FOLDER}/{name}.md"} for name in cli_page.COMMANDS]
+    many = {
+        f"{DECISIONS}/*": decisions,
+        "reference/api/*": sorted(api_pages.render()),
+        f"{cli_page.FOLDER}/*": [f"{cli_page.FOLDER}/index.md", *commands],
+    }
+    config.nav = _expanded(config.nav, many)
     return config
 
 
-def _expanded(nav: Any, patterns: dict[str, list[str]]) -> Any:
+def _expanded(nav: Any, patterns: dict[str, list[Any]]) -> Any:
     """``nav`` with each of the ``patterns`` replaced by the pages it stands for."""
     if isinstance(nav, dict):
         return {title: _expanded(entry, patterns) for title, entry in nav.items()}
@@ -46,10 +53,11 @@ def _expanded(nav: Any, patterns: dict[str, list[str]]) -> Any:
     return nav
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> None:  # noqa: ARG001
-    """Let the search put what shows how before what tells why, and before lists."""
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Let the search put what shows how before what tells why, and before lists; lead to pages of notebooks."""
     folder = page.file.src_uri.partition("/")[0]
     page.meta.setdefault("search", {"boost": BOOSTS.get(folder, 1)})
+    return re.sub(r"\]\(([\w/-]+)\.ipynb\)(?!\{)", r"](\1.md)", markdown)
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -64,12 +72,13 @@ def on_files(files: Files, config: Any) -> Files:
 def _generated(docs: Path) -> dict[str, str]:
     return {
         **api_pages.render(),
-        "reference/cli.md": cli_page.render(),
+        **cli_page.render(),
         "reference/configuration.md": configuration_page.render(),
         "reference/errors.md": errors_page.render(),
         "reference/wire.md": wire_page.render(REPOSITORY / "proto"),
         "explanation/rooms.md": _rooms(),
         f"{DECISIONS}/index.md": _decisions(docs / DECISIONS),
+        **{f"{path.relative_to(docs).with_suffix('.md')}": _notebook(path) for path in docs.rglob("*.ipynb")},
         "index.md": _from_root("README.md", ""),
         "project/contributing.md": _from_root("CONTRIBUTING.md", "../"),
         "project/changelog.md": _from_root("CHANGELOG.md", "../"),
@@ -106,6 +115,16 @@ def _rooms() -> str:
     for room, sentence in re.findall(r"^\| `(\w+)` \| (.+) \|$", compiled, flags=re.MULTILINE):
         lines.append(f"| `ams/kernels/csrc/{room}/` | {sentence} |")
     return "\n".join([*lines, "", ROOMS_ENDING])
+
+
+def _notebook(path: Path) -> str:
+    """The cells of a notebook; none has an output."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        parts.append(f"```python\n{text}\n```" if cell["cell_type"] == "code" else text)
+    parts.insert(1, f"This page is a notebook: [download it]({path.name}){{ download }}, and run it cell by cell.")
+    return "\n\n".join(parts) + "\n"
 
 
 def _from_root(name: str, to_docs: str) -> str:
