@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import api_pages
+import bench_charts
 import cli_page
 import configuration_page
 import errors_page
@@ -54,10 +55,11 @@ def _expanded(nav: Any, patterns: dict[str, list[Any]]) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Let the search put what shows how before what tells why, and before lists; lead to pages of notebooks."""
+    """Let the search put what shows how before what tells why; lead to pages of notebooks; draw bars."""
     folder = page.file.src_uri.partition("/")[0]
     page.meta.setdefault("search", {"boost": BOOSTS.get(folder, 1)})
-    return re.sub(r"\]\(([\w/-]+)\.ipynb\)(?!\{)", r"](\1.md)", markdown)
+    markdown = re.sub(r"\]\(([\w/-]+)\.ipynb\)(?!\{)", r"](\1.md)", markdown)
+    return bench_charts.with_charts(markdown)
 
 
 def on_files(files: Files, config: Any) -> Files:
