@@ -33,8 +33,9 @@ ANY_64_BITS = pa.decimal128(20, 0)
 _TYPE = re.compile(r"(?:list<(?P<list>\w+)>|(?P<fixed>\w+)\[(?P<length>\d+)\]|(?P<item>\w+))")
 _NAMED = 20
 
-Hashed = bool | Sequence[str] | Mapping[str, int] | None
-"""Which columns of strings become ids: all, none, some, some with seeds of their own; None: strings stay strings."""
+Hashed = bool | Sequence[str] | Mapping[str, int | None] | None
+"""Which columns of strings become ids: all, none, some, some with seeds of their own, of which None says that this one
+stays as it is; None: all do."""
 Fill = Mapping[str, float | str]
 """Stands for a missing value, by column."""
 MISSING: Any = object()
@@ -50,6 +51,7 @@ class Remedies(NamedTuple):
     kind: str
     without: str
     fold: str
+    hash: str = ""
 
 
 IN_PYTHON = Remedies(
@@ -57,6 +59,7 @@ IN_PYTHON = Remedies(
     "say its type, beside those of the other columns: columns={{{name!r}: {value!r}, ...}}",
     "name the columns without it: columns=[...]",
     "make ids of them: fold=[{name!r}]",
+    "hash_strings=[{name!r}]",
 )
 ON_THE_COMMAND_LINE = Remedies(
     "say what stands for it: --fill {name}={value}",
@@ -69,6 +72,11 @@ IN_THE_FILE = Remedies(
     "write it as {value}",
     "leave it out of the file",
     "begin a run that makes ids of them: --set 'fold=[{name}]'",
+)
+IN_THE_RECIPE = IN_THE_FILE._replace(
+    kind="say what it is: --set 'features.{name}.kind={value}'",
+    without="leave it out: --set features.{name}.kind=none",
+    fold="begin a run that makes ids of them: --set features.{name}.hash=fold",
 )
 _REMEDIES: ContextVar[Remedies] = ContextVar("remedies", default=IN_PYTHON)
 EXAMPLES: Mapping[str, float] = {"int64": -1, "float32": 0.0, "float64": 0.0, "bool": False}
@@ -179,6 +187,11 @@ def says_fold(name: str) -> str:
     return f"; if these are hashes or other 64-bit values, {_REMEDIES.get().fold.format(name=name)}"
 
 
+def says_hash(name: str) -> str:
+    """What is to be said beside the type of a column of texts, if anything."""
+    return f", {_REMEDIES.get().hash.format(name=name)}" if _REMEDIES.get().hash else ""
+
+
 def joint_schema(schemas: Sequence[Any]) -> Any:
     """The columns of several files of a source, those of the first one first. A type is that of the first file that has
     values there; float64 where some have float32 and others a wider number.
@@ -243,7 +256,9 @@ class ColumnPlan:
             )
             if not (is_number or wanted.holds(arrow)):
                 hint, found = "", type_of(arrow)
-                if found is not None and found.item == "string" and self.can_hash:
+                if not _REMEDIES.get().hash and said_by != "columns":
+                    hint = f"; write the file with {wanted} there, or take it away"
+                elif found is not None and found.item == "string" and self.can_hash:
                     hint = f"; for ids of texts, ask for a string and give hash_strings=[{name!r}]"
                 elif found == replace(wanted, item="float64"):
                     hint = f"; to read both, {says_type(name, str(found))}"
@@ -391,7 +406,8 @@ def planned_columns(
     seeds = _seeds(hashed, types)
     _check_fill(fill, types)
     for name, kind in types.items():
-        if kind.item == "string" and name not in seeds and hashed is not None:
+        stays = hashed is None or (isinstance(hashed, Mapping) and name in hashed)
+        if kind.item == "string" and name not in seeds and not stays:
             raise InvalidArgument(
                 f"column {name!r} of {file} holds strings; hash_strings=[{name!r}] makes ids of them, "
                 "hash_strings=True of all strings"
@@ -447,14 +463,15 @@ def _seeds(hashed: Hashed, types: Mapping[str, ColumnType]) -> dict[str, int]:
         return {name: 0 for name, kind in types.items() if hashed and kind.item == "string"}
     if isinstance(hashed, str):
         raise InvalidArgument(f"hash_strings is {quoted(hashed)}; give True, a list of columns, or a mapping to seeds")
-    seeds = dict(hashed) if isinstance(hashed, Mapping) else dict.fromkeys(hashed, 0)
+    seeds: dict[str, int | None] = dict(hashed) if isinstance(hashed, Mapping) else dict.fromkeys(hashed, 0)
     for name, seed in seeds.items():
         if name not in types:
             raise InvalidArgument(f"hash_strings names column {name!r}, which is not read; {_listed(list(types))} are")
         if types[name].item != "string":
             raise ColumnMismatch(f"column {name!r} is {types[name]}; hash_strings takes strings, leave it out there")
-        integer(f"the seed of column {name!r}", seed, 0, 2**64 - 1)
-    return seeds
+        if seed is not None:
+            integer(f"the seed of column {name!r}", seed, 0, 2**64 - 1)
+    return {name: seed for name, seed in seeds.items() if seed is not None}
 
 
 def _listed(names: Sequence[str]) -> str:

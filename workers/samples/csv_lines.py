@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -16,12 +17,12 @@ from geartrain.ams.values.errors import InvalidArgument, SourceDamaged
 from geartrain.ams.values.text import quoted
 from geartrain.workers.samples.columns import (
     ANY_64_BITS,
-    ColumnPlan,
     Fill,
     Hashed,
     joint_schema,
     planned_columns,
     says_fold,
+    says_hash,
     says_type,
     type_named,
     type_of,
@@ -31,6 +32,7 @@ from geartrain.workers.samples.urls import DataFile, Sources, find_files
 
 SUFFIXES = (".csv", ".tsv")
 _GZIP = b"\x1f\x8b"
+BLOCK_BYTES = 4 << 20
 _BLANK = re.compile(rb"^\r?\n", re.MULTILINE)
 
 
@@ -53,14 +55,10 @@ class CsvRows:
         self,
         where: Sources,
         *,
-        columns: Sequence[str] | Mapping[str, str] | None,
-        hash_strings: Hashed,
-        fill: Fill,
-        fold: Collection[str] = (),
         delimiter: str,
         list_delimiter: str,
-        names: Sequence[str] | None,
-        block_bytes: int,
+        names: Sequence[str] | None = None,
+        block_bytes: int = BLOCK_BYTES,
     ) -> None:
         for what, sign in (("delimiter", delimiter), ("list_delimiter", list_delimiter)):
             if not isinstance(sign, str) or len(sign) != 1 or not sign.isascii():
@@ -73,9 +71,8 @@ class CsvRows:
         self.part_rows: list[int] = []
         for place, file in enumerate(self._files):
             self._scan(place, file, names)
-        self._plan = self._planned(columns, hash_strings, fill, fold)
-        for file, own in zip(self._files, self._names, strict=True):
-            self._plan.require_in(pa.schema([(name, pa.null()) for name in own]), file.name, "columns")
+        self.columns = self._names[0]
+        self._guessed: set[str] = set()
 
     @property
     def identity(self) -> Any:
@@ -114,25 +111,44 @@ class CsvRows:
             raise SourceDamaged(f"{file.name}, line 1: it must name the columns: {exc}") from exc
         return list(table.column_names)
 
-    def _planned(self, columns: Any, hash_strings: Any, fill: Fill, fold: Collection[str]) -> ColumnPlan:
-        """Types that nobody said are those of the first block with a value: integers, floats, bools, else texts."""
-        names = joint_schema([pa.schema([(name, pa.null()) for name in own]) for own in self._names]).names
-        wanted = self._names[0] if columns is None else columns
-        types = (
-            {name: type_named(name, kind).arrow for name, kind in columns.items()}
-            if isinstance(columns, Mapping)
-            else {}
-        )
-        if isinstance(hash_strings, Sequence | Mapping):
-            types = {**dict.fromkeys(hash_strings, pa.string()), **types}
-        types = {**dict.fromkeys(fold, pa.int64()), **types}
-        self._guessed = {name for name in names if name in wanted and names.count(name) == 1 and name not in types}
+    @cached_property
+    def schema(self) -> Any:
+        """Of all columns the types of the first block with a value: integers, floats, bools, else texts."""
+        return self._schema({}, self._all_names())
+
+    def _all_names(self) -> list[str]:
+        return list(joint_schema([pa.schema([(name, pa.null()) for name in own]) for own in self._names]).names)
+
+    def _schema(self, said: Mapping[str, Any], wanted: Collection[str]) -> Any:
+        names, types = self._all_names(), dict(said)
+        guessed = {name for name in names if name in wanted and names.count(name) == 1 and name not in types}
+        self._guessed |= guessed
         for part in range(len(self._blocks)):
-            if unknown := [name for name in names if name in self._guessed and name not in types]:
+            if unknown := [name for name in names if name in guessed and name not in types]:
                 found = self._parse(part, unknown, {}).schema
                 types |= {field.name: _guess(field.type) for field in found if not pa.types.is_null(field.type)}
-        schema = pa.schema([(name, types.get(name, pa.null())) for name in names])
-        return planned_columns(wanted, schema, self._files[0].name, hash_strings, fill, fold)
+        return pa.schema([(name, types.get(name, pa.null())) for name in names])
+
+    def plan(
+        self,
+        columns: Sequence[str] | Mapping[str, str] | None,
+        hash_strings: Hashed,
+        fill: Fill,
+        fold: Collection[str] = (),
+    ) -> Self:
+        """Say what is read of every file, as of ``gt.CsvSamples``. Raises InvalidArgument, ColumnMismatch."""
+        wanted = self.columns if columns is None else columns
+        types: dict[str, Any] = dict.fromkeys(fold, pa.int64())
+        if isinstance(hash_strings, Sequence | Mapping):
+            types |= dict.fromkeys(hash_strings, pa.string())
+        if isinstance(columns, Mapping):
+            types |= {name: type_named(name, kind).arrow for name, kind in columns.items()}
+        schema = self._schema(types, wanted)
+        self._plan = planned_columns(wanted, schema, self._files[0].name, hash_strings, fill, fold)
+        self.types = self._plan.types
+        for file, own in zip(self._files, self._names, strict=True):
+            self._plan.require_in(pa.schema([(name, pa.null()) for name in own]), file.name, "columns")
+        return self
 
     def read(self, part: int) -> SampleRows:
         """See SampleSource. Raises SourceDamaged."""
@@ -141,7 +157,7 @@ class CsvRows:
         table = self._parse(part, list(types), types)
         if table.num_rows != self.part_rows[part]:
             raise SourceDamaged(
-                f"{self._name_row(part, 0)}: {self.part_rows[part]} lines hold {table.num_rows} rows; "
+                f"{self.name_row(part, 0)}: {self.part_rows[part]} lines hold {table.num_rows} rows; "
                 "line breaks inside quotes are not read, and the file must not change"
             )
         for place, (name, kind) in enumerate(self._plan.types.items()):
@@ -151,7 +167,7 @@ class CsvRows:
                 table = table.set_column(
                     place, name, pc.split_pattern(texts, self._list_delimiter) if kind.is_list else texts
                 )
-        samples = self._plan.apply(table, lambda row: self._name_row(part, row))
+        samples = self._plan.apply(table, lambda row: self.name_row(part, row))
         return SampleRows(samples, self.part_rows[part])
 
     def _parse(self, part: int, names: list[str], types: Mapping[str, Any]) -> Any:
@@ -178,7 +194,7 @@ class CsvRows:
             if bad:
                 row = bad[0]
                 raise SourceDamaged(
-                    f"{self._name_row(part, row.number - 1)}: {row.actual_columns} columns, where there must be "
+                    f"{self.name_row(part, row.number - 1)}: {row.actual_columns} columns, where there must be "
                     f"{row.expected_columns}: {quoted(row.text)}"
                 ) from exc
             raise self._bad_value(part, content, types, exc) from exc
@@ -198,13 +214,13 @@ class CsvRows:
                     if name in self._guessed:
                         is_text = kind == pa.float64() or self._why_not(line, block.file, name, pa.float64())
                         hint = f"; lines before hold {kind}: {says_type(name, 'string' if is_text else 'float64')}"
-                        hint += f", hash_strings=[{name!r}]" if is_text and self._plan.can_hash else ""
+                        hint += says_hash(name) if is_text and self._plan.can_hash else ""
                     elif kind == pa.int64() and not self._why_not(line, block.file, name, ANY_64_BITS):
                         hint = says_fold(name)
                     return SourceDamaged(
-                        f"{self._name_row(part, number)}: column {name!r} is no {kind}: {quoted(reason)}{hint}"
+                        f"{self.name_row(part, number)}: column {name!r} is no {kind}: {quoted(reason)}{hint}"
                     )
-        return SourceDamaged(f"{self._name_row(part, 0)} or below: {exc}")
+        return SourceDamaged(f"{self.name_row(part, 0)} or below: {exc}")
 
     def _why_not(self, line: bytes, file: int, name: str, kind: Any) -> str:
         """Why a value of a line is not of a type; empty: it is."""
@@ -221,8 +237,8 @@ class CsvRows:
             return str(reason)
         return ""
 
-    def _name_row(self, part: int, row: int) -> str:
-        """Of a row of a block, the line; blank ones count."""
+    def name_row(self, part: int, row: int) -> str:
+        """Name file and line of a row of a block; blank ones count."""
         block = self._blocks[part]
         lines = self._content(block).splitlines()
         line = [number for number, text in enumerate(lines) if text][row]

@@ -223,7 +223,7 @@ class ParquetSamples(FileSamples):
         from geartrain.workers.samples.dedup import finisher
         from geartrain.workers.samples.parquet import ParquetRows
 
-        source = ParquetRows(where, columns=columns, hash_strings=hash_strings, fill=fill or {}, fold=fold)
+        source = ParquetRows(where, trees=False).plan(columns, hash_strings, fill or {}, fold)
         self.types = source.types
         super().__init__(
             source,
@@ -287,15 +287,11 @@ class CsvSamples(FileSamples):
 
         source = CsvRows(
             where,
-            columns=columns,
-            hash_strings=hash_strings,
-            fill=fill or {},
-            fold=fold,
             delimiter=delimiter,
             list_delimiter=list_delimiter,
             names=names,
             block_bytes=block_bytes,
-        )
+        ).plan(columns, hash_strings, fill or {}, fold)
         super().__init__(
             source,
             batch_size=batch_size,
@@ -348,7 +344,7 @@ class TreeSamples(FileSamples):
         require_arrow()
         from geartrain.workers.samples.parquet import ParquetRows
 
-        source = ParquetRows(where, columns=columns, hash_strings=hash_strings, fill=fill or {}, fold=fold, trees=True)
+        source = ParquetRows(where, trees=True).plan(columns, hash_strings, fill or {}, fold)
         self.levels = source.levels
         super().__init__(source, batch_size=batch_size, seed=seed, window_rows=window_rows, drop_last=drop_last)
 

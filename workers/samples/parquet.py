@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +18,7 @@ from geartrain.ams.values.errors import SourceDamaged
 from geartrain.ams.values.specs import Ids
 from geartrain.workers.samples.columns import ColumnPlan, Fill, Hashed, joint_schema, planned_columns
 from geartrain.workers.samples.rows import SampleRows
-from geartrain.workers.samples.trees.layout import COUNTS, levels_in
+from geartrain.workers.samples.trees.layout import COUNTS, is_level, levels_in
 from geartrain.workers.samples.urls import DataFile, Sources, find_files
 
 SUFFIXES = (".parquet", ".pq")
@@ -35,59 +35,62 @@ class _Level(NamedTuple):
     footer: Any
 
 
-def schema_of(where: Sources) -> Any:
-    """The columns of all files of a source together; see :func:`joint_schema`. Raises SourceError."""
-    return joint_schema([footer.schema.to_arrow_schema() for footer in _footers_of(find_files(where, SUFFIXES))])
-
-
 class ParquetRows:
     """A :class:`~geartrain.workers.samples.source.SampleSource`. Opening it reads the footer of every file."""
 
-    def __init__(
-        self,
-        where: Sources,
-        *,
-        columns: Sequence[str] | Mapping[str, str] | None,
-        hash_strings: Hashed,
-        fill: Fill,
-        fold: Collection[str] = (),
-        trees: bool = False,
-    ) -> None:
+    def __init__(self, where: Sources, *, trees: bool | None = None) -> None:
+        """``trees``: whether the files are levels of sample trees; None: if the first one is."""
         files = find_files(where, SUFFIXES)
         footers = _footers_of(files)
-        schemas = {file.name: footer.schema.to_arrow_schema() for file, footer in zip(files, footers, strict=True)}
-        place = files[0].name
-        self.levels = levels_in(schemas[place], place)[0] if trees else _PLAIN
+        self._schemas = schemas = {
+            file.name: footer.schema.to_arrow_schema() for file, footer in zip(files, footers, strict=True)
+        }
+        first = files[0].name
+        self.is_tree = is_level(schemas[first]) if trees is None else trees
+        self._place = first.rpartition("/")[0] if self.is_tree else first
+        self.levels = levels_in(schemas[first], first)[0] if self.is_tree else _PLAIN
         self._sets = (
             _sets(files, footers, schemas, self.levels)
-            if trees
+            if self.is_tree
             else [{"": _Level(file, footer)} for file, footer in zip(files, footers, strict=True)]
         )
         joint = {
             level: joint_schema([schemas[file_set[level].file.name] for file_set in self._sets])
             for level in self.levels
         }
-        own = {level: [name for name in joint[level].names if not trees or name != COUNTS] for level in self.levels}
-        fields = [field for level in self.levels for field in joint[level] if field.name in own[level]]
-        if columns is None:  # a further column of a later file is left alone
-            first = [name for found in self._sets[0].values() for name in schemas[found.file.name].names]
-            columns = [name for name in first if not trees or name != COUNTS]
-        is_said = isinstance(columns, Mapping)
-        plan = planned_columns(
-            columns, pa.schema(fields), place.rpartition("/")[0] if trees else place, hash_strings, fill, fold
-        )
-        self.types = plan.types
-        self._plans = {level: _part_of(plan, own[level]) for level in self.levels}
-        for file_set in self._sets:
-            for level, found in file_set.items():
-                schema, name = schemas[found.file.name], found.file.name
-                self._plans[level].require_in(schema, name, "columns" if is_said else place, is_said=is_said)
+        self._own = {level: [name for name in joint[level].names if self._is_column(name)] for level in self.levels}
+        self.schema = pa.schema([field for of in joint.values() for field in of if self._is_column(field.name)])
+        of_first = [name for found in self._sets[0].values() for name in schemas[found.file.name].names]
+        self.columns = [name for name in of_first if self._is_column(name)]
         self._groups = [
             (file_set, group)
             for file_set in self._sets
             for group in range(file_set[self.levels[-1]].footer.num_row_groups)
         ]
         self.part_rows = [found[self.levels[-1]].footer.row_group(group).num_rows for found, group in self._groups]
+
+    def _is_column(self, name: str) -> bool:
+        return not self.is_tree or name != COUNTS
+
+    def plan(
+        self,
+        columns: Sequence[str] | Mapping[str, str] | None,
+        hash_strings: Hashed,
+        fill: Fill,
+        fold: Collection[str] = (),
+    ) -> Self:
+        """Say what is read of every file, as of ``gt.ParquetSamples``. Raises InvalidArgument, ColumnMismatch."""
+        columns = self.columns if columns is None else columns  # a further column of a later file is left alone
+        is_said = isinstance(columns, Mapping)
+        plan = planned_columns(columns, self.schema, self._place, hash_strings, fill, fold)
+        self.types = plan.types
+        self._plans = {level: _part_of(plan, self._own[level]) for level in self.levels}
+        for file_set in self._sets:
+            for level, found in file_set.items():
+                schema, name = self._schemas[found.file.name], found.file.name
+                said_by = "columns" if is_said else next(iter(self._schemas))
+                self._plans[level].require_in(schema, name, said_by, is_said=is_said)
+        return self
 
     @property
     def identity(self) -> Any:
@@ -120,6 +123,11 @@ class ParquetRows:
                 outer[level] = samples, np.arange(num_nodes)
                 parents = np.repeat(np.arange(num_nodes), table.column(COUNTS).to_numpy())
         return SampleRows(samples, num_nodes, outer)
+
+    def name_row(self, part: int, row: int) -> str:
+        """Name file and row of a sample of a part."""
+        file_set, group = self._groups[part]
+        return _row_name(file_set[self.levels[-1]], group, row)
 
 
 def _row_name(level: _Level, group: int, row: int) -> str:

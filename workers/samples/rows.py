@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import torch
 from torch import Tensor
@@ -38,9 +39,29 @@ class SampleRows:
         lengths = np.diff(np.append(starts, len(roots)))
         trees = random.permutation(len(starts))
         starts, lengths = starts[trees], lengths[trees]
-        order = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(len(roots))
-        outer = {level: (table, places[order]) for level, (table, places) in self._outer.items()}
-        return SampleRows(self.table.combine_chunks().take(pa.array(order)), self.num_rows, outer)
+        return self.take(np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(len(roots)))
+
+    def take(self, indices: npt.NDArray[np.int64]) -> SampleRows:
+        """Those at ``indices``, in that order. Copies them."""
+        outer = {level: (table, places[indices]) for level, (table, places) in self._outer.items()}
+        return SampleRows(self.table.combine_chunks().take(pa.array(indices)), len(indices), outer)
+
+    def columns(self) -> Iterator[tuple[str, Values, Ids | None]]:
+        """Name and values of each column; of those of an outer level the node of each sample, too."""
+        for table, places in (*self._outer.values(), (self.table, None)):
+            for name in table.column_names:
+                yield name, tensors_of_column(table.column(name)), places
+
+    def map_column(self, name: str, change: Callable[[Any], Any]) -> SampleRows:
+        """With what ``change`` makes of the Arrow column ``name``."""
+
+        def changed(table: Any) -> Any:
+            if name not in table.column_names:
+                return table
+            return table.set_column(table.column_names.index(name), name, change(table.column(name)))
+
+        outer = {level: (changed(table), places) for level, (table, places) in self._outer.items()}
+        return SampleRows(changed(self.table), self.num_rows, outer)
 
     def joined(self, others: Sequence[SampleRows]) -> SampleRows:
         """These, then those of ``others``. Tables that several have are there once."""
@@ -81,6 +102,20 @@ def _joined(parts: Sequence[tuple[Any, Ids]]) -> tuple[Any, Ids]:
 def tensors_of(table: Any) -> dict[str, Values]:
     """The columns of an Arrow table whose types are those of samples, with nothing missing. Copies them."""
     return {name: tensors_of_column(table.column(name)) for name in table.column_names}
+
+
+def column_of_bags(values: Ids, offsets: Ids | None) -> Any:
+    """An Arrow column of ids, or of lists of them."""
+    ids = pa.array(values)
+    return ids if offsets is None else pa.LargeListArray.from_arrays(pa.array(offsets), ids)
+
+
+def ids_of_booleans(column: Any, missing: int) -> Any:
+    """An Arrow column of booleans, or of lists of them, as 0 and 1."""
+    array = whole_array(column)
+    if pa.types.is_large_list(array.type):
+        return pa.LargeListArray.from_arrays(array.offsets, ids_of_booleans(array.values, missing))
+    return array.cast(pa.int64()).fill_null(missing)
 
 
 def tensors_of_column(column: Any) -> Values:

@@ -51,11 +51,11 @@ def load_samples(
 def own_samples(
     path: str, *, clicks: bool = True, kinds: Mapping[str, FieldKind] | None = None, fold: Sequence[str] = ()
 ) -> ClickSamples:
-    """As ``read_parquet``; raises ConfigError without pyarrow."""
+    """Those of files, in memory; see :class:`OwnSamples`. Raises ConfigError without pyarrow."""
     require_arrow()
-    from geartrain.workers.ctr.samples.parquet import read_parquet
+    from geartrain.workers.ctr.samples.own import OwnSamples
 
-    return read_parquet(path, clicks=clicks, kinds=kinds, fold=fold)
+    return OwnSamples(path, clicks=clicks, kinds=kinds, fold=fold).in_memory()
 
 
 def found_again(source: str) -> str:

@@ -59,6 +59,7 @@ def compress_samples(
     Returns what was written. Raises as :class:`ParquetSamples`, and InvalidArgument for levels that cannot be.
     """
     require_arrow()
+    from geartrain.workers.samples.opening import open_rows
     from geartrain.workers.samples.trees.sorting import sort_keys, sorted_tables
     from geartrain.workers.samples.trees.writing import levels_named, write_trees
 
@@ -68,7 +69,8 @@ def compress_samples(
     if compression not in CODECS:
         raise InvalidArgument(f"compression is {quoted(compression)}; it must be one of {', '.join(CODECS)}")
     folder = Path(path_name("out", out, "the path of a new folder"))
-    source = _source(where, columns, fill or {}, fold, delimiter, list_delimiter)
+    source = open_rows(where, trees=False, delimiter=delimiter, list_delimiter=list_delimiter)
+    source.plan(columns, None, fill or {}, fold)
 
     def tables() -> Iterator[Any]:
         return (source.read(part).table for part in range(len(source.part_rows)))
@@ -85,35 +87,3 @@ def compress_samples(
         return write_trees(ordered, folder, named, rows_per_group=rows_per_group, compression=compression)
     finally:
         shutil.rmtree(buckets, ignore_errors=True)
-
-
-def _source(
-    where: Sources,
-    columns: Any,
-    fill: Mapping[str, float | str],
-    fold: Sequence[str],
-    delimiter: str,
-    list_delimiter: str,
-) -> Any:
-    from geartrain.workers.samples.csv_lines import SUFFIXES as CSV
-    from geartrain.workers.samples.csv_lines import CsvRows
-    from geartrain.workers.samples.parquet import SUFFIXES as PARQUET
-    from geartrain.workers.samples.parquet import ParquetRows
-    from geartrain.workers.samples.urls import find_files
-
-    kinds = {file.name.endswith(CSV) for file in find_files(where, (*PARQUET, *CSV))}
-    if len(kinds) > 1:
-        raise InvalidArgument(f"{where} holds both Parquet and CSV files; give those of one kind")
-    if kinds == {False}:
-        return ParquetRows(where, columns=columns, hash_strings=None, fill=fill, fold=fold)
-    return CsvRows(
-        where,
-        columns=columns,
-        hash_strings=None,
-        fill=fill,
-        fold=fold,
-        delimiter=delimiter,
-        list_delimiter=list_delimiter,
-        names=None,
-        block_bytes=4 << 20,
-    )

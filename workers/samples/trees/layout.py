@@ -26,6 +26,11 @@ def with_levels(schema: Any, levels: Sequence[str], level: str) -> Any:
     return schema.with_metadata({**(schema.metadata or {}), _KEY: text.encode()})
 
 
+def is_level(schema: Any) -> bool:
+    """Whether the table is a level of sample trees."""
+    return _KEY in (schema.metadata or {})
+
+
 def levels_in(schema: Any, file: str) -> tuple[tuple[str, ...], str]:
     """All levels, and that of the table. Raises SourceDamaged for a file of something else, or of another format."""
     text = (schema.metadata or {}).get(_KEY)

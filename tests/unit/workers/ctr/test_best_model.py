@@ -20,7 +20,7 @@ from geartrain.workers.ctr.export import export_clicks
 from geartrain.workers.ctr.predict import predict_clicks
 from geartrain.workers.ctr.recipe import CtrRecipe
 from geartrain.workers.ctr.samples.click_samples import part_validation, split
-from geartrain.workers.ctr.samples.parquet import read_parquet
+from geartrain.workers.ctr.samples.sources import own_samples
 from geartrain.workers.job import job, ranks
 from geartrain.workers.job.folder import read_run
 from geartrain.workers.job.options import JobOptions, JobResult, SnapshotSettings
@@ -71,7 +71,7 @@ def test_the_best_model_is_reported_predicted_and_exported(tmp_path: Path, click
     steps = [listed.snapshot.manifest.step for listed in list_snapshots(out / "snapshots") if listed.snapshot]
     assert steps == [300, best]  # keep=1, and the best one
 
-    held_out = split(read_parquet(str(clicks)), "random", 0)[1]
+    held_out = split(own_samples(str(clicks)), "random", 0)[1]
     for part, expected in zip(part_validation(held_out, 0), (looks[best], report["held_out"]["auc"]), strict=True):
         pq.write_table(pa.table({**part.fields}), tmp_path / "part.parquet")
         told: list[str] = []

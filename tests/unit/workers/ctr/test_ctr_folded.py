@@ -18,7 +18,7 @@ from geartrain.workers import jobs
 from geartrain.workers.ctr.export import export_clicks
 from geartrain.workers.ctr.recipe import CtrRecipe
 from geartrain.workers.ctr.samples.kinds import FieldKind, kinds_from_json
-from geartrain.workers.ctr.samples.parquet import read_parquet
+from geartrain.workers.ctr.samples.sources import own_samples
 from geartrain.workers.job.options import JobOptions
 from tests.support.command_line import typed
 from tests.support.served_models import require_onnx
@@ -46,7 +46,7 @@ def samples(count: int) -> dict[str, Any]:
 def test_fields_that_fold_names_are_folded_and_what_is_missing_is_no_id(tmp_path: Path) -> None:
     columns = samples(40)
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    read = read_parquet(str(tmp_path / "a.parquet"), fold=FOLD)
+    read = own_samples(str(tmp_path / "a.parquet"), fold=FOLD)
     assert read.fields["item"].tolist() == ids_of(columns["item"]).tolist()
     expected = [-1 if value is None else value & (2**63 - 1) for value in columns["user"]]
     assert read.fields["user"].tolist() == expected
@@ -55,10 +55,10 @@ def test_fields_that_fold_names_are_folded_and_what_is_missing_is_no_id(tmp_path
         assert (bag[len(values) :] == -1).all()
     kinds = kinds_from_json(json.loads(json.dumps(read.schema.to_json()))["kinds"])
     assert kinds["item_tags"] == FieldKind(item="integer", is_list=True, fill=-1, fold=True)
-    again = read_parquet(str(tmp_path / "a.parquet"), kinds=kinds)
+    again = own_samples(str(tmp_path / "a.parquet"), kinds=kinds)
     assert all((again.fields[name] == read.fields[name]).all() for name in FOLD)
     with pytest.raises(gt.errors.ConfigError, match="fold names 'other', which is no field of"):
-        read_parquet(str(tmp_path / "a.parquet"), fold=["other"])
+        own_samples(str(tmp_path / "a.parquet"), fold=["other"])
 
 
 @pytest.mark.parametrize("column", ["user", "item"])

@@ -18,7 +18,7 @@ from tests.support.command_line import typed
 pa = pytest.importorskip("pyarrow", reason="needs pip install 'geartrain[data]'")
 pq = pytest.importorskip("pyarrow.parquet", reason="needs pip install 'geartrain[data]'")
 
-from geartrain.workers.ctr.samples.parquet import read_parquet  # noqa: E402
+from geartrain.workers.ctr.samples.sources import own_samples  # noqa: E402
 from geartrain.workers.samples.kafka.messages import ArrowMessages, JsonMessages, MessageTables, plan_of  # noqa: E402
 
 MOMENT = datetime(2026, 1, 2, 3, 4, 5, 500_000, tzinfo=UTC)
@@ -202,11 +202,11 @@ def test_a_file_of_clicks_is_read_once_it_is_written_as_the_error_says(
     path = str(tmp_path / "clicks.parquet")
     pq.write_table(pa.table(given), path)
     with pytest.raises(gt.errors.GeartrainError, match=words) as refused:
-        read_parquet(path)
+        own_samples(path)
     assert "={" not in str(refused.value) and "columns" not in str(refused.value)
     do(given)
     pq.write_table(pa.table(given), path)
-    assert len(read_parquet(path)) == len(given["user"])
+    assert len(own_samples(path)) == len(given["user"])
 
 
 def test_a_file_with_two_columns_of_a_name_is_read_without_them_or_with_names_of_their_own(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_file_with_two_columns_of_a_name_is_read_without_them_or_with_names_of
         (batch,) = gt.ParquetSamples(tmp_path, batch_size=2, **remedy)
         assert batch["id"].tolist() == [1]
     with pytest.raises(gt.errors.ColumnMismatch, match="has 2 columns 'x'; give them names of their own, or leave it"):
-        read_parquet(str(tmp_path / "a.parquet"), clicks=False)
+        own_samples(str(tmp_path / "a.parquet"), clicks=False)
     pq.write_table(pa.Table.from_arrays(columns, names=["id", "x", "y"]), tmp_path / "a.parquet")
     assert set(*gt.ParquetSamples(tmp_path, batch_size=2)) == {"id", "x", "y"}
-    assert set(read_parquet(str(tmp_path / "a.parquet"), clicks=False).fields) == {"id", "x", "y"}
+    assert set(own_samples(str(tmp_path / "a.parquet"), clicks=False).fields) == {"id", "x", "y"}

@@ -10,7 +10,7 @@ import pytest
 
 import geartrain as gt
 from geartrain.workers.ctr.samples.click_samples import PADDING, split
-from geartrain.workers.ctr.samples.parquet import read_parquet
+from geartrain.workers.ctr.samples.sources import own_samples
 from geartrain.workers.tdm.liked import liked_of
 from geartrain.workers.tdm.recipe import TdmRecipe
 
@@ -32,7 +32,7 @@ def written(folder: Path, **changes: Any) -> str:
 
 
 def test_columns_become_fields(tmp_path: Path) -> None:
-    samples = read_parquet(written(tmp_path))
+    samples = own_samples(written(tmp_path))
     assert samples.clicks.tolist() == [1, 0, 1]
     assert samples.times is not None and samples.times.tolist() == [30, 10, 20]
     assert samples.fields["item"].tolist() == gt.hash_strings(["a", "b", "a"]).tolist()
@@ -40,7 +40,7 @@ def test_columns_become_fields(tmp_path: Path) -> None:
     assert (samples.schema.item, samples.schema.user) == (("item", "item_tags"), "user")
     assert set(samples.fields) == {"user", "item", "item_tags"}
     assert all(ids.dtype == np.int64 for ids in samples.fields.values())
-    assert read_parquet(written(tmp_path, click=None), clicks=False).clicks.tolist() == [0, 0, 0]
+    assert own_samples(written(tmp_path, click=None), clicks=False).clicks.tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_columns_become_fields(tmp_path: Path) -> None:
 )
 def test_a_column_that_cannot_be_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(gt.errors.GeartrainError, match=message):
-        read_parquet(written(tmp_path, **changes))
+        own_samples(written(tmp_path, **changes))
 
 
 def test_a_missing_value_is_no_id_or_the_empty_text(tmp_path: Path) -> None:
@@ -70,19 +70,19 @@ def test_a_missing_value_is_no_id_or_the_empty_text(tmp_path: Path) -> None:
         "item_tags": [[1, None], None, [3]],
         "words": [["x", None], None, []],
     }
-    samples = read_parquet(written(tmp_path, **columns))
+    samples = own_samples(written(tmp_path, **columns))
     nothing = gt.hash_strings([""]).tolist()[0]
     assert samples.fields["user"].tolist() == [7, PADDING, 7]
     assert samples.fields["item"].tolist()[1:] == [nothing, nothing]
     assert samples.fields["flag"].tolist() == [1, PADDING, 0]
     assert samples.fields["item_tags"].tolist() == [[1, PADDING], [PADDING, PADDING], [3, PADDING]]
     assert samples.fields["words"].tolist() == [[*gt.hash_strings(["x", ""])], [PADDING] * 2, [PADDING] * 2]
-    again = read_parquet(written(tmp_path, **columns), kinds=samples.schema.kinds)
+    again = own_samples(written(tmp_path, **columns), kinds=samples.schema.kinds)
     assert {name: ids.tolist() for name, ids in again.fields.items()} == {
         name: ids.tolist() for name, ids in samples.fields.items()
     }
     texts = {"user": ["7", None, None], "flag": [1, None, 0], "item_tags": [["1", None], None, ["3"]]}
-    converted = read_parquet(written(tmp_path, **{**columns, **texts}), kinds=samples.schema.kinds)
+    converted = own_samples(written(tmp_path, **{**columns, **texts}), kinds=samples.schema.kinds)
     assert converted.fields["user"].tolist() == [7, PADDING, PADDING]
     assert converted.fields["flag"].tolist() == [1, PADDING, 0]
     assert converted.fields["item_tags"].tolist() == [[1, PADDING], [PADDING, PADDING], [3, PADDING]]
@@ -93,7 +93,7 @@ def test_strangers_share_no_history(tmp_path: Path) -> None:
     users = [None if number % 3 == 0 else number % 3 for number in range(count)]
     items = [f"i{number}" if number % 5 else None for number in range(count)]
     columns = {"click": [1] * count, "time": [*range(count)], "user": users, "item": items, "item_tags": None}
-    samples = read_parquet(written(tmp_path, **columns))
+    samples = own_samples(written(tmp_path, **columns))
     train, test = split(samples, "time", 0, history=100)
     for part, first in ((train, 0), (test, len(train))):
         assert part.histories is not None
@@ -109,29 +109,29 @@ def test_strangers_share_no_history(tmp_path: Path) -> None:
 
 def test_times_may_be_timestamps(tmp_path: Path) -> None:
     times = pa.array([30, 10, 20], pa.int64()).cast(pa.timestamp("s", "UTC")).cast(pa.timestamp("us", "UTC"))
-    found = read_parquet(written(tmp_path, time=times)).times
+    found = own_samples(written(tmp_path, time=times)).times
     assert found is not None and found.tolist() == [30, 10, 20]
 
 
 def test_a_file_of_no_rows_has_no_samples(tmp_path: Path) -> None:
     table = pa.table(COLUMNS).slice(0, 0)
     pq.write_table(table, tmp_path / "none.parquet")
-    samples = read_parquet(str(tmp_path / "none.parquet"))
+    samples = own_samples(str(tmp_path / "none.parquet"))
     assert len(samples) == 0 and set(samples.fields) == {"user", "item", "item_tags"}
     with pytest.raises(gt.errors.ConfigError, match="there are 0 samples"):
         split(samples, "random", 0)
-    again = read_parquet(str(tmp_path / "none.parquet"), kinds=samples.schema.kinds)
+    again = own_samples(str(tmp_path / "none.parquet"), kinds=samples.schema.kinds)
     assert len(again) == 0
 
 
 def test_samples_of_a_model_are_read_by_its_fields(tmp_path: Path) -> None:
-    kinds = read_parquet(written(tmp_path)).schema.kinds
-    changed = read_parquet(written(tmp_path, further=[1, 2, 3], user=[None] * 3, item_tags=[[], [], []]), kinds=kinds)
+    kinds = own_samples(written(tmp_path)).schema.kinds
+    changed = own_samples(written(tmp_path, further=[1, 2, 3], user=[None] * 3, item_tags=[[], [], []]), kinds=kinds)
     assert set(changed.fields) == set(kinds) and changed.fields["user"].tolist() == [PADDING] * 3
     with pytest.raises(gt.errors.ColumnMismatch, match="has no column 'user', which the model was trained on"):
-        read_parquet(written(tmp_path, user=None), kinds=kinds)
+        own_samples(written(tmp_path, user=None), kinds=kinds)
     with pytest.raises(gt.errors.InvalidArgument, match=r"sample 1: user is 1.5; the model was trained on integers"):
-        read_parquet(written(tmp_path, user=[None, 1.5, None]), kinds={**kinds, "user": kinds["user"]})
+        own_samples(written(tmp_path, user=[None, 1.5, None]), kinds={**kinds, "user": kinds["user"]})
 
 
 def test_a_tree_learns_nothing_of_strangers_and_of_items_that_nobody_knows(tmp_path: Path) -> None:
@@ -143,6 +143,6 @@ def test_a_tree_learns_nothing_of_strangers_and_of_items_that_nobody_knows(tmp_p
         "item": [None if number % 5 == 0 else number for number in range(count)],
         "item_tags": None,
     }
-    liked = liked_of(read_parquet(written(tmp_path, **columns)), TdmRecipe(split="time"))
+    liked = liked_of(own_samples(written(tmp_path, **columns)), TdmRecipe(split="time"))
     assert liked.items.tolist() == [number for number in range(count) if number % 5 and number % 4]
     assert set(liked.train.fields["user"].tolist()) == {1, 2, 3}

@@ -1,0 +1,83 @@
+"""Samples of clicks are the same from Parquet, CSV and sample trees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import geartrain as gt
+from geartrain.workers.ctr.samples.own import OwnSamples
+from geartrain.workers.ctr.samples.settings import FeatureSettings
+
+pa = pytest.importorskip("pyarrow", reason="samples from files need the extra data")
+pq = pytest.importorskip("pyarrow.parquet", reason="samples from files need the extra data")
+csv = pytest.importorskip("pyarrow.csv", reason="samples from files need the extra data")
+COUNT = 40
+LISTS = {"tags": FeatureSettings(kind="list<int64>")}
+
+
+def columns() -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    user = np.sort(random.integers(5, size=COUNT))
+    return {
+        "click": random.integers(2, size=COUNT),
+        "user": [None if number == 3 else int(number) for number in user],
+        "city": [f"city {number % 3}" for number in user],
+        "item": random.integers(9, size=COUNT),
+        "flag": [None if number == 7 else number % 2 == 0 for number in range(COUNT)],
+        "tags": [[number, number + 1][: number % 3] for number in range(COUNT)],
+    }
+
+
+def written(folder: Path, kind: str) -> str:
+    table = pa.table(columns())
+    if kind == "csv":
+        tags = pa.array(["|".join(map(str, bag)) for bag in columns()["tags"]])
+        csv.write_csv(table.set_column(table.column_names.index("tags"), "tags", tags), folder / "clicks.csv")
+        return str(folder / "clicks.csv")
+    pq.write_table(table, folder / "clicks.parquet", row_group_size=16)
+    if kind == "parquet":
+        return str(folder / "clicks.parquet")
+    fill = {"user": -1, "flag": False}
+    gt.compress_samples(folder / "clicks.parquet", folder / "trees", ["user", "item"], fill=fill, rows_per_group=16)
+    return str(folder / "trees")
+
+
+@pytest.mark.parametrize("kind", ["csv", "trees"])
+def test_every_kind_of_file_gives_the_samples_of_parquet(tmp_path: Path, kind: str) -> None:
+    expected = OwnSamples(written(tmp_path, "parquet"), features=LISTS).in_memory()
+    found = OwnSamples(written(tmp_path, kind), features=LISTS).in_memory()
+    assert found.clicks.tolist() == expected.clicks.tolist()
+    assert set(found.fields) == set(expected.fields)
+    for name, ids in expected.fields.items():
+        if name == "flag" and kind == "trees":
+            ids = np.where(ids == -1, 0, ids)
+        assert found.fields[name].tolist() == ids.tolist(), name
+
+
+def test_a_value_that_is_no_id_is_named_by_its_sample_in_trees_too(tmp_path: Path) -> None:
+    table = pa.table({"click": [1, 0, 1, 0], "user": [1, 1, -5, -5], "item": [1, 2, 3, 4]})
+    pq.write_table(table, tmp_path / "clicks.parquet")
+    gt.compress_samples(tmp_path / "clicks.parquet", tmp_path / "trees", ["user", "item"])
+    with pytest.raises(gt.errors.SourceDamaged, match="sample 2: user is -5; ids are >= 0"):
+        OwnSamples(str(tmp_path / "trees")).in_memory()
+
+
+def test_what_is_said_of_a_feature_wins_over_what_its_values_look_like(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("click,zip,note\n1,07,x\n0,12,\n", encoding="utf-8")
+    said = {"zip": FeatureSettings(kind="string"), "note": FeatureSettings(kind="none")}
+    found = OwnSamples(str(tmp_path / "a.csv"), features=said).in_memory()
+    assert {name: ids.tolist() for name, ids in found.fields.items()} == {"zip": gt.hash_strings(["07", "12"]).tolist()}
+
+
+def test_what_a_file_holds_that_was_not_guessed_is_read_as_its_error_says(tmp_path: Path) -> None:
+    lines = ["click,zip", *["1,7"] * 1_200_000, "0,ab"]  # beyond the lines that types are guessed from
+    (tmp_path / "a.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    samples = OwnSamples(str(tmp_path / "a.csv"), features={})
+    with pytest.raises(gt.errors.SourceDamaged, match=r"line 1200002: .*--set 'features.zip.kind=string'$"):
+        samples.in_memory()
+    said = OwnSamples(str(tmp_path / "a.csv"), features={"zip": FeatureSettings(kind="string")})
+    assert len(said.in_memory()) == 1_200_001

@@ -1,0 +1,242 @@
+"""Samples of clicks in files of one's own, Parquet, CSV or sample trees: a column for each field, and ``click``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from geartrain.ams.values.errors import ColumnMismatch, ConfigError, SourceDamaged
+from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, SampleSchema
+from geartrain.workers.ctr.samples.kinds import ID_OF_MISSING, INTEGER, FieldKind
+from geartrain.workers.ctr.samples.settings import ITEMS, FeatureSettings
+from geartrain.workers.samples.batches import Values
+from geartrain.workers.samples.columns import (
+    IN_THE_FILE,
+    IN_THE_RECIPE,
+    MISSING,
+    ColumnType,
+    planned_columns,
+    remedies,
+    require_column,
+    says_fold,
+    type_named,
+    type_of,
+)
+from geartrain.workers.samples.opening import open_rows
+from geartrain.workers.samples.rows import SampleRows, column_of_bags, ids_of_booleans
+
+CLICK, TIME, USER, ITEM = "click", "time", "user", "item"
+_NAME_OF = {item: name for name, item in ITEMS.items()}
+
+
+class OwnSamples:
+    """Samples of which one part after another is read: a :class:`~geartrain.workers.samples.source.SampleSource`.
+
+    ``click`` is 0 or 1, ``time`` is a timestamp or Unix seconds, if there is one; neither may miss. Every other column
+    is a field: integers are ids, texts are hashed, lists of either are bags; what is missing has its
+    :data:`ID_OF_MISSING`. ``item`` and what begins with ``item_`` tell of the item, all others of the user and the
+    moment.
+    """
+
+    def __init__(
+        self,
+        place: str,
+        *,
+        clicks: bool = True,
+        times: bool = True,
+        kinds: Mapping[str, FieldKind] | None = None,
+        fold: Sequence[str] = (),
+        features: Mapping[str, FeatureSettings] | None = None,
+    ) -> None:
+        """Find the files, and see what their columns are.
+
+        Args:
+            place: A file, a folder, a pattern or a URL.
+            clicks: Whether ``click`` is read; else nothing was clicked.
+            times: Whether ``time`` is read if there is one.
+            kinds: Those that a model was trained on: values of another kind are converted where that is exact, further
+                columns are left alone, and they say what is folded.
+            fold: Fields of any 64-bit integers, which ``gt.fold_ids`` makes ids of.
+            features: What a recipe says of them.
+
+        Raises SourceError that names file, column and row, ConfigError without any field.
+        """
+        self.place, self._remedies = place, IN_THE_FILE if features is None else IN_THE_RECIPE
+        settings = features or {}
+        with remedies(self._remedies):
+            self._source = source = open_rows(place)
+            found = [name for name in source.columns if name not in (CLICK, TIME)]
+            names = [name for name in kinds or found if name not in settings or settings[name].kind != "none"]
+            self._require_columns(names, found, clicks, kinds, [*fold, *settings])
+            others = [name for name in (CLICK, TIME) if name in source.columns and (clicks if name == CLICK else times)]
+            types = {
+                name: self._type_of(name, (kinds or {}).get(name), settings.get(name)) for name in [*others, *names]
+            }
+            self.kinds = {
+                name: (kinds or {}).get(name) or self._kind_of(name, types[name], fold, settings.get(name))
+                for name in names
+            }
+            self._plan(types)
+        item = (ITEM, *(name for name in names if name.startswith(f"{ITEM}_"))) if ITEM in names else ()
+        has_users = USER in names and not any(self.kinds[name].is_list for name in (USER, *item[:1])) and bool(item)
+        self.schema = SampleSchema(item=item, user=USER if has_users else None, kinds=self.kinds)
+        self.part_rows, self.identity = source.part_rows, source.identity
+        self._starts = np.cumsum([0, *self.part_rows])
+
+    def _require_columns(
+        self, names: list[str], found: list[str], clicks: bool, kinds: object, said: Sequence[str]
+    ) -> None:
+        place, columns = self.place, ", ".join(map(repr, found)) or "none"
+        if lacking := [name for name in names if name not in self._source.schema.names]:
+            raise ColumnMismatch(
+                f"{place} has no column {lacking[0]!r}, which the model was trained on; it has {columns}"
+            )
+        if clicks and CLICK not in self._source.columns:
+            raise ColumnMismatch(
+                f"{place} has no column {CLICK!r}, which says by 0 or 1 what was clicked; it has {columns}"
+            )
+        if not kinds and (unknown := [name for name in said if name not in found]):
+            what = "features name" if self._remedies is IN_THE_RECIPE else "fold names"
+            raise ConfigError(f"{what} {unknown[0]!r}, which is no field of {place}; it has {columns}")
+        if not names:
+            raise ConfigError(f"{place} has no column beside {CLICK} and {TIME}; give it fields: user, item, …")
+
+    def _type_of(self, name: str, kind: FieldKind | None, said: FeatureSettings | None) -> ColumnType:
+        """The type to read a column as: what is said; the field's if it has no value; integers if it has moments."""
+        schema = self._source.schema
+        require_column(name, schema.names, self.place)
+        if said is not None and said.kind is not None:
+            return type_named(name, said.kind)
+        arrow = schema.field(name).type
+        if type_of(arrow) is None and name == TIME:
+            return ColumnType("int64")
+        if type_of(arrow) is None and kind is not None:
+            wanted = ColumnType(_NAME_OF[kind.item], is_list=kind.is_list)
+            if wanted.holds(arrow):
+                return wanted
+        return planned_columns([name], schema, self.place, True, {}).types[name]
+
+    def _kind_of(self, name: str, found: ColumnType, fold: Sequence[str], said: FeatureSettings | None) -> FieldKind:
+        if found.item not in ITEMS:
+            raise ColumnMismatch(
+                f"column {name!r} of {self.place} holds numbers with fractions, and fields are ids; cut them into "
+                f"buckets, or {self._remedies.without.format(name=name)}"
+            )
+        item, is_folded = ITEMS[found.item], name in fold or (said is not None and said.hash == "fold")
+        if is_folded and item != INTEGER:
+            raise ConfigError(f"fold names {name!r}, and that column of {self.place} is {found}; leave it out there")
+        return FieldKind(item=item, is_list=found.is_list, fill=ID_OF_MISSING[item], fold=is_folded)
+
+    def _plan(self, types: Mapping[str, ColumnType]) -> None:
+        for name in (CLICK, TIME):
+            found = types.get(name)
+            if found is not None and (found.item == "string" or found.is_list):
+                what = "lists; it must hold one number a sample" if found.is_list else "texts; it must hold numbers"
+                raise ColumnMismatch(f"column {name!r} of {self.place} holds {what}")
+        kinds = self.kinds
+        self._others = [name for name, kind in kinds.items() if not _is_read(types[name], kind)]
+        """Columns of another kind than the field's."""
+        own = [name for name in kinds if name not in self._others]
+        self._booleans = [name for name in own if types[name].item == "bool"]
+        numbers = [name for name in own if kinds[name].fill == PADDING and name not in self._booleans]
+        self._source.plan(
+            {name: str(kind) for name, kind in types.items()},
+            {name: 0 if name in own else None for name in kinds if types[name].item == "string"},
+            {**dict.fromkeys(numbers, PADDING), **dict.fromkeys([*self._others, *self._booleans], MISSING)},
+            [name for name in own if kinds[name].fold],
+        )
+
+    def read(self, part: int) -> SampleRows:
+        """See SampleSource. Raises SourceDamaged, too, for what is no id or click, and InvalidArgument for a value of
+        another kind.
+        """
+        with remedies(self._remedies):
+            rows = self._source.read(part)
+            for name in self._booleans:
+                rows = rows.map_column(name, partial(ids_of_booleans, missing=PADDING))
+            for name in self._others:
+                rows = rows.map_column(name, partial(self._converted, part, name))
+            for name, values, places in rows.columns():
+                self._check(part, name, values, places)
+        return rows
+
+    def _converted(self, part: int, name: str, column: Any) -> Any:
+        """A column of the field's kind."""
+        kind = self.kinds[name]
+        values = column.to_pylist()
+        first = self._starts[part]
+        ids = kind.bags(values, lambda at: f"{self.place}, sample {first + at}: {name}") if values else np.empty((0, 1))
+        offsets = np.arange(len(ids) + 1) * ids.shape[1]
+        return column_of_bags(ids.reshape(-1).astype(np.int64), offsets if kind.is_list else None)
+
+    def _check(self, part: int, name: str, values: Values, places: Any) -> None:
+        items, offsets = values if isinstance(values, tuple) else (values, None)
+        array: npt.NDArray[Any] = items.numpy()
+        if name == CLICK:
+            bad, what = (array != 0) & (array != 1), "it must be 0 or 1"
+        elif name == TIME:
+            return
+        else:
+            least = PADDING if self.kinds[name].fill == PADDING else 0
+            bad, what = array < least, f"ids are >= 0{says_fold(name)}"
+        if not bad.any():
+            return
+        at = int(np.flatnonzero(bad.reshape(-1))[0])
+        row = at if offsets is None else int(np.searchsorted(offsets.numpy(), at, side="right")) - 1
+        row = row if places is None else int(np.flatnonzero(places == row)[0])
+        sample = self._starts[part] + row
+        raise SourceDamaged(f"{self.place}, sample {sample}: {name} is {array.reshape(-1)[at]}; {what}")
+
+    def in_memory(self) -> ClickSamples:
+        """All of them."""
+        batches = [self.read(part).batch({}) for part in range(len(self.part_rows))]
+        columns: dict[str, npt.NDArray[Any]] = {}
+        for name in [*self.kinds, CLICK, TIME]:
+            parts = [
+                array if (level := batch.level_of.get(name)) is None else array[batch.index[level].numpy()]
+                for batch in batches
+                if name in batch
+                for array in [_array(batch[name])]
+            ]
+            if parts or name in self.kinds:
+                columns[name] = _joined(parts, name in self.kinds and self.kinds[name].is_list)
+        count = int(self._starts[-1])
+        clicked, times = columns.pop(CLICK, np.zeros(count)), columns.pop(TIME, None)
+        return ClickSamples(
+            fields=columns,
+            clicks=clicked.astype(np.float32),
+            times=None if times is None else times.astype(np.int64),
+            schema=self.schema,
+        )
+
+
+def _is_read(found: ColumnType, kind: FieldKind) -> bool:
+    """Whether a column is read as it is."""
+    return ITEMS.get(found.item) == kind.item and kind.is_list >= found.is_list
+
+
+def _array(values: Values) -> npt.NDArray[Any]:
+    """[B], or [B, L] of bags."""
+    if isinstance(values, Tensor):
+        return values.numpy()
+    items, offsets = (part.numpy() for part in values)
+    lengths = np.diff(offsets)
+    bags = np.full((len(lengths), max(int(lengths.max(initial=0)), 1)), PADDING, np.int64)
+    bags[np.arange(bags.shape[1]) < lengths[:, None]] = items
+    return bags
+
+
+def _joined(parts: list[npt.NDArray[Any]], is_list: bool) -> npt.NDArray[Any]:
+    if not parts:
+        return np.empty((0, 1) if is_list else 0, np.int64)
+    if parts[0].ndim == 1:
+        return np.concatenate(parts)
+    width = max(part.shape[1] for part in parts)
+    return np.concatenate(
+        [np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=PADDING) for part in parts]
+    )

@@ -1,0 +1,69 @@
+"""What may be said of a feature of samples of one's own: ``--set features.NAME.KEY=VALUE``, or a recipe in YAML.
+
+Without torch: values only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from geartrain.ams.kernels.embedding import POOLINGS
+from geartrain.ams.values.admission.rules import Admission, MinCount, Probability
+from geartrain.ams.values.errors import ConfigError, InvalidArgument
+from geartrain.ams.values.expiry.rules import Expiry, Rule, Unseen
+from geartrain.ams.values.text import quoted
+from geartrain.workers.ctr.samples.kinds import BOOLEAN, INTEGER, TEXT
+
+ITEMS = {"int64": INTEGER, "string": TEXT, "bool": BOOLEAN}
+KINDS = (*ITEMS, *(f"list<{item}>" for item in ITEMS), "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureSettings:
+    """Of a column; what is not said is inferred, or as of all features."""
+
+    kind: str | None = None
+    """The type of its values, of :data:`KINDS`; "none": the column is left alone."""
+    hash: Literal["fold"] | None = None
+    """"fold": its integers are any 64-bit values, which ``gt.fold_ids`` makes ids of. Texts are hashed in any case."""
+    dim: int | None = None
+    """Width of its embedding; None: the recipe's."""
+    pooling: str = "mean"
+    """Of a list."""
+    table: str | None = None
+    """The feature, or a name of one's own, whose rows it shares; None: it has rows of its own."""
+    admission: float | None = None
+    """An id gets rows when it comes for so many times, or, of a number below 1, each time with that probability."""
+    expiry: int | str | None = None
+    """Rows go that were not pushed for so many steps, or those that an expression names, as of ``gt.Rule``."""
+    max_bytes: int | None = None
+    """Of memory for the rows of its embedding."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError that names the value."""
+        if self.kind not in (None, *KINDS):
+            raise ConfigError(f"the kind of a feature is {quoted(self.kind)}; it must be one of {', '.join(KINDS)}")
+        poolings = [pooling for pooling in POOLINGS if pooling is not None]
+        if self.pooling not in poolings:
+            raise ConfigError(f"pooling is {quoted(self.pooling)}; it must be one of {', '.join(poolings)}")
+        for name, least in (("dim", 1), ("max_bytes", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}; it must be at least {least}")
+        try:
+            self.admission_rule(), self.expiry_rule()
+        except InvalidArgument as exc:
+            raise ConfigError(f"{exc} (admission: {self.admission}, expiry: {self.expiry})") from exc
+
+    def admission_rule(self) -> Admission | None:
+        """That of the tables. Raises InvalidArgument."""
+        if self.admission is None:
+            return None
+        return Probability(self.admission) if self.admission < 1 else MinCount(int(self.admission))
+
+    def expiry_rule(self) -> Expiry | None:
+        """That of the tables. Raises InvalidArgument."""
+        if self.expiry is None:
+            return None
+        return Rule(self.expiry) if isinstance(self.expiry, str) else Unseen(steps=self.expiry)

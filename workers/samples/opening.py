@@ -1,0 +1,32 @@
+"""A source of samples by its files alone: Parquet, CSV, or sample trees."""
+
+from __future__ import annotations
+
+from geartrain.ams.values.errors import InvalidArgument
+from geartrain.workers.samples.csv_lines import SUFFIXES as CSV
+from geartrain.workers.samples.csv_lines import CsvRows
+from geartrain.workers.samples.parquet import SUFFIXES as PARQUET
+from geartrain.workers.samples.parquet import ParquetRows
+from geartrain.workers.samples.urls import Sources, find_files
+
+
+def open_rows(
+    where: Sources, *, trees: bool | None = None, delimiter: str | None = None, list_delimiter: str = "|"
+) -> ParquetRows | CsvRows:
+    """The rows of the files in ``where``, of which ``plan`` is still to say what is read.
+
+    ``trees``: whether Parquet files are sample trees; None: if the first one says so. ``delimiter``: of CSV; None: a
+    tab in .tsv files, else a comma. Raises SourceError, and InvalidArgument for files of both kinds.
+    """
+    names = [file.name for file in find_files(where, (*PARQUET, *CSV))]
+    lines = [name for name in names if name.endswith(CSV)]
+    if lines and len(lines) < len(names):
+        other = next(name for name in names if name not in lines)
+        raise InvalidArgument(
+            f"{where} holds both Parquet and CSV files ({other} and {lines[0]}); give those of one kind, by a pattern "
+            f"such as '*.parquet'"
+        )
+    if not lines:
+        return ParquetRows(where, trees=trees)
+    delimiter = delimiter or ("\t" if lines[0].endswith(".tsv") else ",")
+    return CsvRows(where, delimiter=delimiter, list_delimiter=list_delimiter)
