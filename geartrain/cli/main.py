@@ -30,7 +30,7 @@ from geartrain.ams.values.errors import (
     Unavailable,
 )
 from geartrain.ams.values.text import printable
-from geartrain.cli.shared.help import readable
+from geartrain.cli.shared.help import ReadableCommand, ReadableGroup, readable
 from geartrain.launch.child import ERROR_PREFIX, WRONG_USAGE
 from geartrain.launch.roles import ROLES, load
 
@@ -79,6 +79,7 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
     """Return the application with the command that ``arguments`` name; with all, if they name none (help)."""
     app = typer.Typer(
         name="geartrain",
+        cls=ReadableGroup,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -109,11 +110,12 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
                 assert registered.callback is not None
                 below = registered.name or registered.callback.__name__
                 readable(registered.callback, f"{name} {below}")
+                registered.cls = ReadableCommand
             if command.registered_callback is not None and command.registered_callback.callback is not None:
                 readable(command.registered_callback.callback, name)
-            app.add_typer(command, name=name)
+            app.add_typer(command, name=name, cls=ReadableGroup)
         else:
-            app.command(name)(readable(command, name))
+            app.command(name, cls=ReadableCommand)(readable(command, name))
     return app
 
 

@@ -318,10 +318,11 @@ class FolderTrainer(Classifier):
     @staticmethod
     def require(options: JobOptions) -> None:
         """There are images, and what is written is not among them."""
+        what = "--data FOLDER, with one sub-folder of images for each class, or a .tar or .rec file"
         if options.data is None and not options.resume:
-            raise ConfigError(
-                "which images? Give --data FOLDER, with one sub-folder of images for each class, or a .tar or .rec file"
-            )
+            raise ConfigError(f"which images? Give {what}")
+        if options.data is not None and not Path(options.data).exists():
+            raise ConfigError(f"{options.data} is not there; give {what}")
         if options.data is not None and options.out.resolve().is_relative_to(Path(options.data).resolve()):
             raise ConfigError(
                 f"--out {options.out} lies in the images' folder {options.data}, where its own folders would be taken "

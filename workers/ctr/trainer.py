@@ -24,7 +24,7 @@ from geartrain.workers.ctr.metrics import draw_calibration, measured, worse_than
 from geartrain.workers.ctr.recipe import CtrRecipe, usual_for
 from geartrain.workers.ctr.samples.click_samples import ClickSamples, part_validation, split
 from geartrain.workers.ctr.samples.kinds import FieldKind, kinds_from_json
-from geartrain.workers.ctr.samples.sources import found_again, load_samples
+from geartrain.workers.ctr.samples.sources import found_again, load_samples, required
 from geartrain.workers.job.best import BestLook, look_period
 from geartrain.workers.job.folder import read_run
 from geartrain.workers.job.options import JobOptions
@@ -50,6 +50,12 @@ class EmbeddingTrainer(Trainer):
         recipe = attempt.options.recipe
         optimizer = torch.optim.Adam(network.parameters(), lr=recipe.lr)
         super().__init__(recipe, num_samples, optimizer, RowOptimizer(fields), attempt.progress)
+
+    @staticmethod
+    def require(options: JobOptions) -> None:
+        """There are samples."""
+        if options.data is not None or not options.resume:
+            required(options.data)
 
     @staticmethod
     def load(options: JobOptions, state: JobState | None, console: Console) -> tuple[str, ClickSamples]:
@@ -123,14 +129,12 @@ class ClickTrainer(EmbeddingTrainer):
         what = "of the training part are kept to choose by" if self.recipe.validation else "are held out"
         counts = f"{counted(len(self._train), 'sample')}; {len(self.test):,} {what}"
         self.attempt.say(f"Training {self.recipe.model} on {counts} ({self.recipe.split})")
-        _, steps = self.progress.part
-        epochs = f"{steps / self.steps_per_epoch:.1f} epochs of {self.steps_per_epoch:,.1f} steps"
-        looks = "no validation: its samples lack clicks, or others"
+        looks = "No validation: its samples lack clicks, or others"
         if self._is_validated:
             looks = (
-                f"validation on {counted(len(self.validation), 'more sample')} every {counted(self._period, 'step')}"
+                f"Validation on {counted(len(self.validation), 'more sample')} every {counted(self._period, 'step')}"
             )
-        self.attempt.say(f"{counted(steps, 'step')}, {epochs}; {looks}")
+        self.attempt.say(looks)
 
     def between(self) -> None:
         """Look at the validation so many times a stage, and end the stage where that has not become better for long."""

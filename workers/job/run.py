@@ -11,7 +11,7 @@ from geartrain.ams.observe import failpoints, traces
 from geartrain.ams.storage.snapshot.store import place
 from geartrain.ams.values.errors import NonFinite, SnapshotError, SnapshotFailed, TrainingDiverged
 from geartrain.ams.values.scheduler_messages import JobCondition, JobReport
-from geartrain.ams.values.text import counted
+from geartrain.ams.values.text import counted, lasting
 from geartrain.workers.atomic import write_json
 from geartrain.workers.job.folder import (
     Run,
@@ -195,6 +195,7 @@ class TrainingRun:
         self._stop.doing = "prepared its first step" if state is None else "went back to its snapshot"
         if state is None:
             trainer.start(stop)
+            self._attempt.say(trainer.epochs(trainer.progress.stage_steps))
             if self._is_first:
                 write_recipe(self._options.out, trainer.recipe)
             now = trainer.state(self._options)
@@ -286,9 +287,9 @@ class TrainingRun:
         }
         write_json(out / "report.json", report)
         state, whole = self._attempt.state, report["train_seconds"]
-        since = f" ({whole - sum(state.phases.values()):.0f} s since step {state.progress.step})" if state else ""
-        epochs = f"{report['epochs']:.1f} epochs of {trainer.steps_per_epoch:,.1f} steps"
-        self._attempt.say(f"Trained in {whole:.0f} s{since}, {epochs}. {trainer.conclude()} are in {out}")
+        since = f" ({lasting(whole - sum(state.phases.values()))} since step {state.progress.step})" if state else ""
+        epochs = trainer.epochs(trainer.progress.step)
+        self._attempt.say(f"Trained in {lasting(whole)}{since}, {epochs}. {trainer.conclude()} are in {out}")
         return report
 
     def _diverged(self, exc: NonFinite) -> TrainingDiverged:

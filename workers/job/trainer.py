@@ -24,6 +24,7 @@ from geartrain.ams.client.snapshots.snapshot import PendingSnapshot
 from geartrain.ams.observe import failpoints, traces
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.values.rpc import version
+from geartrain.ams.values.text import counted
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.state import random_state, set_random_state, state_from_bytes, state_to_bytes
 from geartrain.bridge.rows.tables import counted_as
@@ -111,6 +112,7 @@ class Trainer:
         device: torch.device | None = None,
     ) -> None:
         self.recipe = recipe
+        self.num_samples = num_samples
         self.steps_per_epoch = num_samples / recipe.batch_size
         if not progress.stage_steps:
             progress = replace(progress, stage_steps=math.ceil(recipe.epochs * self.steps_per_epoch))
@@ -144,6 +146,12 @@ class Trainer:
         """What the recipe is where nothing is said, given what is ``stated``: keys that differ from its class's."""
         del data, stated
         return {}
+
+    def epochs(self, steps: int) -> str:
+        """How often so many steps see the samples, in words."""
+        epochs, batch = steps / self.steps_per_epoch, self.recipe.batch_size
+        times = f"{epochs:.1f} epochs, each once through the {counted(self.num_samples, 'sample')}"
+        return f"{counted(steps, 'step')} of {counted(batch, 'sample')}: {times}"
 
     @property
     def train_seconds(self) -> float:

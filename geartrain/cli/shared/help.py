@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
+from typer.core import TyperCommand, TyperGroup
 from typer.models import OptionInfo
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -62,8 +64,13 @@ EXAMPLES = {
 """Command -> one line to type."""
 
 _WORDS = {bool: "", int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
-_RARE = ("file", "mode", "insecure", "security_folder", "log_level", "metrics", "max_message_bytes", "as_json", "cache")
-"""Parameters that many commands share: below the command's own, where these are many."""
+_GROUPS = {
+    "The run's folder": "out|resume|continues|overwrite|snapshots|allow_fallback",
+    "Addresses": r"(\w+_)?(listen|address|ports?)|advertise|reflection|scheduler|graph|grpc|origins|dashboard",
+    "Options of many commands": "file|mode|insecure|security_folder|log_level|metrics|max_message_bytes|as_json|cache",
+    "Times and limits": r"\w+_(seconds|millis|bytes|lag|per_second)|max_\w+|threads|workers|cpus|grace",
+}
+"""Title -> parameters that stand under it where a command has many."""
 _MANY = 12
 
 
@@ -78,16 +85,39 @@ def readable(function: Command, name: str = "") -> Command:
     for parameter in signature.parameters.values():
         options = (*get_args(parameter.annotation), parameter.default)
         for option in (each for each in options if isinstance(each, OptionInfo)):
-            option.metavar = option.metavar or _taken(parameter.annotation, option.help or "")
-            if len(signature.parameters) > _MANY and parameter.name in _RARE:
-                option.rich_help_panel = "Options of many commands"
+            option.metavar = option.metavar or _taken(parameter, option.help or "")
     return function
 
 
-def _taken(annotation: Any, meaning: str) -> str | None:
+class _Grouped:
+    """A command whose help has options in groups where they are many, and names no types of Python, as ``<str>``."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if param.param_type_name == "argument" or param.is_flag:
+                param.display_type_rich = lambda ctx: None  # noqa: ARG005
+            elif len(params) > _MANY and param.rich_help_panel is None:
+                titles = (title for title, names in _GROUPS.items() if re.fullmatch(names, param.name))
+                param.rich_help_panel = next(titles, None)
+        places = {title: place for place, title in enumerate(_GROUPS)}
+        return sorted(params, key=lambda param: places.get(param.rich_help_panel or "", -1))
+
+
+class ReadableCommand(_Grouped, TyperCommand):
+    """A command of its own."""
+
+
+class ReadableGroup(_Grouped, TyperGroup):
+    """Commands under one name."""
+
+
+def _taken(parameter: inspect.Parameter, meaning: str) -> str | None:
     """What an option takes, in a word; None: typer says it, as a choice of several."""
+    annotation = parameter.annotation
     while get_origin(annotation) is not None or get_args(annotation):
         annotation = next(kind for kind in get_args(annotation) if kind is not type(None))
-    if annotation is str and ("host:port" in meaning or meaning.startswith("Address")):
+    is_address = parameter.name in ("scheduler", "graph", "address") or meaning.startswith("Address")
+    if annotation is str and ("host:port" in meaning or is_address):
         return "HOST:PORT"
     return "FOLDER" if meaning.startswith("Folder") else _WORDS.get(annotation)

@@ -42,14 +42,15 @@ def quickstart(
 
     _say(f"Drawing {NUM_SIGNS} signs, {IMAGES_OF_EACH} times each, into {pictures}")
     drawn_signs(pictures)
-    settings = ["look.kind=ink", f"look.size={_SMALL_SIDE}"]
+    # Centers that begin at the means of their classes would name three of four before the first step.
+    settings = ["look.kind=ink", f"look.size={_SMALL_SIDE}", "imprint=false"]
     train("classify", str(pictures), out=out, overwrite=True, steps=SMALL_STEPS, settings=settings, as_json=as_json)
     model = json.loads((out / "report.json").read_text(encoding="utf-8"))["model"]
-    before, after = (100 * model[moment]["validation_top1"] for moment in ("start", "best"))
+    images = model["best"]["images"]
+    before, after = (round(images * model[moment]["validation_top1"]) for moment in ("start", "best"))
     _say(
-        f"\nOf {model['best']['images']} pictures that it was not trained on, it named {before:.1f} % before training "
-        f"(each class at the mean of its pictures) and {after:.1f} % after it; guessing names "
-        f"{100 / NUM_SIGNS:.1f} %.\n\nNext:\n"
+        f"\nOf {images} pictures that it never saw it named {before} before training, and {after} after it: "
+        f"{100 * after / images:.0f} % ({NUM_SIGNS} classes: guessing names {images // NUM_SIGNS}).\n\nNext:\n"
         f"  geartrain predict {out} {pictures}/sign-007/14.png   name a picture\n"
         f"  geartrain export {out} --to MODEL; geartrain serve MODEL    draw signs in a browser, and ask it by curl\n"
         "  geartrain worker classify --data FOLDER --out RUN    train on pictures of yours: a folder for each class\n"

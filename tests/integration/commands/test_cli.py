@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -73,6 +74,7 @@ def test_every_command_explains_itself(command: list[str]) -> None:
     done = typed(*command, "--help")
     assert done.returncode == 0, done.stderr
     assert "Usage: " in done.stdout
+    assert re.findall(r"<(?:bool|int|str|float|path)>|`", done.stdout) == []
 
 
 def test_the_help_of_a_role_says_what_its_configuration_has_by_default() -> None:
@@ -104,7 +106,7 @@ def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["worker", "classify", "--data", "/nope"], "/nope is not a folder"),
+        (["worker", "classify", "--data", "/nope"], "/nope is not there"),
         (["worker", "classify", "--data", ".", "--set", "held_out=3"], "3.0"),
         (["worker", "glyphs", "--cache", __file__], __file__),
         (["predict", "/nope", "x.png"], "/nope"),

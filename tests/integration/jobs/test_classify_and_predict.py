@@ -333,6 +333,8 @@ def test_a_run_is_never_started_over_unasked(images: Path, tmp_path: Path) -> No
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     with pytest.raises(ConfigError, match=rf"{out} already holds a run.*--resume {out}.*--out.*--overwrite"):
         train(out, images, recipe)
+    with pytest.raises(ConfigError, match="gone is not there"):  # which is told first
+        train(out, tmp_path / "gone", recipe)
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
     train(out, images, recipe, overwrite=True)
     assert len(list((out / "events").iterdir())) == 1  # what is shown beside the new run is its own
@@ -408,7 +410,7 @@ def test_a_run_that_died_before_it_saved_is_not_said_to_be_resumable(images: Pat
 
 def test_what_cannot_be_trained_on_leaves_the_run_to_be_overwritten(images: Path, tmp_path: Path) -> None:
     train(tmp_path / "run", images, ONE_STEP)
-    with pytest.raises(InvalidArgument, match="not a folder"):
+    with pytest.raises(ConfigError, match="nowhere is not there"):
         train(tmp_path / "run", tmp_path / "nowhere", overwrite=True)
     assert (tmp_path / "run" / "report.json").exists()
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from geartrain.ams.values.errors import ConfigError
@@ -37,12 +39,22 @@ def test_it_trains_tells_accuracies_and_what_it_says_next_works(tiny: Path) -> N
     (tiny / "runs" / "small").mkdir(parents=True)  # of an earlier time
     (tiny / "runs" / "small" / "run.json").write_text("{}", encoding="utf-8")
     said = run("quickstart", "--small")
-    before, after, guessing = (float(number) for number in re.findall(r"([\d.]+) %", said)[-3:])
-    assert after >= before > 3 * guessing
+    told = re.search(r"Of (\d+) pictures that it never saw it named (\d+) before training, and (\d+) after it", said)
+    assert told is not None
+    images, before, after = map(int, told.groups())
+    assert 3 * before < after <= images  # an untrained model guesses
     assert (tiny / "runs/small.previous/run.json").exists()
-    command = re.search(r"geartrain (predict \S+ \S+)", said)
-    assert command is not None
-    named = run(*command[1].split())
+    nexts = re.findall(r"geartrain (.+?)(?:;| {2}|$)", said.partition("Next:")[2], re.MULTILINE)
+    assert len(nexts) == 6
+    for words in map(shlex.split, nexts):
+        command = typer.main.get_command(build_app(words))
+        for place, word in enumerate(words):
+            if not hasattr(command, "commands"):
+                break
+            command = command.commands[word]
+            rest = words[place + 1 :]
+        command.make_context(words[0], rest)  # it takes these options, and needs no more
+    named = run(*shlex.split(nexts[0]))
     assert named.startswith("runs/small-pictures/sign-007/14.png  sign-0")
 
     require_onnx()

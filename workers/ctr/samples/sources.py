@@ -34,8 +34,7 @@ def load_samples(
 
     Raises ConfigError, SourceError, and InvalidArgument for values of another kind.
     """
-    if source is None:
-        raise ConfigError(f"which samples? Give --data: {_WHAT}")
+    source = required(source)
     if fold and (source in PUBLIC or (Path(source) / RATINGS).exists()):
         raise ConfigError(f"fold names {fold[0]!r}; public samples have ids already: leave it out")
     if source in PUBLIC:
@@ -43,8 +42,15 @@ def load_samples(
         return read(find(cache, say))
     if (Path(source) / RATINGS).exists():
         return read_movielens(Path(source))
-    if "://" in source or Path(source).exists():
-        return own_samples(source, kinds=kinds, fold=fold)
+    return own_samples(source, kinds=kinds, fold=fold)
+
+
+def required(source: str | None) -> str:
+    """``source`` itself. Raises ConfigError if ``--data`` names no samples, or none that are there."""
+    if source is None:
+        raise ConfigError(f"which samples? Give --data: {_WHAT}")
+    if source in PUBLIC or "://" in source or Path(source).exists():
+        return source
     raise ConfigError(f"--data is {quoted(source)}; it must be {_WHAT}")
 
 

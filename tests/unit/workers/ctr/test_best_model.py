@@ -125,7 +125,9 @@ def test_steps_are_epochs_of_the_samples_to_train_on_and_are_said(tmp_path: Path
     assert report["steps"] == -(-3 * train_samples // 70)
     assert report["steps_per_epoch"] == pytest.approx(train_samples / 70)
     assert report["epochs"] == pytest.approx(report["steps"] * 70 / train_samples)
-    assert f"{report['steps']} steps, 3.0 epochs of 34.3 steps; validation on 75 more samples every " in said.getvalue()
+    assert "Validation on 75 more samples every " in said.getvalue()
+    epochs = f"{report['steps']} steps of 70 samples: 3.0 epochs, each once through the {train_samples:,} samples"
+    assert said.getvalue().count(epochs) == 2  # at the start and at the end
     assert "  epoch 3.0/3.0  loss" in said.getvalue()
     shorter = train(tmp_path / "other", clicks, batch_size=70, epochs=0.5, patience=0).report
     assert shorter is not None and shorter["steps"] == -(-train_samples // 140)
@@ -137,7 +139,7 @@ def test_samples_without_any_click_are_not_validated_and_do_not_end_early(tmp_pa
     said = io.StringIO()
     report = train(tmp_path / "run", tmp_path / "none.parquet", said, steps=40).report
     assert report is not None and (report["steps"], report["model"]) == (40, {"step": 40, "best": None})
-    assert "no validation: its samples lack clicks, or others" in said.getvalue()
+    assert "No validation: its samples lack clicks, or others" in said.getvalue()
 
 
 def test_looks_are_so_rare_that_few_samples_are_looked_at(tmp_path: Path, clicks: Path) -> None:

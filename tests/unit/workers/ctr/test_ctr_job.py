@@ -134,6 +134,8 @@ def test_the_run_of_another_worker_or_other_samples_is_not_gone_on_with(tmp_path
         train(tmp_path / "run", None, RESUME)
     with pytest.raises(gt.errors.ConfigError, match="already holds a run"):
         train(tmp_path / "run", data)
+    with pytest.raises(gt.errors.ConfigError, match="gone'; it must be"):  # which is told first
+        train(tmp_path / "run", tmp_path / "gone")
 
 
 def test_the_option_to_validate_leaves_what_is_held_out_alone(tmp_path: Path, data: Path) -> None:
