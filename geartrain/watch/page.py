@@ -1,7 +1,8 @@
 """The page that shows a running cluster: a small HTTP server, a client of the cluster like others.
 
-Whoever has the link that it printed may look: the link is good once, for a cookie. One task looks at the cluster, each
-second while a page is open, and tells all open pages by server-sent events.
+Whoever has the link that it printed may look: the link is good once, for a cookie. The next one lies in a file that
+only its user can read. One task looks at the cluster, each second while a page is open, and tells all open pages by
+server-sent events.
 """
 
 from __future__ import annotations
@@ -9,15 +10,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import platformdirs
+
 from geartrain.ams.rpc.credentials import Credentials
 from geartrain.ams.values.config import ClusterConfig, identity, is_loopback, split_address
 from geartrain.ams.values.errors import ConfigError
+from geartrain.launch.certificates import write_file
 from geartrain.serving.http.guard import Names
 from geartrain.watch.told import Told
 
@@ -37,6 +42,11 @@ logger = logging.getLogger(__name__)
 
 _MOST_BODY_BYTES = 1 << 16
 _MOST_PAGES = 64
+_USED = """<title>Geartrain: another link is needed</title><main><section>
+<h1>This link was used, or is of a dashboard that ended</h1>
+<p>Each opens the page in one browser, once. For another one type, on the machine of the dashboard and as its user:</p>
+<p><code>geartrain dashboard --link --listen {address}</code></p>
+</section></main>"""
 
 
 class Dashboard:
@@ -57,7 +67,6 @@ class Dashboard:
         host, _ = split_address(listen)
         self._cookie = f"geartrain-{listener.getsockname()[1]}"  # cookies are of a host, not of a port
         self._session = secrets.token_urlsafe(32)
-        self._key = secrets.token_urlsafe(32)
         self._html = _html()
         self._told = Told(config)
         routes = [
@@ -79,7 +88,13 @@ class Dashboard:
         )
         self.address = self._server.address
         """host:port that it listens at."""
-        self.wait, self.stop = self._server.wait, self._server.stop
+        self.wait = self._server.wait
+        self._make_key()
+
+    def stop(self, grace_seconds: float) -> None:
+        """Serve no more."""
+        _link_file(self.address).unlink(missing_ok=True)
+        self._server.stop(grace_seconds)
 
     @property
     def end_reason(self) -> str | None:
@@ -118,16 +133,25 @@ class Dashboard:
         by_key = request.url.path == "/" and _equal(request.query_params.get("key", ""), self._key)
         if by_key or _equal(request.cookies.get(self._cookie, ""), self._session):
             return None
-        return PlainTextResponse("open the newest link that 'geartrain dashboard' printed: each is good once\n", 403)
+        response = page_response(_USED.format(address=self.address))
+        response.status_code = 403
+        return response
 
     async def _page(self, request: Request) -> Response:
         response = page_response(self._html)
         if _equal(request.query_params.get("key", ""), self._key):
-            self._key = secrets.token_urlsafe(32)
+            self._make_key()
             secure = not self._is_loopback
             response.set_cookie(self._cookie, self._session, httponly=True, samesite="strict", secure=secure)
             logger.info("the link was opened; for another browser: %s", self.url)
         return response
+
+    def _make_key(self) -> None:
+        self._key = secrets.token_urlsafe(32)
+        try:
+            write_file(_link_file(self.address), self.url.encode())
+        except OSError as exc:
+            logger.warning("'geartrain dashboard --link' will not know the next link: %s", exc)
 
     async def _events(self, _: Request) -> Response:
         if self._told.pages >= _MOST_PAGES:
@@ -150,6 +174,21 @@ class Dashboard:
             return PlainTextResponse('say {"snapshot": PATH}\n', 400)
         why = self._told.begin_to_verify(path)
         return PlainTextResponse(f"{why}\n", 409) if why else PlainTextResponse("begun\n", 202)
+
+
+def link_to(listen: str) -> str:
+    """A link for another browser to the dashboard of this user that listens at ``"host:port"`` of this machine.
+
+    Raises ConfigError if there is none.
+    """
+    path = _link_file(listen)
+    if not path.exists() or path.stat().st_uid != os.getuid():
+        raise ConfigError(f"no dashboard of yours listens at {listen}; 'geartrain dashboard --listen {listen}' is one")
+    return path.read_text(encoding="utf-8")
+
+
+def _link_file(listen: str) -> Path:
+    return platformdirs.user_runtime_path("geartrain", ensure_exists=True) / f"dashboard-{split_address(listen)[1]}"
 
 
 def _html() -> str:

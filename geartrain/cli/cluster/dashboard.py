@@ -18,14 +18,22 @@ def dashboard(
     scheduler: SchedulerAddress = None,
     graph: GraphAddress = None,
     listen: Annotated[str, typer.Option(help="host:port of the page; port 0 picks a free one.")] = DEFAULT_LISTEN,
+    link: Annotated[
+        bool, typer.Option("--link", help="Print a link for another browser to the one that listens there, and end.")
+    ] = False,
     log_level: LogLevel = "info",
     end_with_parent: EndWithParent = False,
 ) -> None:
     """Show a running cluster in a browser: shards, tables, jobs with their losses, snapshots, events as they come.
 
-    Prints one line of JSON when it serves; its "url" opens the page in one browser, once. The log has a link for the
+    Prints one line of JSON when it serves; its "url" opens the page in one browser, once. --link prints a link for the
     next one.
     """
+    if link:
+        from geartrain.watch.page import link_to
+
+        print(link_to(listen))
+        return
     from geartrain.launch import role as life
     from geartrain.launch.logs import log_to_stderr
 

@@ -6,6 +6,7 @@ import http.client
 import itertools
 import json
 import os
+import re
 import shutil
 import ssl
 import sys
@@ -64,6 +65,12 @@ class Browser:
         with closing(self.get("/events")) as stream:
             assert stream.headers["Content-Type"].startswith("text/event-stream")
             yield (json.loads(line[6:]) for line in stream if line.startswith(b"data: "))
+
+
+@pytest.fixture(autouse=True)
+def runtime_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where links lie."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
 
 
 @pytest.fixture
@@ -159,8 +166,17 @@ def test_the_link_is_good_once_and_without_it_nobody_is_told(lonely: Dashboard) 
     assert browser.get("/").status == 200
     browser.cookie = ""
     for path in ("/", f"/?{stranger_before.partition('?')[2]}", "/?key=", "/events", "/events?key=x", "/nothing"):
-        assert browser.get(path).status == 403, path
+        refused = browser.get(path)
+        assert (refused.status, refused.headers["Set-Cookie"]) == (403, None), path
+    said = re.search("<code>geartrain (.*)</code>", refused.read().decode())
+    assert said is not None
+    done = typed(*said[1].split())
+    assert done.stdout.strip() == lonely.url
     assert Browser(lonely).opened.status == 200  # by the next link
+    (kept,) = Path(os.environ["XDG_RUNTIME_DIR"]).rglob("dashboard-*")
+    assert (kept.stat().st_mode & 0o777, kept.read_text()) == (0o600, lonely.url)
+    lonely.stop(5)
+    assert typed(*said[1].split()).returncode == 2
 
 
 def test_names_and_pages_of_others_are_refused(lonely: Dashboard) -> None:

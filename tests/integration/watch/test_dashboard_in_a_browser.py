@@ -25,6 +25,12 @@ SHOWN_WITHIN_SECONDS = 3.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
+@pytest.fixture(autouse=True)
+def runtime_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where links lie."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+
+
 def test_people_see_what_happens(browser: Any, tmp_path: Path) -> None:
     pictures = pictures_folder(tmp_path)
     with (
