@@ -3,6 +3,7 @@
 Shards and workers are simulated by this process: heartbeats of shards and words of jobs as they send them, a second
 apart or as the scheduler says. Watched: scraped by Prometheus every 15 s (its default is a minute) and asked by one
 ``geartrain top``. Only the first worker of a job tells, so 1,000 workers may be ten jobs of 100, or 1,000 jobs of one.
+One more case is watched by ``geartrain dashboard`` alone, with a page open.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ import os
 import random
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from http.client import HTTPException
+from threading import Thread
 
 import psutil
 from _common import result
 from _up import GEARTRAIN, started
 
 from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
+from geartrain.ams.rpc.wire import WIRE
 from geartrain.ams.values.config import FOLDER_VARIABLE, NO_FOLDER, identify
 from geartrain.ams.values.scheduler_messages import (
     Beat,
@@ -49,18 +54,25 @@ def results(full: bool = False) -> Iterator[Result]:
         watched = _percent_of_a_core(jobs=jobs, watched=True, seconds=seconds)
         case = f"{SHARDS} shards and {who}, watched ({alone:.1f} % without jobs, {unwatched:.1f} % unwatched)"
         yield result(case, watched, "5 % of a core", TARGET_PERCENT, "%", target=target)
+    closed, shown = (
+        _percent_of_a_core(jobs=50, watched=False, shown=is_shown, seconds=30) for is_shown in (False, True)
+    )
+    case = f"{SHARDS} shards and 50 jobs: a dashboard with a page open ({shown:.1f} %, {closed:.1f} % without)"
+    yield result(case, max(0.1, shown - closed), "5 % of a core", TARGET_PERCENT, "%", target=1.0)
 
 
-def _percent_of_a_core(*, jobs: int, watched: bool, seconds: int) -> float:
+def _percent_of_a_core(*, jobs: int, watched: bool, seconds: int, shown: bool = False) -> float:
     command = ["scheduler", "--listen=127.0.0.1:0", f"--num-shards={SHARDS}", "--metrics=127.0.0.1:0"]
     without = os.environ | {FOLDER_VARIABLE: NO_FOLDER}
-    with started([*GEARTRAIN, *command], without) as (process, facts):
+    with started([*GEARTRAIN, *command], without) as (process, facts), ExitStack() as stack:
         try:
             carrier = GrpcSchedulerCarrier(facts["address"])
             for shard in range(SHARDS):
-                carrier.call(Register(address=f"host{shard}:7000", shard=shard, incarnation=shard + 1), 10)
+                joins = Register(address=f"127.0.0.1:{shard + 1}", shard=shard, incarnation=shard + 1, wire=WIRE)
+                carrier.call(joins, 10)
             usage = psutil.Process(process.pid)
             words = _Words(carrier, jobs)
+            heard = stack.enter_context(_open_page(facts["address"], without)) if shown else []
             before, began = usage.cpu_times(), time.monotonic()
             for second in range(seconds):
                 if watched:
@@ -72,10 +84,29 @@ def _percent_of_a_core(*, jobs: int, watched: bool, seconds: int) -> float:
                         urllib.request.urlopen(f"http://{facts['metrics']}/metrics").read()
                 words.one_second()
             after, elapsed = usage.cpu_times(), time.monotonic() - began
+            if shown and len(heard) < seconds / 3:
+                raise RuntimeError(f"the page was told {len(heard)} times in {seconds} s: nothing was measured")
             carrier.close()
         finally:
             process.kill()
     return 100 * (after.user + after.system - before.user - before.system) / elapsed
+
+
+@contextmanager
+def _open_page(scheduler: str, env: Mapping[str, str]) -> Iterator[list[bytes]]:
+    """A dashboard with a page open, and what the page is told."""
+    with started([*GEARTRAIN, "dashboard", f"--scheduler={scheduler}", "--listen=127.0.0.1:0"], env) as (_, facts):
+        browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        browser.open(facts["url"]).read()
+        events = browser.open(f"http://{facts['address']}/events")
+        heard: list[bytes] = []
+
+        def listen() -> None:
+            with suppress(OSError, HTTPException):  # it ends with the dashboard
+                heard.extend(line for line in events if line.startswith(b"data:"))
+
+        Thread(target=listen, daemon=True).start()
+        yield heard
 
 
 class _Words:
@@ -102,7 +133,7 @@ class _Words:
         calls: list[tuple[_Who, Callable[[], Beat | HeardJob]]] = []
         for kind, number in who:
             word = (
-                Heartbeat(shard=number, incarnation=number + 1, memory_pool="m")
+                Heartbeat(shard=number, incarnation=number + 1, memory_pool="m", wire=WIRE)
                 if kind is Heartbeat
                 else TellJob(job=f"job-{number}", incarnation=1, report=report)
             )
