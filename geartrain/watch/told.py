@@ -209,7 +209,7 @@ class Told:
             "incomplete_tables": status.incomplete_tables,
             "restoring_tables": status.restoring_tables,
             "jobs": [
-                {**asdict(job.report), **asdict(job), "report": None, "loss": _finite(job.report.loss)}
+                {**asdict(job), "report": None, **{name: _finite(value) for name, value in asdict(job.report).items()}}
                 for job in look.jobs
             ],
         }
@@ -218,7 +218,7 @@ class Told:
         for job in look.jobs:
             if job.report.state == "training":
                 for name, value in _curves_of(job.report).items():
-                    if value is not None and math.isfinite(value):
+                    if _finite(value) is not None:
                         self._add_point(f"{name} {job.job}", (now, job.report.step, value))
         while len(self._curves) > _MOST_CURVES:
             del self._curves[min(self._curves, key=lambda name: self._curves[name][-1][0])]
@@ -267,7 +267,14 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 def _curves_of(report: JobReport) -> dict[str, float | None]:
     """What is drawn of a job, by the first word of its curve's name."""
-    return {"loss": report.loss, "steps": report.steps_per_second}
+    return {
+        "loss": report.loss,
+        "metric": report.metric_value,
+        "steps": report.steps_per_second,
+        "samples": report.samples_per_second or None,
+        "pull": report.pull_ms,
+        "push": report.push_ms,
+    }
 
 
 def _there(paths: list[str]) -> set[str]:
@@ -278,8 +285,9 @@ def _there(paths: list[str]) -> set[str]:
     return {path for path in paths if exists(path) or not is_here(os.path.dirname(path))}  # noqa: PTH120
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def _finite(value: Any) -> Any:
+    """Nothing instead of a number that JSON has not."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _staleness(counts: Sequence[int]) -> str:

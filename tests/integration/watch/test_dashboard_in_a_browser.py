@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 import time
 from contextlib import ExitStack
@@ -47,7 +48,13 @@ def test_people_see_what_happens(browser: Any, tmp_path: Path) -> None:
         state = page.locator("#shards tbody tr", has_text=server.address).locator("td").first
 
         step = 0
-        watch = cluster.watch_leaves("clicks", lambda: JobReport(step=step, last_step=5_000, loss=2 / (step + 2)))
+        rates = {"steps_per_second": 2.0, "samples_per_second": 512.0, "pull_ms": 3.1, "push_ms": 1.9}
+
+        def report() -> JobReport:
+            good = {"metric": "AUC", "metric_value": 0.5 + 0.1 * step}
+            return JobReport(step=step, last_step=5_000, loss=2 / (step + 2), **good, **rates)  # type: ignore[arg-type]
+
+        watch = cluster.watch_leaves("clicks", report)
         table = cluster.create_table("clicks/user", dim=16, optimizer=SGD(0.1))
         cards = page.locator("#jobs .card")
         for step in range(1, 4):
@@ -55,7 +62,13 @@ def test_people_see_what_happens(browser: Any, tmp_path: Path) -> None:
             page.wait_for_function("n => (curves['rows clicks/user'] || []).at(-1)?.[2] === n", arg=1_000 * step)
         page.wait_for_function("(curves['loss clicks'] || []).length > 1")
         cards.get_by_text("of 5,000").wait_for()
-        assert drawn(page, "loss clicks", "plot.axes.map(axis => axis._values.some(Boolean))") == [True, True]
+        for curve in ("calls", "loss clicks", "metric clicks"):
+            assert drawn(page, curve, "plot.axes.map(axis => axis._values.some(Boolean))") == [True, True]
+        facts = cards.locator("dd").all_inner_texts()
+        assert facts == ["0.4000", "0.8000", "42 min", "2", "512"]  # loss, AUC, time left, steps/s, samples/s
+        assert re.fullmatch(
+            r"[\d.]+ KiB of [\d.]+ GiB", page.locator("#shards td[data-label=memory]").first.inner_text()
+        )
         path = str(cluster.snapshot(str(tmp_path / "snapshots"), step=step).result())
         page.get_by_role("button", name=f"Verify {path}").press("Enter")
         page.get_by_text("sound: every byte was read").wait_for()
@@ -76,6 +89,17 @@ def test_people_see_what_happens(browser: Any, tmp_path: Path) -> None:
         cards.get_by_role("link", name="clicks").click()
         page.get_by_role("heading", name="Job clicks").wait_for()
         assert page.locator("#shards").is_hidden()
+        captions = page.locator("#jobs figcaption span:visible").all_inner_texts()
+        assert captions == [
+            *(
+                "Loss",
+                "AUC on the validation",
+                "Steps per second",
+                "Samples per second",
+                "Pull ms a step",
+                "Push ms a step",
+            )
+        ]
         page.screenshot(path=pictures / "phone-job.png", full_page=True)
         page.set_viewport_size({"width": 1280, "height": 900})
         page.emulate_media(color_scheme="light")
