@@ -21,7 +21,7 @@ PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/c
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 PIP_INSTALL := $(PIP) install $(PIP_ARGS)
 
-.PHONY: help quickstart install wheel wheel-check dev test test-slow hops processors sanitize docs campaign lint format size proto bench examples-check ray-check gpu-check kernels compose-check kube-check manifests watch-check page-check links clean
+.PHONY: help quickstart install wheel wheel-check dev test test-slow hops processors sanitize docs campaign lint format size proto bench examples-check ray-check gpu-check kernels compose-check kube-check manifests watch-check page-check pictures links clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -160,6 +160,9 @@ watch-check: links  ## Prometheus, its alerts and the dashboard for real, beside
 
 page-check: links $(PAGE_STAMP)  ## the pages in headless Chromium (Debian: apt-get install chromium); PAGE_OUT=FOLDER keeps pictures
 	$(BIN)/python -m pytest --slow -rs tests/integration/watch/test_dashboard_in_a_browser.py tests/integration/serving/test_page_in_a_browser.py $(PYTEST_ARGS)
+
+pictures: links $(PAGE_STAMP)  ## the pictures of pages in docs/assets, anew from a cluster that trains (some minutes)
+	$(BIN)/python -m scripts.pictures
 
 clean:  ## what was built; .venv, caches of rendered data and runs/ stay
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -24,6 +24,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 DECISIONS = "decisions"
 BOOSTS = {"start": 4, "tutorials": 4, "how-to": 4, DECISIONS: 0.3, "project": 0.3}
 """Of the pages of a folder of docs/, in the results of a search."""
+TWO_PICTURES = re.compile(
+    r'<picture><source media="[^"]*dark[^"]*" srcset="([^"]*)"><img src="([^"]*)" alt="([^"]*)"></picture>'
+)
+"""As a checkout shows a picture that has a dark form; of the site the reader chooses the form."""
 ROOMS_ENDING = """The folders are top-level. In Python they are `geartrain.ams`, `geartrain.bridge`,
 `geartrain.workers`; `make links` shows editors and mypy the same names
 ([why](../decisions/0001-import-names-by-mapped-folders.md)). Imports point one way,
@@ -58,6 +62,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Let the search put what shows how before what tells why; lead to pages of notebooks; draw bars."""
     folder = page.file.src_uri.partition("/")[0]
     page.meta.setdefault("search", {"boost": BOOSTS.get(folder, 1)})
+    markdown = TWO_PICTURES.sub(r"![\3](\2#only-light)![\3](\1#only-dark)", markdown)
     markdown = re.sub(r"\]\(([\w/-]+)\.ipynb\)(?!\{)", r"](\1.md)", markdown)
     return bench_charts.with_charts(markdown)
 
@@ -133,4 +138,5 @@ def _from_root(name: str, to_docs: str) -> str:
     """A page of the repository's root; its links become links of the site, ``to_docs`` away from its first page."""
     text = (REPOSITORY / name).read_text(encoding="utf-8")
     text = re.sub(r"\]\((CHANGELOG|CONTRIBUTING)\.md", lambda found: f"]({to_docs}project/{found[1].lower()}.md", text)
-    return text.replace("](docs/decisions)", "](docs/decisions/index.md)").replace("](docs/", f"]({to_docs}")
+    text = text.replace("](docs/decisions)", "](docs/decisions/index.md)")
+    return text.replace("](docs/", f"]({to_docs}").replace('"docs/', f'"{to_docs}')
