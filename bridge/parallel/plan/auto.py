@@ -106,11 +106,9 @@ def plan_classifier(
     sub_centers: int = 1,
     micro_batches: int = 1,
     sparsity: float | None = None,
+    compare: bool = False,
 ) -> Plan:
-    """A step of ``backbone`` under DDP and a ``ClassHead`` with ``rows="ranks"``; its ``reasons`` say what rivals take.
-
-    Nothing is allocated. The rivals are those of :func:`auto_plan`: the same backbone and an ``nn.Linear`` with cross
-    entropy, replicated, split and sharded, which look at every class in every step.
+    """A step of ``backbone`` under DDP and a ``ClassHead`` with ``rows="ranks"``; nothing is allocated.
 
     Args:
         backbone: Gives features [B, D] of images; best on the meta device.
@@ -126,6 +124,8 @@ def plan_classifier(
         sub_centers: Of each class.
         micro_batches: Of a step, as in :class:`MicroBatches`; the rivals' are computed at once.
         sparsity: Of the backbone's gradients, as in :class:`TopKGradients`; of the rivals', too.
+        compare: Whether its ``reasons`` say what the rivals of :func:`auto_plan` take: the same backbone and an
+            ``nn.Linear`` with cross entropy, replicated, split and sharded, which look at every class in every step.
 
     Raises InvalidArgument for a backbone that gives no features [B, D], or that needs values.
     """
@@ -152,6 +152,8 @@ def plan_classifier(
         micro_batches=micro_batches,
         sparsity=sparsity,
     ).plan()
+    if not compare:
+        return ours
     with torch.device("meta"):
         rival = nn.Sequential(OrderedDict(backbone=backbone, head=nn.Linear(dim, num_classes)))
     tried, refused = _planned_candidates(
@@ -197,14 +199,16 @@ def _planned_candidates(
     skeleton = skeleton_of(model)
     tried: dict[str, Plan] = {}
     refused: list[str] = []
+    first: InvalidArgument | None = None
     for name, scopes in _candidates(skeleton, ranks):
         request = PlanRequest.of(skeleton, scopes, example, batch, ranks=ranks, hardware=hardware, **settings)
         try:
             tried[name] = request.plan()
         except InvalidArgument as exc:
-            if not tried and "replicated" in name:
-                raise  # the model itself cannot be planned
+            first = first or exc
             refused.append(f"{name}: not possible ({str(exc).partition(':')[0]})")
+    if first is not None and not tried:
+        raise first
     return tried, refused
 
 

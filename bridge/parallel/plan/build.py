@@ -156,6 +156,11 @@ class PlanRequest:
                 )
             ),
             step=self._expected(parts, found, averages),
+            graph_seconds=sum(
+                module.graph_seconds(self.ranks, self.hardware)
+                for module in map(model.get_submodule, self.scopes)
+                if isinstance(module, HeadSkeleton)
+            ),
         )
 
     def _expected(

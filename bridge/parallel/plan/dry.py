@@ -22,7 +22,7 @@ from geartrain.bridge.parallel.global_mean import LossFunction
 from geartrain.bridge.parallel.mesh import Mesh, MeshGroup
 from geartrain.bridge.parallel.parallel_model import ParallelModel
 from geartrain.bridge.parallel.plan.hardware import Hardware
-from geartrain.bridge.parallel.plan.trace import FEATURE_GRADIENTS, FEATURES, Kind, StepTrace
+from geartrain.bridge.parallel.plan.trace import FEATURE_GRADIENTS, FEATURES, Collective, Kind, StepTrace
 from geartrain.bridge.parallel.replicated import Replicas
 from geartrain.bridge.parallel.scopes import Scope, Split, scoped
 from geartrain.bridge.parallel.split.agreement import StepAgreement
@@ -99,6 +99,10 @@ class HeadSkeleton(nn.Module):
         self.name, self.settings, self.has_margin, self.sums = name, settings, margin, sums
         self.link: DryLink | None = None
         self.trace: StepTrace | None = None
+        self.products = "float32"
+        """Type of the features, in which products are made."""
+        self.device = "cpu"
+        """Where the rows are."""
 
     def forward(self, features: Tensor, labels: Tensor, weight: Tensor | None = None) -> Tensor:
         """A loss (0-dim) without value; features [S, D], labels [S]. Raises InvalidArgument with sample weights."""
@@ -115,14 +119,31 @@ class HeadSkeleton(nn.Module):
                 f"class head {self.name!r} has its rows in a cluster, whose costs depend on its shards; make it with "
                 "rows='ranks', or ask geartrain plan for the memory of such a head"
             )
-        return memory_report(**self.settings, rows="ranks", batch_size=batch, num_ranks=ranks)
+        return memory_report(**self.settings, rows="ranks", batch_size=batch, num_ranks=ranks, device=self.device)
 
     def update_seconds(self, samples: int, ranks: int, hardware: Hardware) -> float:
         """Of the step: gradients of the active rows, from features and kept logits, and the update of each."""
         report = self.memory(samples, ranks)
         rows = -(-report.num_active // ranks)
         row_bytes = report.table_bytes // report.num_classes
-        return hardware.operation(2 * rows * samples * ranks * self.width, row_bytes * 2 * rows, "float32")
+        return hardware.operation(2 * rows * samples * ranks * self.width, row_bytes * 2 * rows, self.products)
+
+    def graph_seconds(self, ranks: int, hardware: Hardware) -> float:
+        """Of building the graph of KNN softmax once (``rank_ring.py``), while nothing is trained; 0: there is none.
+
+        2·C²·D / R operations of each rank, and two laps of all rows: as products take them, and as they are.
+        """
+        assert self.settings is not None
+        num, dim, dtype = self.settings["num_classes"], self.settings["dim"], self.settings["config"].dtype
+        if not self.settings["select"].neighbours_of(num):
+            return 0.0
+        products, row_bytes = ("float16", 2) if self.device == "cuda" else ("float32", 4)
+        laps = [
+            Collective(kind="all-gather", what="rows", phase="update", bytes=num * dim * size, ranks=ranks)
+            for size in (row_bytes, 4 if dtype == "float32" else 2)
+        ]
+        seconds = hardware.operation(2 * num * -(-num // ranks) * dim, num * dim * row_bytes, products)
+        return seconds + sum(lap.seconds(hardware) for lap in laps)
 
     @property
     def width(self) -> int:
@@ -142,9 +163,15 @@ class _HeadPass(torch.autograd.Function):
         own_SD = features_SD.new_empty(samples, head.settings["dim"] + head.settings["bias"])
         joint_BD = head.link.gather(own_SD, sizes)
         head.link.gather(labels, sizes)
+        num, select = head.settings["num_classes"], head.settings["select"]
+        listed = select.listed_bytes(min(num, len(joint_BD)), active, on_device=head.device == "cuda")
+        if listed and ranks > 1 and active < num:
+            head.trace.note_collective("all-reduce", "neighbours of the labels", listed, ranks)
+        head.products = str(own_SD.dtype).removeprefix("torch.")
         width, rows = own_SD.shape[1], -(-active // ranks)
         for _ in range(1 + features_SD.requires_grad):  # logits, and the features' gradient as they pass
-            head.trace.note(flops=2 * rows * len(joint_BD) * width, num_bytes=rows * width * own_SD.element_size())
+            num_bytes = rows * width * own_SD.element_size()
+            head.trace.note(flops=2 * rows * len(joint_BD) * width, num_bytes=num_bytes, dtype=head.products)
         if not head.has_margin:
             head.link.max(joint_BD.new_empty(1, len(joint_BD)))
         head.link.sum(joint_BD.new_empty(head.sums, len(joint_BD), dtype=torch.float64))
@@ -220,7 +247,7 @@ def dry_model(
     for name, scope in scopes.items():
         module = skeleton.get_submodule(name)
         if isinstance(scope, Split) and isinstance(module, HeadSkeleton):
-            module.link, module.trace = link, trace
+            module.link, module.trace, module.device = link, trace, trace.hardware.device
         elif isinstance(scope, Split):
             check_can_split(name, module, group.ranks)
             shard = RowShard(next(module.parameters()).shape[0], group)

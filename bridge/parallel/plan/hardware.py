@@ -34,6 +34,7 @@ _V100: Mapping[str, Any] = {
     "intra_node_latency_seconds": 5e-6,
     "inter_node_latency_seconds": 3e-5,
     "operation_seconds": 5e-6,
+    "device": "cuda",
 }
 _A100: Mapping[str, Any] = {
     **_V100,
@@ -90,6 +91,8 @@ class Hardware:
     """Of a message between two nodes, beside its bytes."""
     operation_seconds: float = 0.0
     """What beginning one operation takes, whatever its size."""
+    device: str = "cpu"
+    """Where tensors are: "cpu" or "cuda"."""
     overlap: float = 1.0
     """Part of the time of a hidden collective that costs the computation beside it nothing: 1 where a network card
     works alone, 0 where processors carry the bytes that should compute."""
@@ -114,6 +117,8 @@ class Hardware:
         integer("ranks_per_node", self.ranks_per_node, 1)
         if not 0 <= real_number("overlap", self.overlap) <= 1:
             raise InvalidArgument(f"overlap is {self.overlap!r}; it must be from 0 to 1")
+        if self.device not in ("cpu", "cuda"):
+            raise InvalidArgument(f"device is {quoted(self.device)}; it must be 'cpu' or 'cuda'")
 
     def operation(self, flops: int, num_bytes: int, dtype: str) -> float:
         """Seconds of an operation: the longer of its arithmetic and its bytes (Williams et al., Roofline, 2009)."""
@@ -245,6 +250,7 @@ def _compute_rates(device: torch.device, link: Communicator | None) -> dict[str,
         "memory_bandwidth": 3 * large.nbytes / _seconds(lambda: large.add_(large), device, link),
         "operation_seconds": _seconds(lambda: [tiny.add_(1.0) for _ in range(200)], device, link) / 200,
         "memory_bytes": int(memory),
+        "device": device.type,
     }
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from geartrain.ams.values.text import counted
-from geartrain.bridge.parallel.plan.hardware import Hardware
+from geartrain.bridge.parallel.plan.hardware import CLUSTERS, Hardware
 from geartrain.bridge.parallel.plan.trace import Collective
 from geartrain.bridge.parallel.scopes import Scope
 
@@ -114,8 +114,15 @@ class Plan:
     collectives: tuple[PlannedCollective, ...]
     step: ExpectedStep
     """With buckets sent while the backward pass goes on, and micro-batches if there are some."""
+    graph_seconds: float = 0.0
+    """Of building the graph of KNN softmax once, between steps; 0: there is none."""
     reasons: tuple[str, ...] = ()
     """Why :func:`auto_plan` chose it."""
+
+    @property
+    def is_by_peaks(self) -> bool:
+        """Whether it is for hardware that nobody measured."""
+        return self.hardware.name in CLUSTERS
 
     @property
     def step_without_overlap(self) -> ExpectedStep:
@@ -154,6 +161,8 @@ class Plan:
             "samples_per_second": self.samples_per_second,
             "step": self.step.to_dict(),
             "step_without_overlap": self.step_without_overlap.to_dict(),
+            "graph_seconds": self.graph_seconds,
+            "is_by_peaks": self.is_by_peaks,
             "parts": [{**asdict(part), "bytes": part.bytes} for part in self.parts],
             "collectives": [
                 {"part": planned.part, "times": planned.times, "seconds": planned.seconds, **asdict(planned.collective)}
@@ -187,6 +196,8 @@ class Plan:
         ]
         columns = ["when", "part", "kind", "what", "times", "bytes each", "a rank sends", "alone"]
         sent = [f"a rank sends {bytes_text(self.sent_bytes)} a step", ""]
+        steps = f"{self.graph_seconds / step.seconds:,.0f} steps"
+        graph = f"{self.graph_seconds / 3600:,.3f} hours a build, as long as {steps}"
         return "\n".join(
             [
                 f"{counted(self.ranks, 'rank')} of {counted(self.batch, 'sample')} each, {self.hardware.name} "
@@ -208,6 +219,8 @@ class Plan:
                 f"hidden{slowed}",
                 f"  without overlap {seconds_text(self.step_without_overlap.seconds)}; "
                 f"{self.samples_per_second:,.0f} samples/s of all ranks",
+                *([f"  the graph of classes: {graph}"] if self.graph_seconds else []),
+                *([f"modelled by the peaks of data sheets, which no {self.hardware.name} reaches"] * self.is_by_peaks),
             ]
         )
 

@@ -95,7 +95,7 @@ class StepTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phase: Phase = "forward"
         self.seconds: Counter[tuple[str, Phase]] = Counter()
         self.collectives: list[tuple[str, Collective]] = []
-        self._hardware = hardware
+        self.hardware = hardware
         self._kept: dict[str, dict[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -121,7 +121,7 @@ class StepTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note(self, *, flops: int, num_bytes: int, dtype: str = "float32") -> None:
         """Add an operation: of a product ``flops``, of which a multiplication and an addition are two."""
-        self.seconds[self.part, self.phase] += self._hardware.operation(flops, num_bytes, dtype)  # type: ignore[assignment]
+        self.seconds[self.part, self.phase] += self.hardware.operation(flops, num_bytes, dtype)  # type: ignore[assignment]
 
     def note_collective(self, kind: Kind, what: str, num_bytes: int, ranks: int) -> None:
         """Add one that ranks would take part in."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -13,6 +14,7 @@ from geartrain.ams.values.optimizers.registry import OPTIMIZERS, optimizer_of
 from geartrain.cli.shared.options import Json
 
 if TYPE_CHECKING:
+    from geartrain.bridge.parallel.plan.hardware import Hardware
     from geartrain.bridge.parallel.plan.plan import Plan
 
 _STEP = "The expected step"
@@ -53,7 +55,10 @@ def plan(
         int | None, typer.Option("--shards", help="Shards of the cluster.", show_default="1, or one on each of --hosts")
     ] = None,
     ranks: Annotated[int, typer.Option("--ranks", help="Ranks that train together.")] = 1,
-    device: Annotated[str, typer.Option("--device", help="Of the features: cpu or cuda.")] = "cpu",
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="Of the features: cpu or cuda.", show_default="cpu, or that of --hardware"),
+    ] = None,
     hardware: Annotated[
         str | None,
         typer.Option(
@@ -81,6 +86,14 @@ def plan(
         float | None,
         typer.Option("--sparsity", help="As gt.TopKGradients.", show_default="dense", rich_help_panel=_STEP),
     ] = None,
+    network_dtype: Annotated[
+        str,
+        typer.Option("--network-dtype", help=f"Of the network and its features: {_DTYPE}", rich_help_panel=_STEP),
+    ] = "float32",
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="Beside nn.Linear, replicated, split and sharded.", rich_help_panel=_STEP),
+    ] = False,
     ids: Annotated[
         float | None, typer.Option("--ids", help="Ids of a hashed table, as 1e9.", rich_help_panel=_TABLE)
     ] = None,
@@ -97,12 +110,13 @@ def plan(
     With --ids that of a hashed table of embeddings, and whether its hosts have it: geartrain plan --ids 1e9 --dim 16
     --hosts 4 --memory 64GB
 
-    With --hardware also what a step of a backbone and the head with --rows ranks holds, sends and takes, beside
-    nn.Linear replicated, split and sharded: geartrain plan --classes 1000000 --dim 512 --rows ranks --ranks 16
-    --hardware h200
+    With --hardware also what a step of a backbone and the head with --rows ranks holds, sends and takes, and a build of
+    the graph of --k: geartrain plan --classes 100000000 --dim 512 --k 1000 --rows ranks --ranks 256 --sparsity 0.999
+    --hardware v100-25gbit. It is modelled by the rates of data sheets.
     """
     if (ids is None) == (classes is None):
         raise ConfigError("give --classes for a class head, or --ids for a hashed table")
+    num_shards = hosts if shards is None else shards
     if ids is not None:
         from geartrain.ams.values.expiry.rules import Unseen
         from geartrain.ams.values.specs import TableSpec
@@ -113,8 +127,11 @@ def plan(
         of_rows = optimizer_of(optimizer or names[momentum], {"lr": 0.1})
         expiry = Unseen(steps=1) if seen else None
         spec = TableSpec(name="table", dim=dim, optimizer=of_rows, expiry=expiry, **cast(Any, types))
-        print_table_plan(spec, ids, hosts, hosts if shards is None else shards, memory, as_json)
+        print_table_plan(spec, ids, hosts, num_shards, memory, as_json)
         return
+    _require_hardware(
+        hardware, rows, sparsity is not None or micro_batches > 1 or compare or network_dtype != "float32"
+    )
     from geartrain.ams.programs.selection import PartialFC
     from geartrain.bridge.head.defaults import DEFAULT_OPTIMIZER, DEFAULT_SELECT
     from geartrain.bridge.head.loss.config import HeadConfig  # loads torch
@@ -125,32 +142,29 @@ def plan(
     chosen = DEFAULT_SELECT if sample_rate is None else PartialFC(sample_rate)
     select = chosen if k is None else KNNSoftmax(0.1 if sample_rate is None else sample_rate, k=k)
     row_optimizer = optimizer_of(optimizer or ("adam" if adam else with_momentum), {"lr": 0.1})
-    head = {"num_classes": classes, "dim": dim, "sub_centers": sub_centers, "select": select}
-    config = HeadConfig(**cast(Any, {"dtype": dtype, "slot_dtype": slot_dtype or "float32"}))
+    where = None if hardware is None else _hardware(hardware, device)
+    head: dict[str, Any] = {
+        "num_classes": classes,
+        "dim": dim,
+        "sub_centers": sub_centers,
+        "select": select,
+        "config": HeadConfig(**cast(Any, {"dtype": dtype, "slot_dtype": slot_dtype or "float32"})),
+    }
     report = memory_report(
-        **cast(Any, head),
-        config=config,
-        rows=cast(Any, rows),
+        **head,
+        rows=rows,
         optimizer=row_optimizer,
         batch_size=batch_size,
-        num_shards=shards or 1,
+        num_shards=num_shards,
         num_ranks=ranks,
-        device=device,
+        device=device or "cpu" if where is None else where.device,
     )
     step = None
-    if hardware is None and (sparsity is not None or micro_batches > 1):
-        raise ConfigError("--sparsity and --micro-batches are of a step: say what it runs on, too, by --hardware")
-    if hardware is not None:
-        if rows != "ranks":
-            raise InvalidArgument(
-                f"--rows is {rows!r}, and a step is planned of rows on the ranks alone: what a cluster's links and "
-                "shards take is not in the model. Give --rows ranks, or leave --hardware out"
-            )
+    if where is not None:
         images = {"channels": channels, "image_size": image_size}
         settings = {"row_optimizer": row_optimizer, "micro_batches": micro_batches, "sparsity": sparsity}
-        step = _step(
-            backbone, images, hardware, {**head, "config": config, **settings, "ranks": ranks, "batch": batch_size}
-        )
+        settings |= {"ranks": ranks, "batch": batch_size, "hardware": where, "compare": compare}
+        step = _step(backbone, images, network_dtype, {**head, **settings})
     if as_json:
         print(json.dumps({**report.to_json(), **({} if step is None else {"step": step.to_dict()})}))
     elif step is None:
@@ -159,13 +173,21 @@ def plan(
         print(f"{report}\n\na step of {backbone} with this head\n\n{step.explain()}")
 
 
-def _step(backbone: str, images: dict[str, int], hardware: str, settings: dict[str, Any]) -> Plan:
-    """Raises InvalidArgument or ConfigError for what it cannot be made of."""
-    import torch
+def _require_hardware(hardware: str | None, rows: str, is_of_a_step: bool) -> None:
+    if hardware is None and is_of_a_step:
+        raise ConfigError(
+            "--sparsity, --micro-batches, --network-dtype and --compare are of a step: say what it runs on, too, by "
+            "--hardware"
+        )
+    if hardware is not None and rows != "ranks":
+        raise InvalidArgument(
+            f"--rows is {rows!r}, and a step is planned of rows on the ranks alone: what a cluster's links and "
+            "shards take is not in the model. Give --rows ranks, or leave --hardware out"
+        )
 
-    from geartrain.bridge.parallel.plan.auto import plan_classifier
+
+def _hardware(hardware: str, device: str | None) -> Hardware:
     from geartrain.bridge.parallel.plan.hardware import Hardware
-    from geartrain.workers.models.backbones import build_backbone
 
     if hardware == "here":
         where = Hardware.measure(alone=True)
@@ -173,15 +195,27 @@ def _step(backbone: str, images: dict[str, int], hardware: str, settings: dict[s
         where = Hardware.read(hardware)
     else:
         where = Hardware.named(hardware)
-    side = images["image_size"]
+    return replace(where, device=device or where.device)
+
+
+def _step(backbone: str, images: dict[str, int], network_dtype: str, settings: dict[str, Any]) -> Plan:
+    """Raises InvalidArgument or ConfigError for what it cannot be made of."""
+    import torch
+
+    from geartrain.bridge.parallel.plan.auto import plan_classifier
+    from geartrain.workers.models.backbones import build_backbone
+
+    if network_dtype not in ("float32", "float16", "bfloat16"):
+        raise InvalidArgument(f"--network-dtype is {network_dtype!r}; it must be {_DTYPE}")
+    side, dtype = images["image_size"], getattr(torch, network_dtype)
     with torch.device("meta"):
         try:
-            network = build_backbone(backbone, {**images, "dim": settings["dim"]}, own=backbone)
+            network = build_backbone(backbone, {**images, "dim": settings["dim"]}, own=backbone).to(dtype)
         except GeartrainError:
             raise
         except (RuntimeError, ValueError) as exc:
             raise InvalidArgument(
                 f"backbone {backbone} cannot be made for images of {side} x {side}: {exc}. Give another --image-size"
             ) from exc
-        example = torch.empty(settings["batch"], images["channels"], side, side)
-    return plan_classifier(network, example, hardware=where, **settings)
+        example = torch.empty(settings["batch"], images["channels"], side, side, dtype=dtype)
+    return plan_classifier(network, example, **settings)

@@ -73,13 +73,15 @@ def test_plan_prints_the_memory_of_a_head() -> None:
 def test_plan_prints_the_step_of_a_head_beside_those_of_its_rivals(tmp_path: Path) -> None:
     head = ["--classes", "100000", "--dim", "64", "--rows", "ranks", "--ranks", "16", "--batch-size", "32"]
     step = ["--backbone", "stroke_net", "--image-size", "32", "--channels", "1", "--hardware", "v100-25gbit"]
-    said = invoke("plan", *head, *step).stdout
+    said = invoke("plan", *head, *step, "--compare").stdout
+    assert "modelled by the peaks of data sheets" in said
     assert "slots (moments)" in said and "16 ranks of 32 samples each, v100-25gbit (8 ranks a node)" in said
     for rival in ("ClassHead on the ranks", "everything replicated", "head split, the rest replicated"):
         assert f"{rival}: " in said
     assert "gradients of features" in said and "expected step " in said
     planned = json.loads(invoke("plan", *head, *step, "--json").stdout)["step"]
     assert planned["scopes"] == {"backbone": "Replicate(shard=False)", "head": "Split()"}
+    assert planned["reasons"] == [] and planned["is_by_peaks"]
     parted = json.loads(invoke("plan", *head, *step, "--micro-batches", "4", "--json").stdout)["step"]
     assert parted["step"]["hidden"] > planned["step"]["hidden"]
     replace(gt.Hardware.named("v100-25gbit"), ranks_per_node=16).write(tmp_path / "one-node.yaml")
@@ -89,11 +91,33 @@ def test_plan_prints_the_step_of_a_head_beside_those_of_its_rivals(tmp_path: Pat
     assert sparse["sent_bytes"] < planned["sent_bytes"] / 2
 
 
+def test_plan_reaches_a_hundred_million_classes_whatever_its_rivals_would_need() -> None:
+    head = ["--dim", "512", "--rows", "ranks", "--ranks", "256", "--sparsity", "0.999", "--sample-rate", "0.1"]
+    step = ["--backbone", "stroke_net", "--image-size", "32", "--channels", "1", "--hardware", "v100-25gbit"]
+    said = invoke("plan", "--classes", "10000000", *head, *step, "--compare").stdout
+    assert "everything replicated: not possible (a tensor has 5120000000 elements" in said
+    drawn, near = (
+        json.loads(invoke("plan", "--classes", "100000000", *head, *step, *more, "--json").stdout)["step"]
+        for more in ([], ["--k", "1000"])
+    )
+    (told,) = [each for each in near["collectives"] if each["what"] == "neighbours of the labels"]
+    assert told["bytes"] == 4 * 256 * 128 * 1001
+    assert near["sent_bytes"] - drawn["sent_bytes"] == pytest.approx(2 * told["bytes"], rel=0.01)
+    assert near["step"]["seconds"] > drawn["step"]["seconds"]
+    products = 2 * 100_000_000 * 390_625 * 512 / 125e12  # of a rank, in float16
+    assert (drawn["graph_seconds"], near["graph_seconds"]) == (0, pytest.approx(products, rel=0.35))
+    halves = json.loads(
+        invoke("plan", "--classes", "1000000", *head, *step, "--network-dtype", "float16", "--json").stdout
+    )
+    (features,) = [each for each in halves["step"]["collectives"] if each["what"] == "features"]
+    assert features["bytes"] == 256 * 128 * 512 * 2
+
+
 def test_plan_refuses_a_step_that_it_cannot_know() -> None:
     head = ["--classes", "1000", "--dim", "8"]
     with pytest.raises(gt.errors.InvalidArgument, match="Give --rows ranks, or leave --hardware out"):
         invoke("plan", *head, "--hardware", "h200")
-    for of_a_step in (["--sparsity", "0.9"], ["--micro-batches", "4"]):
+    for of_a_step in (["--sparsity", "0.9"], ["--micro-batches", "4"], ["--compare"], ["--network-dtype", "float16"]):
         with pytest.raises(gt.errors.ConfigError, match="say what it runs on, too, by --hardware"):
             invoke("plan", *head, *of_a_step)
     with pytest.raises(gt.errors.InvalidArgument, match="no hardware is named 'h2000'; there are "):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from geartrain.ams.programs.selection import FullSoftmax
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins.angular import ArcFace
+from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
 from geartrain.bridge.parallel.mesh import mesh
 from geartrain.bridge.parallel.parallelize import parallelize
 from geartrain.bridge.parallel.plan.build import PlanRequest
@@ -24,7 +26,7 @@ from geartrain.bridge.parallel.plan.plan import Plan
 from geartrain.bridge.parallel.scopes import Replicate, Scope, Split
 from tests.support.rank_processes import on_ranks, run_ranks
 
-HARDWARE = Hardware.named("v100-25gbit")
+HARDWARE = replace(Hardware.named("v100-25gbit"), device="cpu")
 SAMPLES, CLASSES = 6, 51
 
 
@@ -49,12 +51,10 @@ class Words(nn.Module):
 
 
 class WithHead(nn.Module):
-    def __init__(self, margin: Any) -> None:
+    def __init__(self, margin: Any, select: Any = FullSoftmax()) -> None:  # noqa: B008
         super().__init__()
         self.backbone = nn.Linear(12, 10)
-        self.head = ClassHead(
-            None, "sku", num_classes=CLASSES, dim=10, rows="ranks", margin=margin, select=FullSoftmax()
-        )
+        self.head = ClassHead(None, "sku", num_classes=CLASSES, dim=10, rows="ranks", margin=margin, select=select)
 
     def forward(self, images: Tensor, labels: Tensor) -> Any:
         return self.head(self.backbone(images), labels)
@@ -130,6 +130,9 @@ def test_steps_of_class_heads_send_what_was_planned(ranks: int) -> None:
     images, labels = torch.randn(SAMPLES, 12), torch.randint(0, CLASSES, (SAMPLES,))
     for margin in (None, ArcFace()):
         run_and_count(WithHead(margin), {"backbone": Replicate(), "head": Split()}, (images, labels), None, ranks)
+    near = WithHead(None, KNNSoftmax(0.6, k=3, near=1.0, rebuild="epoch"))
+    distinct = torch.arange(SAMPLES) + SAMPLES * mesh().rank
+    run_and_count(near, {"backbone": Replicate(), "head": Split()}, (images, distinct), None, ranks)
 
 
 def test_steps_of_replicated_and_split_layers_send_what_was_planned(tmp_path: Path) -> None:
