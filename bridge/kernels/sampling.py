@@ -10,12 +10,13 @@ nearest neighbour of each, the second ones, and so on. Sorted by class, the firs
 these the earliest are chosen.
 
 Legend: C the range, O = 2^bits − C < C numbers outside it, N ids wanted, M given, A places for the chosen ones; B
-labels, P distinct ones, L classes with lists of neighbours here, E their entries, k the longest.
+labels, P distinct ones, E entries of the classes' lists of neighbours here, k the longest.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,9 @@ _WORD = 2**32 - 1
 _LONG = 2**64 - 1
 _UNLIKELY = 50.0
 """−log of the probability that more ids lie in a part of the range than :func:`room_for` gives places."""
+
+Limit = Callable[[Tensor], Tensor]
+"""Finds how many draws count, of which those that are new and of this rank are given: bool [N] -> int64 (0-dim)."""
 
 
 class Sample(NamedTuple):
@@ -55,7 +59,16 @@ def room_for(most_given: int, budget: int, num_ids: int, num_here: int) -> int:
 
 
 def filled_by_sample(
-    given_M: Tensor, num_ids: int, budget: int, seed: int, step: int | Tensor, *, start: int, stop: int, room: int
+    given_M: Tensor,
+    num_ids: int,
+    budget: int,
+    seed: int,
+    step: int | Tensor,
+    *,
+    start: int,
+    stop: int,
+    room: int,
+    limit: Limit | None = None,
 ) -> Sample:
     """The ids given, filled up to ``budget`` with the first others of the permutation of (seed, step).
 
@@ -64,18 +77,23 @@ def filled_by_sample(
     ``ams.programs.selection.positives_and_sample`` on any device. ``budget`` is at most C. ``step`` may lie on the
     device (int64, 0-dim).
 
+    Where ranks know the ids given in their own part alone, ``limit`` finds with the others which draws count.
+
     A kernel takes C / 8 + 4·budget + 8·A bytes beside, reads them about twice, and walks ``budget`` times, some 200
     operations on integers each; every rank walks all of it, since who is first is known to all walks alone.
     """
     if runs_kernels(given_M.device) and num_ids < 2**31:
-        return _launch(given_M, num_ids, budget, seed, step, start, stop, room)
+        return _launch(given_M, num_ids, budget, seed, step, start, stop, room, limit)
     chosen = torch.zeros(num_ids + 1, dtype=torch.bool, device=given_M.device)
     is_id_M = (given_M >= 0) & (given_M < num_ids)
     chosen[torch.where(is_id_M, given_M, num_ids)] = True
     num_given = chosen[:num_ids].sum()
     drawn_N = sample_ids_on(given_M.device, num_ids, budget, seed, int(step))
     is_fresh_N = ~chosen[drawn_N]
-    is_taken_N = is_fresh_N & (is_fresh_N.cumsum(0) <= budget - num_given)
+    if limit is None:
+        is_taken_N = is_fresh_N & (is_fresh_N.cumsum(0) <= budget - num_given)
+    else:
+        is_taken_N = _below(limit, is_fresh_N & (drawn_N >= start) & (drawn_N < stop))
     chosen[torch.where(is_taken_N, drawn_N, num_ids)] = True
     here = chosen[start:stop]
     places = torch.where(here, here.cumsum(0) - 1, room).clamp_(max=room)
@@ -84,8 +102,20 @@ def filled_by_sample(
     return Sample(ids_A[:room], here.sum().clamp_(max=room), num_given)
 
 
+def _below(limit: Limit, is_own_N: Tensor) -> Tensor:
+    return is_own_N & (torch.arange(len(is_own_N), device=is_own_N.device) < limit(is_own_N))
+
+
 def _launch(
-    given_M: Tensor, num_ids: int, budget: int, seed: int, step: int | Tensor, start: int, stop: int, room: int
+    given_M: Tensor,
+    num_ids: int,
+    budget: int,
+    seed: int,
+    step: int | Tensor,
+    start: int,
+    stop: int,
+    room: int,
+    limit: Limit | None,
 ) -> Sample:
     from geartrain.bridge.kernels.triton import sampling as kernels
 
@@ -108,7 +138,11 @@ def _launch(
     sizes = {"LEFT": bits // 2, "RIGHT": bits - bits // 2, "BLOCK": kernels.DRAWN, "num_warps": 2}
     cost = Cost(num_bytes=4.0 * budget + 4.0 * len(bitmap))
     launch(kernels.draw, grid, bitmap, drawn_N, fresh, *numbers, cost=cost, **sizes)
-    args = bitmap, drawn_N, fresh.cumsum(0), num_given, budget, budget
+    most = budget
+    if limit is not None:
+        drawn_N = torch.where(_below(limit, (drawn_N >= start) & (drawn_N < stop)), drawn_N, -1)
+        most += num_ids  # all that are left
+    args = bitmap, drawn_N, fresh.cumsum(0), num_given, budget, most
     cost = Cost(num_bytes=4.0 * budget + 8.0 * len(bitmap))
     launch(kernels.take, grid, *args, BLOCK=kernels.DRAWN, num_warps=2, cost=cost)
     words = -(-stop // 32) - start // 32 if stop > start else 0
@@ -124,19 +158,18 @@ def _launch(
     return Sample(ids_A, num, num_given)
 
 
-def candidates_here(labels_B: Tensor, offsets: Tensor, neighbours: Tensor, longest: int, first: int) -> Tensor:
-    """Of labels whose lists are here, the first of each and its list: [1 + k, B] of class + 1, 0 for none.
+def candidates_here(labels_B: Tensor, offsets: Tensor, neighbours: Tensor, longest: int) -> Tensor:
+    """The first of each of the labels, and its list: [1 + k, B] of class + 1, 0 for none.
 
-    ``labels_B`` (int64) rise and may repeat; one without a list here is none. Lists are entries ``offsets`` [L + 1]
-    (int64) of ``neighbours`` [E] (int32 or int64, E >= 1), of classes ``first`` … ``first + L`` − 1; ``longest`` is k.
+    ``labels_B`` (int64) rise and may repeat; one outside [0, C) is none. Lists are entries ``offsets`` [C + 1] (int64)
+    of ``neighbours`` [E] (of any integers, E >= 1), ``longest`` is k.
     """
     num_labels, num_lists = len(labels_B), len(offsets) - 1
     if not runs_kernels(labels_B.device) or not num_labels or not num_lists:
         is_new_B = torch.ones_like(labels_B, dtype=torch.bool)
         is_new_B[1:] = labels_B[1:] != labels_B[:-1]
-        at_B = labels_B - first
-        here_B = is_new_B & (at_B >= 0) & (at_B < num_lists)
-        at_B = torch.where(here_B, at_B, 0)
+        here_B = is_new_B & (labels_B >= 0) & (labels_B < num_lists)
+        at_B = torch.where(here_B, labels_B, 0)
         ends_B = torch.where(here_B, offsets[(at_B + 1).clamp(max=num_lists)], 0)
         places_KB = offsets[at_B] + torch.arange(longest, device=labels_B.device).unsqueeze(1)
         found_KB = neighbours[places_KB.clamp(max=len(neighbours) - 1)]
@@ -148,7 +181,7 @@ def candidates_here(labels_B: Tensor, offsets: Tensor, neighbours: Tensor, longe
     said_KB = neighbours.new_empty(1 + longest, num_labels)
     grid = (-(-num_labels // LABELS), max(1, -(-longest // RANKS)))
     sizes = {"LABELS": LABELS, "RANKS": RANKS, "num_warps": 4}
-    numbers = (num_labels, longest, first, num_lists)
+    numbers = (num_labels, longest, num_lists)
     cost = Cost(2.0 * said_KB.nbytes + 64.0 * num_labels)  # a line of the cache for each list's offsets
     launch(list_candidates, grid, labels_B, offsets, neighbours, said_KB, *numbers, cost=cost, **sizes)
     return said_KB

@@ -1,10 +1,9 @@
 """A graph of nearest classes that is cut: each rank keeps the lists of the classes whose rows it has.
 
-A step asks the owners of its labels for their lists, by one all-reduce of what each rank has of them: 4·P·k bytes on a
-device, and on the host, which stops where it has enough, about 4·(labels and neighbours that are active). A rank holds
-4·C·k / R + 8·C / R bytes, and saves its lists itself. Every rank makes the same calls in the same order.
+So it is built, follows classes that come and go, and is saved, by each rank its own lists: 4·C·k / R + 8·C / R bytes.
+Steps choose by another cut of it (``own_neighbours.py``). Every rank makes the same calls in the same order.
 
-Legend: C classes, P distinct labels of all ranks, k neighbours of a class, R ranks, N of them asked for at a time.
+Legend: C classes, k neighbours of a class, R ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import torch
 
 from geartrain.ams.graph.building.neighbours import NeighbourIds, NeighbourTable, id_dtype
 from geartrain.ams.programs.class_lifecycle import LiveClasses
-from geartrain.ams.values.specs import Ids
 from geartrain.bridge.collectives.communicator import Communicator
 
 _STRIP = 1 << 16
@@ -33,22 +31,6 @@ class GraphParts:
     def bounds(self, live_classes: LiveClasses) -> tuple[int, int]:
         """Number of the first class of this rank, and of the first of the next one."""
         return live_classes.num_below(self._first), live_classes.num_below(self._stop)
-
-    def near(self, table: NeighbourTable, labels_P: Ids, most: int) -> Ids:
-        """The first ``most`` of: the labels, the nearest neighbour of each, the second ones, …; each class once.
-
-        ``table`` is this rank's part; the labels are distinct, rise, and are the same on every rank.
-        """
-        chosen, asked = labels_P, 0
-        while len(chosen) < most and asked < table.k and len(labels_P):
-            # One more than would be enough if no class came twice.
-            stop = min(table.k, asked + 1 - (len(chosen) - most) // len(labels_P))
-            own_PN = torch.from_numpy(_lists_of(table, labels_P, range(asked, stop)) + 1)
-            found_NP = (self.link.sum(own_PN) - 1).numpy().T  # the lists of a label are on one rank
-            both = np.concatenate([chosen, found_NP[found_NP >= 0]])
-            chosen = both[np.sort(np.unique(both, return_index=True)[1])]
-            asked = stop
-        return chosen[:most]
 
     @property
     def classes(self) -> range:
@@ -97,15 +79,3 @@ def table_of_lists(
     np.cumsum(lengths, out=offsets[1:])
     neighbours: NeighbourIds = lists_LK[listed_LK].astype(id_dtype(live_classes.num_living), copy=False)
     return NeighbourTable(offsets, neighbours, k, first, live_classes.num_living if is_part else None)
-
-
-def _lists_of(table: NeighbourTable, labels_P: Ids, ranks: range) -> NeighbourIds:
-    """[P, N] those of these ``ranks`` in each label's list; -1 where it has ended, and for classes without one here."""
-    at_P = labels_P - table.first
-    here_P = (at_P >= 0) & (at_P < table.num_lists)
-    begins_P, ends_P = (np.where(here_P, table.offsets[np.where(here_P, at_P + end, 0)], 0) for end in (0, 1))
-    places_PN = begins_P[:, None] + np.array(ranks)
-    found_PN = np.full(places_PN.shape, -1, table.neighbours.dtype)
-    listed_PN = places_PN < ends_P[:, None]
-    found_PN[listed_PN] = table.neighbours[places_PN[listed_PN]]
-    return found_PN

@@ -32,6 +32,7 @@ from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.selection.graph_build import Building, GraphSource, OnPairs, built_for_all
 from geartrain.bridge.head.selection.graph_change import nearest_classes, renumbered, with_new
 from geartrain.bridge.head.selection.graph_parts import lists_by_class, table_of_lists
+from geartrain.bridge.head.selection.own_neighbours import OwnNeighbours
 from geartrain.bridge.head.selection.served_graph import TableGraphs
 from geartrain.bridge.rows.state import RowsOfRank, state_from_bytes, state_to_bytes
 from geartrain.bridge.rows.tables import ReadableTable
@@ -59,10 +60,10 @@ class KNNSoftmax(Selection):
     Building costs 2·C²·D operations and one pull of all rows, in 4·C·k bytes beside them; ranks are sent 4·C·k bytes. A
     cluster with a graph service (``client.graph``) builds there, unless classes are retired. With rows on the ranks it
     costs each of R ranks 2·C²·D / R operations (``rank_ring.py``), and each keeps the lists of its own classes,
-    (4·C·k + 8·C) / R bytes of its host and, if its rows are on a device, as many there, where it selects
-    (``torch_selection.py``); a step then sends 4·P·k bytes at most (``graph_parts.py``). A step costs O(active). With
-    ``"background"`` rows move while they are read: a graph that does not hold all of them in memory is of a mixture of
-    their versions.
+    (4·C·k + 8·C) / R bytes of its host, and of all lists the neighbours that are its own, 6·C·k / R + 8·C bytes where
+    its rows are: there it selects, and sends 8·k bytes of counts a step (``own_neighbours.py``). A step costs
+    O(active). With ``"background"`` rows move while they are read: a graph that does not hold all of them in memory is
+    of a mixture of their versions.
     """
 
     active: float = 0.1
@@ -165,6 +166,8 @@ class KNNSelection(Selection):
         """The classes that the head has; :meth:`follow` changes them."""
         self.graph: Graph | None = None
         """The one in use; None before the first: negatives are random."""
+        self._own: tuple[NeighbourTable, OwnNeighbours] | None = None
+        """This rank's part of the graph, and the cut by neighbour that was made of it."""
         self.on_progress: OnPairs | None = None
         """Called while a graph is built, on every rank that builds."""
         self.enlarged = 0
@@ -204,34 +207,30 @@ class KNNSelection(Selection):
     def select(self, labels: Ids, num_classes: int, step: int) -> ActiveClasses:
         """Active classes for the labels [B] (of all ranks), all in numbers of the living classes. But for "auto" builds
         the graph if there is none; with ranks, which would have to do so together, that is InvalidArgument. Where the
-        graph is cut per rank every rank asks, and those that own the labels answer (``graph_parts.py``)."""
+        graph is cut per rank every rank asks, and gets the ids of its own classes (``own_neighbours.py``)."""
         budget = self.budget(num_classes)
         if budget >= num_classes:
             return ActiveClasses(num_classes)
         labels_P = np.unique(labels)
         self._note(len(labels_P), budget)
-        if (table := self._table_in_use()) is None:
-            return positives_and_sample(labels, num_classes, budget, self.settings.seed, step)
-        num_near = self._num_near(len(labels_P), budget)
-        if self._parts is None:
-            ids = table.select(labels, num_near, seed=self.settings.seed, step=step)
-        else:
-            ids = self._parts.near(table, labels_P, num_near)
-        return positives_and_sample(ids, num_classes, budget, self.settings.seed, step)
-
-    def _num_near(self, num_labels: int, budget: int) -> int:
-        """Labels and neighbours that are active, at most."""
-        return num_labels + round(self.settings.near * max(0, budget - num_labels))
+        seed, near = self.settings.seed, self.settings.near
+        graph = self._graph_in_use() if max(budget, len(labels_P)) < num_classes else None
+        if isinstance(graph, OwnNeighbours):
+            return graph.select(labels_P, max(budget, len(labels_P)), near, seed, step)
+        if graph is not None:
+            num_near = len(labels_P) + round(near * max(0, budget - len(labels_P)))
+            labels = graph.select(labels, num_near, seed=seed, step=step)
+        return positives_and_sample(labels, num_classes, budget, seed, step)
 
     def ranking(self, num_labels: int, num_classes: int) -> Ranking:
         """The labels, their neighbours, then the permutation."""
         budget = self.budget(num_classes)
         self._note(num_labels, budget)
         takes_all = max(budget, num_labels) >= num_classes
-        table = None if takes_all else self._table_in_use()
-        return Ranking(self.settings.seed, table, self.settings.near)
+        graph = None if takes_all else self._graph_in_use()
+        return Ranking(self.settings.seed, graph, self.settings.near)
 
-    def _table_in_use(self) -> NeighbourTable | None:
+    def _graph_in_use(self) -> NeighbourTable | OwnNeighbours | None:
         """What to select by; see :meth:`select`."""
         self._drop_graph_of_others()
         if self.graph is None and not self._begins_at_random:
@@ -241,7 +240,13 @@ class KNNSelection(Selection):
                     "call head.rebuild_graph() on every rank, before this evaluation"
                 )
             self.rebuild_graph()
-        return None if self.graph is None else self.graph.table
+        if self.graph is None or self._parts is None:
+            return None if self.graph is None else self.graph.table
+        table = self.graph.table
+        if self._own is None or self._own[0] is not table:
+            self._own = None  # two at a time would be twice its memory
+            self._own = (table, OwnNeighbours.of(table, self._parts.link))
+        return self._own[1]
 
     @property
     def _begins_at_random(self) -> bool:

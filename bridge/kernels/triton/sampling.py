@@ -158,16 +158,16 @@ def write_ids(bitmap, set_ends, ids, num_written, start, stop, capacity, BLOCK: 
 
 @triton.jit
 def list_candidates(
-    labels, offsets, neighbours, said, num_labels, longest, first, num_lists, LABELS: tl.constexpr, RANKS: tl.constexpr
+    labels, offsets, neighbours, said, num_labels, longest, num_lists, LABELS: tl.constexpr, RANKS: tl.constexpr
 ):
     """Write 1 + the labels and, rank by rank, their neighbours to said [1 + longest, num_labels]; 0 where none is."""
     at = tl.program_id(0) * LABELS + tl.arange(0, LABELS)
     rank = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
     label = tl.load(labels + at, mask=at < num_labels, other=0)
     before = tl.load(labels + at - 1, mask=(at > 0) & (at < num_labels), other=-1)
-    here = (at < num_labels) & ((at == 0) | (label != before)) & (label >= first) & (label < first + num_lists)
-    begin = tl.load(offsets + (label - first), mask=here, other=0)
-    end = tl.load(offsets + (label - first) + 1, mask=here, other=0)
+    here = (at < num_labels) & ((at == 0) | (label != before)) & (label >= 0) & (label < num_lists)
+    begin = tl.load(offsets + label, mask=here, other=0)
+    end = tl.load(offsets + label + 1, mask=here, other=0)
     place = begin[:, None] + rank[None, :]
     listed = (place < end[:, None]) & (rank < longest)[None, :]
     found = tl.where(listed, tl.load(neighbours + place, mask=listed, other=0) + 1, 0)

@@ -24,6 +24,7 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.active_rows import DeviceActive, HostActive
 from geartrain.bridge.head.backends.memory_plan import MemoryPart, MemoryPlan, in_step
+from geartrain.bridge.head.selection.own_neighbours import OwnNeighbours
 from geartrain.bridge.head.selection.torch_selection import TorchGraph, choice_bytes, near_on
 from geartrain.bridge.kernels.launch import is_capturing
 from geartrain.bridge.kernels.sampling import filled_by_sample, room_for
@@ -40,7 +41,7 @@ class RankSelector:
         self._table = table
         self._select = select
         self._stream: torch.cuda.Stream | None = None
-        self._graph: tuple[NeighbourTable, TorchGraph] | None = None
+        self._graph: tuple[NeighbourTable | OwnNeighbours, TorchGraph | OwnNeighbours] | None = None
         """The one in use, and its copy on the device."""
         self._living: LivingIds | None = None
 
@@ -99,14 +100,20 @@ class RankSelector:
         is_apart = not isinstance(numbers, Tensor)
         with self._apart() if is_apart else contextlib.nullcontext():
             given = upload(numbers, table.device) if is_apart else ids.numbers(upload(numbers, table.device))
-            most, graph = len(given), self._on_device(ranking)
+            most, graph, limit = len(given), self._on_device(ranking), None
             if graph is not None:
                 most = min(budget, most + math.ceil(ranking.near * budget))
+            if isinstance(graph, OwnNeighbours):
+                chosen = graph.near(given, ranking.near, budget)
+                given, limit = chosen.ids_M, chosen.limit
+            elif graph is not None:
                 given = near_on(given, graph, ranking.near, budget)
             room = room_for(most, budget, num_living, high - low)
             # Streams apart know nothing of when the other has read what the one overwrites.
             at: Any = step if is_apart else table.step.on(step, table.device)
-            sample = filled_by_sample(given, num_living, budget, ranking.seed, at, start=low, stop=high, room=room)
+            sample = filled_by_sample(
+                given, num_living, budget, ranking.seed, at, start=low, stop=high, room=room, limit=limit
+            )
             rows_A = sample.ids_A if live_classes.are_all else ids.of(sample.ids_A + low) - table.first
         if is_apart and self._stream is not None:
             for tensor in (rows_A, sample.num):
@@ -123,14 +130,16 @@ class RankSelector:
                 "as labels"
             )
 
-    def _on_device(self, ranking: Ranking) -> TorchGraph | None:
-        graph: NeighbourTable | None = ranking.neighbours
+    def _on_device(self, ranking: Ranking) -> TorchGraph | OwnNeighbours | None:
+        graph: NeighbourTable | OwnNeighbours | None = ranking.neighbours
         if graph is None:
             return None
         kept = self._graph
-        if kept is None or kept[0] is not graph or kept[1].offsets.device != self._table.device:
+        device = self._table.device
+        if kept is None or kept[0] is not graph or kept[1].offsets.device != device:
             self._graph = None  # two at a time would be twice its memory
-            self._graph = kept = (graph, TorchGraph.of(graph, self._table.device, self._table.link))
+            on_device = graph.to(device) if isinstance(graph, OwnNeighbours) else TorchGraph.of(graph, device)
+            self._graph = kept = (graph, on_device)
         return kept[1]
 
     def _living_ids(self, live_classes: LiveClasses) -> LivingIds:

@@ -27,9 +27,10 @@ from geartrain.bridge.head.selection import rank_ring
 from geartrain.bridge.head.selection.graph_parts import GraphParts, lists_by_class, table_of_lists
 from geartrain.bridge.head.selection.graph_products import TorchProducts
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
+from geartrain.bridge.head.selection.own_neighbours import OwnNeighbours
 from geartrain.bridge.head.selection.rank_graph import RankGraphs
 from geartrain.bridge.head.selection.rank_ring import build_on_ring
-from geartrain.bridge.head.selection.torch_selection import TorchGraph
+from geartrain.bridge.kernels.sampling import filled_by_sample
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
 from tests.specification import ops as reference
 from tests.support import heads
@@ -224,18 +225,26 @@ def select_of_parts(rank: int, ranks: int, folder: Path) -> None:
         parts = GraphParts(link, [0, *bounds][rank], [*bounds, num][rank])
         part = parts.cut(whole, living)
         labels = random.integers(0, living.num_living, random.integers(0, 9))
-        distinct = np.unique(labels)
-        most = int(random.integers(1, living.num_living + 1))
-        chosen = whole.select(labels, most, seed=3, step=case)
-        near = parts.near(part, distinct, max(most, len(distinct)))
-        filled = positives_and_sample(near, living.num_living, most, 3, case)
-        np.testing.assert_array_equal(filled.ids, chosen)
-        padded = torch.from_numpy(np.append(distinct, living.num_living))  # as a step of fixed shapes has them
-        by_rank = TorchGraph.of(part, torch.device("cpu"), link).candidates(padded)
-        expected = np.full((6, len(padded)), -1)
-        for place, label in enumerate(distinct):
-            expected[: 1 + len(lists[label]), place] = [label, *lists[label]]
-        np.testing.assert_array_equal(by_rank - 1, expected)
+        distinct, near = np.unique(labels), float(random.choice([0, 0.125, 0.5, 1]))
+        budget = max(int(random.integers(1, living.num_living + 1)), len(distinct))
+        num_near = len(distinct) + round(near * (budget - len(distinct)))
+        chosen = positives_and_sample(
+            whole.select(labels, num_near, seed=3, step=case) if num_near else labels,
+            living.num_living,
+            budget,
+            3,
+            case,
+        ).ids
+        own = OwnNeighbours.of(part, link)
+        (first, stop), total = parts.bounds(living), living.num_living
+        expected = chosen[(chosen >= first) & (chosen < stop)]
+        active = own.select(distinct, budget, near, 3, case)
+        assert active.num == budget
+        np.testing.assert_array_equal(active.ids if len(active.ids) else [], expected)
+        of_step = own.near(torch.from_numpy(labels), near, budget)
+        where: Any = {"start": first, "stop": stop, "room": budget, "limit": of_step.limit}
+        sample = filled_by_sample(of_step.ids_M, total, budget, 3, case, **where)
+        np.testing.assert_array_equal(sample.ids_A[: int(sample.num)] + first, expected)
         together = parts.whole(part)
         if rank == 0:
             assert together is not None and together.total is None
@@ -248,6 +257,29 @@ def select_of_parts(rank: int, ranks: int, folder: Path) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_parts_of_a_graph_choose_the_classes_of_the_whole(ranks: int, tmp_path: Path) -> None:
     run_ranks(select_of_parts, ranks, tmp_path)
+
+
+@on_ranks(2, 3)
+def test_a_step_sends_counts_of_at_most_8_k_bytes(rank: int, ranks: int) -> None:
+    random, link = np.random.default_rng(1), Communicator()
+    for num, k, batch, budget, near in (
+        (2_000, 8, 64, 200, 1.0),
+        (2_000, 8, 64, 1_500, 0.125),
+        (20_000, 32, 1_024, 9_000, 1.0),
+        (20_000, 100, 4_096, 18_000, 0.5),
+    ):
+        lists = random.integers(0, num, num * k, dtype=np.int32)
+        whole = NeighbourTable(np.arange(num + 1) * k, lists, k)
+        part = whole.part(num * rank // ranks, num * (rank + 1) // ranks)
+        own, labels = OwnNeighbours.of(part, link), np.unique(random.integers(0, num, batch))
+        link.traffic.clear()
+        active = own.select(labels, budget, near, 5, 6)
+        assert sum(link.traffic.bytes.values()) <= 8 * k, link.traffic
+        assert sum(link.traffic.calls.values()) <= 10
+        num_near = len(labels) + round(near * (budget - len(labels)))
+        ids = whole.select(labels, num_near, seed=5, step=6)
+        chosen = positives_and_sample(ids, num, budget, 5, 6).ids
+        np.testing.assert_array_equal(active.sorted_ids, chosen[(chosen >= part.first) & (chosen < own.stop)])
 
 
 # A cut graph is saved in parts: no rank has the whole, and any number of ranks loads it.
