@@ -1,5 +1,8 @@
 """A training step over micro-batches, whose features and gradients travel between ranks while the backbone works.
 
+Called, it runs the whole batch forward: most is hidden. :meth:`MicroBatches.backward` goes forward and backward in each
+micro-batch: the least memory.
+
 The schedule is that of hybrid parallel pipelining (Song et al., "Large-Scale Training System for 100-Million
 Classification at Alibaba", section 3.3.1), with the head in one piece: its rows are read once for all micro-batches.
 
@@ -14,7 +17,7 @@ Legend: B samples of this rank.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -25,6 +28,7 @@ from geartrain.ams.values.arguments import boolean, integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.head.backends.backend import RowBackend
+from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.feature_parts import FeatureParts
 from geartrain.bridge.parallel.overlap.inputs import micro_batch, sizes_of_parts
 
@@ -60,7 +64,8 @@ class MicroBatches(nn.Module):
     Any other head is called once, with the features of all micro-batches: same result, nothing overlaps.
 
     Memory: activations of the whole batch, unless the backbone checkpoints them; the features and feature gradients of
-    all ranks, 2·4·B·R·D bytes, until the backward pass has ended. Costs of a step on ranks: those of the head, with
+    all ranks, 2·4·B·R·D bytes, until the backward pass has ended. :meth:`backward` needs those of one or two
+    micro-batches, and hides less. Costs of a step on ranks: those of the head, with
     one all-gather and one reduce-scatter for each micro-batch, and an exchange of one number for each but the first.
 
     Every rank gives as many micro-batches; batches may be uneven or empty. A rank whose backbone fails in a
@@ -108,10 +113,73 @@ class MicroBatches(nn.Module):
         """
         num_samples = len(labels) if isinstance(labels, Tensor) and labels.ndim else 0
         inputs = [micro_batch(images, part, self.num, num_samples) for part in range(self.num)]
+        return self._loss(inputs, sizes_of_parts(num_samples, self.num), labels, weight)
+
+    def backward(
+        self,
+        images: Any,
+        labels: Tensor,
+        weight: Tensor | None = None,
+        *,
+        scale: Callable[[Tensor], Tensor] = lambda loss: loss,
+    ) -> Tensor:
+        """Go forward and backward in one micro-batch after the other; return the loss of the batch, without a graph.
+
+            optimizer.zero_grad(); rows.zero_grad()
+            loss = step.backward(images, labels)             # in the place of step(images, labels).backward()
+            optimizer.step(); rows.step()
+
+        Memory: activations, features and logits of one micro-batch, of two where they come to the head in parts: the
+        features of the second travel while the first waits for none. Row gradients add up to one push. Loss and
+        gradients are those of the whole batch where all classes are active and the margin looks at single samples; of
+        ``PartialFC`` and ``KNNSoftmax`` each micro-batch has its own labels, and the same random classes. DDP reduces
+        once, FSDP2 in each. ``scale`` multiplies what goes backward: ``scaler.scale`` of a GradScaler.
+
+        With ranks an exchange and an all-reduce of ``num`` numbers more than :meth:`forward`; labels on a device are
+        waited for. If it raises, drop what the micro-batches before have left: ``zero_grad()`` of both optimizers.
+        Raises as :meth:`forward`, and InvalidArgument for a head that is no ClassHead or gives the loss of each sample.
+        """
+        head, num_samples = self.head, len(labels) if isinstance(labels, Tensor) and labels.ndim else 0
+        if not isinstance(head, ClassHead) or head.backend.settings.config.reduction == "none":
+            raise InvalidArgument(
+                "backward() adds up the losses of micro-batches, and the head is no gt.ClassHead with reduction='mean' "
+                "or 'sum'; call the module, and backward() of its loss"
+            )
+        peers = head.backend.peers
+        is_alone = peers is None or peers.world_size == 1
+        at_once = 2 if self._parted is not None and self.overlap else 1
         sizes = sizes_of_parts(num_samples, self.num)
+        groups = [sizes[first : first + at_once] for first in range(0, self.num, at_once)]
+        samples = [sum(group) for group in groups]
+
+        def divide() -> tuple[list[Any], Tensor]:
+            inputs = [micro_batch(images, part, self.num, num_samples) for part in range(self.num)]
+            return inputs, _counted(head, labels, weight, samples)
+
+        inputs, counted = divide() if peers is None else peers.run_together(divide, "no micro-batch was computed")
+        counted = counted if peers is None else peers.sum(counted)
+        is_sum = head.backend.settings.config.reduction == "sum"
+        shares = [1.0] * len(groups) if is_sum else (counted / (counted.sum() or 1.0)).tolist()
+        of_labels = torch.split(labels, samples)
+        of_weight = [None] * len(groups) if weight is None else torch.split(weight, samples)
+        whole = torch.zeros(())
+        for number, group in enumerate(groups):
+            mine = [inputs.pop(0) for _ in group]
+            if is_alone and num_samples and not samples[number]:
+                continue
+            is_last = not any(samples[number + 1 :]) if is_alone else number == len(groups) - 1
+            loss = self._loss(mine, group, of_labels[number], of_weight[number], is_last=is_last) * shares[number]
+            scale(loss).backward()  # type: ignore[no-untyped-call]
+            whole = whole.to(loss) + loss.detach()
+        return whole
+
+    def _loss(
+        self, inputs: list[Any], sizes: Sequence[int], labels: Tensor, weight: Tensor | None, *, is_last: bool = True
+    ) -> Tensor:
+        """The loss over some micro-batches; DDP reduces in the backward pass of those that are the ``last``."""
 
         def compute(part: int) -> Tensor:
-            with _reducing(self.backbone, part == self.num - 1):
+            with _reducing(self.backbone, is_last and part == len(sizes) - 1):
                 features: Tensor = self.backbone(inputs[part])
             inputs[part] = None
             return features
@@ -119,9 +187,18 @@ class MicroBatches(nn.Module):
         if self._parted is not None:
             parts = FeatureParts(compute, sizes, overlap=self.overlap)
             return self._parted.loss_of_parts(parts, labels, weight)
-        features = torch.cat([compute(part) for part in range(self.num)])
+        features = torch.cat([compute(part) for part in range(len(sizes))])
         loss: Tensor = self.head(features, labels) if weight is None else self.head(features, labels, weight)
         return loss
+
+
+def _counted(head: ClassHead, labels: Tensor, weight: Tensor | None, samples: list[int]) -> Tensor:
+    """How many samples of each micro-batch count in the mean, or their weights: float64, on the host."""
+    counts_B = torch.ones(len(labels), dtype=torch.float64) if weight is None else weight.detach().cpu().double()
+    ignored = head.backend.settings.config.ignore_index
+    if ignored is not None:
+        counts_B = counts_B.masked_fill(labels.cpu() == ignored, 0.0)
+    return torch.stack([part.sum() for part in torch.split(counts_B, samples)])
 
 
 @contextlib.contextmanager

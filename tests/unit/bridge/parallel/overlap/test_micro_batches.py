@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -87,6 +90,83 @@ def test_loss_gradients_and_rows_are_those_of_the_whole_batch(rank: int) -> None
             np.testing.assert_allclose(found[-1], expected[-1], rtol=0, atol=1e-6, err_msg=name)
 
 
+EXACT = ("full, linear with biases", "sub-centers, sum")
+"""All classes are active, and a sample's loss is its own."""
+
+
+def trained_part_by_part(rank: int, num: int, dtype: torch.dtype, head: gt.ClassHead) -> list[np.ndarray]:
+    """Losses, gradients of the backbone, and rows, of two steps; the second has weights. ``num`` 0: the whole batch."""
+    net, rows = backbone(dtype), gt.RowOptimizer(head)
+    step = gt.MicroBatches(net, head, num or 1)
+    found = []
+    for number in range(2):
+        inputs, labels, weight = batch(rank, number, dtype)
+        given = weight if number else None
+        loss = step.backward(inputs, labels, given) if num else step(inputs, labels, given)
+        if not num:
+            loss.backward()
+        rows.step()
+        found += [loss.detach(), *(weight.grad for weight in net.parameters())]
+    return [np.asarray(value) for value in (*found, head.weights())]
+
+
+@on_ranks(3)
+def test_micro_batches_that_go_backward_one_by_one_add_up_to_the_whole_batch(rank: int) -> None:
+    for name in EXACT:
+        settings = {"select": gt.FullSoftmax(), **HEADS[name]}
+        expected, *found = (
+            trained_part_by_part(rank, num, torch.float64, head_of(**settings)) for num in (0, 1, NUM, 5)
+        )
+        for of_num in found:
+            for mine, theirs in zip(of_num[:-1], expected[:-1], strict=True):
+                np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-9, err_msg=name)
+            np.testing.assert_allclose(of_num[-1], expected[-1], rtol=0, atol=1e-6, err_msg=name)
+
+
+def test_a_step_of_micro_batches_is_one_push_of_one_process_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for num in (0, 4):
+        with gt.local() as cluster:
+            head = heads.make_head(cluster, "classes", num_classes=CLASSES, dim=DIM, select=gt.FullSoftmax())
+            prepare = mock.Mock(wraps=head.table.prepare_push)
+            monkeypatch.setattr(head.table, "prepare_push", prepare)
+            found.append(trained_part_by_part(0, num, torch.float64, head))
+            assert prepare.call_count == 2
+            few, labels, _ = batch(0, 0)
+            gt.MicroBatches(backbone(), head, 9).backward(few[:2], labels[:2])  # more micro-batches than samples
+    for mine, theirs in zip(*found, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+PEAK = """
+import resource, sys, torch, geartrain as gt
+from torch import nn
+torch.set_num_threads(1), torch.manual_seed(0)
+net = nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.Sigmoid(),
+                    nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(512, 64))
+head = gt.ClassHead(None, "c", num_classes=30_000, dim=64, rows="ranks", select=gt.FullSoftmax(),
+                    config=gt.HeadConfig(logits_cache_bytes=1 << 30))
+step, rows = gt.MicroBatches(net, head, int(sys.argv[1])), gt.RowOptimizer(head)
+images, labels = torch.randn(256, 1, 48, 48), torch.randint(30_000, (256,))
+step.backward(images[:8], labels[:8]), rows.step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for _ in range(2):
+    step.backward(images, labels), rows.step()
+print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_eight_micro_batches_need_less_than_half_of_the_activations_and_logits() -> None:
+    def peak(num: int) -> tuple[int, int]:
+        done = subprocess.run([sys.executable, "-c", PEAK, str(num)], capture_output=True, text=True, check=True)
+        before, highest = map(int, done.stdout.split())
+        return highest - before, highest
+
+    (whole, whole_process), (few, few_process) = peak(1), peak(8)
+    assert few <= 0.5 * whole, (few, whole)
+    assert few_process <= 0.8 * whole_process, (few_process, whole_process)
+
+
 def replicated(net: nn.Sequential) -> nn.Module:
     return DistributedDataParallel(net)
 
@@ -105,10 +185,12 @@ def sharded(net: nn.Sequential) -> nn.Module:
     return net
 
 
-def gradients(rank: int, wrap: Callable[[nn.Sequential], nn.Module], num: int) -> tuple[np.ndarray, int]:
+def gradients(
+    rank: int, wrap: Callable[[nn.Sequential], nn.Module], num: int, *, one_by_one: bool = False
+) -> tuple[np.ndarray, int]:
     """Of the backbone after three steps, and how often DDP reduced a bucket."""
     reduced: list[int] = []
-    net, head = wrap(backbone()), head_of(margin=gt.CosFace(16, 0.2))
+    net, head = wrap(backbone()), head_of(margin=gt.CosFace(16, 0.2), select=gt.FullSoftmax())
     for module in net.modules():
         if isinstance(module, DistributedDataParallel):
             module.register_comm_hook(reduced, lambda noted, bucket: noted.append(1) or allreduce_hook(None, bucket))
@@ -117,7 +199,11 @@ def gradients(rank: int, wrap: Callable[[nn.Sequential], nn.Module], num: int) -
     for number in range(3):
         optimizer.zero_grad()
         inputs, labels, _ = batch(0 if rank == 0 else 2, number)
-        step(torch.cat([inputs] * 4), torch.cat([labels] * 4)).backward()
+        images, classes = torch.cat([inputs] * 4), torch.cat([labels] * 4)
+        if one_by_one:
+            step.backward(images, classes)
+        else:
+            step(images, classes).backward()
         optimizer.step()
         rows.step()
     whole = [
@@ -130,6 +216,9 @@ def gradients(rank: int, wrap: Callable[[nn.Sequential], nn.Module], num: int) -
 def test_ddp_and_fsdp2_reduce_once_for_all_micro_batches(rank: int) -> None:
     for wrap, buckets in ((replicated, 1), (replicated_layers, 2), (sharded, 0)):
         (found, times), (expected, _) = (gradients(rank, wrap, num) for num in (4, 1))
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-7, err_msg=wrap.__name__)
+        assert times == 3 * buckets, wrap.__name__
+        found, times = gradients(rank, wrap, 5, one_by_one=True)
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-7, err_msg=wrap.__name__)
         assert times == 3 * buckets, wrap.__name__
     assert gradients(rank, with_batch_norm, 2)[1] == 3  # its buffers are copied once a step
@@ -225,6 +314,11 @@ def test_a_failure_in_any_micro_batch_is_raised_on_every_rank(rank: int) -> None
             step = gt.MicroBatches(Failing(at if rank == 1 else None, failure), head, NUM)
             with pytest.raises(error if rank == 1 else SyncError, match=text if rank == 1 else "rank 1 failed in"):
                 step(inputs, labels)
+            if error is not InvalidArgument:  # there each micro-batch is one whose features ranks may differ in
+                step.backbone.at, step.backbone.passes = at if rank == 1 else None, 0
+                with pytest.raises(error if rank == 1 else SyncError):
+                    step.backward(inputs, labels)
+                rows.zero_grad()
             step.backbone.at = None
             step(inputs, labels).backward()  # nothing was left on its way
             rows.step()
@@ -285,6 +379,10 @@ def test_other_heads_see_the_whole_batch_once() -> None:
         (
             lambda: gt.MicroBatches(backbone(), nn.MSELoss(), 2)(torch.ones(3, INPUTS), torch.ones(4)),
             r"tensor \[4, …\]",
+        ),
+        (
+            lambda: gt.MicroBatches(backbone(), nn.MSELoss(), 2).backward(torch.ones(3), torch.ones(3)),
+            "no gt.ClassHead",
         ),
         (lambda: gt.MicroBatches(backbone(), nn.MSELoss(), 2)("images", torch.ones(4)), "images are 'images'"),
     ],
