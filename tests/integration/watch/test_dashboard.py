@@ -127,6 +127,7 @@ def test_a_page_hears_how_the_cluster_is_and_what_happens(
         again = next(m for m in messages if m["shards"][1]["state"] == "up")
         assert again["error"] == ""
         assert (again["health"], again["incomplete_tables"]) == ("degraded", ["t"])
+        assert [(of["name"], of["state"], of["dim"]) for of in again["tables"]] == [("t", "lost rows", 4)]
         cluster.scheduler.stop(0)
         assert "asked again" in next(m["error"] for m in messages if m["error"])
 
