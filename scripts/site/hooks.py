@@ -22,8 +22,18 @@ from mkdocs.structure.files import File, Files
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DECISIONS = "decisions"
-BOOSTS = {"start": 4, "tutorials": 4, "how-to": 4, DECISIONS: 0.3, "project": 0.3}
-"""Of the pages of a folder of docs/, in the results of a search."""
+BOOSTS = {
+    "start": 6,
+    "tutorials": 6,
+    "how-to": 4,
+    "reference/wire": 0.1,
+    "reference/api": 0.5,
+    "reference/errors": 0.5,
+    DECISIONS: 0.3,
+    "project": 0.3,
+    "": 1,
+}
+"""Of the pages whose path begins so, in the results of a search; the first that fits."""
 TWO_PICTURES = re.compile(
     r'<picture><source media="[^"]*dark[^"]*" srcset="([^"]*)"><img src="([^"]*)" alt="([^"]*)"></picture>'
 )
@@ -60,8 +70,8 @@ def _expanded(nav: Any, patterns: dict[str, list[Any]]) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Let the search put what shows how before what tells why; lead to pages of notebooks; draw bars."""
-    folder = page.file.src_uri.partition("/")[0]
-    page.meta.setdefault("search", {"boost": BOOSTS.get(folder, 1)})
+    boost = next(boost for beginning, boost in BOOSTS.items() if page.file.src_uri.startswith(beginning))
+    page.meta.setdefault("search", {"boost": boost})
     markdown = TWO_PICTURES.sub(r"![\3](\2#only-light)![\3](\1#only-dark)", markdown)
     markdown = re.sub(r"\]\(([\w/-]+)\.ipynb\)(?!\{)", r"](\1.md)", markdown)
     return bench_charts.with_charts(markdown)

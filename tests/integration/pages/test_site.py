@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -94,7 +95,52 @@ def test_what_takes_more_than_eight_arguments_explains_each() -> None:
 def test_a_search_puts_what_shows_how_before_decisions(site: Path) -> None:
     found = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
     boosts = {entry["location"].partition("/")[0]: entry["boost"] for entry in found if "/" in entry["location"]}
-    assert boosts["tutorials"] == boosts["how-to"] > boosts["reference"] > boosts["decisions"]
+    assert boosts["tutorials"] > boosts["how-to"] > boosts["explanation"] > boosts["decisions"]
+
+
+def test_pictures_are_small_and_have_a_dark_form() -> None:
+    pictures = [path for path in DOCS.rglob("*") if path.suffix in (".png", ".svg", ".webp")]
+    assert len(pictures) > 10
+    assert [path.name for path in pictures if path.stat().st_size > 200_000] == []
+    plain = {path.name for path in pictures if path.suffix == ".svg" and "scheme: dark" not in path.read_text("utf-8")}
+    assert plain == {"logo.svg"}
+
+
+@pytest.mark.slow
+def test_every_word_of_a_drawing_fits_and_can_be_read(browser: Any) -> None:
+    page = browser.new_page()
+    for drawing in DOCS.rglob("*.svg"):
+        page.goto(drawing.as_uri())
+        assert page.evaluate("document.documentElement.viewBox.baseVal.width > 0"), drawing
+        assert page.evaluate(WORDS_THAT_DO_NOT_FIT) == [], drawing
+
+
+WORDS_THAT_DO_NOT_FIT = """() => {
+  const {x, y, width, height} = document.documentElement.viewBox.baseVal;
+  const toDrawing = document.documentElement.getScreenCTM().inverse();
+  const boxes = [...document.querySelectorAll("rect")].map(rect => rect.getBBox());
+  return [...document.querySelectorAll("text")].filter(text => {
+    const box = text.getBoundingClientRect(), own = text.getBBox(), middle = own.x + own.width / 2;
+    const from = new DOMPoint(box.left, box.top).matrixTransform(toDrawing);
+    const to = new DOMPoint(box.right, box.bottom).matrixTransform(toDrawing);
+    const parts = [text, ...text.querySelectorAll("tspan")].filter(part => part.textContent.trim());
+    return from.x < x - 1 || from.y < y - 1 || to.x > x + width + 1 || to.y > y + height + 1
+      || parts.some(part => parseFloat(getComputedStyle(part).fontSize) < 10)
+      || boxes.some(rect => middle > rect.x && middle < rect.x + rect.width && own.y > rect.y
+        && own.y < rect.y + rect.height && (own.x < rect.x || own.x + own.width > rect.x + rect.width));
+  }).map(text => text.textContent);
+}"""
+"""Those beyond the drawing or beyond the box that they stand in, and those too small."""
+
+
+@pytest.mark.slow
+def test_no_page_is_wider_than_a_phone(site: Path, browser: Any) -> None:
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    wide = []
+    for path in (path for path in site.rglob("*.html") if path.parent.name not in ("api", "decisions")):
+        page.goto(path.as_uri(), wait_until="domcontentloaded")
+        wide += [path.name] if page.evaluate("document.documentElement.scrollWidth > innerWidth") else []
+    assert wide == []
 
 
 @pytest.mark.slow
