@@ -39,7 +39,7 @@ def joint_limit(
         ends = counts.cumsum(0, dtype=torch.int64)
         total = ends[-1] if total is None else total
         num_before = (ends < left).sum()
-        left = left - torch.where(num_before > 0, ends[(num_before - 1).clamp(min=0)], 0)
+        left = left - torch.where(num_before > 0, ends.take((num_before - 1).clamp(min=0)), 0)
         low = low + width * num_before
     assert total is not None
     return torch.where(wanted > 0, low + 1, 0).clamp(max=size), torch.minimum(wanted, total)

@@ -47,17 +47,21 @@ class RankSelector:
 
     @staticmethod
     def memory(plan: MemoryPlan) -> list[MemoryPart]:
-        """What choosing takes on a device: the graph once more, and candidates."""
-        if plan.device.type == "cpu" or plan.active == plan.num_classes:
+        """The graph that is chosen by, where that is another than the lists of the rank's classes; on a device what
+        choosing takes there."""
+        if plan.active == plan.num_classes:
             return []
-        num, k = plan.num_classes, plan.neighbours
+        num, k, on_device = plan.num_classes, plan.neighbours, plan.device.type != "cpu"
+        size, formula = 0, ""
+        if k and plan.ranks > 1:
+            size, formula = OwnNeighbours.bytes_for(num, k, plan.ranks), "6·C·k / R + 8·C"
+        elif k and on_device:
+            size, formula = NeighbourTable.bytes_for(num, k), "4·C·k + 8·C"
         graph = MemoryPart(
-            name="graph of classes, on the device",
-            holder="rank",
-            bytes=NeighbourTable.bytes_for(num, k, plan.ranks) if k else 0,
-            standing=True,
-            formula="(4·C·k + 8·C) / R",
+            name="graph of classes, to choose by", holder="rank", bytes=size, standing=True, formula=formula
         )
+        if not on_device:
+            return [graph]
         size = choice_bytes(num, plan.active, min(num, plan.batch * plan.ranks), k)
         formula = "40·B·R·(1 + k) + C/8 + 20·A"
         return [graph, *in_step("rank", ("choosing of the active classes", size, formula))]

@@ -15,14 +15,16 @@ from hypothesis import strategies as st
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.programs.class_lifecycle import LiveClasses
-from geartrain.ams.programs.selection import FullSoftmax, PartialFC
+from geartrain.ams.programs.selection import FullSoftmax, PartialFC, positives_and_sample
 from geartrain.ams.values.optimizers.registry import SparseMomentum
 from geartrain.ams.values.specs import Normal
+from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.backends.active_rows import DeviceActive, HostActive
 from geartrain.bridge.head.backends.ranks import selector
 from geartrain.bridge.head.backends.ranks.selector import LivingIds, RankSelector
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
+from geartrain.bridge.head.selection.own_neighbours import OwnNeighbours
 from geartrain.bridge.head.selection.torch_selection import TorchGraph, near_on
 from geartrain.bridge.kernels.sampling import filled_by_sample
 from geartrain.bridge.placements.device_number import DeviceNumber
@@ -67,6 +69,30 @@ def test_the_chosen_classes_are_those_of_the_specification(
     np.testing.assert_array_equal(found.numpy(), table.select(labels, wanted, seed=seed, step=step))
     lists = (table.offsets, table.neighbours)
     np.testing.assert_array_equal(found.numpy(), reference.select_neighbours(*lists, labels, wanted, seed, step))
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), num_classes=st.integers(2, 40), near=st.floats(0, 1), step=STEPS)
+def test_a_graph_cut_by_neighbour_chooses_what_the_whole_one_does(
+    data: st.DataObject, num_classes: int, near: float, step: int
+) -> None:
+    table = data.draw(graphs(num_classes))
+    labels = np.array(data.draw(st.lists(st.integers(0, num_classes - 1), max_size=30)), np.int64)
+    distinct = np.unique(labels)
+    budget = max(data.draw(st.integers(1, num_classes - 1)), len(distinct))
+    if budget >= num_classes:
+        return
+    num_near = len(distinct) + round(near * (budget - len(distinct)))
+    chosen = table.select(labels, num_near, seed=5, step=step) if num_near else labels
+    expected = positives_and_sample(chosen, num_classes, budget, 5, step).ids
+    own = OwnNeighbours.of(table, Communicator())
+    np.testing.assert_array_equal(own.select(distinct, budget, near, 5, step).ids, expected)
+    shuffled = torch.from_numpy(np.roll(labels, 3))
+    where: Any = {"start": 0, "stop": num_classes, "room": budget}
+    with NoAnswers():
+        near_here = own.near(shuffled, near, budget)
+        found = filled_by_sample(near_here.ids_M, num_classes, budget, 5, step, **where, limit=near_here.limit)
+    np.testing.assert_array_equal(found.ids_A, expected)
 
 
 def knn_of(table: NeighbourTable, budget: float, living: LiveClasses, seed: int) -> KNNSelection:

@@ -137,7 +137,9 @@ def test_choosing_on_a_device_is_counted_there() -> None:
         return {part.name: part.bytes for part in report.parts}
 
     with_graph = parts(select=gt.KNNSoftmax(0.1, k=4))
-    assert with_graph["graph of classes, on the device"] == with_graph["graph of classes"] > 4 * 4 * 40_000
+    assert with_graph["graph of classes, to choose by"] == with_graph["graph of classes"] > 4 * 4 * 40_000
+    on_ranks = parts(select=gt.KNNSoftmax(0.1, k=4), num_ranks=4)
+    assert on_ranks["graph of classes, to choose by"] == 8 * 40_001 + 6 * 40_000
     sampled = parts(select=gt.PartialFC(0.1))
     assert sampled["choosing of the active classes"] < with_graph["choosing of the active classes"] < 8 << 20
     assert "choosing of the active classes" not in parts(select=gt.FullSoftmax())

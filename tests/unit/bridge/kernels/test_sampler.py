@@ -62,6 +62,31 @@ def test_a_kernel_chooses_what_the_host_does(
         require(found, expected, len(np.unique(labels)), start, stop, places)
 
 
+@pytest.mark.parametrize(
+    ("num_ids", "budget", "num_given", "start", "stop"), [(1000, 100, 7, 0, 400), (4097, 2000, 500, 33, 2900)]
+)
+def test_a_kernel_chooses_for_its_part_the_draws_that_count(
+    kernel_device: torch.device, num_ids: int, budget: int, num_given: int, start: int, stop: int
+) -> None:
+    labels = np.random.default_rng(num_ids).integers(0, num_ids, num_given)
+    drawn, own = sample_ids(num_ids, budget, 3, 9), labels[(labels >= start) & (labels < stop)]
+    fresh = np.flatnonzero(~np.isin(drawn, labels))
+    num_draws = fresh[budget - len(np.unique(labels)) - 1] + 1
+    told: list[torch.Tensor] = []
+
+    def limit(is_own_N: torch.Tensor) -> torch.Tensor:
+        told.append(is_own_N)
+        return torch.tensor(num_draws, device=kernel_device)
+
+    expected = positives_and_sample(labels, num_ids, budget, 3, 9).ids
+    expected = expected[(expected >= start) & (expected < stop)] - start
+    given, where = torch.from_numpy(own).to(kernel_device), {"start": start, "stop": stop, "room": stop - start}
+    found = filled_by_sample(given, num_ids, budget, 3, 9, **where, limit=limit)
+    np.testing.assert_array_equal(found.ids_A[: int(found.num)].cpu(), expected)
+    is_own = (drawn >= start) & (drawn < stop) & ~np.isin(drawn, labels)
+    np.testing.assert_array_equal(told[0].cpu(), is_own)
+
+
 def test_there_is_room_for_any_sample() -> None:
     assert room_for(10, 50, 1000, 1000) == 50 and room_for(60, 50, 1000, 1000) == 60
     assert room_for(0, 10**6, 10**7, 10**7 // 8) < 1.04 * 10**6 / 8
