@@ -30,7 +30,7 @@ from geartrain.ams.server.metrics import ServedShard, server_metrics
 from geartrain.ams.server.service import ShardService
 from geartrain.ams.server.shard import Shard, new_incarnation
 from geartrain.ams.storage.snapshot.roots import SnapshotRoots
-from geartrain.ams.values.config import MIB, ServerConfig, split_address
+from geartrain.ams.values.config import ServerConfig, split_address
 from geartrain.ams.values.errors import (
     ClusterNotReady,
     ConfigError,
@@ -43,7 +43,7 @@ from geartrain.ams.values.expiry.rules import import_rules
 from geartrain.ams.values.placement import BucketMap, buckets_of_shard
 from geartrain.ams.values.rpc import version
 from geartrain.ams.values.scheduler_messages import Heartbeat, LeaveCluster, ReadRevoked, Register
-from geartrain.ams.values.text import counted
+from geartrain.ams.values.text import counted, sized
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ class ShardServer:
         if self._config.cpus is not None:
             keep_to_cpus(self._config.cpus)
         keep_large_buffers()
-        memory_bytes = limit_row_memory(self._config.memory_bytes)
+        limit_row_memory(self._config.memory_bytes)
         pool = memory_pool().name
         first = (
             self._config.shard if self._config.shard is not None else Credentials.mine(self._config.listen).first_shard
@@ -268,7 +268,6 @@ class ShardServer:
             heart.start()
         self._pulse.start()
         self._started = True
-        logger.info("rows may take %d MiB (server.memory_bytes)", memory_bytes // MIB)
         return [held.address for held in self._held]
 
     @property
@@ -395,9 +394,7 @@ class ShardServer:
             self._pool_shards = pool_shards
             others = max(0, pool_shards - len(self._held))
             memory_bytes = limit_row_memory(None, len(self._held) / (len(self._held) + others))
-        logger.info(
-            "rows may take %d MiB: the memory is that of %s", memory_bytes // MIB, counted(pool_shards, "shard")
-        )
+        logger.debug("rows may take %s: the memory is that of %s", sized(memory_bytes), counted(pool_shards, "shard"))
 
     def _end(self, held: _HeldShard, reason: str) -> None:
         """Serve one shard no more and forget its rows, which are nobody's now; the server ends with the last."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from datetime import datetime
 from logging.handlers import WatchedFileHandler
@@ -10,13 +11,17 @@ from logging.handlers import WatchedFileHandler
 from geartrain.ams.values.errors import ConfigError
 
 LEVELS = ("debug", "info", "warning", "error")
+_COLOURS = {"DEBUG": "2", "WARNING": "33", "ERROR": "31", "CRITICAL": "31"}
+"""Level -> how a terminal shows it: faint, yellow, red."""
 
 
 def log_to_stderr(level: str) -> None:
     """Send every log record of at least ``level`` to stderr. Raises ConfigError for an unknown level."""
     if level not in LEVELS:
         raise ConfigError(f"log level {level!r} is none of {', '.join(LEVELS)}")
-    logging.basicConfig(level=level.upper(), handlers=[_handler()], force=True)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Lines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
 def audit_to(file: str | None) -> None:
@@ -33,20 +38,12 @@ def audit_to(file: str | None) -> None:
     auditor.propagate = False
 
 
-def _handler() -> logging.Handler:
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.logging import RichHandler
-
-        handler: logging.Handler = RichHandler(console=Console(stderr=True), show_path=False)
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        return handler
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Lines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    return handler
-
-
 class _Lines(logging.Formatter):
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        line, colour = super().formatMessage(record), _COLOURS.get(record.levelname)
+        is_coloured = colour and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+        return f"\x1b[{colour}m{line}\x1b[0m" if is_coloured else line
+
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: ARG002, N802
         """ISO 8601 with the zone, as other programs read it."""
         return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")

@@ -7,6 +7,7 @@ import logging
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 from typing import Protocol
@@ -43,9 +44,15 @@ class RoleEnded(GeartrainError):
     """A role stopped serving although nobody told it to."""
 
 
-def print_ready(role: str, **facts: object) -> None:
-    """Tell whoever started this process, in one line of JSON on stdout, that it serves now."""
-    print(json.dumps({"ready": role, **facts, "pid": os.getpid()}), flush=True)
+def print_ready(role: str, *, as_json: bool = False, **facts: object) -> None:
+    """Tell whoever started this process that it serves now: on a terminal in a sentence, else in a line of JSON."""
+    if as_json or not sys.stdout.isatty():
+        print(json.dumps({"ready": role, **facts, "pid": os.getpid()}), flush=True)
+    elif "url" in facts:
+        print(f"Ready; open this in a browser (Ctrl-C ends the {role}):\n{facts['url']}", flush=True)
+    else:
+        addresses = facts.get("addresses", [facts.get("address")])
+        print(f"The {role} serves at {', '.join(map(str, addresses))}; Ctrl-C ends it", flush=True)
 
 
 def end_with_parent() -> None:
@@ -74,7 +81,7 @@ def warn_if_open(listen: str) -> None:
         logger.warning("serving on %s without encryption or authentication: keep it on a private network", listen)
 
 
-def serve(role: str, service: RunningRole, **facts: object) -> None:
+def serve(role: str, service: RunningRole, *, as_json: bool = False, **facts: object) -> None:
     """Say that a started service is ready, with ``facts``; serve until SIGTERM or SIGINT, then stop in good order.
 
     The same signal once more ends the process at once.
@@ -104,7 +111,9 @@ def serve(role: str, service: RunningRole, **facts: object) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     logger.info("%s: Geartrain %s", role, version())
-    print_ready(role, **facts)  # whoever reads it may end this process at once: the handlers are in place
+    print_ready(
+        role, as_json=as_json, **facts
+    )  # whoever reads it may end this process at once: the handlers are in place
     threading.Thread(target=watch, name="service-watch", daemon=True).start()
     # Python runs handlers on this thread alone; if the system gives a signal to another, that does not wake this one.
     while not ended.wait(_LOOK_SECONDS):

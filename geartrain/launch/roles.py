@@ -157,7 +157,8 @@ ROLES: dict[str, RoleKind] = {
             start=_start_scheduler,
             help="""Run the scheduler: membership, placement and tables of a cluster.
 
-Prints one line of JSON when it serves: {"ready": "scheduler", "address": ..., "num_shards": ..., "pid": ...}.""",
+When it serves it says so: with --json, and where stdout is no terminal, in one line of JSON,
+{"ready": "scheduler", "address": ..., "num_shards": ..., "pid": ...}.""",
             report="geartrain.cli.cluster.status:report_of_cluster",
         ),
         RoleKind(
@@ -168,7 +169,8 @@ Prints one line of JSON when it serves: {"ready": "scheduler", "address": ..., "
             start=_start_server,
             help="""Run a server: a process that holds one or more shards.
 
-Prints one line of JSON when it has joined the cluster: {"ready": "server", "addresses": [...], "pid": ...}.""",
+When it has joined the cluster it says so: with --json, and where stdout is no terminal, in one line of JSON,
+{"ready": "server", "addresses": [...], "pid": ...}.""",
         ),
         RoleKind(
             name="graph",
@@ -179,7 +181,8 @@ Prints one line of JSON when it has joined the cluster: {"ready": "server", "add
             help="""Run the graph service, which builds and keeps the nearest classes of every class; or ask one that
 runs.
 
-Prints one line of JSON when it serves: {"ready": "graph", "address": ..., "pid": ...}.""",
+When it serves it says so: with --json, and where stdout is no terminal, in one line of JSON,
+{"ready": "graph", "address": ..., "pid": ...}.""",
             commands="geartrain.cli.cluster.graph:app",
             in_up=True,
             report="geartrain.cli.cluster.graph:report_of_graphs",
@@ -194,8 +197,8 @@ Prints one line of JSON when it serves: {"ready": "graph", "address": ..., "pid"
 gradients.
 
 Start as many as you like: they share the ids out among them. SIGTERM: it applies what waits and gives its ids to the
-others. Prints one line of JSON when it serves: {"ready": "slowgear", "address": ..., "name": ..., "partitions": ...,
-"pid": ...}.""",
+others. When it serves it says so: with --json, and where stdout is no terminal, in one line of JSON,
+{"ready": "slowgear", "address": ..., "name": ..., "partitions": ..., "pid": ...}.""",
             report="geartrain.cli.cluster.status:report_of_gears",
         ),
         RoleKind(
@@ -206,7 +209,8 @@ others. Prints one line of JSON when it serves: {"ready": "slowgear", "address":
             help="""Serve trained models over HTTP: what 'geartrain export RUN --to DIR' wrote, or folders of versions.
 
 Ask it with curl: 'curl --data-binary @a.png 127.0.0.1:8000/v1/classify'. 'geartrain rollback' makes an older version
-current again. SIGTERM: it answers what is under way, and ends. Prints one line of JSON when it serves:
+current again. SIGTERM: it answers what is under way, and ends. When it serves it says where: with --json, and where
+stdout is no terminal, in one line of JSON,
 {"ready": "serve", "address": ..., "url": ..., "models": [...], "pid": ...}.""",
         ),
     )

@@ -8,7 +8,7 @@ import typer
 
 from geartrain.cli.cluster.roles import EndWithParent, LogLevel
 from geartrain.cli.shared.clusters import settings
-from geartrain.cli.shared.options import ConfigFile, GraphAddress, SchedulerAddress
+from geartrain.cli.shared.options import ConfigFile, GraphAddress, Json, SchedulerAddress
 
 DEFAULT_LISTEN = "127.0.0.1:7080"
 
@@ -22,12 +22,13 @@ def dashboard(
         bool, typer.Option("--link", help="Print a link for another browser to the one that listens there, and end.")
     ] = False,
     log_level: LogLevel = "info",
+    as_json: Json = False,
     end_with_parent: EndWithParent = False,
 ) -> None:
     """Show a running cluster in a browser: shards, tables, jobs with their losses, snapshots, events as they come.
 
-    Prints one line of JSON when it serves; its "url" opens the page in one browser, once. --link prints a link for the
-    next one.
+    Prints a link when it serves, which opens the page in one browser, once; --link prints one for the next. With --json,
+    and where stdout is no terminal, that is a line of JSON: {"ready": "dashboard", "url": ..., ...}.
     """
     if link:
         from geartrain.watch.page import link_to
@@ -44,4 +45,4 @@ def dashboard(
     from geartrain.watch.page import Dashboard
 
     page = Dashboard(config, listen)
-    life.serve("dashboard", page, address=page.address, url=page.url)
+    life.serve("dashboard", page, as_json=as_json, address=page.address, url=page.url)

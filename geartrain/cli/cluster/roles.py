@@ -12,7 +12,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from geartrain.ams.observe import failpoints, traces
-from geartrain.cli.shared.options import ConfigFile, RunMode, SecurityFolder
+from geartrain.cli.shared.options import ConfigFile, Json, RunMode, SecurityFolder
 from geartrain.launch import configuration
 from geartrain.launch import role as life
 from geartrain.launch.logs import audit_to, log_to_stderr
@@ -41,6 +41,7 @@ def run_command(role: RoleKind) -> Callable[..., None]:
         mode: str | None,
         security_folder: str | None,
         log_level: str,
+        as_json: bool,
         end_with_parent: bool,
         **settings: Any,
     ) -> None:
@@ -57,7 +58,7 @@ def run_command(role: RoleKind) -> Callable[..., None]:
         traces.start(role.name)
         life.raise_open_files()
         with Role(role.name, whole) as serving:
-            life.serve(role.name, serving.service, **serving.facts)
+            life.serve(role.name, serving.service, as_json=as_json, **serving.facts)
 
     parameters: dict[str, tuple[Any, Any]] = {"context": (typer.Context, inspect.Parameter.empty)}
     parameters |= {"file": (ConfigFile, None)} | {key: _flag(key, of) for key, of in role.settings.model_fields.items()}
@@ -65,6 +66,7 @@ def run_command(role: RoleKind) -> Callable[..., None]:
         "mode": (RunMode, None),
         "security_folder": (SecurityFolder, None),
         "log_level": (LogLevel, "info"),
+        "as_json": (Json, False),
         "end_with_parent": (EndWithParent, False),
     }
     give_parameters(run, parameters)

@@ -198,22 +198,25 @@ def _ready_line(facts: ClusterFacts) -> str:
 
 
 def _show_ready(facts: ClusterFacts, security_folder: str | None = None) -> None:
-    """To a person: what runs, in a box; below it, where a window breaks no line, the link and what to type next."""
+    """To a person: what runs, the link and what to type next, in a box; below it in a window that would break them."""
     from rich.console import Console
     from rich.panel import Panel
     from rich.text import Text
 
     console = Console()
     ready = _ready_line(replace(facts, dashboard=None)).removeprefix("ready: ")
-    console.print(Panel.fit(Text(f"{ready}\nCtrl-C ends the cluster"), title="ready", border_style="green"))
     under = f"GEARTRAIN_SECURITY__FOLDER={shlex.quote(security_folder)} " if security_folder else ""
     given = "" if facts.scheduler == ClusterConfig().scheduler.listen else f" --scheduler {facts.scheduler}"
-    lines = [
-        *([f"dashboard: {facts.dashboard}"] if facts.dashboard else [f"{under}geartrain dashboard{given}"]),
-        f"{under}geartrain status{given}",
+    nexts = [
+        facts.dashboard or f"{under}geartrain dashboard{given}",
+        f"{under}geartrain top{given}",
         f"{under}geartrain worker ctr --data movielens --scheduler {facts.scheduler}",
     ]
-    for line in lines:
+    lines = [f"{what:<11}{line}" for what, line in zip(("dashboard", "terminal", "train"), nexts, strict=True)]
+    fits = max(map(len, lines)) + 4 <= console.width
+    within = [ready, *(lines if fits else ()), "Ctrl-C ends the cluster"]
+    console.print(Panel.fit(Text("\n".join(within)), title="ready", border_style="green"))
+    for line in () if fits else nexts:
         console.print(Text(line), soft_wrap=True)
 
 

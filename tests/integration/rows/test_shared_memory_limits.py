@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import re
+import time
 
-from tests.integration.commands.test_up import started
+from geartrain.ams.client.cluster_status import cluster_status
+from geartrain.ams.server.machine import default_row_memory, memory_pool
+from tests.integration.commands.test_up import up
 
 
 def test_servers_of_one_machine_divide_its_memory() -> None:
-    with started("--shards=2", "--scheduler-listen=127.0.0.1:0") as process:
-        assert process.stderr is not None
-        taken: dict[tuple[str, str], int] = {}
-        while len(taken) < 4:
-            line = process.stderr.readline()
-            assert line, "it ended"
-            if found := re.search(r"(server \d) .*rows may take (\d+) MiB(: the memory is that of 2 shards|)", line):
-                taken[found[1], "half" if found[3] else "whole"] = int(found[2])
-        assert taken["server 0", "half"] == taken["server 1", "half"] <= taken["server 0", "whole"] // 2
+    whole = default_row_memory(memory_pool().num_bytes)
+    with up("--shards=2") as running:
+        until = time.monotonic() + 20
+        while (limits := {shard.memory_limit_bytes for shard in cluster_status(running.facts["scheduler"]).shards}) != {
+            whole // 2
+        }:
+            assert time.monotonic() < until, limits  # as their heartbeats tell
+            time.sleep(0.1)
