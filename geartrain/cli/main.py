@@ -134,17 +134,22 @@ def main() -> None:
         require_no_token(sys.argv)
         build_app(sys.argv[1:])()
     except GeartrainError as error:
-        print(printable(f"{ERROR_PREFIX}{error}"), file=sys.stderr)  # it may quote what another process said
+        _print_error(printable(str(error)))  # it may quote what another process said
         passes = isinstance(error, ShardRestarted | StaleCluster | Unavailable | RunHeld)
         sys.exit(TRY_LATER if passes and sys.argv[1:2] == ["worker"] else exit_code(error))
     except OSError as error:
         if error.filename is not None:
-            print(f"{ERROR_PREFIX}{os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
+            _print_error(f"{os.fsdecode(error.filename)}: {error.strerror}")
         elif error.errno in (errno.ENOSPC, errno.EDQUOT):  # of a write, which knows no name
-            print(f"{ERROR_PREFIX}{error.strerror}: free space, or give a folder on another disk", file=sys.stderr)
+            _print_error(f"{error.strerror}: free space, or give a folder on another disk")
         else:
             raise
         sys.exit(FAILED)
+
+
+def _print_error(what: str) -> None:
+    is_coloured = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    print(f"\x1b[31m{ERROR_PREFIX}\x1b[0m{what}" if is_coloured else f"{ERROR_PREFIX}{what}", file=sys.stderr)
 
 
 def exit_code(error: GeartrainError) -> int:

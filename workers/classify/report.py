@@ -64,7 +64,7 @@ class Evaluation:
             images_text = counted(summary["images"], "image")
             self._say(f"{name}: top-1 {summary['top1']:.4f}, top-5 {summary['top5']:.4f}, {images_text}")
             if (worse := worse_than_guessing(summary["top1"], images.labels)) is not None:
-                self._say(worse)
+                self._say(f"[yellow]{worse}[/]")
         return answers
 
     def _answer(self, images: Images, model: TrainedModel | None = None) -> Answers:

@@ -226,7 +226,7 @@ class ClickTrainer(EmbeddingTrainer):
             f"({found['log_loss_of_the_mean']:.4f} for the mean click rate), {counted(found['samples'], 'sample')}"
         )
         if (worse := worse_than_guessing(found)) is not None:
-            self.attempt.say(worse)
+            self.attempt.say(f"[yellow]{worse}[/]")
         return {"held_out": found, "model": {"step": step, "best": best}}
 
     def conclude(self) -> str:

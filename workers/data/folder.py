@@ -17,7 +17,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.ams.values.text import counted
+from geartrain.ams.values.text import counted, sized
 from geartrain.workers.data import recordio, webdataset
 from geartrain.workers.data.bitmaps import IMAGE_SUFFIXES, Bitmap, Preprocessing
 from geartrain.workers.data.images import Images, ImageSet, StreamedImages, Unreadable, decoding_threads, read_bitmap
@@ -79,7 +79,7 @@ def load_folder(
         sets = _read_all([train, validation], preprocessing, console, unreadable)
     else:
         console.print(
-            f"The images decoded would take {num_bytes / (1 << 30):,.1f} GiB: they are read batch by batch "
+            f"The images decoded would take {sized(num_bytes)}: they are read batch by batch "
             "(image_memory says from when on)",
             highlight=False,
             soft_wrap=True,

@@ -289,7 +289,7 @@ class TrainingRun:
         state, whole = self._attempt.state, report["train_seconds"]
         since = f" ({lasting(whole - sum(state.phases.values()))} since step {state.progress.step})" if state else ""
         epochs = trainer.epochs(trainer.progress.step)
-        self._attempt.say(f"Trained in {lasting(whole)}{since}, {epochs}. {trainer.conclude()} are in {out}")
+        self._attempt.say(f"[green]Trained in {lasting(whole)}[/]{since}, {epochs}. {trainer.conclude()} are in {out}")
         return report
 
     def _diverged(self, exc: NonFinite) -> TrainingDiverged:

@@ -19,6 +19,7 @@ from geartrain.ams.storage.array_file import read_arrays, read_head, write_array
 from geartrain.ams.storage.durable import create_folders, sync_folder
 from geartrain.ams.values.errors import StateDamaged, StateFailed
 from geartrain.ams.values.placement import NUM_BUCKETS
+from geartrain.ams.values.text import sized
 
 _log = logging.getLogger(__name__)
 
@@ -52,9 +53,9 @@ class GraphSizes:
     """Of the lists of the classes of each shard."""
 
     def __str__(self) -> str:
-        """Such as "graph 372.53 GiB, on 256 shards 1.46 GiB each at most"."""
+        """Such as "graph 372.5 GiB, on 256 shards 1.5 GiB each at most"."""
         largest = max(self.shard_bytes)
-        return f"graph {_gib(self.whole_bytes)}, on {len(self.shard_bytes)} shards {_gib(largest)} each at most"
+        return f"graph {sized(self.whole_bytes)}, on {len(self.shard_bytes)} shards {sized(largest)} each at most"
 
 
 def graph_sizes(num_classes: int, k: int, num_buckets: Sequence[int]) -> GraphSizes:
@@ -111,7 +112,3 @@ class GraphStore:
 
     def _path(self, table: str) -> Path:
         return self._folder / f"{xxhash.xxh3_128_hexdigest(table.encode())}.graph"
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.2f} MiB"

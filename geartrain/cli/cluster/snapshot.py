@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from geartrain.ams.values.errors import ConfigError
-from geartrain.ams.values.text import counted
+from geartrain.ams.values.text import counted, sized
 from geartrain.cli.shared.clusters import connected
 from geartrain.cli.shared.consoles import progress_bar
 from geartrain.cli.shared.options import ConfigFile, GraphAddress, Json, SchedulerAddress
@@ -220,7 +220,7 @@ def _summary(facts: dict[str, Any]) -> str:
     tables, rows = len(facts["rows"]), sum(facts["rows"].values())
     return (
         f"step {facts['step']}, {facts['created']}, {counted(tables, 'table')}, {counted(rows, 'row')}, "
-        f"{facts['bytes'] / 2**20:.1f} MiB from {counted(facts['num_shards'], 'shard')}"
+        f"{sized(facts['bytes'])} from {counted(facts['num_shards'], 'shard')}"
         + (f", {counted(len(facts['graphs']), 'graph')}" if facts["graphs"] else "")
         + (f", added to {facts['parent']}" if facts["parent"] else "")
     )

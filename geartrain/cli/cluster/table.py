@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from geartrain.ams.values.errors import ConfigError
-from geartrain.ams.values.text import counted
+from geartrain.ams.values.text import counted, sized
 from geartrain.cli.shared.clusters import connected, settings
 from geartrain.cli.shared.consoles import progress_bar
 from geartrain.cli.shared.options import ConfigFile, GraphAddress, Json, SchedulerAddress
@@ -53,7 +53,7 @@ def list_(file: ConfigFile = None, scheduler: SchedulerAddress = None, as_json: 
     _say_who_is_absent(found)
     for table in tables:
         ids = "any id" if table.num_rows is None else f"ids below {table.num_rows:,}"
-        rows, memory = counted(table.rows, "row"), f"{table.memory_bytes / 2**20:.1f} MiB"
+        rows, memory = counted(table.rows, "row"), sized(table.memory_bytes)
         print(f"{table.name}: {rows} of dim {table.dim}, {ids}, {memory}, {counted(table.writes, 'write')}")
     for name, number in zip(found.incomplete_tables, found.incomplete_rows, strict=True):
         print(f"{name}: {counted(number, 'row')}, {why_incomplete(found, name)}")

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import track as rich_track
 
 from geartrain.ams.values.errors import ConfigError, GeartrainError
-from geartrain.ams.values.text import counted
+from geartrain.ams.values.text import counted, sized
 from geartrain.serving.index.choice import require_choice
 from geartrain.serving.index.registry import write_index
 from geartrain.workers.classify import class_pictures
@@ -148,7 +148,7 @@ def _lines(folder: Path, config: Mapping[str, Any], why: str) -> Iterator[str]:
     network = folder / ONNX
     yield (
         f"{folder} holds version {config['version']}: {config['num_classes']:,} classes, a network of "
-        f"{config['dim']} features in {config['precision']} ({network.stat().st_size / 1e6:,.1f} MB)"
+        f"{config['dim']} features in {config['precision']} ({sized(network.stat().st_size)})"
     )
     kinds = ("held-out image",) if accuracy else ("image of random numbers", "images of random numbers")
     images = counted(parity["images"], *kinds)

@@ -27,7 +27,7 @@ from geartrain.ams.values.errors import (
     TableNotFound,
     Unavailable,
 )
-from geartrain.ams.values.text import counted
+from geartrain.ams.values.text import counted, sized
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
@@ -84,7 +84,10 @@ class Exporter:
         whole, removed = self._compacted()
         facts = {**_facts(whole), "removed": removed}
         gone = f"; removed {counted(len(removed), 'older one')}" if removed else ""
-        self._say(facts, f"version {facts['version']} is whole: {counted(facts['rows'], 'row')}, {_size(facts)}{gone}")
+        self._say(
+            facts,
+            f"version {facts['version']} is whole: {counted(facts['rows'], 'row')}, {sized(facts['bytes'])}{gone}",
+        )
 
     def _go_on(self, cluster: Cluster, every_seconds: float) -> None:
         """Until something fails that may be over when a new connection is made."""
@@ -103,7 +106,7 @@ class Exporter:
         facts = {**_facts(version(self._root, number)), "seconds": round(time.monotonic() - began, 3)}
         since_which = "all of them" if facts["since"] is None else f"written since version {facts['since']}"
         rows = f"{counted(facts['rows'], 'row')}, {since_which}"
-        self._say(facts, f"version {number}: {rows}, {_size(facts)} in {facts['seconds']:.2f} s")
+        self._say(facts, f"version {number}: {rows}, {sized(facts['bytes'])} in {facts['seconds']:.2f} s")
 
     def _writes(self, cluster: Cluster) -> dict[str, tuple[int, ...]]:
         return {
@@ -162,7 +165,3 @@ def _facts(snapshot: Snapshot) -> dict[str, Any]:
         "rows": sum(entry.num_rows for entry in manifest.files),
         "bytes": sum(entry.bytes for entry in manifest.files),
     }
-
-
-def _size(facts: dict[str, Any]) -> str:
-    return f"{facts['bytes'] / 2**20:.1f} MiB"

@@ -14,7 +14,7 @@ from geartrain.ams.tables.planned_memory import MOST_IDS, PlannedRows, planned_r
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.placement import MAX_SHARDS
 from geartrain.ams.values.specs import TableSpec
-from geartrain.ams.values.text import counted
+from geartrain.ams.values.text import counted, sized
 
 _PARTS = {
     "rows": "their values",
@@ -74,12 +74,12 @@ def _text(spec: TableSpec, planned: PlannedRows, facts: dict[str, Any]) -> str:
     ]
     for name, what in _PARTS.items():
         if part := getattr(planned, name):
-            lines.append(f"shard  {name:<9}  {part / 2**30:8.2f} GiB  {part / a_shard:6.1f} bytes a row  {what}")
+            lines.append(f"shard  {name:<9}  {sized(part):>11}  {part / a_shard:6.1f} bytes a row  {what}")
     lines += [
-        f"shard  {'together':<9}  {planned.total / 2**30:8.2f} GiB  {planned.total / a_shard:6.1f} bytes a row",
-        f"shard  {'at most':<9}  {planned.peak / 2**30:8.2f} GiB  on the way there, while its index grows",
+        f"shard  {'together':<9}  {sized(planned.total):>11}  {planned.total / a_shard:6.1f} bytes a row",
+        f"shard  {'at most':<9}  {sized(planned.peak):>11}  on the way there, while its index grows",
         "",
-        f"host   {facts['host_bytes'] / 2**30:.2f} GiB of {facts['host_room_bytes'] / 2**30:.2f} GiB that rows may "
+        f"host   {sized(facts['host_bytes'])} of {sized(facts['host_room_bytes'])} that rows may "
         f"take there: {'fits' if facts['fits'] else 'does not fit'}; {facts['most_ids']:,} ids would fit",
     ]
     if not facts["fits"]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -50,7 +49,11 @@ def quickstart(
     before, after = (round(images * model[moment]["validation_top1"]) for moment in ("start", "best"))
     _say(
         f"\nOf {images} pictures that it never saw it named {before} before training, and {after} after it: "
-        f"{100 * after / images:.0f} % ({NUM_SIGNS} classes: guessing names {images // NUM_SIGNS}).\n\nNext:\n"
+        f"{100 * after / images:.0f} % ({NUM_SIGNS} classes: guessing names {images // NUM_SIGNS}).\n",
+        style="bold",
+    )
+    _say(
+        "Next:\n"
         f"  geartrain predict {out} {pictures}/sign-007/14.png   name a picture\n"
         f"  geartrain export {out} --to MODEL; geartrain serve MODEL    draw signs in a browser, and ask it by curl\n"
         "  geartrain worker classify --data FOLDER --out RUN    train on pictures of yours: a folder for each class\n"
@@ -59,5 +62,7 @@ def quickstart(
     )
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _say(line: str, style: str | None = None) -> None:
+    from rich.console import Console
+
+    Console(stderr=True).print(line, style=style, soft_wrap=True, highlight=False, markup=False)

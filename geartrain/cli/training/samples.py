@@ -12,7 +12,7 @@ import typer
 import yaml
 
 from geartrain.ams.values.errors import ConfigError
-from geartrain.ams.values.text import counted, quoted
+from geartrain.ams.values.text import counted, quoted, sized
 from geartrain.cli.shared.options import Json
 
 app = typer.Typer(no_args_is_help=True, help="Make samples ready for training.")
@@ -84,7 +84,7 @@ def compress(
     if as_json:
         print(json.dumps(dataclasses.asdict(report)))
         return
-    print(f"{counted(report.num_samples, 'sample')}, {report.num_bytes / 2**20:.1f} MiB in {out}")
+    print(f"{counted(report.num_samples, 'sample')}, {sized(report.num_bytes)} in {out}")
     for level, nodes in report.nodes.items():
         each = report.num_samples / max(1, nodes)
         print(f"{level}: {counted(nodes, 'node')}, {each:.1f} samples each: {', '.join(report.columns[level])}")

@@ -37,7 +37,7 @@ def test_plan_says_whether_a_hashed_table_fits_its_hosts() -> None:
     sizes = ["--ids", "1e9", "--dim", "16", "--memory", "64GB"]
     said = invoke("plan", *sizes, "--hosts", "4").stdout
     assert "1,000,000,000 ids of width 16, float32, adagrad; 4 shards on 4 hosts" in said
-    assert "slots         14.90 GiB    64.0 bytes a row" in said
+    assert "slots         14.9 GiB    64.0 bytes a row" in said
     assert ": fits; 1,289," in said
     assert "does not fit" in (said := invoke("plan", *sizes, "--hosts", "2").stdout) and "it takes --hosts 4" in said
     told = json.loads(invoke("plan", *sizes, "--hosts", "4", "--shards", "8", "--json").stdout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -115,7 +116,7 @@ def test_it_answers_as_the_embedded_one_and_keeps_its_graphs(
         cli("status", f"--scheduler={address}", f"--graph={graph}")
         shown = capsys.readouterr().out
         assert "faces: version 1 of step 9, 1,500 classes, k 6" in shown and "2 writes old" in shown
-        assert "on 2 shards 0.02 MiB each at most" in shown
+        assert re.search(r"on 2 shards [\d.]+ KiB each at most", shown)
     with graph_role(address, tmp_path) as (_, graph), connected(address, graph) as cluster:
         found = cluster.graph.select("faces", LABELS, 60, seed=2**64 - 1, step=5)
         np.testing.assert_array_equal(found, wanted)

@@ -59,7 +59,7 @@ def test_the_graph_of_the_paper_shrinks_as_it_says() -> None:
     sizes = graph_sizes(100_000_000, 1000, [16] * 256)
     assert sizes.whole_bytes / 2**30 == pytest.approx(372 + 0.745, abs=1)
     assert max(sizes.shard_bytes) / 2**30 == pytest.approx(1.45, abs=0.02)
-    assert str(sizes) == "graph 373.27 GiB, on 256 shards 1.46 GiB each at most"
+    assert str(sizes) == "graph 373.3 GiB, on 256 shards 1.5 GiB each at most"
 
 
 @pytest.mark.parametrize("place", [0, 10, 20, 4000, -1, None])
