@@ -56,6 +56,15 @@ class MappedTables:
             self._initial[numbers[at]].pull(ids[at][places], initial)
             out[at][places] = initial
 
+    def have(self, table: str, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Which of ``ids`` [N] have a row of their own, and not an initial one."""
+        number = self._numbers[table]
+        dim, dtype = self._shapes[number]
+        found = np.ones(len(ids), np.bool_)
+        for missing in self._rows.pull([number], [ids], out=[np.empty((len(ids), dim), dtype)]).values():
+            found[missing] = False
+        return found
+
     def rows(self, ids: Mapping[str, Ids]) -> list[Rows]:
         """The rows [N, D] of ids [N] of each table, by :meth:`pull`."""
         shapes = [self._shapes[self._numbers[name]] for name in ids]

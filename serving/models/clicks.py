@@ -26,6 +26,7 @@ from geartrain.serving.models.samples import (
     with_histories,
 )
 from geartrain.workers.ctr.samples.click_samples import PADDING
+from geartrain.workers.ctr.samples.examples import read_examples
 from geartrain.workers.ctr.samples.features import (
     HISTORY,
     HISTORY_ITEMS,
@@ -56,7 +57,7 @@ class ClicksModel:
         if history:
             kinds[HISTORY_ITEMS] = replace(kinds[self.items[0]], is_list=True, fill=None)
             kinds[HISTORY_OUTCOMES] = FieldKind(item=INTEGER, is_list=True)
-        self.reader = SampleReader(config["fields"], history, crossed, kinds)
+        self.reader = SampleReader(config["fields"], history, crossed, kinds, read_examples(folder))
         self.version, self.created = self.network.version, self.network.created
         self.facts = {**{name: config[name] for name in ("model", "items")}, **self.network.facts}
         self.operations = {"click": ClickOperation(self), "rank": RankOperation(self)}
@@ -84,17 +85,23 @@ class ClickOperation:
                 "samples": samples,
                 "explain": {
                     "type": "boolean",
-                    "description": "Also what each field contributed: by how much the log-odds of a click would fall "
-                    "if the sample had nothing in that field.",
+                    "description": "Also what each field contributed to the log-odds of a click, the base from which "
+                    "these add up to them, and the fields with an id that training never saw.",
                 },
             },
             "required": ["samples"],
-            "example": {"samples": [reader.example(reader.names)], "explain": True},
+            "example": {"samples": reader.examples(reader.names)[:1], "explain": True},
+            "examples": [{"samples": [one], "explain": True} for one in reader.examples(reader.names)],
         }
         numbers = {"type": "object", "additionalProperties": {"type": "number"}}
         self.answer = {
             "type": "object",
-            "properties": {"probability": {"type": "number"}, "contributions": numbers},
+            "properties": {
+                "probability": {"type": "number"},
+                "base": {"type": "number", "description": "Log-odds of a sample with nothing in any field."},
+                "contributions": numbers,
+                "unseen": {"type": "array", "items": {"type": "string"}},
+            },
             "required": ["probability"],
         }
 
@@ -112,22 +119,36 @@ class ClickOperation:
         return Question(arrays=checked, parameters=_explained(parameters.get("explain", False)))
 
     def run(self, question: Question) -> Arrays:
-        """``probability`` [N]; explained, also ``contributions`` [N, fields]."""
+        """``probability`` [N]; explained, also ``base`` [N], ``contributions`` and ``unseen`` [N, fields]."""
         model = self._model
         fields = with_histories(question.arrays, model.reader.history)
-        inputs = model.network.inputs(ids_by_feature(model.network.features, fields), _lengths(fields))
-        logits = model.network.logits(inputs)
+        ids = ids_by_feature(model.network.features, fields)
+        inputs = model.network.inputs(ids, _lengths(fields))
         if not dict(question.parameters).get("explain"):
-            return {"probability": probabilities(logits)}
-        parts = [logits - model.network.logits(model.network.without(inputs, name)) for name in model.reader.names]
-        return {"probability": probabilities(logits), "contributions": np.stack(parts, 1)}
+            return {"probability": probabilities(model.network.logits(inputs))}
+        base, parts = model.network.contributions(inputs, model.reader.names)
+        return {
+            "probability": probabilities(base + parts.sum(1)),
+            "base": base,
+            "contributions": parts,
+            "unseen": model.network.unseen(ids, model.reader.names),
+        }
 
     def write(self, answered: Arrays) -> list[Any]:
-        """``{"probability": p, "contributions"?: {field: log-odds}}`` of each."""
-        found: list[Any] = [{"probability": value} for value in answered["probability"].tolist()]
-        for one, parts in zip(found, answered.get("contributions", np.empty((0, 0))).tolist(), strict=False):
-            one["contributions"] = dict(zip(self._model.reader.names, parts, strict=True))
-        return found
+        """``{"probability": p}`` of each; explained, also base and contributions, in log-odds, and unseen fields."""
+        names, found = self._model.reader.names, [{"probability": value} for value in answered["probability"].tolist()]
+        if "base" not in answered:
+            return found
+        explained = zip(*(answered[name].tolist() for name in ("base", "contributions", "unseen")), strict=True)
+        return [
+            {
+                **one,
+                "base": base,
+                "contributions": dict(zip(names, parts, strict=True)),
+                "unseen": [name for name, is_unseen in zip(names, unseen, strict=True) if is_unseen],
+            }
+            for one, (base, parts, unseen) in zip(found, explained, strict=True)
+        ]
 
 
 def _explained(asked: object) -> tuple[tuple[str, Any], ...]:
@@ -160,11 +181,8 @@ class RankOperation:
             TensorSpec(name="candidate", dtype="int64", shape=(None, None)),
             TensorSpec(name="probability", dtype="float64", shape=(None, None)),
         ]
-        example = {
-            "context": reader.example(self._of_context),
-            "candidates": [reader.example(model.items)] * 2,
-            "k": 1,
-        }
+        candidates = reader.candidates(model.items)
+        examples = [{"context": one, "candidates": candidates, "k": 1} for one in reader.examples(self._of_context)]
         self.request = {
             "type": "object",
             "properties": {
@@ -177,7 +195,8 @@ class RankOperation:
                 "k": {"type": "integer", "minimum": 1, "default": _BEST},
             },
             "required": ["context", "candidates"],
-            "example": example,
+            "example": examples[0],
+            "examples": examples,
         }
         best = {"candidate": {"type": "integer"}, "probability": {"type": "number"}}
         self.answer = {"type": "array", "items": {"type": "object", "properties": best, "required": list(best)}}

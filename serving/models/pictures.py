@@ -28,6 +28,7 @@ from geartrain.workers.models.saved_model import ONNX, read_files
 
 Floats = npt.NDArray[np.float32]
 DEFAULT_K, MOST_K = 5, 1000
+_MEASURED = ("precision", "parity", "accuracy", "training", "sure_from", "verify")
 _PICTURE = {
     "type": "string",
     "format": "byte",
@@ -81,7 +82,7 @@ class ClassModel:
             "dim": self.dim,
             "score": "cosine" if self.is_cosine else "product",
             "index": dict(self.index.facts),
-            **{name: config[name] for name in ("precision", "parity", "accuracy", "training") if name in config},
+            **{name: config[name] for name in _MEASURED if name in config},
         }
 
     def features(self, arrays: Arrays) -> Floats:
@@ -286,7 +287,11 @@ class Verify:
     help = "How alike the two pictures of each pair are: the cosine of their features, 1 at most."
     inputs: Sequence[TensorSpec] = (TensorSpec(name="pairs", dtype="object", shape=(None, 2)),)
     outputs = (TensorSpec(name="scores", dtype="float32", shape=(None,)),)
-    answer: Mapping[str, Any] = {"type": "object", "properties": {"score": {"type": "number"}}}
+    answer: Mapping[str, Any] = {
+        "type": "object",
+        "properties": {"score": {"type": "number"}, "same": {"type": "boolean"}, "threshold": {"type": "number"}},
+        "required": ["score"],
+    }
 
     def __init__(self, model: PictureModel) -> None:
         self._model = model
@@ -328,7 +333,11 @@ class Verify:
 
     def write(self, answered: Arrays) -> list[Any]:
         """See :class:`Operation`."""
-        return [{"score": score} for score in answered["scores"].tolist()]
+        scores = answered["scores"].tolist()
+        if (verify := self._model.facts.get("verify")) is None:
+            return [{"score": score} for score in scores]
+        threshold = verify["threshold"]
+        return [{"score": score, "same": score >= threshold, "threshold": threshold} for score in scores]
 
 
 def request_of(items: Mapping[str, Any], example: list[Any], ranked: ClassModel | None) -> dict[str, Any]:

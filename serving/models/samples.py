@@ -23,6 +23,7 @@ from geartrain.workers.ctr.samples.features import HISTORY, HISTORY_ITEMS, HISTO
 from geartrain.workers.ctr.samples.kinds import BOOLEAN, INTEGER, PADDING, TEXT, FieldKind, side_by_side, width_of
 
 _LONGEST = 10_000
+_SHOWN_ITEMS = 5
 _INTEGER, _TEXT = {"type": "integer", "minimum": 0}, {"type": "string"}
 _OF_FOLDED: list[dict[str, Any]] = [
     {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1},
@@ -40,12 +41,18 @@ class SampleReader:
     """Reads the fields of one model. Thread-safe."""
 
     def __init__(
-        self, fields: Sequence[str], history: int, single: Collection[str], kinds: Mapping[str, FieldKind]
+        self,
+        fields: Sequence[str],
+        history: int,
+        single: Collection[str],
+        kinds: Mapping[str, FieldKind],
+        shown: Mapping[str, Any],
     ) -> None:
         """``history``: latest events that count; 0: samples have none. Fields ``single`` have one id each time.
 
-        ``kinds`` are of fields, and of the arrays of a history.
+        ``kinds`` are of fields, and of the arrays of a history; ``shown`` is of :func:`read_examples`.
         """
+        self._shown = shown
         self.fields = tuple(fields)
         self._kinds = kinds
         self.history = history
@@ -186,12 +193,40 @@ class SampleReader:
         one = self._forms(name)
         one = [*one, {"type": "null"}] if kind.fill is not None else one
         some = {"items": {"anyOf": one}} if kind.is_list else {"maxItems": 0}
-        return {"anyOf": [*one, {"type": "array", **some}]}
+        choices = self._choices(name)
+        return {"anyOf": [*one, {"type": "array", **some}], **({"x-choices": choices} if choices else {})}
 
-    def example(self, names: Iterable[str]) -> dict[str, Any]:
-        """A sample, for people to see its form."""
-        of = {name: [_FORMS[self._kinds[part].item][1] for part in self.array_names([name])] for name in names}
-        return {name: [parts] if len(parts) > 1 else parts[0] for name, parts in of.items()}
+    def _choices(self, name: str) -> list[dict[str, Any]]:
+        """Values that a person may choose: ``value``; of an item also its ``title`` and its ``others``."""
+        if name != self._shown.get("item"):
+            return [{"value": value} for value in self._shown.get("choices", {}).get(name, ())]
+        return [
+            {
+                "value": one[name],
+                **({"title": title} if (title := self._shown["titles"].get(str(one[name]))) else {}),
+                **({"others": others} if (others := {key: one[key] for key in one if key != name}) else {}),
+            }
+            for one in self._shown["items"]
+        ]
+
+    def examples(self, names: Collection[str]) -> list[dict[str, Any]]:
+        """Samples for people to begin with: some of the training where there are, or one that shows the form."""
+        shown = [one for one in self._shown.get("samples", ()) if any(name in one for name in names)]
+        return [self._filled(one, names) for one in shown] or [{name: self._form(name) for name in names}]
+
+    def candidates(self, names: Collection[str]) -> list[dict[str, Any]]:
+        """As :meth:`examples`, of several items."""
+        shown = self._shown.get("items", ())[:_SHOWN_ITEMS]
+        return [self._filled(one, names) for one in shown] or [{name: self._form(name) for name in names}] * 2
+
+    def _filled(self, shown: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+        """With nothing in the fields that are not shown, or a text or number that stands for one."""
+        blank = {name: self._form(name) if name in self._single else [] for name in names}
+        return {name: shown.get(name, blank[name]) for name in names}
+
+    def _form(self, name: str) -> Any:
+        parts = [_FORMS[self._kinds[part].item][1] for part in self.array_names([name])]
+        return [parts] if len(parts) > 1 else parts[0]
 
 
 def with_histories(fields: Mapping[str, Ids], history: int) -> dict[str, Ids]:

@@ -21,10 +21,13 @@ from geartrain.serving.answers import Arrays, Question, TensorSpec
 from geartrain.serving.models.click_network import ClickNetwork, Inputs
 from geartrain.serving.models.samples import SampleReader, objects_of, require_keys
 from geartrain.workers.ctr.samples.click_samples import PADDING
+from geartrain.workers.ctr.samples.examples import read_examples
 from geartrain.workers.ctr.samples.features import HISTORY, ids_by_feature
 
 TREE, NODE = "tree.safetensors", "node"
 _BEST, _MOST_BEAM = 10, 10_000
+_SHOWN = 5
+"""Items that an example asks for."""
 _AT_ONCE = 65_536
 """Nodes that are scored together, for memory: fewer users at a time where the beam is wide."""
 
@@ -43,8 +46,9 @@ class TreeModel:
             raise ModelDamaged(f"{folder / TREE} is no tree of items: {exc}; export the model again") from exc
         self.history, self.beam = int(config["history"]), int(config["beam"])
         self.fields = tuple(config["fields"])
+        self.shown = read_examples(folder)
         self.version, self.created = self.network.version, self.network.created
-        sizes = {"items": len(self.tree.items), "levels": self.tree.depth, "beam": self.beam}
+        sizes = {"score": "log-odds", "items": len(self.tree.items), "levels": self.tree.depth, "beam": self.beam}
         self.facts = {**self.network.facts, **sizes}
         self.operations = {"items": ItemsOperation(self)}
 
@@ -105,14 +109,18 @@ class ItemsOperation:
 
     def __init__(self, model: TreeModel) -> None:
         self._model = model
-        self._reader = reader = SampleReader((*model.fields, HISTORY), 0, (), model.network.kinds)
+        shown = _with_history(model.shown)
+        self._named = {int(item): {"title": title} for item, title in shown.get("titles", {}).items()}
+        self._reader = reader = SampleReader((*model.fields, HISTORY), 0, (), model.network.kinds, shown)
         names = reader.names
         self.inputs = [TensorSpec(name=name, dtype=reader.dtype(name), shape=(None, None)) for name in names]
         self.outputs = [
             TensorSpec(name="item", dtype="int64", shape=(None, None)),
             TensorSpec(name="score", dtype="float64", shape=(None, None)),
         ]
-        one = {"type": "object", "properties": {"item": {"type": "integer"}, "score": {"type": "number"}}}
+        properties = {"item": {"type": "integer"}, "title": {"type": "string"}, "score": {"type": "number"}}
+        one = {"type": "object", "properties": properties}
+        examples = [{"samples": [sample], "k": _SHOWN} for sample in reader.examples(names)]
         samples = {"type": "array", "minItems": 1, "items": reader.schema(names)}
         self.request = {
             "type": "object",
@@ -122,7 +130,8 @@ class ItemsOperation:
                 "beam": {"type": "integer", "minimum": 1, "default": model.beam, "description": "Nodes kept a level."},
             },
             "required": ["samples"],
-            "example": {"samples": [reader.example(names)], "k": 3},
+            "example": examples[0],
+            "examples": examples,
         }
         self.answer = {"type": "array", "items": {**one, "required": ["item", "score"]}, "description": "Log-odds."}
 
@@ -152,11 +161,24 @@ class ItemsOperation:
         return {"item": items, "score": scores}
 
     def write(self, answered: Arrays) -> list[Any]:
-        """``[{"item": id, "score": log-odds}…]`` of each user."""
+        """``[{"item": id, "title"?: name, "score": log-odds}…]`` of each user."""
+        named = self._named
         return [
-            [{"item": item, "score": score} for item, score in zip(items, scores, strict=True)]
+            [{"item": item, **named.get(item, {}), "score": score} for item, score in zip(items, scores, strict=True)]
             for items, scores in zip(answered["item"].tolist(), answered["score"].tolist(), strict=True)
         ]
+
+
+def _with_history(shown: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Examples of samples of clicks as those of users: the item of each is the one that its user liked before."""
+    if not (item := shown.get("item")):
+        return shown
+    return {
+        **shown,
+        "samples": [{**one, HISTORY: [one[item]]} for one in shown["samples"]],
+        "item": HISTORY,
+        "items": [{HISTORY: one[item]} for one in shown["items"]],
+    }
 
 
 def _latest(ids: Ids, most: int) -> Ids:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import socket
 import threading
 import time
@@ -25,28 +26,51 @@ FIELDS = ["user", "item", "age", "gender", "occupation", "genre", "hour", "weekd
 _IMAGES = {"type": "array", "items": {"type": "string", "contentEncoding": "base64"}}
 
 
+ITEM = {
+    "anyOf": [{"type": "integer"}, {"type": "array", "maxItems": 0}],
+    "x-choices": [
+        {"value": 50, "title": "Star Wars (1977)", "others": {"genre": ["Action", "War"], "price": 3}},
+        {"value": 8, "title": "Babe (1995)", "others": {"genre": ["Comedy"]}},
+    ],
+}
+
+
 def _sample() -> dict[str, Any]:
     one: list[dict[str, Any]] = [{"type": "integer"}, {"type": "string"}]
     fields: dict[str, Any] = {name: {"anyOf": [*one, {"type": "array", "items": {"anyOf": one}}]} for name in FIELDS}
     event = {"type": "array", "items": {"anyOf": one}, "description": "[item, outcome]"}
     fields["history"] = {"anyOf": [{"type": "array", "items": event}]}
+    fields["item"] = ITEM
+    fields["occupation"] = {**fields["occupation"], "anyOf": [*one, {"type": "array", "maxItems": 0}]}
+    fields["occupation"]["x-choices"] = [{"value": name} for name in ("artist", "writer")]
+    fields["genre"]["x-choices"] = [{"value": name} for name in ("Comedy", "Drama")]
     return {"type": "object", "properties": fields}
 
 
 SAMPLE = {name: 7 * i + 1 for i, name in enumerate(FIELDS)} | {
     "user": 2**62 + 1,
+    "occupation": "writer",
     "history": [[31, 1], [1204, 0]],
 }
+OTHER = SAMPLE | {"user": [], "item": 50, "genre": ["Drama"]}
+BASE = -0.4
 OPERATIONS: dict[str, dict[str, Any]] = {
     "classify": {"help": "The best classes of pictures.", "request": {"properties": {"images": _IMAGES}}},
     "verify": {"help": "Whether two pictures show the same.", "request": {"type": "object"}},
     "embed": {"help": "Features of pictures.", "request": {"properties": {"images": _IMAGES}}},
+    "nearest": {
+        "help": "The classes nearest to features.",
+        "request": {
+            "properties": {"features": {"type": "array", "items": {"type": "array", "items": {"type": "number"}}}},
+            "example": {"features": [[1.0, 0.0, 0.0]]},
+        },
+    },
     "click": {
         "help": "The probability that a sample is clicked.",
         "request": {
             "type": "object",
             "properties": {"samples": {"type": "array", "items": _sample()}, "explain": {"type": "boolean"}},
-            "example": {"samples": [SAMPLE]},
+            "examples": [{"samples": [SAMPLE]}, {"samples": [OTHER]}],
         },
     },
     "rank": {
@@ -57,7 +81,7 @@ OPERATIONS: dict[str, dict[str, Any]] = {
                 "context": {"type": "object", "properties": {"user": {"type": "integer"}, "hour": {"type": "integer"}}},
                 "candidates": {
                     "type": "array",
-                    "items": {"properties": {"item": {"type": "integer"}, "genre": {"type": "string"}}},
+                    "items": {"properties": {"item": ITEM, "genre": {"type": "string"}}},
                 },
                 "k": {"type": "integer"},
             },
@@ -90,6 +114,9 @@ class StandInService:
         """Operation, query and body of each request, as they came."""
         self.best = "永"
         """The best class of pictures."""
+        self.verifies = True
+        """Whether there is a threshold of pairs."""
+        self.best_score = 0.83
         self.refusal: tuple[int, str] | None = None
         """Status and sentence of every answer."""
         self.holding: asyncio.Event | None = None
@@ -158,7 +185,7 @@ class StandInService:
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
         names = {
-            "glyphs": ["classify", "verify", "embed"],
+            "glyphs": ["classify", "verify", "embed", "nearest"],
             "signs": ["classify"],
             "faces": ["verify", "classify"],
             "clicks": ["click", "rank"],
@@ -167,9 +194,13 @@ class StandInService:
         look = {"kind": "photo" if name == "faces" else "ink", "size": 32, "channels": 1}
         index = {"kind": "hnsw", "recall_at_1": 0.9931}
         known = {"classes": 40_992, "dim": 128, "precision": "fp32", "index": index, "preprocessing": look}
+        if self.verifies:
+            known["verify"] = {"threshold": 0.35, "accuracy": 0.9975, "pairs": 6000}
+        if name == "glyphs":
+            known |= {"score": "cosine", "sure_from": {"score": 0.5, "precision": 0.95, "share": 0.8, "images": 600}}
         if name == "signs":
             known |= {"classes": 200, "pictures": True}
-        facts = known if names[-1] in ("embed", "classify") else {"training": "movielens"}
+        facts = known if "classify" in names else {"training": "movielens", "score": "log-odds"}
         return JSONResponse(self._state(name) | {"facts": facts, "operations": {one: OPERATIONS[one] for one in names}})
 
     async def _picture(self, request: Request) -> Response:
@@ -198,19 +229,23 @@ class StandInService:
         return JSONResponse({"model": name, "version": version, "created": time.time() - 200, "answers": answers})
 
     def _item(self, operation: str, body: bytes) -> Any:
-        if operation == "classify":
-            return [
-                {"class": name, "id": i, "score": score} for i, (name, score) in enumerate([(self.best, 0.83), *NEXT])
-            ]
+        if operation in ("classify", "nearest"):
+            scores = [(self.best, self.best_score), *((name, score * self.best_score) for name, score in NEXT)]
+            return [{"class": name, "id": i, "score": score} for i, (name, score) in enumerate(scores)]
         asked = json.loads(body)
         if operation == "verify":
             first, second = asked["pairs"][0]
-            return {"score": 0.97 if first == second else 0.12, "same": first == second}
+            decided = {"same": first == second, "threshold": 0.35} if self.verifies else {}
+            return {"score": 0.97 if first == second else 0.12, **decided}
         if operation == "click":
-            sizes = {name: (-1) ** i * 1.3 / (i + 1) for i, name in enumerate(SAMPLE)}
-            return {"probability": 0.1234} | ({"contributions": sizes} if asked.get("explain") else {})
+            sizes = {name: (-1) ** i * 1.3 / (i + 1) for i, name in enumerate(SAMPLE)} | {"query": 0.0}
+            unseen = [name for name, value in asked["samples"][0].items() if value in (404, "astronaut")]
+            odds = BASE + sum(sizes.values())
+            explained = {"base": BASE, "contributions": sizes, "unseen": unseen}
+            return {"probability": 1 / (1 + math.exp(-odds))} | (explained if asked.get("explain") else {})
         if operation == "rank":
             return [{"candidate": i, "probability": 0.4 / (i + 1)} for i in range(len(asked["candidates"]))]
         if operation == "items":
-            return [{"item": 2**62 + i, "score": 0.9 - i / 10} for i in range(asked["k"])]
+            named = [{"title": "Star Wars (1977)"}, *[{}] * asked["k"]]
+            return [{"item": 2**62 + i, **named[i], "score": 0.9 - i / 10} for i in range(asked["k"])]
         return [0.1, -0.2, 0.3]

@@ -4,6 +4,7 @@ config.json     sealed, see :mod:`geartrain.workers.models.saved_model`: kind "c
                 their values are (``kinds``), what is looked up for them (``features``), and where (``tables``)
 network.onnx    see :mod:`.served_network`
 tables/N.safetensors    a table, see :mod:`geartrain.ams.storage.export.mapped_rows`
+examples.json   of samples, for people; may be absent, see :mod:`.samples.examples`
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.specs import Constant, Ids, Rows, TableSpec
 from geartrain.workers.atomic import replacing_folder
 from geartrain.workers.ctr.designs import IMAGE, Design, SampleLayout
+from geartrain.workers.ctr.samples.examples import FILE
 from geartrain.workers.ctr.samples.features import HISTORY, HISTORY_ITEMS, SampleFeature
 from geartrain.workers.ctr.samples.images import ItemImages
 from geartrain.workers.ctr.samples.kinds import kinds_to_json
@@ -37,12 +39,12 @@ NETWORK = "network.onnx"
 
 
 def export_clicks(
-    run: Path | Snapshot, out: Path, *, version: int | None = None, cache: Path, say: Say
+    run: Path | Snapshot, out: Path, *, version: int | None = None, cache: Path, say: Say, examples: bool = True
 ) -> dict[str, Any]:
     """Replace the folder ``out`` by the model of a snapshot, as a whole; return its config.
 
     ``run``: the snapshot, or the folder of a run, which means its best one. ``version`` is its number; None: the
-    step of the training.
+    step of the training. Without ``examples`` there are none of its samples.
     Raises ConfigError, SnapshotDamaged, InvalidArgument, OSError; then the old folder stays.
     """
     next_version(out)  # raises if other files are there
@@ -71,8 +73,15 @@ def export_clicks(
                 staging, snapshot, state.progress.table, design.features, () if images is None else [images]
             ),
         }
+        write_examples(staging, state, examples)
         seal_folder(staging, config)
     return config
+
+
+def write_examples(staging: Path, state: JobState, wanted: bool) -> None:
+    """Write what the job keeps of its samples for people, if it has something and that is ``wanted``."""
+    if wanted and FILE in state.files:
+        (staging / FILE).write_bytes(state.files[FILE])
 
 
 def about(snapshot: Snapshot, state: JobState, version: int | None) -> dict[str, Any]:

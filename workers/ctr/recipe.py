@@ -37,6 +37,8 @@ class EmbeddingRecipe:
     seed: int = 0
     fold: tuple[str, ...] = ()
     """Fields of samples of one's own whose integers are any 64-bit values, such as hashes; ``gt.fold_ids``."""
+    private: tuple[str, ...] = ()
+    """Fields of which no example is kept for the page to try the model; see :mod:`.samples.examples`."""
     snapshots: SnapshotSettings = field(default_factory=SnapshotSettings)
     least: ClassVar[Mapping[str, int]] = {"dim": 2, "history": 0, "batch_size": 1, "steps": 1}
 

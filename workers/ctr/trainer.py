@@ -23,6 +23,7 @@ from geartrain.workers.ctr.designs import Design, layout_of
 from geartrain.workers.ctr.metrics import draw_calibration, measured, worse_than_guessing
 from geartrain.workers.ctr.recipe import CtrRecipe, usual_for
 from geartrain.workers.ctr.samples.click_samples import ClickSamples, part_validation, split
+from geartrain.workers.ctr.samples.examples import FILE, examples_file
 from geartrain.workers.ctr.samples.kinds import FieldKind, kinds_from_json
 from geartrain.workers.ctr.samples.sources import found_again, load_samples, required
 from geartrain.workers.job.best import BestLook, look_period
@@ -40,16 +41,18 @@ class EmbeddingTrainer(Trainer):
     """Trains a network and the embeddings before it on samples of users and items."""
 
     def __init__(
-        self, attempt: Attempt, source: str, num_samples: int, network: ClickModel, fields: EmbeddingGroup
+        self, attempt: Attempt, source: str, samples: ClickSamples, network: ClickModel, fields: EmbeddingGroup
     ) -> None:
+        """``samples``: those to train on."""
         self.attempt = attempt
         self.cluster = attempt.cluster
         self.source = source
         self.network = network
         self.fields = fields
         recipe = attempt.options.recipe
+        self._examples = examples_file(samples, recipe.private)
         optimizer = torch.optim.Adam(network.parameters(), lr=recipe.lr)
-        super().__init__(recipe, num_samples, optimizer, RowOptimizer(fields), attempt.progress)
+        super().__init__(recipe, len(samples), optimizer, RowOptimizer(fields), attempt.progress)
 
     @staticmethod
     def require(options: JobOptions) -> None:
@@ -73,6 +76,10 @@ class EmbeddingTrainer(Trainer):
     def data(self) -> dict[str, Any]:
         """Where the samples are."""
         return {"source": self.source}
+
+    def files(self) -> dict[str, bytes]:
+        """What people see of the samples who try the model."""
+        return {FILE: self._examples}
 
     def tables(self) -> list[str]:
         """Those of the embeddings."""
@@ -105,7 +112,7 @@ class ClickTrainer(EmbeddingTrainer):
         torch.manual_seed(recipe.seed)
         network = design.network()
         fields = design.fields(attempt.cluster, attempt.progress.table, reuse=attempt.state is not None)
-        super().__init__(attempt, source, len(self._train), network, fields)
+        super().__init__(attempt, source, self._train, network, fields)
         self.validation, self.test = part_validation(held_out, recipe.seed)
         least = math.ceil(_TRAINED_PER_LOOKED_AT * len(self.validation) / recipe.batch_size)
         self._period = max(look_period(self.progress.stage_steps), least)

@@ -44,6 +44,8 @@ Finish = Callable[[Path, Arrays, npt.NDArray[np.float32] | None], Mapping[str, A
 files, and returns what config.json says of them."""
 Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
 """Called with what is gone through, what that is for, and how many there are: yields them, and shows how far it is."""
+SURE, _SURE_IMAGES = 0.95, 50
+"""What is right of the answers that a service calls sure."""
 _FEATURES_KEPT = 4096
 """Of held-out images, for whoever measures the recall of an index."""
 
@@ -205,6 +207,8 @@ def _compared(
     tallies = {name: _Tally() for name in ("pytorch", *networks)}
     batches: Iterable[tuple[Any, Tensor | None]] = [(example, None)]
     kept: list[Tensor] = []
+    named: list[tuple[Tensor, Tensor]] = []
+    """Scores of the best classes of the last network, and whether they are right."""
     num_images = 0 if images is None else sum(map(len, images.held_out))
     if images is not None and num_images:
         sets = (one.batches(_AT_ONCE, torch.device("cpu")) for one in images.held_out)
@@ -216,7 +220,10 @@ def _compared(
         tallies["pytorch"].add(mine, best, mine, best, labels)
         for name, network in networks.items():
             theirs = run(network, inputs).float()
-            tallies[name].add(theirs, model.best(theirs, 1)[1][:, 0], mine, best, labels)
+            scores, classes = model.best(theirs, 1)
+            tallies[name].add(theirs, classes[:, 0], mine, best, labels)
+        if labels is not None:
+            named.append((scores[:, 0], classes[:, 0] == labels))
         if len(kept) * _AT_ONCE < _FEATURES_KEPT:
             kept.append(theirs)
     last = tallies[list(networks)[-1]]
@@ -232,7 +239,25 @@ def _compared(
     if not num_images:
         return measured, None
     accuracy = {name: tally.right / tally.images for name, tally in tallies.items()}
-    return {**measured, "accuracy": {"images": num_images, **accuracy}}, torch.cat(kept).numpy()
+    measured |= {"accuracy": {"images": num_images, **accuracy}}
+    if named and (sure := sure_from(*(torch.cat(some).cpu().numpy() for some in zip(*named, strict=True)))):
+        measured["sure_from"] = sure
+    return measured, torch.cat(kept).numpy()
+
+
+def sure_from(scores_N: npt.NDArray[np.float32], right_N: npt.NDArray[np.bool_]) -> dict[str, Any] | None:
+    """The lowest score from which on :data:`SURE` of the images are named rightly, with their share; None: there is
+    none, or it would be found on fewer than :data:`_SURE_IMAGES` images.
+    """
+    order = np.argsort(-scores_N, kind="stable")
+    scores, precision = scores_N[order], right_N[order].cumsum() / np.arange(1, len(order) + 1)
+    is_last = np.append(scores[1:] != scores[:-1], True)  # of equal scores all count
+    places = np.flatnonzero(is_last & (precision >= SURE))
+    if not len(places) or places[-1] + 1 < _SURE_IMAGES:
+        return None
+    last = int(places[-1])
+    share = (last + 1) / len(order)
+    return {"score": float(scores[last]), "precision": float(precision[last]), "share": share, "images": len(order)}
 
 
 def _require_parity(parity: Mapping[str, Any]) -> None:

@@ -15,7 +15,9 @@ config.json of an export has ``kind`` (what it can be asked with: ``pictures`` o
 files), ``version`` (the step of the training, of a run, or one more than the last where that is not lower: it rises),
 ``created`` (Unix time), ``preprocessing`` (None: the backbone takes tensors; a text: code of one's own makes them),
 ``is_cosine``, ``num_classes``, ``dim``, ``precision`` of the backbone, ``parity`` (how far onnxruntime is from torch)
-and ``index``. Centers and names are mapped: processes share them, and a million are there at once.
+and ``index``; where they were found, ``sure_from`` (the score below which an answer is unsure) and ``verify`` (from
+which cosine on two pictures show the same). Centers and names are mapped: processes share them, and a million are there
+at once.
 
 The folder is replaced as a whole: a crash leaves the old one or the new one. What a training needs to go on is in its
 snapshots (:mod:`geartrain.workers.job.state`).

@@ -12,7 +12,7 @@ from typing import Any
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.bridge.models.deepfm import DeepFM
 from geartrain.workers.atomic import replacing_folder
-from geartrain.workers.ctr.export import NETWORK, about, write_tables
+from geartrain.workers.ctr.export import NETWORK, about, write_examples, write_tables
 from geartrain.workers.ctr.samples.click_samples import SampleSchema
 from geartrain.workers.ctr.samples.features import HISTORY, SampleFeature
 from geartrain.workers.ctr.samples.kinds import kinds_to_json
@@ -27,10 +27,12 @@ KIND = "tree"
 TREE = "tree.safetensors"
 
 
-def export_tree(run: Path | Snapshot, out: Path, *, version: int | None = None) -> dict[str, Any]:
+def export_tree(
+    run: Path | Snapshot, out: Path, *, version: int | None = None, examples: bool = True
+) -> dict[str, Any]:
     """Replace the folder ``out`` by the model of a snapshot, as a whole; return its config.
 
-    ``run`` and errors as of :func:`geartrain.workers.ctr.export.export_clicks`.
+    ``run``, ``examples`` and errors as of :func:`geartrain.workers.ctr.export.export_clicks`.
     """
     next_version(out)  # raises if other files are there
     snapshot = run if isinstance(run, Snapshot) else newest_snapshot(read_run(run).snapshots)
@@ -64,5 +66,6 @@ def export_tree(run: Path | Snapshot, out: Path, *, version: int | None = None) 
             "parity": write_network(network, features, staging / NETWORK),
             "tables": write_tables(staging, snapshot, state.progress.table, features),
         }
+        write_examples(staging, state, examples)
         seal_folder(staging, config)
     return config

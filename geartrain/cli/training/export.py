@@ -88,6 +88,22 @@ def export(
     data: Annotated[
         str | None, typer.Option(help="With --to: where the run's images are now.", show_default="as the run has it")
     ] = None,
+    pairs: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --to: pairs of pictures as for 'geartrain verify', such as lfw.bin, by which a service says "
+            "whether two show the same.",
+            show_default=False,
+        ),
+    ] = None,
+    examples: Annotated[
+        bool,
+        typer.Option(
+            "--examples/--no-examples",
+            help="With --to, of clicks: take along a few samples, without personal columns, for the page to try the "
+            "model.",
+        ),
+    ] = True,
     backbone: OwnBackbone = None,
     cache: CacheFolder = Path(".cache"),
     file: ConfigFile = None,
@@ -129,6 +145,8 @@ def export(
             data=data,
             cache=cache,
             keep=keep,
+            pairs=pairs,
+            examples=examples,
         )
         export_run(Path(source), to, settings, as_json=as_json)
         return

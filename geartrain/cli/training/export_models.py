@@ -28,9 +28,11 @@ from geartrain.workers.ctr.predict import job_of_rows
 from geartrain.workers.job.folder import has_run, read_run, say_unended
 from geartrain.workers.job.state import best_snapshot
 from geartrain.workers.models.export import Arrays, RunImages, export_model, next_version
+from geartrain.workers.models.onnx_backbone import OnnxBackbone
 from geartrain.workers.models.precision import require_precision
 from geartrain.workers.models.saved_model import CONFIG, ONNX, numbered_versions, read_training, step_of
 from geartrain.workers.models.trained_model import TrainedModel, load_model
+from geartrain.workers.models.verify import verify_file
 from geartrain.workers.tdm.export import export_tree
 
 VERSIONS_KEPT = 10
@@ -53,6 +55,10 @@ class ModelExport:
     """Where the images of the run are now, if they were moved."""
     cache: Path = Path(".cache")
     """Of characters."""
+    pairs: Path | None = None
+    """Pairs of pictures, by which it is found from which cosine on two show the same."""
+    examples: bool = True
+    """Whether a few of the samples of clicks go along, for the page to try the model."""
     keep: int | None = None
     """Versions that stay; None: one model, or so many as usual in a folder that holds versions."""
 
@@ -63,6 +69,8 @@ def export_run(run: Path, to: Path, settings: ModelExport, *, as_json: bool) -> 
     Raises ConfigError, InvalidArgument, OSError; then what was there is there still.
     """
     job = job_of_rows(run)
+    if job is not None and settings.pairs is not None:
+        raise ConfigError(f"--pairs {settings.pairs} is for models of pictures; {run} is a run of {job}: leave it out")
     if job == "ctr":
         facts, lines = _export_rows(run, to, settings, partial(export_clicks, cache=settings.cache, say=_say))
     elif job == "tdm":
@@ -79,7 +87,7 @@ def _export_rows(
     """Export a model of embeddings by ``write(run, folder, version=...)``, which returns its config."""
     job, step = read_run(run).job, best_snapshot(read_run(run).snapshots).manifest.step
     with _version_folder(to, job, step, settings.keep) as (folder, version):
-        config = write(run, folder, version=version)
+        config = write(run, folder, version=version, examples=settings.examples)
     say_unended(run, config["training"]["step"], _say)
     error = config["parity"]["max_error"]
     if "num_items" in config:
@@ -100,6 +108,8 @@ def _export_pictures(run: Path, to: Path, settings: ModelExport, console: Consol
     if not has_run(run) and has_run(run.parent):
         run = run.parent  # of its folder "model"
     model = load_model(run, backbone=settings.backbone)
+    if settings.pairs is not None and model.preprocessing is None:
+        raise ConfigError(f"--pairs {settings.pairs} is for models of pictures; {run} takes tensors: leave it out")
 
     def index(staging: Path, arrays: Arrays, features: npt.NDArray[np.float32] | None) -> dict[str, Any]:
         class_pictures.bring(run, staging, len(model.class_names))
@@ -112,7 +122,8 @@ def _export_pictures(run: Path, to: Path, settings: ModelExport, console: Consol
             kind=settings.index,
             queries=features,
         )
-        return {"index": written, "training": {**model.training, "job": job, "step": step}}
+        verified = {} if settings.pairs is None else {"verify": _verified(model, staging, settings.pairs)}
+        return {"index": written, **verified, "training": {**model.training, "job": job, "step": step}}
 
     def track(items: Iterable[Item], what: str, count: int) -> Iterable[Item]:
         return rich_track(items, what, count, console=console, transient=True, disable=not console.is_terminal)
@@ -129,6 +140,13 @@ def _export_pictures(run: Path, to: Path, settings: ModelExport, console: Consol
     named = ("version", "dim", "precision", "parity", "accuracy", "index")
     facts = {name: config[name] for name in named if name in config}
     return {"folder": str(folder), "classes": config["num_classes"], **facts}, list(_lines(folder, config, why))
+
+
+def _verified(model: TrainedModel, staging: Path, pairs: Path) -> dict[str, Any]:
+    """From which cosine on two pictures show the same, by pairs; of the network that is exported."""
+    exported = TrainedModel(**{**vars(model), "backbone": OnnxBackbone(staging / ONNX)})
+    found = verify_file(exported, pairs, mirror=False)  # as a service compares them
+    return {"threshold": 1 - found.threshold / 2, "accuracy": found.accuracy, "pairs": found.pairs}
 
 
 def _images(run: Path, model: TrainedModel, settings: ModelExport, console: Console) -> tuple[RunImages | None, str]:
@@ -163,12 +181,22 @@ def _lines(folder: Path, config: Mapping[str, Any], why: str) -> Iterator[str]:
     yield "A service takes pictures" if config["preprocessing"] else "A service takes tensors"
     if line := _index_line(config["index"]):
         yield line
+    if verify := config.get("verify"):
+        yield (
+            f"Two pictures show the same from a cosine of {verify['threshold']:.3f} on: right for "
+            f"{verify['accuracy']:.2%} of {verify['pairs']:,} pairs"
+        )
     if accuracy is None:
         yield f"No held-out images: {why}"
         return
     named = {"pytorch": "PyTorch"}
     shown = (f"{named.get(name, name)} {share:.2%}" for name, share in accuracy.items() if name != "images")
     yield f"Named rightly: {', '.join(shown)}"
+    if sure := config.get("sure_from"):
+        yield (
+            f"Sure from a score of {sure['score']:.3f} on: {sure['precision']:.2%} of those images are named rightly "
+            f"there, {sure['share']:.2%} of all"
+        )
 
 
 def _index_line(index: Mapping[str, Any]) -> str:

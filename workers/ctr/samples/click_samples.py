@@ -64,6 +64,10 @@ class ClickSamples:
     """Unix seconds from which a split by time holds samples out; None: where their latest fifth begins."""
     images: ItemImages | None = None
     histories: Histories | None = None
+    words: Mapping[int, str] = field(default_factory=dict)
+    """The texts of ids, as far as they are known: for people, no model reads them."""
+    titles: Mapping[int, str] = field(default_factory=dict)
+    """What people call an item, by its id."""
 
     def __len__(self) -> int:
         return len(self.clicks)

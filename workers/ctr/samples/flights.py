@@ -93,5 +93,13 @@ def read_flights(path: Path) -> ClickSamples:
         "slot": minutes // _SLOT_MINUTES % (24 * 60 // _SLOT_MINUTES),
         "distance": table["distance"].to_numpy() // _MILES,
     }
+    airports = sorted({*table["origin"].unique().to_pylist(), *table["destination"].unique().to_pylist()})
     clicks = (table["delay"].to_numpy() > LATE_MINUTES).astype(np.float32)
-    return ClickSamples(fields=fields, clicks=clicks, times=seconds, schema=SCHEMA, held_out_from=HELD_OUT_FROM)
+    return ClickSamples(
+        fields=fields,
+        clicks=clicks,
+        times=seconds,
+        schema=SCHEMA,
+        held_out_from=HELD_OUT_FROM,
+        words=dict(zip(hash_strings(airports).tolist(), airports, strict=True)),
+    )

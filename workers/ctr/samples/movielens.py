@@ -112,7 +112,20 @@ def read_movielens(folder: Path) -> ClickSamples:
         schema=SCHEMA,
         outcomes=np.rint(2 * stars).astype(np.int64),  # there are halves in later sets
         images=_posters(_ids(items, of_item, "item_id"), of_item),
+        words=_words(of_user, of_item),
+        titles={
+            item: f"{entry['movie_title']} ({entry['release_year']})" if entry["release_year"] else entry["movie_title"]
+            for item, entry in zip(_ids(items, of_item, "item_id").tolist(), of_item, strict=True)
+            if entry.get("movie_title")
+        },
     )
+
+
+def _words(of_user: Lines, of_item: Lines) -> dict[int, str]:
+    words = {entry[name] for entry in of_user for name in ("gender", "occupation")}
+    words |= {entry["zip_code"][:_ZIP_DIGITS] for entry in of_user}
+    words |= {word for entry in of_item for word in entry["class"].split()}
+    return dict(zip(hash_strings(sorted(words)).tolist(), sorted(words), strict=True))
 
 
 def _posters(ids: Ids, films: Lines) -> ItemImages:

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 from torch import Tensor
 
 from geartrain.ams.values.errors import ColumnMismatch, ConfigError, SourceDamaged
+from geartrain.ams.values.strings import hash_strings
 from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, SampleSchema
 from geartrain.workers.ctr.samples.kinds import ID_OF_MISSING, INTEGER, FieldKind
 from geartrain.workers.ctr.samples.settings import ITEMS, FeatureSettings
@@ -26,11 +28,15 @@ from geartrain.workers.samples.columns import (
     says_fold,
     type_named,
     type_of,
+    whole_array,
 )
 from geartrain.workers.samples.opening import open_rows
 from geartrain.workers.samples.rows import SampleRows, column_of_bags, ids_of_booleans
 
 CLICK, TIME, USER, ITEM = "click", "time", "user", "item"
+TITLES = ("item_title", "item_name")
+"""Columns of texts that people know an item by."""
+_READ_FOR_WORDS, _MOST_WORDS = 200_000, 20_000
 _NAME_OF = {item: name for name, item in ITEMS.items()}
 
 
@@ -142,6 +148,7 @@ class OwnSamples:
         self._others = [name for name, kind in kinds.items() if not _is_read(types[name], kind)]
         """Columns of another kind than the field's."""
         own = [name for name in kinds if name not in self._others]
+        self._texts = {name: str(types[name]) for name in own if types[name].item == "string"}
         self._booleans = [name for name in own if types[name].item == "bool"]
         numbers = [name for name in own if kinds[name].fill == PADDING and name not in self._booleans]
         self._source.plan(
@@ -212,7 +219,42 @@ class OwnSamples:
             clicks=clicked.astype(np.float32),
             times=None if times is None else times.astype(np.int64),
             schema=self.schema,
+            words=(words := self._words()),
+            titles=_titles_of(columns, words),
         )
+
+    def _words(self) -> dict[int, str]:
+        """The texts of ids, of the first parts, in columns with few of them."""
+        if not self._texts:
+            return {}
+        source = open_rows(self.place)
+        source.plan(self._texts, dict.fromkeys(self._texts), dict.fromkeys(self._texts, MISSING))
+        found: dict[str, set[str]] = {name: set() for name in self._texts}
+        for part, rows in enumerate(np.cumsum(source.part_rows).tolist()):
+            read = source.read(part)
+            for name, texts in found.items():
+                read.map_column(name, partial(_collect, texts))
+            if rows >= _READ_FOR_WORDS:
+                break
+        words = sorted(set().union(*(texts for texts in found.values() if len(texts) <= _MOST_WORDS)))
+        return dict(zip(hash_strings(words).tolist(), words, strict=True))
+
+
+def _collect(texts: set[str], column: Any) -> Any:
+    array = whole_array(column)
+    values = array.flatten() if pa.types.is_large_list(array.type) else array
+    texts.update(values.unique().cast(pa.string()).drop_null().to_pylist())
+    return column
+
+
+def _titles_of(columns: Mapping[str, npt.NDArray[np.int64]], words: Mapping[int, str]) -> dict[int, str]:
+    """What people call the items, if there is a column of it."""
+    name = next((name for name in TITLES if name in columns and columns[name].ndim == 1), None)
+    if name is None or ITEM not in columns or columns[ITEM].ndim > 1:
+        return {}
+    items, first = np.unique(columns[ITEM], return_index=True)
+    titles = zip(items.tolist(), columns[name][first].tolist(), strict=True)
+    return {item: words[title] for item, title in titles if words.get(title)}
 
 
 def _is_read(found: ColumnType, kind: FieldKind) -> bool:

@@ -19,11 +19,13 @@ from geartrain.serving.folder import load_folder, load_newest
 from geartrain.serving.models import clicks
 from geartrain.serving.models.click_network import ClickNetwork
 from geartrain.serving.models.clicks import ClicksModel
+from geartrain.serving.models.samples import with_histories
 from geartrain.workers import jobs
 from geartrain.workers.ctr.export import export_clicks
 from geartrain.workers.ctr.predict import predict_clicks
 from geartrain.workers.ctr.recipe import CtrRecipe
 from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, split
+from geartrain.workers.ctr.samples.features import ids_by_feature
 from geartrain.workers.ctr.samples.movielens import read_movielens
 from geartrain.workers.job.options import JobOptions
 from tests.support.command_line import typed
@@ -136,7 +138,8 @@ def test_ranking_is_that_of_the_probabilities_of_all_candidates(wide: Path) -> N
 
 def test_many_candidates_are_scored_in_parts(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = load_folder(wide / "model").operations["rank"]
-    questions = [rank.read({**rank.request["example"], "k": 2}) for _ in range(5)]
+    body = rank.request["example"]
+    questions = [rank.read({**body, "candidates": body["candidates"][:2], "k": 2}) for _ in range(5)]
     question, scored, logits = concatenated(questions), list[int](), ClickNetwork.logits
     whole = rank.run(question)
 
@@ -154,9 +157,13 @@ def test_many_candidates_are_scored_in_parts(wide: Path, monkeypatch: pytest.Mon
 
 def test_arrays_are_answered_as_json_is(wide: Path) -> None:
     model = load_folder(wide / "model")
+    samples = as_json(held_out(wide, 4))[:3]
+    items = ("item", "genres", "year")
+    context = {name: value for name, value in samples[0].items() if name not in items}
+    candidates = [{name: sample[name] for name in items} for sample in samples[:2]]
     for name, body in {
-        "click": {"samples": as_json(held_out(wide, 4))[:3]},
-        "rank": model.operations["rank"].request["example"],
+        "click": {"samples": samples},
+        "rank": {"context": context, "candidates": candidates, "k": 1},
     }.items():
         operation = model.operations[name]
         read = operation.read(body)
@@ -204,18 +211,55 @@ def test_rows_of_fewer_candidates_rank_those_alone(wide: Path, wide_as: int) -> 
         rank.accept(both, {})
 
 
-def test_a_field_contributes_what_the_log_odds_lose_without_it(wide: Path) -> None:
+def log_odds(probability: float) -> float:
+    return float(np.log(probability / (1 - probability)))
+
+
+def test_base_and_contributions_add_up_to_the_log_odds(wide: Path) -> None:
+    click = load_folder(wide / "model").operations["click"]
+    samples = as_json(held_out(wide, 4))[:40]
+    plain = asked(click, {"samples": samples})
+    for sample, alone, answer in zip(samples, plain, asked(click, {"samples": samples, "explain": True}), strict=True):
+        assert set(answer["contributions"]) == set(sample)
+        total = answer["base"] + sum(answer["contributions"].values())
+        assert total == pytest.approx(log_odds(alone["probability"]), abs=1e-5)
+        assert max(map(abs, answer["contributions"].values())) > 1e-3
+
+
+def test_a_contribution_is_the_mean_of_what_a_field_adds_first_and_last(wide: Path) -> None:
+    """Which is the Shapley value of two fields."""
     model = load_folder(wide / "model")
-    click = model.operations["click"]
-    sample = next(one for one in as_json(held_out(wide, 4)) if one["genres"] and one["history"])
-    (answer,) = asked(click, {"samples": [sample], "explain": True})
-    assert set(answer["contributions"]) == set(sample)
-    odds = np.log(answer["probability"] / (1 - answer["probability"]))
-    for name in ("item", "genres", "history"):
-        (without,) = asked(click, {"samples": [{**sample, name: []}]})
-        lost = odds - np.log(without["probability"] / (1 - without["probability"]))
-        assert answer["contributions"][name] == pytest.approx(lost, abs=1e-4)
-        assert abs(lost) > 1e-3
+    assert isinstance(model, ClicksModel)
+    network, click = model.network, model.operations["click"]
+    fields = with_histories(click.read({"samples": as_json(held_out(wide, 4))[:20]}).arrays, 4)
+    lengths = (fields["history_items"] != PADDING).sum(1)
+    both = network.inputs(ids_by_feature(network.features, fields), lengths)
+    user, item = network.without(both, "item"), network.without(both, "user")
+    none = network.without(user, "user")
+    added = network.logits(item) - network.logits(none) + network.logits(both) - network.logits(user)
+    base, parts = network.contributions(both, ["user", "item"])
+    np.testing.assert_array_equal(base, network.logits(none))
+    np.testing.assert_allclose(parts[:, 1], added / 2, atol=1e-6)
+
+
+def test_an_id_without_a_row_is_called_unseen(wide: Path) -> None:
+    click = load_folder(wide / "model").operations["click"]
+    sample = as_json(held_out(wide, 4))[0]
+    known, unknown, nothing = (
+        one["unseen"]
+        for one in asked(
+            click,
+            {
+                "samples": [
+                    sample,
+                    {**sample, "user": 10**15, "genres": ["Drama", "Tragedy"], "history": [[10**15, 10]]},
+                    {**sample, "user": [], "genres": []},
+                ],
+                "explain": True,
+            },
+        )
+    )
+    assert (known, unknown, nothing) == ([], ["user", "genres", "history"], [])
 
 
 def test_texts_are_hashed_as_in_training(wide: Path) -> None:

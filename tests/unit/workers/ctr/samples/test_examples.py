@@ -1,0 +1,121 @@
+"""Examples of samples that a model keeps: what many users share, and nothing that one of them has alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.strings import hash_strings
+from geartrain.workers.ctr.samples.click_samples import ClickSamples, SampleSchema
+from geartrain.workers.ctr.samples.examples import PEOPLE, examples_file, read_examples
+from geartrain.workers.ctr.samples.kinds import BOOLEAN, INTEGER, TEXT, FieldKind
+from geartrain.workers.ctr.samples.sources import own_samples
+
+TOWNS = ("Bergen", "Oslo")
+USERS = 400
+
+
+def samples_of(**others: Any) -> ClickSamples:
+    """Four samples of each user; a town is of half of them, an age of one in a hundred, a shoe size of one alone."""
+    who = np.repeat(np.arange(USERS), 4)
+    towns = hash_strings(list(TOWNS))
+    fields = {
+        "user": who,
+        "town": towns[who % 2],
+        "age": 20 + who % 100,
+        "shoe": 1000 + who,
+        "is_new": (who % 4 == 0).astype(np.int64),
+        "item": np.tile([7, 8, 9, 10], USERS) + 1000 * (who < PEOPLE - 1),
+        "item_kind": np.tile(towns[[0, 0, 1, 1]], USERS),
+    }
+    kinds = dict.fromkeys(fields, FieldKind(item=INTEGER))
+    kinds |= dict.fromkeys(("town", "item_kind"), FieldKind(item=TEXT)) | {"is_new": FieldKind(item=BOOLEAN)}
+    schema = SampleSchema(item=("item", "item_kind"), user="user", kinds=kinds)
+    words = dict(zip(towns.tolist(), TOWNS, strict=True))
+    return ClickSamples(
+        fields=fields,
+        clicks=np.ones(len(who), np.float32),
+        times=None,
+        schema=schema,
+        words=words,
+        titles={item: f"Item {item}" for item in (7, 8, 1007)},
+        **others,
+    )
+
+
+def found(samples: ClickSamples, *private: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(examples_file(samples, private))
+    return content
+
+
+def test_a_sample_keeps_what_many_users_share_together() -> None:
+    kept = found(samples_of())
+    assert 2 <= len(kept["samples"]) <= 5
+    for sample in kept["samples"]:
+        assert sample.keys() == {"town", "is_new", "item", "item_kind"}  # of a town, a status and an age there are four
+        assert sample["town"] in TOWNS and sample["is_new"] in (True, False) and sample["item"] in (7, 8, 9, 10)
+        assert sample["item_kind"] == TOWNS[sample["item"] > 8]
+
+
+def test_choices_are_values_of_many_users_and_items_have_names() -> None:
+    kept = found(samples_of())
+    assert kept["choices"] == {"town": list(TOWNS), "is_new": [False, True], "item_kind": list(TOWNS)}
+    assert {one["item"] for one in kept["items"]} == {7, 8, 9, 10}  # nine users alone met the others
+    assert (kept["item"], kept["titles"]) == ("item", {"7": "Item 7", "8": "Item 8"})
+
+
+def test_no_id_of_a_user_and_no_value_of_one_alone_is_kept() -> None:
+    text = examples_file(samples_of(), ()).decode()
+    assert "user" not in text and "shoe" not in text and '"age"' not in text
+
+
+def test_private_fields_are_left_out_and_an_item_with_its_id() -> None:
+    kept = found(samples_of(), "town", "item")
+    assert kept["choices"] == {"is_new": [False, True]}
+    assert (kept["items"], kept["titles"], kept["item"]) == ([], {}, None)
+    assert all(sample.keys() == {"is_new"} for sample in kept["samples"])
+    with pytest.raises(ConfigError, match="private names 'twon', which is no field of the samples; they have 'user', "):
+        examples_file(samples_of(), ("twon",))
+
+
+def test_hashes_and_texts_nobody_knows_are_not_kept() -> None:
+    samples = samples_of()
+    kinds = {**samples.schema.kinds, "is_new": FieldKind(item=INTEGER, fold=True)}
+    kept = found(replace(samples, schema=replace(samples.schema, kinds=kinds), words={}))
+    assert kept["choices"] == {} and "is_new" not in json.dumps(kept)
+
+
+def test_samples_without_users_are_counted_themselves() -> None:
+    samples = samples_of()
+    kept = found(replace(samples, schema=replace(samples.schema, user=None)))
+    assert "town" in kept["choices"] and "age" not in kept["choices"] and "user" not in kept["choices"]
+
+
+def test_texts_and_titles_of_a_parquet_file_are_known(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    columns = {
+        "click": [0, 1] * 30,
+        "time": list(range(60)),
+        "user": list(range(60)),
+        "town": [*TOWNS, None] * 20,
+        "tags": [["old", "red"], [], None] * 20,
+        "item": [1, 2, 3] * 20,
+        "item_title": ["One", "Two", None] * 20,
+    }
+    pq.write_table(pa.table(columns), tmp_path / "own.parquet", row_group_size=20)
+    kept = found(own_samples(str(tmp_path / "own.parquet")))
+    assert kept["titles"] == {"1": "One", "2": "Two"}
+    assert kept["choices"]["town"] == list(TOWNS) and "tags" not in kept["choices"]
+    assert {one["town"] for one in kept["samples"]} <= set(TOWNS)
+
+
+def test_an_export_without_them_has_nothing(tmp_path: Path) -> None:
+    assert read_examples(tmp_path) == {}

@@ -1,0 +1,146 @@
+"""A handful of training samples, choices and names of items, for people who try a model: without personal columns.
+
+Ids of users, histories, hashes and columns named ``private`` are never kept. A value of any other column is kept only
+where :data:`PEOPLE` users have it, and a sample keeps several columns of users and of the moment only where so many
+users share their combination. Samples without a field of users are counted themselves: :data:`EVENTS` of them.
+Legend: N samples, L ids of the longest bag.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.specs import Ids
+from geartrain.ams.values.text import quoted
+from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples
+from geartrain.workers.ctr.samples.kinds import BOOLEAN, TEXT
+
+FILE = "examples.json"
+"""Among the files of a job's snapshots, and in an export."""
+PEOPLE, EVENTS = 10, 100
+_LOOKED_AT = 200_000
+_SAMPLES, _CHOICES, _ITEMS, _TITLES = 5, 100, 50, 20_000
+
+
+def examples_file(samples: ClickSamples, private: Collection[str]) -> bytes:
+    """JSON of ``samples``, ``choices`` of fields, popular ``items``, and ``titles`` of the field ``item`` by its id.
+
+    Raises ConfigError for a ``private`` name that is no field.
+    """
+    if unknown := [name for name in private if name not in samples.fields]:
+        known = ", ".join(map(repr, samples.fields))
+        raise ConfigError(f"private names {quoted(unknown[0])}, which is no field of the samples; they have {known}")
+    some = samples.subset(np.random.default_rng(0).permutation(len(samples))[:_LOOKED_AT])
+    schema, fields = some.schema, some.fields
+    users, least = np.arange(len(some)), EVENTS
+    if schema.user is not None:
+        users, least = np.unique(fields[schema.user], return_inverse=True)[1], PEOPLE
+    common = {
+        name: _common_ids(some, name, users, least)
+        for name in fields
+        if name not in (schema.user, *private) and not schema.kinds[name].fold
+    }
+    item = tuple(name for name in schema.item if name in common)
+    if item[:1] != schema.item[:1] or (item and fields[item[0]].ndim > 1):
+        item = ()  # without its id, nothing of it is shown
+    known_items = common[item[0]] if item else np.empty(0, np.int64)
+    popular = known_items[:_ITEMS]
+    rows = np.flatnonzero(_have_common(some, {name: popular if name in item[:1] else common[name] for name in item}))
+    few = {name: ids for name, ids in common.items() if 0 < len(ids) <= _CHOICES}
+    own = {name: ids for name, ids in few.items() if name not in schema.item and fields[name].ndim == 1}
+    kept, chosen = _shared(some, own, rows, users, least)
+    of_item: dict[int, int] = {}
+    if item:
+        chosen = chosen[np.sort(np.unique(fields[item[0]][chosen], return_index=True)[1])]
+        ids, first = np.unique(fields[item[0]][rows], return_index=True)
+        of_item = dict(zip(ids.tolist(), rows[first].tolist(), strict=True))
+    return json.dumps(
+        {
+            "samples": [_sample(some, (*kept, *item), row) for row in chosen[:_SAMPLES].tolist()],
+            "choices": {name: sorted(_values(some, name, few[name])) for name in (*own, *item[1:]) if name in few},
+            "items": [_sample(some, item, of_item[one]) for one in popular.tolist() if one in of_item],
+            "item": item[0] if item else None,
+            "titles": {
+                str(one): samples.titles[one] for one in known_items[:_TITLES].tolist() if one in samples.titles
+            },
+        },
+        ensure_ascii=False,
+    ).encode()
+
+
+def read_examples(folder: Path) -> dict[str, Any]:
+    """What :func:`examples_file` made, of an export; nothing in one without."""
+    path = folder / FILE
+    return json.loads(path.read_bytes()) if path.exists() else {}
+
+
+def _common_ids(samples: ClickSamples, name: str, users: Ids, least: int) -> Ids:
+    """The ids of a field that so many users have and whose values are known, those of most users first."""
+    ids = samples.fields[name].reshape(len(samples), -1)
+    is_there = ids != PADDING
+    if samples.schema.kinds[name].item == TEXT:
+        is_there &= np.isin(ids, np.fromiter(samples.words, np.int64))
+    found, codes = np.unique(ids[is_there], return_inverse=True)
+    counts = _users_of(codes, np.broadcast_to(users[:, None], ids.shape)[is_there])
+    order = np.argsort(-counts, kind="stable")
+    return np.asarray(found[order][counts[order] >= least])
+
+
+def _users_of(codes: Ids, users: Ids) -> Ids:
+    """How many users have each of the codes, which are 0, 1, …"""
+    pairs = np.unique(codes * (int(users.max(initial=0)) + 1) + users)
+    return np.bincount(pairs // (int(users.max(initial=0)) + 1))
+
+
+def _have_common(samples: ClickSamples, common: Mapping[str, Ids]) -> npt.NDArray[np.bool_]:
+    """Which samples [N] have none but common ids in these fields."""
+    found = np.ones(len(samples), np.bool_)
+    for name, known in common.items():
+        ids = samples.fields[name].reshape(len(samples), -1)
+        found &= (np.isin(ids, known) | (ids == PADDING)).all(1)
+    return found
+
+
+def _shared(
+    samples: ClickSamples, common: Mapping[str, Ids], rows: Ids, users: Ids, least: int
+) -> tuple[list[str], Ids]:
+    """The fields that ``rows`` have in combinations of so many users each, and a row of each combination.
+
+    Fields of the fewest ids come first; one that would leave fewer combinations than samples are wanted is left out.
+    """
+    kept: list[str] = []
+    codes, chosen, combinations = np.zeros(len(samples), np.int64), rows, 1
+    for name in sorted(common, key=lambda name: len(common[name])):
+        found, own = np.unique(samples.fields[name], return_inverse=True)
+        joined = np.unique(codes * len(found) + own, return_inverse=True)[1]
+        is_shared = _users_of(joined, users)[joined] >= least
+        left = rows[(is_shared & _have_common(samples, {name: common[name]}))[rows]]
+        first = np.sort(np.unique(joined[left], return_index=True)[1])
+        if len(first) >= combinations:
+            kept, codes, rows, chosen = [*kept, name], joined, left, left[first]
+            combinations = min(len(first), _SAMPLES)
+    return kept, chosen
+
+
+def _sample(samples: ClickSamples, names: Sequence[str], row: int) -> dict[str, Any]:
+    """These fields of a sample as JSON has them."""
+    found = {}
+    for name in names:
+        values = _values(samples, name, np.atleast_1d(samples.fields[name][row]))
+        found[name] = values if samples.schema.kinds[name].is_list else next(iter(values), None)
+    return found
+
+
+def _values(samples: ClickSamples, name: str, ids: Ids) -> list[Any]:
+    item = samples.schema.kinds[name].item
+    ids = ids[ids != PADDING]
+    if item == TEXT:
+        return [samples.words[one] for one in ids.tolist()]
+    return ids.astype(bool).tolist() if item == BOOLEAN else ids.tolist()  # type: ignore[no-any-return]
