@@ -303,14 +303,14 @@ def test_a_form_begins_with_a_sample_and_offers_what_training_had(opened: Opened
     page.locator("#curl", has_text='"user": []').wait_for()
     settled(page)
     assert json.loads(service.asked[-1][2])["samples"] == [OTHER]
-    page.get_by_label("item", exact=True).select_option("Babe (1995)")  # its other fields come along
+    page.get_by_role("combobox", name="item", exact=True).select_option("Babe (1995)")  # its other fields come along
     page.get_by_label("Add to genre").select_option("Drama")
-    page.get_by_label("occupation", exact=True).select_option("nothing")
+    page.get_by_role("combobox", name="occupation", exact=True).select_option("nothing")
     page.locator("#curl", has_text='"occupation": []').wait_for()
     settled(page)
     sample = json.loads(service.asked[-1][2])["samples"][0]
     assert (sample["item"], sample["genre"], sample["occupation"]) == (8, ["Comedy", "Drama"], [])
-    page.get_by_label("occupation", exact=True).select_option("another value …")
+    page.get_by_role("combobox", name="occupation", exact=True).select_option("another value …")
     page.keyboard.type("astronaut")
     page.get_by_label("age").fill("404")
     page.get_by_text("never seen").nth(1).wait_for()
