@@ -19,14 +19,21 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageDraw
+from rich.console import Console
 
 import geartrain as gt
 from geartrain.ams.values.config import ClusterConfig, SecurityConfig
 from geartrain.launch.certificates import issue, make_authority
 from geartrain.launch.tokens import make_token
+from geartrain.workers import jobs
 from geartrain.workers.classify import class_pictures
+from geartrain.workers.ctr.export import export_clicks
+from geartrain.workers.ctr.samples import examples
 from geartrain.workers.data.bitmaps import Preprocessing
+from geartrain.workers.job.options import JobOptions
 from geartrain.workers.models.export import export_model
+from geartrain.workers.tdm.export import export_tree
+from geartrain.workers.tdm.recipe import TdmRecipe
 from tests.support.browsers import CONTRAST, faults_of, pictures_folder
 from tests.support.command_line import typed
 from tests.support.picture_models import picture_model
@@ -34,6 +41,7 @@ from tests.support.role_process import RoleProcess
 from tests.support.served_models import exported, require_onnx
 from tests.support.served_models import picture as noise
 from tests.support.stand_in_service import OTHER, SAMPLE, StandInService
+from tests.unit.serving.models.test_clicks_model import trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -540,6 +548,45 @@ def test_it_asks_a_real_service_and_follows_its_rollback(browser: Any, tmp_path:
         assert faults == []
         page.locator(".zone input").nth(1).set_input_files(upload("b.png", b"no picture"))
         page.get_by_role("alert").get_by_text("Pairs[0][1]").wait_for()
+
+
+def test_forms_of_a_real_service_begin_with_the_training_and_add_up(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_onnx()
+    monkeypatch.setattr(examples, "PEOPLE", 4)  # there are twelve users
+    recipe = TdmRecipe(dim=4, hidden=(8,), batch_size=40, steps=15, rebuilds=0, beam=50, history=5)
+    run = trained(tmp_path, "wide_deep", 4)
+    options = JobOptions(job="tdm", out=tmp_path / "users", recipe=recipe, data=str(tmp_path / "films"), loggers=())
+    jobs.train(options, Console(quiet=True))
+    export_clicks(run, tmp_path / "clicks", cache=tmp_path, say=print)
+    export_tree(tmp_path / "users", tmp_path / "tree")
+    models = [str(tmp_path / name) for name in ("clicks", "tree")]
+    with RoleProcess("serve", *models, "--listen=127.0.0.1:0", errors=tmp_path / "errors") as service:
+        page = browser.new_page()
+        faults = faults_of(page)
+        page.goto(f"{service.facts['url']}#clicks/click")
+        page.get_by_text("It begins with a sample of the training data").wait_for()
+        page.get_by_text("base", exact=True).wait_for()
+        films = page.get_by_role("combobox", name="item", exact=True).locator("option:checked")
+        assert films.text_content().startswith("Film ")
+        assert page.get_by_label("user").input_value() == ""
+        for user, notes in (("3", 0), (str(10**15), 1)):
+            page.get_by_label("user").fill(user)
+            page.wait_for_function(
+                "([user, notes]) => document.querySelector('#curl').textContent.includes(user) && running === 0"
+                " && !timer && document.querySelectorAll('.note:not(:empty)').length === notes",
+                arg=[user, notes],
+            )
+            require_sum(page)
+        assert faults == []
+        page.get_by_label("age").fill("old")
+        page.get_by_role("alert").get_by_text("Field 'age' of sample 0 is 'old'").wait_for()
+        assert page.locator("[aria-invalid=true]").get_attribute("data-field") == "age"
+        page.goto(f"{service.facts['url']}#tree/items")
+        page.locator("#answers .name", has_text="Film ").nth(4).wait_for()
+        page.get_by_label("Add to history").select_option("Film 3 (1983)")
+        page.locator("#curl", has_text=", 3]").wait_for()
 
 
 def test_under_tokens_the_page_of_a_real_service_asks_for_one(browser: Any, tmp_path: Path) -> None:

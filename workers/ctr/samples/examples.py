@@ -111,7 +111,7 @@ def _have_common(samples: ClickSamples, common: Mapping[str, Ids]) -> npt.NDArra
 def _shared(
     samples: ClickSamples, common: Mapping[str, Ids], rows: Ids, users: Ids, least: int
 ) -> tuple[list[str], Ids]:
-    """The fields that ``rows`` have in combinations of so many users each, and a row of each combination.
+    """The fields that ``rows`` have in combinations of so many users each, and those rows, different ones first.
 
     Fields of the fewest ids come first; one that would leave fewer combinations than samples are wanted is left out.
     """
@@ -124,7 +124,8 @@ def _shared(
         left = rows[(is_shared & _have_common(samples, {name: common[name]}))[rows]]
         first = np.sort(np.unique(joined[left], return_index=True)[1])
         if len(first) >= combinations:
-            kept, codes, rows, chosen = [*kept, name], joined, left, left[first]
+            kept, codes, rows = [*kept, name], joined, left
+            chosen = np.concatenate([left[first], np.delete(left, first)])
             combinations = min(len(first), _SAMPLES)
     return kept, chosen
 
