@@ -61,14 +61,17 @@ def main() -> None:
         page.goto(up.facts["dashboard"])
         at = f"--scheduler={up.facts['scheduler']}"
         for job, data, *more in (
-            ("ctr", "movielens", "--set=snapshots.steps=200", "--set=epochs=30"),
-            ("classify", str(pictures), "--set=snapshots.steps=200", "--steps=4000"),
+            ("ctr", "movielens", "epochs=50", "patience=0", "snapshots.steps=200"),
+            ("classify", str(pictures), "lr=0.1", "snapshots.steps=60"),
         ):
-            training = run("worker", job, at, f"--data={data}", f"--out=runs/{job}", *more, cwd=folder)
+            settings = [f"--set={setting}" for setting in more]
+            training = run(
+                "worker", job, at, f"--data={data}", f"--out=runs/{job}", "--steps=5000", *settings, cwd=folder
+            )
             stack.callback(training.wait)
             stack.callback(training.terminate)
-        while len({path.parts[-3] for path in folder.glob("runs/*/snapshots/*")}) < 2:
-            time.sleep(1)
+            while not list(folder.glob(f"runs/{job}/snapshots/*")):
+                time.sleep(1)
         time.sleep(TRAINING_SECONDS)
         take(page, "dashboard", 900)
 
