@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from typing import Any
 
@@ -49,9 +50,12 @@ def _sections(command: Any, name: str, above: typer.Context, level: int) -> list
         f"```sh\n{example or usage}\n```",
         _prose(text),
     ]
-    records = [parameter.get_help_record(context) for parameter in command.params if not parameter.hidden]
-    if records:
-        rows = [_row(takes, meaning) for takes, meaning in records]
+    taken = [each for each in command.get_params(context) if not each.hidden and each.name != "help"]
+    if taken:
+        rows = []
+        for title, group in itertools.groupby(taken, key=lambda each: each.rich_help_panel):
+            rows += [f"| **{title}** | | |"] if title else []
+            rows += [_row(*each.get_help_record(context)) for each in group]
         parts.append("\n".join([f"`{usage}`\n", "| Takes | What it is | Default |", "|---|---|---|", *rows]))
     for sub in getattr(command, "commands", {}).values():
         if not sub.hidden:
@@ -62,7 +66,7 @@ def _sections(command: Any, name: str, above: typer.Context, level: int) -> list
 def _row(takes: str, meaning: str) -> str:
     """A row of the table of options; typer puts what holds without one in brackets, in parentheses where it is told."""
     meaning, default = re.fullmatch(r"(.*?)(?:\s*\[([^\[]*)\])?", " ".join(meaning.split())).groups("")
-    default = re.sub(r"default: \(?(.*?)\)?$", r"\1", default)
+    default = re.sub(r"default: (?:\((.*?)\)|([^;]*))(?=;|$)", r"\1\2", default)
     return f"| `{takes.replace('|', '&#124;')}` | {_cell(meaning)} | {_cell(default)} |"
 
 
