@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
 from geartrain.ams.values.config import identity, is_loopback
 from geartrain.ams.values.errors import GeartrainError
@@ -44,7 +44,7 @@ class RoleEnded(GeartrainError):
     """A role stopped serving although nobody told it to."""
 
 
-def print_ready(role: str, *, as_json: bool = False, **facts: object) -> None:
+def print_ready(role: str, *, as_json: bool = False, **facts: Any) -> None:
     """Tell whoever started this process that it serves now: on a terminal in a sentence, else in a line of JSON."""
     if as_json or not sys.stdout.isatty():
         print(json.dumps({"ready": role, **facts, "pid": os.getpid()}), flush=True)
@@ -81,7 +81,7 @@ def warn_if_open(listen: str) -> None:
         logger.warning("serving on %s without encryption or authentication: keep it on a private network", listen)
 
 
-def serve(role: str, service: RunningRole, *, as_json: bool = False, **facts: object) -> None:
+def serve(role: str, service: RunningRole, *, as_json: bool = False, **facts: Any) -> None:
     """Say that a started service is ready, with ``facts``; serve until SIGTERM or SIGINT, then stop in good order.
 
     The same signal once more ends the process at once.

@@ -218,7 +218,7 @@ class Told:
         for job in look.jobs:
             if job.report.state == "training":
                 for name, value in _curves_of(job.report).items():
-                    if _finite(value) is not None:
+                    if value is not None and math.isfinite(value):
                         self._add_point(f"{name} {job.job}", (now, job.report.step, value))
         while len(self._curves) > _MOST_CURVES:
             del self._curves[min(self._curves, key=lambda name: self._curves[name][-1][0])]

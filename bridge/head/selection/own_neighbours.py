@@ -163,11 +163,11 @@ def _exchange_strip(
     owners, order = torch.sort(torch.searchsorted(firsts, entries.long(), right=True) - 1, stable=True)
     lists = torch.from_numpy(np.repeat(np.arange(stop - start), lengths))[order]
     lengths_RN = torch.bincount(owners * (stop - start) + lists, minlength=len(shapes) * (stop - start)).int()
-    own_lengths = link.all_to_all(lengths_RN, [stop - start] * len(shapes), num_lists)
+    own_lengths = torch.split(link.all_to_all(lengths_RN, [stop - start] * len(shapes), num_lists), num_lists)
     leaving = torch.bincount(owners, minlength=len(shapes)).tolist()
-    arriving = [int(part.sum()) for part in own_lengths.split(num_lists)]
+    arriving = [int(part.sum()) for part in own_lengths]
     moved = [
         link.all_to_all(part[order], leaving, arriving)
         for part in (entries, places.to(torch.int16 if table.k < 2**15 else torch.int32))
     ]
-    return [own_lengths.split(num_lists), *(part.split(arriving) for part in moved)]
+    return [own_lengths, *(torch.split(part, arriving) for part in moved)]

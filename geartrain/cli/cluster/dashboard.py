@@ -27,8 +27,8 @@ def dashboard(
 ) -> None:
     """Show a running cluster in a browser: shards, tables, jobs with their losses, snapshots, events as they come.
 
-    Prints a link when it serves, which opens the page in one browser, once; --link prints one for the next. With --json,
-    and where stdout is no terminal, that is a line of JSON: {"ready": "dashboard", "url": ..., ...}.
+    Prints a link when it serves, which opens the page in one browser, once; --link prints one for the next. With
+    --json, and where stdout is no terminal, that is a line of JSON: {"ready": "dashboard", "url": ..., ...}.
     """
     if link:
         from geartrain.watch.page import link_to
