@@ -192,12 +192,10 @@ def _link_file(listen: str) -> Path:
 
 
 def _html() -> str:
-    """The page, behind the library that draws its curves."""
-    style, script, page = (
-        Path(__file__).with_name(name).read_text(encoding="utf-8")
-        for name in ("uPlot.min.css", "uPlot.iife.min.js", "page.html")
-    )
-    return f"<style>{style}</style>\n<script>{script}</script>\n{page}"
+    """The page, behind its curves and the library that draws them."""
+    names = ("uPlot.min.css", "uPlot.iife.min.js", "curves.js", "page.html")
+    style, library, curves, page = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in names)
+    return f"<style>{style}</style><script>{library}</script><script>{curves}</script>{page}"
 
 
 def _equal(given: str, secret: str) -> bool:
