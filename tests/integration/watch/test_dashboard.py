@@ -24,6 +24,7 @@ from geartrain.ams.client.factory import connect
 from geartrain.ams.values.config import CLIENT, ClientConfig, ClusterConfig, ServerConfig, identify
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.optimizers.registry import SGD
+from geartrain.cli.cluster.status import report_of_cluster
 from geartrain.launch.certificates import issue, make_authority
 from geartrain.watch.page import Dashboard
 from tests.integration.conftest import ServedCluster
@@ -127,6 +128,8 @@ def test_a_page_hears_how_the_cluster_is_and_what_happens(
         again = next(m for m in messages if m["shards"][1]["state"] == "up")
         assert again["error"] == ""
         assert (again["health"], again["incomplete_tables"]) == ("degraded", ["t"])
+        told = report_of_cluster(ClusterConfig(server=ServerConfig(scheduler=cluster.address)))  # of geartrain status
+        assert (told.facts["health"], told.ready) == ("degraded", False)
         assert [(of["name"], of["state"], of["dim"]) for of in again["tables"]] == [("t", "lost rows", 4)]
         cluster.scheduler.stop(0)
         assert "asked again" in next(m["error"] for m in messages if m["error"])
