@@ -49,7 +49,7 @@ def print_ready(role: str, *, as_json: bool = False, **facts: Any) -> None:
     if as_json or not sys.stdout.isatty():
         print(json.dumps({"ready": role, **facts, "pid": os.getpid()}), flush=True)
     elif "url" in facts:
-        print(f"Ready; open this in a browser (Ctrl-C ends the {role}):\n{facts['url']}", flush=True)
+        print(f"Ready; open this in a browser (Ctrl-C ends it):\n{facts['url']}", flush=True)
     else:
         addresses = facts.get("addresses", [facts.get("address")])
         print(f"The {role} serves at {', '.join(map(str, addresses))}; Ctrl-C ends it", flush=True)

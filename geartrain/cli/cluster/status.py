@@ -17,7 +17,7 @@ from geartrain.ams.values.rpc import Ping, Pong
 from geartrain.ams.values.text import counted, lasting, printable, sized
 from geartrain.cli.cluster.table import why_incomplete
 from geartrain.cli.shared.clusters import settings
-from geartrain.cli.shared.consoles import print_table, table_console
+from geartrain.cli.shared.consoles import HEALTH_COLOURS, print_table, table_console
 from geartrain.cli.shared.options import ConfigFile, GraphAddress, Json, SchedulerAddress
 from geartrain.launch.roles import ROLES, Report, load
 
@@ -239,6 +239,8 @@ def _why_no_service_of_models(address: str, timeout_seconds: float, otherwise: s
 
 
 def _print_tables(found: ClusterStatus, address: str, pongs: Mapping[str, Pong]) -> None:
+    from rich.text import Text
+
     from geartrain.ams.client.scheduler_calls import remedy_for_absent
     from geartrain.watch.looks import health_of
 
@@ -246,9 +248,8 @@ def _print_tables(found: ClusterStatus, address: str, pongs: Mapping[str, Pong])
     up = sum(shard.state == "up" for shard in found.shards)
     insecure = " · insecure: no certificates" if _is_insecure(address) else ""
     shards = f"{up} of {counted(found.num_shards, 'shard')} up"
-    console.print(
-        f"{health_of(found)}: scheduler {address}{age(pongs.get(address))} · {shards}{insecure}", highlight=False
-    )
+    health, rest = health_of(found), f": scheduler {address}{age(pongs.get(address))} · {shards}{insecure}"
+    console.print(Text.assemble((health, HEALTH_COLOURS[health]), rest))
     told = {shard.address: pongs.get(shard.address) for shard in found.shards}
     print_table(
         ("shard", "state", "address", "rows", "memory", "limit", "CPU s", "up", "beat s ago", "pid", "version"),

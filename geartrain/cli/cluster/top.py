@@ -80,7 +80,7 @@ class _View:
 
         from geartrain.cli.cluster.events import line_of
         from geartrain.cli.cluster.status import job_lines
-        from geartrain.cli.shared.consoles import table_of
+        from geartrain.cli.shared.consoles import HEALTH_COLOURS, table_of
         from geartrain.watch.events import folded
         from geartrain.watch.looks import health_of
 
@@ -88,8 +88,13 @@ class _View:
         found = look.status
         self._newest.extend(folded(look.events))
         up = sum(shard.state == "up" for shard in found.shards)
-        summary = f"{health_of(found)}: {up} of {found.num_shards} shards up, cluster version {found.cluster_version}"
-        parts: list[Any] = [f"{self._watch.address} {summary} · q ends"]
+        health, rest = (
+            health_of(found),
+            f": {up} of {found.num_shards} shards up, cluster version {found.cluster_version}",
+        )
+        parts: list[Any] = [
+            Text.assemble(f"{self._watch.address} ", (health, HEALTH_COLOURS[health]), rest, " · q ends")
+        ]
         headers = (
             "shard",
             "state",

@@ -14,6 +14,8 @@ from rich.console import Console
 if TYPE_CHECKING:
     from rich.table import Table
 
+HEALTH_COLOURS = {"ready": "green", "degraded": "yellow", "not ready": "red"}
+"""How a terminal shows what ``health_of`` says of a cluster."""
 _PIPED_WIDTH = 400
 _NUMBER = re.compile(r"[\d,]*(\.\d+)?( (bytes|[KMGT]iB|s|min|h|days|%)( .*)?)?")
 
