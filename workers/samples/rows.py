@@ -52,6 +52,14 @@ class SampleRows:
             for name in table.column_names:
                 yield name, tensors_of_column(table.column(name)), places
 
+    def texts(self, name: str) -> list[str]:
+        """The different texts in a column of strings, or of lists of them."""
+        tables = (self.table, *(table for table, _ in self._outer.values()))
+        array = whole_array(next(table for table in tables if name in table.column_names).column(name))
+        values = array.flatten() if pa.types.is_large_list(array.type) else array
+        found: list[str] = values.unique().cast(pa.string()).drop_null().to_pylist()
+        return found
+
     def map_column(self, name: str, change: Callable[[Any], Any]) -> SampleRows:
         """With what ``change`` makes of the Arrow column ``name``."""
 

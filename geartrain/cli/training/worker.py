@@ -56,7 +56,7 @@ CTR = """Train a model that predicts clicks from sparse features, and test it on
     wide_deep, dssm, din, dien or crossmedia), split (random, or time: the latest fifth is held out), validation (test
     on a fifth of the samples to train on, to choose settings by), history (the latest so many samples of the user),
     fresh (with split=time histories go on through what is held out), batch_size, dim, dropout, lr, row_lr,
-    row_weight_decay, seed, snapshots.steps, ...
+    row_weight_decay, seed, private (fields of which the model keeps no example), snapshots.steps, ...
     """
 TDM = """Train a tree of items level by level, and measure how much of what users liked later its search finds.
 
@@ -64,7 +64,8 @@ TDM = """Train a tree of items level by level, and measure how much of what user
     most popular. The run folder gets snapshots, report.json, events for TensorBoard, and the model.
 
     Keys of the recipe (--set KEY=VALUE): steps (with each tree), rebuilds (how often the tree is made anew by what was
-    learned), beam, negatives, split, batch_size, dim, lr, row_lr, seed, snapshots.steps, ...
+    learned), beam, negatives, split, batch_size, dim, lr, row_lr, seed, private (fields of which the model keeps no
+    example), snapshots.steps, ...
     """
 _HEAD_ONLY = {"rows", "graph", "device"}
 _COMMANDS = {"glyphs": (GLYPHS, {"data"}), "classify": (CLASSIFY, {"cache"}), "ctr": (CTR, _HEAD_ONLY)}

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 from torch import Tensor
 
 from geartrain.ams.values.errors import ColumnMismatch, ConfigError, SourceDamaged
@@ -28,7 +27,6 @@ from geartrain.workers.samples.columns import (
     says_fold,
     type_named,
     type_of,
-    whole_array,
 )
 from geartrain.workers.samples.opening import open_rows
 from geartrain.workers.samples.rows import SampleRows, column_of_bags, ids_of_booleans
@@ -233,18 +231,11 @@ class OwnSamples:
         for part, rows in enumerate(np.cumsum(source.part_rows).tolist()):
             read = source.read(part)
             for name, texts in found.items():
-                read.map_column(name, partial(_collect, texts))
+                texts.update(read.texts(name))
             if rows >= _READ_FOR_WORDS:
                 break
         words = sorted(set().union(*(texts for texts in found.values() if len(texts) <= _MOST_WORDS)))
         return dict(zip(hash_strings(words).tolist(), words, strict=True))
-
-
-def _collect(texts: set[str], column: Any) -> Any:
-    array = whole_array(column)
-    values = array.flatten() if pa.types.is_large_list(array.type) else array
-    texts.update(values.unique().cast(pa.string()).drop_null().to_pylist())
-    return column
 
 
 def _titles_of(columns: Mapping[str, npt.NDArray[np.int64]], words: Mapping[int, str]) -> dict[int, str]:
