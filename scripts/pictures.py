@@ -40,34 +40,31 @@ def take(page: Any, name: str, height: int) -> None:
         assert size <= MOST_BYTES
 
 
-def run(*arguments: str, cwd: Path) -> subprocess.Popen[bytes]:
-    """A command of geartrain, which says nothing here."""
-    command = [sys.executable, "-m", "geartrain", *arguments]
-    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.DEVNULL, stderr=(cwd / "log").open("a"))
+def begin(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """Start a command of geartrain in the folder; what it says goes to the file log there."""
+    log = (folder / "log").open("a")
+    return subprocess.Popen([sys.executable, "-m", "geartrain", *arguments], cwd=folder, stdout=log, stderr=log)
 
 
-def main() -> None:
-    """Train, take the pictures, and end everything."""
+def finish(folder: Path, *arguments: str) -> None:
+    """Run a command to its end."""
+    assert begin(folder, *arguments).wait() == 0, (folder / "log").read_text()
+
+
+def take_dashboard(folder: Path, page: Any) -> None:
+    """Train on a cluster, and take its page meanwhile."""
+    places = ("--scheduler-listen=127.0.0.1:0", "--dashboard", "--dashboard-listen=127.0.0.1:0", "--json")
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        browser = stack.enter_context(chromium())
-        signs, pictures = folder / "runs" / "small", folder / "runs" / "small-pictures"
-        assert run("quickstart", "--small", "--out", str(signs), cwd=folder).wait() == 0, (folder / "log").read_text()
-        page = browser.new_page(viewport={"width": 1200, "height": 1000})
-
-        places = ("--scheduler-listen=127.0.0.1:0", "--dashboard", "--dashboard-listen=127.0.0.1:0", "--json")
         up = stack.enter_context(RoleProcess("up", "--shards=3", *places, errors=folder / "log"))
+        stack.callback(up.process.wait)
         stack.callback(up.process.terminate)
         page.goto(up.facts["dashboard"])
-        at = f"--scheduler={up.facts['scheduler']}"
-        for job, data, *more in (
-            ("ctr", "movielens", "epochs=50", "patience=0", "snapshots.steps=200"),
-            ("classify", str(pictures), "lr=0.1", "snapshots.steps=60"),
+        for job, data, *settings in (
+            ("ctr", "movielens", "epochs=50", "patience=0", "snapshots.steps=200", "lr=0.001", "row_lr=0.001"),
+            ("classify", "runs/small-pictures", "lr=0.1", "snapshots.steps=60"),
         ):
-            settings = [f"--set={setting}" for setting in more]
-            training = run(
-                "worker", job, at, f"--data={data}", f"--out=runs/{job}", "--steps=5000", *settings, cwd=folder
-            )
+            where = (f"--scheduler={up.facts['scheduler']}", f"--data={data}", f"--out=runs/{job}", "--steps=5000")
+            training = begin(folder, "worker", job, *where, *(f"--set={setting}" for setting in settings))
             stack.callback(training.wait)
             stack.callback(training.terminate)
             while not list(folder.glob(f"runs/{job}/snapshots/*")):
@@ -75,15 +72,31 @@ def main() -> None:
         time.sleep(TRAINING_SECONDS)
         take(page, "dashboard", 900)
 
-        assert run("export", str(signs), "--to", "models/signs/1", cwd=folder).wait() == 0, (folder / "log").read_text()
-        models = folder / "models" / "signs"
-        serve = stack.enter_context(
-            RoleProcess("serve", f"signs={models}", "--listen=127.0.0.1:0", errors=folder / "log")
-        )
+
+def take_try_it(folder: Path, page: Any) -> None:
+    """Serve a model of signs and one of clicks, and take the page with an answer of each."""
+    finish(folder, "worker", "ctr", "--data=movielens", "--out=runs/clicks", "--steps=300")
+    finish(folder, "export", "runs/small", "--to=models/signs/1")
+    finish(folder, "export", "runs/clicks", "--to=models/clicks/1")
+    models = [f"{name}={folder}/models/{name}" for name in ("signs", "clicks")]
+    with RoleProcess("serve", *models, "--listen=127.0.0.1:0", errors=folder / "log") as serve:
         page.goto(serve.facts["url"])
+        page.select_option("#model", "signs")
         page.get_by_role("button", name="Class ").nth(2).click()
         page.locator("#answers .glyph img").nth(4).wait_for()
         take(page, "try-it", 720)
+        page.select_option("#model", "clicks")
+        page.locator(".shares dd").nth(3).wait_for()
+        take(page, "try-clicks", 900)
+
+
+def main() -> None:
+    """Take the pictures of both pages."""
+    with tempfile.TemporaryDirectory() as name, chromium() as browser:
+        folder, page = Path(name), browser.new_page(viewport={"width": 1200, "height": 1000})
+        finish(folder, "quickstart", "--small", "--out=runs/small")
+        take_dashboard(folder, page)
+        take_try_it(folder, page)
 
 
 if __name__ == "__main__":
