@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from geartrain.ams.programs.selection import Selection
 from geartrain.ams.values.arguments import integer
@@ -22,6 +23,7 @@ from geartrain.bridge.parallel.mesh import Mesh
 from geartrain.bridge.parallel.plan.build import OptimizerMaker, PlanRequest
 from geartrain.bridge.parallel.plan.dry import HeadSkeleton, skeleton_of
 from geartrain.bridge.parallel.plan.hardware import Hardware
+from geartrain.bridge.parallel.plan.meta import MetaMode, meta_like
 from geartrain.bridge.parallel.plan.plan import Plan, bytes_text, seconds_text
 from geartrain.bridge.parallel.scopes import Replicate, Scope, Split
 from geartrain.bridge.rows.stand_in import named_dense_parameters
@@ -149,6 +151,7 @@ def plan_classifier(
         ranks=ranks,
         hardware=hardware,
         loss=None,
+        optimizer=_AdamW,
         micro_batches=micro_batches,
         sparsity=sparsity,
     ).plan()
@@ -161,6 +164,21 @@ def plan_classifier(
     )
     rivals = [_line(name, plan) for name, plan in tried.items()] + refused
     return replace(ours, reasons=(_line("ClassHead on the ranks", ours), *(f"nn.Linear, {rival}" for rival in rivals)))
+
+
+class _AdamW:
+    """Steps as ``torch.optim.AdamW`` does; to make one imports torch's compiler, which takes a second."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.state = {each: {name: meta_like(each) for name in ("mean", "square")} for each in parameters}
+        self._steps = [torch.ones(()) for _ in parameters]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        gradients: list[Any] = [parameter.grad for parameter in self.state]
+        means, squares = map(list, zip(*(state.values() for state in self.state.values()), strict=True))
+        settings: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
+        adamw([*self.state], gradients, means, squares, [], self._steps, amsgrad=False, maximize=False, **settings)
 
 
 class _Classifier(nn.Module):
@@ -177,7 +195,7 @@ class _Classifier(nn.Module):
 
 def _require_features(backbone: nn.Module, images: Tensor, dim: int) -> None:
     try:
-        with torch.no_grad():
+        with torch.no_grad(), MetaMode():
             found = backbone(images)
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as exc:
         raise InvalidArgument(

@@ -22,6 +22,7 @@ from geartrain.bridge.parallel.global_mean import LossFunction
 from geartrain.bridge.parallel.mesh import Mesh, MeshGroup
 from geartrain.bridge.parallel.parallel_model import ParallelModel
 from geartrain.bridge.parallel.plan.hardware import Hardware
+from geartrain.bridge.parallel.plan.meta import meta_like
 from geartrain.bridge.parallel.plan.trace import FEATURE_GRADIENTS, FEATURES, Collective, Kind, StepTrace
 from geartrain.bridge.parallel.replicated import Replicas
 from geartrain.bridge.parallel.scopes import Scope, Split, scoped
@@ -182,7 +183,7 @@ class _HeadPass(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
         ctx.link.gather(upstream.reshape(1), [1] * ctx.link.world_size)
-        return torch.empty_like(ctx.shape), None, None, None
+        return meta_like(ctx.shape), None, None, None
 
 
 def skeleton_of(model: nn.Module) -> nn.Module:
@@ -202,10 +203,10 @@ def skeleton_of(model: nn.Module) -> nn.Module:
             )
             continue
         for parameter in module.parameters(recurse=False):
-            meta = torch.empty_like(parameter, device="meta")
+            meta = meta_like(parameter)
             known[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
         for buffer in module.buffers(recurse=False):
-            known[id(buffer)] = torch.empty_like(buffer, device="meta")
+            known[id(buffer)] = meta_like(buffer)
     return copy.deepcopy(model, known).train()
 
 

@@ -16,13 +16,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument
 from geartrain.bridge.parallel.plan.hardware import Hardware
+from geartrain.bridge.parallel.plan.meta import MetaMode, meta_like
 from geartrain.bridge.parallel.scopes import called_parts
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send"]
@@ -82,7 +82,7 @@ class Collective:
         return seconds
 
 
-class StepTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StepTrace(MetaMode):
     """Adds up, while it is entered, what a step takes on ``hardware``; ``part`` and ``phase`` say whose and when.
 
     Attributes: ``seconds`` of computation by part and phase; ``collectives`` in the order of their beginning, each with
@@ -90,7 +90,7 @@ class StepTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, hardware: Hardware) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.part = REST
         self.phase: Phase = "forward"
         self.seconds: Counter[tuple[str, Phase]] = Counter()
@@ -100,8 +100,7 @@ class StepTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and note it."""
-        del types
-        out = func(*args, **(kwargs or {}))
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         name = func._overloadpacket.__name__.rstrip("_") or func._overloadpacket.__name__
         if func.is_view or name in _NO_WORK or func.namespace == "profiler":
             return out
@@ -190,8 +189,9 @@ def traced_update(
     try:
         optimizer = make(list(parameters))
         for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter)
-        optimizer.step()
+            parameter.grad = meta_like(parameter)
+        with MetaMode():
+            optimizer.step()
         with trace:
             optimizer.step()
     except Exception as exc:  # whatever the user's code raises

@@ -203,12 +203,13 @@ def _step(backbone: str, images: dict[str, int], network_dtype: str, settings: d
     import torch
 
     from geartrain.bridge.parallel.plan.auto import plan_classifier
+    from geartrain.bridge.parallel.plan.meta import MetaMode
     from geartrain.workers.models.backbones import build_backbone
 
     if network_dtype not in ("float32", "float16", "bfloat16"):
         raise InvalidArgument(f"--network-dtype is {network_dtype!r}; it must be {_DTYPE}")
     side, dtype = images["image_size"], getattr(torch, network_dtype)
-    with torch.device("meta"):
+    with torch.device("meta"), MetaMode():
         try:
             network = build_backbone(backbone, {**images, "dim": settings["dim"]}, own=backbone).to(dtype)
         except GeartrainError:
