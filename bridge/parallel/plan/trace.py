@@ -82,7 +82,7 @@ class Collective:
         return seconds
 
 
-class StepTrace(MetaMode):
+class StepTrace(MetaMode):  # type: ignore[no-untyped-call]
     """Adds up, while it is entered, what a step takes on ``hardware``; ``part`` and ``phase`` say whose and when.
 
     Attributes: ``seconds`` of computation by part and phase; ``collectives`` in the order of their beginning, each with

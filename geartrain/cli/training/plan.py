@@ -12,8 +12,10 @@ import typer
 from geartrain.ams.values.errors import ConfigError, GeartrainError, InvalidArgument
 from geartrain.ams.values.optimizers.registry import OPTIMIZERS, optimizer_of
 from geartrain.cli.shared.options import Json
+from geartrain.cli.training.plan_fit import check_fit, most_classes, most_samples, network_bytes
 
 if TYPE_CHECKING:
+    from geartrain.bridge.head.memory import MemoryReport
     from geartrain.bridge.parallel.plan.hardware import Hardware
     from geartrain.bridge.parallel.plan.plan import Plan
 
@@ -50,7 +52,18 @@ def plan(
         int | None,
         typer.Option("--k", min=1, help="Neighbours of a class: KNN softmax.", show_default="none: partial FC"),
     ] = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", help="Samples of a rank.")] = 128,
+    batch_size: Annotated[
+        int | None, typer.Option("--batch-size", help="Samples of a rank.", show_default="128")
+    ] = None,
+    fit: Annotated[
+        str | None,
+        typer.Option(
+            "--fit",
+            help="Plan the most that fits: classes, into --memory or that of --hardware; or batch, the samples of a "
+            "rank, and how many the selection and 16-bit rows make room for.",
+            show_default="nothing",
+        ),
+    ] = None,
     shards: Annotated[
         int | None, typer.Option("--shards", help="Shards of the cluster.", show_default="1, or one on each of --hosts")
     ] = None,
@@ -114,8 +127,9 @@ def plan(
     the graph of --k: geartrain plan --classes 100000000 --dim 512 --k 1000 --rows ranks --ranks 256 --sparsity 0.999
     --hardware v100-25gbit. It is modelled by the rates of data sheets.
     """
-    if (ids is None) == (classes is None):
-        raise ConfigError("give --classes for a class head, or --ids for a hashed table")
+    check_fit(fit, classes, batch_size, hardware)
+    if (ids is None) == (classes is None and fit != "classes"):
+        raise ConfigError("give --classes or --fit classes for a class head, or --ids for a hashed table")
     num_shards = hosts if shards is None else shards
     if ids is not None:
         from geartrain.ams.values.expiry.rules import Unseen
@@ -132,7 +146,7 @@ def plan(
     _require_hardware(
         hardware, rows, sparsity is not None or micro_batches > 1 or compare or network_dtype != "float32"
     )
-    from geartrain.ams.programs.selection import PartialFC
+    from geartrain.ams.programs.selection import FullSoftmax, PartialFC
     from geartrain.bridge.head.defaults import DEFAULT_OPTIMIZER, DEFAULT_SELECT
     from geartrain.bridge.head.loss.config import HeadConfig  # loads torch
     from geartrain.bridge.head.memory import memory_report
@@ -144,33 +158,47 @@ def plan(
     row_optimizer = optimizer_of(optimizer or ("adam" if adam else with_momentum), {"lr": 0.1})
     where = None if hardware is None else _hardware(hardware, device)
     head: dict[str, Any] = {
-        "num_classes": classes,
         "dim": dim,
         "sub_centers": sub_centers,
         "select": select,
         "config": HeadConfig(**cast(Any, {"dtype": dtype, "slot_dtype": slot_dtype or "float32"})),
     }
-    report = memory_report(
-        **head,
-        rows=rows,
-        optimizer=row_optimizer,
-        batch_size=batch_size,
-        num_shards=num_shards,
-        num_ranks=ranks,
-        device=device or "cpu" if where is None else where.device,
-    )
-    step = None
-    if where is not None:
+
+    def report_of(**changed: Any) -> MemoryReport:
+        of_ranks = {"num_classes": classes, "batch_size": batch_size or 128, "num_ranks": ranks}
+        settings = {**head, **of_ranks, "rows": rows, "optimizer": row_optimizer, "num_shards": num_shards}
+        place = device or "cpu" if where is None else where.device
+        return memory_report(**{**settings, "device": place, **changed})
+
+    def step_of(samples: int, num_classes: int | None, compare: bool = False) -> Plan:
         images = {"channels": channels, "image_size": image_size}
         settings = {"row_optimizer": row_optimizer, "micro_batches": micro_batches, "sparsity": sparsity}
-        settings |= {"ranks": ranks, "batch": batch_size, "hardware": where, "compare": compare}
-        step = _step(backbone, images, network_dtype, {**head, **settings})
+        settings |= {"num_classes": num_classes, "ranks": ranks, "batch": samples, "hardware": where}
+        return _step(backbone, images, network_dtype, {**head, **settings, "compare": compare})
+
+    found: dict[str, int] = {}
+    if fit == "classes":
+        from geartrain.cli.training.plan_table import bytes_of
+
+        network = 0 if where is None else network_bytes(step_of(batch_size or 128, 1))
+        room = bytes_of(memory) if where is None else where.memory_bytes
+        found = {"classes": (classes := most_classes(report_of, room, network, -(-num_shards // hosts)))}
+    elif fit == "batch":
+        full = {"select": FullSoftmax()} if report_of().num_active < report_of().num_classes else {}
+        wide = {"config": HeadConfig()} if dtype != "float32" else {}
+        others = {"all classes active": full, "float32 rows": wide, "both": {**full, **wide} if full and wide else {}}
+        found = most_samples(report_of, lambda samples: step_of(samples, classes), others)
+        batch_size = found["samples a rank"]
+    report = report_of()
+    step = None if where is None else step_of(batch_size or 128, classes, compare)
     if as_json:
-        print(json.dumps({**report.to_json(), **({} if step is None else {"step": step.to_dict()})}))
-    elif step is None:
-        print(f"{report}\n\n{report.explained()}")
-    else:
-        print(f"{report}\n\na step of {backbone} with this head\n\n{step.explain()}")
+        steps = {} if step is None else {"step": step.to_dict()}
+        print(json.dumps({**report.to_json(), **({"fit": found} if fit else {}), **steps}))
+        return
+    if found:
+        print(f"at most {'; '.join(f'{number:,} {what}' for what, number in found.items())}\n")
+    print(report)
+    print(f"\n{report.explained()}" if step is None else f"\na step of {backbone} with this head\n\n{step.explain()}")
 
 
 def _require_hardware(hardware: str | None, rows: str, is_of_a_step: bool) -> None:

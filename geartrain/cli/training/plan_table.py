@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from dataclasses import asdict
 from typing import Any
 
@@ -32,7 +33,7 @@ def print_table_plan(spec: TableSpec, ids: float, hosts: int, shards: int, memor
 
     Raises ConfigError for numbers that cannot be.
     """
-    host_bytes = _bytes(memory)
+    host_bytes = bytes_of(memory)
     if not 1 <= ids <= MOST_IDS * MAX_SHARDS:
         raise ConfigError(f"--ids is {ids:g}; it must be from 1 to {MOST_IDS * MAX_SHARDS:,}, what all shards can hold")
     ids = int(ids)
@@ -45,12 +46,7 @@ def print_table_plan(spec: TableSpec, ids: float, hosts: int, shards: int, memor
 
     planned = planned_rows(spec, ids, shards)
     fewest = next((count for count in range(1, MAX_SHARDS // here + 1) if peak(ids, count * here) <= room), None)
-    most, too_many = 0, 1
-    while peak(too_many, shards) <= room:
-        most, too_many = too_many, 2 * too_many
-    while too_many - most > 1:
-        middle = (most + too_many) // 2
-        most, too_many = (middle, too_many) if peak(middle, shards) <= room else (most, middle)
+    most = bisect_left(range(1, MOST_IDS * shards + 1), True, key=lambda number: peak(number, shards) > room)
     facts: dict[str, Any] = {
         "ids": ids,
         "shards": shards,
@@ -90,7 +86,7 @@ def _text(spec: TableSpec, planned: PlannedRows, facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _bytes(memory: str) -> int:
+def bytes_of(memory: str) -> int:
     try:
         return int(TypeAdapter(ByteSize).validate_python(memory))
     except ValidationError as exc:

@@ -113,6 +113,34 @@ def test_plan_reaches_a_hundred_million_classes_whatever_its_rivals_would_need()
     assert features["bytes"] == 256 * 128 * 512 * 2
 
 
+def test_plan_finds_the_most_that_fits() -> None:
+    step = ["--backbone", "stroke_net", "--image-size", "32", "--channels", "1", "--hardware", "v100"]
+    head = ["--dim", "512", "--rows", "ranks", "--ranks", "8", "--momentum"]
+    head += ["--dtype", "float16", "--slot-dtype", "float16"]
+    most = json.loads(invoke("plan", "--fit", "classes", *head, *step, "--json").stdout)
+    assert most["fit"] == {"classes": most["num_classes"]} and most["step"]["fits"]
+    assert 90_000_000 < most["num_classes"] < 32 * 10**9 * 8 / 2048  # rows and momentum of 1 KiB each
+    more = ["--classes", str(int(1.001 * most["num_classes"]))]
+    assert not json.loads(invoke("plan", *more, *head, *step, "--json").stdout)["step"]["fits"]
+    one_machine = ["--fit", "classes", "--dim", "512", "--memory", "64GB", "--hosts", "4"]
+    assert "at most 37," in invoke("plan", *one_machine).stdout  # 6,144 bytes a row, in half of the memory or more
+    sizes = ["--classes", "20000000", *head, *step]
+    found = json.loads(invoke("plan", "--fit", "batch", "--k", "100", *sizes, "--json").stdout)
+    assert found["batch_size"] == found["fit"]["samples a rank"] > found["fit"]["with both"]
+    assert found["fit"]["samples a rank"] > found["fit"]["with float32 rows"]
+    assert found["step"]["fits"] and found["step"]["rank_bytes"] > 0.99 * 32e9
+    for wrong, why in (
+        (["--fit", "rows", "--classes", "9"], "--fit is 'rows'; it must be classes, or batch"),
+        (["--fit", "classes", "--classes", "9"], "leave --classes out"),
+        (["--fit", "batch", "--classes", "9"], "say --hardware, too"),
+        (["--fit", "batch", "--batch-size", "9", *sizes], "leave --batch-size out"),
+        (["--fit", "classes", "--memory", "1kB"], "not one class fits into 0.0 GB: take more ranks"),
+        (["--fit", "classes", "--ids", "9"], "or --ids for a hashed table"),
+    ):
+        with pytest.raises((gt.errors.ConfigError, gt.errors.InvalidArgument), match=why):
+            invoke("plan", *wrong, *([] if "--dim" in wrong else ["--dim", "8"]))
+
+
 def test_plan_refuses_a_step_that_it_cannot_know() -> None:
     head = ["--classes", "1000", "--dim", "8"]
     with pytest.raises(gt.errors.InvalidArgument, match="Give --rows ranks, or leave --hardware out"):
