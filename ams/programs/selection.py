@@ -284,13 +284,13 @@ def positives_and_sample(labels: Ids, num_classes: int, budget: int, seed: int, 
         return ActiveClasses(num_classes)
     sampled = sample_ids(num_classes, budget, seed, step)
     # At most len(positives) of the sampled ids are positives, so enough others remain to fill the budget.
-    negatives = sampled[~_is_member(sampled, positives)][: budget - len(positives)]
+    negatives = sampled[~is_member(sampled, positives)][: budget - len(positives)]
     ids = np.concatenate([positives, negatives])
     ids.sort()
     return ActiveClasses(len(ids), ids)
 
 
-def _is_member(ids: Ids, few: Ids) -> npt.NDArray[np.bool_]:
+def is_member(ids: Ids, few: Ids) -> npt.NDArray[np.bool_]:
     """Which of ``ids`` are in the short sorted array ``few``: a small hash set rules out nearly all of them first."""
     mask = (1 << _HASH_BITS) - 1
     table = np.zeros(mask + 1, dtype=np.bool_)

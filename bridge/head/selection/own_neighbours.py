@@ -19,14 +19,14 @@ from torch import Tensor
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.kernels.ops import sample_ids
-from geartrain.ams.programs.selection import ActiveClasses
+from geartrain.ams.programs.selection import ActiveClasses, is_member
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.collectives.joint_limit import joint_limit
 from geartrain.bridge.kernels.sampling import candidates_here
 
-_STRIP = 1 << 16
-"""Lists that are cut at a time."""
+_STRIP = 1 << 22
+"""Entries that are cut at a time, about."""
 _NO_CLASS = torch.iinfo(torch.int64).max
 
 
@@ -66,7 +66,10 @@ class OwnNeighbours:
         time.
         """
         shapes = link.exchange([table.first, table.num_lists])
-        strips = [_exchange_strip(table, start, shapes, link) for start in range(0, max(n for _, n in shapes), _STRIP)]
+        most = max(1, _STRIP // table.k)
+        strips = [
+            _exchange_strip(table, start, most, shapes, link) for start in range(0, max(num for _, num in shapes), most)
+        ]
         lengths, neighbours, ranks = (
             torch.cat([strip[kind][rank] for rank in range(link.world_size) for strip in strips]) for kind in range(3)
         )
@@ -88,39 +91,55 @@ class OwnNeighbours:
         parts = {name: getattr(self, name).to(device) for name in ("offsets", "neighbours", "ranks")}
         return replace(self, **parts)
 
-    def near(self, labels_B: Tensor, near: float, budget: int) -> NearHere:
+    def near(self, labels_B: Tensor, near: float, budget: int, *, may_wait: bool = False) -> NearHere:
         """Choose the labels and their nearest neighbours, P + round(``near`` · (``budget`` − P)) for P distinct labels.
 
-        ``labels_B``, the same on every rank, may repeat; ``budget`` is at least P. O(M log M) time, 40·M bytes.
+        ``labels_B``, the same on every rank, may repeat; ``budget`` is at least P. O(M log M) time, 40·M bytes. A host
+        that ``may_wait`` looks at the beginnings of lists first, and asks all ranks whether those are enough.
         """
-        labels_B = torch.sort(labels_B).values
-        said_RB = candidates_here(labels_B, self.offsets, self.neighbours, self.longest)
-        ranks_RB = candidates_here(labels_B, self.offsets, self.ranks, self.longest).long()
-        ranks_RB[0] = 0  # a label comes before its neighbours
-        num_labels = (said_RB[0] > 0).sum()
-        said_RB[0] *= (labels_B >= self.first) & (labels_B < self.stop)
+        labels_B, num_classes = torch.sort(labels_B).values, self.num_classes
+        is_label_B = (labels_B >= 0) & (labels_B < num_classes)
+        is_label_B[1:] &= labels_B[1:] != labels_B[:-1]
+        num_labels = is_label_B.sum()
+        wanted = num_labels + torch.round((budget - num_labels).double() * near).long()
         size = (1 + self.k) * len(labels_B)
+        depth = min(self.k, 2 * -(-int(wanted - num_labels) // max(1, int(num_labels)))) if may_wait else self.k
+        ids_M, turns_M = self._first_turns(labels_B, depth, size)
+        while depth < self.k and self.link.sum((turns_M < size).sum().int()) < wanted:
+            depth = min(self.k, 2 * depth)
+            ids_M, turns_M = self._first_turns(labels_B, depth, size)
+        sorted_M = torch.sort(turns_M).values
+        limit, num = joint_limit(
+            self.link, lambda ends: torch.searchsorted(sorted_M, ends.clamp(max=size)), size, wanted, 3 * self.k
+        )
+        return NearHere(torch.where(turns_M < limit, ids_M, num_classes), num, budget, self)
+
+    def _first_turns(self, labels_B: Tensor, depth: int, size: int) -> tuple[Tensor, Tensor]:
+        """Classes of this rank among rising labels and the first ``depth`` of their lists, and when each comes first.
+
+        In turn come the labels, the nearest neighbour of each, the second ones, …. A turn is ``size`` where there is
+        no class, or one that came before.
+        """
+        longest = min(self.longest, depth)
+        said_RB = candidates_here(labels_B, self.offsets, self.neighbours, longest)
+        ranks_RB = candidates_here(labels_B, self.offsets, self.ranks, longest).long()
+        ranks_RB[0] = 0  # a label comes before its neighbours
+        said_RB[0] *= (labels_B >= self.first) & (labels_B < self.stop)
         turns_RB = ranks_RB * len(labels_B) + torch.arange(len(labels_B), device=labels_B.device)
-        keys_RB = torch.where(said_RB > 0, (said_RB.long() - 1) * size + turns_RB, _NO_CLASS)
+        keys_RB = torch.where((said_RB > 0) & (ranks_RB <= depth), (said_RB.long() - 1) * size + turns_RB, _NO_CLASS)
         keys_M = torch.sort(keys_RB.flatten()).values
-        ids_M = keys_M // size
+        ids_M = keys_M // max(1, size)
         is_first_M = keys_M != _NO_CLASS
         is_first_M[1:] &= ids_M[1:] != ids_M[:-1]
-        turns_M = torch.where(is_first_M, keys_M % size, size)
-        sorted_M = torch.sort(turns_M).values
-        wanted = num_labels + torch.round((budget - num_labels).double() * near).long()
-        limit, num = joint_limit(
-            self.link, lambda ends: torch.searchsorted(sorted_M, ends.clamp(max=size)), size, wanted, 4 * self.k
-        )
-        return NearHere(torch.where(turns_M < limit, ids_M, self.num_classes), num, budget, self)
+        return ids_M, torch.where(is_first_M, keys_M % max(1, size), size)
 
     def select(self, labels_P: Ids, budget: int, near: float, seed: int, step: int) -> ActiveClasses:
         """On the host: :meth:`near`, filled up to ``budget`` with random classes; the ids are those of this rank."""
-        chosen = self.near(torch.from_numpy(labels_P), near, budget)
+        chosen = self.near(torch.from_numpy(labels_P), near, budget, may_wait=True)
         given = np.sort(chosen.ids_M[chosen.ids_M < self.num_classes].numpy())
         drawn = sample_ids(self.num_classes, budget, seed, step)
         is_fresh = (drawn >= self.first) & (drawn < self.stop)
-        is_fresh[is_fresh] = ~np.isin(drawn[is_fresh], given)
+        is_fresh[is_fresh] = ~is_member(drawn[is_fresh], given)
         limit = int(chosen.limit(torch.from_numpy(is_fresh)))
         ids = np.concatenate([given, drawn[:limit][is_fresh[:limit]]])
         ids.sort()
@@ -149,25 +168,25 @@ class NearHere:
 
 
 def _exchange_strip(
-    table: NeighbourTable, start: int, shapes: list[list[int]], link: Communicator
+    table: NeighbourTable, start: int, most: int, shapes: list[list[int]], link: Communicator
 ) -> list[tuple[Tensor, ...]]:
-    """Lengths, neighbours and their places, each by the rank whose lists they are of; ``shapes`` are its first class
-    and number of lists."""
-    num_lists = [max(0, min(num - start, _STRIP)) for _, num in shapes]
-    start, stop = (min(end, table.num_lists) for end in (start, start + _STRIP))
+    """Of ``most`` lists of each rank: lengths, neighbours and their places, by the rank whose lists they are of.
+
+    ``shapes`` are each rank's first class and number of lists.
+    """
+    num_lists = [max(0, min(num - start, most)) for _, num in shapes]
+    start, stop = (min(end, table.num_lists) for end in (start, start + most))
     lengths = np.diff(table.offsets[start : stop + 1])
     begin, end = int(table.offsets[start]), int(table.offsets[stop])
-    entries = torch.from_numpy(table.neighbours[begin:end])
-    places = torch.from_numpy(np.arange(begin, end) - np.repeat(table.offsets[start:stop], lengths))
-    firsts = torch.tensor([first for first, _ in shapes])
-    owners, order = torch.sort(torch.searchsorted(firsts, entries.long(), right=True) - 1, stable=True)
-    lists = torch.from_numpy(np.repeat(np.arange(stop - start), lengths))[order]
-    lengths_RN = torch.bincount(owners * (stop - start) + lists, minlength=len(shapes) * (stop - start)).int()
+    entries = table.neighbours[begin:end]
+    places = np.arange(begin, end) - np.repeat(table.offsets[start:stop], lengths)
+    places = places.astype(np.int16 if table.k < 2**15 else np.int32)
+    owners = np.searchsorted(np.array([first for first, _ in shapes[1:]], entries.dtype), entries, side="right")
+    order = torch.from_numpy(np.argsort(owners.astype(np.uint16), kind="stable"))
+    at = torch.from_numpy(owners * (stop - start) + np.repeat(np.arange(stop - start), lengths))
+    lengths_RN = torch.bincount(at, minlength=len(shapes) * (stop - start)).int()
+    leaving = np.bincount(owners, minlength=len(shapes)).tolist()
     own_lengths = torch.split(link.all_to_all(lengths_RN, [stop - start] * len(shapes), num_lists), num_lists)
-    leaving = torch.bincount(owners, minlength=len(shapes)).tolist()
     arriving = [int(part.sum()) for part in own_lengths]
-    moved = [
-        link.all_to_all(part[order], leaving, arriving)
-        for part in (entries, places.to(torch.int16 if table.k < 2**15 else torch.int32))
-    ]
+    moved = [link.all_to_all(torch.from_numpy(part)[order], leaving, arriving) for part in (entries, places)]
     return [own_lengths, *(torch.split(part, arriving) for part in moved)]
