@@ -30,7 +30,7 @@ def joint_limit(
     low, left = torch.zeros_like(wanted), wanted
     total: Tensor | None = None
     for num_intervals, width in _rounds(size, most_bytes):
-        own = count_below(low + width * torch.arange(num_intervals + 1, device=wanted.device)).diff()
+        own = count_below(low + torch.arange(0, (num_intervals + 1) * width, width, device=wanted.device)).diff()
         if width > 1:
             counts = link.start_sum(own.to(torch.uint8 if width < 256 else torch.int32)).result()
         else:
@@ -38,9 +38,9 @@ def joint_limit(
             counts = ((link.start_sum(words).result().unsqueeze(1) >> places) & 1).flatten()
         ends = counts.cumsum(0, dtype=torch.int64)
         total = ends[-1] if total is None else total
-        num_before = (ends < left).sum()
-        left = left - torch.where(num_before > 0, ends.take((num_before - 1).clamp(min=0)), 0)
-        low = low + width * num_before
+        is_before = ends < left
+        left = left - (counts * is_before).sum()
+        low = torch.add(low, is_before.sum(), alpha=width)
     assert total is not None
     return torch.where(wanted > 0, low + 1, 0).clamp(max=size), torch.minimum(wanted, total)
 

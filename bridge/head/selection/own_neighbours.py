@@ -27,7 +27,7 @@ from geartrain.bridge.kernels.sampling import candidates_here
 
 _STRIP = 1 << 22
 """Entries that are cut at a time, about."""
-_NO_CLASS = torch.iinfo(torch.int64).max
+_NONE = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -109,16 +109,14 @@ class OwnNeighbours:
             depth = min(self.k, 2 * depth)
             ids_M, turns_M = self._first_turns(labels_B, depth, size)
         sorted_M = torch.sort(turns_M).values
-        limit, num = joint_limit(
-            self.link, lambda ends: torch.searchsorted(sorted_M, ends.clamp(max=size)), size, wanted, 3 * self.k
-        )
+        limit, num = joint_limit(self.link, lambda ends: torch.searchsorted(sorted_M, ends), size, wanted, 3 * self.k)
         return NearHere(torch.where(turns_M < limit, ids_M, num_classes), num, budget, self)
 
     def _first_turns(self, labels_B: Tensor, depth: int, size: int) -> tuple[Tensor, Tensor]:
         """Classes of this rank among rising labels and the first ``depth`` of their lists, and when each comes first.
 
-        In turn come the labels, the nearest neighbour of each, the second ones, …. A turn is ``size`` where there is
-        no class, or one that came before.
+        In turn come the labels, the nearest neighbour of each, the second ones, …: turns below ``size``, but
+        ``_NONE`` where there is no class, or one that came before.
         """
         longest = min(self.longest, depth)
         said_RB = candidates_here(labels_B, self.offsets, self.neighbours, longest)
@@ -126,12 +124,12 @@ class OwnNeighbours:
         ranks_RB[0] = 0  # a label comes before its neighbours
         said_RB[0] *= (labels_B >= self.first) & (labels_B < self.stop)
         turns_RB = ranks_RB * len(labels_B) + torch.arange(len(labels_B), device=labels_B.device)
-        keys_RB = torch.where((said_RB > 0) & (ranks_RB <= depth), (said_RB.long() - 1) * size + turns_RB, _NO_CLASS)
+        keys_RB = torch.where((said_RB > 0) & (ranks_RB <= depth), (said_RB.long() - 1) * size + turns_RB, _NONE)
         keys_M = torch.sort(keys_RB.flatten()).values
         ids_M = keys_M // max(1, size)
-        is_first_M = keys_M != _NO_CLASS
+        is_first_M = keys_M != _NONE
         is_first_M[1:] &= ids_M[1:] != ids_M[:-1]
-        return ids_M, torch.where(is_first_M, keys_M % max(1, size), size)
+        return ids_M, torch.where(is_first_M, keys_M % max(1, size), _NONE)
 
     def select(self, labels_P: Ids, budget: int, near: float, seed: int, step: int) -> ActiveClasses:
         """On the host: :meth:`near`, filled up to ``budget`` with random classes; the ids are those of this rank."""
