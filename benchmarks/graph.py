@@ -3,7 +3,7 @@
 Both begin with the same float32 rows and end with 32 neighbours of each row but itself, on the same threads; making
 unit rows and building count. Ours and the rival alternate and figures are medians. Rows lie in clusters, as class
 centers do (see ``_clustered.py``); those of a trained quickstart, if ``runs/quickstart`` is there, are a case of their
-own.
+own, and tell how uneven the parts of ranks are that keep, of every list, the neighbours whose rows they have.
 
 Memory is what a fresh process holds at its highest, rows included, beyond what it held before it had any; its rival is
 the budget: rows + table + 256 MiB. Sizes are those of the arrays that ``ams/graph/service/store.py`` writes.
@@ -56,6 +56,7 @@ def results(full: bool = False) -> Iterator[Result]:
 
         rows = load_file(TRAINED)["centers"]
         yield from _against_faiss(f"exact graph of {len(rows):,} trained characters, k={K}", rows, 3)
+        yield from _imbalance(f"graph of {len(rows):,} trained characters, k={K}, cut by neighbour", rows)
     yield _largest_part()
 
 
@@ -76,6 +77,17 @@ def _against_faiss(case: str, rows: Rows, rounds: int) -> Iterator[Result]:
     equal = 100 * (1 - len(differing) / len(rows))
     same = f"{case}: rows with the same neighbours, up to ties"
     yield result(same, equal, "all", 100.0, "%", target=1.0, more_is_better=True)
+
+
+def _imbalance(case: str, rows: Rows) -> Iterator[Result]:
+    """What hubs, classes in many lists, make of the parts of ranks."""
+    table = build_neighbours(ArrayRows(rows), K, num_threads=THREADS)
+    lists = np.bincount(table.neighbours, minlength=len(rows))
+    yield result(f"{case}: lists that a class is in, at most", float(lists.max()), "mean", float(lists.mean()), "lists")
+    for num_ranks in (8, 64):
+        parts = np.array([part.sum() for part in np.array_split(lists, num_ranks)])
+        largest = f"{case}: entries of the largest of {num_ranks} parts"
+        yield result(largest, float(parts.max()), "mean", float(parts.mean()), "entries")
 
 
 def _faiss_lists(faiss: Any, rows: Rows) -> npt.NDArray[np.int64]:
