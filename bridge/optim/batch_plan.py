@@ -38,8 +38,18 @@ class BatchRamp:
     @cached_property
     def total(self) -> int:
         """Micro-batches of all steps."""
-        growing = np.arange(self.initial_steps, self.total_steps)
-        return self.first * self.initial_steps + int(self._grown(growing).sum())
+        return self.before(self.total_steps)
+
+    def before(self, step: int) -> int:
+        """Micro-batches of the steps from 0 to ``step`` − 1."""
+        grown = self._sums[max(0, min(step, self.total_steps) - self.initial_steps)]
+        further = max(0, step - self.total_steps)
+        return self.first * min(step, self.initial_steps) + int(grown) + further * self.at(step)
+
+    @cached_property
+    def _sums(self) -> np.ndarray:
+        """Micro-batches of so many steps from ``initial_steps`` on."""
+        return np.cumsum([0, *self._grown(np.arange(self.initial_steps, self.total_steps))])
 
     def _grown(self, steps: np.ndarray) -> np.ndarray:
         part = (steps - self.initial_steps) / (self.total_steps - self.initial_steps)

@@ -17,7 +17,6 @@ from geartrain.ams.client.snapshots.snapshot import PendingSnapshot
 from geartrain.ams.storage.snapshot.store import Place
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import counted
-from geartrain.bridge.rows.native_types import has_fast_bfloat16
 from geartrain.workers.classify import class_pictures
 from geartrain.workers.classify.best import IMPRINTED, START, TRAINED, BestModel
 from geartrain.workers.classify.graph_lines import GraphLines
@@ -95,7 +94,6 @@ class Classifier(ImageTrainer):
             progress=attempt.progress,
             ranks=ranks,
             device=device,
-            bfloat16=recipe.dtype == "bfloat16" or (recipe.dtype == "auto" and has_fast_bfloat16(device)),
         )
         # Of the held-out images; another rank that takes part has none of its own to ask about.
         held_out = images.held_out
@@ -249,7 +247,7 @@ class Classifier(ImageTrainer):
         sweep = out / SWEEP
         return {
             "held_out": {name: result.summary() for name, result in answers.items()},
-            "versions": versions(self.device, bfloat16=self.bfloat16),
+            "versions": versions(self.device, self.precision),
             "lr": self.rates()["lr"],
             **({"model": best.training()} if best is not None else {}),
             **({"sweep": json.loads(sweep.read_text(encoding="utf-8"))} if sweep.exists() else {}),

@@ -29,7 +29,7 @@ from geartrain.workers.devices import images_at_once
 from geartrain.workers.job.ranks import JobRanks
 from geartrain.workers.job.state import JobProgress
 from geartrain.workers.models.evaluate import every_nth
-from geartrain.workers.recipes.recipe import Recipe, head_of
+from geartrain.workers.recipes.recipe import FccsSettings, Recipe, head_of
 
 RATES = {"sgd": (0.003, 0.01, 0.03, 0.1, 0.3, 1.0), "adamw": (1e-4, 3e-4, 1e-3, 3e-3)}
 SWEEP = "sweep.json"
@@ -96,7 +96,7 @@ def find_rate(
     steps, trials = trial_steps(recipe.steps), list[Trial]()
     say(f"Looking for a learning rate by trials of {steps} steps (--set lr=RATE needs none)")
     for lr in RATES[recipe.optimizer]:
-        tried = replace(recipe, rate=lr / recipe.lr, steps=steps, rows="pull")
+        tried = replace(recipe, rate=lr / recipe.lr, steps=steps, rows="pull", row_dtype="float32", fccs=FccsSettings())
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             loss = _loss_after(tried, start, rows_CD, validation, stop)
         if loss is None:
@@ -129,7 +129,6 @@ def _loss_after(
             progress=JobProgress(step=0, stage_start=0, stage_steps=recipe.steps, table="trial"),
             ranks=JobRanks(),
             device=start.device,
-            bfloat16=start.bfloat16,
         )
         try:
             finished = trainer.run(stop=stop)

@@ -14,7 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from geartrain.ams.values.errors import ConfigError
 from geartrain.bridge.head.class_head import ClassHead
+from geartrain.bridge.parallel.overlap.micro_batches import MicroBatches
+from geartrain.bridge.rows.native_types import has_fast_bfloat16
 from geartrain.bridge.rows.optimizer import RowOptimizer
+from geartrain.bridge.rows.tables import counted_as
+from geartrain.workers.classify.float16 import LossScaler, to_float16
 from geartrain.workers.data.images import Images, ReadAhead
 from geartrain.workers.devices import images_at_once
 from geartrain.workers.job.ranks import JobRanks
@@ -27,6 +31,22 @@ from geartrain.workers.recipes.recipe import Recipe, optimizer_of, sparsifier_of
 
 _GRAPH = "graph.safetensors"
 """There only if the job selects by a graph, and has one."""
+_PRODUCTS = {"bfloat16": torch.bfloat16, "float16_masters": torch.float16}
+"""Of autocast, by the recipe's ``dtype``."""
+
+
+class _Features(nn.Module):
+    """The features of a network in float32, whatever its products are in."""
+
+    def __init__(self, network: nn.Module, device: torch.device, products: torch.dtype | None) -> None:
+        super().__init__()
+        self.network, self._device, self._products = network, device, products
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images [B, K, S, S] -> features [B, D]."""
+        with torch.autocast(self._device.type, dtype=self._products, enabled=self._products is not None):
+            features: Tensor = self.network(images)
+        return features.float()
 
 
 class ImageTrainer(Trainer):
@@ -44,9 +64,7 @@ class ImageTrainer(Trainer):
         progress: JobProgress,
         ranks: JobRanks,
         device: torch.device,
-        bfloat16: bool = False,
     ) -> None:
-        """``bfloat16``: the backbone works under autocast; its features come out in float32."""
         if recipe.batch_size % ranks.world_size:
             raise ConfigError(
                 f"batch_size is {recipe.batch_size}; it must be a multiple of the {ranks.world_size} ranks"
@@ -64,8 +82,10 @@ class ImageTrainer(Trainer):
         )
         self.images = images
         self._batches = ReadAhead(images, self._own_indices)
-        self.bfloat16 = bfloat16
-        self._replica: nn.Module = self.backbone
+        fastest = "bfloat16" if has_fast_bfloat16(device) else "float32"
+        self._dtype = fastest if recipe.dtype == "auto" else recipe.dtype
+        self._scaler = LossScaler(device.type) if self._dtype.startswith("float16") else None
+        self._train_by(self.backbone)
         self._sparsifier = sparsifier_of(recipe)
         if self._sparsifier is not None and ranks.world_size == 1:
             raise ConfigError(
@@ -73,6 +93,12 @@ class ImageTrainer(Trainer):
                 f"run, too (torchrun --rdzv-backend {BACKEND} --nproc-per-node 2 -m geartrain worker ...), or begin "
                 "one without sparsity"
             )
+
+    @property
+    def precision(self) -> str:
+        """In which types the backbone is trained, for reports."""
+        products = _PRODUCTS.get(self._dtype)
+        return self._dtype if products is None else f"{str(products).removeprefix('torch.')} autocast"
 
     def modules(self) -> dict[str, Any]:
         """The backbone."""
@@ -95,6 +121,8 @@ class ImageTrainer(Trainer):
         """
         state = super().state(options)
         state.data["head"] = self.head.get_extra_state()
+        if self._scaler is not None:
+            state.tensors["scaler"] = self._scaler.state_dict()
         if self._sparsifier is not None:
             self._sparsifier.merge()
             state.tensors["gradients"] = self._sparsifier.state_dict()
@@ -111,13 +139,20 @@ class ImageTrainer(Trainer):
                     fit_projection(self.backbone, batches, self.head.num_classes)
             # The trunk adds nothing yet, so the projection alone gives the same features, five times faster.
             features = Projected(self.backbone)
+        if self._dtype == "float16":
+            to_float16(self.backbone)
+            features = self.backbone
         self._replicate()
         if self.recipe.imprint:
             self.imprint(features)
 
     def restore(self, state: JobState) -> None:
         """Go on from a state whose rows are in place already."""
+        if self._dtype == "float16":
+            to_float16(self.backbone)
         super().restore(state)
+        if self._scaler is not None:
+            self._scaler.load_state_dict(state.tensors["scaler"])
         if _GRAPH in state.files:
             self.head.select.graph_from_bytes(state.files[_GRAPH])
         self.head.set_extra_state(state.data["head"])
@@ -141,35 +176,76 @@ class ImageTrainer(Trainer):
         finally:
             self.head.select.cancel()
 
+    def batches_before(self, step: int) -> int:
+        """As the recipe says; it is a function of the step, so that a resumed run goes on with its batches."""
+        return self.recipe.batches_before(step)
+
     def loss(self, step: int) -> Tensor:
-        """The loss of the batch of ``step``."""
-        if step and self.order.epoch(step) != self.order.epoch(step - 1):
+        """The loss of a step of one batch."""
+        self._select(step)
+        images, labels_B = self._batch(self.batches_before(step))
+        loss: Tensor = self.head(self._features(images), labels_B)
+        return loss
+
+    def backward(self, step: int) -> Tensor:
+        """See :meth:`Trainer.backward`; batch after batch where there are several, each in its micro-batches."""
+        count, scaler = self.recipe.batches(step), self._scaler
+        if count == 1 and self.recipe.micro_batches == 1 and scaler is None:
+            return super().backward(step)
+        self._select(step)
+        self.optimizer.zero_grad()
+        self.rows.zero_grad()
+        first, losses = self.batches_before(step), list[Tensor]()
+
+        def scale(loss: Tensor) -> Tensor:
+            return loss / count if scaler is None else scaler.scale(loss / count)
+
+        for number in range(first, first + count):
+            images, labels_B = self._batch(number)
+            is_last = number == first + count - 1
+            losses.append(self._micro_batches.backward(images, labels_B, scale=scale, reduces=is_last))
+        return torch.stack(losses).mean()
+
+    def update(self) -> None:
+        """See :meth:`Trainer.update`; gradients of a scaled loss are unscaled, or skipped where they overflowed."""
+        if self._scaler is None:
+            super().update()
+            return
+        self._scaler.step(self.optimizer)
+        with counted_as("push"):
+            self._scaler.step(self.rows)
+        self._scaler.update()
+
+    def _select(self, step: int) -> None:
+        """Tell the selection of a new epoch, and let it make ready."""
+        first, before = self.batches_before(step), self.batches_before(max(0, step - 1))
+        if self.order.epoch(first) != self.order.epoch(before):
             self.head.next_epoch()  # decided by the step alone: a resumed run builds its graph when it would have
         if self.head.select.has_graph:
             with self.phases.measured("graph"):
                 self.head.select.prepare()  # the head finds it done
-        images, labels_B = self._batch(step)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bfloat16):
-            features_BD = self._replica(images)
-        loss: Tensor = self.head(features_BD.float(), labels_B)
-        return loss
 
-    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
+    def _batch(self, number: int) -> tuple[Tensor, Tensor]:
         """This rank's distorted images [B, K, S, S] in [0, 1] on the device, and labels [B]."""
-        bitmaps, labels = self._batches.take(step)
+        bitmaps, labels = self._batches.take(number)
         images, joint = bitmaps.to(self.device).float().div_(255), self.recipe.batch_size
         first = self.ranks.rank * len(labels)
-        return self.recipe.augmentation.distort(images, first, joint, self.recipe.seed, step), labels
+        return self.recipe.augmentation.distort(images, first, joint, self.recipe.seed, number), labels
 
-    def _own_indices(self, step: int) -> Tensor:
-        """Of the images of this rank in the batch of ``step``."""
+    def _own_indices(self, number: int) -> Tensor:
+        """Of the images of this rank in a batch."""
         own = self.recipe.batch_size // self.ranks.world_size
-        return self.order.indices(step)[self.ranks.rank * own : (self.ranks.rank + 1) * own]
+        return self.order.indices(number)[self.ranks.rank * own : (self.ranks.rank + 1) * own]
 
     def _replicate(self) -> None:
         """From here on the ranks' backbones are equal (rank 0's) and stay so."""
         if self.ranks.world_size == 1:
             return
-        self._replica = DistributedDataParallel(self.backbone)
+        self._train_by(DistributedDataParallel(self.backbone))
         if self._sparsifier is not None:
-            self._sparsifier.attach(self._replica, self.optimizer)
+            self._sparsifier.attach(self._replica, self.optimizer, grad_scaler=self._scaler)
+
+    def _train_by(self, replica: nn.Module) -> None:
+        self._replica = replica
+        self._features = _Features(replica, self.device, _PRODUCTS.get(self._dtype))
+        self._micro_batches = MicroBatches(self._features, self.head, self.recipe.micro_batches)

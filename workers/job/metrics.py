@@ -28,21 +28,23 @@ class RecentSteps:
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
-        self._past: deque[tuple[float, int, float, float]] = deque()
-        """When, how many steps there were by then, and the seconds of their pulls and pushes; the oldest first."""
+        self._past: deque[tuple[float, int, int, float, float]] = deque()
+        """When, how many steps and batches there were by then, and the seconds of their pulls and pushes; the oldest
+        first."""
 
-    def rates(self, step: int) -> dict[str, float]:
-        """Of the time up to now, at ``step``; nothing at the first call, where the window begins."""
-        now = (time.perf_counter(), step, ROW_SECONDS["pull"], ROW_SECONDS["push"])
+    def rates(self, step: int, batches: int) -> dict[str, float]:
+        """Of the time up to now, at ``step``, before which were so many batches; nothing at the first call, where the
+        window begins."""
+        now = (time.perf_counter(), step, batches, ROW_SECONDS["pull"], ROW_SECONDS["push"])
         self._past.append(now)
         while len(self._past) > 2 and now[0] - self._past[1][0] >= RATE_SECONDS:
             self._past.popleft()
-        seconds, steps, pull, push = (at - before for at, before in zip(now, self._past[0], strict=True))
+        seconds, steps, more, pull, push = (at - before for at, before in zip(now, self._past[0], strict=True))
         if not steps:
             return {}
         return {
             "steps_per_second": steps / max(seconds, 1e-9),
-            "samples_per_second": steps * self._batch_size / max(seconds, 1e-9),
+            "samples_per_second": more * self._batch_size / max(seconds, 1e-9),
             "pull_ms": 1e3 * pull / steps,
             "push_ms": 1e3 * push / steps,
         }

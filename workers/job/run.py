@@ -277,7 +277,7 @@ class TrainingRun:
             "recipe": as_json(trainer.recipe),
             "steps": trainer.progress.step,
             "steps_per_epoch": trainer.steps_per_epoch,
-            "epochs": trainer.progress.step / trainer.steps_per_epoch,
+            "epochs": trainer.batches_before(trainer.progress.step) / trainer.steps_per_epoch,
             "train_seconds": trainer.train_seconds - seconds["evaluation"],
             "samples_per_second": trainer.samples_per_second,
             "phases": seconds,

@@ -163,6 +163,10 @@ class Trainer:
         """Whether every rank must take part in reading or snapshotting rows; else the first one does so alone."""
         return False
 
+    def batches_before(self, step: int) -> int:
+        """Batches of ``recipe.batch_size`` that the steps before ``step`` take."""
+        return step
+
     def loss(self, step: int) -> Tensor:
         """The loss of the batch of ``step``."""
         raise NotImplementedError
@@ -191,7 +195,7 @@ class Trainer:
             job=self.job,
             recipe=self.recipe,
             progress=self.progress,
-            cursor=self.order.cursor(self.progress.step),
+            cursor=self.order.cursor(self.batches_before(self.progress.step)),
             data=self.data(),
             tensors={
                 **{name: module.state_dict() for name, module in kept.items()},
@@ -208,7 +212,7 @@ class Trainer:
         Ranks that did not exist when it was taken begin with random numbers of their own. Raises ConfigError if the
         state is that of other samples.
         """
-        self.order.require(state.cursor, self.progress.step)
+        self.order.require(state.cursor, self.batches_before(self.progress.step))
         self.phases.seconds = {**state.phases}
         self.optimizer.load_state_dict(state.tensors["optimizer"])
         for name, module in self.modules().items():
@@ -288,7 +292,8 @@ class Trainer:
         with self.phases.measured("steps"):
             finished = self._steps(stop, due, save, show)
         elapsed = self.train_seconds - seconds
-        self.samples_per_second = (self.progress.step - before) * self.recipe.batch_size / max(elapsed, 1e-9)
+        batches = self.batches_before(self.progress.step) - self.batches_before(before)
+        self.samples_per_second = batches * self.recipe.batch_size / max(elapsed, 1e-9)
         return finished
 
     def _steps(
@@ -308,16 +313,17 @@ class Trainer:
             with traces.span("step", step=self.progress.step):
                 loss = self.step(self.progress.step)
             self._timer.ended("update")
-            COUNTERS.step_done(self._timer.seconds, self.recipe.batch_size)
-            self.progress = replace(self.progress, step=self.progress.step + 1)
-            step = self.progress.step
+            step = self.progress.step + 1
+            before, batches = self.batches_before(step - 1), self.batches_before(step)
+            COUNTERS.step_done(self._timer.seconds, (batches - before) * self.recipe.batch_size)
+            self.progress = replace(self.progress, step=step)
             if step == first + 1:
-                recent.rates(step)  # from here on: the first step of a process is slower than all others
+                recent.rates(step, batches)  # from here on: the first step of a process is slower than others
             if step % SHOW_EVERY == 0 or self.progress.is_complete:
                 numbers = {
                     "loss": float(loss),
-                    "epoch": step / self.steps_per_epoch,
-                    **recent.rates(step),
+                    "epoch": batches / self.steps_per_epoch,
+                    **recent.rates(step, batches),
                     "lr": self.optimizer.param_groups[0]["lr"],
                 }
                 show(step, numbers)
@@ -335,19 +341,28 @@ class Trainer:
         self.optimizer.param_groups[0]["lr"] = self.recipe.lr * factor
         for group in self.rows.param_groups:
             group["lr"] = self._row_lr * factor
+        loss = self.backward(step)
+        self._timer.ended("backward")
+        self.update()
+        return loss
+
+    def backward(self, step: int) -> Tensor:
+        """Make the gradients of ``step``; return the loss."""
         loss = self.loss(step)
         self.optimizer.zero_grad()
         self.rows.zero_grad()
         self._timer.ended("forward")
         loss.backward()  # type: ignore[no-untyped-call]
-        self._timer.ended("backward")
+        return loss.detach()
+
+    def update(self) -> None:
+        """Apply the gradients, once."""
         self.optimizer.step()
         with counted_as("push"):
             self.rows.step()
-        return loss.detach()
 
 
-def versions(device: torch.device, *, bfloat16: bool = False) -> dict[str, str]:
+def versions(device: torch.device, precision: str = "float32") -> dict[str, str]:
     """What a figure depends on."""
     return {
         "geartrain": version(),
@@ -357,5 +372,5 @@ def versions(device: torch.device, *, bfloat16: bool = False) -> dict[str, str]:
         "pillow": PIL.__version__,
         "device": str(device),
         "threads": str(torch.get_num_threads()),
-        "precision": "bfloat16 autocast" if bfloat16 else "float32",
+        "precision": precision,
     }

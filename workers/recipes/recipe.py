@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from functools import cached_property
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -22,6 +23,8 @@ from geartrain.bridge.head.defaults import default_optimizer
 from geartrain.bridge.head.loss.config import HeadConfig
 from geartrain.bridge.head.loss.sub_centers import check_sub_centers, require_margin
 from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
+from geartrain.bridge.optim.batch_plan import BatchRamp
+from geartrain.bridge.optim.lars import LARS
 from geartrain.bridge.parallel.topk.hook import TopKGradients
 from geartrain.workers.data.augment import Augmentation
 from geartrain.workers.data.bitmaps import Preprocessing
@@ -31,6 +34,27 @@ from geartrain.workers.recipes.optimizers import JOB_OPTIMIZERS
 
 PLACES = tuple(ROW_BACKENDS)
 UNTOUCHED = get_args(Untouched)
+LARS_TRUST = 0.02
+"""With it a rate that suits SGD suits LARS, too; layers that begin at zero, biases and norms learn by SGD at first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FccsSettings:
+    """A batch that grows in the place of a rate that falls (:class:`geartrain.FCCS`)."""
+
+    max_batch: int | None = None
+    """Images of the last step, over all ranks, a multiple of ``batch_size``; None: every step has ``batch_size``, and
+    the rates fall."""
+    initial_steps: int = 0
+    """Steps of ``batch_size`` images; from then on the batch grows along half a cosine, and the rates stay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphSettings:
+    """The graph of classes by which ``knn`` selects."""
+
+    k: int | None = None
+    """Neighbours kept of each class; None: ``neighbours``, by which name older recipes know it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +84,15 @@ class Recipe:
     """What a step does to class centers that are not active in it: ``freeze`` (nothing) or ``elapsed`` (they move on by
     their momentum, as under dense momentum)."""
     warmup_steps: int = 50
-    """Steps over which both rates rise linearly; then they fall along a cosine to zero."""
+    """Steps over which both rates rise linearly; then they fall along a cosine to zero, or stay with ``fccs``."""
+    fccs: FccsSettings = field(default_factory=FccsSettings)
+    """Whether, and how, the batch grows."""
+    lars: bool = False
+    """Give each layer of the backbone a rate of its own (``gt.LARS``), for large batches: a step moves its weight by
+    ``lr`` / 50 of its norm. Biases and norms learn as without it."""
+    micro_batches: int = 1
+    """Into how many each rank divides its images: forward and backward go through one after the other, in as much less
+    memory (``gt.MicroBatches``)."""
     momentum: float = 0.9
     """Of the backbone's optimizer."""
     weight_decay: float = 1e-4
@@ -73,7 +105,11 @@ class Recipe:
     sample_rate: float = 0.1
     """Part of the classes that is active in a step; 1.0 is the full softmax."""
     neighbours: int = 32
-    """Kept of each class by ``knn``."""
+    """Kept of each class by ``knn``, unless ``graph.k`` says so."""
+    graph: GraphSettings = field(default_factory=GraphSettings)
+    """Of ``knn``."""
+    near: float = KNNSoftmax.near
+    """Part of the negatives of ``knn`` that may be neighbours, in [0, 1]; the others are random."""
     rebuild: str | int = "epoch"
     """When ``knn`` builds its graph anew: ``auto``, ``epoch``, ``background`` or a number of steps."""
     rows: str = "pull"
@@ -89,8 +125,12 @@ class Recipe:
     """Channels of the backbone's trunk; a multiple of 8."""
     seed: int = 0
     """Decides initial weights, order of the images, distortions and sampled classes."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the backbone's products: ``float32``, ``bfloat16`` (autocast), or ``auto``: bfloat16 where it is faster."""
+    row_dtype: Literal["float32", "float16", "bfloat16", "float8_e4m3fn"] = "float32"
+    """Storage type of the class centers: float32, float16 or bfloat16, with ``rows=ranks`` also float8_e4m3fn."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float16_masters"] = "auto"
+    """Of the backbone: ``float32``, ``bfloat16`` (autocast), ``auto`` (bfloat16 where it is faster),
+    ``float16_masters`` (products in float16, parameters in float32, a scaled loss) or ``float16`` (parameters,
+    gradients and momentum in float16 too, but for norms)."""
     augmentation: Augmentation = field(default_factory=Augmentation)
     """Distortions of the training images."""
     look: Preprocessing = field(default_factory=Preprocessing)
@@ -98,7 +138,7 @@ class Recipe:
     snapshots: SnapshotSettings = field(default_factory=SnapshotSettings)
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "dim", "neighbours"):
+        for name in ("steps", "batch_size", "dim", "neighbours", "micro_batches"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be at least 1")
         margin_of(self.margin)
@@ -122,6 +162,11 @@ class Recipe:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name} is {value!r}; it must be finite and >= 0")
+        self._check_large_batches()
+        if not 0 <= self.near <= 1:
+            raise ConfigError(f"near is {self.near!r}; it must lie in [0, 1]")
+        if self.graph.k is not None and self.graph.k < 1:
+            raise ConfigError(f"graph.k is {self.graph.k!r}; it must be at least 1")
         if not 0 <= self.row_momentum < 1:
             raise ConfigError(f"row_momentum is {self.row_momentum!r}; it must lie in [0, 1)")
         if self.row_momentum_untouched not in UNTOUCHED:
@@ -155,9 +200,48 @@ class Recipe:
         if not 0 <= self.seed < 2**31:
             raise ConfigError(f"seed is {self.seed!r}; it must lie in [0, 2^31)")
 
+    def _check_large_batches(self) -> None:
+        fccs, batch = self.fccs, self.batch_size
+        if fccs.max_batch is not None and (fccs.max_batch < batch or fccs.max_batch % batch):
+            raise ConfigError(
+                f"fccs.max_batch is {fccs.max_batch}; it must be a multiple of batch_size, {batch}: give "
+                f"{max(1, round(fccs.max_batch / batch)) * batch}"
+            )
+        if fccs.max_batch is not None and not 0 <= fccs.initial_steps < self.steps:
+            raise ConfigError(
+                f"fccs.initial_steps is {fccs.initial_steps}, and steps is {self.steps}; the batch grows after the "
+                "first and before the second: give less"
+            )
+        if self.micro_batches > batch:
+            raise ConfigError(f"micro_batches is {self.micro_batches}; it must be at most batch_size, {batch}")
+        if self.row_dtype == "float8_e4m3fn" and self.rows != "ranks":
+            raise ConfigError(f"row_dtype is {self.row_dtype!r}, and rows is {self.rows!r}; give rows=ranks")
+        if self.lars and self.optimizer != "sgd":
+            raise ConfigError(f"lars is True, and optimizer is {self.optimizer!r}; LARS is SGD: give optimizer=sgd")
+        if self.sparsity and self.dtype == "float16":
+            raise ConfigError(
+                f"sparsity is {self.sparsity!r}, and dtype is 'float16': what waits to be sent is no float16; give "
+                "dtype=float16_masters"
+            )
+
+    @cached_property
+    def _ramp(self) -> BatchRamp:
+        last = (self.fccs.max_batch or self.batch_size) // self.batch_size
+        return BatchRamp(first=1, last=last, initial_steps=self.fccs.initial_steps, total_steps=self.steps)
+
+    def batches(self, step: int) -> int:
+        """Batches of ``batch_size`` that ``step`` takes, of a training from step 0 on."""
+        return 1 if self.fccs.max_batch is None else self._ramp.at(step)
+
+    def batches_before(self, step: int) -> int:
+        """Those of the steps before ``step``."""
+        return step if self.fccs.max_batch is None else self._ramp.before(step)
+
     def rate_factor(self, step: int, steps: int) -> float:
         """What ``lr`` and ``row_lr`` are multiplied by at ``step`` (from 0) of a stage of ``steps``."""
         warmup = min(1.0, (step + 1) / max(1, min(self.warmup_steps, steps // 4)))
+        if self.fccs.max_batch is not None:
+            return self.rate * warmup
         return self.rate * warmup * 0.5 * (1 + math.cos(math.pi * step / steps))
 
     def stage_steps(self) -> int:
@@ -213,6 +297,9 @@ def row_optimizer_of(recipe: Recipe, num_classes: int) -> RowOptimizerSpec:
 def optimizer_of(recipe: Recipe, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """The backbone's optimizer; of a sparsified one its momentum and decay are with :func:`sparsifier_of`."""
     momentum, decay = (0.0, 0.0) if recipe.sparsity else (recipe.momentum, recipe.weight_decay)
+    if recipe.lars:
+        settings: dict[str, Any] = {"momentum": momentum, "weight_decay": decay, "nesterov": momentum > 0}
+        return LARS(parameters, recipe.lr, trust_coefficient=LARS_TRUST, **settings)
     return JOB_OPTIMIZERS[recipe.optimizer].of_backbone(parameters, lr=recipe.lr, momentum=momentum, weight_decay=decay)
 
 
@@ -253,8 +340,13 @@ def head_of(
         rows=recipe.rows,
         reuse=reuse,
         sync=sync,
-        config=HeadConfig(seed=recipe.seed),
+        config=HeadConfig(seed=recipe.seed, dtype=recipe.row_dtype),
     )
+
+
+def _knn_of(recipe: Recipe) -> KNNSoftmax:
+    k = recipe.neighbours if recipe.graph.k is None else recipe.graph.k
+    return KNNSoftmax(recipe.sample_rate, k, _steps_or_word(recipe.rebuild), near=recipe.near)
 
 
 def _steps_or_word(rebuild: str | int) -> str | int:
@@ -262,7 +354,7 @@ def _steps_or_word(rebuild: str | int) -> str | int:
 
 
 SELECTIONS: dict[str, Callable[[Recipe], Selection]] = {
-    "knn": lambda recipe: KNNSoftmax(recipe.sample_rate, recipe.neighbours, _steps_or_word(recipe.rebuild)),
+    "knn": _knn_of,
     "partial": lambda recipe: PartialFC(recipe.sample_rate),
     "full": lambda _: FullSoftmax(),
 }

@@ -122,6 +122,7 @@ class MicroBatches(nn.Module):
         weight: Tensor | None = None,
         *,
         scale: Callable[[Tensor], Tensor] = lambda loss: loss,
+        reduces: bool = True,
     ) -> Tensor:
         """Go forward and backward in one micro-batch after the other; return the loss of the batch, without a graph.
 
@@ -133,7 +134,8 @@ class MicroBatches(nn.Module):
         features of the second travel while the first waits for none. Row gradients add up to one push. Loss and
         gradients are those of the whole batch where all classes are active and the margin looks at single samples; of
         ``PartialFC`` and ``KNNSoftmax`` each micro-batch has its own labels, and the same random classes. DDP reduces
-        once, FSDP2 in each. ``scale`` multiplies what goes backward: ``scaler.scale`` of a GradScaler.
+        once, FSDP2 in each. ``scale`` changes what goes backward: ``scaler.scale`` of a GradScaler. A step of several
+        batches divides by their number so, and gives ``reduces=False`` for all but the last: DDP waits for that one.
 
         With ranks an exchange and an all-reduce of ``num`` numbers more than :meth:`forward`; labels on a device are
         waited for. If it raises, drop what the micro-batches before have left: ``zero_grad()`` of both optimizers.
@@ -168,7 +170,8 @@ class MicroBatches(nn.Module):
             if is_alone and num_samples and not samples[number]:
                 continue
             is_last = not any(samples[number + 1 :]) if is_alone else number == len(groups) - 1
-            loss = self._loss(mine, group, of_labels[number], of_weight[number], is_last=is_last) * shares[number]
+            loss = self._loss(mine, group, of_labels[number], of_weight[number], is_last=is_last and reduces)
+            loss = loss * shares[number]
             scale(loss).backward()  # type: ignore[no-untyped-call]
             whole = whole.to(loss) + loss.detach()
         return whole

@@ -40,6 +40,9 @@ CLASSIFY = """Train on your own images, pictures of any size and colour: one sub
     Keys of the recipe (--set KEY=VALUE): lr (found by short trials), batch_size, seed, backbone, dim, optimizer,
     margin, sub_centers, select, sample_rate, look.size, look.kind, look.fit, look.channels, augmentation.flip and
     others, held_out, skip_unreadable, dtype, sparsity, snapshots.steps, snapshots.minutes, snapshots.keep, ...
+
+    For very many classes: select=knn with near and graph.k, fccs.max_batch and fccs.initial_steps (a batch that grows),
+    lars, micro_batches, row_dtype (float16, bfloat16), dtype (float16, or float16_masters with parameters in float32).
     """
 CTR = """Train a model that predicts clicks from sparse features, and test it on a part that it never saw.
 

@@ -49,17 +49,17 @@ def test_a_rate_is_of_ten_seconds_and_does_not_leap(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("geartrain.workers.job.metrics.time.perf_counter", lambda: now)
     monkeypatch.setattr("geartrain.workers.job.metrics.ROW_SECONDS", waited := {"pull": 0.0, "push": 0.0})
     recent = RecentSteps(batch_size=4)
-    assert recent.rates(1) == {}
+    assert recent.rates(1, 2) == {}
     told = []
     for step in range(11, 2_001, 10):  # 20 steps a second, but for a look of two seconds behind every thousandth
         now += 0.5 + (2.0 if step % 1_000 == 1 else 0.0)
         waited["pull"] += 0.01
-        told.append(recent.rates(step))
+        told.append(recent.rates(step, 2 * step))
     speeds = [rates["steps_per_second"] for rates in told]
     assert 15.0 < min(speeds) < 17.0 and max(speeds) == pytest.approx(20.0)
     assert speeds[-1] == pytest.approx(20.0)  # the look is forgotten
     assert told[-1] == pytest.approx(
-        {"steps_per_second": 20.0, "samples_per_second": 80.0, "pull_ms": 1.0, "push_ms": 0.0}
+        {"steps_per_second": 20.0, "samples_per_second": 160.0, "pull_ms": 1.0, "push_ms": 0.0}
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import geartrain as gt
@@ -16,7 +17,16 @@ from geartrain.workers.data.augment import Augmentation
 from geartrain.workers.job.keys import read_recipe, recipe_of, with_settings, write_recipe
 from geartrain.workers.jobs import recipe_for
 from geartrain.workers.recipes.margins import MARGINS, margin_of
-from geartrain.workers.recipes.recipe import ClassifyRecipe, GlyphRecipe, Recipe, head_of, optimizer_of
+from geartrain.workers.recipes.recipe import (
+    ClassifyRecipe,
+    FccsSettings,
+    GlyphRecipe,
+    GraphSettings,
+    Recipe,
+    head_of,
+    optimizer_of,
+    selection_of,
+)
 
 SETTINGS = ["steps=7", "augmentation.elastic=0.2", "look.size=48", "rebuild=200", "row_lr=1e-3", "rows=hosted"]
 
@@ -36,7 +46,7 @@ def test_a_recipe_survives_settings_json_and_a_file(tmp_path: Path) -> None:
         ("augmentation.elastik=1", "no key 'augmentation.elastik'; did you mean 'augmentation.elastic'?"),
         ("held_out=0.2", "no key 'held_out'"),
         ("steps=x", "the recipe has steps = 'x': Input should be a valid integer"),
-        ("dtype=half", "the recipe has dtype = 'half': Input should be 'auto', 'float32' or 'bfloat16'"),
+        ("dtype=half", "the recipe has dtype = 'half': Input should be 'auto', 'float32', 'bfloat16', 'float16'"),
         ("look=32", "the recipe has look = 32"),
         ("augmentation.elastic=-1", "elastic is -1.0"),
         ("snapshots.keep=0", "snapshots.keep is 0; it must be at least 1"),
@@ -78,6 +88,18 @@ def test_what_a_classifier_is_follows_what_is_said() -> None:
         ({"sub_centers": 3, "select": "knn"}, "KNNSoftmax.*sub_centers is 3"),
         ({"sub_centers": 0}, "sub_centers is 0"),
         ({"select": "nearest"}, "select is 'nearest'"),
+        ({"near": 1.5}, r"near is 1\.5; it must lie in \[0, 1\]"),
+        ({"graph": GraphSettings(k=0)}, "graph.k is 0; it must be at least 1"),
+        (
+            {"fccs": FccsSettings(max_batch=300)},
+            "fccs.max_batch is 300; it must be a multiple of batch_size, 256: give 256",
+        ),
+        ({"fccs": FccsSettings(max_batch=512, initial_steps=600)}, "fccs.initial_steps is 600, and steps is 600"),
+        ({"lars": True, "optimizer": "adamw"}, "optimizer is 'adamw'; LARS is SGD"),
+        ({"micro_batches": 0}, "micro_batches is 0"),
+        ({"micro_batches": 257}, "micro_batches is 257; it must be at most batch_size, 256"),
+        ({"row_dtype": "float8_e4m3fn"}, "rows is 'pull'; give rows=ranks"),
+        ({"sparsity": 0.9, "dtype": "float16"}, "give dtype=float16_masters"),
         ({"neighbours": 0}, "neighbours is 0"),
         ({"rebuild": 0}, "rebuild is 0"),
         ({"rebuild": "often"}, "rebuild is 'often'"),
@@ -105,6 +127,30 @@ def test_momentum_and_decay_are_left_to_what_sparsifies() -> None:
     assert (plain["momentum"], plain["weight_decay"], plain["nesterov"]) == (0, 0, False)
     (whole,) = optimizer_of(Recipe(momentum=0.9, weight_decay=0.1), parameters).param_groups
     assert (whole["momentum"], whole["weight_decay"], whole["nesterov"]) == (0.9, 0.1, True)
+
+
+def test_batches_and_rates_of_fccs_are_those_of_its_schedule() -> None:
+    recipe = Recipe(steps=40, batch_size=8, warmup_steps=5, lr=0.3, fccs=FccsSettings(max_batch=64, initial_steps=12))
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
+    numbers = {"warmup_steps": 5, "initial_batch": 8, "max_batch": 64, "initial_steps": 12, "total_steps": 40}
+    schedule = gt.FCCS(optimizer, **numbers, micro_batch=8)
+    for step in range(45):
+        assert recipe.batches(step) * 8 == schedule.batch
+        assert recipe.batches_before(step) * 8 == schedule.samples
+        assert 0.3 * recipe.rate_factor(step, 40) == pytest.approx(optimizer.param_groups[0]["lr"])
+        schedule.step()
+    assert (recipe.batches(11), recipe.batches(39)) == (1, 8)
+    assert [Recipe().batches(step) for step in (0, 599)] == [1, 1]
+
+
+def test_the_optimizer_may_be_lars_and_neighbours_have_their_part() -> None:
+    optimizer = optimizer_of(Recipe(lars=True, lr=0.3, weight_decay=0.1), [nn.Parameter()])
+    assert isinstance(optimizer, gt.LARS)
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.3, 0.9, 0.1)
+    chosen = selection_of(recipe_of(Recipe, with_settings({}, ["select=knn", "near=0.75", "graph.k=7"])))
+    assert chosen == gt.KNNSoftmax(0.1, 7, "epoch", near=0.75)
+    assert selection_of(Recipe(select="knn", neighbours=9)) == gt.KNNSoftmax(0.1, 9, "epoch")
 
 
 def test_the_rate_rises_then_falls_to_nothing() -> None:
