@@ -69,8 +69,6 @@ def export_run(run: Path, to: Path, settings: ModelExport, *, as_json: bool) -> 
     Raises ConfigError, InvalidArgument, OSError; then what was there is there still.
     """
     job = job_of_rows(run)
-    if job is not None and settings.pairs is not None:
-        raise ConfigError(f"--pairs {settings.pairs} is for models of pictures; {run} is a run of {job}: leave it out")
     if job == "ctr":
         facts, lines = _export_rows(run, to, settings, partial(export_clicks, cache=settings.cache, say=_say))
     elif job == "tdm":
@@ -85,6 +83,8 @@ def _export_rows(
     run: Path, to: Path, settings: ModelExport, write: Callable[..., dict[str, Any]]
 ) -> tuple[dict[str, Any], list[str]]:
     """Export a model of embeddings by ``write(run, folder, version=...)``, which returns its config."""
+    if settings.pairs is not None:
+        raise ConfigError(f"--pairs {settings.pairs} is for models of pictures; {run} has none: leave it out")
     job, step = read_run(run).job, best_snapshot(read_run(run).snapshots).manifest.step
     with _version_folder(to, job, step, settings.keep) as (folder, version):
         config = write(run, folder, version=version, examples=settings.examples)

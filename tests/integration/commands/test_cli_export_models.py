@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import pickle
 import time
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from typer.testing import CliRunner
 import geartrain as gt
 from geartrain.ams.values.errors import GeartrainError
 from geartrain.cli.main import build_app
+from geartrain.serving.folder import load_folder
 from geartrain.workers.models.saved_model import read_config
 from geartrain.workers.recipes import signs
 from tests.support.role_process import RoleProcess
-from tests.support.served_models import exported, require_onnx
+from tests.support.served_models import exported, in_base64, require_onnx
+from tests.unit.workers.models.test_verification import pairs
 
 
 def typed(*arguments: object) -> Result:
@@ -72,6 +75,30 @@ def test_a_run_is_exported_with_what_its_held_out_images_say(run: Path, tmp_path
     again = typed("export", run / "model", "--to", tmp_path / "m", "--precision", "int8")
     assert "in int8" in again.output and "Named rightly: PyTorch" in again.output
     assert read_config(tmp_path / "m")["precision"] == "int8"
+
+
+def test_pairs_say_from_which_cosine_on_two_pictures_show_the_same(run: Path, tmp_path: Path) -> None:
+    pictures, same = pairs()
+    (tmp_path / "pairs.bin").write_bytes(pickle.dumps((pictures, same)))
+    done = typed("export", run, "--to", tmp_path / "m", "--pairs", tmp_path / "pairs.bin")
+    assert done.exit_code == 0, done.output
+    assert "Two pictures show the same from a cosine of" in done.output
+    found = json.loads(typed("verify", run, tmp_path / "pairs.bin", "--no-mirror", "--json").stdout)[0]
+    verify = read_config(tmp_path / "m")["verify"]
+    assert verify == {
+        "threshold": pytest.approx(1 - found["threshold"] / 2),
+        "accuracy": pytest.approx(found["accuracy"]),
+        "pairs": 20,
+    }
+    operation = load_folder(tmp_path / "m").operations["verify"]
+    asked = [[in_base64(one) for one in pictures[2 * at : 2 * at + 2]] for at in range(20)]
+    answers = operation.write(operation.run(operation.read({"pairs": asked})))
+    for answer in answers:
+        assert answer["same"] is (answer["score"] >= answer["threshold"] == verify["threshold"])
+    assert {answer["same"] for answer in answers} == {True, False}
+    with pytest.raises(GeartrainError, match=r"nowhere\.bin"):
+        raise typed("export", run, "--to", tmp_path / "n", "--pairs", tmp_path / "nowhere.bin").exception
+    assert not (tmp_path / "n").exists()
 
 
 def test_a_folder_of_versions_gets_one_more_and_keeps_the_newest(run: Path, tmp_path: Path) -> None:

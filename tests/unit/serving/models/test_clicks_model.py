@@ -376,3 +376,22 @@ def test_an_export_by_command_says_what_it_holds(wide: Path, tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     assert "holds version 40, of step 40: the network wide_deep of 8 fields and" in done.stdout.replace("\n", " ")
     assert load_newest(tmp_path / "models")[1].version == 40
+    done = typed("export", str(wide / "run"), "--to", str(tmp_path / "n"), "--pairs", "lfw.bin")
+    assert done.returncode and "--pairs lfw.bin is for models of pictures" in done.stderr.replace("\n", " ")
+
+
+def test_a_form_begins_with_samples_unless_an_export_has_none(wide: Path, tmp_path: Path) -> None:
+    shown = load_folder(wide / "model").operations["click"].request
+    film = shown["properties"]["samples"]["items"]["properties"]["item"]["x-choices"][0]
+    assert film["title"].startswith(f"Film {film['value']} (") and film["others"].keys() == {"genres", "year"}
+    assert len(shown["examples"]) > 1
+    for body in shown["examples"]:
+        assert body["samples"][0]["user"] == body["samples"][0]["history"] == []
+        assert body["samples"][0]["item"] > 0
+    export_clicks(wide / "run", tmp_path / "model", cache=CACHE, say=print, examples=False)
+    assert not (tmp_path / "model" / "examples.json").exists()
+    click = load_folder(tmp_path / "model").operations["click"]
+    assert click.request["examples"] == [click.request["example"]]
+    assert click.request["example"]["samples"][0]["gender"] == "text"
+    assert "x-choices" not in json.dumps(click.request)
+    assert asked(click, click.request["example"])[0]["probability"] > 0

@@ -16,7 +16,7 @@ import geartrain as gt
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
 from geartrain.workers.data.images import ImageSet
 from geartrain.workers.models import export, onnx_backbone
-from geartrain.workers.models.export import RunImages, export_model
+from geartrain.workers.models.export import RunImages, export_model, sure_from
 from geartrain.workers.models.precision import PRECISIONS, Precision, require_precision
 from geartrain.workers.models.saved_model import ClassNames, read_config
 from geartrain.workers.models.trained_model import TrainedModel
@@ -68,6 +68,39 @@ def test_what_a_precision_costs_is_measured_on_held_out_images(precision: Precis
         export_model(model, tmp_path / "whole")
         sizes = [(tmp_path / name / "backbone.onnx").stat().st_size for name in ("m", "whole")]
         assert sizes[0] < 0.75 * sizes[1]
+
+
+def test_an_answer_is_sure_from_the_lowest_score_from_which_enough_are_right() -> None:
+    scores = np.linspace(1, 0, 200, dtype=np.float32)
+    right = np.arange(200) < 95  # of the first hundred 95 are
+    assert sure_from(scores, right) == {"score": float(scores[99]), "precision": 0.95, "share": 0.5, "images": 200}
+    order = np.random.default_rng(0).permutation(200)
+    assert sure_from(scores[order], right[order]) == sure_from(scores, right)
+    equal = scores.copy()
+    equal[90:120] = equal[90]  # these are sure together, or not at all
+    found = sure_from(equal, right)
+    assert found is not None and found["score"] == float(equal[89]) and found["precision"] == 1
+
+
+def test_no_score_is_sure_where_too_few_images_are_right_from_it_on() -> None:
+    scores = np.linspace(1, 0, 200, dtype=np.float32)
+    assert sure_from(scores, np.arange(200) % 2 == 0) is None
+    assert sure_from(scores, np.arange(200) < 40) is None
+
+
+def test_a_model_with_held_out_images_says_from_which_score_it_is_sure(tmp_path: Path) -> None:
+    model = small_model()
+    assert "sure_from" not in export_model(model, tmp_path / "m", images=images(model)).config  # 75 % are right
+    rightly = images(model)
+    named = [model.best(model.embed(one.bitmaps), 1) for one in rightly.held_out if isinstance(one, ImageSet)]
+    sets = [
+        ImageSet(one.bitmaps, classes[:, 0])
+        for one, (_, classes) in zip(rightly.held_out, named, strict=True)
+        if isinstance(one, ImageSet)
+    ]
+    config = export_model(model, tmp_path / "m", images=RunImages(held_out=sets, train=rightly.train)).config
+    least = min(float(scores.min()) for scores, _ in named)
+    assert config["sure_from"] == {"score": pytest.approx(least, abs=1e-5), "precision": 1, "share": 1, "images": 300}
 
 
 def test_features_that_differ_on_held_out_images_are_not_written(
