@@ -50,6 +50,7 @@ def _sample() -> dict[str, Any]:
 SAMPLE = {name: 7 * i + 1 for i, name in enumerate(FIELDS)} | {
     "user": 2**62 + 1,
     "occupation": "writer",
+    "genre": ["Comedy"],
     "history": [[31, 1], [1204, 0]],
 }
 OTHER = SAMPLE | {"user": [], "item": 50, "genre": ["Drama"]}
