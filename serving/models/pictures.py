@@ -244,7 +244,7 @@ class Nearest(NamesClasses):
             "items": {"type": "number"},
             "minItems": model.dim,
             "maxItems": model.dim,
-            "description": "As embed gives it.",
+            "description": "numbers as embed gives them",
         }
         self.request = request_of({"features": feature}, [[1.0] + [0.0] * (model.dim - 1)], model)
 
