@@ -22,7 +22,7 @@ USERS = 400
 
 
 def samples_of(**others: Any) -> ClickSamples:
-    """Four samples of each user; a town is of half of them, an age of one in a hundred, a shoe size of one alone."""
+    """Four samples of each user; a town is of half of them, an age of four, a shift of thirteen, a shoe size of one."""
     who = np.repeat(np.arange(USERS), 4)
     towns = hash_strings(list(TOWNS))
     fields = {
@@ -30,6 +30,7 @@ def samples_of(**others: Any) -> ClickSamples:
         "town": towns[who % 2],
         "age": 20 + who % 100,
         "shoe": 1000 + who,
+        "shift": who % 30,
         "is_new": (who % 4 == 0).astype(np.int64),
         "item": np.tile([7, 8, 9, 10], USERS) + 1000 * (who < PEOPLE - 1),
         "item_kind": np.tile(towns[[0, 0, 1, 1]], USERS),
@@ -58,14 +59,15 @@ def test_a_sample_keeps_what_many_users_share_together() -> None:
     kept = found(samples_of())
     assert 2 <= len(kept["samples"]) <= 5
     for sample in kept["samples"]:
-        assert sample.keys() == {"town", "is_new", "item", "item_kind"}  # of a town, a status and an age there are four
+        assert sample.keys() == {"town", "is_new", "item", "item_kind"}  # seven of a status share a shift
         assert sample["town"] in TOWNS and sample["is_new"] in (True, False) and sample["item"] in (7, 8, 9, 10)
         assert sample["item_kind"] == TOWNS[sample["item"] > 8]
 
 
 def test_choices_are_values_of_many_users_and_items_have_names() -> None:
     kept = found(samples_of())
-    assert kept["choices"] == {"town": list(TOWNS), "is_new": [False, True], "item_kind": list(TOWNS)}
+    of_users = {"town": list(TOWNS), "shift": list(range(30)), "is_new": [False, True]}
+    assert kept["choices"] == {**of_users, "item_kind": list(TOWNS)}
     assert {one["item"] for one in kept["items"]} == {7, 8, 9, 10}  # nine users alone met the others
     assert (kept["item"], kept["titles"]) == ("item", {"7": "Item 7", "8": "Item 8"})
 
@@ -76,7 +78,7 @@ def test_no_id_of_a_user_and_no_value_of_one_alone_is_kept() -> None:
 
 
 def test_private_fields_are_left_out_and_an_item_with_its_id() -> None:
-    kept = found(samples_of(), "town", "item")
+    kept = found(samples_of(), "town", "shift", "item")
     assert kept["choices"] == {"is_new": [False, True]}
     assert (kept["items"], kept["titles"], kept["item"]) == ([], {}, None)
     assert all(sample.keys() == {"is_new"} for sample in kept["samples"])
@@ -88,7 +90,7 @@ def test_hashes_and_texts_nobody_knows_are_not_kept() -> None:
     samples = samples_of()
     kinds = {**samples.schema.kinds, "is_new": FieldKind(item=INTEGER, fold=True)}
     kept = found(replace(samples, schema=replace(samples.schema, kinds=kinds), words={}))
-    assert kept["choices"] == {} and "is_new" not in json.dumps(kept)
+    assert kept["choices"] == {"shift": list(range(30))} and "is_new" not in json.dumps(kept)
 
 
 def test_samples_without_users_are_counted_themselves() -> None:
