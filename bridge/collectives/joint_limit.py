@@ -26,23 +26,24 @@ def joint_limit(
     the cut lies; the last one sends a bit for each place. Some all-reduces, of ``most_bytes`` together where that is
     possible in 6. Nobody waits for a device.
     """
-    places = torch.arange(_WORD, device=wanted.device)
+    *rounds, (num_bits, _) = _rounds(size, most_bytes)
+    ends = torch.arange(-1, max(num for num, _ in (*rounds, (num_bits, 1))) + 1, device=wanted.device).clamp_(min=0)
     low, left = torch.zeros_like(wanted), wanted
     total: Tensor | None = None
-    for num_intervals, width in _rounds(size, most_bytes):
-        own = count_below(low + torch.arange(0, (num_intervals + 1) * width, width, device=wanted.device)).diff()
-        if width > 1:
-            counts = link.start_sum(own.to(torch.uint8 if width < 256 else torch.int32)).result()
-        else:
-            words = (own.view(-1, _WORD) << places).sum(1)
-            counts = ((link.start_sum(words).result().unsqueeze(1) >> places) & 1).flatten()
-        ends = counts.cumsum(0, dtype=torch.int64)
-        total = ends[-1] if total is None else total
-        is_before = ends < left
-        left = left - (counts * is_before).sum()
-        low = torch.add(low, is_before.sum(), alpha=width)
-    assert total is not None
-    return torch.where(wanted > 0, low + 1, 0).clamp(max=size), torch.minimum(wanted, total)
+    for num, width in rounds:
+        own = count_below(torch.add(low, ends[: num + 2], alpha=width)).diff()  # the first of no width: 0
+        counts = link.start_sum(own.to(torch.uint8 if width < 256 else torch.int32)).result()
+        sums = counts.cumsum(0, dtype=torch.int64)
+        total = sums[-1] if total is None else total
+        num_before = torch.searchsorted(sums[1:], left)
+        left = left - sums.take(num_before)
+        low = torch.add(low, num_before, alpha=width)
+    bits, places = count_below(low + ends[1 : num_bits + 2]).diff(), torch.arange(_WORD, device=wanted.device)
+    words = link.start_sum((bits.view(-1, _WORD) << places).sum(1)).result()
+    sums = ((words.unsqueeze(1) >> places) & 1).flatten().cumsum(0)
+    low = low + torch.searchsorted(sums, left)
+    limit = ((low + 1) * (wanted > 0)).clamp_(max=size)
+    return limit, torch.minimum(wanted, sums[-1] if total is None else total)
 
 
 def _rounds(size: int, most_bytes: int) -> list[tuple[int, int]]:
@@ -56,12 +57,12 @@ def _rounds(size: int, most_bytes: int) -> list[tuple[int, int]]:
         for words in [2**power for power in range(whole.bit_length())] if count else [whole]:
             num = math.ceil((whole / words) ** (1 / count)) if count else 1
             rounds = [(num, num**after * words * _WORD) for after in reversed(range(count))] + [(words * _WORD, 1)]
-            ways.append((max(most_bytes, sum(num * _bytes_for(width) for num, width in rounds)), count, rounds))
+            ways.append((max(most_bytes, sum(_bytes_for(*one) for one in rounds)), count, rounds))
         if min(ways)[0] == most_bytes:
             break
     return min(ways)[2]
 
 
-def _bytes_for(width: int) -> float:
-    """What the count of an interval takes."""
-    return 1 / 8 if width == 1 else 1 if width < 256 else 4
+def _bytes_for(num: int, width: int) -> float:
+    """What the counts of so many intervals take."""
+    return num / 8 if width == 1 else (num + 1) * (1 if width < 256 else 4)

@@ -97,10 +97,10 @@ class OwnNeighbours:
         ``labels_B``, the same on every rank, may repeat; ``budget`` is at least P. O(M log M) time, 40·M bytes. A host
         that ``may_wait`` looks at the beginnings of lists first, and asks all ranks whether those are enough.
         """
-        labels_B, num_classes = torch.sort(labels_B).values, self.num_classes
-        is_label_B = (labels_B >= 0) & (labels_B < num_classes)
-        is_label_B[1:] &= labels_B[1:] != labels_B[:-1]
-        num_labels = is_label_B.sum()
+        labels_B = torch.sort(labels_B).values
+        is_new_B = torch.ones_like(labels_B, dtype=torch.bool)
+        is_new_B[1:] = labels_B[1:] != labels_B[:-1]
+        num_labels = is_new_B.sum()
         wanted = num_labels + torch.round((budget - num_labels).double() * near).long()
         size = (1 + self.k) * len(labels_B)
         depth = min(self.k, 2 * -(-int(wanted - num_labels) // max(1, int(num_labels)))) if may_wait else self.k
@@ -110,7 +110,7 @@ class OwnNeighbours:
             ids_M, turns_M = self._first_turns(labels_B, depth, size)
         sorted_M = torch.sort(turns_M).values
         limit, num = joint_limit(self.link, lambda ends: torch.searchsorted(sorted_M, ends), size, wanted, 3 * self.k)
-        return NearHere(torch.where(turns_M < limit, ids_M, num_classes), num, budget, self)
+        return NearHere(ids_M.masked_fill_(turns_M >= limit, self.num_classes), num, budget, self)
 
     def _first_turns(self, labels_B: Tensor, depth: int, size: int) -> tuple[Tensor, Tensor]:
         """Classes of this rank among rising labels and the first ``depth`` of their lists, and when each comes first.
@@ -124,12 +124,15 @@ class OwnNeighbours:
         ranks_RB[0] = 0  # a label comes before its neighbours
         said_RB[0] *= (labels_B >= self.first) & (labels_B < self.stop)
         turns_RB = ranks_RB * len(labels_B) + torch.arange(len(labels_B), device=labels_B.device)
-        keys_RB = torch.where((said_RB > 0) & (ranks_RB <= depth), (said_RB.long() - 1) * size + turns_RB, _NONE)
-        keys_M = torch.sort(keys_RB.flatten()).values
+        keys_RB = torch.add(turns_RB, said_RB.long() - 1, alpha=size)
+        is_none_RB = said_RB == 0
+        if depth < self.k:
+            is_none_RB |= ranks_RB > depth
+        keys_M = torch.sort(keys_RB.masked_fill_(is_none_RB, _NONE).flatten()).values
         ids_M = keys_M // max(1, size)
         is_first_M = keys_M != _NONE
         is_first_M[1:] &= ids_M[1:] != ids_M[:-1]
-        return ids_M, torch.where(is_first_M, keys_M % max(1, size), _NONE)
+        return ids_M, (keys_M % max(1, size)).masked_fill_(~is_first_M, _NONE)
 
     def select(self, labels_P: Ids, budget: int, near: float, seed: int, step: int) -> ActiveClasses:
         """On the host: :meth:`near`, filled up to ``budget`` with random classes; the ids are those of this rank."""
