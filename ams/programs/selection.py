@@ -113,10 +113,6 @@ class Selection(ABC):
         """Neighbours that it keeps of each class, in a graph."""
         return 0
 
-    def listed_bytes(self, num_labels: int, num_active: int, *, on_device: bool) -> int:  # noqa: ARG002
-        """Bytes of the neighbour lists that ranks tell each other in a step of so many distinct labels."""
-        return 0
-
     def bound(self, backend: Any) -> Selection:  # noqa: ARG002
         """What a head uses: this, or what this makes for the rows of a
         :class:`~geartrain.bridge.head.backends.backend.RowBackend` (a graph of them)."""

@@ -117,13 +117,6 @@ class KNNSoftmax(Selection):
         """``k``, unless all classes are active."""
         return self.k if self.budget(num_classes) < num_classes else 0
 
-    def listed_bytes(self, num_labels: int, num_active: int, *, on_device: bool) -> int:
-        """Of the all-reduce of ``graph_parts.py``, if no class comes twice; of ``torch_selection.py`` on a device."""
-        if on_device:
-            return 4 * num_labels * (1 + self.k)
-        places = round(self.near * (num_active - num_labels))
-        return 4 * num_labels * min(self.k, 1 + -(-places // num_labels)) if places else 0
-
     def bound(self, backend: Any) -> KNNSelection:
         """The selection that holds the graph of these rows."""
         update = backend.update

@@ -165,9 +165,8 @@ class _HeadPass(torch.autograd.Function):
         joint_BD = head.link.gather(own_SD, sizes)
         head.link.gather(labels, sizes)
         num, select = head.settings["num_classes"], head.settings["select"]
-        listed = select.listed_bytes(min(num, len(joint_BD)), active, on_device=head.device == "cuda")
-        if listed and ranks > 1 and active < num:
-            head.trace.note_collective("all-reduce", "neighbours of the labels", listed, ranks)
+        if ranks > 1 and active < num and (k := select.neighbours_of(num)):
+            head.trace.note_collective("all-reduce", "counts of neighbours", 8 * k, ranks)
         head.products = str(own_SD.dtype).removeprefix("torch.")
         width, rows = own_SD.shape[1], -(-active // ranks)
         for _ in range(1 + features_SD.requires_grad):  # logits, and the features' gradient as they pass

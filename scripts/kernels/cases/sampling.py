@@ -18,7 +18,7 @@ _TYPES = {"ids": "*i64", "num_marked": "*i64", "num_fresh": "*i64", "fresh_ends"
 _TYPES |= dict.fromkeys(("labels", "offsets", "order", "ends", "given"), "*i64")
 _TYPES |= dict.fromkeys(("neighbours", "said", "sorted_ids", "in_turn"), "*i32")
 _SIZES = ("num_given", "num_ids", "count", "budget", "start", "stop", "capacity")
-_SIZES += ("num_labels", "longest", "first", "num_lists", "num", "num_classes")
+_SIZES += ("num_labels", "longest", "num_lists", "num", "num_classes")
 _BITS = 24
 
 

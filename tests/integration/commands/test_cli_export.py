@@ -100,8 +100,8 @@ def test_plan_reaches_a_hundred_million_classes_whatever_its_rivals_would_need()
         json.loads(invoke("plan", "--classes", "100000000", *head, *step, *more, "--json").stdout)["step"]
         for more in ([], ["--k", "1000"])
     )
-    (told,) = [each for each in near["collectives"] if each["what"] == "neighbours of the labels"]
-    assert told["bytes"] == 4 * 256 * 128 * 1001
+    (told,) = [each for each in near["collectives"] if each["what"] == "counts of neighbours"]
+    assert told["bytes"] == 8 * 1000
     assert near["sent_bytes"] - drawn["sent_bytes"] == pytest.approx(2 * told["bytes"], rel=0.01)
     assert near["step"]["seconds"] > drawn["step"]["seconds"]
     products = 2 * 100_000_000 * 390_625 * 512 / 125e12  # of a rank, in float16
