@@ -84,7 +84,9 @@ class ImageTrainer(Trainer):
         self._batches = ReadAhead(images, self._own_indices)
         fastest = "bfloat16" if has_fast_bfloat16(device) else "float32"
         self._dtype = fastest if recipe.dtype == "auto" else recipe.dtype
-        self._scaler = LossScaler(device.type) if self._dtype.startswith("float16") else None
+        self._scaler = LossScaler(device.type, enabled=self._dtype.startswith("float16"))
+        self.precision = self._dtype.removesuffix("_masters") + " autocast" * (self._dtype in _PRODUCTS)
+        """In which types the backbone is trained, for reports."""
         self._train_by(self.backbone)
         self._sparsifier = sparsifier_of(recipe)
         if self._sparsifier is not None and ranks.world_size == 1:
@@ -93,12 +95,6 @@ class ImageTrainer(Trainer):
                 f"run, too (torchrun --rdzv-backend {BACKEND} --nproc-per-node 2 -m geartrain worker ...), or begin "
                 "one without sparsity"
             )
-
-    @property
-    def precision(self) -> str:
-        """In which types the backbone is trained, for reports."""
-        products = _PRODUCTS.get(self._dtype)
-        return self._dtype if products is None else f"{str(products).removeprefix('torch.')} autocast"
 
     def modules(self) -> dict[str, Any]:
         """The backbone."""
@@ -121,8 +117,7 @@ class ImageTrainer(Trainer):
         """
         state = super().state(options)
         state.data["head"] = self.head.get_extra_state()
-        if self._scaler is not None:
-            state.tensors["scaler"] = self._scaler.state_dict()
+        state.tensors["scaler"] = self._scaler.state_dict()
         if self._sparsifier is not None:
             self._sparsifier.merge()
             state.tensors["gradients"] = self._sparsifier.state_dict()
@@ -151,8 +146,7 @@ class ImageTrainer(Trainer):
         if self._dtype == "float16":
             to_float16(self.backbone)
         super().restore(state)
-        if self._scaler is not None:
-            self._scaler.load_state_dict(state.tensors["scaler"])
+        self._scaler.load_state_dict(state.tensors.get("scaler", {}))
         if _GRAPH in state.files:
             self.head.select.graph_from_bytes(state.files[_GRAPH])
         self.head.set_extra_state(state.data["head"])
@@ -189,8 +183,8 @@ class ImageTrainer(Trainer):
 
     def backward(self, step: int) -> Tensor:
         """See :meth:`Trainer.backward`; batch after batch where there are several, each in its micro-batches."""
-        count, scaler = self.recipe.batches(step), self._scaler
-        if count == 1 and self.recipe.micro_batches == 1 and scaler is None:
+        count = self.recipe.batches(step)
+        if count == 1 and self.recipe.micro_batches == 1 and not self._scaler.is_enabled():
             return super().backward(step)
         self._select(step)
         self.optimizer.zero_grad()
@@ -198,7 +192,8 @@ class ImageTrainer(Trainer):
         first, losses = self.batches_before(step), list[Tensor]()
 
         def scale(loss: Tensor) -> Tensor:
-            return loss / count if scaler is None else scaler.scale(loss / count)
+            scaled: Tensor = self._scaler.scale(loss / count)
+            return scaled
 
         for number in range(first, first + count):
             images, labels_B = self._batch(number)
@@ -208,9 +203,6 @@ class ImageTrainer(Trainer):
 
     def update(self) -> None:
         """See :meth:`Trainer.update`; gradients of a scaled loss are unscaled, or skipped where they overflowed."""
-        if self._scaler is None:
-            super().update()
-            return
         self._scaler.step(self.optimizer)
         with counted_as("push"):
             self._scaler.step(self.rows)

@@ -207,13 +207,11 @@ class Recipe:
                 f"fccs.max_batch is {fccs.max_batch}; it must be a multiple of batch_size, {batch}: give "
                 f"{max(1, round(fccs.max_batch / batch)) * batch}"
             )
-        if fccs.max_batch is not None and not 0 <= fccs.initial_steps < self.steps:
+        if not 0 <= fccs.initial_steps < self.steps:
             raise ConfigError(
                 f"fccs.initial_steps is {fccs.initial_steps}, and steps is {self.steps}; the batch grows after the "
                 "first and before the second: give less"
             )
-        if self.micro_batches > batch:
-            raise ConfigError(f"micro_batches is {self.micro_batches}; it must be at most batch_size, {batch}")
         if self.row_dtype == "float8_e4m3fn" and self.rows != "ranks":
             raise ConfigError(f"row_dtype is {self.row_dtype!r}, and rows is {self.rows!r}; give rows=ranks")
         if self.lars and self.optimizer != "sgd":
@@ -231,11 +229,11 @@ class Recipe:
 
     def batches(self, step: int) -> int:
         """Batches of ``batch_size`` that ``step`` takes, of a training from step 0 on."""
-        return 1 if self.fccs.max_batch is None else self._ramp.at(step)
+        return self._ramp.at(step)
 
     def batches_before(self, step: int) -> int:
         """Those of the steps before ``step``."""
-        return step if self.fccs.max_batch is None else self._ramp.before(step)
+        return self._ramp.before(step)
 
     def rate_factor(self, step: int, steps: int) -> float:
         """What ``lr`` and ``row_lr`` are multiplied by at ``step`` (from 0) of a stage of ``steps``."""
