@@ -30,7 +30,7 @@ def samples_of(**others: Any) -> ClickSamples:
         "town": towns[who % 2],
         "age": 20 + who % 100,
         "shoe": 1000 + who,
-        "shift": who % 30,
+        "shift": who // 2 % 30,
         "is_new": (who % 4 == 0).astype(np.int64),
         "item": np.tile([7, 8, 9, 10], USERS) + 1000 * (who < PEOPLE - 1),
         "item_kind": np.tile(towns[[0, 0, 1, 1]], USERS),
@@ -59,7 +59,7 @@ def test_a_sample_keeps_what_many_users_share_together() -> None:
     kept = found(samples_of())
     assert 2 <= len(kept["samples"]) <= 5
     for sample in kept["samples"]:
-        assert sample.keys() == {"town", "is_new", "item", "item_kind"}  # seven of a status share a shift
+        assert sample.keys() == {"town", "is_new", "item", "item_kind"}  # seven of a town share a shift
         assert sample["town"] in TOWNS and sample["is_new"] in (True, False) and sample["item"] in (7, 8, 9, 10)
         assert sample["item_kind"] == TOWNS[sample["item"] > 8]
 
