@@ -54,7 +54,7 @@ def _ours(samples: ClickSamples, recipe: CtrRecipe) -> float:
         )
         trainer = ClickTrainer(attempt, ("", samples))
         trainer.run()
-        return auc(trainer.predict(), trainer.test.clicks)
+        return auc(*trainer.predict())
 
 
 class _Bags(nn.Module):

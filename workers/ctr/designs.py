@@ -38,9 +38,12 @@ from geartrain.workers.ctr.samples.features import (
     crossed,
     ids_by_feature,
 )
+from geartrain.workers.ctr.samples.settings import FeatureSettings
+from geartrain.workers.samples.batches import SampleBatch
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
+    from geartrain.workers.ctr.samples.own import OwnSamples
 
 IMAGE, HISTORY_IMAGES = "image", "history_images"
 
@@ -65,7 +68,7 @@ class SampleLayout:
         return cls(fields=tuple(values["fields"]), schema=schema, image_dim=values["image_dim"])
 
 
-def layout_of(samples: ClickSamples) -> SampleLayout:
+def layout_of(samples: ClickSamples | OwnSamples) -> SampleLayout:
     """What the samples have."""
     image_dim = None if samples.images is None else samples.images.dim
     return SampleLayout(fields=tuple(samples.fields), schema=samples.schema, image_dim=image_dim)
@@ -148,7 +151,7 @@ class Design:
         names = [*layout.fields, *([HISTORY] if pooled else [])]
         embedded = names + ([HISTORY] if kind.events else [])
         self.features: tuple[SampleFeature, ...] = (
-            *(self._feature(name, recipe.dim, (name,)) for name in embedded),
+            *(self._feature(name, self._said(name).dim or recipe.dim, (name,)) for name in embedded),
             *(self._feature(_free(f"{name}_weight", embedded), 1, (name,)) for name in names if kind.weights),
             *(self._feature("_x_".join(cross), 1, cross) for cross in schema.crosses if kind.crosses),
         )
@@ -163,11 +166,16 @@ class Design:
         own = SampleFeature(name=IMAGE, dim=dim, of=self.layout.schema.item[:1], pooling="sum", table=IMAGE)
         return own, SampleFeature(name=HISTORY_IMAGES, dim=dim, of=(HISTORY_ITEMS,), pooling=None, table=IMAGE)
 
+    def _said(self, name: str) -> FeatureSettings:
+        return self.recipe.features.get(name, FeatureSettings())
+
     def _feature(self, name: str, dim: int, of: tuple[str, ...]) -> SampleFeature:
-        pooling: PoolingName | None = "mean"
+        pooling: PoolingName | None = self._said(of[0]).pooling if len(of) == 1 else "mean"
         if self._is_history(of):
             pooling = None if self._kind.events else "sqrtn"
-        return SampleFeature(name=name, dim=dim, of=of, pooling=pooling, table=name)
+        shared = self._said(of[0]).table if len(of) == 1 else None
+        table = name if shared is None else f"{shared}{name.removeprefix(of[0])}"
+        return SampleFeature(name=name, dim=dim, of=of, pooling=pooling, table=table)
 
     def _is_history(self, of: Sequence[str]) -> bool:
         return bool(self.recipe.history) and HISTORY in of  # else it is a field of that name
@@ -180,7 +188,16 @@ class Design:
         """The embeddings, in tables of ``job``."""
         optimizer = Adam(self.recipe.row_lr, weight_decay=self.recipe.row_weight_decay)
         members = [
-            Field(one.name, one.dim, pooling=one.pooling, padding_id=None if self._is_history(one.of) else PADDING)
+            Field(
+                one.name,
+                one.dim,
+                table=one.table,
+                pooling=one.pooling,
+                padding_id=None if self._is_history(one.of) else PADDING,
+                admission=self._said(one.of[0]).admission_rule(),
+                expiry=self._said(one.of[0]).expiry_rule(),
+                max_bytes=self._said(one.of[0]).max_bytes,
+            )
             for one in self.features
         ]
         return EmbeddingGroup(cluster, job, members, optimizer=optimizer, seed=self.recipe.seed, reuse=reuse)
@@ -193,6 +210,13 @@ class Design:
             places, offsets = samples.histories.take(indices)
             ids[HISTORY] = (crossed(samples.histories.items[places], samples.histories.outcomes[places]), offsets)
         return ids_by_feature(self.features, ids)
+
+    def ids_of(self, batch: SampleBatch) -> SampleBatch:
+        """The ids of a batch of files, as the embeddings take them."""
+        columns = {feature.name: batch[feature.of[0]] for feature in self.features}
+        levels = {feature.name: batch.level_of.get(feature.of[0]) for feature in self.features}
+        level_of = {name: level for name, level in levels.items() if level is not None}
+        return SampleBatch(columns, batch.num_samples, batch.cursors, level_of, batch.nodes)
 
     def images(self, samples: ClickSamples, indices: npt.NDArray[np.int64]) -> dict[str, Tensor]:
         """The images of the samples at ``indices``, as the network takes them beside the vectors; none if it has no use

@@ -13,10 +13,11 @@ from geartrain.ams.client.factory import local
 from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.ams.values.errors import ColumnMismatch, ConfigError
 from geartrain.workers.atomic import replacing
+from geartrain.workers.ctr.batches import batches_of
 from geartrain.workers.ctr.designs import Design, SampleLayout
 from geartrain.workers.ctr.samples.click_samples import ClickSamples, histories_after, split
 from geartrain.workers.ctr.samples.sources import load_samples, own_samples
-from geartrain.workers.ctr.trainer import ClickTrainer, click_probabilities
+from geartrain.workers.ctr.trainer import ClickTrainer, scored
 from geartrain.workers.data.packages import Say
 from geartrain.workers.job.folder import read_run, say_unended
 from geartrain.workers.job.state import JobState, best_snapshot
@@ -59,7 +60,7 @@ def predict_clicks(run: Path, samples: str, *, cache: Path, say: Say) -> npt.NDA
         fields = design.fields(cluster, state.progress.table, reuse=True)
         network = design.network()
         network.load_state_dict(state.tensors["network"])
-        return click_probabilities(design, network, fields, given)
+        return scored(network, fields, batches_of(design, given))[0]
 
 
 def _with_fields_of(design: Design, given: ClickSamples, path: str) -> ClickSamples:

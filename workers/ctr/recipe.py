@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import quoted
 from geartrain.workers.ctr.samples.click_samples import SPLITS
+from geartrain.workers.ctr.samples.settings import FeatureSettings
 from geartrain.workers.job.keys import recipe_of
 from geartrain.workers.job.options import SnapshotSettings
 
@@ -79,6 +80,13 @@ class CtrRecipe(EmbeddingRecipe):
     choose settings by."""
     fresh: bool = False
     """Histories of samples held out by time go on through what is held out: all that is earlier."""
+    features: Mapping[str, FeatureSettings] = field(default_factory=dict)
+    """What is said of columns of samples of one's own, by name; the others are inferred."""
+    held_out: int = 160_000
+    """Samples of one's own that are held out, at most; a fifth of fewer than five times as many."""
+    window_rows: int = 65_536
+    """Samples of one's own that are mixed, one window after another."""
+    least: ClassVar[Mapping[str, int]] = {**EmbeddingRecipe.least, "held_out": 1, "window_rows": 1}
 
     def __post_init__(self) -> None:
         """Raises ConfigError that names the value."""

@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from rich.console import Console
 from torch import Tensor
 
+from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import counted
 from geartrain.bridge.embedding.group import EmbeddingGroup
 from geartrain.bridge.models.click_model import ClickModel
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.tables import counted_as
+from geartrain.workers.ctr.batches import BatchesInMemory, ClickBatch, ClickBatches
 from geartrain.workers.ctr.designs import Design, layout_of
-from geartrain.workers.ctr.metrics import draw_calibration, measured, worse_than_guessing
-from geartrain.workers.ctr.recipe import CtrRecipe, usual_for
-from geartrain.workers.ctr.samples.click_samples import ClickSamples, part_validation, split
+from geartrain.workers.ctr.metrics import Floats, draw_calibration, measured, worse_than_guessing
+from geartrain.workers.ctr.recipe import CtrRecipe, EmbeddingRecipe, usual_for
+from geartrain.workers.ctr.samples.click_samples import ClickSamples
 from geartrain.workers.ctr.samples.examples import FILE, examples_file
 from geartrain.workers.ctr.samples.kinds import FieldKind, kinds_from_json
-from geartrain.workers.ctr.samples.sources import found_again, load_samples, required
+from geartrain.workers.ctr.samples.sources import found_again, is_own, load_samples, required
 from geartrain.workers.job.best import BestLook, look_period
 from geartrain.workers.job.folder import read_run
 from geartrain.workers.job.options import JobOptions
 from geartrain.workers.job.state import JobState, best_snapshot
 from geartrain.workers.job.trainer import Attempt, Trainer
 
-_AT_ONCE = 4096
+if TYPE_CHECKING:
+    from geartrain.workers.ctr.samples.own import OwnSamples
+
 _TRAINED_PER_LOOKED_AT = 8
 """Samples to train on for each one that is looked at, which costs less than 0.4 of a training sample: 5 % in all."""
 
@@ -41,18 +43,24 @@ class EmbeddingTrainer(Trainer):
     """Trains a network and the embeddings before it on samples of users and items."""
 
     def __init__(
-        self, attempt: Attempt, source: str, samples: ClickSamples, network: ClickModel, fields: EmbeddingGroup
+        self,
+        attempt: Attempt,
+        source: str,
+        num_samples: int,
+        network: ClickModel,
+        fields: EmbeddingGroup,
+        recipe: EmbeddingRecipe,
+        some: ClickSamples,
     ) -> None:
-        """``samples``: those to train on."""
+        """``num_samples`` to train on, of which ``some`` are in memory."""
         self.attempt = attempt
         self.cluster = attempt.cluster
         self.source = source
         self.network = network
         self.fields = fields
-        recipe = attempt.options.recipe
-        self._examples = examples_file(samples, recipe.private)
+        self._examples = examples_file(some, recipe.private)
         optimizer = torch.optim.Adam(network.parameters(), lr=recipe.lr)
-        super().__init__(recipe, len(samples), optimizer, RowOptimizer(fields), attempt.progress)
+        super().__init__(recipe, num_samples, optimizer, RowOptimizer(fields), attempt.progress)
 
     @staticmethod
     def require(options: JobOptions) -> None:
@@ -96,27 +104,29 @@ class ClickTrainer(EmbeddingTrainer):
     job = "ctr"
     recipe_class = CtrRecipe
 
-    def __init__(self, attempt: Attempt, data: tuple[str, ClickSamples]) -> None:
+    def __init__(self, attempt: Attempt, data: tuple[str, ClickSamples | OwnSamples]) -> None:
         source, samples = data
         recipe: CtrRecipe = attempt.options.recipe
-        self.design = design = Design(recipe, layout_of(samples))
-        self._train, held_out = split(
-            samples,
-            recipe.split,
-            recipe.seed,
-            history=recipe.history,
-            fresh=recipe.fresh,
-            validation=recipe.validation,
-        )
+        self.samples: ClickBatches
+        if isinstance(samples, ClickSamples):
+            self.design = design = Design(recipe, layout_of(samples))
+            self.samples = BatchesInMemory(samples, recipe, design)
+        else:
+            from geartrain.workers.ctr.streamed import StreamedBatches  # needs pyarrow
+
+            recipe = replace(recipe, features=samples.features(recipe.features))
+            self.design = design = Design(recipe, layout_of(samples))
+            self.samples = StreamedBatches(samples, recipe, design)
+        self._validation = list(self.samples.validated())
         assert attempt.cluster is not None
         torch.manual_seed(recipe.seed)
         network = design.network()
         fields = design.fields(attempt.cluster, attempt.progress.table, reuse=attempt.state is not None)
-        super().__init__(attempt, source, self._train, network, fields)
-        self.validation, self.test = part_validation(held_out, recipe.seed)
-        least = math.ceil(_TRAINED_PER_LOOKED_AT * len(self.validation) / recipe.batch_size)
+        super().__init__(attempt, source, self.samples.num_trained, network, fields, recipe, self.samples.some())
+        least = math.ceil(_TRAINED_PER_LOOKED_AT * self.samples.num_validated / recipe.batch_size)
         self._period = max(look_period(self.progress.stage_steps), least)
-        self._is_validated = 0 < self.validation.clicks.sum() < len(self.validation)  # else there is no AUC
+        clicked = sum(int(batch.clicks.sum()) for batch in self._validation)
+        self._is_validated = 0 < clicked < self.samples.num_validated  # else there is no AUC
         self._best = BestLook[dict[str, Any]](itemgetter("auc"), best=self.progress.best)
         self._was_complete = self.progress.is_complete
         self._looked_at = -1
@@ -126,20 +136,49 @@ class ClickTrainer(EmbeddingTrainer):
         """What differs for known data and models."""
         return usual_for(data, stated)
 
+    @staticmethod
+    def load(options: JobOptions, state: JobState | None, console: Console) -> tuple[str, Any]:
+        """Samples of one's own stay in their files, but for a model with histories, which are made of all samples."""
+        source, recipe = options.data or (None if state is None else state.data["source"]), options.recipe
+        is_streamed = is_own(source) and not recipe.history
+        if recipe.features and not is_streamed:
+            raise ConfigError(
+                "features are said of samples of one's own that need no history; leave them out, or say history=0 and "
+                "a model without one: deepfm, wide_deep or dssm"
+            )
+        if not is_streamed:
+            return EmbeddingTrainer.load(options, state, console)
+        from geartrain.workers.ctr.samples.own import OwnSamples
+
+        kinds = None if state is None else _kinds_in_order(state.data)
+        times = recipe.split == "time"
+        samples = OwnSamples(str(source), times=times, kinds=kinds, fold=recipe.fold, features=recipe.features)
+        return found_again(str(source)), samples
+
     def data(self) -> dict[str, Any]:
-        """Where the samples are, and what they have (``SampleLayout``)."""
-        return {**super().data(), **self.design.layout.to_json()}
+        """Where the samples are, what tells their files from others, and what they have (``SampleLayout``)."""
+        return {**super().data(), "files": self.samples.identity, **self.design.layout.to_json()}
+
+    def restore(self, state: JobState) -> None:
+        """See Trainer."""
+        super().restore(state)
+        if state.data.get("files", "") != self.samples.identity:
+            raise ConfigError(
+                "the files are not those that the run was begun with, or window_rows and held_out are others: bring "
+                "the old ones back, or start a new run"
+            )
 
     def start(self, stop: Callable[[], bool]) -> None:
         """Say what begins."""
         del stop
         what = "of the training part are kept to choose by" if self.recipe.validation else "are held out"
-        counts = f"{counted(len(self._train), 'sample')}; {len(self.test):,} {what}"
+        counts = f"{counted(self.samples.num_trained, 'sample')}; {self.samples.num_tested:,} {what}"
         self.attempt.say(f"Training {self.recipe.model} on {counts} ({self.recipe.split})")
         looks = "No validation: its samples lack clicks, or others"
         if self._is_validated:
             looks = (
-                f"Validation on {counted(len(self.validation), 'more sample')} every {counted(self._period, 'step')}"
+                f"Validation on {counted(self.samples.num_validated, 'more sample')} every "
+                f"{counted(self._period, 'step')}"
             )
         self.attempt.say(looks)
 
@@ -171,9 +210,7 @@ class ClickTrainer(EmbeddingTrainer):
             return
         self._looked_at = step
         with self.phases.measured("looks"):
-            found = measured(
-                click_probabilities(self.design, self.network, self.fields, self.validation), self.validation.clicks
-            )
+            found = measured(*scored(self.network, self.fields, self._validation))
         numbers = {name: found[name] for name in ("auc", "log_loss")}
         self.events.scalars("validation", numbers, step)
         self.metric = "AUC", found["auc"]
@@ -192,16 +229,15 @@ class ClickTrainer(EmbeddingTrainer):
 
     def loss(self, step: int) -> Tensor:
         """The loss of the batch of ``step``."""
-        indices = self.order.indices(step).numpy()
+        batch = self.samples.trained(step)
         with counted_as("pull"):
-            vectors = self.fields(self.design.ids(self._train, indices))
-        clicks_B = torch.from_numpy(self._train.clicks[indices])
-        loss: Tensor = self.network({**vectors, **self.design.images(self._train, indices)}, clicks_B)
+            vectors = self.fields(batch.ids)
+        loss: Tensor = self.network({**vectors, **batch.images}, batch.clicks)
         return loss
 
-    def predict(self) -> npt.NDArray[np.float64]:
-        """The probability of a click [N] of the samples held out."""
-        return click_probabilities(self.design, self.network, self.fields, self.test)
+    def predict(self) -> tuple[Floats, Floats]:
+        """Of the samples held out the probability of a click, and whether there was one; both [N]."""
+        return scored(self.network, self.fields, self.samples.tested())
 
     def _go_to_best(self) -> int:
         """Take network and rows of the best step back; return which it is."""
@@ -223,7 +259,7 @@ class ClickTrainer(EmbeddingTrainer):
             if step != best["step"]:
                 why = f"; that of the best step, {best['step']}, could not be saved"
         self.attempt.say(f"The model is that of step {step}{why}")
-        found = measured(self.predict(), self.test.clicks)
+        found = measured(*self.predict())
         self.events.scalars("held_out", {name: found[name] for name in ("auc", "log_loss")}, self.progress.step)
         title = f"{recipe.model}, {recipe.split} split: AUC {found['auc']:.4f}, log loss {found['log_loss']:.4f}"
         draw_calibration(out / "calibration.png", found["calibration"], title)
@@ -241,22 +277,19 @@ class ClickTrainer(EmbeddingTrainer):
         return "Snapshots, report and calibration.png"
 
 
-def click_probabilities(
-    design: Design, network: ClickModel, fields: EmbeddingGroup, samples: ClickSamples
-) -> npt.NDArray[np.float64]:
-    """The probability of a click [N], float64. The network stays in the mode it was in."""
+def scored(network: ClickModel, fields: EmbeddingGroup, batches: Iterable[ClickBatch]) -> tuple[Floats, Floats]:
+    """The probability of a click [N], and whether there was one. The network stays in the mode it was in."""
     was_training = network.training
     network.eval()
-    parts = []
+    logits, clicks = [torch.empty(0)], [torch.empty(0)]
     try:
         with torch.no_grad():
-            for first in range(0, len(samples), _AT_ONCE):
-                indices = np.arange(first, min(first + _AT_ONCE, len(samples)))
-                parts.append(network({**fields(design.ids(samples, indices)), **design.images(samples, indices)}))
+            for batch in batches:
+                logits.append(network({**fields(batch.ids), **batch.images}))
+                clicks.append(batch.clicks)
     finally:
         network.train(was_training)
-    probabilities: npt.NDArray[np.float64] = torch.cat([torch.empty(0), *parts]).double().sigmoid().numpy()
-    return probabilities
+    return torch.cat(logits).double().sigmoid().numpy(), torch.cat(clicks).double().numpy()
 
 
 def _kinds_in_order(data: Mapping[str, Any]) -> dict[str, FieldKind]:

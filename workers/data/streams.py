@@ -11,6 +11,7 @@ Memory: 8 · N bytes for the assignment and 8 · N for the orders of one epoch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from itertools import islice
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -47,8 +48,11 @@ class StreamOrder:
         self.num_samples = num_samples
         self.num_streams = num_streams
         self.seed = seed
+
+    @cached_property
+    def _assigned(self) -> Tensor:
         # Neighbours in a dataset are often alike (sorted by class): they shall not be one stream.
-        self._assigned = torch.randperm(num_samples, generator=_generator(seed, -1, 0))
+        return torch.randperm(self.num_samples, generator=_generator(self.seed, -1, 0))
 
     def indices(self, epoch: int, stream: int) -> Tensor:
         """Indices of the stream's samples in the order of that epoch: int64 [size of the stream]."""

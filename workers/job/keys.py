@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
-from operator import attrgetter
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -28,7 +28,7 @@ def recipe_of(kind: type[R], values: Mapping[str, Any], where: str = "the recipe
     """
     known = list(_keys(kind))
     for key, _ in flat(values):
-        if key not in known and not any(name.startswith(f"{key}.") for name in known):
+        if not any(_names(key, name) for name in known):
             raise ConfigError(f"{where} has no key {quoted(key)}; {suggestion(key, known)}")
     try:
         return TypeAdapter(kind).validate_python(merged(asdict(kind()), values))  # type: ignore[call-overload]
@@ -104,8 +104,9 @@ def gone_on_with(saved: R, given: R, stated: Sequence[str], changeable: Sequence
 
     Raises ConfigError if another is not what the run was begun with.
     """
+    values = [dict(flat(as_json(recipe))) for recipe in (given, saved)]
     for key in stated:
-        now, begun = attrgetter(key)(given), attrgetter(key)(saved)
+        now, begun = (of.get(key) for of in values)
         section, _, name = key.partition(".")
         if section in changeable:
             inner: Any = replace(getattr(saved, section), **{name: now}) if name else now
@@ -118,8 +119,17 @@ def gone_on_with(saved: R, given: R, stated: Sequence[str], changeable: Sequence
     return saved
 
 
+def _names(key: str, known: str) -> bool:
+    """Whether ``key`` is a known one, or a section of it."""
+    given, whole = key.split("."), known.split(".")
+    return fnmatchcase(key, known) or (len(given) < len(whole) and all(map(fnmatchcase, given, whole)))
+
+
 def _keys(kind: Any) -> Iterator[str]:
+    """Dotted; a mapping from names to sections has ``*`` for a name."""
     types = get_type_hints(kind)
     for field in fields(kind):
-        inner = types[field.name]
-        yield from (f"{field.name}.{key}" for key in _keys(inner)) if is_dataclass(inner) else (field.name,)
+        inner, name = types[field.name], field.name
+        if get_origin(inner) is Mapping and is_dataclass(get_args(inner)[1]):
+            inner, name = get_args(inner)[1], f"{name}.*"
+        yield from (f"{name}.{key}" for key in _keys(inner)) if is_dataclass(inner) else (name,)

@@ -76,7 +76,6 @@ IN_THE_FILE = Remedies(
 IN_THE_RECIPE = IN_THE_FILE._replace(
     kind="say what it is: --set 'features.{name}.kind={value}'",
     without="leave it out: --set features.{name}.kind=none",
-    fold="begin a run that makes ids of them: --set features.{name}.hash=fold",
 )
 _REMEDIES: ContextVar[Remedies] = ContextVar("remedies", default=IN_PYTHON)
 EXAMPLES: Mapping[str, float] = {"int64": -1, "float32": 0.0, "float64": 0.0, "bool": False}

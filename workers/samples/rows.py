@@ -60,6 +60,13 @@ class SampleRows:
         found: list[str] = values.unique().cast(pa.string()).drop_null().to_pylist()
         return found
 
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """The values of a column of single numbers, of each sample."""
+        values, places = next((values, places) for own, values, places in self.columns() if own == name)
+        assert isinstance(values, Tensor)
+        array = values.numpy()
+        return array if places is None else array[places]
+
     def map_column(self, name: str, change: Callable[[Any], Any]) -> SampleRows:
         """With what ``change`` makes of the Arrow column ``name``."""
 

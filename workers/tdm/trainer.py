@@ -59,7 +59,7 @@ class TreeTrainer(EmbeddingTrainer):
         )
         first = ItemTree(first_order(samples, liked.items))
         self._tdm = TDM(first, fields, network, node=[NODE, NODE_WEIGHT], negatives=recipe.negatives)
-        super().__init__(attempt, source, liked.train, network, fields)
+        super().__init__(attempt, source, len(liked.train), network, fields, recipe, liked.train)
 
     def modules(self) -> dict[str, Any]:
         """Tree, network and embeddings."""

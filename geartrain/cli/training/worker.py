@@ -46,9 +46,10 @@ CLASSIFY = """Train on your own images, pictures of any size and colour: one sub
     """
 CTR = """Train a model that predicts clicks from sparse features, and test it on a part that it never saw.
 
-    --data is movielens (MovieLens-100K, fetched by pip once: 2 MB), flights (three million, by npm: 18 MB), a Parquet
-    file, folder or URL with a column click, or a folder of MovieLens as RecBole has it. A rating of 4 or more is a
-    click, and so is a flight more than 15 minutes late. Without --scheduler the rows live in this process. The run
+    --data is movielens (MovieLens-100K, fetched by pip once: 2 MB), flights (three million, by npm: 18 MB), files of
+    Parquet, CSV or sample trees with a column click (a file, a folder, a pattern or a URL; read as they are needed), or
+    a folder of MovieLens as RecBole has it. A rating of 4 or more is a click, and so is a flight more than 15 minutes
+    late. Without --scheduler the rows live in this process. The run
     folder gets snapshots, events for TensorBoard, report.json (AUC, log loss, calibration) and calibration.png;
     'geartrain predict RUN samples.parquet' scores further samples.
 
@@ -58,8 +59,10 @@ CTR = """Train a model that predicts clicks from sparse features, and test it on
     Keys of the recipe (--set KEY=VALUE): epochs, patience (looks without a better one, 0: to the end), model (deepfm,
     wide_deep, dssm, din, dien or crossmedia), split (random, or time: the latest fifth is held out), validation (test
     on a fifth of the samples to train on, to choose settings by), history (the latest so many samples of the user),
-    fresh (with split=time histories go on through what is held out), batch_size, dim, dropout, lr, row_lr,
-    row_weight_decay, seed, private (fields of which the model keeps no example), snapshots.steps, ...
+    fresh (with split=time histories go on through what is held out), features.NAME.KEY of a column of files (kind,
+    hash, dim, pooling, table, admission, expiry, max_bytes), window_rows (samples that are mixed), held_out (at most so
+    many), batch_size, dim, dropout, lr, row_lr, row_weight_decay, seed, private (fields of which the model keeps no
+    example), snapshots.steps, ...
     """
 TDM = """Train a tree of items level by level, and measure how much of what users liked later its search finds.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from geartrain.ams.values.errors import ColumnMismatch, ConfigError, SourceDamaged
 from geartrain.ams.values.strings import hash_strings
+from geartrain.ams.values.specs import Ids
 from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, SampleSchema
 from geartrain.workers.ctr.samples.kinds import ID_OF_MISSING, INTEGER, FieldKind
 from geartrain.workers.ctr.samples.settings import ITEMS, FeatureSettings
@@ -88,6 +90,7 @@ class OwnSamples:
             self._plan(types)
         item = (ITEM, *(name for name in names if name.startswith(f"{ITEM}_"))) if ITEM in names else ()
         has_users = USER in names and not any(self.kinds[name].is_list for name in (USER, *item[:1])) and bool(item)
+        self.fields, self.images = tuple(names), None
         self.schema = SampleSchema(item=item, user=USER if has_users else None, kinds=self.kinds)
         self.part_rows, self.identity = source.part_rows, source.identity
         self._starts = np.cumsum([0, *self.part_rows])
@@ -197,9 +200,35 @@ class OwnSamples:
         sample = self._starts[part] + row
         raise SourceDamaged(f"{self.place}, sample {sample}: {name} is {array.reshape(-1)[at]}; {what}")
 
+    def features(self, said: Mapping[str, FeatureSettings]) -> dict[str, FeatureSettings]:
+        """What is ``said`` of the fields, and what they were found to be."""
+        return {
+            **said,
+            **{
+                name: replace(
+                    said.get(name, FeatureSettings()),
+                    kind=str(ColumnType(_NAME_OF[kind.item], is_list=kind.is_list)),
+                    hash="fold" if kind.fold else None,
+                )
+                for name, kind in self.kinds.items()
+            },
+        }
+
+    def times(self) -> Iterator[Ids]:
+        """The times of the samples of one part after another; nothing else is read. Raises ConfigError."""
+        if TIME not in self._source.columns:
+            raise ConfigError("split is 'time', but the samples have no times; give them a column time, or take random")
+        with remedies(self._remedies):
+            rows = open_rows(self.place).plan({TIME: "int64"}, None, {})
+            yield from (rows.read(part).column(TIME) for part in range(len(rows.part_rows)))
+
     def in_memory(self) -> ClickSamples:
         """All of them."""
-        batches = [self.read(part).batch({}) for part in range(len(self.part_rows))]
+        return self.gathered([self.read(part) for part in range(len(self.part_rows))])
+
+    def gathered(self, rows: Sequence[SampleRows]) -> ClickSamples:
+        """Those of ``rows``, as samples in memory."""
+        batches = [some.batch({}) for some in rows]
         columns: dict[str, npt.NDArray[Any]] = {}
         for name in [*self.kinds, CLICK, TIME]:
             parts = [
@@ -210,7 +239,7 @@ class OwnSamples:
             ]
             if parts or name in self.kinds:
                 columns[name] = _joined(parts, name in self.kinds and self.kinds[name].is_list)
-        count = int(self._starts[-1])
+        count = sum(some.num_rows for some in rows)
         clicked, times = columns.pop(CLICK, np.zeros(count)), columns.pop(TIME, None)
         return ClickSamples(
             fields=columns,

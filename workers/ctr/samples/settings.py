@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from geartrain.ams.kernels.embedding import POOLINGS
+from geartrain.ams.kernels.embedding import PoolingName
 from geartrain.ams.values.admission.rules import Admission, MinCount, Probability
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
 from geartrain.ams.values.expiry.rules import Expiry, Rule, Unseen
@@ -29,7 +29,7 @@ class FeatureSettings:
     """"fold": its integers are any 64-bit values, which ``gt.fold_ids`` makes ids of. Texts are hashed in any case."""
     dim: int | None = None
     """Width of its embedding; None: the recipe's."""
-    pooling: str = "mean"
+    pooling: PoolingName = "mean"
     """Of a list."""
     table: str | None = None
     """The feature, or a name of one's own, whose rows it shares; None: it has rows of its own."""
@@ -44,9 +44,6 @@ class FeatureSettings:
         """Raises ConfigError that names the value."""
         if self.kind not in (None, *KINDS):
             raise ConfigError(f"the kind of a feature is {quoted(self.kind)}; it must be one of {', '.join(KINDS)}")
-        poolings = [pooling for pooling in POOLINGS if pooling is not None]
-        if self.pooling not in poolings:
-            raise ConfigError(f"pooling is {quoted(self.pooling)}; it must be one of {', '.join(poolings)}")
         for name, least in (("dim", 1), ("max_bytes", 1)):
             value = getattr(self, name)
             if value is not None and value < least:

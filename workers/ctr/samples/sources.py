@@ -19,7 +19,19 @@ PUBLIC: dict[str, tuple[Callable[[Path, Say], Path], Callable[[Path], ClickSampl
     "flights": (find_flights, read_flights),
 }
 """By name: what fetches the samples into a cache, and what reads them there."""
-_WHAT = f"{', '.join(PUBLIC)}, a Parquet file or folder, or a folder with the files of MovieLens-100K"
+_WHAT = (
+    f"{', '.join(PUBLIC)}, files of Parquet, CSV or sample trees (a file, a folder, a pattern with * or a URL), or a "
+    "folder with the files of MovieLens-100K"
+)
+
+
+def is_own(source: str | None) -> bool:
+    """Whether ``--data`` names files of one's own. Raises as :func:`required`, and ConfigError without pyarrow."""
+    source = required(source)
+    if source in PUBLIC or (Path(source) / RATINGS).exists():
+        return False
+    require_arrow()
+    return True
 
 
 def load_samples(
@@ -34,22 +46,21 @@ def load_samples(
 
     Raises ConfigError, SourceError, and InvalidArgument for values of another kind.
     """
-    source = required(source)
-    if fold and (source in PUBLIC or (Path(source) / RATINGS).exists()):
+    if is_own(source):
+        return own_samples(str(source), kinds=kinds, fold=fold)
+    if fold:
         raise ConfigError(f"fold names {fold[0]!r}; public samples have ids already: leave it out")
     if source in PUBLIC:
         find, read = PUBLIC[source]
         return read(find(cache, say))
-    if (Path(source) / RATINGS).exists():
-        return read_movielens(Path(source))
-    return own_samples(source, kinds=kinds, fold=fold)
+    return read_movielens(Path(str(source)))
 
 
 def required(source: str | None) -> str:
     """``source`` itself. Raises ConfigError if ``--data`` names no samples, or none that are there."""
     if source is None:
         raise ConfigError(f"which samples? Give --data: {_WHAT}")
-    if source in PUBLIC or "://" in source or Path(source).exists():
+    if source in PUBLIC or "://" in source or any(sign in source for sign in "*?[") or Path(source).exists():
         return source
     raise ConfigError(f"--data is {quoted(source)}; it must be {_WHAT}")
 

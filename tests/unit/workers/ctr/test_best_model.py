@@ -19,7 +19,8 @@ from geartrain.workers import jobs
 from geartrain.workers.ctr.export import export_clicks
 from geartrain.workers.ctr.predict import predict_clicks
 from geartrain.workers.ctr.recipe import CtrRecipe
-from geartrain.workers.ctr.samples.click_samples import part_validation, split
+from geartrain.workers.ctr.samples.held_out import HeldOut
+from geartrain.workers.ctr.samples.own import OwnSamples
 from geartrain.workers.ctr.samples.sources import own_samples
 from geartrain.workers.job import job, ranks
 from geartrain.workers.job.folder import read_run
@@ -71,8 +72,10 @@ def test_the_best_model_is_reported_predicted_and_exported(tmp_path: Path, click
     steps = [listed.snapshot.manifest.step for listed in list_snapshots(out / "snapshots") if listed.snapshot]
     assert steps == [300, best]  # keep=1, and the best one
 
-    held_out = split(own_samples(str(clicks)), "random", 0)[1]
-    for part, expected in zip(part_validation(held_out, 0), (looks[best], report["held_out"]["auc"]), strict=True):
+    samples, rows = own_samples(str(clicks)), OwnSamples(str(clicks))
+    parted = HeldOut(rows, CtrRecipe()).parted(0, rows.read(0))
+    aucs = (looks[best], report["held_out"]["auc"])
+    for part, expected in zip(map(samples.subset, parted[1:]), aucs, strict=True):
         pq.write_table(pa.table({**part.fields}), tmp_path / "part.parquet")
         told: list[str] = []
         scores = predict_clicks(out, str(tmp_path / "part.parquet"), cache=tmp_path, say=told.append)

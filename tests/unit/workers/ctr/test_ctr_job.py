@@ -112,7 +112,7 @@ def test_a_run_that_diverges_says_where_and_offers_lower_rates(tmp_path: Path, d
         (of("model=din", "history=0"), "history is 0, and din needs one"),
         (of("snapshots.minutes=0"), "snapshots.minutes is 0.0; it must be > 0"),
         (["--allow-fallback"], "give it with --resume RUN"),
-        (["--data", "netflix"], "--data is 'netflix'; it must be movielens, flights, a Parquet file"),
+        (["--data", "netflix"], "--data is 'netflix'; it must be movielens, flights, files of Parquet"),
         (of("dimm=3"), "the recipe has no key 'dimm'; did you mean 'dim'?"),
         (of("dim"), "--set 'dim' is not KEY=VALUE"),
         (of("steps=many"), "the recipe has steps = 'many': Input should be a valid integer"),

@@ -1,0 +1,98 @@
+"""Batches of samples as a click model takes them: to train on, to choose the best step by, and to test with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from geartrain.workers.ctr.designs import Design
+from geartrain.workers.ctr.recipe import CtrRecipe
+from geartrain.workers.ctr.samples.click_samples import ClickSamples, part_validation, split
+from geartrain.workers.data.streams import JointOrder
+
+AT_ONCE = 4096
+
+
+class ClickBatch(NamedTuple):
+    """B samples."""
+
+    ids: Mapping[str, Any]
+    """As the embeddings take them."""
+    images: Mapping[str, Tensor]
+    """As the network takes them beside the vectors."""
+    clicks: Tensor
+    """[B], 0 or 1."""
+
+
+class ClickBatches(Protocol):
+    """All samples of a training."""
+
+    num_trained: int
+    num_validated: int
+    num_tested: int
+    identity: str
+    """What tells their files from others."""
+
+    def some(self) -> ClickSamples:
+        """Samples to train on, or the first of many."""
+
+    def trained(self, step: int) -> ClickBatch:
+        """The batch of ``step``, which may run over from one epoch into the next. Raises SourceError."""
+
+    def validated(self) -> Iterator[ClickBatch]:
+        """Those that the best step is chosen by."""
+
+    def tested(self) -> Iterator[ClickBatch]:
+        """The others that are held out."""
+
+
+class BatchesInMemory:
+    """Those of samples that are all in memory."""
+
+    identity = ""
+
+    def __init__(self, samples: ClickSamples, recipe: CtrRecipe, design: Design) -> None:
+        self._design = design
+        self._trained, held_out = split(
+            samples,
+            recipe.split,
+            recipe.seed,
+            history=recipe.history,
+            fresh=recipe.fresh,
+            validation=recipe.validation,
+        )
+        self._validated, self._tested = part_validation(held_out, recipe.seed)
+        self.num_trained, self.num_validated, self.num_tested = map(len, (self._trained, self._validated, self._tested))
+        self._order = JointOrder(self.num_trained, recipe.batch_size, recipe.seed)
+
+    def some(self) -> ClickSamples:
+        """See ClickBatches."""
+        return self._trained
+
+    def trained(self, step: int) -> ClickBatch:
+        """See ClickBatches."""
+        return _batch(self._design, self._trained, self._order.indices(step).numpy())
+
+    def validated(self) -> Iterator[ClickBatch]:
+        """See ClickBatches."""
+        return batches_of(self._design, self._validated)
+
+    def tested(self) -> Iterator[ClickBatch]:
+        """See ClickBatches."""
+        return batches_of(self._design, self._tested)
+
+
+def batches_of(design: Design, samples: ClickSamples) -> Iterator[ClickBatch]:
+    """All of the samples, in order."""
+    for first in range(0, len(samples), AT_ONCE):
+        yield _batch(design, samples, np.arange(first, min(first + AT_ONCE, len(samples))))
+
+
+def _batch(design: Design, samples: ClickSamples, indices: npt.NDArray[np.int64]) -> ClickBatch:
+    clicks = torch.from_numpy(samples.clicks[indices])
+    return ClickBatch(design.ids(samples, indices), design.images(samples, indices), clicks)

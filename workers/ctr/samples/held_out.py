@@ -1,0 +1,115 @@
+"""Which samples of files are held out, where no more than a part of them is in memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from geartrain.ams.values.errors import ConfigError, SourceDamaged
+from geartrain.ams.values.specs import Ids
+from geartrain.workers.ctr.recipe import CtrRecipe
+from geartrain.workers.ctr.samples.own import TIME, OwnSamples
+from geartrain.workers.samples.rows import SampleRows
+
+_TIMES_OF_PART = 64
+"""Evenly spaced among those of a part: what the time is found by from which on samples are held out."""
+
+
+class Parted(NamedTuple):
+    """Rows of one part, in order."""
+
+    train: Ids
+    validation: Ids
+    test: Ids
+
+
+class HeldOut:
+    """Which rows of each part are held out: a function of the seed and the part, or of their times.
+
+    ``random``: of a fifth of the rows at random, of each part or, if that would be more than ``recipe.held_out``, of
+    some parts. ``time``: the latest fifth, or the latest ``held_out``; rows of one time stay together. An eighth of
+    them, at random, is the validation, the rest the test. With ``recipe.validation`` both are of a fifth of the rows
+    that are left, and what is held out is not looked at.
+    """
+
+    def __init__(self, samples: OwnSamples, recipe: CtrRecipe) -> None:
+        """By time it reads the times of all samples twice. Raises ConfigError if a part would be empty."""
+        self._seed = recipe.seed
+        rows = np.asarray(samples.part_rows, np.int64)
+        self._bounds: tuple[int, int] | None = None
+        if recipe.split == "time":
+            left_out, held_out = self._by_time(samples, recipe)
+        else:
+            held_out = self._at_random(rows, recipe.held_out)
+            left_out = np.zeros_like(rows)
+            if recipe.validation:
+                left_out, held_out = held_out, self._at_random(rows - held_out, recipe.held_out)
+        self._left_out, self._held_out = left_out, held_out
+        self._validated = _shares(held_out, 8)
+        self.train_rows: list[int] = (rows - left_out - held_out).tolist()
+        self.num_validated, self.num_tested = int(self._validated.sum()), int((held_out - self._validated).sum())
+        self.parts = np.flatnonzero(held_out).tolist()
+        """Those that have rows held out."""
+        if not held_out.sum() or not sum(self.train_rows):
+            raise ConfigError(
+                f"there are {rows.sum()} samples, {held_out.sum()} of them to be held out; give at least 5, and of "
+                "several times"
+            )
+
+    def _at_random(self, rows: Ids, most: int) -> Ids:
+        fifths = _shares(rows, 5)
+        order = np.random.default_rng(self._seed).permutation(len(rows))
+        before = np.cumsum(fifths[order]) - fifths[order]
+        fifths[order] = np.clip(most - before, 0, fifths[order])
+        return fifths
+
+    def _by_time(self, samples: OwnSamples, recipe: CtrRecipe) -> tuple[Ids, Ids]:
+        found, weights = [], []
+        for of_part in map(np.sort, samples.times()):
+            if len(of_part):
+                places = np.unique(np.linspace(0, len(of_part) - 1, _TIMES_OF_PART).astype(np.int64))
+                found.append(of_part[places])
+                weights.append(np.diff(places, prepend=-1))
+        known, weight = (np.concatenate([np.empty(0, np.int64), *some]) for some in (found, weights))
+        first = _time_from(known, weight, recipe.held_out)
+        end = np.iinfo(np.int64).max
+        if recipe.validation:
+            known, weight, end = known[known < first], weight[known < first], first
+            first = _time_from(known, weight, recipe.held_out)
+        self._bounds = first, end
+        counts = []
+        for of_part in samples.times():
+            counts.append(((of_part >= end).sum(), ((of_part >= first) & (of_part < end)).sum()))
+        left_out, held_out = np.array(counts, np.int64).reshape(-1, 2).T
+        return left_out, held_out
+
+    def parted(self, part: int, rows: SampleRows) -> Parted:
+        """Of the rows of a part which are what. Raises SourceDamaged if they are others than were counted."""
+        random = np.random.default_rng([self._seed, part])
+        left_out, held_out, validated = (int(of[part]) for of in (self._left_out, self._held_out, self._validated))
+        if self._bounds is None:
+            order = random.permutation(rows.num_rows)
+            held, train = order[left_out : left_out + held_out], order[left_out + held_out :]
+        else:
+            times = rows.column(TIME)
+            first, end = self._bounds
+            held = random.permutation(np.flatnonzero((times >= first) & (times < end)))
+            train = np.flatnonzero(times < first)
+        if (len(train), len(held)) != (self.train_rows[part], held_out):
+            raise SourceDamaged(f"part {part} of the samples has changed since it was counted; start again")
+        return Parted(*(np.sort(of) for of in (train, held[:validated], held[validated:])))
+
+
+def _shares(rows: Ids, parts: int) -> Ids:
+    """Of the rows of each part so many that all together are a ``parts``-th of all rows."""
+    shares: Ids = np.diff(np.cumsum(rows) // parts, prepend=0)
+    return shares
+
+
+def _time_from(times: Ids, weights: Ids, most: int) -> int:
+    """The earliest time from which on there are at most a fifth of the rows, and at most ``most``."""
+    moments, places = np.unique(times, return_inverse=True)
+    from_there = np.cumsum(np.bincount(places, weights, len(moments))[::-1])[::-1]
+    fitting = moments[from_there <= min(from_there[0] // 5, most)] if len(moments) else moments
+    return int(fitting[0]) if len(fitting) else np.iinfo(np.int64).max

@@ -1,0 +1,101 @@
+"""Batches of samples in files that are read as they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import Tensor
+
+from geartrain.ams.values.specs import Ids
+from geartrain.workers.ctr.batches import AT_ONCE, ClickBatch
+from geartrain.workers.ctr.designs import Design
+from geartrain.workers.ctr.recipe import CtrRecipe
+from geartrain.workers.ctr.samples.click_samples import ClickSamples
+from geartrain.workers.ctr.samples.held_out import HeldOut, Parted
+from geartrain.workers.ctr.samples.own import CLICK, OwnSamples
+from geartrain.workers.samples.batches import SampleBatch
+from geartrain.workers.samples.order import EpochOrder, Window
+from geartrain.workers.samples.reader import FileBatches
+from geartrain.workers.samples.rows import SampleRows
+from geartrain.workers.samples.source import fingerprint
+
+_SOME = 65_536
+"""Samples that examples for people are taken from."""
+
+
+class StreamedBatches:
+    """Those of files.
+
+    Memory: two parts of the files (row groups, or blocks of lines), a window of the order, and a batch.
+    """
+
+    def __init__(self, samples: OwnSamples, recipe: CtrRecipe, design: Design) -> None:
+        self._samples, self._design, self._batch_size = samples, design, recipe.batch_size
+        self._held_out = held_out = HeldOut(samples, recipe)
+        self.part_rows: Sequence[int] = held_out.train_rows
+        self.num_trained, self.num_validated = sum(self.part_rows), held_out.num_validated
+        self.num_tested = held_out.num_tested
+        self.identity = fingerprint(samples.identity, list(samples.part_rows), recipe.window_rows, recipe.held_out)
+        order = _Endless(self.part_rows, seed=recipe.seed, num_streams=1, window_rows=recipe.window_rows)
+        self._reader = FileBatches(self, order, batch_size=recipe.batch_size, drop_last=False)
+
+    def read(self, part: int) -> SampleRows:
+        """The rows of a part that are trained on: a :class:`~geartrain.workers.samples.source.SampleSource`."""
+        rows = self._samples.read(part)
+        train = self._held_out.parted(part, rows).train
+        return rows if len(train) == rows.num_rows else rows.take(train)
+
+    def some(self) -> ClickSamples:
+        """See ClickBatches."""
+        found: list[SampleRows] = []
+        missing = _SOME
+        for part in range(len(self.part_rows)):
+            found.append(self.read(part).slice(0, missing))
+            missing -= found[-1].num_rows
+            if not missing:
+                break
+        return self._samples.gathered(found)
+
+    def trained(self, step: int) -> ClickBatch:
+        """See ClickBatches."""
+        place = (0, step * self._batch_size)
+        if self._reader.positions.get(0) != place:
+            self._reader.add({0: place})
+        batch = self._reader.next_batch(0)
+        assert batch is not None
+        return self._of(batch)
+
+    def validated(self) -> Iterator[ClickBatch]:
+        """See ClickBatches."""
+        return self._batches(lambda parted: parted.validation)
+
+    def tested(self) -> Iterator[ClickBatch]:
+        """See ClickBatches."""
+        return self._batches(lambda parted: parted.test)
+
+    def _batches(self, chosen: Callable[[Parted], Ids]) -> Iterator[ClickBatch]:
+        for part in self._held_out.parts:
+            rows = self._samples.read(part)
+            rows = rows.take(chosen(self._held_out.parted(part, rows)))
+            for first in range(0, rows.num_rows, AT_ONCE):
+                yield self._of(rows.slice(first, AT_ONCE).batch({}))
+
+    def _of(self, batch: SampleBatch) -> ClickBatch:
+        clicks, level = batch[CLICK], batch.level_of.get(CLICK)
+        assert isinstance(clicks, Tensor)
+        clicks = clicks if level is None else clicks[batch.index[level]]
+        return ClickBatch(self._design.ids_of(batch), {}, clicks.float())
+
+
+class _Endless(EpochOrder):
+    """One epoch after another, as one stream."""
+
+    def stream_rows(self, stream: int) -> int:
+        del stream
+        return 2**63 - 1
+
+    def windows(self, epoch: int, stream: int, position: int) -> Iterator[Window]:
+        while True:
+            epoch, at = divmod(position, self.num_rows)
+            yield from super().windows(epoch, stream, at)
+            position += self.num_rows - at
