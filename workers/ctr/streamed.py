@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import numpy.typing as npt
 from torch import Tensor
 
-from geartrain.ams.values.specs import Ids
 from geartrain.workers.ctr.batches import AT_ONCE, ClickBatch
 from geartrain.workers.ctr.designs import Design
 from geartrain.workers.ctr.recipe import CtrRecipe
@@ -16,7 +17,7 @@ from geartrain.workers.ctr.samples.own import CLICK, OwnSamples
 from geartrain.workers.samples.batches import SampleBatch
 from geartrain.workers.samples.order import EpochOrder, Window
 from geartrain.workers.samples.reader import FileBatches
-from geartrain.workers.samples.rows import SampleRows
+from geartrain.workers.samples.rows import ChangedRows, Rows, SampleRows
 from geartrain.workers.samples.source import fingerprint
 
 _SOME = 65_536
@@ -39,11 +40,14 @@ class StreamedBatches:
         order = _Endless(self.part_rows, seed=recipe.seed, num_streams=1, window_rows=recipe.window_rows)
         self._reader = FileBatches(self, order, batch_size=recipe.batch_size, drop_last=False)
 
-    def read(self, part: int) -> SampleRows:
+    def read(self, part: int) -> Rows:
         """The rows of a part that are trained on: a :class:`~geartrain.workers.samples.source.SampleSource`."""
         rows = self._samples.read(part)
-        train = self._held_out.parted(part, rows).train
-        return rows if len(train) == rows.num_rows else rows.take(train)
+
+        def trained(first: int, end: int) -> SampleRows:
+            return _taken(rows, self._held_out.parted(part).train[first:end])
+
+        return ChangedRows(self.part_rows[part], trained)
 
     def some(self) -> ClickSamples:
         """See ClickBatches."""
@@ -73,18 +77,26 @@ class StreamedBatches:
         """See ClickBatches."""
         return self._batches(lambda parted: parted.test)
 
-    def _batches(self, chosen: Callable[[Parted], Ids]) -> Iterator[ClickBatch]:
+    def _batches(self, chosen: Callable[[Parted], npt.NDArray[Any]]) -> Iterator[ClickBatch]:
         for part in self._held_out.parts:
-            rows = self._samples.read(part)
-            rows = rows.take(chosen(self._held_out.parted(part, rows)))
-            for first in range(0, rows.num_rows, AT_ONCE):
-                yield self._of(rows.slice(first, AT_ONCE).batch({}))
+            rows, indices = self._samples.read(part), chosen(self._held_out.parted(part))
+            for first in range(0, len(indices), AT_ONCE):
+                yield self._of(_taken(rows, indices[first : first + AT_ONCE]).batch({}))
 
     def _of(self, batch: SampleBatch) -> ClickBatch:
         clicks, level = batch[CLICK], batch.level_of.get(CLICK)
         assert isinstance(clicks, Tensor)
         clicks = clicks if level is None else clicks[batch.index[level]]
         return ClickBatch(self._design.ids_of(batch), {}, clicks.float())
+
+
+def _taken(rows: Rows, indices: npt.NDArray[Any]) -> SampleRows:
+    """Those at ``indices``, which rise."""
+    if not len(indices):
+        return rows.slice(0, 0)
+    first, count = int(indices[0]), int(indices[-1] - indices[0]) + 1
+    found = rows.slice(first, count)
+    return found if count == len(indices) else found.take(indices - first)
 
 
 class _Endless(EpochOrder):

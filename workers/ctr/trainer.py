@@ -151,8 +151,7 @@ class ClickTrainer(EmbeddingTrainer):
         from geartrain.workers.ctr.samples.own import OwnSamples
 
         kinds = None if state is None else _kinds_in_order(state.data)
-        times = recipe.split == "time"
-        samples = OwnSamples(str(source), times=times, kinds=kinds, fold=recipe.fold, features=recipe.features)
+        samples = OwnSamples(str(source), times=False, kinds=kinds, fold=recipe.fold, features=recipe.features)
         return found_again(str(source)), samples
 
     def data(self) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import PurePosixPath
@@ -17,12 +18,14 @@ import pyarrow.parquet as pq
 from geartrain.ams.values.errors import SourceDamaged
 from geartrain.ams.values.specs import Ids
 from geartrain.workers.samples.columns import ColumnPlan, Fill, Hashed, joint_schema, planned_columns
-from geartrain.workers.samples.rows import SampleRows
+from geartrain.workers.samples.rows import Rows, SampleRows
 from geartrain.workers.samples.trees.layout import COUNTS, is_level, levels_in
 from geartrain.workers.samples.urls import DataFile, Sources, find_files
 
 SUFFIXES = (".parquet", ".pq")
 _FOOTERS_AT_ONCE = 8
+_MOST_WHOLE, _SLICE_ROWS, _BUFFER_BYTES = 131_072, 65_536, 1 << 20
+"""Rows of a row group that is read as a whole; of a larger one rows, and bytes of a column, that are read at once."""
 _NAME = re.compile(r"(.+)\.[\w-]+\.parquet")
 _PLAIN = ("",)
 """The levels of files that are no trees."""
@@ -99,9 +102,11 @@ class ParquetRows:
             [level.file.inner_name, level.footer.num_rows] for file_set in self._sets for level in file_set.values()
         ]
 
-    def read(self, part: int) -> SampleRows:
+    def read(self, part: int) -> Rows:
         """See SampleSource. Raises SourceDamaged."""
         file_set, group = self._groups[part]
+        if not self.is_tree and self.part_rows[part] > _MOST_WHOLE:
+            return _LargeGroup(file_set[""], group, self._plans[""])
         *outer_levels, last = self.levels
         outer: dict[str, tuple[Any, Ids]] = {}
         parents: Ids | None = None
@@ -109,7 +114,7 @@ class ParquetRows:
         for level in self.levels:
             found, plan = file_set[level], self._plans[level]
             names = [*plan.types] if level == last else [*plan.types, COUNTS]
-            table = _read_group(found.file, found.footer, group, names)
+            table = _read_group(found, group, names)
             num_nodes = found.footer.row_group(group).num_rows
             if parents is not None and len(parents) != num_nodes:
                 raise SourceDamaged(
@@ -118,7 +123,7 @@ class ParquetRows:
                 )
             if parents is not None:  # what the outer levels have of these nodes
                 outer = {name: (nodes, places[parents]) for name, (nodes, places) in outer.items()}
-            samples = plan.apply(table, partial(_row_name, found, group))
+            samples = plan.apply(table, partial(_row_name, found, group, 0))
             if level in outer_levels:
                 outer[level] = samples, np.arange(num_nodes)
                 parents = np.repeat(np.arange(num_nodes), table.column(COUNTS).to_numpy())
@@ -127,12 +132,47 @@ class ParquetRows:
     def name_row(self, part: int, row: int) -> str:
         """Name file and row of a sample of a part."""
         file_set, group = self._groups[part]
-        return _row_name(file_set[self.levels[-1]], group, row)
+        return _row_name(file_set[self.levels[-1]], group, 0, row)
 
 
-def _row_name(level: _Level, group: int, row: int) -> str:
-    first = sum(level.footer.row_group(before).num_rows for before in range(group))
-    return f"{level.file.name}, row {first + row}"
+class _LargeGroup:
+    """A row group of plain samples of which no more is in memory than a slice. It is read from front to back: a slice
+    before the last one is reached from the front.
+    """
+
+    def __init__(self, level: _Level, group: int, plan: ColumnPlan) -> None:
+        self._level, self._group, self._plan = level, group, plan
+        self.num_rows = level.footer.row_group(group).num_rows
+        self._at = self.num_rows
+        """The row of the group that :attr:`_rest` begins with."""
+        self._rest: Any = None
+        self._tables: Iterator[Any] = iter(())
+
+    def slice(self, first: int, count: int) -> SampleRows:
+        """See Rows. Raises SourceDamaged."""
+        end = min(self.num_rows, first + count)
+        if first < self._at or self._rest is None:
+            self._tables = self._read()
+            self._at, self._rest = 0, next(self._tables)
+        while self._at + self._rest.num_rows < end:
+            passed = min(max(0, first - self._at), self._rest.num_rows)
+            self._at, self._rest = self._at + passed, pa.concat_tables([self._rest.slice(passed), next(self._tables)])
+        table = self._rest.slice(first - self._at, end - first)
+        self._at, self._rest = end, self._rest.slice(end - self._at)
+        return SampleRows(self._plan.apply(table, partial(_row_name, self._level, self._group, first)), end - first)
+
+    def _read(self) -> Iterator[Any]:
+        file, footer = self._level
+        with _damage_of(self._level, self._group), file.open() as opened:
+            batches = pq.ParquetFile(opened, metadata=footer, buffer_size=_BUFFER_BYTES).iter_batches(
+                _SLICE_ROWS, row_groups=[self._group], columns=[*self._plan.types]
+            )
+            yield from (pa.Table.from_batches([batch]) for batch in batches)
+
+
+def _row_name(level: _Level, group: int, first: int, row: int) -> str:
+    before = sum(level.footer.row_group(before).num_rows for before in range(group))
+    return f"{level.file.name}, row {before + first + row}"
 
 
 def _part_of(plan: ColumnPlan, columns: Sequence[str]) -> ColumnPlan:
@@ -166,11 +206,19 @@ def _sets(
     return [{level: file_set[level] for level in levels} for _, file_set in sorted(found.items())]
 
 
-def _read_group(file: DataFile, footer: Any, group: int, columns: list[str]) -> Any:
+def _read_group(level: _Level, group: int, columns: list[str]) -> Any:
     """A row group as a table. Raises SourceDamaged."""
+    file, footer = level
+    with _damage_of(level, group), file.open() as opened:
+        return pq.ParquetFile(opened, metadata=footer, pre_buffer=True).read_row_group(group, columns=columns)
+
+
+@contextmanager
+def _damage_of(level: _Level, group: int) -> Iterator[None]:
+    """Raise SourceDamaged for what reading a row group raises."""
+    file, footer = level
     try:
-        with file.open() as opened:
-            return pq.ParquetFile(opened, metadata=footer, pre_buffer=True).read_row_group(group, columns=columns)
+        yield
     except (pa.ArrowException, OSError) as exc:
         first = sum(footer.row_group(before).num_rows for before in range(group))
         last = first + footer.row_group(group).num_rows - 1

@@ -9,7 +9,7 @@ from typing import Protocol
 from geartrain.workers.data.streams import Position
 from geartrain.workers.samples.batches import SampleBatch
 from geartrain.workers.samples.order import EpochOrder, Window
-from geartrain.workers.samples.rows import SampleRows
+from geartrain.workers.samples.rows import Rows, SampleRows
 from geartrain.workers.samples.source import SampleSource
 
 _PARTS_KEPT = 2
@@ -61,7 +61,7 @@ class FileBatches:
         """``epochs`` are those of the job; None: it has no end. ``finish`` has a last look at every batch."""
         self._source, self._order, self._epochs, self._finish = source, order, epochs, finish
         self._batch_size, self._drop_last = batch_size, drop_last
-        self._parts: OrderedDict[int, SampleRows] = OrderedDict()
+        self._parts: OrderedDict[int, Rows] = OrderedDict()
         self._positions: dict[int, Position] = {}
         self._open: tuple[int, int, Iterator[Window]] | None = None
         """The stream that is being read, the epoch, and what it has beside :attr:`_rows`."""
@@ -143,7 +143,7 @@ class FileBatches:
         rows = pieces[0].joined(pieces[1:])
         return rows if window.random is None else rows.shuffled(window.random).slice(window.skip, rows.num_rows)
 
-    def _part(self, part: int) -> SampleRows:
+    def _part(self, part: int) -> Rows:
         if part not in self._parts:
             self._parts[part] = self._source.read(part)
             if len(self._parts) > _PARTS_KEPT:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,27 @@ from geartrain.ams.values.specs import Ids
 from geartrain.bridge.embedding.levels import Nodes
 from geartrain.workers.samples.batches import SampleBatch, Values
 from geartrain.workers.samples.columns import whole_array
+
+
+class Rows(Protocol):
+    """The rows of a part of a source."""
+
+    num_rows: int
+
+    def slice(self, first: int, count: int) -> SampleRows:
+        """At most ``count`` of them from ``first`` on. Raises SourceError."""
+
+
+class ChangedRows:
+    """Rows of a part with what is made of every slice of them."""
+
+    def __init__(self, num_rows: int, change: Callable[[int, int], SampleRows]) -> None:
+        """``change``: the rows from a first one to an end."""
+        self.num_rows, self._change = num_rows, change
+
+    def slice(self, first: int, count: int) -> SampleRows:
+        """See Rows."""
+        return self._change(first, min(self.num_rows, first + count))
 
 
 class SampleRows:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from geartrain.workers.samples.rows import SampleRows
+    from geartrain.workers.samples.rows import Rows
 
 
 class SampleSource(Protocol):
-    """Rows in parts that are read as a whole: row groups of Parquet, blocks of lines of CSV."""
+    """Rows in parts: row groups of Parquet, blocks of lines of CSV."""
 
     @property
     def part_rows(self) -> Sequence[int]:
@@ -22,7 +22,7 @@ class SampleSource(Protocol):
     def identity(self) -> Any:
         """What tells these data from others, as JSON can hold it; the same wherever the files are mounted."""
 
-    def read(self, part: int) -> SampleRows:
+    def read(self, part: int) -> Rows:
         """The rows of a part. Raises SourceError."""
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from geartrain.ams.values.errors import ConfigError, SourceDamaged
 from geartrain.ams.values.specs import Ids
 from geartrain.workers.ctr.recipe import CtrRecipe
-from geartrain.workers.ctr.samples.own import TIME, OwnSamples
-from geartrain.workers.samples.rows import SampleRows
+from geartrain.workers.ctr.samples.own import OwnSamples
 
 _TIMES_OF_PART = 64
 """Evenly spaced among those of a part: what the time is found by from which on samples are held out."""
@@ -19,9 +19,9 @@ _TIMES_OF_PART = 64
 class Parted(NamedTuple):
     """Rows of one part, in order."""
 
-    train: Ids
-    validation: Ids
-    test: Ids
+    train: npt.NDArray[Any]
+    validation: npt.NDArray[Any]
+    test: npt.NDArray[Any]
 
 
 class HeldOut:
@@ -35,7 +35,8 @@ class HeldOut:
 
     def __init__(self, samples: OwnSamples, recipe: CtrRecipe) -> None:
         """By time it reads the times of all samples twice. Raises ConfigError if a part would be empty."""
-        self._seed = recipe.seed
+        self._samples, self._seed = samples, recipe.seed
+        self._last: tuple[int, Parted] | None = None
         rows = np.asarray(samples.part_rows, np.int64)
         self._bounds: tuple[int, int] | None = None
         if recipe.split == "time":
@@ -66,7 +67,7 @@ class HeldOut:
 
     def _by_time(self, samples: OwnSamples, recipe: CtrRecipe) -> tuple[Ids, Ids]:
         found, weights = [], []
-        for of_part in map(np.sort, samples.times()):
+        for of_part in map(np.sort, map(samples.times, range(len(samples.part_rows)))):
             if len(of_part):
                 places = np.unique(np.linspace(0, len(of_part) - 1, _TIMES_OF_PART).astype(np.int64))
                 found.append(of_part[places])
@@ -79,25 +80,29 @@ class HeldOut:
             first = _time_from(known, weight, recipe.held_out)
         self._bounds = first, end
         counts = []
-        for of_part in samples.times():
+        for of_part in map(samples.times, range(len(samples.part_rows))):
             counts.append(((of_part >= end).sum(), ((of_part >= first) & (of_part < end)).sum()))
         left_out, held_out = np.array(counts, np.int64).reshape(-1, 2).T
         return left_out, held_out
 
-    def parted(self, part: int, rows: SampleRows) -> Parted:
+    def parted(self, part: int) -> Parted:
         """Of the rows of a part which are what. Raises SourceDamaged if they are others than were counted."""
+        if self._last is None or self._last[0] != part:
+            self._last = part, self._parted(part)
+        return self._last[1]
+
+    def _parted(self, part: int) -> Parted:
         random = np.random.default_rng([self._seed, part])
         left_out, held_out, validated = (int(of[part]) for of in (self._left_out, self._held_out, self._validated))
         if self._bounds is None:
-            order = random.permutation(rows.num_rows)
+            order = random.permutation(np.arange(self._samples.part_rows[part], dtype=np.int32))
             held, train = order[left_out : left_out + held_out], order[left_out + held_out :]
         else:
-            times = rows.column(TIME)
-            first, end = self._bounds
+            times, (first, end) = self._samples.times(part), self._bounds
             held = random.permutation(np.flatnonzero((times >= first) & (times < end)))
             train = np.flatnonzero(times < first)
         if (len(train), len(held)) != (self.train_rows[part], held_out):
-            raise SourceDamaged(f"part {part} of the samples has changed since it was counted; start again")
+            raise SourceDamaged(f"the times of part {part} of the samples have changed; start again")
         return Parted(*(np.sort(of) for of in (train, held[:validated], held[validated:])))
 
 

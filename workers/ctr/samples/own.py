@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from geartrain.ams.values.errors import ColumnMismatch, ConfigError, SourceDamaged
-from geartrain.ams.values.strings import hash_strings
 from geartrain.ams.values.specs import Ids
+from geartrain.ams.values.strings import hash_strings
 from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, SampleSchema
 from geartrain.workers.ctr.samples.kinds import ID_OF_MISSING, INTEGER, FieldKind
 from geartrain.workers.ctr.samples.settings import ITEMS, FeatureSettings
@@ -31,7 +31,8 @@ from geartrain.workers.samples.columns import (
     type_of,
 )
 from geartrain.workers.samples.opening import open_rows
-from geartrain.workers.samples.rows import SampleRows, column_of_bags, ids_of_booleans
+from geartrain.workers.samples.rows import ChangedRows, Rows, SampleRows, column_of_bags, ids_of_booleans
+from geartrain.workers.samples.source import SampleSource
 
 CLICK, TIME, USER, ITEM = "click", "time", "user", "item"
 TITLES = ("item_title", "item_name")
@@ -159,30 +160,34 @@ class OwnSamples:
             [name for name in own if kinds[name].fold],
         )
 
-    def read(self, part: int) -> SampleRows:
-        """See SampleSource. Raises SourceDamaged, too, for what is no id or click, and InvalidArgument for a value of
-        another kind.
+    def read(self, part: int) -> Rows:
+        """See SampleSource. A slice raises SourceDamaged, too, for what is no id or click, and InvalidArgument for a
+        value of another kind.
         """
         with remedies(self._remedies):
             rows = self._source.read(part)
-            for name in self._booleans:
-                rows = rows.map_column(name, partial(ids_of_booleans, missing=PADDING))
-            for name in self._others:
-                rows = rows.map_column(name, partial(self._converted, part, name))
-            for name, values, places in rows.columns():
-                self._check(part, name, values, places)
-        return rows
+        return ChangedRows(rows.num_rows, partial(self._checked, part, rows))
 
-    def _converted(self, part: int, name: str, column: Any) -> Any:
+    def _checked(self, part: int, rows: Rows, first: int, end: int) -> SampleRows:
+        with remedies(self._remedies):
+            found, start = rows.slice(first, end - first), self._starts[part] + first
+            for name in self._booleans:
+                found = found.map_column(name, partial(ids_of_booleans, missing=PADDING))
+            for name in self._others:
+                found = found.map_column(name, partial(self._converted, start, name))
+            for name, values, places in found.columns():
+                self._check(start, name, values, places)
+        return found
+
+    def _converted(self, start: int, name: str, column: Any) -> Any:
         """A column of the field's kind."""
         kind = self.kinds[name]
         values = column.to_pylist()
-        first = self._starts[part]
-        ids = kind.bags(values, lambda at: f"{self.place}, sample {first + at}: {name}") if values else np.empty((0, 1))
+        ids = kind.bags(values, lambda at: f"{self.place}, sample {start + at}: {name}") if values else np.empty((0, 1))
         offsets = np.arange(len(ids) + 1) * ids.shape[1]
         return column_of_bags(ids.reshape(-1).astype(np.int64), offsets if kind.is_list else None)
 
-    def _check(self, part: int, name: str, values: Values, places: Any) -> None:
+    def _check(self, start: int, name: str, values: Values, places: Any) -> None:
         items, offsets = values if isinstance(values, tuple) else (values, None)
         array: npt.NDArray[Any] = items.numpy()
         if name == CLICK:
@@ -197,8 +202,7 @@ class OwnSamples:
         at = int(np.flatnonzero(bad.reshape(-1))[0])
         row = at if offsets is None else int(np.searchsorted(offsets.numpy(), at, side="right")) - 1
         row = row if places is None else int(np.flatnonzero(places == row)[0])
-        sample = self._starts[part] + row
-        raise SourceDamaged(f"{self.place}, sample {sample}: {name} is {array.reshape(-1)[at]}; {what}")
+        raise SourceDamaged(f"{self.place}, sample {start + row}: {name} is {array.reshape(-1)[at]}; {what}")
 
     def features(self, said: Mapping[str, FeatureSettings]) -> dict[str, FeatureSettings]:
         """What is ``said`` of the fields, and what they were found to be."""
@@ -214,17 +218,20 @@ class OwnSamples:
             },
         }
 
-    def times(self) -> Iterator[Ids]:
-        """The times of the samples of one part after another; nothing else is read. Raises ConfigError."""
+    def times(self, part: int) -> Ids:
+        """The times of the samples of a part; nothing else is read. Raises ConfigError if there are none."""
+        with remedies(self._remedies):
+            return self._times.read(part).slice(0, self.part_rows[part]).column(TIME)
+
+    @cached_property
+    def _times(self) -> SampleSource:
         if TIME not in self._source.columns:
             raise ConfigError("split is 'time', but the samples have no times; give them a column time, or take random")
-        with remedies(self._remedies):
-            rows = open_rows(self.place).plan({TIME: "int64"}, None, {})
-            yield from (rows.read(part).column(TIME) for part in range(len(rows.part_rows)))
+        return open_rows(self.place).plan({TIME: "int64"}, None, {})
 
     def in_memory(self) -> ClickSamples:
         """All of them."""
-        return self.gathered([self.read(part) for part in range(len(self.part_rows))])
+        return self.gathered([self.read(part).slice(0, count) for part, count in enumerate(self.part_rows)])
 
     def gathered(self, rows: Sequence[SampleRows]) -> ClickSamples:
         """Those of ``rows``, as samples in memory."""
@@ -258,7 +265,7 @@ class OwnSamples:
         source.plan(self._texts, dict.fromkeys(self._texts), dict.fromkeys(self._texts, MISSING))
         found: dict[str, set[str]] = {name: set() for name in self._texts}
         for part, rows in enumerate(np.cumsum(source.part_rows).tolist()):
-            read = source.read(part)
+            read = source.read(part).slice(0, _READ_FOR_WORDS)
             for name, texts in found.items():
                 texts.update(read.texts(name))
             if rows >= _READ_FOR_WORDS:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from geartrain.workers.samples.trees.writing import TreeReport
     from geartrain.workers.samples.urls import Sources
 
+_AT_ONCE = 131_072
 CODECS = ("zstd", "snappy", "lz4", "gzip", "brotli", "none")
 
 
@@ -73,11 +74,12 @@ def compress_samples(
     source.plan(columns, None, fill or {}, fold)
 
     def tables() -> Iterator[Any]:
-        return (source.read(part).table for part in range(len(source.part_rows)))
+        for rows in map(source.read, range(len(source.part_rows))):
+            yield from (rows.slice(first, _AT_ONCE).table for first in range(0, max(1, rows.num_rows), _AT_ONCE))
 
     if not boolean("sort", sort) or not source.part_rows:
         return write_trees(tables, folder, named, rows_per_group=rows_per_group, compression=compression)
-    first = source.read(0).table
+    first = source.read(0).slice(0, _AT_ONCE).table
     num_bytes = first.nbytes * sum(source.part_rows) // max(1, first.num_rows)
     keys = sort_keys(first.schema, list(named.values()))
     folder.parent.mkdir(parents=True, exist_ok=True)

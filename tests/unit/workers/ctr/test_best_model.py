@@ -72,8 +72,7 @@ def test_the_best_model_is_reported_predicted_and_exported(tmp_path: Path, click
     steps = [listed.snapshot.manifest.step for listed in list_snapshots(out / "snapshots") if listed.snapshot]
     assert steps == [300, best]  # keep=1, and the best one
 
-    samples, rows = own_samples(str(clicks)), OwnSamples(str(clicks))
-    parted = HeldOut(rows, CtrRecipe()).parted(0, rows.read(0))
+    samples, parted = own_samples(str(clicks)), HeldOut(OwnSamples(str(clicks)), CtrRecipe()).parted(0)
     aucs = (looks[best], report["held_out"]["auc"])
     for part, expected in zip(map(samples.subset, parted[1:]), aucs, strict=True):
         pq.write_table(pa.table({**part.fields}), tmp_path / "part.parquet")

@@ -58,7 +58,7 @@ def written(folder: Path, kind: str) -> str:
 
 def batches(place: str, **recipe: Any) -> tuple[StreamedBatches, CtrRecipe]:
     given = CtrRecipe(**{**SMALL, **recipe})
-    samples = OwnSamples(place, times=given.split == "time")
+    samples = OwnSamples(place, times=False)
     return StreamedBatches(samples, given, Design(given, layout_of(samples))), given
 
 

@@ -277,3 +277,29 @@ def test_a_csv_without_names_or_last_line_break(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_text("1\tx\n\n2\ty")
     (batch,) = gt.CsvSamples(tmp_path, names=["id", "b"], delimiter="\t", hash_strings=True, batch_size=4)
     assert batch["id"].tolist() == [1, 2] and batch["b"].tolist() == gt.hash_strings(["x", "y"]).tolist()
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_large_row_group_is_read_slice_by_slice_and_gives_the_samples_of_small_ones(
+    tmp_path: Path, seed: int | None
+) -> None:
+    table = pa.table({"x": np.arange(300_000), "bag": [[at] * (at % 3) for at in range(300_000)]})
+    pq.write_table(table, tmp_path / "large.parquet", row_group_size=200_000)
+    samples = gt.ParquetSamples(tmp_path / "large.parquet", batch_size=7_000, seed=seed, window_rows=20_000)
+    first = list(samples)
+    seen = np.concatenate([batch["x"].numpy() for batch in first])
+    assert (np.sort(seen) == np.arange(300_000)).all() and (seed is None) == (seen == np.sort(seen)).all()
+    for batch in first:
+        values, offsets = batch["bag"]
+        assert (offsets.diff().numpy() == batch["x"].numpy() % 3).all()
+        assert (values.numpy() == np.repeat(batch["x"].numpy(), batch["x"].numpy() % 3)).all()
+    again = gt.ParquetSamples(tmp_path / "large.parquet", batch_size=7_000, seed=seed, window_rows=20_000)
+    again.load_state_dict(samples.state_dict(first[30]))
+    assert (next(iter(again))["x"] == first[31]["x"]).all()
+    shared = [gt.ParquetSamples(tmp_path, batch_size=4096)._reader(4) for _ in range(2)]
+    parts = []
+    for number, reader in enumerate(shared):
+        reader.add({stream: (0, 0) for stream in range(4) if stream % 2 == number})
+        while (batch := reader.next_batch(0)) is not None:
+            parts.append(batch["x"].numpy())
+    assert (np.sort(np.concatenate(parts)) == np.arange(300_000)).all()
