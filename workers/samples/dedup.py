@@ -33,7 +33,7 @@ def finisher(dedup: bool | Groups) -> Callable[[SampleBatch], SampleBatch]:
     Raises InvalidArgument.
     """
     if isinstance(dedup, bool | np.bool_):
-        return partial(deduplicated, groups=None) if dedup else lambda batch: batch
+        return partial(deduplicated, groups=None) if dedup else unchanged
     if not isinstance(dedup, Mapping):
         raise InvalidArgument(f"dedup is {quoted(dedup)}; it must be True, or map levels to columns")
     seen: dict[str, str] = {}
@@ -45,6 +45,11 @@ def finisher(dedup: bool | Groups) -> Callable[[SampleBatch], SampleBatch]:
                 raise InvalidArgument(f"dedup has column {column!r} in levels {seen[column]!r} and {level!r}")
             seen[column] = level
     return partial(deduplicated, groups=dedup)
+
+
+def unchanged(batch: SampleBatch) -> SampleBatch:
+    """The batch itself."""
+    return batch
 
 
 def deduplicated(batch: SampleBatch, groups: Groups | None) -> SampleBatch:

@@ -6,8 +6,11 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+from torch.utils.data import IterableDataset, get_worker_info
+
 from geartrain.ams.values.arguments import boolean, integer
-from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.errors import ConfigError, InvalidArgument
 from geartrain.workers.data.streams import NUM_STREAMS
 from geartrain.workers.samples.order import EpochOrder
 from geartrain.workers.samples.source import SampleSource, fingerprint
@@ -20,8 +23,12 @@ if TYPE_CHECKING:
     from geartrain.workers.samples.urls import Sources
 
 
-class FileSamples:
-    """Samples that are rows of files: what :class:`ParquetSamples` and :class:`CsvSamples` have in common."""
+class FileSamples(IterableDataset["SampleBatch"]):
+    """Samples that are rows of files: what :class:`ParquetSamples` and :class:`CsvSamples` have in common.
+
+    An ``IterableDataset`` of batches: ``DataLoader(samples, batch_size=None, num_workers=4)``. The workers of a
+    DataLoader and the ranks of torch.distributed read a part each, so that every sample comes once an epoch.
+    """
 
     def __init__(
         self,
@@ -31,7 +38,7 @@ class FileSamples:
         seed: int | None,
         window_rows: int,
         drop_last: bool,
-        finish: Callable[[SampleBatch], SampleBatch] = lambda batch: batch,
+        finish: Callable[[SampleBatch], SampleBatch],
     ) -> None:
         self._source, self._finish = source, finish
         self._batch_size = integer("batch_size", batch_size, 1)
@@ -39,6 +46,8 @@ class FileSamples:
         self._seed = None if seed is None else integer("seed", seed, 0, 2**63 - 1)
         self._window_rows = integer("window_rows", window_rows, 1)
         self._epoch, self._consumed = 0, 0
+        self._part: tuple[int, int] | None = None
+        """What :meth:`part` said."""
         self._iterations = 0
         """So many have begun: the last one says where the next one begins."""
         self._fingerprint = fingerprint(source.identity, list(source.part_rows), self._seed, self._window_rows)
@@ -48,9 +57,34 @@ class FileSamples:
         """Samples of an epoch."""
         return sum(self._source.part_rows)
 
+    def part(self, number: int, of: int) -> None:
+        """Read from now on the part ``number`` of ``of`` equal ones, to a batch; by default that of this rank.
+
+        ``part(0, 1)`` reads all on every rank, such as a validation. Raises InvalidArgument.
+        """
+        self._part = integer("number", number, 0, integer("of", of, 1) - 1), of
+
+    def set_epoch(self, epoch: int) -> None:
+        """Read epoch ``epoch``, from 0, next. A DataLoader whose workers end with an epoch needs to be told."""
+        self._epoch, self._consumed = integer("epoch", epoch, 0), 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_part": self._part_of_rank()}  # a process that is spawned knows of no ranks
+
+    def _part_of_rank(self) -> tuple[int, int]:
+        if self._part is not None:
+            return self._part
+        is_one_of_several = dist.is_available() and dist.is_initialized()
+        return (dist.get_rank(), dist.get_world_size()) if is_one_of_several else (0, 1)
+
+    def _part_of_process(self) -> tuple[int, int]:
+        (number, of), info = self._part_of_rank(), get_worker_info()
+        return (number, of) if info is None else (number * info.num_workers + info.id, of * info.num_workers)
+
     def __len__(self) -> int:
-        """Batches of an epoch that one process reads."""
-        whole, rest = divmod(self.num_samples, self._batch_size)
+        """Batches of an epoch that this rank reads."""
+        number, of = self._part_of_rank()
+        whole, rest = divmod(self._order(of, self._batch_size).stream_rows(number), self._batch_size)
         return whole + (rest > 0 and not self._drop_last)
 
     def __iter__(self) -> Iterator[SampleBatch]:
@@ -59,16 +93,32 @@ class FileSamples:
         What ``gt.prefetch`` has read ahead where its loop ends early is read by the next iteration.
         """
         self._iterations += 1
-        return _Epoch(self, self._iterations, self._reader(1), (self._epoch, self._consumed))
+        number, of = self._part_of_process()
+        reader = self._reader(self._order(of, self._batch_size))
+        return _Epoch(self, self._iterations, reader, number, (self._epoch, self._consumed))
 
     def _note(self, iteration: int, place: tuple[int, int]) -> None:
         if iteration == self._iterations:
             self._epoch, self._consumed = place
 
     def state_dict(self, batch: SampleBatch | None = None) -> dict[str, Any]:
-        """Where reading goes on, as plain values: after ``batch``, or after the last one that was handed out."""
-        epoch, consumed = (self._epoch, self._consumed) if batch is None else batch.cursors[0]
-        return {"data": self._fingerprint, "epoch": epoch, "consumed": consumed}
+        """Where reading goes on, as plain values: after ``batch``, or after the last one that was handed out.
+
+        It is that of the part that this process reads. Raises InvalidArgument for a batch of another one, such as a
+        worker of a DataLoader: torchdata's StatefulDataLoader asks each worker for its own.
+        """
+        part = self._part_of_process()
+        if batch is not None and part[0] not in batch.cursors:
+            raise InvalidArgument(
+                "the batch was read by another process, such as a DataLoader's worker; take torchdata's "
+                "StatefulDataLoader, whose state has that of each worker, or num_workers=0"
+            )
+        epoch, consumed = (self._epoch, self._consumed) if batch is None else batch.cursors[part[0]]
+        return {"data": self._fingerprint, "epoch": epoch, "consumed": consumed, **self._part_as_json()}
+
+    def _part_as_json(self) -> dict[str, Any]:
+        number, of = self._part_of_process()
+        return {} if of == 1 else {"part": {"number": number, "of": of, "batch_size": self._batch_size}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a :meth:`state_dict` of the same samples; batches may be of another size. Raises ConfigError."""
@@ -76,6 +126,12 @@ class FileSamples:
             raise ConfigError(
                 "the state was made for other samples: files, seed or window_rows differ. Bring the old ones back, or "
                 "start anew"
+            )
+        if state.get("part") != (own := self._part_as_json().get("part")):
+            raise ConfigError(
+                f"the state is that of the part {state.get('part') or 'of all samples'}, and this process reads "
+                f"{own or 'all samples'}: give as many ranks and workers as then and the same batch_size, or begin an "
+                "epoch by set_epoch"
             )
         self._epoch, self._consumed = int(state["epoch"]), int(state["consumed"])
 
@@ -115,14 +171,20 @@ class FileSamples:
         )
         if epochs is not None:
             integer("epochs", epochs, 1)
-        return LeasedSamples(self._reader(num_streams, epochs), streams)
+        return LeasedSamples(self._reader(self._order(num_streams), epochs), streams)
 
-    def _reader(self, num_streams: int, epochs: int | None = None) -> Any:
+    def _order(self, num_streams: int, unit_rows: int = 1) -> EpochOrder:
+        return EpochOrder(
+            self._source.part_rows,
+            seed=self._seed,
+            num_streams=num_streams,
+            window_rows=self._window_rows,
+            unit_rows=unit_rows,
+        )
+
+    def _reader(self, order: EpochOrder, epochs: int | None = None) -> Any:
         from geartrain.workers.samples.reader import FileBatches
 
-        order = EpochOrder(
-            self._source.part_rows, seed=self._seed, num_streams=num_streams, window_rows=self._window_rows
-        )
         return FileBatches(
             self._source,
             order,
@@ -136,13 +198,16 @@ class FileSamples:
 class _Epoch(Iterator["SampleBatch"]):
     """The batches of what is left of an epoch."""
 
-    def __init__(self, samples: FileSamples, number: int, reader: StreamBatches, place: tuple[int, int]) -> None:
-        """``number`` of the iteration, from ``place`` on."""
+    def __init__(
+        self, samples: FileSamples, number: int, reader: StreamBatches, stream: int, place: tuple[int, int]
+    ) -> None:
+        """``number`` of the iteration, which reads a ``stream`` from ``place`` on."""
         self._samples, self._number, self._reader, self._epoch = samples, number, reader, place[0]
+        self._stream = stream
         self._places = [place]
         """Before the first batch, and after each."""
         self._is_ended = False
-        reader.add({0: place})
+        reader.add({stream: place})
 
     def __next__(self) -> SampleBatch:
         if self._is_ended:
@@ -152,8 +217,8 @@ class _Epoch(Iterator["SampleBatch"]):
             self._samples._note(self._number, (self._epoch + 1, 0))
             self.close()
             raise StopIteration
-        self._places.append(batch.cursors[0])
-        self._samples._note(self._number, batch.cursors[0])
+        self._places.append(batch.cursors[self._stream])
+        self._samples._note(self._number, batch.cursors[self._stream])
         return batch
 
     def give_back(self, count: int) -> None:
@@ -342,11 +407,19 @@ class TreeSamples(FileSamples):
             drop_last: As there.
         """
         require_arrow()
+        from geartrain.workers.samples.dedup import unchanged
         from geartrain.workers.samples.parquet import ParquetRows
 
         source = ParquetRows(where, trees=True).plan(columns, hash_strings, fill or {}, fold)
         self.levels = source.levels
-        super().__init__(source, batch_size=batch_size, seed=seed, window_rows=window_rows, drop_last=drop_last)
+        super().__init__(
+            source,
+            batch_size=batch_size,
+            seed=seed,
+            window_rows=window_rows,
+            drop_last=drop_last,
+            finish=unchanged,
+        )
 
 
 def require_arrow() -> None:

@@ -39,10 +39,14 @@ class Window(NamedTuple):
 class EpochOrder:
     """The rows of every stream in every epoch. The same for everyone with the same arguments."""
 
-    def __init__(self, part_rows: Sequence[int], *, seed: int | None, num_streams: int, window_rows: int) -> None:
-        """``seed`` None: nothing is mixed, and streams one after another are the rows as the source has them."""
+    def __init__(
+        self, part_rows: Sequence[int], *, seed: int | None, num_streams: int, window_rows: int, unit_rows: int = 1
+    ) -> None:
+        """``seed`` None: nothing is mixed, and streams one after another are the rows as the source has them. All
+        streams but the last have a multiple of ``unit_rows``.
+        """
         self._part_rows = np.asarray(part_rows, np.int64)
-        self._seed, self._window_rows = seed, window_rows
+        self._seed, self._window_rows, self._unit_rows = seed, window_rows, unit_rows
         self.num_streams = num_streams
         self.num_rows = int(self._part_rows.sum())
         self._epoch = -1
@@ -54,7 +58,8 @@ class EpochOrder:
         return self._start(stream + 1) - self._start(stream)
 
     def _start(self, stream: int) -> int:
-        return self.num_rows * stream // self.num_streams
+        units = -(-self.num_rows // self._unit_rows)
+        return min(self.num_rows, units * stream // self.num_streams * self._unit_rows)
 
     def windows(self, epoch: int, stream: int, position: int) -> Iterator[Window]:
         """What is left of a stream from ``position`` on. Raises InvalidArgument for a position beyond its end."""

@@ -296,7 +296,8 @@ def test_a_large_row_group_is_read_slice_by_slice_and_gives_the_samples_of_small
     again = gt.ParquetSamples(tmp_path / "large.parquet", batch_size=7_000, seed=seed, window_rows=20_000)
     again.load_state_dict(samples.state_dict(first[30]))
     assert (next(iter(again))["x"] == first[31]["x"]).all()
-    shared = [gt.ParquetSamples(tmp_path, batch_size=4096)._reader(4) for _ in range(2)]
+    plain = gt.ParquetSamples(tmp_path, batch_size=4096)
+    shared = [plain._reader(plain._order(4)) for _ in range(2)]
     parts = []
     for number, reader in enumerate(shared):
         reader.add({stream: (0, 0) for stream in range(4) if stream % 2 == number})
