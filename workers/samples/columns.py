@@ -352,7 +352,11 @@ def _folded(array: Any) -> Any:
 
 def whole_array(column: Any) -> Any:
     """A column of a table as one array."""
-    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    if not isinstance(column, pa.ChunkedArray):
+        return column
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    array = column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):  # of no chunk, or too large for one
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
     return array

@@ -114,7 +114,7 @@ class ParquetRows:
         for level in self.levels:
             found, plan = file_set[level], self._plans[level]
             names = [*plan.types] if level == last else [*plan.types, COUNTS]
-            table = _read_group(found, group, names)
+            table = _read_group(found, group, names, plan)
             num_nodes = found.footer.row_group(group).num_rows
             if parents is not None and len(parents) != num_nodes:
                 raise SourceDamaged(
@@ -164,9 +164,9 @@ class _LargeGroup:
     def _read(self) -> Iterator[Any]:
         file, footer = self._level
         with _damage_of(self._level, self._group), file.open() as opened:
-            batches = pq.ParquetFile(opened, metadata=footer, buffer_size=_BUFFER_BYTES).iter_batches(
-                _SLICE_ROWS, row_groups=[self._group], columns=[*self._plan.types]
-            )
+            batches = pq.ParquetFile(
+                opened, metadata=footer, buffer_size=_BUFFER_BYTES, read_dictionary=[*self._plan.seeds]
+            ).iter_batches(_SLICE_ROWS, row_groups=[self._group], columns=[*self._plan.types])
             yield from (pa.Table.from_batches([batch]) for batch in batches)
 
 
@@ -206,11 +206,14 @@ def _sets(
     return [{level: file_set[level] for level in levels} for _, file_set in sorted(found.items())]
 
 
-def _read_group(level: _Level, group: int, columns: list[str]) -> Any:
-    """A row group as a table. Raises SourceDamaged."""
+def _read_group(level: _Level, group: int, columns: list[str], plan: ColumnPlan) -> Any:
+    """A row group as a table; texts that are hashed as codes of words, each of which is hashed once. Raises
+    SourceDamaged.
+    """
     file, footer = level
     with _damage_of(level, group), file.open() as opened:
-        return pq.ParquetFile(opened, metadata=footer, pre_buffer=True).read_row_group(group, columns=columns)
+        parquet = pq.ParquetFile(opened, metadata=footer, pre_buffer=True, read_dictionary=[*plan.seeds])
+        return parquet.read_row_group(group, columns=columns)
 
 
 @contextmanager

@@ -304,3 +304,12 @@ def test_a_large_row_group_is_read_slice_by_slice_and_gives_the_samples_of_small
         while (batch := reader.next_batch(0)) is not None:
             parts.append(batch["x"].numpy())
     assert (np.sort(np.concatenate(parts)) == np.arange(300_000)).all()
+
+
+@pytest.mark.parametrize("row_group_size", [3_000, 200_000])
+def test_texts_of_few_and_of_many_words_are_hashed_alike(tmp_path: Path, row_group_size: int) -> None:
+    texts = [None if at % 11 == 0 else f"word {at % (7 if at < 100_000 else 90_000)}" for at in range(200_000)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=row_group_size)
+    found = [batch["text"] for batch in gt.ParquetSamples(tmp_path, batch_size=9_000, hash_strings={"text": 5})]
+    expected = gt.hash_strings(["" if text is None else text for text in texts], seed=5)
+    assert (np.concatenate(found) == expected).all()
