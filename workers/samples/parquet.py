@@ -165,7 +165,7 @@ class _LargeGroup:
         file, footer = self._level
         with _damage_of(self._level, self._group), file.open() as opened:
             batches = pq.ParquetFile(
-                opened, metadata=footer, buffer_size=_BUFFER_BYTES, read_dictionary=[*self._plan.seeds]
+                opened, metadata=footer, buffer_size=_BUFFER_BYTES, read_dictionary=_texts(footer, self._plan)
             ).iter_batches(_SLICE_ROWS, row_groups=[self._group], columns=[*self._plan.types])
             yield from (pa.Table.from_batches([batch]) for batch in batches)
 
@@ -212,8 +212,14 @@ def _read_group(level: _Level, group: int, columns: list[str], plan: ColumnPlan)
     """
     file, footer = level
     with _damage_of(level, group), file.open() as opened:
-        parquet = pq.ParquetFile(opened, metadata=footer, pre_buffer=True, read_dictionary=[*plan.seeds])
+        parquet = pq.ParquetFile(opened, metadata=footer, pre_buffer=True, read_dictionary=_texts(footer, plan))
         return parquet.read_row_group(group, columns=columns)
+
+
+def _texts(footer: Any, plan: ColumnPlan) -> list[str]:
+    """The paths, in the file, of columns of texts that are hashed, and of lists of them."""
+    paths = [footer.schema.column(place).path for place in range(len(footer.schema))]
+    return [path for path in paths if path.partition(".")[0] in plan.seeds]
 
 
 @contextmanager
