@@ -5,9 +5,14 @@ const marks = [];  // events that are drawn as dashed lines
 const charts = new Map();  // by figure: what it shows, and its plot
 let last = null;  // what was told last
 let zoom = null;  // [from, to], of time or steps, as chosen
+// Between two values of an axis.
+const SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 604800];
+const STEPS = [...Array(12).keys()].flatMap(power => [1, 2, 5].map(digit => digit * 10 ** power));
 const overSteps = () => $("x").value === "step";
 const css = name => getComputedStyle(document.body).getPropertyValue(name);
 const clock = (at, digits = 8) => new Date(at * 1000).toLocaleTimeString([], {hourCycle: "h23"}).slice(0, digits);
+const day = at => new Date(at * 1000).toLocaleDateString([], {day: "numeric", month: "short"});
+const when = at => last.now - at < 72000 ? clock(at) : `${day(at)} ${clock(at)}`;
 const short = value => Math.abs(value) >= 1e5 ? value.toLocaleString("en", {notation: "compact"})
   : Math.abs(value) >= 1000 ? number(value) : String(Number(value.toPrecision(4)));
 
@@ -76,11 +81,11 @@ function draw(figure) {
   const inside = values.filter((_, i) => xs[i] >= from && xs[i] <= to), [low, high, outside] = scaleOf(inside, of.fromZero);
   const at = mark => x ? points.find(point => point[0] >= mark.at)?.[1] : mark.at;
   of.marks = marks.filter(mark => !mark.job || mark.job === of.job).map(mark => ({...mark, x: at(mark)})).filter(mark => mark.x >= from && mark.x <= to);
-  of.now = (values.length ? `now ${short(values.at(-1))}` : "none for so long") + (outside ? ` · ${outside} of ${inside.length} off the scale` : "");
+  of.now = (values.length ? `now ${short(values.at(-1))}` : "none for so long") + (outside ? ` · ${outside} off the scale` : "");
   Object.assign(of, {points, isOfSteps: Boolean(x), x: from < to ? [from, to] : [from - 1, from + 1], y: [low, high]});
   figure.hidden = !curves[of.name];
   if (!of.isHovered) say(caption.lastChild, of.now);
-  const range = `between ${short(Math.min(...inside))} and ${short(Math.max(...inside))}, ${of.now}`, marked = of.marks.map(mark => `; ${mark.kind} at ${clock(mark.at)}`).join("");
+  const range = `between ${short(Math.min(...inside))} and ${short(Math.max(...inside))}, ${of.now}`, marked = of.marks.map(mark => `; ${mark.kind} at ${when(mark.at)}`).join("");
   box.setAttribute("aria-label", values.length < 2 ? `${of.title}: no curve yet` : `${of.title} ${of.unit} over ${x ? "steps" : "time"}: ${range}${marked}`);
   const size = {width: box.clientWidth, height: parseInt(getComputedStyle(box).minHeight)};
   if (!size.width) return;
@@ -90,13 +95,13 @@ function draw(figure) {
 }
 function plotOf(of, box, size, tell) {
   const axis = {stroke: () => css("--soft"), grid: {stroke: () => css("--line"), width: 1}, ticks: {show: false}, font: "11px system-ui, sans-serif"};
-  const tick = (at, step) => !of.points.length ? "" : of.isOfSteps ? number(at) : clock(at, step < 60 ? 8 : 5);
+  const tick = (at, step) => !of.points.length ? "" : of.isOfSteps ? number(at) : step < 86400 ? clock(at, step < 60 ? 8 : 5) : day(at);
   const line = {stroke: () => css("--accent")};
   const plot = new uPlot({
     ...size, legend: {show: false}, padding: [8, 10, 0, 0], cursor: {y: false, drag: {setScale: false}},
     scales: {x: {time: false, range: () => of.x}, y: {range: () => of.y}},
     axes: [
-      {...axis, size: 24, space: 80, values: (_, splits, axis, space, step) => splits.map(at => tick(at, step))},
+      {...axis, size: 24, space: 80, incrs: () => of.isOfSteps ? STEPS : SECONDS, values: (_, splits, axis, space, step) => splits.map(at => tick(at, step))},
       {...axis, size: 52, space: 30, values: (_, splits) => splits.map(short)},
     ],
     series: [{}, {...line, width: 1, alpha: 0.35, points: {show: false}}, {...line, width: 2, points: {size: 7, show: () => of.points.length === 1}}],
@@ -106,7 +111,7 @@ function plotOf(of, box, size, tell) {
         of.isHovered = Boolean(point);
         if (!point) return tell(of.now);
         const mark = of.marks.find(mark => Math.abs(plot.valToPos(mark.x, "x") - plot.cursor.left) < 6);
-        tell(mark ? `${clock(mark.at)} ${mark.text}` : `${point[1] == null ? "" : `step ${number(point[1])} · `}${clock(point[0])} · ${short(point[2])}`);
+        tell(mark ? `${when(mark.at)} ${mark.text}` : `${point[1] == null ? "" : `step ${number(point[1])} · `}${when(point[0])} · ${short(point[2])}`);
       }],
       setSelect: [plot => {
         const {left, width} = plot.select;

@@ -192,7 +192,7 @@ class Told:
         self._news = asyncio.Event()
 
     def _take(self, look: ClusterLook) -> None:
-        now, status = time.time(), look.status
+        now, status = round(time.time(), 3), look.status
         total = Rates(*map(sum, zip(*look.rates.values(), strict=True)))
         self._state |= {
             "error": "",
@@ -214,14 +214,14 @@ class Told:
             ],
         }
         for name, value in {**total._asdict(), **{f"rows {table.name}": table.rows for table in status.tables}}.items():
-            self._add_point(name, (now, None, value))
+            self._add_point(name, now, None, value)
         for job in look.jobs:
             if job.report.state == "training":
                 for name, value in _curves_of(job.report).items():
                     if value is not None and math.isfinite(value):
-                        self._add_point(f"{name} {job.job}", (now, job.report.step, value))
+                        self._add_point(f"{name} {job.job}", now, job.report.step, value)
         while len(self._curves) > _MOST_CURVES:
-            del self._curves[min(self._curves, key=lambda name: self._curves[name][-1][0])]
+            del self._curves[min(reversed(self._curves), key=lambda name: self._curves[name][-1][0])]
         for event in folded(look.events):
             self._last += 1
             self._events[event.kind in _TROUBLE].append(as_json(event) | {"n": self._last})
@@ -249,9 +249,9 @@ class Told:
         self._tables = dict(sorted((whole | lacking).items()))
         return list(self._tables.values())
 
-    def _add_point(self, name: str, point: Point) -> None:
+    def _add_point(self, name: str, at: float, step: int | None, value: float) -> None:
         points = self._curves.setdefault(name, [])
-        points.append(point)
+        points.append((at, step, float(f"{value:.6g}")))  # a new page is told hundreds of thousands of them
         if len(points) > _MOST_POINTS:
             self._curves[name] = thinned(points)
 

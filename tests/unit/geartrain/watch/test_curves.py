@@ -6,6 +6,7 @@ import itertools
 
 from geartrain.ams.client.cluster_status import ClusterStatus, TableStatus
 from geartrain.ams.values.config import ClusterConfig
+from geartrain.watch.looks import ClusterLook
 from geartrain.watch.told import _MOST_POINTS, Point, Told, thinned
 
 DAY_SECONDS = 86_400
@@ -24,6 +25,16 @@ def test_a_day_of_points_is_thinned_by_their_age() -> None:
     assert times[-150:] == [DAY_SECONDS - 149.0 + i for i in range(150)]  # the newest are all there
     gaps = [(later - earlier, DAY_SECONDS - earlier) for earlier, later in itertools.pairwise(times)]
     assert max(gap / age for gap, age in gaps if age > 300) < 1 / 40
+
+
+def test_a_flood_of_tables_does_not_take_the_curves_of_the_cluster() -> None:
+    tables = [TableStatus(name=f"t{i}", dim=4, num_rows=None, rows=1, memory_bytes=0, writes=0) for i in range(600)]
+    status = ClusterStatus(cluster_version=1, map_version=1, num_shards=1, ready=True, shards=(), tables=tuple(tables))
+    page = Told(ClusterConfig())
+    for _ in range(3):
+        page._take(ClusterLook(status, {}, (), []))
+    curves = page.message(0, 0.0)[0]["curves"]
+    assert (len(curves), len(curves["calls"]), len(curves["rows t1"])) == (500, 3, 3)
 
 
 def test_a_table_that_is_restored_stays_with_what_was_known() -> None:
