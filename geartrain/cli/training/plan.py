@@ -125,7 +125,11 @@ def plan(
 
     With --hardware also what a step of a backbone and the head with --rows ranks holds, sends and takes, and a build of
     the graph of --k: geartrain plan --classes 100000000 --dim 512 --k 1000 --rows ranks --ranks 256 --sparsity 0.999
-    --hardware v100-25gbit. It is modelled by the rates of data sheets.
+    --hardware v100-25gbit. Times of GPUs are modelled by the rates of data sheets, and no such machine is as fast.
+
+    With --fit the most that fits: geartrain plan --fit classes --dim 512 --rows ranks --ranks 8 --dtype float16
+    --hardware v100, or geartrain plan --fit batch --classes 10000000 --dim 512 --rows ranks --ranks 256 --k 100
+    --hardware v100-25gbit
     """
     check_fit(fit, classes, batch_size, hardware)
     if (ids is None) == (classes is None and fit != "classes"):

@@ -17,7 +17,6 @@ from geartrain.ams.programs.selection import FullSoftmax
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins.angular import ArcFace
-from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
 from geartrain.bridge.parallel.mesh import mesh
 from geartrain.bridge.parallel.parallelize import parallelize
 from geartrain.bridge.parallel.plan.build import PlanRequest
@@ -51,10 +50,12 @@ class Words(nn.Module):
 
 
 class WithHead(nn.Module):
-    def __init__(self, margin: Any, select: Any = FullSoftmax()) -> None:  # noqa: B008
+    def __init__(self, margin: Any) -> None:
         super().__init__()
         self.backbone = nn.Linear(12, 10)
-        self.head = ClassHead(None, "sku", num_classes=CLASSES, dim=10, rows="ranks", margin=margin, select=select)
+        self.head = ClassHead(
+            None, "sku", num_classes=CLASSES, dim=10, rows="ranks", margin=margin, select=FullSoftmax()
+        )
 
     def forward(self, images: Tensor, labels: Tensor) -> Any:
         return self.head(self.backbone(images), labels)
@@ -130,9 +131,6 @@ def test_steps_of_class_heads_send_what_was_planned(ranks: int) -> None:
     images, labels = torch.randn(SAMPLES, 12), torch.randint(0, CLASSES, (SAMPLES,))
     for margin in (None, ArcFace()):
         run_and_count(WithHead(margin), {"backbone": Replicate(), "head": Split()}, (images, labels), None, ranks)
-    near = WithHead(None, KNNSoftmax(0.6, k=3, near=1.0, rebuild="epoch"))
-    distinct = torch.arange(SAMPLES) + SAMPLES * mesh().rank
-    run_and_count(near, {"backbone": Replicate(), "head": Split()}, (images, distinct), None, ranks)
 
 
 def test_steps_of_replicated_and_split_layers_send_what_was_planned(tmp_path: Path) -> None:
