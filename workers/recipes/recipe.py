@@ -37,6 +37,9 @@ UNTOUCHED = get_args(Untouched)
 LARS_TRUST = 0.02
 """With it a rate that suits SGD suits LARS, too; layers that begin at zero, biases and norms learn by SGD at first."""
 
+WITH_LARS = ("sgd",)
+"""Optimizers of the backbone that there are by layers, too: ``lars``."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FccsSettings:
@@ -214,7 +217,7 @@ class Recipe:
             )
         if self.row_dtype == "float8_e4m3fn" and self.rows != "ranks":
             raise ConfigError(f"row_dtype is {self.row_dtype!r}, and rows is {self.rows!r}; give rows=ranks")
-        if self.lars and self.optimizer != "sgd":
+        if self.lars and self.optimizer not in WITH_LARS:
             raise ConfigError(f"lars is True, and optimizer is {self.optimizer!r}; LARS is SGD: give optimizer=sgd")
         if self.sparsity and self.dtype == "float16":
             raise ConfigError(
