@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import secrets
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -188,7 +189,8 @@ def link_to(listen: str) -> str:
 
 
 def _link_file(listen: str) -> Path:
-    return platformdirs.user_runtime_path("geartrain", ensure_exists=True) / f"dashboard-{split_address(listen)[1]}"
+    folder = platformdirs.user_state_path("geartrain", ensure_exists=True)  # which hosts may share
+    return folder / f"dashboard-{socket.gethostname()}-{split_address(listen)[1]}"
 
 
 def _html() -> str:
