@@ -71,7 +71,7 @@ class Browser:
 @pytest.fixture(autouse=True)
 def runtime_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where links lie."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_the_link_is_good_once_and_without_it_nobody_is_told(lonely: Dashboard) 
     done = typed(*said[1].split())
     assert done.stdout.strip() == lonely.url
     assert Browser(lonely).opened.status == 200  # by the next link
-    (kept,) = Path(os.environ["XDG_RUNTIME_DIR"]).rglob("dashboard-*")
+    (kept,) = Path(os.environ["XDG_STATE_HOME"]).rglob("dashboard-*")
     assert (kept.stat().st_mode & 0o777, kept.read_text()) == (0o600, lonely.url)
     lonely.stop(5)
     assert typed(*said[1].split()).returncode == 2
