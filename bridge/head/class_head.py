@@ -314,6 +314,11 @@ class ClassHead(ModuleWithRows):
         return loss
 
     @property
+    def adds_up(self) -> bool:
+        """Whether the losses of micro-batches, weighted by their samples, add up to that of their batch."""
+        return self.backend.settings.config.reduction != "none"
+
+    @property
     def takes_parts(self) -> bool:
         """Whether :meth:`loss_of_parts` can be asked: where several ranks hold the rows."""
         local, peers = self._backend.local, self._backend.peers

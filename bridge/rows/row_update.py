@@ -84,7 +84,9 @@ class RowUpdate(PendingUpdate[RowGradient]):
         self._optimizer = optimizer
         self._pending.push(self)
         self.settle()
+        pending, self._pending = self._pending, None  # before it is counted, so that it is counted once
         self.step += 1
+        pending.discard()
         self.discard()
 
     def prepare_push(self, make: Callable[..., Write], prepared: int = 1) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import re
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, NamedTuple, Self
 
 import pyarrow as pa
@@ -205,22 +207,28 @@ class CsvRows:
             return bytes(opened.read(block.num_bytes))
 
     def _bad_value(self, part: int, content: bytes, types: Mapping[str, Any], exc: Exception) -> SourceDamaged:
-        """Find the row of a value that is not of its column's type: the words of the parser do not name it."""
-        block = self._blocks[part]
-        for number, line in enumerate(text for text in content.splitlines(keepends=True) if text.strip(b"\r\n")):
-            for name, kind in types.items():
-                if reason := self._why_not(line, block.file, name, kind):
-                    hint = ""
-                    if name in self._guessed:
-                        is_text = kind == pa.float64() or self._why_not(line, block.file, name, pa.float64())
-                        hint = f"; lines before hold {kind}: {says_type(name, 'string' if is_text else 'float64')}"
-                        hint += says_hash(name) if is_text and self._plan.can_hash else ""
-                    elif kind == pa.int64() and not self._why_not(line, block.file, name, ANY_64_BITS):
-                        hint = says_fold(name)
-                    return SourceDamaged(
-                        f"{self.name_row(part, number)}: column {name!r} is no {kind}: {quoted(reason)}{hint}"
-                    )
-        return SourceDamaged(f"{self.name_row(part, 0)} or below: {exc}")
+        """Find the first row of a value that is not of its column's type: the words of the parser do not name it."""
+        file = self._blocks[part].file
+        lines = [text for text in content.splitlines(keepends=True) if text.strip(b"\r\n")]
+
+        def first_bad(name: str) -> int:
+            def is_bad(number: int) -> bool:
+                return bool(self._why_not(b"".join(lines[: number + 1]), file, name, types[name]))
+
+            return bisect_left(range(len(lines)), True, key=is_bad)
+
+        number, name = min(((first_bad(name), name) for name in types), key=itemgetter(0))
+        if number == len(lines):
+            return SourceDamaged(f"{self.name_row(part, 0)} or below: {exc}")
+        line, kind, hint = lines[number], types[name], ""
+        if name in self._guessed:
+            is_text = kind == pa.float64() or self._why_not(line, file, name, pa.float64())
+            hint = f"; lines before hold {kind}: {says_type(name, 'string' if is_text else 'float64')}"
+            hint += says_hash(name) if is_text and self._plan.can_hash else ""
+        elif kind == pa.int64() and not self._why_not(line, file, name, ANY_64_BITS):
+            hint = says_fold(name)
+        reason = quoted(self._why_not(line, file, name, kind))
+        return SourceDamaged(f"{self.name_row(part, number)}: column {name!r} is no {kind}: {reason}{hint}")
 
     def _why_not(self, line: bytes, file: int, name: str, kind: Any) -> str:
         """Why a value of a line is not of a type; empty: it is."""

@@ -141,8 +141,8 @@ class MicroBatches(nn.Module):
         waited for. If it raises, drop what the micro-batches before have left: ``zero_grad()`` of both optimizers.
         Raises as :meth:`forward`, and InvalidArgument for a head that is no ClassHead or gives the loss of each sample.
         """
-        head, num_samples = self.head, len(labels) if isinstance(labels, Tensor) and labels.ndim else 0
-        if not isinstance(head, ClassHead) or head.backend.settings.config.reduction == "none":
+        head, num_samples = cast(ClassHead, self.head), len(labels) if isinstance(labels, Tensor) and labels.ndim else 0
+        if not getattr(head, "adds_up", False):
             raise InvalidArgument(
                 "backward() adds up the losses of micro-batches, and the head is no gt.ClassHead with reduction='mean' "
                 "or 'sum'; call the module, and backward() of its loss"
