@@ -56,9 +56,9 @@ class ShardStatus:
     num_buckets: int = 0
     """Buckets, of 4096, that it owns."""
     memory_limit_bytes: int = 0
-    """That the tables of its process may take; 0: any number, or it did not answer."""
+    """That its tables may take, its part of what its process may; 0: any number, or it did not answer."""
     cpu_seconds: float = 0.0
-    """Of its process, of all cores, since it began."""
+    """Of all cores since its process began; several shards of one share alike."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,6 +137,7 @@ class _HeldShard:
             threads=self.config.threads or threads_per_shard(self.config.shards),
             lease=self.lease,
             models=self.models,
+            shards_of_process=self.config.shards,
         )
         self.shard.hear_incarnation(reply.highest_incarnation)
         self.service.serve(self.shard)

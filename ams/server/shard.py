@@ -90,6 +90,7 @@ class Shard:
         clock: Clock = time.monotonic,
         models: HostedModels = MappingProxyType({}),
         freeze_lease_seconds: float = FREEZE_LEASE_SECONDS,
+        shards_of_process: int = 1,
     ) -> None:
         """Begin without tables.
 
@@ -104,8 +105,10 @@ class Shard:
             clock: seconds, monotonic; what time-outs and leases of freezes are counted on.
             models: what it hosts, by name.
             freeze_lease_seconds: how long it holds a moment for a snapshot whose owner is silent.
+            shards_of_process: share its memory and CPU.
         """
         self.shard = shard
+        self._shards_of_process = shards_of_process
         self._name = f"shard {shard}"
         self.lease = lease
         self.incarnation = incarnation
@@ -451,8 +454,8 @@ class Shard:
             uptime_seconds=self._clock() - self._started,
             unix_seconds=time.time(),
             row_calls=sum(sum(by_seconds) for _, _, by_seconds, *_ in self.engine.call_counts()),
-            memory_limit_bytes=0 if (limit := memory_limit()) == UNLIMITED else limit,
-            cpu_seconds=time.process_time(),
+            memory_limit_bytes=0 if (limit := memory_limit()) == UNLIMITED else limit // self._shards_of_process,
+            cpu_seconds=time.process_time() / self._shards_of_process,
             tables=self._tables.states(),
         )
 

@@ -130,9 +130,9 @@ class ShardState:
     row_calls: int = 0
     """Frames with calls for rows that it has answered since it began."""
     memory_limit_bytes: int = 0
-    """That the tables of its process may take; 0: any number."""
+    """That its tables may take, its part of what its process may; 0: any number."""
     cpu_seconds: float = 0.0
-    """Of its process, of all cores, since it began."""
+    """Of all cores since its process began; several shards of one share alike."""
     tables: tuple[TableState, ...] = field(default_factory=tuple)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _LONGEST_QUOTED = 80
@@ -26,9 +27,9 @@ def sized(num_bytes: float) -> str:
 
 def lasting(seconds: float) -> str:
     """``45 s``, ``12 min``, ``3 h 5 min``, ``2 days 4 h``."""
-    minutes = round(seconds / 60)
-    if seconds < 100:
+    if seconds < 100 or not math.isfinite(seconds):
         return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
     if minutes < 100:
         return f"{minutes} min"
     hours, minutes = divmod(minutes, 60)

@@ -74,6 +74,7 @@ class ClusterWatch:
         done = {
             (shard.shard, shard.incarnation): Rates(shard.row_calls, shard.writes, shard.cpu_seconds)
             for shard in status.shards
+            if shard.state in ("up", "leaving")  # of others nothing is known, not even that they did nothing
         }
         self._before = now, done
         rates = {

@@ -8,13 +8,12 @@ server-sent events.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
-import os
 import secrets
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_BODY_BYTES = 1 << 16
 _MOST_PAGES = 64
+_ANSWER_SECONDS = 2.0
 _USED = """<title>Geartrain: another link is needed</title><main><section>
 <h1>This link was used, or is of a dashboard that ended</h1>
 <p>Each opens the page in one browser, once. For another one type, on the machine of the dashboard and as its user:</p>
@@ -94,8 +94,9 @@ class Dashboard:
 
     def stop(self, grace_seconds: float) -> None:
         """Serve no more."""
-        _link_file(self.address).unlink(missing_ok=True)
         self._server.stop(grace_seconds)
+        with contextlib.suppress(OSError):
+            _link_file(self.address).unlink()
 
     @property
     def end_reason(self) -> str | None:
@@ -107,7 +108,7 @@ class Dashboard:
         """Opens the page, once."""
         return f"http{'' if self._is_loopback else 's'}://{self.address}/?key={self._key}"
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def _lifespan(self, _: object) -> AsyncIterator[None]:
         looking = asyncio.create_task(self._told.go_on())
         yield
@@ -150,7 +151,9 @@ class Dashboard:
     def _make_key(self) -> None:
         self._key = secrets.token_urlsafe(32)
         try:
-            write_file(_link_file(self.address), self.url.encode())
+            path = _link_file(self.address)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, self.url.encode())
         except OSError as exc:
             logger.warning("'geartrain dashboard --link' will not know the next link: %s", exc)
 
@@ -183,14 +186,19 @@ def link_to(listen: str) -> str:
     Raises ConfigError if there is none.
     """
     path = _link_file(listen)
-    if not path.exists() or path.stat().st_uid != os.getuid():
-        raise ConfigError(f"no dashboard of yours listens at {listen}; 'geartrain dashboard --listen {listen}' is one")
-    return path.read_text(encoding="utf-8")
+    try:
+        link = path.read_text(encoding="utf-8")
+        socket.create_connection(split_address(listen), _ANSWER_SECONDS).close()  # one that was killed left its file
+    except OSError as exc:
+        raise ConfigError(
+            f"no dashboard of yours listens at {listen}; 'geartrain dashboard --listen {listen}' is one"
+        ) from exc
+    return link
 
 
 def _link_file(listen: str) -> Path:
-    folder = platformdirs.user_state_path("geartrain", ensure_exists=True)  # which hosts may share
-    return folder / f"dashboard-{socket.gethostname()}-{split_address(listen)[1]}"
+    """In a folder that hosts may share."""
+    return platformdirs.user_state_path("geartrain") / f"dashboard-{socket.gethostname()}-{listen}"
 
 
 def _html() -> str:

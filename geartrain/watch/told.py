@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import itertools
 import logging
 import math
@@ -213,15 +214,20 @@ class Told:
                 for job in look.jobs
             ],
         }
-        for name, value in {**total._asdict(), **{f"rows {table.name}": table.rows for table in status.tables}}.items():
-            self._add_point(name, now, None, value)
+        points: dict[str, tuple[int | None, float]] = {name: (None, value) for name, value in total._asdict().items()}
         for job in look.jobs:
             if job.report.state == "training":
                 for name, value in _curves_of(job.report).items():
                     if value is not None and math.isfinite(value):
-                        self._add_point(f"{name} {job.job}", now, job.report.step, value)
-        while len(self._curves) > _MOST_CURVES:
-            del self._curves[min(reversed(self._curves), key=lambda name: self._curves[name][-1][0])]
+                        points[f"{name} {job.job}"] = (job.report.step, value)
+        points |= {f"rows {table.name}": (None, table.rows) for table in status.tables}  # last: where there is room
+        drawn = dict(itertools.islice(points.items(), _MOST_CURVES))
+        for name, (step, value) in drawn.items():
+            self._add_point(name, now, step, value)
+        if (surplus := len(self._curves) - _MOST_CURVES) > 0:
+            ended = self._curves.keys() - drawn.keys()
+            for name in heapq.nsmallest(surplus, ended, key=lambda name: self._curves[name][-1][0]):
+                del self._curves[name]
         for event in folded(look.events):
             self._last += 1
             self._events[event.kind in _TROUBLE].append(as_json(event) | {"n": self._last})

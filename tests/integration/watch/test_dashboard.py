@@ -179,8 +179,20 @@ def test_the_link_is_good_once_and_without_it_nobody_is_told(lonely: Dashboard) 
     assert Browser(lonely).opened.status == 200  # by the next link
     (kept,) = Path(os.environ["XDG_STATE_HOME"]).rglob("dashboard-*")
     assert (kept.stat().st_mode & 0o777, kept.read_text()) == (0o600, lonely.url)
+    left = kept.read_bytes()
     lonely.stop(5)
     assert typed(*said[1].split()).returncode == 2
+    kept.write_bytes(left)  # as one that was killed leaves it
+    assert typed(*said[1].split()).returncode == 2
+
+
+def test_a_dashboard_without_a_folder_for_its_link_ends_in_good_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
+    page = Dashboard(NOWHERE, "127.0.0.1:0")
+    assert Browser(page).opened.status == 200
+    page.stop(5)
+    with pytest.raises(OSError, match="refused"):
+        Browser(page)
 
 
 def test_names_and_pages_of_others_are_refused(lonely: Dashboard) -> None:

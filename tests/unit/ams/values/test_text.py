@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from geartrain.ams.values.text import counted, lasting, printable, quoted, shown_url, sized
@@ -25,6 +27,7 @@ def test_sizes_and_times_have_units_that_fit() -> None:
     assert {size: sized(size) for size in sizes} == sizes
     times = {0.4: "0 s", 99.4: "99 s", 100.0: "2 min", 5_500: "92 min", 11_100: "3 h 5 min", 187_200: "2 days 4 h"}
     assert {seconds: lasting(seconds) for seconds in times} == times
+    assert [lasting(seconds) for seconds in (math.inf, math.nan)] == ["inf s", "nan s"]
 
 
 def test_what_a_terminal_would_obey_is_written_out() -> None:

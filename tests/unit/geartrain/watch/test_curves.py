@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 from geartrain.ams.client.cluster_status import ClusterStatus, TableStatus
 from geartrain.ams.values.config import ClusterConfig
+from geartrain.ams.values.scheduler_messages import JobEntry, JobReport
 from geartrain.watch.looks import ClusterLook
 from geartrain.watch.told import _MOST_POINTS, Point, Told, thinned
 
@@ -27,14 +29,17 @@ def test_a_day_of_points_is_thinned_by_their_age() -> None:
     assert max(gap / age for gap, age in gaps if age > 300) < 1 / 40
 
 
-def test_a_flood_of_tables_does_not_take_the_curves_of_the_cluster() -> None:
+def test_a_flood_of_tables_does_not_take_the_curves_of_cluster_and_jobs() -> None:
     tables = [TableStatus(name=f"t{i}", dim=4, num_rows=None, rows=1, memory_bytes=0, writes=0) for i in range(600)]
     status = ClusterStatus(cluster_version=1, map_version=1, num_shards=1, ready=True, shards=(), tables=tuple(tables))
+    job = JobEntry(job="j", report=JobReport(loss=1.0), heard_seconds_ago=0, step_seconds_ago=0, snapshot_failures={})
     page = Told(ClusterConfig())
+    page._take(ClusterLook(replace(status, tables=(replace(tables[0], name="gone"),)), {}, (), []))
     for _ in range(3):
-        page._take(ClusterLook(status, {}, (), []))
+        page._take(ClusterLook(status, {}, (job,), []))
     curves = page.message(0, 0.0)[0]["curves"]
-    assert (len(curves), len(curves["calls"]), len(curves["rows t1"])) == (500, 3, 3)
+    assert (len(curves), *(len(curves[name]) for name in ("calls", "loss j", "rows t1"))) == (500, 4, 3, 3)
+    assert "rows gone" not in curves
 
 
 def test_a_table_that_is_restored_stays_with_what_was_known() -> None:
