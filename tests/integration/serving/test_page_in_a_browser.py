@@ -74,6 +74,7 @@ def opened(browser: Any, service: StandInService) -> Iterator[Opened]:
 
 
 def draw(page: Any, strokes: list[list[tuple[float, float]]] = STROKES) -> None:
+    page.locator("canvas").hover()  # which waits until it keeps its place: a form may just have been made
     box = page.locator("canvas").bounding_box()
     for stroke in strokes:
         places = [(box["x"] + x * box["width"], box["y"] + y * box["height"]) for x, y in stroke]
