@@ -25,6 +25,7 @@ from geartrain.workers.classify import class_pictures
 from geartrain.workers.classify.run_images import images_of
 from geartrain.workers.ctr.export import export_clicks
 from geartrain.workers.ctr.predict import job_of_rows
+from geartrain.workers.ctr.samples import examples
 from geartrain.workers.job.folder import has_run, read_run, say_unended
 from geartrain.workers.job.state import best_snapshot
 from geartrain.workers.models.export import Arrays, RunImages, export_model, next_version
@@ -88,6 +89,7 @@ def _export_rows(
     job, step = read_run(run).job, best_snapshot(read_run(run).snapshots).manifest.step
     with _version_folder(to, job, step, settings.keep) as (folder, version):
         config = write(run, folder, version=version, examples=settings.examples)
+        shown = examples.read_examples(folder)
     say_unended(run, config["training"]["step"], _say)
     error = config["parity"]["max_error"]
     if "num_items" in config:
@@ -96,10 +98,16 @@ def _export_rows(
         counts = {"rows": sum(table["rows"] for table in config["tables"])}
         fields = counted(len(config["fields"]), "field")
         what = f"the network {config['model']} of {fields} and {counts['rows']:,} rows"
-    return {"folder": str(folder), "version": version, **counts, "max_error": error}, [
+    lines = [
         f"{folder} holds version {version}, of step {config['training']['step']}: {what}; onnxruntime's log-odds are "
         f"{error:.1e} from PyTorch's"
     ]
+    if kept := [*examples.fields_shown(shown), *(["titles of items"] if shown.get("titles") else [])]:
+        lines.append(
+            f"{examples.FILE} has values of {', '.join(kept)}, for the page to try the model; leave them out by "
+            "--no-examples"
+        )
+    return {"folder": str(folder), "version": version, **counts, "max_error": error}, lines
 
 
 def _export_pictures(run: Path, to: Path, settings: ModelExport, console: Console) -> tuple[dict[str, Any], list[str]]:

@@ -18,6 +18,8 @@ from geartrain.workers.ctr.samples.kinds import PADDING as PADDING
 from geartrain.workers.ctr.samples.kinds import FieldKind, kinds_from_json, kinds_to_json
 
 SPLITS = ("random", "time")
+USER = "user"
+"""The field of samples of one's own whose ids are users."""
 _MOST_VALIDATION = 20_000
 
 

@@ -2,7 +2,8 @@
 
 Ids of users, histories, hashes and columns named ``private`` are never kept. A value of any other column is kept only
 where :data:`PEOPLE` users have it, and a sample keeps several columns of users and of the moment only where so many
-users share their combination. Samples without a field of users are counted themselves: :data:`EVENTS` of them.
+users share their combination. Of samples without a field of users, which has one id each, nothing but fields of the
+item is kept, and the samples are counted themselves: :data:`EVENTS` of them.
 Legend: N samples, L ids of the longest bag.
 """
 
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import quoted
-from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples
+from geartrain.workers.ctr.samples.click_samples import PADDING, USER, ClickSamples
 from geartrain.workers.ctr.samples.kinds import BOOLEAN, TEXT
 
 FILE = "examples.json"
@@ -40,12 +41,14 @@ def examples_file(samples: ClickSamples, private: Collection[str]) -> bytes:
     some = samples.subset(np.random.default_rng(0).permutation(len(samples))[:_LOOKED_AT])
     schema, fields = some.schema, some.fields
     users, least = np.arange(len(some)), EVENTS
-    if schema.user is not None:
-        users, least = np.unique(fields[schema.user], return_inverse=True)[1], PEOPLE
+    user = schema.user or USER  # without items it is a field of users, too
+    has_users = user in fields and fields[user].ndim == 1
+    if has_users:
+        users, least = np.unique(fields[user], return_inverse=True)[1], PEOPLE
     common = {
         name: _common_ids(some, name, users, least)
-        for name in fields
-        if name not in (schema.user, *private) and not schema.kinds[name].fold
+        for name in (fields if has_users else schema.item)
+        if name not in (user, *private) and not schema.kinds[name].fold
     }
     item = tuple(name for name in schema.item if name in common)
     if item[:1] != schema.item[:1] or (item and fields[item[0]].ndim > 1):
@@ -79,6 +82,12 @@ def read_examples(folder: Path) -> dict[str, Any]:
     """What :func:`examples_file` made, of an export; nothing in one without."""
     path = folder / FILE
     return json.loads(path.read_bytes()) if path.exists() else {}
+
+
+def fields_shown(examples: Mapping[str, Any]) -> list[str]:
+    """The fields that there are values of in what :func:`read_examples` returned."""
+    each = [*examples.get("samples", ()), *examples.get("items", ()), examples.get("choices", {})]
+    return sorted({name for values in each for name in values})
 
 
 def _common_ids(samples: ClickSamples, name: str, users: Ids, least: int) -> Ids:

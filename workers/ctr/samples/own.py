@@ -14,7 +14,7 @@ from torch import Tensor
 from geartrain.ams.values.errors import ColumnMismatch, ConfigError, SourceDamaged
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.strings import hash_strings
-from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, SampleSchema
+from geartrain.workers.ctr.samples.click_samples import PADDING, USER, ClickSamples, SampleSchema
 from geartrain.workers.ctr.samples.kinds import ID_OF_MISSING, INTEGER, FieldKind
 from geartrain.workers.ctr.samples.settings import ITEMS, FeatureSettings
 from geartrain.workers.samples.batches import Values
@@ -34,7 +34,7 @@ from geartrain.workers.samples.opening import open_rows
 from geartrain.workers.samples.rows import ChangedRows, Rows, SampleRows, column_of_bags, ids_of_booleans
 from geartrain.workers.samples.source import SampleSource
 
-CLICK, TIME, USER, ITEM = "click", "time", "user", "item"
+CLICK, TIME, ITEM = "click", "time", "item"
 TITLES = ("item_title", "item_name")
 """Columns of texts that people know an item by."""
 _READ_FOR_WORDS, _MOST_WORDS = 200_000, 20_000

@@ -376,6 +376,12 @@ def test_an_export_by_command_says_what_it_holds(wide: Path, tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     assert "holds version 40, of step 40: the network wide_deep of 8 fields and" in done.stdout.replace("\n", " ")
     assert load_newest(tmp_path / "models")[1].version == 40
+    kept = json.loads((tmp_path / "models" / "000040" / "examples.json").read_bytes())
+    assert kept["choices"].keys() == {"genres", "year", "zip"}
+    said = "examples.json has values of genres, item, year, zip, titles of items, for the page to try the model"
+    assert f"{said}; leave them out by --no-examples" in done.stdout.replace("\n", " ")
+    done = typed("export", str(wide / "run"), "--to", str(tmp_path / "without"), "--no-examples")
+    assert done.returncode == 0 and "examples" not in done.stdout
     done = typed("export", str(wide / "run"), "--to", str(tmp_path / "n"), "--pairs", "lfw.bin")
     assert done.returncode and "--pairs lfw.bin is for models of pictures" in done.stderr.replace("\n", " ")
 

@@ -93,10 +93,34 @@ def test_hashes_and_texts_nobody_knows_are_not_kept() -> None:
     assert kept["choices"] == {"shift": list(range(30))} and "is_new" not in json.dumps(kept)
 
 
-def test_samples_without_users_are_counted_themselves() -> None:
+def test_of_samples_without_users_only_fields_of_the_item_are_kept() -> None:
     samples = samples_of()
-    kept = found(replace(samples, schema=replace(samples.schema, user=None)))
-    assert "town" in kept["choices"] and "age" not in kept["choices"] and "user" not in kept["choices"]
+    names = {"user": "customer_id", "town": "email"}
+    kinds = {names.get(name, name): kind for name, kind in samples.schema.kinds.items()}
+    fields = {names.get(name, name): ids for name, ids in samples.fields.items()}
+    kept = found(replace(samples, fields=fields, schema=replace(samples.schema, user=None, kinds=kinds)))
+    assert kept["choices"] == {"item_kind": list(TOWNS)}
+    assert kept["samples"] and all(sample.keys() == {"item", "item_kind"} for sample in kept["samples"])
+
+
+def test_a_field_user_is_one_of_users_without_items_too(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    lines = [f"{1000 + who},person{who}@example.com,{TOWNS[who % 2]},1" for who in range(50) for _ in range(200)]
+    (tmp_path / "own.csv").write_text("\n".join(["user,mail,city,click", *lines]), encoding="utf-8")
+    samples = own_samples(str(tmp_path / "own.csv"))
+    assert samples.schema.user is None
+    kept = found(samples)
+    assert kept["choices"] == {"city": list(TOWNS)}
+    assert all(sample.keys() == {"city"} for sample in kept["samples"])
+
+
+def test_lists_of_users_are_left_out_and_nobody_is_counted_by_them() -> None:
+    samples = samples_of()
+    kinds = {**samples.schema.kinds, "user": FieldKind(item=INTEGER, is_list=True)}
+    fields = {**samples.fields, "user": samples.fields["user"][:, None] % 3}
+    kept = found(replace(samples, fields=fields, schema=replace(samples.schema, user=None, kinds=kinds)))
+    assert kept["choices"] == {"item_kind": list(TOWNS)}
+    assert all(sample.keys() == {"item", "item_kind"} for sample in kept["samples"])
 
 
 def test_texts_and_titles_of_a_parquet_file_are_known(tmp_path: Path) -> None:
