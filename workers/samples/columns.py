@@ -73,6 +73,7 @@ IN_THE_FILE = Remedies(
     "leave it out of the file",
     "begin a run that makes ids of them: --set 'fold=[{name}]'",
 )
+AS_TRAINED = IN_THE_FILE._replace(kind="the model was trained on such values, write one there")
 IN_THE_RECIPE = IN_THE_FILE._replace(
     kind="say what it is: --set 'features.{name}.kind={value}'",
     without="leave it out: --set features.{name}.kind=none",

@@ -74,7 +74,8 @@ class CsvRows:
         for place, file in enumerate(self._files):
             self._scan(place, file, names)
         self.columns = self._names[0]
-        self._guessed: set[str] = set()
+        self._guessed: dict[str, Any] = {}
+        """The types of columns that were found by their values."""
 
     @property
     def identity(self) -> Any:
@@ -124,11 +125,11 @@ class CsvRows:
     def _schema(self, said: Mapping[str, Any], wanted: Collection[str]) -> Any:
         names, types = self._all_names(), dict(said)
         guessed = {name for name in names if name in wanted and names.count(name) == 1 and name not in types}
-        self._guessed |= guessed
         for part in range(len(self._blocks)):
             if unknown := [name for name in names if name in guessed and name not in types]:
                 found = self._parse(part, unknown, {}).schema
                 types |= {field.name: _guess(field.type) for field in found if not pa.types.is_null(field.type)}
+        self._guessed |= {name: types[name] for name in guessed if name in types}
         return pa.schema([(name, types.get(name, pa.null())) for name in names])
 
     def plan(
@@ -221,7 +222,7 @@ class CsvRows:
         if number == len(lines):
             return SourceDamaged(f"{self.name_row(part, 0)} or below: {exc}")
         line, kind, hint = lines[number], types[name], ""
-        if name in self._guessed:
+        if self._guessed.get(name) == kind:
             is_text = kind == pa.float64() or self._why_not(line, file, name, pa.float64())
             hint = f"; lines before hold {kind}: {says_type(name, 'string' if is_text else 'float64')}"
             hint += says_hash(name) if is_text and self._plan.can_hash else ""

@@ -19,6 +19,7 @@ from geartrain.workers.ctr.samples.kinds import ID_OF_MISSING, INTEGER, FieldKin
 from geartrain.workers.ctr.samples.settings import ITEMS, FeatureSettings
 from geartrain.workers.samples.batches import Values
 from geartrain.workers.samples.columns import (
+    AS_TRAINED,
     IN_THE_FILE,
     IN_THE_RECIPE,
     MISSING,
@@ -30,6 +31,7 @@ from geartrain.workers.samples.columns import (
     type_named,
     type_of,
 )
+from geartrain.workers.samples.csv_lines import CsvRows
 from geartrain.workers.samples.opening import open_rows
 from geartrain.workers.samples.rows import ChangedRows, Rows, SampleRows, column_of_bags, ids_of_booleans
 from geartrain.workers.samples.source import SampleSource
@@ -66,14 +68,15 @@ class OwnSamples:
             place: A file, a folder, a pattern or a URL.
             clicks: Whether ``click`` is read; else nothing was clicked.
             times: Whether ``time`` is read if there is one.
-            kinds: Those that a model was trained on: values of another kind are converted where that is exact, further
-                columns are left alone, and they say what is folded.
+            kinds: Those that a model was trained on: CSV is read as they say, values of another kind in Parquet are
+                converted where that is exact, further columns are left alone, and they say what is folded.
             fold: Fields of any 64-bit integers, which ``gt.fold_ids`` makes ids of.
             features: What a recipe says of them.
 
         Raises SourceError that names file, column and row, ConfigError without any field.
         """
-        self.place, self._remedies = place, IN_THE_FILE if features is None else IN_THE_RECIPE
+        in_files = IN_THE_FILE if kinds is None else AS_TRAINED
+        self.place, self._remedies = place, in_files if features is None else IN_THE_RECIPE
         settings = features or {}
         with remedies(self._remedies):
             self._source = source = open_rows(place)
@@ -115,7 +118,9 @@ class OwnSamples:
             raise ConfigError(f"{place} has no column beside {CLICK} and {TIME}; give it fields: user, item, …")
 
     def _type_of(self, name: str, kind: FieldKind | None, said: FeatureSettings | None) -> ColumnType:
-        """The type to read a column as: what is said; the field's if it has no value; integers if it has moments."""
+        """The type to read a column as: what is said; the field's, of CSV, and of what has no type that samples have;
+        integers if the time is moments.
+        """
         schema = self._source.schema
         require_column(name, schema.names, self.place)
         if said is not None and said.kind is not None:
@@ -123,10 +128,8 @@ class OwnSamples:
         arrow = schema.field(name).type
         if type_of(arrow) is None and name == TIME:
             return ColumnType("int64")
-        if type_of(arrow) is None and kind is not None:
-            wanted = ColumnType(_NAME_OF[kind.item], is_list=kind.is_list)
-            if wanted.holds(arrow):
-                return wanted
+        if kind is not None and (type_of(arrow) is None or isinstance(self._source, CsvRows)):
+            return ColumnType(_NAME_OF[kind.item], is_list=kind.is_list)
         return planned_columns([name], schema, self.place, True, {}).types[name]
 
     def _kind_of(self, name: str, found: ColumnType, fold: Sequence[str], said: FeatureSettings | None) -> FieldKind:

@@ -10,16 +10,20 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+import geartrain as gt
 from geartrain.workers import jobs
 from geartrain.workers.ctr.metrics import auc, log_loss
+from geartrain.workers.ctr.predict import predict_clicks
 from geartrain.workers.ctr.recipe import CtrRecipe
 from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, part_validation, split
 from geartrain.workers.ctr.samples.movielens import read_movielens
+from geartrain.workers.ctr.samples.settings import FeatureSettings
 from geartrain.workers.job.options import JobOptions
 from tests.support.command_line import typed
 from tests.support.movielens_files import WORD_OF, write_movielens
 
 pa = pytest.importorskip("pyarrow", reason="samples from files need the extra data")
+csv = pytest.importorskip("pyarrow.csv", reason="samples from files need the extra data")
 pq = pytest.importorskip("pyarrow.parquet", reason="samples from files need the extra data")
 
 
@@ -70,3 +74,31 @@ def test_a_run_scores_samples_as_it_scored_those_held_out(tmp_path: Path, model:
     done = typed("predict", str(tmp_path / "run"), str(tmp_path / "less.parquet"))
     assert done.returncode == 2
     assert "has no column 'gender', which the model was trained on; it has 'user', 'item'" in done.stderr
+
+
+def test_a_run_of_lists_in_csv_scores_them_in_every_kind_of_file(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    bags = [random.choice(list("abcdef"), 2, replace=False).tolist() for _ in range(600)]
+    columns = {"user": np.sort(random.integers(20, size=600)), "item": random.integers(30, size=600)}
+    clicks = np.array(["a" in bag for bag in bags])
+    table = pa.table({**columns, "tags": bags, "click": clicks.astype(int)})
+    places = [str(tmp_path / name) for name in ("clicks.csv", "clicks.parquet", "trees")]
+    csv.write_csv(table.set_column(2, "tags", pa.array(["|".join(bag) for bag in bags])), places[0])
+    pq.write_table(table, places[1])
+    gt.compress_samples(places[1], places[2], ["user", "item"])
+    recipe = CtrRecipe(
+        model="deepfm",
+        dim=4,
+        hidden=(8,),
+        batch_size=50,
+        steps=60,
+        row_lr=0.1,
+        history=0,
+        features={"tags": FeatureSettings(kind="list<string>")},
+    )
+    jobs.train(
+        JobOptions(job="ctr", out=tmp_path / "run", recipe=recipe, data=places[0], loggers=()), Console(quiet=True)
+    )
+    scores = [predict_clicks(tmp_path / "run", place, cache=tmp_path, say=lambda _: None) for place in places]
+    assert auc(scores[0], clicks.astype(np.float64)) > 0.9
+    np.testing.assert_allclose(scores[1:], [scores[0]] * 2, rtol=1e-5)

@@ -16,7 +16,12 @@ pa = pytest.importorskip("pyarrow", reason="samples from files need the extra da
 pq = pytest.importorskip("pyarrow.parquet", reason="samples from files need the extra data")
 csv = pytest.importorskip("pyarrow.csv", reason="samples from files need the extra data")
 COUNT = 40
-LISTS = {"tags": FeatureSettings(kind="list<int64>")}
+SAID = {
+    "tags": FeatureSettings(kind="list<int64>"),
+    "words": FeatureSettings(kind="list<string>"),
+    "zip": FeatureSettings(kind="string"),
+    "hash": FeatureSettings(hash="fold"),
+}
 
 
 def columns() -> dict[str, Any]:
@@ -29,14 +34,19 @@ def columns() -> dict[str, Any]:
         "item": random.integers(9, size=COUNT),
         "flag": [None if number == 7 else number % 2 == 0 for number in range(COUNT)],
         "tags": [[number, number + 1][: number % 3] for number in range(COUNT)],
+        "words": [["a", "b"][: 1 + number % 2] for number in range(COUNT)],
+        "zip": [f"0{number % 4}501" for number in range(COUNT)],
+        "hash": [number - 3 for number in range(COUNT)],
     }
 
 
 def written(folder: Path, kind: str) -> str:
     table = pa.table(columns())
     if kind == "csv":
-        tags = pa.array(["|".join(map(str, bag)) for bag in columns()["tags"]])
-        csv.write_csv(table.set_column(table.column_names.index("tags"), "tags", tags), folder / "clicks.csv")
+        for name in ("tags", "words"):
+            texts = pa.array(["|".join(map(str, bag)) for bag in columns()[name]])
+            table = table.set_column(table.column_names.index(name), name, texts)
+        csv.write_csv(table, folder / "clicks.csv")
         return str(folder / "clicks.csv")
     pq.write_table(table, folder / "clicks.parquet", row_group_size=16)
     if kind == "parquet":
@@ -48,14 +58,44 @@ def written(folder: Path, kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["csv", "trees"])
 def test_every_kind_of_file_gives_the_samples_of_parquet(tmp_path: Path, kind: str) -> None:
-    expected = OwnSamples(written(tmp_path, "parquet"), features=LISTS).in_memory()
-    found = OwnSamples(written(tmp_path, kind), features=LISTS).in_memory()
+    expected = OwnSamples(written(tmp_path, "parquet"), features=SAID).in_memory()
+    found = OwnSamples(written(tmp_path, kind), features=SAID).in_memory()
     assert found.clicks.tolist() == expected.clicks.tolist()
     assert set(found.fields) == set(expected.fields)
     for name, ids in expected.fields.items():
         if name == "flag" and kind == "trees":
             ids = np.where(ids == -1, 0, ids)
         assert found.fields[name].tolist() == ids.tolist(), name
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv", "trees"])
+def test_a_file_is_read_for_a_model_as_it_was_for_its_training(tmp_path: Path, kind: str) -> None:
+    place = written(tmp_path, kind)
+    trained = OwnSamples(place, features=SAID)
+    again = OwnSamples(place, clicks=False, kinds=trained.kinds).in_memory()
+    for name, ids in trained.in_memory().fields.items():
+        assert again.fields[name].tolist() == ids.tolist(), name
+
+
+def test_moments_and_decimals_are_read_for_a_model_as_they_were_for_its_training(tmp_path: Path) -> None:
+    columns = {"when": pa.array([1, 2], pa.timestamp("us")), "price": pa.array([3, 4], pa.decimal128(20, 0))}
+    pq.write_table(pa.table({"click": [0, 1], **columns}), tmp_path / "a.parquet")
+    trained = OwnSamples(str(tmp_path / "a.parquet"), features=dict.fromkeys(columns, FeatureSettings(kind="int64")))
+    again = OwnSamples(str(tmp_path / "a.parquet"), clicks=False, kinds=trained.kinds).in_memory()
+    assert {name: ids.tolist() for name, ids in again.fields.items()} == {"when": [0, 0], "price": [3, 4]}
+
+
+def test_a_value_of_csv_that_a_model_was_not_trained_on_is_named_by_its_line(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("click,user\n1,7\n", encoding="utf-8")
+    kinds = OwnSamples(str(tmp_path / "a.csv")).kinds
+    for count, end in (
+        (1, "'x'\"$"),
+        (600_000, "lines before hold int64: the model was trained on such values, write one"),
+    ):
+        lines = ["user", *["7654321"] * count, "x"]
+        (tmp_path / "b.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        with pytest.raises(gt.errors.SourceDamaged, match=f"line {count + 2}: column 'user' is no int64: .*{end}"):
+            OwnSamples(str(tmp_path / "b.csv"), clicks=False, kinds=kinds).in_memory()
 
 
 def test_a_value_that_is_no_id_is_named_by_its_sample_in_trees_too(tmp_path: Path) -> None:
