@@ -151,15 +151,32 @@ class _LargeGroup:
     def slice(self, first: int, count: int) -> SampleRows:
         """See Rows. Raises SourceDamaged."""
         end = min(self.num_rows, first + count)
+        try:
+            table = self._table(first, end)
+        except BaseException:  # what was begun is of no use: the next slice is read from the front
+            self._at, self._rest, self._tables = self.num_rows, None, iter(())
+            raise
+        return SampleRows(self._plan.apply(table, partial(_row_name, self._level, self._group, first)), end - first)
+
+    def _table(self, first: int, end: int) -> Any:
         if first < self._at or self._rest is None:
             self._tables = self._read()
-            self._at, self._rest = 0, next(self._tables)
+            self._at, self._rest = 0, self._next_table()
         while self._at + self._rest.num_rows < end:
             passed = min(max(0, first - self._at), self._rest.num_rows)
-            self._at, self._rest = self._at + passed, pa.concat_tables([self._rest.slice(passed), next(self._tables)])
+            self._at, self._rest = self._at + passed, pa.concat_tables([self._rest.slice(passed), self._next_table()])
         table = self._rest.slice(first - self._at, end - first)
         self._at, self._rest = end, self._rest.slice(end - self._at)
-        return SampleRows(self._plan.apply(table, partial(_row_name, self._level, self._group, first)), end - first)
+        return table
+
+    def _next_table(self) -> Any:
+        table = next(self._tables, None)
+        if table is None:
+            raise SourceDamaged(
+                f"{self._level.file.name}: row group {self._group} ends before its {self.num_rows} rows; write the "
+                "file again"
+            )
+        return table
 
     def _read(self) -> Iterator[Any]:
         file, footer = self._level

@@ -14,6 +14,7 @@ import geartrain as gt
 
 pa = pytest.importorskip("pyarrow", reason="needs pip install 'geartrain[data]'")
 pq = pytest.importorskip("pyarrow.parquet", reason="needs pip install 'geartrain[data]'")
+parquet = pytest.importorskip("geartrain.workers.samples.parquet", reason="needs pip install 'geartrain[data]'")
 
 
 def write_parts(folder: Path, sizes: Iterable[int], row_group_size: int = 40) -> int:
@@ -313,3 +314,43 @@ def test_texts_of_few_and_of_many_words_are_hashed_alike(tmp_path: Path, row_gro
     found = [batch["text"] for batch in gt.ParquetSamples(tmp_path, batch_size=9_000, hash_strings={"text": 5})]
     expected = gt.hash_strings(["" if text is None else text for text in texts], seed=5)
     assert (np.concatenate(found) == expected).all()
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_nothing_of_a_large_row_group_is_lost_by_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    count = 300_000
+    pq.write_table(pa.table({"id": np.arange(count)}), tmp_path / "a.parquet", row_group_size=count)
+    read, calls = pa.Table.from_batches, iter(range(100))
+
+    def failing(batches: Any) -> Any:
+        if next(calls) == 2:
+            raise error("connection reset")
+        return read(batches)
+
+    class Tables:
+        from_batches = staticmethod(failing)
+
+    monkeypatch.setattr(parquet.pa, "Table", Tables)
+    reading = iter(gt.ParquetSamples(tmp_path, batch_size=50_000, seed=0, window_rows=100_000))
+    found: list[int] = []
+    errors = 0
+    while True:
+        try:
+            found += next(reading)["id"].tolist()
+        except StopIteration:
+            break
+        except (gt.errors.SourceDamaged, KeyboardInterrupt):
+            errors += 1
+    assert errors == 1 and sorted(found) == list(range(count))
+
+
+def test_a_large_row_group_that_ends_early_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 140_000
+    pq.write_table(pa.table({"id": np.arange(count)}), tmp_path / "a.parquet", row_group_size=count)
+    monkeypatch.setattr(parquet._LargeGroup, "_read", lambda _: iter(()))
+    reading = iter(gt.ParquetSamples(tmp_path, batch_size=50_000))
+    for _ in range(2):
+        with pytest.raises(gt.errors.SourceDamaged, match=r"a.parquet: row group 0 ends before its 140000 rows"):
+            next(reading)
