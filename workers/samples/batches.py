@@ -27,6 +27,8 @@ class SampleBatch(dict[str, Values]):
     """B."""
     cursors: Mapping[int, tuple[int, int]]
     """Where the data streams that it was read from go on after it: (epoch, position) by stream."""
+    part: tuple[int, int] | None = None
+    """(number, of): which part of a source of files it is of, if it was read in parts."""
 
     level_of: Mapping[str, str]
     """The level of each column that has values by node."""

@@ -48,6 +48,8 @@ class FileSamples(IterableDataset["SampleBatch"]):
         self._epoch, self._consumed = 0, 0
         self._part: tuple[int, int] | None = None
         """What :meth:`part` said."""
+        self._consumed_of: tuple[int, int] | None = None
+        """The part that :attr:`_consumed` is of."""
         self._iterations = 0
         """So many have begun: the last one says where the next one begins."""
         self._fingerprint = fingerprint(source.identity, list(source.part_rows), self._seed, self._window_rows)
@@ -60,22 +62,26 @@ class FileSamples(IterableDataset["SampleBatch"]):
     def part(self, number: int, of: int) -> None:
         """Read from now on the part ``number`` of ``of`` equal ones, to a batch; by default that of this rank.
 
-        ``part(0, 1)`` reads all on every rank, such as a validation. Raises InvalidArgument.
+        ``part(0, 1)`` reads all on every rank, such as a validation. Another part than before is read from the begin
+        of the epoch. Raises InvalidArgument.
         """
-        self._part = integer("number", number, 0, integer("of", of, 1) - 1), of
+        before, self._part = self._part_of_rank(), (integer("number", number, 0, integer("of", of, 1) - 1), of)
+        if self._part != before:
+            self._consumed = 0
+            self._iterations += 1  # one that has begun is of the part before
 
     def set_epoch(self, epoch: int) -> None:
         """Read epoch ``epoch``, from 0, next. A DataLoader whose workers end with an epoch needs to be told."""
         self._epoch, self._consumed = integer("epoch", epoch, 0), 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_part": self._part_of_rank()}  # a process that is spawned knows of no ranks
+        # a worker that is spawned knows of no ranks; where there are none yet, a spawned process may become one
+        return {**self.__dict__, "_part": self._part_of_rank() if _has_ranks() else self._part}
 
     def _part_of_rank(self) -> tuple[int, int]:
         if self._part is not None:
             return self._part
-        is_one_of_several = dist.is_available() and dist.is_initialized()
-        return (dist.get_rank(), dist.get_world_size()) if is_one_of_several else (0, 1)
+        return (dist.get_rank(), dist.get_world_size()) if _has_ranks() else (0, 1)
 
     def _part_of_process(self) -> tuple[int, int]:
         (number, of), info = self._part_of_rank(), get_worker_info()
@@ -88,18 +94,26 @@ class FileSamples(IterableDataset["SampleBatch"]):
         return whole + (rest > 0 and not self._drop_last)
 
     def __iter__(self) -> Iterator[SampleBatch]:
-        """Read an epoch, or the rest of it; the next iteration reads the next one. Raises SourceError.
+        """Read an epoch, or the rest of it; the next iteration reads the next one. Raises SourceError, and
+        InvalidArgument for the rest of what was begun as another part.
 
         What ``gt.prefetch`` has read ahead where its loop ends early is read by the next iteration.
         """
+        part = self._part_of_process()
+        if self._consumed and self._consumed_of not in (None, part):
+            raise InvalidArgument(
+                f"{self._consumed} samples of epoch {self._epoch} were read as part {_spelled(self._consumed_of)}, and "
+                f"this process reads part {_spelled(part)}: their rests differ. Begin an epoch by "
+                f"set_epoch({self._epoch}), or read all of it by torchdata's StatefulDataLoader, whose workers go on "
+                "where they were"
+            )
         self._iterations += 1
-        number, of = self._part_of_process()
-        reader = self._reader(self._order(of, self._batch_size))
-        return _Epoch(self, self._iterations, reader, number, (self._epoch, self._consumed))
+        reader = self._reader(self._order(part[1], self._batch_size))
+        return _Epoch(self, self._iterations, reader, part, (self._epoch, self._consumed))
 
-    def _note(self, iteration: int, place: tuple[int, int]) -> None:
+    def _note(self, iteration: int, part: tuple[int, int], place: tuple[int, int]) -> None:
         if iteration == self._iterations:
-            self._epoch, self._consumed = place
+            (self._epoch, self._consumed), self._consumed_of = place, part
 
     def state_dict(self, batch: SampleBatch | None = None) -> dict[str, Any]:
         """Where reading goes on, as plain values: after ``batch``, or after the last one that was handed out.
@@ -108,7 +122,7 @@ class FileSamples(IterableDataset["SampleBatch"]):
         worker of a DataLoader: torchdata's StatefulDataLoader asks each worker for its own.
         """
         part = self._part_of_process()
-        if batch is not None and part[0] not in batch.cursors:
+        if batch is not None and batch.part != part:
             raise InvalidArgument(
                 "the batch was read by another process, such as a DataLoader's worker; take torchdata's "
                 "StatefulDataLoader, whose state has that of each worker, or num_workers=0"
@@ -134,6 +148,7 @@ class FileSamples(IterableDataset["SampleBatch"]):
                 "epoch by set_epoch"
             )
         self._epoch, self._consumed = int(state["epoch"]), int(state["consumed"])
+        self._consumed_of = self._part_of_process()
 
     def shared(
         self,
@@ -199,11 +214,16 @@ class _Epoch(Iterator["SampleBatch"]):
     """The batches of what is left of an epoch."""
 
     def __init__(
-        self, samples: FileSamples, number: int, reader: StreamBatches, stream: int, place: tuple[int, int]
+        self,
+        samples: FileSamples,
+        number: int,
+        reader: StreamBatches,
+        part: tuple[int, int],
+        place: tuple[int, int],
     ) -> None:
-        """``number`` of the iteration, which reads a ``stream`` from ``place`` on."""
+        """``number`` of the iteration, which reads a ``part`` from ``place`` on."""
         self._samples, self._number, self._reader, self._epoch = samples, number, reader, place[0]
-        self._stream = stream
+        self._part, stream = part, part[0]
         self._places = [place]
         """Before the first batch, and after each."""
         self._is_ended = False
@@ -214,16 +234,17 @@ class _Epoch(Iterator["SampleBatch"]):
             raise StopIteration
         batch = self._reader.next_batch(self._epoch)
         if batch is None:
-            self._samples._note(self._number, (self._epoch + 1, 0))
+            self._samples._note(self._number, self._part, (self._epoch + 1, 0))
             self.close()
             raise StopIteration
-        self._places.append(batch.cursors[self._stream])
-        self._samples._note(self._number, batch.cursors[self._stream])
+        batch.part = self._part
+        self._places.append(batch.cursors[self._part[0]])
+        self._samples._note(self._number, self._part, self._places[-1])
         return batch
 
     def give_back(self, count: int) -> None:
         """Nobody has seen the last ``count`` batches: the next iteration begins with them."""
-        self._samples._note(self._number, self._places[-1 - count])
+        self._samples._note(self._number, self._part, self._places[-1 - count])
 
     def close(self) -> None:
         """Let go of what is open. Idempotent."""
@@ -420,6 +441,14 @@ class TreeSamples(FileSamples):
             drop_last=drop_last,
             finish=unchanged,
         )
+
+
+def _has_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _spelled(part: tuple[int, int] | None) -> str:
+    return "" if part is None else f"{part[0]} of {part[1]}"
 
 
 def require_arrow() -> None:

@@ -99,7 +99,52 @@ def test_a_part_goes_on_where_it_stood_and_another_one_is_refused(tmp_path: Path
     again.part(1, 3)
     again.load_state_dict(state)
     assert numbers(again) == numbers(batches[3:])
-    batch = next(iter(DataLoader(samples(tmp_path), batch_size=None, num_workers=2)))
-    batch.cursors = {1: batch.cursors[0]}
-    with pytest.raises(gt.errors.InvalidArgument, match="StatefulDataLoader"):
-        samples(tmp_path).state_dict(batch)
+    whole = samples(tmp_path)
+    for batch in DataLoader(whole, batch_size=None, num_workers=2):
+        with pytest.raises(gt.errors.InvalidArgument, match="StatefulDataLoader"):
+            whole.state_dict(batch)
+
+
+def test_the_rest_of_one_part_is_not_taken_for_that_of_another(tmp_path: Path) -> None:
+    data = samples(tmp_path)
+    reading = iter(data)
+    read = [next(reading) for _ in range(3)]
+    loader = DataLoader(data, batch_size=None, num_workers=2)
+    with pytest.raises(gt.errors.InvalidArgument, match=r"192 samples of epoch 0 .* part 0 of 1, .* set_epoch\(0\)"):
+        list(loader)
+    again = samples(tmp_path)
+    again.load_state_dict(data.state_dict())
+    with pytest.raises(gt.errors.InvalidArgument, match="part 0 of 1"):
+        list(DataLoader(again, batch_size=None, num_workers=2))
+    alone = DataLoader(again, batch_size=None, num_workers=1)
+    assert sorted([*numbers(read), *numbers(alone)]) == list(range(COUNT))
+    data.set_epoch(0)
+    assert sorted(numbers(loader)) == list(range(COUNT))
+
+
+def test_another_part_is_read_from_its_begin(tmp_path: Path) -> None:
+    data = samples(tmp_path)
+    data.part(0, 2)
+    reading = iter(data)
+    first = [next(reading) for _ in range(2)]
+    data.part(0, 2)
+    first += data
+    data.set_epoch(0)
+    reading = iter(data)
+    next(reading)
+    data.part(1, 2)
+    next(reading)
+    assert sorted([*numbers(first), *numbers(data)]) == list(range(COUNT))
+
+
+def test_samples_that_are_pickled_before_there_are_ranks_are_read_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pickled = pickle.dumps(samples(tmp_path))
+    monkeypatch.setattr(files.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(files.dist, "get_world_size", lambda: 2)
+    seen: list[int] = []
+    for rank in range(2):
+        monkeypatch.setattr(files.dist, "get_rank", lambda rank=rank: rank)
+        seen += numbers(pickle.loads(pickled))
+    assert sorted(seen) == list(range(COUNT))
