@@ -1,9 +1,9 @@
 """A handful of training samples, choices and names of items, for people who try a model: without personal columns.
 
 Ids of users, histories, hashes and columns named ``private`` are never kept. A value of any other column is kept only
-where :data:`PEOPLE` users have it, and a sample keeps several columns of users and of the moment only where so many
-users share their combination. Of samples without a field of users, which has one id each, nothing but fields of the
-item is kept, and the samples are counted themselves: :data:`EVENTS` of them.
+where :data:`PEOPLE` users have it, and a sample keeps several columns only where so many users share their combination,
+that with the item and all that is told of it. Of samples without a field of users, which has one id each, nothing but
+fields of the item is kept, and the samples are counted themselves: :data:`EVENTS` of them.
 Legend: N samples, L ids of the longest bag.
 """
 
@@ -55,13 +55,17 @@ def examples_file(samples: ClickSamples, private: Collection[str]) -> bytes:
         item = ()  # without its id, nothing of it is shown
     known_items = common[item[0]] if item else np.empty(0, np.int64)
     popular = known_items[:_ITEMS]
-    rows = np.flatnonzero(_have_common(some, {name: popular if name in item[:1] else common[name] for name in item}))
+    items = np.zeros(len(some), np.int64)
+    for name in item:
+        items = _joined(items, fields[name])
+    is_shared = _have_common(some, {name: popular if name in item[:1] else common[name] for name in item})
+    rows = np.flatnonzero(some.is_known & is_shared & (not item or _users_of(items, users)[items] >= least))
     few = {name: ids for name, ids in common.items() if 0 < len(ids) <= _CHOICES}
     own = {name: ids for name, ids in few.items() if name not in schema.item and fields[name].ndim == 1}
-    kept, chosen = _shared(some, own, rows, users, least)
+    kept, chosen = _shared(some, own, items, rows, users, least)
     of_item: dict[int, int] = {}
     if item:
-        chosen = chosen[np.sort(np.unique(fields[item[0]][chosen], return_index=True)[1])]
+        chosen = chosen[_first(fields[item[0]][chosen])]
         ids, first = np.unique(fields[item[0]][rows], return_index=True)
         of_item = dict(zip(ids.tolist(), rows[first].tolist(), strict=True))
     return json.dumps(
@@ -117,21 +121,32 @@ def _have_common(samples: ClickSamples, common: Mapping[str, Ids]) -> npt.NDArra
     return found
 
 
+def _joined(codes: Ids, ids: Ids) -> Ids:
+    """Codes 0, 1, … of the pairs of a code and the ids [N] or [N, L] of a sample."""
+    found, own = np.unique(ids, return_inverse=True, axis=0 if ids.ndim > 1 else None)
+    return np.asarray(np.unique(codes * len(found) + own.reshape(-1), return_inverse=True)[1])
+
+
+def _first(codes: Ids) -> Ids:
+    """Where each code is first, in that order."""
+    return np.sort(np.unique(codes, return_index=True)[1])
+
+
 def _shared(
-    samples: ClickSamples, common: Mapping[str, Ids], rows: Ids, users: Ids, least: int
+    samples: ClickSamples, common: Mapping[str, Ids], items: Ids, rows: Ids, users: Ids, least: int
 ) -> tuple[list[str], Ids]:
-    """The fields that ``rows`` have in combinations of so many users each, and those rows, different ones first.
+    """The fields that ``rows`` have in combinations of so many users each, with the codes ``items`` of their items,
+    and those rows, different ones first.
 
     Fields of the fewest ids come first; one that would leave fewer combinations than samples are wanted is left out.
     """
     kept: list[str] = []
-    codes, chosen, combinations = np.zeros(len(samples), np.int64), rows, 1
+    codes, chosen, combinations = items, rows, min(len(_first(items[rows])), _SAMPLES)
     for name in sorted(common, key=lambda name: len(common[name])):
-        found, own = np.unique(samples.fields[name], return_inverse=True)
-        joined = np.unique(codes * len(found) + own, return_inverse=True)[1]
+        joined = _joined(codes, samples.fields[name])
         is_shared = _users_of(joined, users)[joined] >= least
         left = rows[(is_shared & _have_common(samples, {name: common[name]}))[rows]]
-        first = np.sort(np.unique(joined[left], return_index=True)[1])
+        first = _first(joined[left])
         if len(first) >= combinations:
             kept, codes, rows = [*kept, name], joined, left
             chosen = np.concatenate([left[first], np.delete(left, first)])

@@ -12,7 +12,7 @@ import pytest
 
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.strings import hash_strings
-from geartrain.workers.ctr.samples.click_samples import ClickSamples, SampleSchema
+from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, SampleSchema
 from geartrain.workers.ctr.samples.examples import PEOPLE, examples_file, read_examples
 from geartrain.workers.ctr.samples.kinds import BOOLEAN, INTEGER, TEXT, FieldKind
 from geartrain.workers.ctr.samples.sources import own_samples
@@ -145,3 +145,43 @@ def test_texts_and_titles_of_a_parquet_file_are_known(tmp_path: Path) -> None:
 
 def test_an_export_without_them_has_nothing(tmp_path: Path) -> None:
     assert read_examples(tmp_path) == {}
+
+
+def test_many_users_share_the_combination_of_a_sample_with_its_item() -> None:
+    """A town is of half of the users, and each item is met by all of one town and by three users of the other."""
+    who = np.arange(USERS)
+    fields = {"user": who, "town": hash_strings(list(TOWNS))[who % 2], "item": (who % 2 != (who < 6)) + 0}
+    kinds = {"user": FieldKind(item=INTEGER), "town": FieldKind(item=TEXT), "item": FieldKind(item=INTEGER)}
+    seen = set()
+    for order in range(20):
+        at = np.random.default_rng(order).permutation(USERS)
+        samples = ClickSamples(
+            fields={name: ids[at] for name, ids in fields.items()},
+            clicks=np.ones(USERS, np.float32),
+            times=None,
+            schema=SampleSchema(item=("item",), user="user", kinds=kinds),
+            words=samples_of().words,
+        )
+        seen |= {(sample.get("town"), sample["item"]) for sample in found(samples)["samples"]}
+    assert seen == {("Bergen", 0), ("Oslo", 1)}
+
+
+def test_an_item_is_shown_with_what_many_users_met_of_it() -> None:
+    """The kind of half of the users is 0; each other one is that of five users with an item, and of twenty with any."""
+    samples = samples_of()
+    who, item = samples.fields["user"], samples.fields["item"]
+    kind = np.where(who % 2, 0, (who + 20 * item) % 80 + 1)
+    kinds = {**samples.schema.kinds, "item_kind": FieldKind(item=INTEGER)}
+    schema = replace(samples.schema, kinds=kinds)
+    kept = found(replace(samples, fields={**samples.fields, "item_kind": kind}, schema=schema))
+    assert len(kept["choices"]["item_kind"]) == 41
+    assert {one["item_kind"] for one in [*kept["items"], *kept["samples"]]} == {0}
+
+
+def test_no_sample_begins_without_an_item() -> None:
+    samples = samples_of()
+    kinds = {**samples.schema.kinds, "item": FieldKind(item=INTEGER, fill=PADDING)}
+    rng = np.random.default_rng(1)
+    item = np.where(rng.random(len(samples)) < 0.5, PADDING, samples.fields["item"])
+    kept = found(replace(samples, fields={**samples.fields, "item": item}, schema=replace(samples.schema, kinds=kinds)))
+    assert kept["samples"] and all(sample["item"] in (7, 8, 9, 10) for sample in kept["samples"])
