@@ -12,7 +12,7 @@ import typer
 from geartrain.ams.values.errors import ConfigError, GeartrainError, InvalidArgument
 from geartrain.ams.values.optimizers.registry import OPTIMIZERS, optimizer_of
 from geartrain.cli.shared.options import Json
-from geartrain.cli.training.plan_fit import check_fit, most_classes, most_samples, network_bytes
+from geartrain.cli.training.plan_fit import check_fit, fit_line, most_classes, most_samples, network_bytes
 
 if TYPE_CHECKING:
     from geartrain.bridge.head.memory import MemoryReport
@@ -53,7 +53,7 @@ def plan(
         typer.Option("--k", min=1, help="Neighbours of a class: KNN softmax.", show_default="none: partial FC"),
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option("--batch-size", help="Samples of a rank.", show_default="128")
+        int | None, typer.Option("--batch-size", min=1, help="Samples of a rank.", show_default="128")
     ] = None,
     fit: Annotated[
         str | None,
@@ -110,7 +110,7 @@ def plan(
     ids: Annotated[
         float | None, typer.Option("--ids", help="Ids of a hashed table, as 1e9.", rich_help_panel=_TABLE)
     ] = None,
-    hosts: Annotated[int, typer.Option("--hosts", help="Hosts of its shards.", rich_help_panel=_TABLE)] = 1,
+    hosts: Annotated[int, typer.Option("--hosts", min=1, help="Hosts of its shards.", rich_help_panel=_TABLE)] = 1,
     memory: Annotated[str, typer.Option("--memory", help="Of a host, as 64GB.", rich_help_panel=_TABLE)] = "64GB",
     seen: Annotated[
         bool,
@@ -200,7 +200,7 @@ def plan(
         print(json.dumps({**report.to_json(), **({"fit": found} if fit else {}), **steps}))
         return
     if found:
-        print(f"at most {'; '.join(f'{number:,} {what}' for what, number in found.items())}\n")
+        print(f"{fit_line(found)}\n")
     print(report)
     print(f"\n{report.explained()}" if step is None else f"\na step of {backbone} with this head\n\n{step.explain()}")
 

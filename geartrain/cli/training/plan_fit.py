@@ -61,6 +61,16 @@ def most_samples(report_of: ReportOf, step_of: Callable[[int], Plan], others: di
     return asked | {f"with {name}": most(changed) for name, changed in others.items() if changed}
 
 
+def fit_line(found: dict[str, int]) -> str:
+    """What was found, in words: "at least" of what ended at the largest number that is tried."""
+
+    def how(what: str, number: int) -> str:
+        limit = _MOST_CLASSES if what == "classes" else _MOST_SAMPLES
+        return "at least" if number == limit - 1 else "at most"
+
+    return "; ".join(f"{how(what, number)} {number:,} {what}" for what, number in found.items())
+
+
 def network_bytes(step: Plan) -> int:
     """What a rank holds beside the head."""
     return sum(part.bytes for part in step.parts if part.name != "head")

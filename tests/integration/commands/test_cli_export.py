@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import geartrain as gt
+from geartrain.cli.training import plan_fit
 from tests.support.command_line import invoke
 
 
@@ -113,7 +114,7 @@ def test_plan_reaches_a_hundred_million_classes_whatever_its_rivals_would_need()
     assert features["bytes"] == 256 * 128 * 512 * 2
 
 
-def test_plan_finds_the_most_that_fits() -> None:
+def test_plan_finds_the_most_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     step = ["--backbone", "stroke_net", "--image-size", "32", "--channels", "1", "--hardware", "v100"]
     head = ["--dim", "512", "--rows", "ranks", "--ranks", "8", "--momentum"]
     head += ["--dtype", "float16", "--slot-dtype", "float16"]
@@ -129,6 +130,12 @@ def test_plan_finds_the_most_that_fits() -> None:
     assert found["batch_size"] == found["fit"]["samples a rank"] > found["fit"]["with both"]
     assert found["fit"]["samples a rank"] > found["fit"]["with float32 rows"]
     assert found["step"]["fits"] and found["step"]["rank_bytes"] > 0.99 * 32e9
+    few = ["--fit", "batch", "--classes", "9", *head, *step]
+    monkeypatch.setattr(plan_fit, "_MOST_SAMPLES", 64)
+    assert "at least 63 samples a rank; at least 63 with float32 rows\n" in invoke("plan", *few).stdout
+    assert json.loads(invoke("plan", *few, "--json").stdout)["fit"]["samples a rank"] == 63
+    monkeypatch.setattr(plan_fit, "_MOST_CLASSES", 1024)
+    assert "at least 1,023 classes\n" in invoke("plan", *one_machine).stdout
     for wrong, why in (
         (["--fit", "rows", "--classes", "9"], "--fit is 'rows'; it must be classes, or batch"),
         (["--fit", "classes", "--classes", "9"], "leave --classes out"),
@@ -139,6 +146,12 @@ def test_plan_finds_the_most_that_fits() -> None:
     ):
         with pytest.raises((gt.errors.ConfigError, gt.errors.InvalidArgument), match=why):
             invoke("plan", *wrong, *([] if "--dim" in wrong else ["--dim", "8"]))
+
+
+@pytest.mark.parametrize("option", ["--hosts", "--batch-size"])
+def test_plan_refuses_none_of_what_it_counts(option: str) -> None:
+    done = invoke("plan", "--classes", "9", "--dim", "8", option, "0")
+    assert done.exit_code == 2 and option in done.output
 
 
 def test_plan_refuses_a_step_that_it_cannot_know() -> None:
