@@ -72,7 +72,7 @@ class EpochOrder:
         at = start + position
         while at < end:
             if self._seed is None:
-                pieces = self._pieces(epoch, at, end)[:1]
+                pieces = self._pieces(epoch, at, min(end, at + self._window_rows))[:1]
                 yield Window(pieces, None, 0)
                 at += pieces[0].end - pieces[0].first
                 continue

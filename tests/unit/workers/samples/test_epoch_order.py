@@ -48,3 +48,9 @@ def test_a_position_beyond_the_end_is_of_other_data() -> None:
     order = EpochOrder([10], seed=None, num_streams=2, window_rows=4)
     with pytest.raises(InvalidArgument, match=r"position 6 of stream 1 is beyond its 5 samples.*other data"):
         next(order.windows(0, 1, 6))
+
+
+def test_no_more_than_a_window_is_read_at_once_where_nothing_is_mixed() -> None:
+    order = EpochOrder([10, 3], seed=None, num_streams=1, window_rows=4)
+    found = [window.pieces for window in order.windows(0, 0, 1)]
+    assert found == [((0, 1, 5),), ((0, 5, 9),), ((0, 9, 10),), ((1, 0, 3),)]
