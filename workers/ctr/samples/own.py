@@ -202,10 +202,15 @@ class OwnSamples:
             bad, what = array < least, f"ids are >= 0{says_fold(name)}"
         if not bad.any():
             return
-        at = int(np.flatnonzero(bad.reshape(-1))[0])
-        row = at if offsets is None else int(np.searchsorted(offsets.numpy(), at, side="right")) - 1
-        row = row if places is None else int(np.flatnonzero(places == row)[0])
-        raise SourceDamaged(f"{self.place}, sample {start + row}: {name} is {array.reshape(-1)[at]}; {what}")
+        found = np.flatnonzero(bad.reshape(-1))
+        rows = found // array[0].size if offsets is None else np.searchsorted(offsets.numpy(), found, side="right") - 1
+        if places is not None:  # nodes that other samples have may be bad
+            is_of_these = np.isin(rows, places)
+            found, rows = found[is_of_these], rows[is_of_these]
+        if len(found):
+            row = int(rows[0]) if places is None else int(np.flatnonzero(places == rows[0])[0])
+            value = array.reshape(-1)[found[0]]
+            raise SourceDamaged(f"{self.place}, sample {start + row}: {name} is {value}; {what}")
 
     def features(self, said: Mapping[str, FeatureSettings]) -> dict[str, FeatureSettings]:
         """What is ``said`` of the fields, and what they were found to be."""
@@ -222,15 +227,20 @@ class OwnSamples:
         }
 
     def times(self, part: int) -> Ids:
-        """The times of the samples of a part; nothing else is read. Raises ConfigError if there are none."""
-        with remedies(self._remedies):
-            return self._times.read(part).slice(0, self.part_rows[part]).column(TIME)
+        """The times of the samples of a part, in whole seconds; nothing else is read. Raises ConfigError if there are
+        none.
+        """
+        with remedies(IN_THE_FILE):  # a recipe says nothing of the time
+            found = self._times.read(part).slice(0, self.part_rows[part]).column(TIME)
+        return found if found.dtype == np.int64 else np.floor(found).astype(np.int64)
 
     @cached_property
     def _times(self) -> SampleSource:
         if TIME not in self._source.columns:
             raise ConfigError("split is 'time', but the samples have no times; give them a column time, or take random")
-        return open_rows(self.place).plan({TIME: "int64"}, None, {})
+        found = type_of(self._source.schema.field(TIME).type)
+        has_fractions = found is not None and str(found) in ("float32", "float64")
+        return open_rows(self.place).plan({TIME: "float64" if has_fractions else "int64"}, None, {})
 
     def in_memory(self) -> ClickSamples:
         """All of them."""

@@ -106,6 +106,25 @@ def test_a_value_that_is_no_id_is_named_by_its_sample_in_trees_too(tmp_path: Pat
         OwnSamples(str(tmp_path / "trees")).in_memory()
 
 
+def test_a_value_that_is_no_id_is_no_error_of_samples_of_other_nodes(tmp_path: Path) -> None:
+    table = pa.table({"click": [1, 0, 1, 0], "user": [1, 1, -5, -5], "item": [1, 2, 3, 4]})
+    pq.write_table(table, tmp_path / "clicks.parquet")
+    gt.compress_samples(tmp_path / "clicks.parquet", tmp_path / "trees", ["user", "item"])
+    rows = OwnSamples(str(tmp_path / "trees")).read(0)
+    assert rows.slice(0, 2).num_rows == 2
+    with pytest.raises(gt.errors.SourceDamaged, match="sample 3: user is -5; ids are >= 0"):
+        rows.slice(3, 1)
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_times_with_fractions_are_whole_seconds(tmp_path: Path, kind: str) -> None:
+    table = pa.table({"click": [0, 1, 0], "user": [1, 2, 3], "time": [1.5, 2.0, 3.9]})
+    place = str(tmp_path / f"a.{kind}")
+    csv.write_csv(table, place) if kind == "csv" else pq.write_table(table, place)
+    times = OwnSamples(place, times=False, features={}).times(0)
+    assert times.dtype == np.int64 and times.tolist() == [1, 2, 3]
+
+
 def test_what_is_said_of_a_feature_wins_over_what_its_values_look_like(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("click,zip,note\n1,07,x\n0,12,\n", encoding="utf-8")
     said = {"zip": FeatureSettings(kind="string"), "note": FeatureSettings(kind="none")}
