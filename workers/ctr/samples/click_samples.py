@@ -20,6 +20,8 @@ from geartrain.workers.ctr.samples.kinds import FieldKind, kinds_from_json, kind
 SPLITS = ("random", "time")
 USER = "user"
 """The field of samples of one's own whose ids are users."""
+TITLES = ("item_title", "item_name")
+"""Fields of texts that people know an item by."""
 _MOST_VALIDATION = 20_000
 
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import quoted
-from geartrain.workers.ctr.samples.click_samples import PADDING, USER, ClickSamples
+from geartrain.workers.ctr.samples.click_samples import PADDING, TITLES, USER, ClickSamples
 from geartrain.workers.ctr.samples.kinds import BOOLEAN, TEXT
 
 FILE = "examples.json"
@@ -55,6 +55,7 @@ def examples_file(samples: ClickSamples, private: Collection[str]) -> bytes:
         item = ()  # without its id, nothing of it is shown
     known_items = common[item[0]] if item else np.empty(0, np.int64)
     popular = known_items[:_ITEMS]
+    titles = {} if set(private).intersection(TITLES) else samples.titles
     items = np.zeros(len(some), np.int64)
     for name in item:
         items = _joined(items, fields[name])
@@ -74,9 +75,7 @@ def examples_file(samples: ClickSamples, private: Collection[str]) -> bytes:
             "choices": {name: sorted(_values(some, name, few[name])) for name in (*own, *item[1:]) if name in few},
             "items": [_sample(some, item, of_item[one]) for one in popular.tolist() if one in of_item],
             "item": item[0] if item else None,
-            "titles": {
-                str(one): samples.titles[one] for one in known_items[:_TITLES].tolist() if one in samples.titles
-            },
+            "titles": {str(one): titles[one] for one in known_items[:_TITLES].tolist() if one in titles},
         },
         ensure_ascii=False,
     ).encode()

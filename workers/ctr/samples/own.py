@@ -14,7 +14,7 @@ from torch import Tensor
 from geartrain.ams.values.errors import ColumnMismatch, ConfigError, SourceDamaged
 from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.strings import hash_strings
-from geartrain.workers.ctr.samples.click_samples import PADDING, USER, ClickSamples, SampleSchema
+from geartrain.workers.ctr.samples.click_samples import PADDING, TITLES, USER, ClickSamples, SampleSchema
 from geartrain.workers.ctr.samples.kinds import ID_OF_MISSING, INTEGER, FieldKind
 from geartrain.workers.ctr.samples.settings import ITEMS, FeatureSettings
 from geartrain.workers.samples.batches import Values
@@ -37,8 +37,6 @@ from geartrain.workers.samples.rows import ChangedRows, Rows, SampleRows, column
 from geartrain.workers.samples.source import SampleSource
 
 CLICK, TIME, ITEM = "click", "time", "item"
-TITLES = ("item_title", "item_name")
-"""Columns of texts that people know an item by."""
 _READ_FOR_WORDS, _MOST_WORDS = 200_000, 20_000
 _NAME_OF = {item: name for name, item in ITEMS.items()}
 
@@ -288,13 +286,13 @@ class OwnSamples:
 
 
 def _titles_of(columns: Mapping[str, npt.NDArray[np.int64]], words: Mapping[int, str]) -> dict[int, str]:
-    """What people call the items, if there is a column of it."""
+    """What people call the items, if there is a column of it; an item that has several titles has none."""
     name = next((name for name in TITLES if name in columns and columns[name].ndim == 1), None)
     if name is None or ITEM not in columns or columns[ITEM].ndim > 1:
         return {}
-    items, first = np.unique(columns[ITEM], return_index=True)
-    titles = zip(items.tolist(), columns[name][first].tolist(), strict=True)
-    return {item: words[title] for item, title in titles if words.get(title)}
+    pairs = np.unique(np.stack([columns[ITEM], columns[name]]), axis=1)
+    _, first, times = np.unique(pairs[0], return_index=True, return_counts=True)
+    return {item: words[title] for item, title in pairs[:, first[times == 1]].T.tolist() if words.get(title)}
 
 
 def _is_read(found: ColumnType, kind: FieldKind) -> bool:

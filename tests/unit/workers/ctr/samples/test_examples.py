@@ -134,11 +134,13 @@ def test_texts_and_titles_of_a_parquet_file_are_known(tmp_path: Path) -> None:
         "town": [*TOWNS, None] * 20,
         "tags": [["old", "red"], [], None] * 20,
         "item": [1, 2, 3] * 20,
-        "item_title": ["One", "Two", None] * 20,
+        "item_title": [*["One", "Two", None] * 19, "One", "a user's own words", None],
     }
     pq.write_table(pa.table(columns), tmp_path / "own.parquet", row_group_size=20)
-    kept = found(own_samples(str(tmp_path / "own.parquet")))
-    assert kept["titles"] == {"1": "One", "2": "Two"}
+    samples = own_samples(str(tmp_path / "own.parquet"))
+    kept = found(samples)
+    assert kept["titles"] == {"1": "One"}
+    assert json.loads(examples_file(samples, ["item_title"]))["titles"] == {}
     assert kept["choices"]["town"] == list(TOWNS) and "tags" not in kept["choices"]
     assert {one["town"] for one in kept["samples"]} <= set(TOWNS)
 
