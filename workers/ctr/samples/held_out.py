@@ -28,9 +28,10 @@ class HeldOut:
     """Which rows of each part are held out: a function of the seed and the part, or of their times.
 
     ``random``: of a fifth of the rows at random, of each part or, if that would be more than ``recipe.held_out``, of
-    some parts. ``time``: the latest fifth, or the latest ``held_out``; rows of one time stay together. An eighth of
-    them, at random, is the validation, the rest the test. With ``recipe.validation`` both are of a fifth of the rows
-    that are left, and what is held out is not looked at.
+    some parts. ``time``: the latest fifth, or the latest ``held_out``; rows of one time stay together, but where those
+    of the latest one alone are more: then so many of them at random. An eighth of what is held out, at random, is the
+    validation, the rest the test. With ``recipe.validation`` both are of a fifth of the rows that are left, and what is
+    held out is not looked at.
     """
 
     def __init__(self, samples: OwnSamples, recipe: CtrRecipe) -> None:
@@ -38,7 +39,9 @@ class HeldOut:
         self._samples, self._seed = samples, recipe.seed
         self._last: tuple[int, Parted] | None = None
         rows = np.asarray(samples.part_rows, np.int64)
-        self._bounds: tuple[int, int] | None = None
+        self._late: list[tuple[int, Ids, Ids]] = []
+        """By time: what is left out, then what is held out: the time from which on its rows are, how many of each part
+        these are, and how many of them are taken."""
         if recipe.split == "time":
             left_out, held_out = self._by_time(samples, recipe)
         else:
@@ -72,18 +75,28 @@ class HeldOut:
                 places = np.unique(np.linspace(0, len(of_part) - 1, _TIMES_OF_PART).astype(np.int64))
                 found.append(of_part[places])
                 weights.append(np.diff(places, prepend=-1))
-        known, weight = (np.concatenate([np.empty(0, np.int64), *some]) for some in (found, weights))
-        first = _time_from(known, weight, recipe.held_out)
-        end = np.iinfo(np.int64).max
-        if recipe.validation:
-            known, weight, end = known[known < first], weight[known < first], first
-            first = _time_from(known, weight, recipe.held_out)
-        self._bounds = first, end
-        counts = []
-        for of_part in map(samples.times, range(len(samples.part_rows))):
-            counts.append(((of_part >= end).sum(), ((of_part >= first) & (of_part < end)).sum()))
-        left_out, held_out = np.array(counts, np.int64).reshape(-1, 2).T
-        return left_out, held_out
+        known = np.concatenate([np.empty(0, np.int64), *found])
+        weight = np.concatenate([np.empty(0, np.float64), *weights])
+        found_from: list[tuple[int, int | None]] = []
+        for _ in range(1 + recipe.validation):
+            first, most = _time_from(known, weight, recipe.held_out)
+            found_from.append((first, most))
+            is_late = known >= first
+            weight[is_late] *= 0 if most is None else 1 - most / weight[is_late].sum()
+            known, weight = known[weight > 0], weight[weight > 0]
+        counts = np.zeros((len(found_from), len(samples.part_rows)), np.int64)
+        for part in range(len(samples.part_rows)):
+            times = samples.times(part)
+            counts[:, part] = [(times >= first).sum() for first, _ in found_from]
+        taken = np.zeros(len(samples.part_rows), np.int64)
+        for (first, most), late in zip(found_from, counts, strict=True):
+            late = np.maximum(late - taken, 0)
+            count = late.sum() if most is None else min(most, late.sum())
+            share = np.diff(np.cumsum(late) * count // max(1, late.sum()), prepend=0)
+            self._late.append((first, late, share))
+            taken = taken + share
+        held_out = self._late[-1][2]
+        return taken - held_out, held_out
 
     def parted(self, part: int) -> Parted:
         """Of the rows of a part which are what. Raises SourceDamaged if they are others than were counted."""
@@ -94,13 +107,20 @@ class HeldOut:
     def _parted(self, part: int) -> Parted:
         random = np.random.default_rng([self._seed, part])
         left_out, held_out, validated = (int(of[part]) for of in (self._left_out, self._held_out, self._validated))
-        if self._bounds is None:
+        if not self._late:
             order = random.permutation(np.arange(self._samples.part_rows[part], dtype=np.int32))
             held, train = order[left_out : left_out + held_out], order[left_out + held_out :]
         else:
-            times, (first, end) = self._samples.times(part), self._bounds
-            held = random.permutation(np.flatnonzero((times >= first) & (times < end)))
-            train = np.flatnonzero(times < first)
+            times = self._samples.times(part)
+            is_left = np.ones(len(times), np.bool_)
+            for first, late, share in self._late:
+                held = np.flatnonzero(is_left & (times >= first))
+                if len(held) != late[part]:
+                    break
+                if share[part] < late[part]:
+                    held = random.permutation(held)[: share[part]]
+                is_left[held] = False
+            held, train = random.permutation(held), np.flatnonzero(is_left)
         if (len(train), len(held)) != (self.train_rows[part], held_out):
             raise SourceDamaged(f"the times of part {part} of the samples have changed; start again")
         return Parted(*(np.sort(of) for of in (train, held[:validated], held[validated:])))
@@ -112,9 +132,14 @@ def _shares(rows: Ids, parts: int) -> Ids:
     return shares
 
 
-def _time_from(times: Ids, weights: Ids, most: int) -> int:
-    """The earliest time from which on there are at most a fifth of the rows, and at most ``most``."""
+def _time_from(times: Ids, weights: npt.NDArray[np.float64], most: int) -> tuple[int, int | None]:
+    """The earliest time from which on there are at most a fifth of the rows, and at most ``most``. Where the latest one
+    of several times alone has more rows, that one, and how many of them.
+    """
     moments, places = np.unique(times, return_inverse=True)
-    from_there = np.cumsum(np.bincount(places, weights, len(moments))[::-1])[::-1]
-    fitting = moments[from_there <= min(from_there[0] // 5, most)] if len(moments) else moments
-    return int(fitting[0]) if len(fitting) else np.iinfo(np.int64).max
+    from_there = np.rint(np.cumsum(np.bincount(places, weights, len(moments))[::-1])[::-1])
+    most = int(min(from_there[0] // 5, most)) if len(moments) else 0
+    fitting = moments[from_there <= most]
+    if len(fitting):
+        return int(fitting[0]), None
+    return (int(moments[-1]), most) if len(moments) > 1 else (np.iinfo(np.int64).max, None)

@@ -21,6 +21,7 @@ from geartrain.workers.ctr.designs import Design, layout_of
 from geartrain.workers.ctr.recipe import CtrRecipe, recipe_for
 from geartrain.workers.ctr.samples.own import OwnSamples
 from geartrain.workers.ctr.streamed import StreamedBatches
+from geartrain.workers.ctr.trainer import ClickTrainer
 from geartrain.workers.job import job, ranks
 from geartrain.workers.job.options import JobOptions, JobResult, SnapshotSettings
 from tests.integration.jobs.small_job import Told
@@ -100,6 +101,37 @@ def test_no_more_are_held_out_than_is_said_and_those_of_few_parts(tmp_path: Path
     assert len(batches(place, held_out=40)[0]._held_out.parts) == 2
 
 
+@pytest.mark.parametrize("validation", [False, True])
+@pytest.mark.parametrize(("days", "most"), [(2, 160_000), (3, 160_000), (10, 50)])
+def test_of_a_latest_time_with_too_many_samples_some_are_held_out_at_random(
+    tmp_path: Path, days: int, most: int, validation: bool
+) -> None:
+    at = np.arange(COUNT)
+    rows = table().set_column(4, "time", pa.array(at * days // COUNT * 86_400))
+    pq.write_table(rows, tmp_path / "a.parquet", row_group_size=170)
+    recipe = {"split": "time", "held_out": most, "validation": validation}
+    stream, again = (batches(str(tmp_path / "a.parquet"), **recipe)[0] for _ in range(2))
+    held_out, same = (
+        [number for of in (one.validated(), one.tested()) for batch in of for number in numbers(batch)]
+        for one in (stream, again)
+    )
+    assert held_out == same and len(set(held_out)) == len(held_out)
+    of_latest = COUNT // days - COUNT // 5  # of the latest time, those that validation is of
+    assert len(held_out) == (min(160, of_latest, most) if validation and most > 50 else min(200, most))
+    trained = {number for step in range(COUNT // 50) for number in numbers(stream.trained(step))}
+    assert not trained & set(held_out) and stream.num_trained + len(held_out) <= COUNT
+    assert min(held_out) * days // COUNT == days - 1
+    assert held_out != sorted(held_out)
+
+
+def test_samples_of_one_time_are_not_split_by_time(tmp_path: Path) -> None:
+    for validation, times in ((False, [1] * 10), (True, [1] * 9 + [2])):
+        rows = table(10).set_column(4, "time", pa.array(times))
+        pq.write_table(rows, tmp_path / "a.parquet")
+        with pytest.raises(gt.errors.ConfigError, match=r"there are 10 samples, 0 of them .* of several times"):
+            batches(str(tmp_path / "a.parquet"), split="time", validation=validation)
+
+
 def test_any_step_is_read_from_the_middle(tmp_path: Path) -> None:
     place = written(tmp_path, "parquet")
     stream, _ = batches(place)
@@ -171,6 +203,7 @@ def test_fields_may_share_a_table(tmp_path: Path) -> None:
             "features.user.pooling = 'median': Input should be 'sum', 'mean', 'sqrtn' or 'max'",
         ),
         ("features.user.dim=0", "dim is 0; it must be at least 1"),
+        ("features.user.admission=1.5", "admission is 1.5; it must be a whole number of times, or below 1"),
         ("features.user.admission=-1", "(admission: -1.0, expiry: None)"),
         ("features.user.expiry=unseen_days > 3", "expiry: unseen_days > 3"),
         ("features.usr.dim=4", "features name 'usr', which is no field of"),
@@ -232,3 +265,15 @@ def test_a_file_that_vanishes_or_changes_is_named_and_the_run_goes_on_once_it_is
     ended = train(tmp_path / "lost" / "run", None, {"resume": True})
     assert ended.report is not None and whole.report is not None
     assert ended.report["held_out"] == whole.report["held_out"]
+
+
+def test_a_run_of_files_of_a_version_that_did_not_stream_them_is_refused_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, steps = ClickTrainer.data, iter(range(15))
+    with monkeypatch.context() as patch:
+        patch.setattr(ClickTrainer, "data", lambda run: {key: of for key, of in data(run).items() if key != "files"})
+        patch.setattr(job, "interruption", lambda: nullcontext(Told(lambda: next(steps, None) is None)))
+        train(tmp_path / "run", written(tmp_path, "parquet"))
+    with pytest.raises(gt.errors.ConfigError, match="was begun by a version that held other samples of files out"):
+        train(tmp_path / "run", None, {"resume": True})
