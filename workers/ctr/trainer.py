@@ -161,6 +161,11 @@ class ClickTrainer(EmbeddingTrainer):
     def restore(self, state: JobState) -> None:
         """See Trainer."""
         super().restore(state)
+        if self.samples.identity and "files" not in state.data:
+            raise ConfigError(
+                "the run was begun by a version that held other samples of files out: go on with that one, or start a "
+                "new run"
+            )
         if state.data.get("files", "") != self.samples.identity:
             raise ConfigError(
                 "the files are not those that the run was begun with, or window_rows and held_out are others: bring "

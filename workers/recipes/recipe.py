@@ -210,7 +210,9 @@ class Recipe:
                 f"fccs.max_batch is {fccs.max_batch}; it must be a multiple of batch_size, {batch}: give "
                 f"{max(1, round(fccs.max_batch / batch)) * batch}"
             )
-        if not 0 <= fccs.initial_steps < self.steps:
+        if fccs.initial_steps < 0:
+            raise ConfigError(f"fccs.initial_steps is {fccs.initial_steps}; it must be at least 0")
+        if fccs.initial_steps >= self.steps:
             raise ConfigError(
                 f"fccs.initial_steps is {fccs.initial_steps}, and steps is {self.steps}; the batch grows after the "
                 "first and before the second: give less"

@@ -48,6 +48,11 @@ class FeatureSettings:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}; it must be at least {least}")
+        if self.admission is not None and self.admission > 1 and self.admission % 1:
+            raise ConfigError(
+                f"admission is {self.admission}; it must be a whole number of times, or below 1, a probability: give "
+                f"{self.admission:.0f}"
+            )
         try:
             self.admission_rule(), self.expiry_rule()
         except InvalidArgument as exc:

@@ -94,6 +94,7 @@ def test_what_a_classifier_is_follows_what_is_said() -> None:
             {"fccs": FccsSettings(max_batch=300)},
             "fccs.max_batch is 300; it must be a multiple of batch_size, 256: give 256",
         ),
+        ({"fccs": FccsSettings(initial_steps=-1)}, "fccs.initial_steps is -1; it must be at least 0"),
         ({"fccs": FccsSettings(max_batch=512, initial_steps=600)}, "fccs.initial_steps is 600, and steps is 600"),
         ({"lars": True, "optimizer": "adamw"}, "optimizer is 'adamw'; LARS is SGD"),
         ({"micro_batches": 0}, "micro_batches is 0"),
