@@ -7,6 +7,7 @@ error that quotes its last lines.
 
 from __future__ import annotations
 
+import importlib
 import queue
 import signal
 import time
@@ -139,6 +140,7 @@ class Launcher:
         for name, listen in self._listen.items():
             require_free(listen, f"--{name}-listen")
         if self._dashboard is not None:
+            importlib.import_module("geartrain.watch.page")  # it may lack a library, which is told before roles begin
             require_free(self._dashboard, "--dashboard-listen")
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         told = self._await_ready([self._spawn(_SCHEDULER, "scheduler")], deadline)

@@ -96,6 +96,10 @@ def _score_clicks(run: Path, samples: list[Path], out: Path | None, cache: Path,
 
     if len(samples) != 1:
         raise ConfigError(f"{len(samples)} files are given; a model of clicks scores one Parquet file, or one folder")
+    if out is not None and out.suffix not in ("", ".parquet"):
+        raise ConfigError(
+            f"--out is {str(out)!r}, and scores are written as Parquet; give {out.with_suffix('.parquet')}"
+        )
     console = Console(stderr=True)  # stdout is for scores
     scores = predict_clicks(
         run, str(samples[0]), cache=cache, say=lambda line: console.print(line, highlight=False, soft_wrap=True)

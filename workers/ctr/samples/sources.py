@@ -62,7 +62,8 @@ def required(source: str | None) -> str:
         raise ConfigError(f"which samples? Give --data: {_WHAT}")
     if source in PUBLIC or "://" in source or any(sign in source for sign in "*?[") or Path(source).exists():
         return source
-    raise ConfigError(f"--data is {quoted(source)}; it must be {_WHAT}")
+    missing = "" if "/" not in source and "." not in source else ", which is not there"
+    raise ConfigError(f"--data is {quoted(source)}{missing}; it must be {_WHAT}")
 
 
 def own_samples(

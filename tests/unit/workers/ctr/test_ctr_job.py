@@ -112,6 +112,7 @@ def test_a_run_that_diverges_says_where_and_offers_lower_rates(tmp_path: Path, d
         (of("model=din", "history=0"), "history is 0, and din needs one"),
         (of("snapshots.minutes=0"), "snapshots.minutes is 0.0; it must be > 0"),
         (["--allow-fallback"], "give it with --resume RUN"),
+        (["--data", "gone.csv"], "--data is 'gone.csv', which is not there; it must be movielens"),
         (["--data", "netflix"], "--data is 'netflix'; it must be movielens, flights, files of Parquet"),
         (of("dimm=3"), "the recipe has no key 'dimm'; did you mean 'dim'?"),
         (of("dim"), "--set 'dim' is not KEY=VALUE"),
@@ -134,7 +135,7 @@ def test_the_run_of_another_worker_or_other_samples_is_not_gone_on_with(tmp_path
         train(tmp_path / "run", None, RESUME)
     with pytest.raises(gt.errors.ConfigError, match="already holds a run"):
         train(tmp_path / "run", data)
-    with pytest.raises(gt.errors.ConfigError, match="gone'; it must be"):  # which is told first
+    with pytest.raises(gt.errors.ConfigError, match="gone', which is not there"):  # which is told first
         train(tmp_path / "run", tmp_path / "gone")
 
 

@@ -70,6 +70,9 @@ def test_a_run_scores_samples_as_it_scored_those_held_out(tmp_path: Path, model:
     assert f"{len(scores):,} scores in {out}" in done.stderr.replace("\n", "")
     np.testing.assert_allclose(pq.read_table(out)["score"].to_numpy(), scores)
 
+    done = typed("predict", str(tmp_path / "run"), str(tmp_path / "late.parquet"), "--out", "scores.csv")
+    assert (done.returncode, "scores are written as Parquet; give scores.parquet" in done.stderr) == (2, True)
+
     write_samples(tmp_path / "less.parquet", test, "gender")
     done = typed("predict", str(tmp_path / "run"), str(tmp_path / "less.parquet"))
     assert done.returncode == 2
