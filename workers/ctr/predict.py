@@ -41,10 +41,10 @@ def job_of_rows(folder: Path) -> str | None:
 def predict_clicks(run: Path, samples: str, *, cache: Path, say: Say) -> npt.NDArray[np.float64]:
     """The probability of a click [N] of each sample in the files of ``samples``, in their order.
 
-    They have the columns that the run was trained on; ``click`` is not looked at. A model with histories reads the run's
-    own samples again: what a user did among those it was trained on, before ``time``, or all of it if there is no such
-    column. Raises ConfigError, SnapshotDamaged, SourceError that names a column that is missing or a line of CSV whose
-    value is of another kind than those of training, and InvalidArgument for such a value elsewhere.
+    They have the columns that the run was trained on; ``click`` is not looked at. A model with histories reads the
+    run's own samples again: what a user did among those it was trained on, before ``time``, or all of it if there is
+    no such column. Raises ConfigError, SnapshotDamaged, SourceError that names a column that is missing or a line of
+    CSV whose value is of another kind than those of training, and InvalidArgument for such a value elsewhere.
     """
     snapshot = best_snapshot(read_run(run).snapshots)
     say(f"The model of {run} is that of step {snapshot.manifest.step}")
