@@ -82,10 +82,10 @@ class BatchRows:
         self._incarnations[number] = table.incarnation
         if is_another or not self.is_pulled or (touched and (self.is_bounded or table.spec.counts_steps)):
             return np.arange(len(own))  # also of all others there may have been writes, or they move with every step
-        found = [self.lookup.places_among(number, ids) for ids in touched]
-        if len(found) < 2:
-            return found[0].astype(np.intp) if found else np.empty(0, np.intp)
-        return np.unique(np.concatenate(found)).astype(np.intp)
+        is_touched = np.zeros(len(own), np.bool_)
+        for ids in touched:
+            is_touched[self.lookup.places_among(number, ids)] = True
+        return np.flatnonzero(is_touched)
 
     def vectors(self, device: torch.device, *, want_gradient: bool) -> tuple[Tensor, ...]:
         """The vectors [V, D] of each feature, and of each hosted one, float32, on ``device``. To be asked once."""

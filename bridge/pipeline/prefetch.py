@@ -12,7 +12,7 @@ from geartrain.ams.values.text import quoted
 from geartrain.bridge.embedding.group import EmbeddingGroup
 from geartrain.bridge.embedding.lookups import BatchRows, pull, pull_again
 from geartrain.bridge.pipeline.background_pushes import BackgroundPushes
-from geartrain.bridge.pipeline.stages import Pipeline, StageTime, close, now
+from geartrain.bridge.pipeline.stages import Pipeline, Stage, StageTime, close, now
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from geartrain.ams.client.table import Table
     from geartrain.bridge.rows.pending import PendingUpdate
 
-Stage = Callable[[Any], Any]
+Work = Callable[[Any], Any]
 _FORGOTTEN_SECONDS = 5.0
 """How long a run that nobody holds any more waits for each thread. The garbage collector ends it, in any place: one may
 need what is held there."""
@@ -32,7 +32,8 @@ def prefetch(
     *,
     depth: int = 2,
     staleness: int = 0,
-    stages: Sequence[Stage] = (),
+    stages: Sequence[Work | tuple[Work, int]] = (),
+    pull_threads: int = 1,
 ) -> Prefetch:
     """Read batches, merge their ids and pull their rows while the steps before are computed.
 
@@ -40,24 +41,28 @@ def prefetch(
             loss = criterion(model(vectors), batch["click"])
             loss.backward(); optimizer.step(); rows.step()
 
-    Each stage has a thread: the loader, every function of ``stages``, ids and pull. The body of the loop is the
-    caller's. With ``staleness=0`` a run equals the plain loop bit by bit: before vectors are handed out, the rows that
-    this process has written since they were pulled, and only those, are pulled again. An error of a stage is raised
-    where the plain loop would raise it, after the batches before it; it ends the iteration. So do ``break``, Ctrl-C
-    and the garbage collector: threads end with what they are at, and a generator is closed.
+    Each stage has a thread or several: the loader one, every function of ``stages``, ids and pull. Batches keep their
+    order. The body of the loop is the caller's. With ``staleness=0`` a run equals the plain loop bit by bit: before
+    vectors are handed out, the rows that this process has written since they were pulled, and only those, are pulled
+    again. An error of a stage is raised where the plain loop would raise it, after the batches before it; it ends the
+    iteration. So do ``break``, Ctrl-C and the garbage collector: threads end with what they are at, and a generator is
+    closed.
 
     Args:
         loader: Gives batches: a torch ``DataLoader`` or any iterable, iterated anew by each ``for``. A batch is memory
             of its own, for others are read while it is used.
         fields: Whose vectors are wanted, or several groups, of one cluster or of several. A :class:`gt.Embedding`
             finds its ids in the batch under its name.
-        depth: Batches, at most, that a stage is ahead of the next, >= 1.
+        depth: Batches, at most, that a stage is ahead of the next, >= 1; one more for each further thread of it.
         staleness: Steps of this process, at most, whose pushes the rows may lack, >= 0. Those of other workers are
             in rows as of when they were pulled; but groups of mode "sync" or SSP are pulled when they are handed out,
             or with a ``staleness``, at most so many steps of this process before. With a ``staleness`` pushes are
             sent in the background: an error of one is raised by the next step or batch; the look-ups of a group,
             ``gt.save``, snapshots, and the end of the loop wait for them.
-        stages: Functions batch -> batch between the loader and the lookup, in order.
+        stages: Functions batch -> batch between the loader and the lookup, in order. ``(function, 4)`` is called by 4
+            threads at once, and pays where it waits or leaves Python, as decoding and numpy do.
+        pull_threads: Batches, at most, whose ids are merged and rows pulled at once, >= 1. More than one pays where
+            shards are other processes or machines.
 
     Returns:
         An iterable of (batch, vectors), with the loader's ``len()``. Vectors are what ``fields(batch)`` returns; of
@@ -66,7 +71,7 @@ def prefetch(
     Raises:
         InvalidArgument: an argument is something else.
     """
-    return Prefetch(loader, fields, depth=depth, staleness=staleness, stages=stages)
+    return Prefetch(loader, fields, depth=depth, staleness=staleness, stages=stages, pull_threads=pull_threads)
 
 
 class Prefetch:
@@ -79,7 +84,8 @@ class Prefetch:
         *,
         depth: int,
         staleness: int,
-        stages: Sequence[Stage],
+        stages: Sequence[Work | tuple[Work, int]],
+        pull_threads: int,
     ) -> None:
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise InvalidArgument(f"the loader is {quoted(loader)}; it must be an iterable of batches")
@@ -89,14 +95,13 @@ class Prefetch:
         for group in self._groups:
             if not isinstance(group, EmbeddingGroup):
                 raise InvalidArgument(f"fields are {quoted(group)}; they must be a gt.EmbeddingGroup, or several")
-        for stage in stages:
-            if not callable(stage):
-                raise InvalidArgument(f"a stage is {quoted(stage)}; it must be a function batch -> batch")
         self._loader = loader
-        self._stages = tuple(stages)
+        self._stages = [_stage(stage) for stage in stages]
+        self._pull_threads = integer("pull_threads", pull_threads, 1)
         self._depth = integer("depth", depth, 1)
         self._staleness = integer("staleness", staleness, 0)
-        names = [f"{n}: {getattr(stage, '__name__', type(stage).__name__)}" for n, stage in enumerate(self._stages, 1)]
+        works = [stage.work for stage in self._stages]
+        names = [f"{n}: {getattr(work, '__name__', type(work).__name__)}" for n, work in enumerate(works, 1)]
         self.times = {name: StageTime() for name in ("read", *names, "pull", "hand out", "loop")}
         """What each stage has taken, over all runs: "hand out" pulls rows again and pools, "loop" is the body."""
         self.refreshed_rows = 0
@@ -132,7 +137,9 @@ class PrefetchRun(Iterator[tuple[Any, Any]]):
             log: log.reader() for log in {log: None for group in of._groups for log in group.rows.write_logs}
         }
         self._pushes: BackgroundPushes | None = None
-        self._pipeline = Pipeline([f"prefetch-{name}" for name in list(of.times)[:-2]], of._depth)
+        pull_stage = Stage(_puller(of._groups, self._readers, of._staleness), of._pull_threads)
+        names = [f"prefetch-{name}" for name in list(of.times)[:-2]]
+        self._pipeline = Pipeline(names, of._depth, [*of._stages, pull_stage])
         self._end = weakref.finalize(self, _end, self._pipeline, None, _FORGOTTEN_SECONDS)
         self._has_started = False
         self._is_closed = False
@@ -187,9 +194,7 @@ class PrefetchRun(Iterator[tuple[Any, Any]]):
                 group.rows.join()
             self._push_later()
             times[0].count(begun)
-            self._pipeline.start(
-                first, items, [*of._stages, _puller(of._groups, self._readers, of._staleness)], times[:-2]
-            )
+            self._pipeline.start(first, items, times[:-2])
         except BaseException:
             if not self._pipeline.has_started:
                 close(items)
@@ -240,7 +245,16 @@ def _end(pipeline: Pipeline, pushes: BackgroundPushes | None, timeout_seconds: f
         pushes.close(timeout_seconds)
 
 
-def _puller(groups: Sequence[EmbeddingGroup], readers: Mapping[WriteLog, WriteReader], staleness: int) -> Stage:
+def _stage(given: Any) -> Stage:
+    stage = Stage(*given) if isinstance(given, tuple) and len(given) == 2 else Stage(given)
+    if not callable(stage.work):
+        raise InvalidArgument(
+            f"a stage is {quoted(given)}; it must be a function batch -> batch, or (function, number of threads)"
+        )
+    return Stage(stage.work, integer("the number of threads of a stage", stage.num_threads, 1))
+
+
+def _puller(groups: Sequence[EmbeddingGroup], readers: Mapping[WriteLog, WriteReader], staleness: int) -> Work:
     """The stage that merges ids and pulls rows."""
     readers = dict(readers)
 

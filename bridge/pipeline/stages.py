@@ -1,4 +1,4 @@
-"""Items of an iterator through functions, each on a thread of its own, in order, with bounded queues between them."""
+"""Items of an iterator through functions, each on threads of its own, in order, with bounded queues between them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from geartrain.ams.values.interrupts import shielded
 
@@ -21,6 +21,13 @@ _END = object()
 _this_thread = threading.local()
 
 
+class Stage(NamedTuple):
+    """A function item -> item, and how many threads call it."""
+
+    work: Callable[[Any], Any]
+    num_threads: int = 1
+
+
 @dataclass
 class StageTime:
     """What one stage has taken so far."""
@@ -29,7 +36,7 @@ class StageTime:
     seconds: float = 0.0
     """Without the time that it waited for others."""
     cpu_seconds: float = 0.0
-    """Of its thread."""
+    """Of its threads."""
 
     def count(self, begun: tuple[float, float]) -> None:
         """One more item, begun at such a :func:`now`."""
@@ -50,34 +57,35 @@ class Pipeline:
     They know nothing of who takes the items, who can thus be forgotten while they run.
     """
 
-    def __init__(self, names: Sequence[str], depth: int) -> None:
-        """``names`` of the stages, that of the reader first; ``depth``: items that a stage may be ahead of the next."""
-        self._queues = [_Queue(depth) for _ in names]
+    def __init__(self, names: Sequence[str], depth: int, stages: Sequence[Stage]) -> None:
+        """``stages`` are those after the reader. ``names``: of all, the reader's first. ``depth``: items that a stage
+        may be ahead of the next; each thread but its first is at one more.
+        """
+        self._stages = stages
+        self._queues = [_Queue(depth), *(_Queue(depth + stage.num_threads - 1) for stage in stages)]
         self._names = names
         self._threads: list[threading.Thread] = []
         self._interrupt: Callable[[], None] = lambda: None
         self._read = _Read()
         self._num_taken = 0
 
-    def start(
-        self, first: Any, items: Iterator[Any], works: Sequence[Callable[[Any], Any]], times: Sequence[StageTime]
-    ) -> None:
-        """Begin with the item ``first``, already read. The iterator is the first thread's from now on, which closes it.
-
-        ``works`` are those of the stages after the reader.
-        """
+    def start(self, first: Any, items: Iterator[Any], times: Sequence[StageTime]) -> None:
+        """Begin with the item ``first``, already read. The iterator is the reader's from now on, which closes it."""
         self._queues[0].reserve()
-        self._queues[0].put(first)
+        self._queues[0].place().put(first)
         self._interrupt = getattr(items, "interrupt", self._interrupt)
         self._read.give_back = getattr(items, "give_back", self._read.give_back)
-        steps = [(_read, (items, self._queues[0], times[0], self._read))]
-        for number, work in enumerate(works):
-            steps.append((_work, (work, self._queues[number], self._queues[number + 1], times[number + 1])))  # type: ignore[arg-type]
-        for (target, arguments), name in zip(steps, self._names, strict=True):
-            # A daemon: the process can end while a loader waits for data. Whoever takes the items stops them before.
-            thread = threading.Thread(target=target, args=arguments, name=f"geartrain-{name}", daemon=True)
-            self._threads.append(thread)
-            shielded(thread.start)
+        self._run(self._names[0], lambda: _read(items, self._queues[0], times[0], self._read))
+        for number, stage in enumerate(self._stages, 1):
+            workers = _Workers(stage.work, self._queues[number - 1], self._queues[number], times[number])
+            for _ in range(stage.num_threads):
+                self._run(self._names[number], workers.run)
+
+    def _run(self, name: str, target: Callable[[], None]) -> None:
+        # A daemon: the process can end while a loader waits for data. Whoever takes the items stops them before.
+        thread = threading.Thread(target=target, name=f"geartrain-{name}", daemon=True)
+        self._threads.append(thread)
+        shielded(thread.start)
 
     @property
     def has_started(self) -> bool:
@@ -166,13 +174,13 @@ class _Failure:
 
 
 class _Queue:
-    """Room for so many items between two threads.
+    """Room for so many items between stages.
 
-    Of two SimpleQueues, for those have no lock that Ctrl-C could leave taken.
+    Of SimpleQueues, for those have no lock that Ctrl-C could leave taken.
     """
 
     def __init__(self, depth: int) -> None:
-        self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._places: queue.SimpleQueue[queue.SimpleQueue[Any]] = queue.SimpleQueue()
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._is_stopped = False
         for _ in range(depth):
@@ -183,26 +191,34 @@ class _Queue:
         self._room.get()
         return not self._is_stopped
 
-    def put(self, item: Any) -> None:
-        """Fill the room that was reserved."""
-        self._items.put(item)
+    def place(self) -> queue.SimpleQueue[Any]:
+        """The next place in the room that was reserved: whoever took it puts its item there, always."""
+        made: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._places.put(made)
+        return made
 
     def get(self) -> Any:
-        while True:
-            try:
-                item = self._items.get(timeout=_LOOK_SECONDS)
-            except queue.Empty:
-                continue
-            if self._is_stopped:
-                self._items.put(_STOPPED)  # for who asks again
-                return _STOPPED
-            self._room.put(None)
-            return item
+        """The item of the oldest place, once it is there."""
+        place = _taken(self._places)
+        item = _STOPPED if self._is_stopped else _taken(place)
+        if self._is_stopped:
+            self.place()  # for who asks again
+            return _STOPPED
+        self._room.put(None)
+        return item
 
     def stop(self) -> None:
         self._is_stopped = True
         self._room.put(None)
-        self._items.put(_STOPPED)
+        self.place()
+
+
+def _taken(items: queue.SimpleQueue[Any]) -> Any:
+    while True:
+        try:
+            return items.get(timeout=_LOOK_SECONDS)
+        except queue.Empty:
+            continue
 
 
 def _read(items: Iterator[Any], to: _Queue, taken: StageTime, read: _Read) -> None:
@@ -213,14 +229,14 @@ def _read(items: Iterator[Any], to: _Queue, taken: StageTime, read: _Read) -> No
             try:
                 item = next(items)
             except StopIteration:
-                to.put(_END)
+                to.place().put(_END)
                 return
             except BaseException as exc:  # raised where the items are taken
-                to.put(_Failure(exc))
+                to.place().put(_Failure(exc))
                 return
             taken.count(begun)
             read.count += 1
-            to.put(item)
+            to.place().put(item)
             del item
     finally:
         try:
@@ -240,21 +256,43 @@ def close(items: Any) -> None:
         logger.exception("closing %r failed", items)
 
 
-def _work(work: Callable[[Any], Any], source: _Queue, to: _Queue, taken: StageTime) -> None:
-    mark_as_stage()
-    while to.reserve():
-        item = source.get()
-        if item is _STOPPED:
-            return
-        if item is _END or isinstance(item, _Failure):
-            to.put(item)
-            return
-        begun = now()
-        try:
-            item = work(item)
-        except BaseException as exc:
-            to.put(_Failure(exc))
-            return
-        taken.count(begun)
-        to.put(item)
-        del item
+class _Workers:
+    """The threads of one stage: they take items in order, and hand them on in that order, whichever is done first."""
+
+    def __init__(self, work: Callable[[Any], Any], source: _Queue, to: _Queue, times: StageTime) -> None:
+        self._work, self._source, self._to, self._times = work, source, to, times
+        self._turn = threading.Lock()  # the caller's thread, which Ctrl-C may interrupt, never takes it
+        self._counting = threading.Lock()
+        self._is_over = False
+
+    def run(self) -> None:
+        """Work until there is no more, or until an error."""
+        mark_as_stage()
+        while (taken := self._take()) is not None:
+            item, place = taken
+            begun = now()
+            try:
+                item = self._work(item)
+            except BaseException as exc:  # raised where the items are taken
+                self._is_over = True
+                item = _Failure(exc)
+            else:
+                with self._counting:
+                    self._times.count(begun)
+            place.put(item)
+            del taken, item, place
+
+    def _take(self) -> tuple[Any, queue.SimpleQueue[Any]] | None:
+        """The next item and the place for what it becomes; None: there is no more."""
+        with self._turn:
+            if self._is_over or not self._to.reserve():
+                return None
+            item = self._source.get()
+            if item is _STOPPED or self._is_over:
+                return None
+            place = self._to.place()
+            if item is not _END and not isinstance(item, _Failure):
+                return item, place
+            self._is_over = True
+            place.put(item)
+            return None

@@ -53,10 +53,23 @@ class WriteLog:
         """It was applied, or given up. Waits for nothing: the garbage collector calls it."""
         self._open.pop(number, None)
 
-    def mark(self) -> int:
-        """The number below which all writes are over: they are in every row pulled from now on."""
+    def mark(self, reader: WriteReader) -> int:
+        """The number below which all writes are over: they are in every row that the reader pulls from now on."""
         with self._lock:
-            return min(list(self._open), default=self._next)
+            mark = self._all_over_below()
+            reader.marks.append(mark)
+            return mark
+
+    def _all_over_below(self) -> int:
+        return min(list(self._open), default=self._next)
+
+    def forget(self, reader: WriteReader, mark: int) -> None:
+        """A reader is done with rows of this mark, and has no use for writes that all its other rows have."""
+        with self._lock:
+            reader.marks.remove(mark)
+            first = min(reader.marks, default=self._all_over_below())
+            while reader.entries and reader.entries[0][0] < first:
+                reader.entries.popleft()
 
     def copy_of(self, reader: WriteReader) -> list[tuple[int, str, Ids]]:
         """What a reader has been told of."""
@@ -65,16 +78,18 @@ class WriteLog:
 
 
 class WriteReader:
-    """Knows which rows were touched since it read some. For one thread, but for :meth:`mark`."""
+    """Knows which rows were touched since it read some. Thread-safe."""
 
     def __init__(self, log: WriteLog) -> None:
         self._log = log
         self.entries: deque[tuple[int, str, Ids]] = deque()
         """Number, table and ids of writes, as they began. The log's."""
+        self.marks: list[int] = []
+        """Those of rows that will be asked about. The log's."""
 
     def mark(self) -> int:
         """To be taken before rows are read: see :meth:`touched`."""
-        return self._log.mark()
+        return self._log.mark(self)
 
     def touched(self, mark: int, *, missing: int = 0) -> dict[str, list[Ids]]:
         """The ids of writes, by table, that rows read after ``mark`` was taken may lack; but for the last ``missing``
@@ -87,6 +102,5 @@ class WriteReader:
         return {table: each[: len(each) - missing] for table, each in by_table.items() if len(each) > missing}
 
     def forget(self, mark: int) -> None:
-        """No rows read before ``mark`` was taken will be asked about."""
-        while self.entries and self.entries[0][0] < mark:
-            self.entries.popleft()
+        """Rows read after ``mark`` was taken will not be asked about again."""
+        self._log.forget(self, mark)

@@ -231,7 +231,8 @@ def prefetched(data: Path, cluster: Cluster, *, stop_at: int) -> tuple[Any, Coun
         cluster, f"job{stop_at}", worker="a", epochs=2
     )
     counts: Counter[int] = Counter()
-    for number, (batch, vectors) in enumerate(gt.prefetch(batches, fields, depth=3)):
+    loop = gt.prefetch(batches, fields, depth=3, stages=[(lambda batch: batch, 2)], pull_threads=2)
+    for number, (batch, vectors) in enumerate(loop):
         assert len(vectors["id"]) == batch.num_samples
         if number == stop_at:
             raise ZeroDivisionError

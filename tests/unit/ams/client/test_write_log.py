@@ -41,6 +41,8 @@ def test_every_write_of_a_client_is_told_of_from_before_it_until_it_is_forgotten
         later = reader.mark()
         assert reader.touched(later) == {}
         reader.forget(later)
+        assert set(reader.touched(mark)) == {"t", "u"}  # rows that were read before are asked about still
+        reader.forget(mark)
         assert reader.touched(mark) == {}
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
-from geartrain.bridge.pipeline.stages import _Queue
+from geartrain.bridge.pipeline.stages import _taken
 
 DIM, ROWS, BATCH, STEPS = 4, 60, 16, 12
 Batch = dict[str, Any]
@@ -112,14 +112,16 @@ OPTIMIZERS = {"Adagrad": gt.Adagrad(0.5), "momentum that moves all rows": gt.Mom
 
 
 @pytest.mark.parametrize(("name", "where"), [*((name, "pull") for name in OPTIMIZERS), ("Adagrad", "hosted")])
-@pytest.mark.parametrize("depth", [1, 3])
-def test_a_run_equals_the_plain_loop_bit_by_bit(cluster: Cluster, name: str, where: str, depth: int) -> None:
+@pytest.mark.parametrize(("depth", "threads"), [(1, 1), (3, 1), (2, 3)])
+def test_a_run_equals_the_plain_loop_bit_by_bit(
+    cluster: Cluster, name: str, where: str, depth: int, threads: int
+) -> None:
     loops: list[gt.prefetch] = []
 
     def ahead(loader: Iterable[Batch], fields: gt.EmbeddingGroup) -> Iterator[tuple[Batch, Any]]:
-        loops.append(gt.prefetch(loader, fields, depth=depth))
+        loops.append(gt.prefetch(loader, fields, depth=depth, stages=[(dict, threads)], pull_threads=threads))
         for step, loop in enumerate(loops[0]):
-            wait_for_pulls(loops[0], step + 1 + depth, STEPS)
+            wait_for_pulls(loops[0], step + depth + threads, STEPS)
             yield loop
 
     expected = trained(cluster, plain, OPTIMIZERS[name], where)
@@ -203,6 +205,45 @@ def test_stages_of_ones_own_several_groups_and_no_grad(cluster: Cluster) -> None
             assert not user.requires_grad and not item["item"].requires_grad
     for _, (user, item) in loop:
         assert user.requires_grad and item["item"].requires_grad
+
+
+def test_threads_of_a_stage_work_at_once_and_keep_the_order(cluster: Cluster) -> None:
+    one = gt.Embedding(cluster, "t", DIM, optimizer=gt.SGD(1.0))
+    all_three = threading.Barrier(3)
+    is_done = [threading.Event() for _ in range(9)]
+
+    def last_first(batch: Batch) -> Batch:
+        number = int(batch["t"][0])
+        all_three.wait(20)  # passes only if three batches are worked at
+        if number % 3 < 2:
+            is_done[number + 1].wait(20)
+        is_done[number].set()
+        return batch
+
+    loop = gt.prefetch([{"t": torch.tensor([n])} for n in range(9)], one, stages=[(last_first, 3)], pull_threads=2)
+    assert [int(batch["t"][0]) for batch, _ in loop] == list(range(9))
+    assert loop.times["1: last_first"].items == loop.times["pull"].items == 9
+
+
+def test_an_error_of_one_of_several_threads_comes_after_the_batches_before_it(cluster: Cluster) -> None:
+    one = gt.Embedding(cluster, "t", DIM, optimizer=gt.SGD(1.0))
+    has_failed = threading.Event()
+
+    def third_fails(batch: Batch) -> Batch:
+        if int(batch["t"][0]) == 3:
+            has_failed.set()
+            raise OSError("no third")
+        has_failed.wait(20)  # what comes before it is done later
+        return batch
+
+    seen = []
+    with pytest.raises(OSError, match="no third") as caught:
+        for batch, _ in gt.prefetch(
+            [{"t": torch.tensor([n])} for n in range(50)], one, depth=4, stages=[(third_fails, 4)]
+        ):
+            seen.append(int(batch["t"][0]))
+    assert seen == [0, 1, 2]
+    assert caught.traceback[-1].name == "third_fails"
 
 
 class Counted:
@@ -294,7 +335,7 @@ def test_ctrl_c_while_the_loop_waits_for_a_batch(cluster: Cluster) -> None:
     def interrupts() -> None:
         main = threading.main_thread().ident
         assert main is not None
-        while sys._current_frames()[main].f_code is not _Queue.get.__code__:
+        while sys._current_frames()[main].f_code is not _taken.__code__:
             threading.Event().wait(0.001)
         os.kill(os.getpid(), signal.SIGINT)
         go_on.set()
@@ -320,6 +361,9 @@ def test_ctrl_c_while_the_loop_waits_for_a_batch(cluster: Cluster) -> None:
         ({"depth": 0}, "depth is 0"),
         ({"staleness": -1}, "staleness is -1"),
         ({"stages": ["x"]}, "a stage is 'x'"),
+        ({"stages": [("x", 2)]}, "a function batch -> batch, or"),
+        ({"stages": [(dict, 0)]}, "threads of a stage is 0"),
+        ({"pull_threads": 0}, "pull_threads is 0"),
     ],
 )
 def test_what_is_something_else_is_named(arguments: dict[str, Any], named: str) -> None:

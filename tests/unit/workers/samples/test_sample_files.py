@@ -107,7 +107,7 @@ def test_what_prefetch_read_ahead_is_read_by_the_next_loop(tmp_path: Path, seen:
     with gt.local() as cluster:
         fields = gt.EmbeddingGroup(cluster, "g", [gt.Field("id", dim=1)], optimizer=gt.SGD(1))
         found: list[int] = []
-        run = iter(gt.prefetch(samples, fields, depth=5))
+        run = iter(gt.prefetch(samples, fields, depth=5, stages=[(dict, 2)], pull_threads=2))
         for _ in range(seen):
             found += ids_of([next(run)[0]])
         run.close()  # as break does
