@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import repeat
 from typing import Any
 
@@ -32,7 +33,8 @@ def hash_strings(strings: Any, seed: int = 0, bits: int = 63) -> Ids:
     | 63 bits | 5.4e-8 | 5.4e-6 | 5.4e-4 | 0.054 |
     | 40 bits | 0.45 | 45 | 4,500 | 450,000 |
 
-    Cost: about 0.15 µs a string of some ten letters, on one core; pyarrow's dictionaries once for each of their words.
+    Cost: about 0.15 µs a string of some ten letters, on one core, 0.1 µs in an array of pyarrow; in its dictionaries
+    once for each of their words.
 
     Args:
         strings: A list or tuple of str or bytes, nested ones of equal lengths too; a numpy array of str, bytes or
@@ -80,10 +82,14 @@ def _hashed_list(strings: list[Any], seed: int, shape: tuple[int, ...]) -> npt.N
         if is_text == {True, False}:
             strings = [text.encode() if isinstance(text, str) else text for text in strings]
         values = map(str.encode, strings) if is_text == {True} else iter(strings)
-        return np.fromiter(map(xxhash.xxh3_64_intdigest, values, repeat(seed)), np.uint64, len(strings))
+        return _digests(values, seed, len(strings))
     except UnicodeEncodeError as exc:
         position = next(at for at, text in enumerate(strings) if text == exc.object)
         raise _not_text(exc.object, position, shape, f" is no text: {exc.reason}") from exc
+
+
+def _digests(values: Iterable[bytes], seed: int, count: int) -> npt.NDArray[np.uint64]:
+    return np.fromiter(map(xxhash.xxh3_64_intdigest, values, repeat(seed)), np.uint64, count)
 
 
 def _not_text(value: object, position: int, shape: tuple[int, ...], why: str = "") -> InvalidIds:
@@ -105,4 +111,7 @@ def _hashed_arrow(strings: Any, seed: int) -> npt.NDArray[np.uint64]:
         places: npt.NDArray[Any] = strings.indices.to_numpy(zero_copy_only=False)
         hashes: npt.NDArray[np.uint64] = _hashed_arrow(strings.dictionary, seed)[places]
         return hashes
+    if str(strings.type) in ("string", "large_string"):  # as bytes: no str is made, encoded and looked at
+        strings = strings.cast(str(strings.type).replace("string", "binary"))
+        return _digests(strings.to_numpy(zero_copy_only=False), seed, len(strings))
     return _hashed(strings.to_numpy(zero_copy_only=False), seed)
