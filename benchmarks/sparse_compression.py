@@ -122,7 +122,7 @@ def endless(samples: Any, batch_size: int) -> Iterator[Any]:
 
 
 def _mlp() -> nn.Module:
-    return nn.Sequential(nn.ReLU(), nn.Linear(200, 80), nn.ReLU(), nn.Linear(80, 1))
+    return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(200, 80), nn.ReLU(inplace=True), nn.Linear(80, 1))
 
 
 def _loss(logits: Tensor, clicks: Tensor) -> Tensor:
