@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from geartrain.ams.kernels import _core
+from geartrain.ams.server.machine import threads_bound_to
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.values.config import is_loopback
 from geartrain.ams.values.errors import ConfigError
@@ -24,11 +25,20 @@ class DataPlanePort:
     Listens from the first offer on.
     """
 
-    def __init__(self, shard: Callable[[], Shard], host: str, port: int, *, uses_tls: bool = False) -> None:
+    def __init__(
+        self,
+        shard: Callable[[], Shard],
+        host: str,
+        port: int,
+        *,
+        uses_tls: bool = False,
+        cpus: Sequence[int] = (),
+    ) -> None:
         """``shard`` may raise a GeartrainError: then nothing is offered.
 
         Clients of other machines connect to ``host`` and ``port``, or one of the next if other shards have that; 0: a
-        free one; no ``host``: there are none. With ``uses_tls`` they speak TLS, or are refused.
+        free one; no ``host``: there are none. With ``uses_tls`` they speak TLS, or are refused. Its threads are bound
+        to ``cpus``; none: they are not.
 
         Raises ConfigError if TLS is wanted and OpenSSL 3 is not there; on loopback rows go through shared memory alone
         then.
@@ -42,7 +52,7 @@ class DataPlanePort:
                 logger.warning("rows go through shared memory alone here: %s", exc)
                 host = ""
         self._shard = shard
-        self._host, self._port, self._uses_tls = host, port, uses_tls
+        self._host, self._port, self._uses_tls, self._cpus = host, port, uses_tls, cpus
         self._lock = threading.Lock()
         self._server: _core.DataServer | None = None
         self._is_closed = False
@@ -57,7 +67,8 @@ class DataPlanePort:
                 if self._is_closed:
                     return DataPlaneOffer(reason="this shard is ending")
                 if self._server is None:
-                    self._server = self._listening(_core.EngineHandler(self._shard().engine))
+                    with threads_bound_to(self._cpus):
+                        self._server = self._listening(_core.EngineHandler(self._shard().engine))
                 socket, secret, port = self._server.offer(grant)
         except (OSError, RuntimeError) as exc:
             return DataPlaneOffer(reason=str(exc))

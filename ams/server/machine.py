@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import socket
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,10 @@ _LARGEST_MMAP_THRESHOLD = 32 << 20
 _KEPT_BYTES = 256 << 20
 _MOST_THREADS = 4
 _BESIDE_ROWS_BYTES = 512 * MIB
+_NODES = Path("/sys/devices/system/node")
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+"""The number of the system call."""
+_MPOL_PREFERRED = 1
 
 
 def threads_per_shard(num_shards: int) -> int:
@@ -41,6 +46,35 @@ def keep_to_cpus(cpus: Collection[int]) -> None:
     for thread in Path("/proc/self/task").iterdir():
         with suppress(ProcessLookupError):  # it has ended
             os.sched_setaffinity(int(thread.name), cpus)
+
+
+@contextmanager
+def threads_bound_to(cpus: Collection[int]) -> Iterator[None]:
+    """Bind the threads that begin within to ``cpus``; none: they may run where this one may."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def prefer_memory_of(node: int) -> None:
+    """Let this thread, and those that it begins, take memory of one NUMA node while there is some.
+
+    Raises:
+        ConfigError: there is no such node, or the process may not choose.
+    """
+    nodes = sorted(int(path.name.removeprefix("node")) for path in _NODES.glob("node[0-9]*"))
+    if node not in nodes:
+        raise ConfigError(f"memory_node is {node}; this machine has {_ranges(nodes) or 'no nodes of memory'}")
+    libc, mask = ctypes.CDLL(None, use_errno=True), ctypes.c_ulong(1 << node)
+    call = ctypes.c_long(_SET_MEMPOLICY.get(platform.machine(), -1))
+    if libc.syscall(call, _MPOL_PREFERRED, ctypes.byref(mask), ctypes.c_ulong(8 * ctypes.sizeof(mask) + 1)):
+        raise ConfigError(
+            f"memory of node {node} cannot be preferred: {os.strerror(ctypes.get_errno())}; leave memory_node out, or "
+            "let the container call set_mempolicy (docker run --cap-add SYS_NICE)"
+        )
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 
 from geartrain.ams.kernels._core import Lease, boot_seconds
@@ -24,6 +24,7 @@ from geartrain.ams.server.machine import (
     keep_to_cpus,
     limit_row_memory,
     memory_pool,
+    prefer_memory_of,
     threads_per_shard,
 )
 from geartrain.ams.server.metrics import ServedShard, server_metrics
@@ -69,6 +70,7 @@ class _HeldShard:
         models: HostedModels,
         roots: SnapshotRoots,
         memory_pool: str,
+        cpus: Sequence[int],
     ) -> None:
         self.config = config
         self.memory_pool = memory_pool
@@ -84,6 +86,7 @@ class _HeldShard:
             host=split_address(config.listen)[0],
             port=config.data_port,
             uses_tls=bool(Credentials.mine(listen).names),
+            cpus=cpus,
         )
         self.server = GrpcServer(listen, config.max_message_bytes, reflection=config.reflection)
         self.server.add(self.service.bound, waiting=self.service.waiting_methods)
@@ -241,6 +244,8 @@ class ShardServer:
         """
         if self._config.cpus is not None:
             keep_to_cpus(self._config.cpus)
+        if self._config.memory_node is not None:
+            prefer_memory_of(self._config.memory_node)
         keep_large_buffers()
         limit_row_memory(self._config.memory_bytes)
         pool = memory_pool().name
@@ -255,7 +260,9 @@ class ShardServer:
                 if self._config.ports is not None:
                     listen = f"{host}:{self._config.ports[index]}"
                 wanted = None if first is None else first + index
-                held = _HeldShard(self._config, listen, wanted, self._models, self._roots, pool)
+                cpus = self._config.cpus or ()
+                own = cpus[index :: self._config.shards] or cpus[index % max(1, len(cpus)) :][:1]
+                held = _HeldShard(self._config, listen, wanted, self._models, self._roots, pool, own)
                 self._held.append(held)
                 held.server.start()
             self._join_all()

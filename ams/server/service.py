@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -86,13 +86,14 @@ class ShardService:
         host: str = "",
         port: int = 0,
         uses_tls: bool = False,
+        cpus: Sequence[int] = (),
     ) -> None:
         self._max_message_bytes = max_message_bytes
         self._roots = SnapshotRoots("server", "127.0.0.1:0", None) if roots is None else roots
         self._parts = PartBuffer()
         self._threads_that_wait = threading.Semaphore(_MOST_WAITING_THREADS)
         self._shard: Shard | None = None
-        self.data_plane = DataPlanePort(lambda: self.shard, host, port, uses_tls=uses_tls)
+        self.data_plane = DataPlanePort(lambda: self.shard, host, port, uses_tls=uses_tls, cpus=cpus)
         """Connections of clients to this shard for pulls, pushes and assigns."""
 
     def serve(self, shard: Shard) -> None:

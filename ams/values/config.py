@@ -355,7 +355,10 @@ class ServerConfig(RoleConfig):
     memory_bytes: int | None = Field(default=None, ge=MIB)
     """Most bytes of rows, slots and indexes; writes beyond are refused. None: a share of its container or machine."""
     cpus: Cpus | None = None
-    """CPUs that all threads of the process keep to, as 0-3,6; None: those that the system gives it."""
+    """CPUs that all threads of the process keep to, as 0-3,6, those that work on rows each to its shard's share of
+    them: as many as shards are one thread a core. None: those that the system gives it."""
+    memory_node: int | None = Field(default=None, ge=0, lt=64)
+    """NUMA node of whose memory rows are made while it has some; None: of the CPU that makes them."""
     threads: int | None = Field(default=None, ge=1, le=256)
     """Most threads that work on one large request to a shard. None: CPUs of the process / its shards, at most 4."""
 

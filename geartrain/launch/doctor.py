@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -79,6 +80,7 @@ def examine(
     yield check_shared_memory()
     yield check_huge_pages()
     yield check_machine()
+    yield check_cpus()
     yield check_failpoints(environ)
 
 
@@ -236,6 +238,24 @@ def check_machine() -> Finding:
     if memory.available < MEMORY_GIB * _GIB:
         return Finding("machine", "warn", found, "end other programs: little memory is left for rows")
     return _judged("machine", load <= 2 * cores, found, "others use the cores: figures taken now mean little")
+
+
+def check_cpus() -> Finding:
+    """Which CPUs the shards of this machine work on, and whether two are bound to one."""
+    on: dict[str, list[str]] = {}
+    for pid in psutil.pids():
+        for task in Path(f"/proc/{pid}/task").glob("*"):
+            with suppress(OSError):  # it has ended
+                if (task / "comm").read_text().strip() == "geartrain-data":
+                    status = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+                    on.setdefault(status["Cpus_allowed_list"].strip(), []).append(str(pid))
+    if not on:
+        return Finding("cpus", "ok", "no shard works here")
+    found = "; ".join(
+        f"{counted(len(pids), 'shard')} on {cpus} (process {', '.join(pids)})" for cpus, pids in on.items()
+    )
+    is_shared = any(cpus.isdigit() and len(pids) > 1 for cpus, pids in on.items())
+    return _judged("cpus", not is_shared, found, "give each process CPUs of its own, as many as shards: server --cpus")
 
 
 def check_failpoints(environ: Mapping[str, str]) -> Finding:

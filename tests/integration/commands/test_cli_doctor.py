@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -12,11 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import geartrain as gt
 from geartrain.ams.client import cluster_status as ams_cluster_status
 from geartrain.ams.client.factory import local
 from geartrain.ams.observe.failpoints import VARIABLE
+from geartrain.ams.server.data_plane import DataPlanePort
+from geartrain.ams.server.shard import Shard
 from geartrain.ams.values.config import ClusterConfig, SchedulerConfig
 from geartrain.launch import doctor
 from tests.integration.commands.test_cli import role
@@ -37,7 +42,7 @@ CHECKS = {
         "fsync",
         "open files",
     ),
-    *("shared memory", "huge pages", "machine", "failpoints"),
+    *("shared memory", "huge pages", "machine", "cpus", "failpoints"),
 }
 
 
@@ -89,6 +94,36 @@ def test_a_running_cluster_is_looked_at_and_its_clocks_compared(monkeypatch: pyt
             found = findings("--scheduler", address, code=0)
     assert "1 shard, version 1, all up" in found["cluster"]["found"]
     assert (found["clock"]["state"], "that of shard 0 is 0." in found["clock"]["found"]) == ("ok", True)
+
+
+def test_shards_of_a_process_work_on_cpus_of_their_own() -> None:
+    first, second, *_ = (*sorted(os.sched_getaffinity(0)), None)
+    if second is None:
+        pytest.skip("needs two CPUs")
+    with role("scheduler", "--listen=127.0.0.1:0", "--num-shards=2") as scheduler:
+        address = scheduler["address"]
+        cpus = f"{first},{second}"
+        with role("server", "--shards=2", "--scheduler", address, "--cpus", cpus, "--memory-node=0") as server:
+            pid = server["pid"]
+            with gt.connect(address) as cluster:
+                cluster.create_table("t", dim=1, optimizer=gt.SGD(1.0)).pull(np.arange(64))
+                found = doctor.check_cpus().found
+            memory = Path(f"/proc/{pid}/numa_maps").read_text()
+    assert re.search(rf"on {first} \(process [^)]*\b{pid}\b", found), found
+    assert re.search(rf"on {second} \(process [^)]*\b{pid}\b", found), found
+    assert "prefer:0" in memory
+
+
+def test_two_shards_bound_to_one_cpu_are_a_warning() -> None:
+    one = max(os.sched_getaffinity(0))
+    ports = [DataPlanePort(lambda: Shard(0, np.arange(4096), incarnation=1), "", 0, cpus=[one]) for _ in range(2)]
+    for port in ports:
+        port.offer()
+    found = doctor.check_cpus()
+    for port in ports:
+        port.close()
+    assert (found.state, f"shards on {one} (process {os.getpid()}" in found.found) == ("warn", True), found
+    assert "--cpus" in found.remedy
 
 
 def test_a_cluster_that_does_not_answer_is_a_fault() -> None:
