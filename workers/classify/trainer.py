@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.text import counted
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.parallel.overlap.micro_batches import MicroBatches
 from geartrain.bridge.rows.native_types import has_fast_bfloat16
@@ -68,6 +69,14 @@ class ImageTrainer(Trainer):
         if recipe.batch_size % ranks.world_size:
             raise ConfigError(
                 f"batch_size is {recipe.batch_size}; it must be a multiple of the {ranks.world_size} ranks"
+            )
+        of_rank = recipe.batch_size // ranks.world_size
+        if recipe.micro_batches > of_rank:
+            raise ConfigError(
+                f"micro_batches is {recipe.micro_batches}, and a rank has {counted(of_rank, 'image')} of a batch; give "
+                f"micro_batches={of_rank} at most, or batch_size={recipe.micro_batches * ranks.world_size} at least"
+                + ", or start fewer processes"
+                * (ranks.world_size > 1)
             )
         self.backbone = backbone.to(device)
         self.head = head
@@ -198,7 +207,9 @@ class ImageTrainer(Trainer):
         for number in range(first, first + count):
             images, labels_B = self._batch(number)
             is_last = number == first + count - 1
-            losses.append(self._micro_batches.backward(images, labels_B, scale=scale, reduces=is_last))
+            losses.append(
+                self._micro_batches.backward(images, labels_B, scale=scale, reduces=is_last, ended=self._timer.ended)
+            )
         return torch.stack(losses).mean()
 
     def update(self) -> None:

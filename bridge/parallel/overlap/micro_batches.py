@@ -123,6 +123,7 @@ class MicroBatches(nn.Module):
         *,
         scale: Callable[[Tensor], Tensor] = lambda loss: loss,
         reduces: bool = True,
+        ended: Callable[[str], object] = lambda phase: None,  # noqa: ARG005
     ) -> Tensor:
         """Go forward and backward in one micro-batch after the other; return the loss of the batch, without a graph.
 
@@ -136,6 +137,7 @@ class MicroBatches(nn.Module):
         ``PartialFC`` and ``KNNSoftmax`` each micro-batch has its own labels, and the same random classes. DDP reduces
         once, FSDP2 in each. ``scale`` changes what goes backward: ``scaler.scale`` of a GradScaler. A step of several
         batches divides by their number so, and gives ``reduces=False`` for all but the last: DDP waits for that one.
+        ``ended`` is called with "forward" and "backward" where each ends, again and again.
 
         With ranks an exchange and an all-reduce of ``num`` numbers more than :meth:`forward`; labels on a device are
         waited for. If it raises, drop what the micro-batches before have left: ``zero_grad()`` of both optimizers.
@@ -172,7 +174,10 @@ class MicroBatches(nn.Module):
             is_last = not any(samples[number + 1 :]) if is_alone else number == len(groups) - 1
             loss = self._loss(mine, group, of_labels[number], of_weight[number], is_last=is_last and reduces)
             loss = loss * shares[number]
-            scale(loss).backward()  # type: ignore[no-untyped-call]
+            scaled = scale(loss)
+            ended("forward")
+            scaled.backward()  # type: ignore[no-untyped-call]
+            ended("backward")
             whole = whole.to(loss) + loss.detach()
         return whole
 

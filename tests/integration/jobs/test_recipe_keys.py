@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ from torch import nn
 
 import geartrain as gt
 from geartrain.ams.storage.snapshot.folder import latest
-from geartrain.ams.values.errors import NonFinite
+from geartrain.ams.values.errors import ConfigError, NonFinite
 from geartrain.bridge.rows.state import state_from_bytes
 from geartrain.workers.classify.float16 import LossScaler
 from geartrain.workers.job import job
 from geartrain.workers.job.keys import merged, recipe_of
+from geartrain.workers.job.metrics import COUNTERS
 from geartrain.workers.recipes.recipe import ClassifyRecipe, FccsSettings
 from tests.faults.test_elastic import torchrun
 from tests.integration.jobs.small_job import GREY, classify, draw_images, rows_of, said_by, stop_after
@@ -100,6 +101,24 @@ def test_micro_batches_train_what_the_whole_batch_trains(images: Path, tmp_path:
         said_by(divided, images, replace(RECIPE, micro_batches=3))
     assert [call.args[0].num for call in went.mock_calls] == [3] * RECIPE.steps
     torch.testing.assert_close(rows_of(divided), rows_of(whole), rtol=1e-3, atol=1e-4)
+
+
+def test_more_micro_batches_than_images_of_a_rank_are_refused(images: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"micro_batches is 9, and a rank has 8 images.*give micro_batches=8 at most"):
+        classify(tmp_path / "run", images, replace(RECIPE, micro_batches=9))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"micro_batches": 2}, {"fccs": FccsSettings(max_batch=16)}, {"dtype": "float16_masters"}, {}],
+    ids=["micro_batches", "fccs", "float16", "plain"],
+)
+def test_the_loss_and_its_gradients_are_timed_apart(settings: dict[str, Any], images: Path, tmp_path: Path) -> None:
+    counted: list[Mapping[str, float]] = []
+    with mock.patch.object(COUNTERS, "step_done", side_effect=lambda seconds, _: counted.append(seconds)):
+        said_by(tmp_path / "run", images, replace(RECIPE, steps=3, **settings))
+    assert len(counted) == 3
+    assert all(step["forward"] > 0 and step["backward"] > 0 for step in counted)
 
 
 def test_the_recipe_of_the_tutorial_has_everything_on_and_goes_on_after_a_rank_died(
