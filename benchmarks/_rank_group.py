@@ -80,6 +80,11 @@ class RankGroup:
             _write(rank, [method, arguments])
         return _replies(self._ranks)
 
+    def limit(self, bits_per_second: float) -> None:
+        """Let each rank send at another rate from now on, no greater than the one it began with."""
+        for spoke in self._namespaces:
+            _run_inside(spoke, f"tc qdisc change dev {INTERFACE} {_limit(bits_per_second)}")
+
     def interface_bytes(self) -> list[InterfaceBytes]:
         """The counters of every rank's interface; a difference of two looks is what a call moved.
 
@@ -161,7 +166,7 @@ def linked_namespaces(ends: ExitStack, num_ranks: int, bits_per_second: float) -
     """Ids of processes, each alone in a namespace whose interface, at :func:`address_of`, leads to one bridge."""
     hub, *spokes = [ends.enter_context(_namespace()) for _ in range(num_ranks + 1)]
     _run_inside(hub, "ip link add bridge type bridge", "ip link set bridge up")
-    limit = f"root tbf rate {round(bits_per_second)}bit burst {BURST_BYTES} latency {QUEUE_MILLISECONDS}ms"
+    limit = _limit(bits_per_second)
     for rank, spoke in enumerate(spokes):
         port = f"port{rank}"
         _run_inside(
@@ -178,6 +183,10 @@ def linked_namespaces(ends: ExitStack, num_ranks: int, bits_per_second: float) -
             f"tc qdisc add dev {INTERFACE} {limit}",
         )
     return spokes
+
+
+def _limit(bits_per_second: float) -> str:
+    return f"root tbf rate {round(bits_per_second)}bit burst {BURST_BYTES} latency {QUEUE_MILLISECONDS}ms"
 
 
 @contextmanager
