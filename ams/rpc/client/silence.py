@@ -169,16 +169,21 @@ def _look() -> None:
     global _looker
     while True:
         time.sleep(ASK_AFTER_SECONDS / _LOOKS)
-        of_watch: dict[SilenceWatch, list[_Wait]] = {}
-        for call in list(_waits.values()):
-            of_watch.setdefault(call.watch, []).append(call)
-        for watch, waits in of_watch.items():
-            watch.look(waits)
+        _look_at_waits()
         if not _waits:
             _looker = None  # the next call begins another
             if _waits:  # one that came in between took this thread for alive
                 _begin_to_look()
             return
+
+
+def _look_at_waits() -> None:
+    """Not a part of :func:`_look`, which would hold the calls, and with them models, while it sleeps."""
+    of_watch: dict[SilenceWatch, list[_Wait]] = {}
+    for call in list(_waits.values()):
+        of_watch.setdefault(call.watch, []).append(call)
+    for watch, waits in of_watch.items():
+        watch.look(waits)
 
 
 def _answers(address: str) -> bool:
