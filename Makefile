@@ -21,7 +21,7 @@ PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/c
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 PIP_INSTALL := $(PIP) install $(PIP_ARGS)
 
-.PHONY: help quickstart install wheel wheel-check dev test test-slow hops processors sanitize docs campaign lint format size proto bench examples-check ray-check gpu-check kernels compose-check kube-check manifests watch-check page-check pictures links clean
+.PHONY: help quickstart install wheel wheel-check dev test test-slow hops processors sanitize docs campaign lint format size words proto bench examples-check ray-check gpu-check kernels compose-check kube-check manifests watch-check page-check pictures links clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -125,6 +125,9 @@ format: dev  ## let ruff mend what it can
 
 size:  ## code lines and tokens by capability, beside their ceilings
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) scripts/size.py
+
+words:  ## docstrings and names that docs/explanation/words.md asks to write another way
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) scripts/words.py --list
 
 proto: dev  ## the stubs in ams/pb/v1 and serving/kserve/pb, anew from proto/
 	$(BIN)/python scripts/generate_protos.py
