@@ -54,7 +54,7 @@ def _ours(samples: ClickSamples, recipe: CtrRecipe) -> float:
         )
         trainer = ClickTrainer(attempt, ("", samples))
         trainer.run()
-        return auc(*trainer.predict())
+        return auc(*trainer.predict()[:2])
 
 
 class _Bags(nn.Module):

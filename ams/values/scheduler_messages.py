@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from geartrain.ams.values.errors import ClusterNotReady
@@ -265,6 +265,8 @@ class JobReport:
     """Of a step: waiting for rows."""
     push_ms: float | None = None
     """Of a step: sending what becomes of them."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What else its newest validation found, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)

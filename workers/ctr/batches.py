@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from geartrain.workers.ctr.designs import Design
+from geartrain.workers.ctr.metrics import Scores
 from geartrain.workers.ctr.recipe import CtrRecipe
 from geartrain.workers.ctr.samples.click_samples import ClickSamples, part_validation, split
 from geartrain.workers.data.streams import JointOrder
@@ -27,6 +28,14 @@ class ClickBatch(NamedTuple):
     """As the network takes them beside the vectors."""
     clicks: Tensor
     """[B], 0 or 1."""
+
+    def scores(self, logits: Tensor, user: str | None) -> Scores:
+        """Those that ``logits`` [B] are of; ``user`` is the field of users."""
+        users = None
+        if user is not None:
+            users, level = self.ids[user], getattr(self.ids, "level_of", {}).get(user)
+            users = np.asarray(users if level is None else users[self.ids.index[level]])  # type: ignore[attr-defined]
+        return Scores(logits.detach().double().sigmoid().numpy(), self.clicks.double().numpy(), users)
 
 
 class ClickBatches(Protocol):

@@ -29,7 +29,7 @@ from geartrain.bridge.models.din import DIN
 from geartrain.bridge.models.dssm import DSSM
 from geartrain.bridge.models.wide_deep import WideDeep
 from geartrain.workers.ctr.recipe import CtrRecipe
-from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, SampleSchema, require_free
+from geartrain.workers.ctr.samples.click_samples import PADDING, USER, ClickSamples, SampleSchema, require_free
 from geartrain.workers.ctr.samples.features import (
     HISTORY,
     HISTORY_ITEMS,
@@ -155,6 +155,9 @@ class Design:
             *(self._feature(_free(f"{name}_weight", embedded), 1, (name,)) for name in names if kind.weights),
             *(self._feature("_x_".join(cross), 1, cross) for cross in schema.crosses if kind.crosses),
         )
+        is_bag = USER in schema.kinds and schema.kinds[USER].is_list
+        self.user = USER if USER in layout.fields and not is_bag else None
+        """The field whose ids are users, if there is one."""
         self.dims = {feature.name: feature.dim for feature in self.features}
         self.served: tuple[SampleFeature, ...] = (*self.features, *(self._of_images() if kind.images else ()))
         """:attr:`features`, and the images: what a service looks up."""

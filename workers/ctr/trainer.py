@@ -8,6 +8,7 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
@@ -20,7 +21,7 @@ from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.tables import counted_as
 from geartrain.workers.ctr.batches import BatchesInMemory, ClickBatch, ClickBatches
 from geartrain.workers.ctr.designs import Design, layout_of
-from geartrain.workers.ctr.metrics import Floats, draw_calibration, measured, worse_than_guessing
+from geartrain.workers.ctr.metrics import Scores, draw_calibration, figures, in_words, measured, worse_than_guessing
 from geartrain.workers.ctr.recipe import CtrRecipe, EmbeddingRecipe, usual_for
 from geartrain.workers.ctr.samples.click_samples import ClickSamples
 from geartrain.workers.ctr.samples.examples import FILE, examples_file
@@ -214,18 +215,15 @@ class ClickTrainer(EmbeddingTrainer):
             return
         self._looked_at = step
         with self.phases.measured("looks"):
-            found = measured(*scored(self.network, self.fields, self._validation))
-        numbers = {name: found[name] for name in ("auc", "log_loss")}
+            found = measured(self._scored(self._validation))
+        numbers = figures(found)
         self.events.scalars("validation", numbers, step)
-        self.metric = "AUC", found["auc"]
+        self.metric, self.metrics = ("AUC", found["auc"]), numbers
         look = {"step": step, **numbers, "samples": found["samples"]}
         is_best = self._best.compare(look)
         if is_best:
             self.progress, self.wants_snapshot = replace(self.progress, best=look), True
-        self.attempt.say(
-            f"step {step}: validation AUC {found['auc']:.4f}, log loss {found['log_loss']:.4f}"
-            f"{', the best so far' if is_best else ''}"
-        )
+        self.attempt.say(f"step {step}: validation {in_words(found)}{', the best so far' if is_best else ''}")
 
     def run(self, **settings: Any) -> bool:
         self.network.train()
@@ -239,9 +237,12 @@ class ClickTrainer(EmbeddingTrainer):
         loss: Tensor = self.network({**vectors, **batch.images}, batch.clicks)
         return loss
 
-    def predict(self) -> tuple[Floats, Floats]:
-        """Of the samples held out the probability of a click, and whether there was one; both [N]."""
-        return scored(self.network, self.fields, self.samples.tested())
+    def predict(self) -> Scores:
+        """Those of the samples held out."""
+        return self._scored(self.samples.tested())
+
+    def _scored(self, batches: Iterable[ClickBatch]) -> Scores:
+        return scored(self.network, self.fields, batches, self.design.user)
 
     def _go_to_best(self) -> int:
         """Take network and rows of the best step back; return which it is."""
@@ -263,14 +264,14 @@ class ClickTrainer(EmbeddingTrainer):
             if step != best["step"]:
                 why = f"; that of the best step, {best['step']}, could not be saved"
         self.attempt.say(f"The model is that of step {step}{why}")
-        found = measured(*self.predict())
-        self.events.scalars("held_out", {name: found[name] for name in ("auc", "log_loss")}, self.progress.step)
+        found = measured(self.predict())
+        self.events.scalars("held_out", figures(found), self.progress.step)
         title = f"{recipe.model}, {recipe.split} split: AUC {found['auc']:.4f}, log loss {found['log_loss']:.4f}"
         draw_calibration(out / "calibration.png", found["calibration"], title)
         what = "Validation" if recipe.validation else "Held out"
         self.attempt.say(
-            f"{what}: AUC {found['auc']:.4f}, log loss {found['log_loss']:.4f} "
-            f"({found['log_loss_of_the_mean']:.4f} for the mean click rate), {counted(found['samples'], 'sample')}"
+            f"{what}: {in_words(found)} ({found['log_loss_of_the_mean']:.4f} log loss for the mean click rate), "
+            f"{counted(found['samples'], 'sample')}"
         )
         if (worse := worse_than_guessing(found)) is not None:
             self.attempt.say(f"[yellow]{worse}[/]")
@@ -281,19 +282,20 @@ class ClickTrainer(EmbeddingTrainer):
         return "Snapshots, report and calibration.png"
 
 
-def scored(network: ClickModel, fields: EmbeddingGroup, batches: Iterable[ClickBatch]) -> tuple[Floats, Floats]:
-    """The probability of a click [N], and whether there was one. The network stays in the mode it was in."""
+def scored(
+    network: ClickModel, fields: EmbeddingGroup, batches: Iterable[ClickBatch], user: str | None = None
+) -> Scores:
+    """What the network says of the samples; ``user`` is their field of users. It stays in the mode it was in."""
     was_training = network.training
     network.eval()
-    logits, clicks = [torch.empty(0)], [torch.empty(0)]
+    found = [Scores(np.empty(0), np.empty(0), None if user is None else np.empty(0, np.int64))]
     try:
         with torch.no_grad():
             for batch in batches:
-                logits.append(network({**fields(batch.ids), **batch.images}))
-                clicks.append(batch.clicks)
+                found.append(batch.scores(network({**fields(batch.ids), **batch.images}), user))
     finally:
         network.train(was_training)
-    return torch.cat(logits).double().sigmoid().numpy(), torch.cat(clicks).double().numpy()
+    return Scores.joined(found)
 
 
 def _kinds_in_order(data: Mapping[str, Any]) -> dict[str, FieldKind]:

@@ -78,6 +78,8 @@ class JobCounters:
         self.job = ""
         self.loss: float | None = None
         """The newest that was read."""
+        self.figures: Mapping[str, float] = {}
+        """Of the newest validation, by name."""
         self._steps = self._samples = 0
         self._counts = {phase: [0] * (len(BOUNDS) + 1) for phase in PHASES}
         self._seconds = dict.fromkeys(PHASES, 0.0)
@@ -100,6 +102,9 @@ class JobCounters:
         yield Metric("job_samples_total", "counter", "Samples that they were done with.", label, samples)
         if self.loss is not None:
             yield Metric("job_loss", "gauge", "The newest that was read.", label, [(job, self.loss)])
+        if self.figures:
+            what, named = "Of the newest validation.", [((self.job, name), of) for name, of in self.figures.items()]
+            yield Metric("job_metric", "gauge", what, ("job", "metric"), named)
         what = "Parts of a step: waiting for rows, sending their changes; loss, gradients, and what these change."
         parts = [((self.job, p), Buckets(BOUNDS, tuple(self._counts[p]), self._seconds[p])) for p in PHASES]
         yield Metric("job_step_seconds", "histogram", what, ("job", "phase"), parts)

@@ -89,6 +89,9 @@ class TrainingRun:
             lost_at_step=None if self._loss is None else self._loss.step,
             metric=metric,
             metric_value=metric_value,
+            metrics={
+                name.replace("_", " "): value for name, value in trainer.metrics.items() if name != metric.lower()
+            },
             samples_per_second=numbers.get("samples_per_second", 0.0),
             pull_ms=numbers.get("pull_ms"),
             push_ms=numbers.get("push_ms"),
@@ -227,7 +230,7 @@ class TrainingRun:
         with LiveLine(console, progress.step, last_step, is_shown=self._is_first) as line:
 
             def show(step: int, numbers: dict[str, float]) -> None:
-                self._numbers, COUNTERS.loss = numbers, numbers["loss"]
+                self._numbers, COUNTERS.loss, COUNTERS.figures = numbers, numbers["loss"], trainer.metrics
                 trainer.events.scalars("train", numbers, step)
                 line.show(step, numbers)
 

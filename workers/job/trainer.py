@@ -126,6 +126,8 @@ class Trainer:
         self.samples_per_second = 0.0
         self.metric: tuple[str, float | None] = "", None
         """Name and newest value of the metric of a validation; empty: there was none yet."""
+        self.metrics: Mapping[str, float] = {}
+        """All of that validation, by name."""
         self.events = Loggers()
         self.order = JointOrder(num_samples, recipe.batch_size, recipe.seed)
         self.optimizer = optimizer

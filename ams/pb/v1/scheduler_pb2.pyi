@@ -485,6 +485,26 @@ class JobReport(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     STATE_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     LAST_STEP_FIELD_NUMBER: _builtins.int
@@ -497,6 +517,7 @@ class JobReport(_message.Message):
     SAMPLES_PER_SECOND_FIELD_NUMBER: _builtins.int
     PULL_MS_FIELD_NUMBER: _builtins.int
     PUSH_MS_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
     state: Global___JobCondition.ValueType
     step: _builtins.int
     """Steps that it has done."""
@@ -517,6 +538,10 @@ class JobReport(_message.Message):
     pull_ms: _builtins.float
     """Of a step. Waiting for rows, and sending what becomes of them."""
     push_ms: _builtins.float
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """What else its newest validation found, by name."""
+
     def __init__(
         self,
         *,
@@ -532,10 +557,11 @@ class JobReport(_message.Message):
         samples_per_second: _builtins.float = ...,
         pull_ms: _builtins.float | None = ...,
         push_ms: _builtins.float | None = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "_lost_at_step", b"_lost_at_step", "_metric_value", b"_metric_value", "_pull_ms", b"_pull_ms", "_push_ms", b"_push_ms", "loss", b"loss", "lost_at_step", b"lost_at_step", "metric_value", b"metric_value", "pull_ms", b"pull_ms", "push_ms", b"push_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "_lost_at_step", b"_lost_at_step", "_metric_value", b"_metric_value", "_pull_ms", b"_pull_ms", "_push_ms", b"_push_ms", "last_step", b"last_step", "loss", b"loss", "lost_at_step", b"lost_at_step", "metric", b"metric", "metric_value", b"metric_value", "pull_ms", b"pull_ms", "push_ms", b"push_ms", "samples_per_second", b"samples_per_second", "snapshot_every_seconds", b"snapshot_every_seconds", "state", b"state", "step", b"step", "steps_per_second", b"steps_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "_lost_at_step", b"_lost_at_step", "_metric_value", b"_metric_value", "_pull_ms", b"_pull_ms", "_push_ms", b"_push_ms", "last_step", b"last_step", "loss", b"loss", "lost_at_step", b"lost_at_step", "metric", b"metric", "metric_value", b"metric_value", "metrics", b"metrics", "pull_ms", b"pull_ms", "push_ms", b"push_ms", "samples_per_second", b"samples_per_second", "snapshot_every_seconds", b"snapshot_every_seconds", "state", b"state", "step", b"step", "steps_per_second", b"steps_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015

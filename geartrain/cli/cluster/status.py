@@ -139,6 +139,8 @@ def job_lines(job: JobEntry) -> Iterator[str]:
         numbers.append(f"pull {report.pull_ms:.1f} + push {report.push_ms:.1f} ms")
     if numbers:
         yield printable(f"  {', '.join(numbers)}")
+    if report.metrics:
+        yield printable(f"  {', '.join(f'{name} {value:.4f}' for name, value in report.metrics.items())}")
     saved = "no snapshot"
     if job.snapshot_step is not None and job.snapshot_seconds_ago is not None:
         saved = f"snapshot of step {job.snapshot_step:,}, {lasting(job.snapshot_seconds_ago)} ago"

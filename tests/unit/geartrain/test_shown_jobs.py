@@ -20,6 +20,7 @@ from geartrain.watch.events import folded
 def test_a_job_has_room_on_a_terminal_and_no_text_looks_like_two_events() -> None:
     report = JobReport(state="training", step=12_345, last_step=20_000, steps_per_second=9.4, loss=0.8412)
     report = replace(report, metric="AUC", metric_value=0.912, samples_per_second=1203.2, pull_ms=1.24, push_ms=0.31)
+    report = replace(report, metrics={"grouped auc": 0.75, "log loss": 0.5})
     entry = JobEntry(
         job="run-029e5708",
         report=replace(report, snapshot_every_seconds=11.0),
@@ -35,6 +36,7 @@ def test_a_job_has_room_on_a_terminal_and_no_text_looks_like_two_events() -> Non
     assert lines == [
         "run-029e5708: training, step 12,345 of 20,000 (61 %), 0 s ago, 14 min left",
         "  loss 0.8412, AUC 0.9120, 9.4 steps/s, 1,203 samples/s, pull 1.2 + push 0.3 ms",
+        "  grouped auc 0.7500, log loss 0.5000",
         "  snapshot of step 12,300, 49 s ago, every 11 s; failed: 2 SnapshotFailed",
         "  went back 2 times, 114 steps lost",
     ]

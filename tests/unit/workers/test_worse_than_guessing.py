@@ -11,7 +11,7 @@ from rich.console import Console
 
 from geartrain.workers import jobs
 from geartrain.workers.classify.report import worse_than_guessing as worse_than_the_commonest
-from geartrain.workers.ctr.metrics import measured, worse_than_guessing
+from geartrain.workers.ctr.metrics import Scores, measured, worse_than_guessing
 from geartrain.workers.ctr.recipe import CtrRecipe
 from geartrain.workers.job.options import JobOptions
 from geartrain.workers.recipes.recipe import ClassifyRecipe
@@ -21,8 +21,8 @@ from tests.support.movielens_files import write_movielens
 
 def test_of_clicks_below_the_mean_click_rate() -> None:
     clicks = np.array([0, 0, 0, 1])
-    assert worse_than_guessing(measured(np.array([0.2, 0.2, 0.2, 0.4]), clicks)) is None
-    assert "row_lr" in str(worse_than_guessing(measured(np.array([0.9, 0.9, 0.9, 0.1]), clicks)))
+    assert worse_than_guessing(measured(Scores(np.array([0.2, 0.2, 0.2, 0.4]), clicks, None))) is None
+    assert "row_lr" in str(worse_than_guessing(measured(Scores(np.array([0.9, 0.9, 0.9, 0.1]), clicks, None))))
 
 
 def test_of_images_below_the_commonest_class() -> None:

@@ -17,7 +17,7 @@ import geartrain as gt
 from geartrain.ams.values.errors import TrainingDiverged
 from geartrain.workers import jobs
 from geartrain.workers.ctr.designs import crossed
-from geartrain.workers.ctr.metrics import auc, calibration, log_loss
+from geartrain.workers.ctr.metrics import Scores, auc, calibration, grouped_auc, log_loss, measured
 from geartrain.workers.ctr.recipe import MODELS, CtrRecipe, recipe_for
 from geartrain.workers.ctr.samples.click_samples import PADDING
 from geartrain.workers.job import job
@@ -64,6 +64,7 @@ def test_a_run_learns_what_users_like(tmp_path: Path, data: Path, model: str) ->
     report = json.loads((out / "report.json").read_text(encoding="utf-8"))
     assert report["held_out"]["auc"] > 0.95
     assert report["held_out"]["log_loss"] < report["held_out"]["log_loss_of_the_mean"] / 2
+    assert report["held_out"]["grouped_auc"] > 0.9 and 0.5 < report["held_out"]["predicted_per_clicked"] < 2
     assert (report["held_out"]["samples"], report["recipe"]["model"]) == (105, model)  # an eighth chose the step
     assert (out / "calibration.png").read_bytes().startswith(b"\x89PNG")
     assert list((out / "events").rglob("events.out.tfevents.*"))
@@ -168,6 +169,20 @@ def test_auc_is_the_part_of_pairs_in_order_and_ties_are_half() -> None:
     parts = calibration(scores, clicks)
     assert sum(part["samples"] for part in parts) == 60
     assert [part["predicted"] for part in parts] == sorted(part["predicted"] for part in parts)
+
+
+def test_the_auc_by_user_is_the_mean_of_theirs_by_samples() -> None:
+    rng = np.random.default_rng(1)
+    scores, clicks, users = rng.integers(0, 6, 400) / 5, rng.integers(0, 2, 400), rng.integers(0, 30, 400) - 2**62
+    clicks[users == users[0]] = 1  # who clicked on all has no AUC
+    of_user = {user: auc(scores[users == user], clicks[users == user]) for user in set(users.tolist())}
+    weights = [np.sum(users == user) for user in of_user if not np.isnan(of_user[user])]
+    expected = np.average([found for found in of_user.values() if not np.isnan(found)], weights=weights)
+    assert grouped_auc(scores, clicks, users) == pytest.approx(expected)
+    assert np.isnan(grouped_auc(scores, np.zeros(400), users)) and np.isnan(auc([], []))
+    found = measured(Scores(scores, clicks.astype(np.float64), users))
+    assert found["predicted_per_clicked"] == pytest.approx(scores.mean() / clicks.mean())
+    assert measured(Scores(scores, np.zeros(400), None))["predicted_per_clicked"] is None
 
 
 def test_a_cross_has_an_id_for_each_pair() -> None:

@@ -23,9 +23,11 @@ def test_steps_are_counted_by_their_parts() -> None:
     counters.job = "j"
     counters.step_done({"pull": 0.25, "push": 0.004, "forward": 1.0, "backward": 0.5}, 16)
     counters.step_done({"pull": 0.0, "push": 0.0, "forward": 100.0}, 16)
+    counters.figures = {"auc": 0.75}
     found = {metric.name: {tuple(labels): value for labels, value in metric.samples} for metric in counters.metrics()}
     assert found["job_steps_total"] == {("j",): 2}
     assert found["job_samples_total"] == {("j",): 32}
+    assert found["job_metric"] == {("j", "auc"): 0.75}
     pull, forward = found["job_step_seconds"]["j", "pull"], found["job_step_seconds"]["j", "forward"]
     assert isinstance(pull, Buckets) and isinstance(forward, Buckets)
     assert (pull.total, pull.counts[BOUNDS.index(0.25)], sum(pull.counts)) == (0.25, 1, 2)
