@@ -136,9 +136,10 @@ def error_from(call: grpc.RpcError | grpc.Call, peer: str) -> errors.GeartrainEr
     if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         if code is grpc.StatusCode.PERMISSION_DENIED and (token := token_path()) is not None:
             return errors.AccessDenied(
-                f"{peer} does not do this for the token of this process, {token}: it ran out, was revoked, is of "
-                "another job, or gives no such right, as the log there says. Have one made that does ('geartrain certs "
-                "token') and write it to that file (security.token): it is taken up within a second"
+                f"{peer} does not do this for the token of this process, {token}: it ran out, was revoked, was signed "
+                "by a key of another cluster, is of another job, or gives no such right, as the log there says. Have "
+                "one made that does ('geartrain certs token') and write it to that file (security.token): it is taken "
+                "up within a second"
             )
         return errors.AccessDenied(
             f"{peer} does this for nobody with the certificate of this process and no token; its log says why. Renew "

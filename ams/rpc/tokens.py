@@ -223,7 +223,7 @@ class Tokens:
         if (known := self._verified.get(text)) is None:
             token = verified(text, self._keys or ())
             if token is None:
-                return "no token of this cluster"
+                return "no token of this cluster: none of the keys in token.pub has signed it"
             known = token, token.grant()
             with self._lock:
                 if len(self._verified) >= _MOST_VERIFIED:

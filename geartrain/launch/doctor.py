@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 
 from geartrain.ams.observe.failpoints import VARIABLE
 from geartrain.ams.values.config import ClientConfig, ClusterConfig, split_address
-from geartrain.ams.values.errors import GeartrainError
+from geartrain.ams.values.errors import AccessDenied, GeartrainError
 from geartrain.ams.values.text import counted
 from geartrain.launch.ports import is_taken, role_at, user_of
 from geartrain.launch.roles import ROLES
@@ -156,7 +156,10 @@ def check_cluster(scheduler: str | None) -> Iterator[Finding]:
     try:
         status = cluster_status(scheduler, config=ClientConfig(connect_timeout_seconds=_ANSWER_SECONDS))
     except GeartrainError as exc:
-        yield Finding("cluster", "fail", str(exc), "start it ('geartrain up'), or correct --scheduler")
+        remedy = "start it ('geartrain up'), or correct --scheduler"
+        if isinstance(exc, AccessDenied):
+            remedy = "the cluster is up: look at the log of its scheduler, which says why"
+        yield Finding("cluster", "fail", str(exc), remedy)
         return
     states = [entry.state for entry in status.shards]
     absent = [f"shard {entry.shard} is {entry.state}" for entry in status.shards if entry.state != "up"]

@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 _MOST_BODY_BYTES = 1 << 16
 _MOST_PAGES = 64
 _ANSWER_SECONDS = 2.0
-_USED = """<title>Geartrain: another link is needed</title><main><section>
-<h1>This link was used, or is of a dashboard that ended</h1>
-<p>Each opens the page in one browser, once. For another one type, on the machine of the dashboard and as its user:</p>
+_ANOTHER = """<title>Geartrain: another link is needed</title><main><section>
+<h1>{why}</h1>
+<p>Each link opens the page in one browser, once. For another type, on the machine of the dashboard and as its user:</p>
 <p><code>geartrain dashboard --link --listen {address}</code></p>
 </section></main>"""
 
@@ -68,6 +68,8 @@ class Dashboard:
         host, _ = split_address(listen)
         self._cookie = f"geartrain-{listener.getsockname()[1]}"  # cookies are of a host, not of a port
         self._session = secrets.token_urlsafe(32)
+        self._used: set[str] = set()
+        """Keys of links that were opened."""
         self._html = _html()
         self._told = Told(config)
         routes = [
@@ -135,13 +137,18 @@ class Dashboard:
         by_key = request.url.path == "/" and _equal(request.query_params.get("key", ""), self._key)
         if by_key or _equal(request.cookies.get(self._cookie, ""), self._session):
             return None
-        response = page_response(_USED.format(address=self.address))
+        why = "This page opens by a link"
+        if (key := request.query_params.get("key")) is not None:
+            is_used = key in self._used
+            why = "This link was used" if is_used else "This link is not of this dashboard, or was copied in part"
+        response = page_response(_ANOTHER.format(why=why, address=self.address))
         response.status_code = 403
         return response
 
     async def _page(self, request: Request) -> Response:
         response = page_response(self._html)
         if _equal(request.query_params.get("key", ""), self._key):
+            self._used.add(self._key)
             self._make_key()
             secure = not self._is_loopback
             response.set_cookie(self._cookie, self._session, httponly=True, samesite="strict", secure=secure)

@@ -76,8 +76,8 @@ class HttpQuestions:
             Route("/v1/models/{name}/classes/{label:int}/picture", self._picture),
             Route("/v1/models/{name}/rollback", self._rollback, methods=["POST"]),
             Route("/v1/models/{name}/canary", self._canary, methods=["POST"]),
-            Route("/v1/models/{name}/{operation}", self._ask, methods=["POST"]),
-            Route("/v1/{operation}", self._ask, methods=["POST"]),
+            Route("/v1/models/{name}/{operation}", self._ask, methods=["GET", "POST"]),
+            Route("/v1/{operation}", self._ask, methods=["GET", "POST"]),
             Route("/metrics", self._metrics),
             *InferenceRoutes(self.service, self.callers, self.limits, self.on_thread).routes(),
         ]
@@ -139,6 +139,8 @@ class HttpQuestions:
         with lease:
             self.callers.require(request, "read", lease.model)
             operation = lease.operation(request.path_params["operation"])
+            if request.method != "POST":
+                raise HTTPException(405, headers={"Allow": "POST"})
             request.scope[ASKED] = AskedOf(lease.model, str(lease.servable.version), operation.name)
             body = await self.limits.body(request)
             kind = request.headers.get("content-type", "")

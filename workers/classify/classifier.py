@@ -241,6 +241,8 @@ class Classifier(ImageTrainer):
         ink, names = self.recipe.look.kind == "ink", self._labelled.class_names
         draw_mistakes(out / "mistakes.png", answers, self._labelled.train, names, ink=ink)
         self._tell_unreadable()
+        if looked is not None:
+            self.metric = "best accuracy", looked.validation_top1
         for line in best.verdict() if best is not None and self.progress.is_complete else []:
             self._attempt.say(line)
         unreadable = sorted(self._labelled.unreadable.found)

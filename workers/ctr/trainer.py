@@ -260,6 +260,7 @@ class ClickTrainer(EmbeddingTrainer):
         step = self._go_to_best()
         why = ""
         if best is not None:
+            self.metric = "best AUC", best["auc"]
             why = f", the best: validation AUC {best['auc']:.4f}"
             if step != best["step"]:
                 why = f"; that of the best step, {best['step']}, could not be saved"

@@ -108,6 +108,7 @@ class Access(grpc.ServerInterceptor):
         self._strangers, self._counts = strangers, counts
         self.tokens = tokens_of(folder)
         self._freezes = AskedFreezes()
+        self._has_warned = False
         self._asks: dict[str, Asks] = {}
         self._guarded = functools.cache(self._guard)
 
@@ -165,7 +166,14 @@ class Access(grpc.ServerInterceptor):
         else:
             is_program = all(name.role == CLIENT for name in able)
             caller = {"caller": ", ".join(map(str, certified)), "peer": context.peer()}
-            text = _shown_token(context) if is_program and self.tokens.are_wanted else ""
+            text = _shown_token(context) if is_program else ""
+            if text and not self._has_warned and not self.tokens.are_wanted:
+                self._has_warned = True
+                logger.warning(
+                    "%s shows a token, which bounds nothing: there is no token.pub in security.folder of this role; "
+                    "copy it there from where the token was made ('geartrain certs renew')",
+                    caller["peer"],
+                )
             token = self._by_token(path, request, text, caller, needs=is_program)
             if not isinstance(token, str):
                 if path != OPENS_ROWS:

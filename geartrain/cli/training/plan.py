@@ -180,12 +180,12 @@ def plan(
         settings |= {"num_classes": num_classes, "ranks": ranks, "batch": samples, "hardware": where}
         return _step(backbone, images, network_dtype, {**head, **settings, "compare": compare})
 
-    found: dict[str, int] = {}
-    if fit == "classes":
-        from geartrain.cli.training.plan_table import bytes_of
+    from geartrain.cli.training.plan_table import bytes_of
 
+    found: dict[str, int] = {}
+    room = bytes_of(memory) if where is None else where.memory_bytes
+    if fit == "classes":
         network = 0 if where is None else network_bytes(step_of(batch_size or 128, 1))
-        room = bytes_of(memory) if where is None else where.memory_bytes
         found = {"classes": (classes := most_classes(report_of, room, network, -(-num_shards // hosts)))}
     elif fit == "batch":
         full = {"select": FullSoftmax()} if report_of().num_active < report_of().num_classes else {}
@@ -200,7 +200,8 @@ def plan(
         print(json.dumps({**report.to_json(), **({"fit": found} if fit else {}), **steps}))
         return
     if found:
-        print(f"{fit_line(found)}\n")
+        of = "a host (--memory)" if where is None else f"a rank (--hardware {hardware})"
+        print(f"{fit_line(found)}, in the {room / 1e9:,.1f} GB of {of}\n")
     print(report)
     print(f"\n{report.explained()}" if step is None else f"\na step of {backbone} with this head\n\n{step.explain()}")
 

@@ -12,6 +12,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from geartrain.ams.server.machine import default_row_memory
 from geartrain.ams.tables.planned_memory import MOST_IDS, PlannedRows, planned_rows
+from geartrain.ams.values.config import MIB
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.placement import MAX_SHARDS
 from geartrain.ams.values.specs import TableSpec
@@ -88,6 +89,9 @@ def _text(spec: TableSpec, planned: PlannedRows, facts: dict[str, Any]) -> str:
 
 def bytes_of(memory: str) -> int:
     try:
-        return int(TypeAdapter(ByteSize).validate_python(memory))
+        found = int(TypeAdapter(ByteSize).validate_python(memory))
     except ValidationError as exc:
         raise ConfigError(f"--memory is {memory!r}; it must be a number of bytes, as 64GB or 60GiB") from exc
+    if memory.isdecimal() and found < MIB:
+        raise ConfigError(f"--memory is {memory!r}, {counted(found, 'byte')}; say of what it is, as 64GB or 60GiB")
+    return found

@@ -132,16 +132,18 @@ def test_plan_finds_the_most_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["step"]["fits"] and found["step"]["rank_bytes"] > 0.99 * 32e9
     few = ["--fit", "batch", "--classes", "9", *head, *step]
     monkeypatch.setattr(plan_fit, "_MOST_SAMPLES", 64)
-    assert "at least 63 samples a rank; at least 63 with float32 rows\n" in invoke("plan", *few).stdout
+    said = "at least 63 samples a rank; at least 63 with float32 rows, in the 32.0 GB of a rank"
+    assert said in invoke("plan", *few).stdout
     assert json.loads(invoke("plan", *few, "--json").stdout)["fit"]["samples a rank"] == 63
     monkeypatch.setattr(plan_fit, "_MOST_CLASSES", 1024)
-    assert "at least 1,023 classes\n" in invoke("plan", *one_machine).stdout
+    assert "at least 1,023 classes, in the 64.0 GB of a host (--memory)\n" in invoke("plan", *one_machine).stdout
     for wrong, why in (
         (["--fit", "rows", "--classes", "9"], "--fit is 'rows'; it must be classes, or batch"),
         (["--fit", "classes", "--classes", "9"], "leave --classes out"),
         (["--fit", "batch", "--classes", "9"], "say --hardware, too"),
         (["--fit", "batch", "--batch-size", "9", *sizes], "leave --batch-size out"),
         (["--fit", "classes", "--memory", "1kB"], "not one class fits into 0.0 GB: take more ranks"),
+        (["--fit", "classes", "--memory", "64"], "--memory is '64', 64 bytes; say of what it is, as 64GB"),
         (["--fit", "classes", "--ids", "9"], "or --ids for a hashed table"),
     ):
         with pytest.raises((gt.errors.ConfigError, gt.errors.InvalidArgument), match=why):

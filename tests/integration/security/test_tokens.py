@@ -18,22 +18,26 @@ from geartrain.ams.graph.client.remote import RemoteGraphs
 from geartrain.ams.graph.service.role import GraphServer
 from geartrain.ams.pb.v1 import gear_pb2, graph_pb2, scheduler_pb2, shard_pb2
 from geartrain.ams.rpc.client.calls import GrpcCalls
+from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
 from geartrain.ams.rpc.server.access import CALLERS
 from geartrain.ams.rpc.server.rights import NO_TOKEN, RIGHT_OF
 from geartrain.ams.rpc.services import SCHEDULER, SHARD
+from geartrain.ams.scheduler.service import SchedulerServer
 from geartrain.ams.values.config import (
     CERTIFIED_ROLES,
     CLIENT,
     FOLDER_VARIABLE,
     TOKEN_VARIABLE,
     GraphConfig,
+    SchedulerConfig,
     SecurityConfig,
     identify,
     identity,
 )
 from geartrain.ams.values.errors import AccessDenied, ConfigError
-from geartrain.ams.values.scheduler_messages import FenceJob
+from geartrain.ams.values.scheduler_messages import DescribeJobs, FenceJob
 from geartrain.ams.values.shard_messages import Freeze, Thaw, WriteFrozen
+from geartrain.launch import doctor
 from geartrain.launch.certificates import issue, make_authority
 from geartrain.launch.graph_role import ConnectedCluster
 from geartrain.launch.tokens import make_token, revoke
@@ -283,6 +287,34 @@ def test_who_lacks_a_right_hears_of_the_token_that_it_has(
         stranger.build("mine/rows", 4)
     graph.close()
     stranger.close()
+
+
+def test_doctor_of_a_refused_token_says_where_the_reason_is(
+    address: str, as_program: Callable[[str | None], None]
+) -> None:
+    as_program("foreign")
+    (found,) = doctor.check_cluster(address)
+    assert (found.state, "signed by a key of another cluster" in found.found) == ("fail", True), found
+    assert "log of its scheduler" in found.remedy and "geartrain up" not in found.remedy
+
+
+def test_a_token_that_no_role_wants_is_told_of_once(
+    folder: Path, tmp_path: Path, as_program: Callable[[str | None], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    issue(folder, tmp_path, ["scheduler"])
+    (tmp_path / "token.pub").unlink()
+    identify(str(tmp_path), "scheduler")
+    scheduler = SchedulerServer(SchedulerConfig(listen="127.0.0.1:0"))
+    address = scheduler.start()
+    as_program("foreign")
+    try:
+        calls = GrpcSchedulerCarrier(address, max_message_bytes=1 << 20)
+        for _ in range(2):
+            calls.call(DescribeJobs(), 10.0)
+        calls.close()
+    finally:
+        scheduler.stop(0)
+    assert caplog.text.count("shows a token, which bounds nothing") == 1
 
 
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "tcp"])

@@ -86,6 +86,7 @@ def test_what_cannot_be_answered_is_said_in_a_sentence(
 
 def test_another_method_is_refused_and_a_page_of_this_host_is_not(served: ServedModels) -> None:
     assert "not asked by this method" in served.refused(405, "GET", ECHO)
+    assert "'glyphs' has no operation 'nope'; it has echo, show" in served.refused(404, "GET", "/v1/nope")
     here = {"Origin": f"http://{served.address}"}
     assert served.ask("POST", ECHO, {"numbers": [1]}, **here).status == 200
     assert served.ask("GET", "/v1/models").headers["Access-Control-Allow-Origin"] is None

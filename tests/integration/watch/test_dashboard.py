@@ -172,7 +172,15 @@ def test_the_link_is_good_once_and_without_it_nobody_is_told(lonely: Dashboard) 
     for path in ("/", f"/?{stranger_before.partition('?')[2]}", "/?key=", "/events", "/events?key=x", "/nothing"):
         refused = browser.get(path)
         assert (refused.status, refused.headers["Set-Cookie"]) == (403, None), path
-    said = re.search("<code>geartrain (.*)</code>", refused.read().decode())
+    for path, why in (
+        ("/", "opens by a link"),
+        (f"/?{stranger_before.partition('?')[2]}", "was used"),
+        ("/?key=x", "is not of this dashboard"),
+    ):
+        refused = browser.get(path)
+        page = refused.read().decode()
+        assert why in page, path
+    said = re.search("<code>geartrain (.*)</code>", page)
     assert said is not None
     done = typed(*said[1].split())
     assert done.stdout.strip() == lonely.url

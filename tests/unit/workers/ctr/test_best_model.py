@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
@@ -14,7 +15,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.storage.snapshot.folder import list_snapshots
+from geartrain.ams.values.scheduler_messages import JobReport
 from geartrain.workers import jobs
 from geartrain.workers.ctr.export import export_clicks
 from geartrain.workers.ctr.predict import predict_clicks
@@ -57,8 +60,18 @@ def train(
     return jobs.train(given, Console(file=said or io.StringIO(), width=400))
 
 
-def test_the_best_model_is_reported_predicted_and_exported(tmp_path: Path, clicks: Path) -> None:
+def test_the_best_model_is_reported_predicted_and_exported(
+    tmp_path: Path, clicks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out, said = tmp_path / "run", io.StringIO()
+    reports: list[Callable[[], JobReport]] = []
+    watch_leaves = Cluster.watch_leaves
+
+    def watched(cluster: Cluster, job: str, told: Callable[[], JobReport]) -> Any:
+        reports.append(told)
+        return watch_leaves(cluster, job, told)
+
+    monkeypatch.setattr(Cluster, "watch_leaves", watched)
     report = train(out, clicks, said, steps=300, patience=0).report
     assert report is not None and report["steps"] == 300
 
@@ -69,6 +82,9 @@ def test_the_best_model_is_reported_predicted_and_exported(tmp_path: Path, click
     assert len(looks) == 10 and best < 300 and looks[300] < looks[best] - 0.01
     assert (report["model"]["step"], report["model"]["best"]["step"]) == (best, best)
     assert f"The model is that of step {best}, the best: validation AUC {looks[best]:.4f}" in said.getvalue()
+    shown = reports[0]()  # as top and status show it
+    assert (shown.state, shown.metric) == ("ended", "best AUC")
+    assert shown.metric_value == pytest.approx(looks[best], abs=6e-5)
     steps = [listed.snapshot.manifest.step for listed in list_snapshots(out / "snapshots") if listed.snapshot]
     assert steps == [300, best]  # keep=1, and the best one
 
