@@ -1,1 +1,1 @@
-"""What survives a process: snapshots, key-value state and stored features."""
+"""Durable storage: snapshots, key-value state and stored features."""

@@ -1,4 +1,4 @@
-"""Arrays in one file with a head that says what they are: checked as a whole, and there whole or not at all.
+"""Arrays in one file behind a head that describes them: checked as a whole, replaced in one step.
 
 The XXH3 of the rest (8 bytes), the length of the head (8 bytes, little-endian), the head (JSON), the arrays.
 """
@@ -25,7 +25,7 @@ _SUM_BYTES = _LENGTH_BYTES = 8
 
 
 def write_arrays(path: Path, head: Mapping[str, Any], arrays: Arrays, remedy: str) -> None:
-    """Write them in place of what the file held. Raises StateFailed, with the ``remedy``; then that is as it was."""
+    """Replace the content of the file. Raises StateFailed, with the ``remedy``; then the file is unchanged."""
     shapes = [[name, array.dtype.str, list(array.shape)] for name, array in arrays.items()]
     text = json.dumps({**head, "arrays": shapes}, sort_keys=True).encode()
     text += b" " * (-len(text) % 8)  # what follows is aligned in memory
@@ -42,7 +42,7 @@ def write_arrays(path: Path, head: Mapping[str, Any], arrays: Arrays, remedy: st
 
 
 def read_head(path: Path) -> dict[str, Any]:
-    """What the arrays are, unchecked. Raises OSError, StateDamaged."""
+    """Return the head, unchecked. Raises OSError, StateDamaged."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_SUM_BYTES + _LENGTH_BYTES)[_SUM_BYTES:], "little")
         text = file.read(min(length, path.stat().st_size))
@@ -54,7 +54,7 @@ def read_head(path: Path) -> dict[str, Any]:
 
 
 def read_arrays(path: Path) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-    """The head and the arrays, not to be changed. Raises OSError; StateDamaged, naming the file."""
+    """Return the head and the arrays, read-only. Raises OSError; StateDamaged, naming the file."""
     data = path.read_bytes()
     body = memoryview(data)[_SUM_BYTES:]
     if len(body) < _LENGTH_BYTES or xxhash.xxh3_64(body).digest() != data[:_SUM_BYTES]:

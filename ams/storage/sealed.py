@@ -1,4 +1,4 @@
-"""The JSON file that a saved model begins with: sealed by its checksum, and of one format."""
+"""Sealed JSON file of a saved model: its checksum and format are checked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from geartrain.ams.values.text import other_format
 
 
 def read_sealed(path: Path, format_number: int, hint: str, again: str) -> dict[str, Any]:
-    """The content of a model's sealed JSON of this format; ``again`` says how the model is written once more.
+    """Return the content of a model's sealed JSON; ``again`` says in errors how the model is written once more.
 
     Raises ConfigError, with the ``hint`` if it is not there, or in another format; ModelDamaged.
     """

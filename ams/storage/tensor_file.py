@@ -1,4 +1,4 @@
-"""Files of named arrays in the format of safetensors: written from where the arrays lie, and mapped to be read."""
+"""Files of named arrays in the format of safetensors: written without copies, read by mapping."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
 }
-"""By their names in such a file."""
+"""Numpy types by their names in a safetensors header."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH_BYTES = 8
 _ALIGNED = 64
-"""Where the first array begins, in bytes: at a line of the cache."""
+"""Alignment of the first array in bytes: a cache line."""
 
 
 def tensor_file(arrays: Mapping[str, npt.NDArray[Any]], labels: Mapping[str, str]) -> list[memoryview]:
-    """A file in parts: 8 bytes of length and a JSON header, then each array in the memory it lies in.
+    """Return a file in parts: 8 bytes of length and a JSON header, then each array without a copy.
 
-    The library would return one string of bytes, which takes two more copies of everything. As there, wide dtypes come
+    The safetensors library returns one string of bytes, at the cost of two copies. As there, wide dtypes come
     first, so that every array is aligned.
     """
     ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
@@ -51,7 +51,7 @@ def tensor_file(arrays: Mapping[str, npt.NDArray[Any]], labels: Mapping[str, str
 def tensor_head(
     arrays: Mapping[str, tuple[np.dtype, list[int]]], labels: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[bytes, dict[str, int]]:
-    """The head of a file of arrays of these dtypes and shapes, one behind the other; and where in it each begins."""
+    """Return the header of a file of arrays of these dtypes and shapes, and the offset of each array."""
     header: dict[str, Any] = {"__metadata__": dict(labels)}
     stop = 0
     for name, (dtype, shape) in arrays.items():
@@ -64,10 +64,10 @@ def tensor_head(
 
 
 def map_tensors(path: Path, *, scattered: bool = False) -> dict[str, npt.NDArray[Any]]:
-    """The arrays of such a file, not to be changed, mapped: processes share them, and the file may be replaced.
+    """Map the arrays of a file, read-only: processes share the memory, and the file may be replaced meanwhile.
 
-    ``scattered``: it is read here and there, and not all of it need fit into memory: no more is read than that.
-    Raises OSError; ValueError, saying what is wrong, if the file is none.
+    ``scattered``: reads are random and the file may be larger than memory: nothing is read ahead.
+    Raises OSError; ValueError, saying what is wrong, if it is no such file.
     """
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Which ids a store holds, how large they are, and which go first when it is full."""
+"""LRU index of a feature store: ids, sizes of records, order of eviction."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class ByteLru:
 
     @property
     def capacity(self) -> int:
-        """Positions there are; every position returned is below it."""
+        """Number of positions; every position returned is below it."""
         return self._index.capacity
 
     def use(self, ids: Ids) -> Positions:
-        """Return the positions [N], -1 where an id is not held; held ones count as used now."""
+        """Return the positions [N], -1 for an absent id; mark the others as used now."""
         return self._index.find(ids, touch=True)
 
     def hold(self, ids: Ids, sizes: npt.NDArray[np.int64]) -> tuple[Positions, Ids, Positions]:
-        """Hold distinct ids [N] of these sizes, each within ``max_bytes``, as used now.
+        """Insert distinct ids [N] of these sizes, each within ``max_bytes``, as used now.
 
-        Returns their positions [N], and the ids dropped for them with the positions that these had. Of more than fit
-        together the first are dropped again.
+        Returns their positions [N], and the evicted ids with their former positions. If they do not fit together, the
+        first are evicted again.
         """
         self.make_room(len(ids))
         positions, _ = self._index.place(ids)
@@ -49,7 +49,7 @@ class ByteLru:
         return positions, *self._evict()
 
     def make_room(self, count: int) -> None:
-        """Have positions for ``count`` more ids. Changes nothing if memory fails."""
+        """Grow the arrays for ``count`` more ids. Changes nothing if memory fails."""
         if len(self._index) + count <= self.capacity:
             return
         capacity = max(2 * self.capacity, len(self._index) + count)
@@ -58,7 +58,7 @@ class ByteLru:
         self._sizes = sizes
 
     def drop(self, ids: Ids) -> tuple[Ids, Positions]:
-        """Let go of these; return those that were held, with the positions that they had."""
+        """Remove these ids; return those that were present, with their former positions."""
         positions = self._index.remove(ids)
         held = positions >= 0
         positions = positions[held]

@@ -1,4 +1,4 @@
-"""Records in an LMDB file of one folder, held by one process.
+"""Feature store in an LMDB file, held by one process.
 
 One write transaction a call, with one fsync (``metasync=False``): the file stays whole through a loss of power, the
 last calls before it may be missing. Each record is sealed.
@@ -44,7 +44,7 @@ class LmdbFeatures:
     """
 
     def __init__(self, folder: str | Path, namespace: str, *, max_bytes: int | None = None) -> None:
-        """Open or make it.
+        """Open the store, or create it.
 
         Raises ConfigError (not a folder that can be used, or in use), StateDamaged. O(records) where it exists.
         """
@@ -143,7 +143,7 @@ class LmdbFeatures:
 
 
 def _keys(ids: Ids) -> list[bytes]:
-    """Big-endian, so that neighbours in the file are neighbours in number."""
+    """Return keys in big-endian order, so that the file is sorted by id."""
     keys: list[bytes] = ids.astype(">i8").view("V8").tolist()
     return keys
 

@@ -1,4 +1,4 @@
-"""Records in this process's memory."""
+"""Feature store in this process's memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Records in a Redis server, shared by all who name it.
+"""Feature store in a Redis server, shared by all processes that name it.
 
-One MGET a read. Commands are laid out as bytes by numpy, because redis-py spends more time on packing a thousand keys
-than Redis on finding them; replies are parsed by redis-py (by hiredis where that is installed).
+One MGET a read. Numpy packs the commands: redis-py takes longer to pack a thousand keys than Redis to find them.
+Redis-py parses the replies (hiredis where it is installed).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class RedisFeatures:
             self._call(self._command(b"DEL", ids))
 
     def counts(self) -> StoreCounts:
-        """See :class:`FeatureStore`: of this process's calls; what others wrote and the server evicted is not known."""
+        """Return the counts of this process's calls; evictions of the server and other clients are unknown."""
         return self._counters.counts()
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class RedisFeatures:
         return b"$%d\r\n" % (len(self._prefix) + 8) + self._prefix
 
     def _key_arguments(self, ids: Ids) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-        """The keys [N, K] as arguments of a command."""
+        """Return the keys as arguments of a command, uint8 [N, K]."""
         head = np.frombuffer(self._key_head, np.uint8)
         arguments = np.empty((len(ids), len(head) + 10), np.uint8)
         arguments[:, : len(head)] = head
@@ -136,7 +136,7 @@ class RedisFeatures:
         return b"*%d\r\n" % (1 + len(ids)) + _argument(name) + self._key_arguments(ids).tobytes()
 
     def _call(self, command: bytes, num_replies: int = 1) -> list[RedisReply]:
-        """Send and await the replies. A connection that breaks meanwhile is made anew once: all commands may repeat."""
+        """Send a command and return the replies; retry once on a broken connection, as all commands are idempotent."""
         with self._translated():
             connection = self._pool.get_connection()
             try:
@@ -163,7 +163,7 @@ class RedisFeatures:
 
 
 def refusal(error: redis.RedisError) -> str:
-    """Why a server refused, and what to do."""
+    """Return why a server refused, and the remedy."""
     said = str(error)
     if said.startswith("DENIED"):  # of which it says a whole page
         return (
@@ -194,7 +194,7 @@ def _argument(value: bytes) -> bytes:
 
 
 def _password_of_file(url: str) -> tuple[str, dict[str, str]]:
-    """The URL without ``password_file``, and the password that is the first line there. Raises ConfigError."""
+    """Return the URL without ``password_file``, and the first line of that file. Raises ConfigError."""
     place, _, query = url.partition("?")
     options = parse_qsl(query, keep_blank_values=True)
     path = dict(options).get(_PASSWORD_FILE)

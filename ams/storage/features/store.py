@@ -1,4 +1,4 @@
-"""Records of bytes by id, which may be forgotten: what a feature store does, how records are sealed.
+"""Protocol of a feature store: records of bytes by id that may be evicted, each with a checksum.
 
 Dense features, raw samples: whatever can be made again. So a store may drop records to stay small, and a record that
 is damaged, or another's, is a miss that is counted, never an answer. What must not be lost belongs into a
@@ -27,20 +27,20 @@ _MOST_NAMESPACE = 100
 
 @dataclass(frozen=True)
 class StoreCounts:
-    """What happened to a store since it was opened by this process."""
+    """Counts of a store since this process opened it."""
 
     hits: int = 0
     misses: int = 0
     """Reads of ids that had no record, or a damaged one."""
     damaged: int = 0
-    """Those of the misses whose record was changed, cut or another's."""
+    """Misses whose record was changed, cut or another's."""
     written: int = 0
     evicted: int = 0
     """Records dropped to stay within ``max_bytes``."""
     records: int | None = None
-    """How many it holds; None: the store is shared and does not count them."""
+    """Records in the store; None: it is shared and does not count them."""
     stored_bytes: int | None = None
-    """Sealed values it holds, without keys and pages; None likewise."""
+    """Bytes of sealed values, without keys and pages; None: as ``records``."""
 
 
 class FeatureStore(Protocol):
@@ -55,19 +55,19 @@ class FeatureStore(Protocol):
         """
 
     def write(self, ids: Ids, values: Sequence[bytes]) -> None:
-        """Keep these records, in place of older ones; of a repeated id the last counts. Others may be evicted.
+        """Write these records over older ones; the last of a repeated id counts. Others may be evicted.
 
         Raises InvalidIds, InvalidArgument (a record above ``max_bytes``), StoreUnavailable, StateFailed.
         """
 
     def remove(self, ids: Ids) -> None:
-        """Forget these records. Raises InvalidIds, StoreUnavailable, StateFailed."""
+        """Remove these records. Raises InvalidIds, StoreUnavailable, StateFailed."""
 
     def counts(self) -> StoreCounts:
-        """What happened so far."""
+        """Return the counts so far."""
 
     def close(self) -> None:
-        """Let go of what it holds. Idempotent."""
+        """Close the store. Idempotent."""
 
 
 def checked_namespace(namespace: str) -> str:
@@ -126,23 +126,23 @@ class Seals:
 
 
 class Counters:
-    """The counts of a store, raised under its lock."""
+    """Counters of a store, updated under its lock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts = StoreCounts()
 
     def read(self, values: Sequence[bytes | None], damaged: int = 0) -> None:
-        """Records were asked for."""
+        """Count a read of records."""
         misses = values.count(None)
         self._add(hits=len(values) - misses, misses=misses, damaged=damaged)
 
     def wrote(self, written: int, evicted: int = 0) -> None:
-        """Records were kept, and others dropped for them."""
+        """Count a write of records and the evictions that it caused."""
         self._add(written=written, evicted=evicted)
 
     def counts(self, records: int | None = None, stored_bytes: int | None = None) -> StoreCounts:
-        """The counts now."""
+        """Return the current counts."""
         return replace(self._counts, records=records, stored_bytes=stored_bytes)
 
     def _add(self, **more: int) -> None:

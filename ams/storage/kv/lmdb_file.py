@@ -1,7 +1,7 @@
-"""An LMDB file in a folder of one process: what all stores in LMDB share.
+"""LMDB file in a folder of one process, shared code of all stores in LMDB.
 
-LMDB checks nothing that it reads, and a damaged page may end the process that follows it: so before a file that was
-there is opened, a process of its own walks it.
+LMDB checks nothing that it reads, and a damaged page may crash the reader. So an existing file is first walked by a
+process of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SHORTEST_WALK_SECONDS = 60.0
 
 
 def lock_folder(folder: Path, remedy: str) -> int:
-    """Make the folder and hold it alone; return the descriptor to close.
+    """Create and lock the folder; return the descriptor that holds the lock.
 
     Raises ConfigError, with the ``remedy``, if another process holds it, or the folder cannot be used.
     """
@@ -44,7 +44,7 @@ def lock_folder(folder: Path, remedy: str) -> int:
 def open_environment(
     path: Path, *, first_map_bytes: int, readonly: bool = False, metasync: bool = True
 ) -> lmdb.Environment:
-    """Open or make the file. Raises lmdb.Error."""
+    """Open the file, or create it. Raises lmdb.Error."""
     size = path.stat().st_size if path.exists() else 0
     return lmdb.open(
         str(path),
@@ -57,7 +57,7 @@ def open_environment(
 
 
 def commit(environment: lmdb.Environment, change: Callable[[lmdb.Transaction], None]) -> None:
-    """Make a ``change`` in one transaction, in a map twice as large as often as it needs one. Raises lmdb.Error."""
+    """Commit a ``change`` in one transaction, doubling the map while it is too small. Raises lmdb.Error."""
     while True:
         try:
             with environment.begin(write=True) as transaction:
@@ -68,7 +68,7 @@ def commit(environment: lmdb.Environment, change: Callable[[lmdb.Transaction], N
 
 
 _SENT_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
-"""Those that no damaged file makes."""
+"""Signals that a damaged file does not cause."""
 
 
 def check_structure(path: Path, remedy: str, *, first_map_bytes: int) -> None:

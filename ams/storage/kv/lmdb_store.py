@@ -22,14 +22,14 @@ from geartrain.ams.values.errors import StateDamaged, StateFailed
 _FILE = "state.lmdb"
 _FIRST_MAP_BYTES = 16 << 20
 _RECORD = b"\0record"
-"""The record of the whole; no other key begins with a zero."""
+"""Key of the record of all keys; no other key begins with a zero."""
 
 
 class LmdbStore:
     """A :class:`KeyValueStore` in a folder, which it holds alone. Keys are at most 500 bytes in UTF-8."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Open or make it. Raises ConfigError (not a folder that can be used, or in use), StateDamaged."""
+        """Open the store, or create it. Raises ConfigError (not a folder that can be used, or in use), StateDamaged."""
         self._folder = Path(folder)
         self._path = self._folder / _FILE
         self._environment: lmdb.Environment | None = None

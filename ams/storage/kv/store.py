@@ -1,7 +1,6 @@
-"""Small state under string keys: what a store does, and the one that forgets.
+"""Key-value stores of small state: their protocol, and the one in memory.
 
-Every value is sealed: it begins with the XXH3 of its key and bytes, so that one that was changed, cut or moved to
-another key is found when it is read.
+Every value begins with the XXH3 of its key and bytes, so that a read finds one that was changed, cut or moved.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _SEAL_BYTES = 8
 
 
 class KeyValueStore(Protocol):
-    """Small state that outlives its process, or does not. Thread-safe."""
+    """Small state under string keys, durable or not. Thread-safe."""
 
     def read_all(self) -> dict[str, bytes]:
         """Return every value by its key. Raises StateDamaged, naming the key or the file."""
@@ -30,11 +29,11 @@ class KeyValueStore(Protocol):
         """
 
     def close(self) -> None:
-        """Let go of what it holds. Idempotent."""
+        """Close the store. Idempotent."""
 
 
 class MemoryStore:
-    """A store that ends with its process."""
+    """Key-value store in memory, which ends with its process."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}

@@ -1,7 +1,7 @@
-"""What each snapshot of a chain contributes to a table, when shards wrote all of their rows or those touched since.
+"""Layers of a table in a chain of snapshots, where each shard wrote all of its rows or those touched since.
 
-The unit is the bucket, which every number of shards divides in its own way. In the buckets of a shard that wrote all of
-its rows nothing older counts, be it that the shard was restarted or the table dropped and made anew; in the others the
+The unit is the bucket: each number of shards divides buckets in its own way. If a shard wrote all of its rows, older
+snapshots do not count in its buckets (the shard was restarted, or the table created anew). In the other buckets the
 rows of the parent count too, below those of the snapshot itself.
 """
 
@@ -20,28 +20,28 @@ from geartrain.ams.values.placement import BUCKET_ORDER, NUM_BUCKETS, bucket_of
 from geartrain.ams.values.specs import Ids, TableSpec
 
 Buckets = npt.NDArray[np.bool_]
-"""[4096]: which buckets are meant."""
+"""A mask of buckets, bool [4096]."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One snapshot's part of a table."""
+    """Part of a table that one snapshot holds."""
 
     snapshot: Snapshot
     table: str
     buckets: Buckets
-    """Those in which its rows count."""
+    """The buckets in which rows of this layer count."""
 
     def blocks(self, owned: Buckets | None = None) -> list[FileEntry]:
-        """Return the blocks that can hold rows that count; with ``owned`` those that can also hold rows of these."""
+        """Return the blocks that may hold rows that count, in the buckets ``owned`` if given."""
         return self._of_kinds(ROW_KINDS, owned)
 
     def removed(self, owned: Buckets | None = None) -> list[FileEntry]:
-        """:meth:`blocks` with the ids of rows that were removed: older layers' rows of them do not count."""
+        """Return the blocks of ids whose rows were removed: their rows in older layers do not count."""
         return self._of_kinds((REMOVED,), owned)
 
     def removed_ids(self, owned: Buckets, *, dense: bool) -> Iterator[Ids]:
-        """The ids of rows in buckets ``owned`` that were removed, block by block. Raises SnapshotDamaged."""
+        """Yield the ids of removed rows in buckets ``owned``, block by block. Raises SnapshotDamaged."""
         for entry in self.removed(owned):
             ids = self.snapshot.read(entry)["ids"]
             buckets = bucket_of(ids, dense=dense)
@@ -56,7 +56,7 @@ class Layer:
         ]
 
     def _places_by_shard(self, buckets: Buckets) -> dict[int, Ids]:
-        """The places of ``buckets`` in ``BUCKET_ORDER``, ascending, by the shard that wrote their rows."""
+        """Return the places of ``buckets`` in ``BUCKET_ORDER``, ascending, by the shard that wrote their rows."""
         shard_of = self.snapshot.manifest.bucket_shards
         return {
             int(shard): np.sort(BUCKET_ORDER[buckets & (shard_of == shard)]) for shard in np.unique(shard_of[buckets])
@@ -64,7 +64,7 @@ class Layer:
 
 
 def _can_hold(entry: FileEntry, places: Mapping[int, Ids]) -> bool:
-    """Whether a block can hold rows of buckets at these places."""
+    """Return whether a block may hold rows of buckets at these places."""
     assert entry.shard is not None
     mine = places.get(entry.shard)
     if mine is None or entry.buckets is None:
@@ -74,7 +74,7 @@ def _can_hold(entry: FileEntry, places: Mapping[int, Ids]) -> bool:
 
 
 def layers_of(chain: Sequence[Snapshot], table: str) -> list[Layer]:
-    """Return the layers of a table, the newest first as in ``chain``; where two have a row, the newer one holds.
+    """Return the layers of a table, newest first as in ``chain``; where two layers have a row, the newer one counts.
 
     Raises SnapshotDamaged if a snapshot that is needed has no such table, or one of another specification.
     """
@@ -99,7 +99,7 @@ def layers_of(chain: Sequence[Snapshot], table: str) -> list[Layer]:
 
 
 def is_among(ids: Ids, ascending: Ids) -> Buckets:
-    """Which of ``ids`` [N] are among others, that ascend: [N] bool."""
+    """Return which of ``ids`` [N] are in the sorted ids ``ascending``: bool [N]."""
     if not len(ascending):
         return np.zeros(len(ids), np.bool_)
     at = np.searchsorted(ascending, ids)

@@ -1,4 +1,4 @@
-"""A chain of snapshots merged into one that is whole, so that what it rested on can go.
+"""Merging of a chain of snapshots into a whole one, so that the older ones can be removed.
 
 Cost: the chain is read about once (small blocks, which hold more than a range of buckets of a large table, up to 8
 times), the new snapshot is written and read once. Memory: two blocks, and 8 bytes (16 for a moment) per row of one
@@ -74,7 +74,7 @@ def compact(root: str | Path, name: str, *, new_name: str | None = None) -> Plac
 
 
 def rows_of_table(snapshot: Snapshot, table: str) -> tuple[int, Iterator[Arrays]]:
-    """The rows of a table, each once, in blocks that are read one after the other; there are at most so many.
+    """Return the most rows that a table has, and an iterator over its rows, each once, in blocks.
 
     Memory: a block, and 8 bytes for each row where ``snapshot`` adds to others. Raises SnapshotDamaged, also later.
     """
@@ -107,7 +107,7 @@ def _merged(staging: Staging, chain: Sequence[Snapshot], spec: Mapping[str, Any]
 def _blocks_of(
     layers: Sequence[Layer], owned: npt.NDArray[np.bool_], *, dense: bool
 ) -> Iterator[tuple[Arrays, tuple[int, int]]]:
-    """The rows in buckets ``owned``, each once, in blocks with the range of buckets that their rows are of."""
+    """Yield the rows in buckets ``owned``, each once, in blocks with the range of buckets of their rows."""
     entries = [entry for layer in layers for entry in layer.blocks(owned)]
     num_rows, num_bytes = sum(entry.num_rows for entry in entries), sum(entry.bytes for entry in entries)
     num_ranges = plan_blocks(num_rows, num_bytes // max(1, num_rows))[0]
@@ -117,7 +117,7 @@ def _blocks_of(
 
 
 def _rows_of(layers: Sequence[Layer], owned: npt.NDArray[np.bool_], *, dense: bool) -> Iterator[Arrays]:
-    """The rows in buckets ``owned`` [4096], each once: the newest layer that has it gives it."""
+    """Yield the rows in buckets ``owned`` [4096], each once, from the newest layer that has it."""
     seen = np.empty(0, np.int64)
     for layer in layers:
         found = [seen, *layer.removed_ids(owned, dense=dense)]
@@ -149,7 +149,7 @@ def _in_blocks(parts: Iterator[Arrays]) -> Iterator[Arrays]:
 
 
 def _copied(staging: Staging, snapshot: Snapshot, entry: FileEntry) -> FileEntry:
-    """Write what is not rows once more, as a file of the new snapshot."""
+    """Copy a file that holds no rows into the new snapshot."""
     if entry.kind == JOB:
         name = entry.path.removeprefix(f"{JOB}-")
         return write_job_file(staging.path, snapshot_id=staging.id, name=name, data=snapshot.read_bytes(entry))

@@ -1,9 +1,9 @@
-"""What a role lets other processes say of snapshots: places below its roots, and ids.
+"""Check of the snapshot paths and ids that other processes send to a role.
 
-A role reads and writes snapshots with its own rights, wherever a peer tells it to. So a peer names a place by a path or
-URL of a known kind (``snapshot_store.place``), which lies below the role's setting ``snapshot_roots``. Without that
-setting a role on loopback takes any place from processes of the user that runs it, who could go there anyway, and none
-from others. A folder is reached part by part without following links, whatever becomes of them after the look.
+A role reads and writes snapshots with its own rights, at the place that a peer names. So a place is a path or URL of a
+known kind (``snapshot_store.place``) below the role's setting ``snapshot_roots``. Without that setting a role on
+loopback accepts any place from processes of its own user, which have the same rights, and none from others. A folder is
+opened part by part without following links, so a link made after the check changes nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from geartrain.ams.values.text import quoted
 logger = logging.getLogger(__name__)
 
 _MOST_SHOWN = 300
-"""Characters of a path in a message: whoever sent it knows the rest."""
+"""Characters of a path that a message shows."""
 _ID = re.compile(r"[0-9a-f]{32}")
 
 

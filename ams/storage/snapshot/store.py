@@ -1,4 +1,4 @@
-"""Where snapshots lie: folders of a local disk, or prefixes of an object store that fsspec knows.
+"""Stores of snapshots: folders of a local disk, or prefixes of an object store that fsspec knows.
 
 A *place* names a folder: an absolute Path, or a URL without a slash at its end. ``file://`` is the local disk.
 
@@ -13,7 +13,7 @@ An object store has no rename and no sync: an object is whole and safe, or not t
 files that are half written, and renames in one step: there a file is written beside its place first. Every attempt
 writes under an ID of its own, so that a late write of one that was given up spoils no other. Of two that commit one
 name at once the later holds. ``ROOT/NAME/ID/`` has a copy of the manifest: taken to a local disk, it is a snapshot.
-Nothing is tried again here; fsspec's file systems have their own settings for that.
+There are no retries here: fsspec's file systems have their own settings for them.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 Place = Path | str
 
 SCHEMES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "hdfs")
-"""Of the URLs that snapshots may lie below: object stores, and HDFS, each with the aliases that fsspec has for it."""
+"""Schemes of URLs of snapshots: object stores and HDFS, with fsspec's aliases."""
 _SHOWS_HALVES = ("hdfs",)
-"""Of these, those below which a file can be seen before all of it is there."""
+"""Schemes whose files are visible before they are whole."""
 _LOCAL_SCHEMES = ("file", "local")
 _HOST = re.compile(r"([A-Za-z0-9._-]+@)?[A-Za-z0-9._-]+(:[0-9]{1,5})?")
 _PART = re.compile(r"[^\x00-\x1f\x7f\\?#]+")
@@ -53,11 +53,11 @@ _STAGING, _TRASH = ".staging-", ".trash-"
 
 
 class RealPath(PosixPath):
-    """A local folder that another process named, without links: one that appears on the way to it is not followed."""
+    """A local folder that another process named: no link on the way to it is followed."""
 
 
 class RealName(str):
-    """The text of a :class:`RealPath`, which :func:`place` returns for it: how it is handed on in a request."""
+    """Text of a :class:`RealPath` in a request; :func:`place` makes it a RealPath again."""
 
     __slots__ = ()
 
@@ -75,7 +75,7 @@ def place(path: str | Path) -> Place:
 
 
 def parse_place(path: str | Path) -> Place:
-    """Return the place that a path or URL names, which is looked at as text alone.
+    """Return the place that a path or URL names, by its text alone.
 
     Paths may come from other processes, and fsspec's URLs can name any host, hold other URLs and files that it renders
     as templates. So a URL is one of :data:`SCHEMES` or ``file://``, a bucket or host, and a plain path: no chain
@@ -124,12 +124,12 @@ def name_of(folder: Place) -> str:
 
 
 def is_name(name: object) -> bool:
-    """Whether a snapshot may be called so."""
+    """Return whether ``name`` is a legal name of a snapshot."""
     return isinstance(name, str) and re.fullmatch(SNAPSHOT_NAME, name) is not None
 
 
 def store_of(folder: Place) -> _LocalStore | _UrlStore:
-    """Return what reads and writes there."""
+    """Return the store that reads and writes ``folder``."""
     return _LocalStore() if isinstance(folder, Path) else _UrlStore(folder)
 
 
@@ -137,11 +137,11 @@ class _LocalStore:
     """The folders of snapshots and their files. Every method may raise OSError; :class:`_UrlStore` has the same."""
 
     def staging(self, root: Place, name: str, snapshot_id: str) -> Path:
-        """The folder to write a snapshot in."""
+        """Return the folder to write a snapshot in."""
         return Path(root) / f"{_STAGING}{name}-{snapshot_id}"
 
     def is_staging(self, folder: Place, snapshot_id: str) -> bool:
-        """Whether it is such a folder."""
+        """Return whether ``folder`` is a staging folder of the snapshot."""
         name = name_of(folder)
         return name.startswith(_STAGING) and name.endswith(f"-{snapshot_id}")
 
@@ -151,7 +151,7 @@ class _LocalStore:
         disk.create_folder(Path(staging))  # not synced, which would keep a step waiting: its final name is
 
     def write(self, folder: Place, name: str, *parts: Buffer) -> None:
-        """Write a file of these parts that appears whole and safe, or not at all; one of that name is replaced."""
+        """Write a file of these parts, durable, in one step; replace one of that name."""
         with _opened(folder) as here:
             write_file(here / name, *parts)
 
@@ -161,11 +161,11 @@ class _LocalStore:
             (here / name).unlink()
 
     def sync(self, folder: Place) -> None:
-        """Return once the names in the folder are safe."""
+        """Return once the names in the folder are durable."""
         sync_folder(Path(folder))
 
     def publish(self, staging: Place, final: Place) -> None:
-        """Make what was written the snapshot ``final``; if that fails, there is none of that name."""
+        """Commit the staging folder as snapshot ``final``; after a failure none of that name exists."""
         try:
             failpoints.reach("snapshot.rename.before")
             disk.rename(Path(staging), Path(final))
@@ -178,7 +178,7 @@ class _LocalStore:
             raise
 
     def exists(self, folder: Place) -> bool:
-        """Whether the place is taken."""
+        """Return whether the folder exists."""
         try:
             with _opened(folder) as here:
                 return here.exists()
@@ -186,52 +186,52 @@ class _LocalStore:
             return False
 
     def files_of(self, folder: Place, snapshot_id: str) -> Place:  # noqa: ARG002
-        """The folder of a snapshot's files."""
+        """Return the folder of a snapshot's files."""
         return folder
 
     def names(self, folder: Place) -> list[str]:
-        """What lies in a folder. Raises FileNotFoundError."""
+        """Return the names in a folder. Raises FileNotFoundError."""
         with _opened(folder) as here:
             return [child.name for child in here.iterdir()]
 
     def size(self, folder: Place, name: str) -> int | None:
-        """Bytes of a file; None if it is something else. Raises FileNotFoundError."""
+        """Return the bytes of a file; None if it is no file. Raises FileNotFoundError."""
         with _opened(folder) as here:
             status = (here / name).lstat()
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def read(self, folder: Place, name: str) -> bytes:
-        """The content of a file. Raises FileNotFoundError."""
+        """Return the content of a file. Raises FileNotFoundError."""
         with _opened(folder) as here:
             descriptor = os.open(here / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would be waited for
         with os.fdopen(descriptor, "rb") as file:
             return file.read()
 
     def first_written(self, folder: Place) -> float:
-        """When the oldest file of a snapshot was written, Unix time in seconds; infinity if that is not known."""
+        """Return when the oldest file of a snapshot was written, Unix time in seconds; infinity if unknown."""
         return min((child.lstat().st_mtime for child in Path(folder).iterdir()), default=float("inf"))
 
     def snapshots(self, root: Place) -> list[str]:
-        """Names of the snapshots, or what remains of them. Raises FileNotFoundError if there is no such root."""
+        """Return names of snapshots, partly removed ones too. Raises FileNotFoundError without such a root."""
         return [name for name in self.names(root) if is_name(name) and self._is_snapshot(Path(root) / name)]
 
     def discard(self, staging: Place) -> None:
-        """Remove what can be removed of a snapshot that was given up. Raises nothing."""
+        """Remove an abandoned snapshot as far as possible. Raises nothing."""
         remove_quietly(Path(staging))
 
     def hide(self, folder: Place) -> Path:
-        """Make a snapshot no snapshot, in one step; return where its files are to be removed."""
+        """Remove a snapshot from the list in one step; return the folder of its files."""
         trash = Path(folder).with_name(f"{_TRASH}{name_of(folder)}-{uuid.uuid4().hex}")
         disk.rename(Path(folder), trash)
         sync_folder(trash.parent)
         return trash
 
     def remove(self, hidden: Place) -> None:
-        """Remove what :meth:`hide` returned."""
+        """Remove a folder that :meth:`hide` returned."""
         disk.remove_folder(Path(hidden))
 
     def sweep(self, root: Place, stale_before: float) -> None:
-        """Remove what is no snapshot and was last written before ``stale_before`` (Unix time in seconds)."""
+        """Remove unfinished snapshots last written before ``stale_before`` (Unix time in seconds)."""
         if not Path(root).is_dir():
             return
         for child in sorted(Path(root).iterdir()):
@@ -240,7 +240,7 @@ class _LocalStore:
                 disk.remove_folder(child)
 
     def _is_snapshot(self, folder: Path) -> bool:
-        """Whether a folder is a snapshot or the remains of one; other folders may lie beside them."""
+        """Return whether a folder is a snapshot, whole or partly removed, and not another's folder."""
         if not folder.is_dir():
             return False
         try:
@@ -252,7 +252,7 @@ class _LocalStore:
         )
 
     def _take_back(self, folder: Path) -> None:
-        """Remove a snapshot on a disk that fails: hidden if it can be, else without its manifest."""
+        """Remove a snapshot from a failing disk: hide it if possible, else remove its manifest."""
         trash = folder.with_name(f"{_TRASH}{folder.name}-{uuid.uuid4().hex}")
         try:
             disk.rename(folder, trash)
@@ -265,7 +265,7 @@ class _LocalStore:
 
 @contextmanager
 def _opened(folder: Place) -> Iterator[Path]:
-    """The folder, by a path that leads to it alone: of a :class:`RealPath` each part is opened in the one before."""
+    """Yield a path of the folder that no link redirects: each part of a RealPath is opened in its parent."""
     if not isinstance(folder, RealPath):
         yield Path(folder)
         return
@@ -381,7 +381,7 @@ class _UrlStore:
             return []
 
     def _last_written(self, folder: str) -> float:
-        """Unix time in seconds; infinity if nothing of it looks like an attempt, or the file system does not tell."""
+        """Return the Unix time of the last write in seconds; infinity if it is no attempt or the time is unknown."""
         attempts = [path for path in self._files(folder) if re.search(r"/[0-9a-f]{32}/[^/]+$", path)]
         return max(self._times(attempts), default=float("inf"))
 
@@ -391,7 +391,7 @@ class _UrlStore:
             return list(self._system.find(str(folder)))
 
     def _times(self, paths: list[str]) -> list[float]:
-        """Unix times in seconds at which files were written; none if the file system does not tell."""
+        """Return the Unix times of writes of files in seconds; empty if the file system has none."""
         with _as_os_error():
             try:
                 times: list[datetime] = [self._system.modified(path) for path in paths]
@@ -402,7 +402,7 @@ class _UrlStore:
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """File systems raise what their libraries raise, also for what they do not offer; here it is one kind."""
+    """Raise the errors of any file system's library as OSError."""
     try:
         yield
     except OSError:
