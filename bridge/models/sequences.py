@@ -6,7 +6,7 @@ Legend: B samples, N vectors of all sequences, L vectors of the longest, D their
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -95,12 +95,13 @@ class PaddedSequences(Sequences):
 def sequences_of(model: str, vectors: Mapping[str, Tensor], dims: Mapping[str, int]) -> Sequences:
     """The sequences of the fields ``dims``, their vectors side by side in the order given.
 
-    Each is [B, L, dim], or a nested tensor of layout torch.jagged [B, ?, dim]; the only one may be :class:`Sequences`
-    already. Raises InvalidArgument that names the field that is missing, has another shape, or sequences of other
-    lengths than the first.
+    Each is [B, L, dim], or a nested tensor of layout torch.jagged [B, ?, dim]; or all are :class:`Sequences` already,
+    of the same events. Raises InvalidArgument that names the field that is missing, has another shape, or sequences of
+    other lengths than the first.
     """
-    if len(dims) == 1 and isinstance(given := vectors.get(next(iter(dims))), Sequences):
-        return given
+    given = [one for name in dims if isinstance(one := vectors.get(name), Sequences)]
+    if len(given) == len(dims):
+        return given[0] if len(given) == 1 else replace(given[0], values_ND=torch.cat([x.values_ND for x in given], 1))
     parts: list[Tensor] = []
     lengths_B: Tensor | None = None
     for name, dim in dims.items():

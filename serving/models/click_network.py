@@ -44,7 +44,7 @@ class ClickNetwork:
         ends = np.cumsum([feature.dim for feature in pooled]).tolist()
         self._columns = {feature.name: slice(end - feature.dim, end) for feature, end in zip(pooled, ends, strict=True)}
         self._width = int(ends[-1])
-        self._sequences = [feature.name for feature in self.features if feature.pooling is None]
+        self._sequences = {feature.name for feature in self.features if feature.pooling is None}
         self._session = open_network(folder / NETWORK, 1)  # several requests are answered beside one another
         taken = {given.name: given.shape for given in self._session.get_inputs()}
         if taken.get("vectors", [0])[-1] != self._width:
@@ -53,10 +53,8 @@ class ClickNetwork:
                 "two models; export the model again"
             )
 
-    def inputs(
-        self, ids: Mapping[str, Ids], lengths_N: Ids | None = None, shared: Inputs | None = None
-    ) -> dict[str, npt.NDArray[Any]]:
-        """What the network takes, of the ids [N, L] of features, and of histories of such lengths.
+    def inputs(self, ids: Mapping[str, Ids], shared: Inputs | None = None) -> dict[str, npt.NDArray[Any]]:
+        """What the network takes, of the ids [N, L] of features.
 
         ``shared`` are inputs of the same samples, which other features are added to.
         """
@@ -66,8 +64,8 @@ class ClickNetwork:
         pooled = {name: inputs["vectors"][:, self._columns[name]] for name in ids if name in self._columns}
         for name, found in self._vectors(ids, pooled).items():
             inputs[name] = self._sized(found)
-        if self._sequences and lengths_N is not None:
-            inputs["lengths"] = lengths_N
+        for name in ids.keys() & self._sequences:  # all tell of the same events
+            inputs["lengths"] = (ids[name] != PADDING).sum(1).astype(np.int64)
         return inputs
 
     def _sized(self, values_NLD: Floats) -> Floats:

@@ -123,7 +123,7 @@ class ClickOperation:
         model = self._model
         fields = with_histories(question.arrays, model.reader.history)
         ids = ids_by_feature(model.network.features, fields)
-        inputs = model.network.inputs(ids, _lengths(fields))
+        inputs = model.network.inputs(ids)
         if not dict(question.parameters).get("explain"):
             return {"probability": probabilities(model.network.logits(inputs))}
         base, parts = model.network.contributions(inputs, model.reader.names)
@@ -155,11 +155,6 @@ def _explained(asked: object) -> tuple[tuple[str, Any], ...]:
     if not isinstance(asked, bool):
         raise InvalidArgument(f"explain is {quoted(asked)}; it must be true or false")
     return (("explain", True),) if asked else ()
-
-
-def _lengths(fields: Mapping[str, Ids]) -> Ids | None:
-    """Events of each history [N]."""
-    return (fields[HISTORY_ITEMS] != PADDING).sum(1).astype(np.int64) if HISTORY_ITEMS in fields else None
 
 
 class RankOperation:
@@ -285,10 +280,10 @@ class RankOperation:
         each = {**{name: np.repeat(context[name], counts, 0) for name in shared}, **varying}
         inputs = None
         if of_context:
-            once = model.network.inputs(ids_by_feature(of_context, context), _lengths(context))
+            once = model.network.inputs(ids_by_feature(of_context, context))
             inputs = {name: np.repeat(array, counts, 0) for name, array in once.items()}
         if others:
-            inputs = model.network.inputs(ids_by_feature(others, each), None, inputs)
+            inputs = model.network.inputs(ids_by_feature(others, each), inputs)
         assert inputs is not None
         return best_of(model.network.logits(inputs), counts, k)
 

@@ -20,9 +20,8 @@ from geartrain.bridge.retrieval.item_tree import ItemTree, leaf_ids
 from geartrain.serving.answers import Arrays, Question, TensorSpec
 from geartrain.serving.models.click_network import ClickNetwork, Inputs
 from geartrain.serving.models.samples import SampleReader, objects_of, require_keys
-from geartrain.workers.ctr.samples.click_samples import PADDING
 from geartrain.workers.ctr.samples.examples import read_examples
-from geartrain.workers.ctr.samples.features import HISTORY, ids_by_feature
+from geartrain.workers.ctr.samples.features import HISTORY, ids_by_feature, latest_ids
 
 TREE, NODE = "tree.safetensors", "node"
 _BEST, _MOST_BEAM = 10, 10_000
@@ -90,7 +89,7 @@ class TreeModel:
         of_nodes = [feature for feature in self.network.features if NODE in feature.of]
         ids = {NODE: self.tree.ids_at(level, slots[is_there])[:, None]}
         each = {name: np.repeat(some, is_there.sum(1), 0) for name, some in once.items()}
-        inputs = self.network.inputs(ids_by_feature(of_nodes, ids), None, each)
+        inputs = self.network.inputs(ids_by_feature(of_nodes, ids), each)
         logits = np.full(slots.shape, -np.inf)
         logits[is_there] = self.network.logits(inputs)
         return logits
@@ -148,7 +147,7 @@ class ItemsOperation:
     def _question(self, arrays: dict[str, Ids], parameters: Mapping[str, Any]) -> Question:
         if (most := int(arrays[HISTORY].max())) >= 2**62:
             raise InvalidArgument(f"the history has item {most}; items lie in [0, 2^62)")
-        arrays[HISTORY] = _latest(arrays[HISTORY], self._model.history)
+        arrays[HISTORY] = latest_ids(arrays[HISTORY], self._model.history)
         k = integer("k", parameters.get("k", _BEST), 1, _MOST_BEAM)
         beam = integer("beam", parameters.get("beam", max(k, self._model.beam)), k, _MOST_BEAM)
         return Question(arrays=arrays, parameters=(("beam", beam), ("k", min(k, len(self._model.tree.items)))))
@@ -179,9 +178,3 @@ def _with_history(shown: Mapping[str, Any]) -> Mapping[str, Any]:
         "item": HISTORY,
         "items": [{HISTORY: one[item]} for one in shown["items"]],
     }
-
-
-def _latest(ids: Ids, most: int) -> Ids:
-    """The last ``most`` ids of each bag [N, L] that are there."""
-    counts = (ids != PADDING).cumsum(1)
-    return np.where(counts > counts[:, -1:] - most, ids, PADDING)

@@ -18,6 +18,7 @@ from torch import Tensor
 from geartrain.ams.kernels.embedding import PoolingName
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.optimizers.registry import Adam
+from geartrain.ams.values.text import quoted
 from geartrain.bridge.embedding.field import Field
 from geartrain.bridge.embedding.group import EmbeddingGroup
 from geartrain.bridge.embedding.levels import jagged_tensor
@@ -37,9 +38,10 @@ from geartrain.workers.ctr.samples.features import (
     SampleFeature,
     crossed,
     ids_by_feature,
+    latest_of_bags,
 )
 from geartrain.workers.ctr.samples.settings import FeatureSettings
-from geartrain.workers.samples.batches import SampleBatch
+from geartrain.workers.samples.batches import SampleBatch, Values
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
@@ -96,7 +98,8 @@ def _plain(model: Callable[..., ClickModel]) -> Callable[[CtrRecipe, SampleLayou
 
 def _attentive(model: Callable[..., ClickModel]) -> Callable[[CtrRecipe, SampleLayout, dict[str, int]], ClickModel]:
     def network(recipe: CtrRecipe, layout: SampleLayout, dims: dict[str, int]) -> ClickModel:
-        return model(dims, {HISTORY: layout.schema.item[0]}, recipe.hidden, dropout=recipe.dropout)
+        histories = recipe.history_columns or {HISTORY: layout.schema.item[0]}
+        return model(dims, histories, recipe.hidden, dropout=recipe.dropout)
 
     return network
 
@@ -139,19 +142,23 @@ class Design:
         self.layout = layout
         self._kind = kind = _KINDS[recipe.model]
         schema = layout.schema
-        if (recipe.model == "dssm" or kind.events or kind.images) and not schema.item:
+        columns = recipe.history_columns
+        needs_item = (kind.events and not columns) or kind.images or recipe.model == "dssm"
+        if needs_item and not schema.item:
             raise ConfigError(f"{recipe.model} needs fields of the item; name them item and item_…, or take deepfm")
         if (kind.events or kind.images) and not recipe.history:
             raise ConfigError(f"history is 0, and {recipe.model} needs one; give --set history=20, or another model")
         if kind.images and layout.image_dim is None:
             raise ConfigError(f"{recipe.model} needs images of the items, and the samples have none; take din")
-        if recipe.history:
+        self._require_histories(columns)
+        if recipe.reads_events:
             require_free(layout.fields, (HISTORY, HISTORY_ITEMS, HISTORY_OUTCOMES))
-        pooled = bool(recipe.history) and not kind.events and not kind.images
-        names = [*layout.fields, *([HISTORY] if pooled else [])]
-        embedded = names + ([HISTORY] if kind.events else [])
+        events = [HISTORY] if recipe.reads_events else []
+        self._sequences = set(columns or events) if kind.events else set()
+        names = [name for name in [*layout.fields, *([] if kind.images else events)] if name not in self._sequences]
+        embedded = [*names, *(columns or events if kind.events else ())]
         self.features: tuple[SampleFeature, ...] = (
-            *(self._feature(name, self._said(name).dim or recipe.dim, (name,)) for name in embedded),
+            *(self._feature(name, self._dim(name), (name,)) for name in embedded),
             *(self._feature(_free(f"{name}_weight", embedded), 1, (name,)) for name in names if kind.weights),
             *(self._feature("_x_".join(cross), 1, cross) for cross in schema.crosses if kind.crosses),
         )
@@ -169,19 +176,42 @@ class Design:
         own = SampleFeature(name=IMAGE, dim=dim, of=self.layout.schema.item[:1], pooling="sum", table=IMAGE)
         return own, SampleFeature(name=HISTORY_IMAGES, dim=dim, of=(HISTORY_ITEMS,), pooling=None, table=IMAGE)
 
+    def _require_histories(self, columns: Mapping[str, str]) -> None:
+        kinds = self.layout.schema.kinds
+        for name, item in columns.items():
+            if item not in kinds or item in columns or kinds[item].is_list:
+                known = ", ".join(repr(one) for one, kind in kinds.items() if not kind.is_list) or "none"
+                raise ConfigError(
+                    f"features.{name}.history_of is {quoted(item)}; it must be a field of one id a sample: {known}"
+                )
+            own, of_item = kinds[name], kinds[item]
+            if not own.is_list or (own.item, own.fold) != (of_item.item, of_item.fold):
+                raise ConfigError(
+                    f"features.{name}.history_of is {item!r}, whose values are {of_item}{' to fold' * of_item.fold}, "
+                    f"and those of {name!r} are {own}{' to fold' * own.fold}; say lists of the same: "
+                    f"--set 'features.{name}.kind=list<int64>' (or string), and hash=fold of both or of neither"
+                )
+
     def _said(self, name: str) -> FeatureSettings:
         return self.recipe.features.get(name, FeatureSettings())
 
+    def _dim(self, name: str) -> int:
+        return self._said(name).dim or self._said(self._said(name).history_of or name).dim or self.recipe.dim
+
     def _feature(self, name: str, dim: int, of: tuple[str, ...]) -> SampleFeature:
-        pooling: PoolingName | None = self._said(of[0]).pooling if len(of) == 1 else "mean"
-        if self._is_history(of):
-            pooling = None if self._kind.events else "sqrtn"
-        shared = self._said(of[0]).table if len(of) == 1 else None
+        said = self._said(of[0]) if len(of) == 1 else FeatureSettings()
+        pooling: PoolingName | None = said.pooling
+        if of[0] in self._sequences:
+            pooling = None
+        elif self._is_history(of):
+            pooling = "sqrtn"
+        shared = said.table or (said.history_of and (self._said(said.history_of).table or said.history_of))
         table = name if shared is None else f"{shared}{name.removeprefix(of[0])}"
-        return SampleFeature(name=name, dim=dim, of=of, pooling=pooling, table=table)
+        latest = (self.recipe.history or None) if said.history_of else None
+        return SampleFeature(name=name, dim=dim, of=of, pooling=pooling, table=table, latest=latest)
 
     def _is_history(self, of: Sequence[str]) -> bool:
-        return bool(self.recipe.history) and HISTORY in of  # else it is a field of that name
+        return self.recipe.reads_events and HISTORY in of  # else it is a field of that name
 
     def network(self) -> ClickModel:
         """The network, with fresh parameters."""
@@ -216,7 +246,7 @@ class Design:
 
     def ids_of(self, batch: SampleBatch) -> SampleBatch:
         """The ids of a batch of files, as the embeddings take them."""
-        columns = {feature.name: batch[feature.of[0]] for feature in self.features}
+        columns = {feature.name: _latest(batch[feature.of[0]], feature.latest) for feature in self.features}
         levels = {feature.name: batch.level_of.get(feature.of[0]) for feature in self.features}
         level_of = {name: level for name, level in levels.items() if level is not None}
         return SampleBatch(columns, batch.num_samples, batch.cursors, level_of, batch.nodes)
@@ -234,6 +264,16 @@ class Design:
             IMAGE: torch.from_numpy(samples.images.of(samples.fields[self.layout.schema.item[0]][indices])),
             HISTORY_IMAGES: jagged_tensor(seen, torch.from_numpy(offsets)),
         }
+
+
+def _latest(values: Values, count: int | None) -> Values:
+    """The last ``count`` ids of each list that are there."""
+    if count is None:
+        return values
+    if isinstance(values, Tensor):  # lists of one length
+        values = values.flatten(), torch.arange(len(values) + 1) * values.shape[1]
+    ids, offsets = latest_of_bags(values[0].numpy(), values[1].numpy(), count)
+    return torch.from_numpy(ids), torch.from_numpy(offsets)
 
 
 def _free(name: str, taken: Sequence[str]) -> str:

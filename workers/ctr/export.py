@@ -65,7 +65,7 @@ def export_clicks(
             "fields": list(design.layout.fields),
             "items": list(design.layout.schema.item),
             "kinds": kinds_to_json(kinds),
-            "history": state.recipe.history if uses & {HISTORY, HISTORY_ITEMS} else 0,
+            "history": state.recipe.history if state.recipe.reads_events and uses & {HISTORY, HISTORY_ITEMS} else 0,
             "longest": longest,
             "features": [feature.to_json() for feature in design.served],
             "parity": write_network(network, design.served, staging / NETWORK, longest=longest),

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from geartrain.ams.client.factory import local
 from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.ams.values.errors import ColumnMismatch, ConfigError
 from geartrain.workers.atomic import replacing
-from geartrain.workers.ctr.batches import batches_of
+from geartrain.workers.ctr.batches import AT_ONCE, ClickBatch, batches_of
 from geartrain.workers.ctr.designs import Design, SampleLayout
 from geartrain.workers.ctr.samples.click_samples import ClickSamples, histories_after, split
 from geartrain.workers.ctr.samples.sources import load_samples, own_samples
@@ -21,6 +22,7 @@ from geartrain.workers.ctr.trainer import ClickTrainer, scored
 from geartrain.workers.data.packages import Say
 from geartrain.workers.job.folder import read_run, say_unended
 from geartrain.workers.job.state import JobState, best_snapshot
+from geartrain.workers.samples.files import require_arrow
 
 
 def is_click_run(folder: Path) -> bool:
@@ -41,10 +43,11 @@ def job_of_rows(folder: Path) -> str | None:
 def predict_clicks(run: Path, samples: str, *, cache: Path, say: Say) -> npt.NDArray[np.float64]:
     """The probability of a click [N] of each sample in the files of ``samples``, in their order.
 
-    They have the columns that the run was trained on; ``click`` is not looked at. A model with histories reads the
-    run's own samples again: what a user did among those it was trained on, before ``time``, or all of it if there is
-    no such column. Raises ConfigError, SnapshotDamaged, SourceError that names a column that is missing or a line of
-    CSV whose value is of another kind than those of training, and InvalidArgument for such a value elsewhere.
+    They have the columns that the run was trained on; ``click`` is not looked at. One part of them after another is
+    in memory. A model whose histories are no columns reads the run's own samples again, and all are in memory: what
+    a user did among those it was trained on, before ``time``, or all of it if there is no such column. Raises
+    ConfigError, SnapshotDamaged, SourceError that names a column that is missing or a line of CSV whose value is of
+    another kind than those of training, and InvalidArgument for such a value elsewhere.
     """
     snapshot = best_snapshot(read_run(run).snapshots)
     say(f"The model of {run} is that of step {snapshot.manifest.step}")
@@ -52,15 +55,32 @@ def predict_clicks(run: Path, samples: str, *, cache: Path, say: Say) -> npt.NDA
     state = JobState.read(snapshot, ClickTrainer.job, ClickTrainer.recipe_class)
     design = Design(state.recipe, SampleLayout.from_json(state.data))
     kinds = design.layout.schema.kinds
-    given = _with_fields_of(design, own_samples(samples, clicks=False, kinds=kinds), samples)
-    if state.recipe.history:
-        given = _with_histories(design, given, load_samples(state.data["source"], cache, say, kinds))
+    batches: Iterable[ClickBatch]
+    if state.recipe.reads_events or any(len(feature.of) > 1 for feature in design.features):
+        given = _with_fields_of(design, own_samples(samples, clicks=False, kinds=kinds), samples)
+        if state.recipe.reads_events:
+            given = _with_histories(design, given, load_samples(state.data["source"], cache, say, kinds))
+        batches = batches_of(design, given)
+    else:
+        batches = _streamed(design, samples)
     with local(num_shards=1) as cluster:
         cluster.restore(snapshot.path)
         fields = design.fields(cluster, state.progress.table, reuse=True)
         network = design.network()
         network.load_state_dict(state.tensors["network"])
-        return scored(network, fields, batches_of(design, given))[0]
+        return scored(network, fields, batches)[0]
+
+
+def _streamed(design: Design, place: str) -> Iterator[ClickBatch]:
+    require_arrow()
+    from geartrain.workers.ctr.samples.own import OwnSamples
+
+    samples = OwnSamples(place, clicks=False, times=False, kinds=design.layout.schema.kinds)
+    for part, count in enumerate(samples.part_rows):
+        rows = samples.read(part)
+        for first in range(0, count, AT_ONCE):
+            batch = rows.slice(first, AT_ONCE).batch({})
+            yield ClickBatch(design.ids_of(batch), {}, torch.zeros(batch.num_samples))
 
 
 def _with_fields_of(design: Design, given: ClickSamples, path: str) -> ClickSamples:

@@ -27,7 +27,8 @@ class EmbeddingRecipe:
     hidden: tuple[int, ...] = (64, 32)
     dropout: float = 0.2
     history: int = 0
-    """The latest so many events of a sample's user before it; 0: no history."""
+    """The latest so many events of a sample's user before it, or of the lists that ``features`` say are histories; 0:
+    no history, or all of those lists."""
     batch_size: int = 500
     row_lr: float = 0.003
     """Peak learning rate of the rows, by Adam."""
@@ -97,6 +98,16 @@ class CtrRecipe(EmbeddingRecipe):
         if self.patience < 0:
             raise ConfigError(f"patience is {self.patience!r}; it must be >= 0")
         super().__post_init__()
+
+    @property
+    def history_columns(self) -> dict[str, str]:
+        """Columns whose lists are histories, and the field of each."""
+        return {name: said.history_of for name, said in self.features.items() if said.history_of is not None}
+
+    @property
+    def reads_events(self) -> bool:
+        """Whether histories are made of the samples themselves."""
+        return self.history > 0 and not self.history_columns
 
     def stage_steps(self) -> int:
         """Updates of one stage; 0: as many as ``epochs`` are."""

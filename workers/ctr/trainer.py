@@ -115,7 +115,8 @@ class ClickTrainer(EmbeddingTrainer):
         else:
             from geartrain.workers.ctr.streamed import StreamedBatches  # needs pyarrow
 
-            recipe = replace(recipe, features=samples.features(recipe.features))
+            private = tuple({**dict.fromkeys(recipe.private), **recipe.history_columns})
+            recipe = replace(recipe, features=samples.features(recipe.features), private=private)
             self.design = design = Design(recipe, layout_of(samples))
             self.samples = StreamedBatches(samples, recipe, design)
         self._validation = list(self.samples.validated())
@@ -141,11 +142,12 @@ class ClickTrainer(EmbeddingTrainer):
     def load(options: JobOptions, state: JobState | None, console: Console) -> tuple[str, Any]:
         """Samples of one's own stay in their files, but for a model with histories, which are made of all samples."""
         source, recipe = options.data or (None if state is None else state.data["source"]), options.recipe
-        is_streamed = is_own(source) and not recipe.history
+        is_streamed = is_own(source) and not recipe.reads_events
         if recipe.features and not is_streamed:
             raise ConfigError(
-                "features are said of samples of one's own that need no history; leave them out, or say history=0 and "
-                "a model without one: deepfm, wide_deep or dssm"
+                "features are said of samples of one's own whose histories are columns; leave them out, say which "
+                "column is the history (features.NAME.history_of=item), or history=0 and a model without one: deepfm, "
+                "wide_deep or dssm"
             )
         if not is_streamed:
             return EmbeddingTrainer.load(options, state, console)

@@ -32,6 +32,8 @@ class SampleFeature:
     pooling: PoolingName | None = "mean"
     table: str
     """Without the name of the job."""
+    latest: int | None = None
+    """So many ids of a list count, the last ones that are there; None: all of them."""
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -51,8 +53,30 @@ def ids_by_feature(features: Iterable[SampleFeature], fields: Mapping[str, Any])
         ids = fields[first]
         for other in others:
             ids = crossed(ids, fields[other])
+        if feature.latest is not None:
+            ids = latest_ids(ids, feature.latest)
         found[feature.name] = ids
     return found
+
+
+def latest_ids(ids: Ids, count: int) -> Ids:
+    """The last ``count`` ids of each list [N, L] that are there, with padding behind them alone."""
+    is_there = ids != PADDING
+    lengths = is_there.sum(1, keepdims=True)
+    there_first = np.take_along_axis(ids, np.argsort(~is_there, 1, kind="stable"), 1)
+    places = np.maximum(lengths - count, 0) + np.arange(min(count, ids.shape[1]))
+    found = np.take_along_axis(there_first, np.minimum(places, ids.shape[1] - 1), 1)
+    return np.where(places < lengths, found, PADDING)
+
+
+def latest_of_bags(values: Ids, offsets: Ids, count: int) -> tuple[Ids, Ids]:
+    """As :func:`latest_ids`, of lists that lie one behind the other."""
+    is_there = values != PADDING
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_there)])[offsets]
+    begins = np.maximum(ends[:-1], ends[1:] - count)
+    shorter = np.concatenate([np.zeros(1, np.int64), np.cumsum(ends[1:] - begins)])
+    places = np.arange(shorter[-1]) + np.repeat(begins - shorter[:-1], np.diff(shorter))
+    return values[is_there][places], shorter
 
 
 def crossed(first: Ids, second: Ids) -> Ids:

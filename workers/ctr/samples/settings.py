@@ -31,6 +31,8 @@ class FeatureSettings:
     """Width of its embedding; None: the recipe's."""
     pooling: PoolingName = "mean"
     """Of a list."""
+    history_of: str | None = None
+    """The field whose ids a list holds, the oldest first: what the user did before. It shares that field's rows."""
     table: str | None = None
     """The feature, or a name of one's own, whose rows it shares; None: it has rows of its own."""
     admission: float | None = None

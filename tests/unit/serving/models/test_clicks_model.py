@@ -232,8 +232,7 @@ def test_a_contribution_is_the_mean_of_what_a_field_adds_first_and_last(wide: Pa
     assert isinstance(model, ClicksModel)
     network, click = model.network, model.operations["click"]
     fields = with_histories(click.read({"samples": as_json(held_out(wide, 4))[:20]}).arrays, 4)
-    lengths = (fields["history_items"] != PADDING).sum(1)
-    both = network.inputs(ids_by_feature(network.features, fields), lengths)
+    both = network.inputs(ids_by_feature(network.features, fields))
     user, item = network.without(both, "item"), network.without(both, "user")
     none = network.without(user, "user")
     added = network.logits(item) - network.logits(none) + network.logits(both) - network.logits(user)
