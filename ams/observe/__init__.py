@@ -1,1 +1,1 @@
-"""What tests and people see of a running process: failpoints, events, traces, and what is counted."""
+"""Observation of a running process: metrics, events, traces and failpoints."""

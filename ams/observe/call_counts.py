@@ -1,4 +1,4 @@
-"""What a process counts of the calls that it answers: how many, how they ended, how long they took, and their bytes."""
+"""Counters of the calls that a process answers: number, errors, seconds and bytes."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from geartrain.ams.kernels._core import CALL_SECONDS_BOUNDS
 from geartrain.ams.observe.metrics import Buckets, Metric
 
 WELL = "OK"
-"""The code of a call that ended well; of another it is the name of its error."""
+"""Code of a successful call; that of another is the name of its error."""
 
 ENDED_EARLY = "Unknown"
-"""Of one whose caller left, or that a defect ended."""
+"""Code of a call that was cancelled, or ended by a defect."""
 
 
 class Counted(NamedTuple):
-    """Of one RPC by one carrier. Also what the compiled part counts of frames, in this order."""
+    """Counters of one RPC by one carrier; the compiled part counts frames in this order too."""
 
     carrier: str
     op: str
     by_seconds: list[int]
-    """How many took up to each of CALL_SECONDS_BOUNDS, and longer than all."""
+    """Calls that took up to each of CALL_SECONDS_BOUNDS, and those that took longer than all."""
     seconds: float
     bytes_in: int
     bytes_out: int
     faults: dict[str, int]
-    """How many did not end well, by code."""
+    """Failed calls by code."""
 
 
 class CallCounts:
-    """Of the calls that come by gRPC. Thread-safe."""
+    """Counters of calls over gRPC. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,13 +50,13 @@ class CallCounts:
             )
 
     def read(self) -> list[Counted]:
-        """What there is until now."""
+        """Return the counters so far."""
         with self._lock:
             return [of._replace(by_seconds=[*of.by_seconds], faults={**of.faults}) for of in self._of.values()]
 
 
 def call_metrics(counted: Iterable[tuple[Sequence[object], Counted]], labels: Sequence[str] = ()) -> Iterator[Metric]:
-    """Metrics of calls, each with the values of ``labels``."""
+    """Yield the metrics of calls, each with the values of ``labels``."""
     counted = list(counted)
     yield Metric(
         "calls_total",

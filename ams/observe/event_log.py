@@ -1,8 +1,8 @@
-"""What happened in a cluster: the newest events in memory, and in a file that outlives the process.
+"""Log of a cluster's events: the newest in memory, and in a file that outlives the process.
 
-The file has one JSON object a line. When it is full it becomes the older one of two. A last line that a crash tore is
-dropped. A thread writes what is noted: whoever notes waits for no disk, heartbeats least. One that fails or hangs costs
-lines, never what they tell of; what is still in memory is written when it works again.
+The file has one JSON object a line; when it is full it is rotated, and one older file is kept. A last line cut by a
+crash is dropped. A thread of its own writes, so that no caller, such as a heartbeat, waits for the disk. While the disk
+fails or hangs events stay in memory, and are written when it works again.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ MOST_KEPT = 10_000
 _MOST_READ = 1_000
 _KEYS_KEPT = 1_000
 _KEY = "key"
-"""Of a line: that of an event which a client told, and may tell again to a scheduler that was restarted."""
+"""Field of a line: the dedup key of an event that a client sent, and may send again to a restarted scheduler."""
 _LONGEST_TEXT = 1_000
 _MOST_TABLES = 100
 _LAST_SECONDS = 2.0
-"""For what is not written when a log is closed: a disk that hangs keeps no process from ending."""
+"""Longest wait for unwritten events when a log is closed, for a disk may hang."""
 _DEFAULTS = {field.name: field.default for field in fields(ClusterEvent)}
 
 
 def as_json(event: ClusterEvent) -> dict[str, Any]:
-    """The fields of an event that say something, with its time as people write it (UTC)."""
+    """Return the non-empty fields of an event, with its time as text (UTC)."""
     told = {name: value for name, value in asdict(event).items() if value != _DEFAULTS[name]}
     moment = datetime.fromtimestamp(told.pop("unix_seconds", 0.0), UTC)
     number = told.pop("number", 0)
@@ -49,7 +49,7 @@ def as_json(event: ClusterEvent) -> dict[str, Any]:
 
 
 def _from_json(line: bytes) -> tuple[ClusterEvent, int] | None:
-    """With its key; None: this is no event."""
+    """Return the event of a line and its key; None if it is no event."""
     try:
         told = json.loads(line)
         key = int(told.pop(_KEY, 0))
@@ -61,25 +61,25 @@ def _from_json(line: bytes) -> tuple[ClusterEvent, int] | None:
 
 
 class EventLog:
-    """Numbers events, keeps the newest :data:`MOST_KEPT`, and writes them down. Thread-safe."""
+    """Numbered events, of which the newest :data:`MOST_KEPT` stay in memory. Thread-safe."""
 
     def __init__(
         self, folder: str | Path | None = None, *, file_bytes: int = FILE_BYTES, clock: Callable[[], float] = time.time
     ) -> None:
-        """Go on from the events in ``folder`` (None: none, and nothing is written)."""
+        """Continue the log in ``folder`` (None: begin an empty one in memory)."""
         self._folder = None if folder is None else Path(folder)
         self._file_bytes = file_bytes
         self._clock = clock
         self._lock = threading.Lock()
         self._has_news = threading.Condition(self._lock)
         self._file: IO[bytes] | None = None
-        """Of the thread that writes."""
+        """The open file, used by the writing thread alone."""
         self._is_failing = self._is_closed = False
         self._keys: dict[int, int] = {}
-        """Of the newest events that have one, by their numbers."""
+        """Keys of the newest events that have one, by the number of the event."""
         self._kept: deque[ClusterEvent] = deque(maxlen=MOST_KEPT)
         self.counts: Counter[str] = Counter()
-        """Events of each kind that this process noted."""
+        """Number of events of each kind in this process."""
         if self._folder is not None:
             for path in (self._folder / OLDER, self._folder / FILE):
                 for event, key in _events_in(path):
@@ -94,7 +94,7 @@ class EventLog:
             self._writer.start()
 
     def note(self, event: ClusterEvent, *, key: int = 0) -> ClusterEvent | None:
-        """Keep an event with its number and time; return it. None: that of this ``key`` (0: it has none) is there."""
+        """Append an event with its number and time, and return it; None if one of this ``key`` (0: none) is there."""
         with self._lock:
             if key and key in self._keys.values():
                 return None
@@ -114,18 +114,18 @@ class EventLog:
                 del self._keys[next(iter(self._keys))]
 
     def since(self, number: int, most: int = _MOST_READ) -> EventPage:
-        """Those behind an event, the oldest first, at most so many."""
+        """Return at most ``most`` events after event ``number``, the oldest first."""
         with self._lock:
             first = bisect_right(self._kept, number, key=lambda event: event.number)
             return EventPage(events=tuple(islice(self._kept, first, first + most)), last=self._last)
 
     def newest(self, kind: str) -> ClusterEvent | None:
-        """The last one of a kind that is kept."""
+        """Return the last event of a kind that is in memory."""
         with self._lock:
             return next((event for event in reversed(self._kept) if event.kind == kind), None)
 
     def close(self) -> None:
-        """Write what is not written yet, if the disk does within two seconds, and nothing from then on. Idempotent."""
+        """Write the remaining events, waiting for the disk two seconds at most, and stop. Idempotent."""
         with self._lock:
             self._is_closed = True
             self._has_news.notify()
@@ -133,7 +133,7 @@ class EventLog:
             self._writer.join(_LAST_SECONDS)
 
     def _run(self, folder: Path, written: int) -> None:
-        """Write what is noted behind event ``written``; what fails again when the next one comes."""
+        """Write the events after event ``written``; retry a failed write with the next event."""
         seen, is_closed = written, False
         while not is_closed:
             with self._lock:
@@ -174,7 +174,7 @@ class EventLog:
 
 
 def _whole_lines(path: Path) -> bytes:
-    """What is in the file, less a torn last line, which is cut off. Raises OSError."""
+    """Return the content of the file, after a torn last line is cut off. Raises OSError."""
     if not path.exists():
         return b""
     with path.open("r+b") as file:
@@ -185,7 +185,7 @@ def _whole_lines(path: Path) -> bytes:
 
 
 def _events_in(path: Path) -> Iterator[tuple[ClusterEvent, int]]:
-    """Those of a file, with their keys. What is no event is passed over."""
+    """Yield the events of a file with their keys; skip lines that are none."""
     try:
         lines = _whole_lines(path).splitlines()
     except OSError as exc:

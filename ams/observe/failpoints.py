@@ -1,4 +1,4 @@
-"""Failpoints: places with a name at which a test makes this process die, wait or fail.
+"""Failpoints: named places at which a test makes this process die, wait or fail.
 
 ``GEARTRAIN_FAILPOINTS="shard.apply.after=kill@3;file.sync.before=error(ENOSPC)"`` arms them, for every process that
 inherits it: name, action, and ``@n`` for the n-th pass alone (else every pass). Actions:
@@ -8,10 +8,10 @@ exit            this process ends at once with :data:`EXIT_CODE`
 stop            SIGSTOP of this process, until somebody sends SIGCONT
 sleep(SECONDS)  this thread waits
 pause(PATH)     this thread waits until the file exists
-error           the place fails as it can fail in life; error(ENOSPC) names the errno of one that uses a disk
+error           the place raises its own error; error(ENOSPC) names the errno at a place that uses a disk
 
-Where nothing can fail (between rows and their mark), ``error`` is refused. Unarmed, a pass costs one look at an empty
-list. Never armed in production mode.
+Where nothing can fail (between rows and their mark), ``error`` is refused. Unarmed, a pass tests an empty list. Never
+armed in production mode.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ VARIABLE = "GEARTRAIN_FAILPOINTS"
 MODE_VARIABLE = "GEARTRAIN_MODE"
 PRODUCTION = "production"
 EXIT_CODE = 70
-"""Of a process that the action ``exit`` ended."""
+"""Exit code of a process that the action ``exit`` ended."""
 _POLL_SECONDS = 0.02
 
 
@@ -93,7 +93,7 @@ FAILPOINTS: Mapping[str, type[GeartrainError | OSError] | None] = {
     "job.save.before": OSError,  # a worker is about to save its job
     "job.save.after": OSError,  # a worker has saved its job and not gone on
 }
-"""Every failpoint, what has happened there, and what ``error`` raises; None: nothing can fail there."""
+"""All failpoints, by the error that ``error`` raises there; None: nothing can fail there."""
 
 _ITEM = re.compile(
     r"(?P<name>[\w.]+)\s*=\s*(?P<text>(?P<action>[a-z]+)(?:\((?P<argument>[^()]+)\))?(?:@(?P<nth>[1-9]\d*))?)"
@@ -102,28 +102,28 @@ _ITEM = re.compile(
 
 @dataclass(frozen=True)
 class Arming:
-    """What happens at one failpoint."""
+    """Action at one failpoint."""
 
     act: Callable[[], None]
     text: str
     """The action as it was given, such as ``kill@3``."""
     nth: int | None = None
-    """The one pass at which it happens, from 1; None: every pass."""
+    """Pass at which it happens, from 1; None: every pass."""
 
 
 @dataclass
 class Passes:
-    """What was armed and how often it was met. Thread-safe."""
+    """Armed failpoints with their counts. Thread-safe."""
 
     armings: Mapping[str, Arming] = field(default_factory=dict)
     passed: Counter[str] = field(default_factory=Counter)
-    """How often each armed failpoint was passed."""
+    """Passes of each armed failpoint."""
     fired: Counter[str] = field(default_factory=Counter)
-    """How often its action was taken."""
+    """Passes at which the action happened."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def meet(self, name: str) -> Arming | None:
-        """Count a pass; return what is to happen now."""
+        """Count a pass; return the action that is due."""
         arming = self.armings.get(name)
         if arming is None:
             assert name in FAILPOINTS, name
@@ -137,13 +137,13 @@ class Passes:
 
 
 _armed: list[Passes] = []
-"""What is armed now; empty if nothing is. (An empty list is what costs least to test.)"""
+"""Armed failpoints. (An empty list is cheapest to test.)"""
 _read: set[str] = set()
-"""The text that this process took from its environment."""
+"""Texts that this process read from its environment."""
 
 
 def reach(name: str) -> None:
-    """Say that the place called ``name`` is reached. Does nothing unless it is armed."""
+    """Pass the failpoint ``name``: do its action if it is armed."""
     for passes in _armed:
         if (arming := passes.meet(name)) is not None:
             logger.warning("failpoint %s: %s", name, arming.text)
@@ -151,7 +151,7 @@ def reach(name: str) -> None:
 
 
 def arm_from_environment(mode: str | None = None, environ: Mapping[str, str] = os.environ) -> None:
-    """Arm what :data:`VARIABLE` says, once in the life of a process, and warn of it.
+    """Arm the failpoints in :data:`VARIABLE` once in the life of a process, and log a warning.
 
     ``mode`` is that of the configuration; by default what ``GEARTRAIN_MODE`` says. Raises ConfigError as
     :func:`require_allowed`.
@@ -165,7 +165,7 @@ def arm_from_environment(mode: str | None = None, environ: Mapping[str, str] = o
 
 
 def require_allowed(mode: str | None = None, environ: Mapping[str, str] = os.environ) -> dict[str, Arming]:
-    """Return what :data:`VARIABLE` asks for, and arm nothing.
+    """Return the failpoints in :data:`VARIABLE` without arming them.
 
     Raises ConfigError if it is set in production mode, or names an unknown failpoint or action.
     """
@@ -194,7 +194,7 @@ def armed(text: str) -> Iterator[Passes]:
 
 
 def _arm(*passes: Passes) -> None:
-    """Let ``passes`` be what is armed in this process, in Python and in the compiled part."""
+    """Arm exactly ``passes`` in this process, in Python and in the compiled part."""
     from geartrain.ams.kernels import _core  # arrays and kernels are loaded only where something is armed
 
     _armed[:] = passes
@@ -222,7 +222,7 @@ def parse(text: str) -> dict[str, Arming]:
 
 
 def _action(name: str, action: str, argument: str | None) -> Callable[[], None] | None:
-    """What ``action`` does at the failpoint; None: there is no such action there."""
+    """Return the function of ``action`` at the failpoint; None: there is no such action there."""
     fails_with = FAILPOINTS[name]
     match action, argument:
         case "kill", None:

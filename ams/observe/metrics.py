@@ -1,7 +1,7 @@
-"""What a process counts, for Prometheus: a port of its own that answers with all counters, as text.
+"""Metrics of a process for Prometheus, served as text at a port of their own.
 
-Whoever counts yields :class:`Metric` values and knows no library. They are read at each scrape, on a thread of the
-port: nothing is counted for it that is not counted anyway.
+A source yields :class:`Metric` values and needs no library. They are read at each scrape, on a thread of the port:
+scraping adds no work to a step.
 """
 
 from __future__ import annotations
@@ -27,48 +27,48 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "geartrain_"
 _MAX_SCRAPES = 64
-"""At once, and with those who connect and say nothing; more are turned away."""
+"""Most connections at once, idle ones included; more are refused."""
 _SCRAPE_SECONDS = 10.0
-"""For a handshake, for a request, and for taking what was asked for."""
+"""Timeout of a handshake, of a request, and of the transfer of its answer."""
 
 
 ADDRESSES: list[str] = []
-"""host:port of each that this process serves now."""
+"""host:port of each metrics port of this process."""
 
 
 class Buckets(NamedTuple):
-    """A value of a histogram."""
+    """Value of a histogram."""
 
     bounds: Sequence[float]
-    """Rising, in the unit of the metric."""
+    """Upper bounds, ascending, in the unit of the metric."""
     counts: Sequence[float]
-    """How many were between each bound and the one before; one more than bounds, of what is above them all."""
+    """Count between each bound and the one before, and last the count above all bounds."""
     total: float | None = None
-    """The sum of all; None: it is not known."""
+    """Sum of all values; None: unknown."""
 
 
 class Metric(NamedTuple):
-    """One family of counters. Of several with one name the samples are put together."""
+    """Family of samples; those of several families with one name are joined."""
 
     name: str
-    """With its unit, and ``_total`` of a counter; without PREFIX."""
+    """Name with its unit, and ``_total`` for a counter; without PREFIX."""
     kind: Literal["counter", "gauge", "histogram"]
     help: str
     labels: Sequence[str] = ()
-    """The label ``cluster`` is on every sample anyway."""
+    """Names of labels; ``cluster`` is added to every sample."""
     samples: Iterable[tuple[Sequence[object], float | Buckets]] = ()
-    """(values of the labels, value)."""
+    """Pairs of (values of the labels, value)."""
 
 
 class Source(Protocol):
-    """What counts in a process beside its role: a cache, a reader of a topic."""
+    """Source of metrics in a process beside its role: a cache, a reader of a topic."""
 
     def metrics(self) -> Iterable[Metric]:
-        """What was counted until now. Any thread may ask."""
+        """Yield the metrics so far. Thread-safe."""
 
 
 def cache_metrics(cache: str, holds: str, hits: int, misses: int) -> Iterator[Metric]:
-    """Of a cache: its name and what it ``holds``."""
+    """Yield the metrics of a cache: its name, what it ``holds``, hits and misses."""
     for name, count, what in (("hits", hits, "was there"), ("misses", misses, "had to be fetched, or computed")):
         samples = [((cache, holds), count)]
         yield Metric(f"cache_{name}_total", "counter", f"Look-ups of what {what}.", ("cache", "holds"), samples)
@@ -79,7 +79,7 @@ _sources_lock = threading.Lock()
 
 
 def tell_of(source: Source) -> None:
-    """Let the ports of this process tell what ``source`` counts, as long as it is used. Thread-safe."""
+    """Add ``source`` to the metrics of this process, for as long as it is referenced. Thread-safe."""
     with _sources_lock:
         _sources.add(source)
 
@@ -92,21 +92,20 @@ def _of_sources() -> Iterator[Metric]:
 
 
 class Port(Protocol):
-    """Who may scrape: geartrain.ams.rpc.credentials.Credentials."""
+    """Access control of a metrics port: geartrain.ams.rpc.credentials.Credentials."""
 
     @property
     def cluster(self) -> str:
-        """What the cluster is called."""
+        """Name of the cluster."""
 
     def accept(self, connection: socket.socket) -> socket.socket:
-        """Return the connection once its other end has shown who it is. Raises OSError: nobody of this cluster."""
+        """Return the connection once the peer is authenticated. Raises OSError: it is not of this cluster."""
 
 
 def serve_metrics(address: str, collect: Callable[[], Iterable[Metric]], role: str, port: Port) -> MetricsServer:
-    """Serve what ``collect`` returns, and what sources count, at ``"host:port"``, to whom ``port`` lets in, until it
-    is closed.
+    """Serve the metrics of ``collect`` and of all sources at ``"host:port"`` to the peers that ``port`` accepts.
 
-    Raises ConfigError: prometheus_client is not installed, or nobody can listen there.
+    Raises ConfigError: prometheus_client is not installed, or the address cannot be bound.
     """
     registry = _registry(collect, role, lambda: port.cluster, f"metrics {address!r} needs")
     from prometheus_client import MetricsHandler
@@ -123,7 +122,7 @@ def serve_metrics(address: str, collect: Callable[[], Iterable[Metric]], role: s
 
 
 def metrics_text(collect: Callable[[], Iterable[Metric]], role: str, cluster: str) -> tuple[bytes, str]:
-    """The same as one text, and its type, for a port that has others to answer, too. Raises ConfigError likewise."""
+    """Return all metrics as text, and its content type, for a server with other paths too. Raises ConfigError."""
     registry = _registry(collect, role, lambda: cluster, "/metrics needs")
     from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
@@ -143,7 +142,7 @@ def _registry(
         _lock = threading.Lock()
 
         def collect(self) -> Iterator[library.Metric]:
-            """Collect all, for one scrape after the other."""
+            """Yield all metrics; scrapes take turns."""
             with self._lock:
                 yield from _labelled(self._process.collect(), cluster())
                 yield from _families([_build_info(role), *collect(), *_of_sources()], cluster())
@@ -186,7 +185,7 @@ def _families(metrics: Iterable[Metric], cluster: str) -> Iterator[library.Metri
 
 
 def _together(one: Any, other: Any) -> Any:
-    """Of two that count under the same labels, as two caches of one table do."""
+    """Return the sum of two values under the same labels, such as those of two caches of one table."""
     if not isinstance(one, Buckets):
         return one + other
     total = None if one.total is None or other.total is None else one.total + other.total
@@ -200,7 +199,7 @@ def _labelled(families: Iterable[library.Metric], cluster: str) -> Iterator[libr
 
 
 class MetricsServer(socketserver.ThreadingTCPServer):
-    """A port that answers scrapes, on threads of its own, from its making until it is closed. A context manager."""
+    """Port that answers scrapes on threads of its own until it is closed. A context manager."""
 
     allow_reuse_address = True
     daemon_threads = True
@@ -213,13 +212,13 @@ class MetricsServer(socketserver.ThreadingTCPServer):
         self._free = threading.BoundedSemaphore(_MAX_SCRAPES)
         super().__init__(bind_to[:2], handler)  # type: ignore[arg-type]
         self.address = join_address(host, self.socket.getsockname()[1])
-        """host:port that it listens at."""
+        """host:port of the listening socket."""
         ADDRESSES.append(self.address)
         self._thread = threading.Thread(target=self.serve_forever, name="metrics", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Let go of the port."""
+        """Close the port."""
         ADDRESSES.remove(self.address)
         self.shutdown()
         self._thread.join()
@@ -232,27 +231,27 @@ class MetricsServer(socketserver.ThreadingTCPServer):
         self.close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Begin to answer on a thread, if there are not too many."""
+        """Start a thread for the request, unless there are too many."""
         if self._free.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, on its thread."""
+        """Answer the request on its own thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._free.release()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Answer who may ask."""
+        """Answer the request if the peer is accepted."""
         request.settimeout(_SCRAPE_SECONDS)
         with self._port.accept(request) as connection:
             super().finish_request(connection, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
-        """Say why a scrape failed: in the log, briefly if it was for the other end."""
+        """Log why a scrape failed, in one line if the peer caused it."""
         error = sys.exc_info()[1]
         if isinstance(error, OSError):
             logger.info("nobody was told metrics at %s: %s", client_address[0], error)

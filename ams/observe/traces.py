@@ -1,10 +1,10 @@
-"""Traces of steps for OpenTelemetry: what each part of a step waited for, here and in the roles that it called.
+"""Traces of steps for OpenTelemetry: the parts of a step, here and in the roles that it called.
 
 ``OTEL_TRACES_EXPORTER=otlp`` (or ``console``: on stderr) turns them on, in every process that inherits it; the other
-variables of OpenTelemetry say where they go. Off, a part costs one look, and nothing is imported.
+variables of OpenTelemetry say where they go. Off, a span costs one check, and nothing is imported.
 
-A call over gRPC carries its trace in its metadata, so that the span of the role that served it lies below ours. Rows
-travel as frames, which carry none: their spans are those of the client, from sending to having the rows.
+A call over gRPC carries its trace in its metadata, so that the span of the role that served it is a child of
+ours. Rows travel as frames, which carry none: their spans are the client's, from sending to receiving.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _tracer: Any = None
 
 
 def span(name: str, **attributes: str | int) -> AbstractContextManager[Any]:
-    """A part of what is going on, while the block lasts."""
+    """Open a span for the time of the block."""
     if _tracer is None:
         return _NOTHING
     named = {f"geartrain.{key}": value for key, value in attributes.items()}
@@ -39,8 +39,8 @@ def span(name: str, **attributes: str | int) -> AbstractContextManager[Any]:
 
 
 def traced(calls: T, **methods: Callable[..., Mapping[str, str | int]]) -> T:
-    """The same ``calls``, each of whose ``methods`` is a span, with what the method's own function of its arguments
-    returns; where traces are off, itself.
+    """Return ``calls`` with a span around each of ``methods``, whose function of the arguments returns the attributes;
+    where traces are off, ``calls`` itself.
     """
     if _tracer is None:
         return calls
@@ -59,7 +59,7 @@ def traced(calls: T, **methods: Callable[..., Mapping[str, str | int]]) -> T:
 
 
 def flush() -> None:
-    """Send what is not sent yet, for a second at most: a collector that does not answer keeps nobody."""
+    """Send the remaining spans, for one second at most."""
     if _tracer is None:
         return
     from opentelemetry import trace
@@ -70,7 +70,7 @@ def flush() -> None:
 
 
 def start(role: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Trace what this process does from now on, if the environment says so. Raises ConfigError: it cannot."""
+    """Start tracing this process if the environment says so. Raises ConfigError: it cannot."""
     global _tracer
     exporter = environ.get(VARIABLE, "none")
     if exporter == "none" or _tracer is not None:
