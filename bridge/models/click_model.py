@@ -17,6 +17,12 @@ class ClickModel(nn.Module, ABC):
     The loss is a result of the call itself, so that what wraps a module, such as DistributedDataParallel, sees it.
     """
 
+    log_odds_shift = 0.0
+    """Added to the logits of what is not learned from. Where only a part w of the samples without a click is learned
+    from, log w undoes that: p = q / (q + (1 - q) / w) of the probability q learned (He et al. 2014, section 6.3)."""
+    learned_logits: Tensor | None = None
+    """Those [B] of the newest batch learned from, without the shift and as they were before it."""
+
     def forward(self, vectors: Mapping[str, Tensor], clicks: Tensor | None = None) -> Tensor:
         """Look at the vectors of a batch.
 
@@ -30,7 +36,7 @@ class ClickModel(nn.Module, ABC):
         Raises:
             InvalidArgument: A field is missing or has another shape; it is named.
         """
-        return self.logits(vectors) if clicks is None else self.loss(vectors, clicks)
+        return self.logits(vectors) + self.log_odds_shift if clicks is None else self.loss(vectors, clicks)
 
     @abstractmethod
     def logits(self, vectors: Mapping[str, Tensor]) -> Tensor:
@@ -38,9 +44,9 @@ class ClickModel(nn.Module, ABC):
 
     def loss(self, vectors: Mapping[str, Tensor], clicks: Tensor) -> Tensor:
         """The mean of -log of the probability of what happened (0-dim), in nats."""
-        return log_loss(self.logits(vectors), clicks)
+        return self.log_loss(self.logits(vectors), clicks)
 
-
-def log_loss(logits: Tensor, clicks: Tensor) -> Tensor:
-    """The mean of -log of the probability of what happened (0-dim), in nats; ``logits`` and ``clicks`` are [B]."""
-    return nn.functional.binary_cross_entropy_with_logits(logits, clicks.to(logits.dtype))
+    def log_loss(self, logits: Tensor, clicks: Tensor) -> Tensor:
+        """The mean of -log of the probability of what happened (0-dim), in nats; ``logits`` and ``clicks`` are [B]."""
+        self.learned_logits = logits.detach()
+        return nn.functional.binary_cross_entropy_with_logits(logits, clicks.to(logits.dtype))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.models.activations import ActivationName
-from geartrain.bridge.models.click_model import ClickModel, log_loss
+from geartrain.bridge.models.click_model import ClickModel
 from geartrain.bridge.models.din import history_dims
 from geartrain.bridge.models.inputs import FieldVectors, tower
 from geartrain.bridge.models.sequences import Sequences, concatenated, sequences_of
@@ -120,7 +120,7 @@ class DIEN(ClickModel):
         """The log loss and the auxiliary loss (0-dim), whose other events torch's generator draws from the batch."""
         events = sequences_of("DIEN", vectors, self._history)
         interests_NH = self._interests(events)
-        loss = log_loss(self._logits(vectors, events, interests_NH), clicks)
+        loss = self.log_loss(self._logits(vectors, events, interests_NH), clicks)
         if not self.auxiliary or not len(interests_NH):
             return loss
         drawn_N = torch.randint(len(interests_NH), (len(interests_NH),), device=interests_NH.device)

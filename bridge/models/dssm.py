@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.models.activations import ActivationName
-from geartrain.bridge.models.click_model import ClickModel, log_loss
+from geartrain.bridge.models.click_model import ClickModel
 from geartrain.bridge.models.inputs import FieldVectors, tower
 
 
@@ -95,7 +95,7 @@ class DSSM(ClickModel):
     def loss(self, vectors: Mapping[str, Tensor], clicks: Tensor) -> Tensor:
         """The log loss and the softmax over the batch's items (0-dim)."""
         users_BW, items_BW = self.user_vectors(vectors), self.item_vectors(vectors)
-        loss = log_loss(self._logits(users_BW, items_BW), clicks)
+        loss = self.log_loss(self._logits(users_BW, items_BW), clicks)
         clicked = clicks > 0
         if not self.negatives or not clicked.any():
             return loss

@@ -14,6 +14,7 @@ from geartrain.workers.ctr.designs import Design
 from geartrain.workers.ctr.metrics import Scores
 from geartrain.workers.ctr.recipe import CtrRecipe
 from geartrain.workers.ctr.samples.click_samples import ClickSamples, part_validation, split
+from geartrain.workers.ctr.samples.negatives import learned_from
 from geartrain.workers.data.streams import JointOrder
 
 AT_ONCE = 4096
@@ -75,6 +76,9 @@ class BatchesInMemory:
             fresh=recipe.fresh,
             validation=recipe.validation,
         )
+        if recipe.negatives < 1:
+            ids = self._trained.fields.values()
+            self._trained = self._trained.subset(learned_from(ids, self._trained.clicks, recipe.negatives))
         self._validated, self._tested = part_validation(held_out, recipe.seed)
         self.num_trained, self.num_validated, self.num_tested = map(len, (self._trained, self._validated, self._tested))
         self._order = JointOrder(self.num_trained, recipe.batch_size, recipe.seed)

@@ -6,6 +6,7 @@ that is a field itself, ``user_weight_``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -215,7 +216,9 @@ class Design:
 
     def network(self) -> ClickModel:
         """The network, with fresh parameters."""
-        return self._kind.network(self.recipe, self.layout, self.dims)
+        network = self._kind.network(self.recipe, self.layout, self.dims)
+        network.log_odds_shift = math.log(self.recipe.negatives)
+        return network
 
     def fields(self, cluster: Cluster, job: str, *, reuse: bool) -> EmbeddingGroup:
         """The embeddings, in tables of ``job``."""

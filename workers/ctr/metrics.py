@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,10 +71,10 @@ def grouped_auc(scores: npt.ArrayLike, clicks: npt.ArrayLike, groups: Ids) -> fl
     return float(np.average(above_G[has_pairs] / pairs_G[has_pairs], weights=size_G[has_pairs]))
 
 
-def log_loss(probabilities: npt.ArrayLike, clicks: npt.ArrayLike) -> float:
+def log_loss(probabilities: npt.ArrayLike, clicks: npt.ArrayLike, weights: Floats | None = None) -> float:
     """Mean of -log of the probability given to what happened, in nats."""
     sure = np.clip(np.asarray(probabilities, np.float64), 1e-12, 1 - 1e-12)
-    return float(-np.where(np.asarray(clicks) > 0, np.log(sure), np.log1p(-sure)).mean())
+    return float(np.average(-np.where(np.asarray(clicks) > 0, np.log(sure), np.log1p(-sure)), weights=weights))
 
 
 def calibration(probabilities: npt.ArrayLike, clicks: npt.ArrayLike) -> list[dict[str, float]]:
@@ -86,23 +87,50 @@ def calibration(probabilities: npt.ArrayLike, clicks: npt.ArrayLike) -> list[dic
     ]
 
 
-def measured(scores: Scores) -> dict[str, Any]:
+def measured(scores: Scores, negatives: float = 1.0) -> dict[str, Any]:
     """All of them, and the log loss of saying the mean click rate to every sample.
 
     ``predicted_per_clicked`` is the mean probability over the part that was clicked, 1 for a calibrated model ("the
     ratio of the average estimated CTR and empirical CTR", He et al. 2014, section 3); None if nothing was clicked.
+    Where only a part of the samples without a click are among them, ``negatives``, each stands for 1 / part.
     """
     probabilities, clicks, users = scores
-    rate, mean = float(np.mean(clicks)), float(np.mean(probabilities))
+    by_user = float("nan") if users is None else grouped_auc(probabilities, clicks, users)
+    weights = np.where(clicks > 0, 1.0, 1 / negatives)
+    rate, mean = (float(np.average(of, weights=weights)) for of in (clicks, probabilities))
     return {
         "auc": auc(probabilities, clicks),
-        **({} if users is None else {"grouped_auc": grouped_auc(probabilities, clicks, users)}),
-        "log_loss": log_loss(probabilities, clicks),
-        "log_loss_of_the_mean": log_loss(np.full(np.shape(clicks), rate), clicks),
+        **({} if np.isnan(by_user) else {"grouped_auc": by_user}),
+        "log_loss": log_loss(probabilities, clicks, weights),
+        "log_loss_of_the_mean": log_loss(np.full(np.shape(clicks), rate), clicks, weights),
         "predicted_per_clicked": mean / rate if rate else None,
         "samples": len(clicks),
         "calibration": calibration(probabilities, clicks),
     }
+
+
+class LatestScores:
+    """The scores of the latest samples, in the order in which they came. Memory: those of the window, and a part."""
+
+    def __init__(self, window: int) -> None:
+        """``window``: so many samples."""
+        self._window = window
+        self._parts: deque[Scores] = deque()
+        self._samples = 0
+
+    def add(self, scores: Scores) -> None:
+        """Those of the samples that came next."""
+        self._parts.append(scores)
+        self._samples += len(scores.clicks)
+        while self._samples - len(self._parts[0].clicks) >= self._window:
+            self._samples -= len(self._parts.popleft().clicks)
+
+    def joined(self) -> Scores | None:
+        """All of them; None: there are none of both clicked and other samples."""
+        if not self._parts:
+            return None
+        found = Scores(*(of if of is None else of[-self._window :] for of in Scores.joined(self._parts)))
+        return found if 0 < found.clicks.sum() < len(found.clicks) else None
 
 
 def figures(found: Mapping[str, Any]) -> dict[str, float]:

@@ -81,13 +81,17 @@ class CtrRecipe(EmbeddingRecipe):
     choose settings by."""
     fresh: bool = False
     """Histories of samples held out by time go on through what is held out: all that is earlier."""
+    negatives: float = 1.0
+    """The part of the samples without a click that is learned from, by a hash of the sample; scores undo it."""
+    progressive: int = 0
+    """Samples are scored before they are learned from, and the latest so many say how good the model is; 0: not."""
     features: Mapping[str, FeatureSettings] = field(default_factory=dict)
     """What is said of columns of samples of one's own, by name; the others are inferred."""
     held_out: int = 160_000
     """Samples of one's own that are held out, at most; a fifth of fewer than five times as many."""
     window_rows: int = 65_536
     """Samples of one's own that are mixed, one window after another."""
-    least: ClassVar[Mapping[str, int]] = {**EmbeddingRecipe.least, "held_out": 1, "window_rows": 1}
+    least: ClassVar[Mapping[str, int]] = {**EmbeddingRecipe.least, "held_out": 1, "window_rows": 1, "progressive": 0}
 
     def __post_init__(self) -> None:
         """Raises ConfigError that names the value."""
@@ -95,6 +99,8 @@ class CtrRecipe(EmbeddingRecipe):
             raise ConfigError(f"model is {quoted(self.model)}; it must be one of {', '.join(MODELS)}")
         if not 0 < self.epochs < math.inf:
             raise ConfigError(f"epochs is {self.epochs!r}; it must be > 0")
+        if not 0 < self.negatives <= 1:
+            raise ConfigError(f"negatives is {self.negatives!r}; it must lie in (0, 1], as 0.1 for every tenth")
         if self.patience < 0:
             raise ConfigError(f"patience is {self.patience!r}; it must be >= 0")
         super().__post_init__()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from geartrain.workers.ctr.batches import AT_ONCE, ClickBatch
@@ -13,6 +14,7 @@ from geartrain.workers.ctr.designs import Design
 from geartrain.workers.ctr.recipe import CtrRecipe
 from geartrain.workers.ctr.samples.click_samples import ClickSamples
 from geartrain.workers.ctr.samples.held_out import HeldOut, Parted
+from geartrain.workers.ctr.samples.negatives import columns_of, learned_from
 from geartrain.workers.ctr.samples.own import CLICK, OwnSamples
 from geartrain.workers.samples.batches import SampleBatch
 from geartrain.workers.samples.order import EpochOrder, Window
@@ -32,6 +34,7 @@ class StreamedBatches:
 
     def __init__(self, samples: OwnSamples, recipe: CtrRecipe, design: Design) -> None:
         self._samples, self._design, self._batch_size = samples, design, recipe.batch_size
+        self._negatives = recipe.negatives
         self._held_out = held_out = HeldOut(samples, recipe)
         self.part_rows: Sequence[int] = held_out.train_rows
         self.num_trained, self.num_validated = sum(self.part_rows), held_out.num_validated
@@ -67,7 +70,7 @@ class StreamedBatches:
             self._reader.add({0: place})
         batch = self._reader.next_batch(0)
         assert batch is not None
-        return self._of(batch)
+        return self._of(batch, self._negatives)
 
     def validated(self) -> Iterator[ClickBatch]:
         """See ClickBatches."""
@@ -83,11 +86,14 @@ class StreamedBatches:
             for first in range(0, len(indices), AT_ONCE):
                 yield self._of(_taken(rows, indices[first : first + AT_ONCE]).batch({}))
 
-    def _of(self, batch: SampleBatch) -> ClickBatch:
-        clicks, level = batch[CLICK], batch.level_of.get(CLICK)
+    def _of(self, batch: SampleBatch, negatives: float = 1.0) -> ClickBatch:
+        clicks, level = batch.pop(CLICK), batch.level_of.get(CLICK)
         assert isinstance(clicks, Tensor)
-        clicks = clicks if level is None else clicks[batch.index[level]]
-        return ClickBatch(self._design.ids_of(batch), {}, clicks.float())
+        clicks = (clicks if level is None else clicks[batch.index[level]]).float()
+        if negatives < 1:
+            places = torch.from_numpy(learned_from(columns_of(batch), clicks.numpy(), negatives))
+            batch, clicks = batch.take(places), clicks[places]
+        return ClickBatch(self._design.ids_of(batch), {}, clicks)
 
 
 def _taken(rows: Rows, indices: npt.NDArray[Any]) -> SampleRows:

@@ -21,7 +21,15 @@ from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.tables import counted_as
 from geartrain.workers.ctr.batches import BatchesInMemory, ClickBatch, ClickBatches
 from geartrain.workers.ctr.designs import Design, layout_of
-from geartrain.workers.ctr.metrics import Scores, draw_calibration, figures, in_words, measured, worse_than_guessing
+from geartrain.workers.ctr.metrics import (
+    LatestScores,
+    Scores,
+    draw_calibration,
+    figures,
+    in_words,
+    measured,
+    worse_than_guessing,
+)
 from geartrain.workers.ctr.recipe import CtrRecipe, EmbeddingRecipe, usual_for
 from geartrain.workers.ctr.samples.click_samples import ClickSamples
 from geartrain.workers.ctr.samples.examples import FILE, examples_file
@@ -128,10 +136,13 @@ class ClickTrainer(EmbeddingTrainer):
         least = math.ceil(_TRAINED_PER_LOOKED_AT * self.samples.num_validated / recipe.batch_size)
         self._period = max(look_period(self.progress.stage_steps), least)
         clicked = sum(int(batch.clicks.sum()) for batch in self._validation)
+        self._latest = LatestScores(recipe.progressive)
         self._is_validated = 0 < clicked < self.samples.num_validated  # else there is no AUC
         self._best = BestLook[dict[str, Any]](itemgetter("auc"), best=self.progress.best)
         self._was_complete = self.progress.is_complete
         self._looked_at = -1
+        self._progressive: dict[str, Any] | None = None
+        """What was measured of the latest samples before they were learned from."""
 
     @classmethod
     def usual_recipe(cls, data: str | None, stated: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,6 +205,7 @@ class ClickTrainer(EmbeddingTrainer):
         if self.progress.part[0] % self._period:
             return
         self._look()
+        self._look_back()
         (done, steps), best, patience = self.progress.part, self.progress.best, self.recipe.patience
         if best is None or not patience:
             return
@@ -209,6 +221,7 @@ class ClickTrainer(EmbeddingTrainer):
         """Look at the end."""
         if not self._was_complete:
             self._look()
+            self._look_back()
 
     def _look(self) -> None:
         """Compare the model as it is with the best one before."""
@@ -227,6 +240,23 @@ class ClickTrainer(EmbeddingTrainer):
             self.progress, self.wants_snapshot = replace(self.progress, best=look), True
         self.attempt.say(f"step {step}: validation {in_words(found)}{', the best so far' if is_best else ''}")
 
+    def _look_back(self) -> None:
+        """Say how good the model was on the latest samples, before it learned from each of them."""
+        scores, step = self._latest.joined(), self.progress.step
+        if scores is None:
+            return
+        found = measured(scores, self.recipe.negatives)
+        numbers = figures(found)
+        self.events.scalars("progressive", numbers, step)
+        self.metrics = {**self.metrics, **{f"progressive_{name}": value for name, value in numbers.items()}}
+        if not self._is_validated:
+            self.metric = "progressive AUC", found["auc"]
+        self._progressive = {**found, "step": step}
+        self.attempt.say(
+            f"step {step}: {in_words(found)} on the latest {counted(found['samples'], 'sample')} before they were "
+            "learned from"
+        )
+
     def run(self, **settings: Any) -> bool:
         self.network.train()
         return super().run(**settings)
@@ -237,6 +267,10 @@ class ClickTrainer(EmbeddingTrainer):
         with counted_as("pull"):
             vectors = self.fields(batch.ids)
         loss: Tensor = self.network({**vectors, **batch.images}, batch.clicks)
+        if self.recipe.progressive and step * self.recipe.batch_size < self.samples.num_trained:
+            logits = self.network.learned_logits
+            assert logits is not None
+            self._latest.add(batch.scores(logits + self.network.log_odds_shift, self.design.user))
         return loss
 
     def predict(self) -> Scores:
@@ -278,7 +312,8 @@ class ClickTrainer(EmbeddingTrainer):
         )
         if (worse := worse_than_guessing(found)) is not None:
             self.attempt.say(f"[yellow]{worse}[/]")
-        return {"held_out": found, "model": {"step": step, "best": best}}
+        progressive = {} if self._progressive is None else {"progressive": self._progressive}
+        return {"held_out": found, **progressive, "model": {"step": step, "best": best}}
 
     def conclude(self) -> str:
         """What the run folder has."""

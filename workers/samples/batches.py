@@ -5,11 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from geartrain.bridge.embedding.levels import Nodes
 
 Values = Tensor | tuple[Tensor, Tensor]
+
+
+def taken(values: Values, places: Tensor) -> Values:
+    """Those at ``places``."""
+    if isinstance(values, Tensor):
+        return values[places]
+    items, offsets = values
+    starts, lengths = offsets[places], offsets.diff()[places]
+    ends = lengths.cumsum(0)
+    at = torch.repeat_interleave(starts - (ends - lengths), lengths) + torch.arange(int(lengths.sum()))
+    return items[at], torch.cat([ends.new_zeros(1), ends])
 
 
 class SampleBatch(dict[str, Values]):
@@ -48,6 +60,16 @@ class SampleBatch(dict[str, Values]):
         self.cursors = cursors
         self.level_of, self.nodes = level_of or {}, nodes or {}
         self.is_committed_by: object = None
+
+    def take(self, places: Tensor) -> SampleBatch:
+        """The samples at ``places`` [K] int64, with the nodes that they have, and the same cursors. Copies them."""
+        nodes: dict[str, Nodes] = {}
+        kept: dict[str | None, Tensor] = {None: places}
+        for level, of in self.nodes.items():
+            kept[level], index = torch.unique(of.index[places], return_inverse=True)
+            nodes[level] = Nodes(index, len(kept[level]))
+        columns = {name: taken(values, kept[self.level_of.get(name)]) for name, values in self.items()}
+        return SampleBatch(columns, len(places), self.cursors, self.level_of, nodes)
 
     @property
     def index(self) -> dict[str, Tensor]:

@@ -1,0 +1,43 @@
+"""Which samples without a click are learned from: a part of them, the same ones whoever reads them, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from geartrain.ams.kernels.ops import splitmix64
+from geartrain.ams.values.specs import Ids
+from geartrain.workers.samples.batches import SampleBatch, Values
+
+Hashes = npt.NDArray[np.uint64]
+
+
+def learned_from(
+    columns: Iterable[Ids | Hashes], clicks: npt.NDArray[np.float32], part: float
+) -> npt.NDArray[np.int64]:
+    """The places of clicked samples, and of about the ``part`` of the others whose hash of all ``columns`` [N] or
+    [N, L] is low; of none that is so, the place of the lowest, since nothing is learned from no sample.
+    """
+    hashes = np.zeros(len(clicks), np.uint64)
+    for values in columns:
+        of_values = splitmix64(values.view(np.uint64))
+        hashes = splitmix64(hashes ^ (of_values if of_values.ndim == 1 else of_values.sum(1)))
+    places = np.flatnonzero((clicks > 0) | (hashes < np.uint64(part * 2**64)))
+    return places if len(places) else np.array([hashes.argmin()])
+
+
+def columns_of(batch: SampleBatch) -> Iterable[Hashes]:
+    """What is hashed of each sample of a batch, by the names of its columns."""
+    for name in sorted(batch):
+        hashes, level = _hashed(batch[name]), batch.level_of.get(name)
+        yield hashes if level is None else hashes[batch.index[level].numpy()]
+
+
+def _hashed(values: Values) -> Hashes:
+    if not isinstance(values, tuple):
+        return splitmix64(values.numpy().astype(np.int64))
+    items, offsets = (tensor.numpy() for tensor in values)
+    sums = np.append(np.uint64(0), splitmix64(items.astype(np.int64)).cumsum(dtype=np.uint64))
+    return sums[offsets[1:]] - sums[offsets[:-1]]
