@@ -72,7 +72,7 @@ class Membership:
 
     def entries(self) -> list[ShardEntry]:
         """Every shard as it is now."""
-        return [self._entry(shard) for shard in range(self._num_shards)]
+        return [self.entry(shard) for shard in range(self._num_shards)]
 
     def living_in(self, memory_pool: str) -> int:
         """How many shards that may live lie in a memory pool, as counted within a second; 0 if that has no name."""
@@ -82,7 +82,8 @@ class Membership:
             self._counted = self._clock()
         return self._pools[memory_pool] if memory_pool else 0
 
-    def _entry(self, shard: int) -> ShardEntry:
+    def entry(self, shard: int) -> ShardEntry:
+        """One as it is now."""
         member = self._state.members.get(shard)
         if member is None:
             return ShardEntry(shard=shard, address="", incarnation=0, state="missing", heartbeat_age_seconds=0.0)

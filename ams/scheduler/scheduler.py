@@ -291,7 +291,8 @@ class Scheduler:
     def leaving_shards(self) -> tuple[int, ...]:
         """Those that want to leave, and have not yet."""
         with self._lock:
-            return tuple(entry.shard for entry in self._membership.entries() if entry.state == "leaving")
+            wanted = sorted(shard for shard, member in self._state.members.items() if member.is_leaving)
+            return tuple(shard for shard in wanted if self._membership.entry(shard).state == "leaving")
 
     def take_incarnation(self, chosen: int = 0) -> int:
         """Return an incarnation for a job or stream that begins, higher than all before; if ``chosen`` is not 0, that
