@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,32 +40,47 @@ class ClickBatch(NamedTuple):
         return Scores(logits.detach().double().sigmoid().numpy(), self.clicks.double().numpy(), users)
 
 
-class ClickBatches(Protocol):
+class ClickBatches(ABC):
     """All samples of a training."""
 
     num_trained: int
-    num_validated: int
-    num_tested: int
-    identity: str
-    """What tells their files from others."""
+    num_validated: int = 0
+    num_tested: int = 0
+    identity: str = ""
+    """What tells their source from others."""
+    cursors: dict[int, tuple[int, int]] = {}  # noqa: RUF012
+    """Where each data stream goes on behind the steps so far; none where that follows from the number of steps."""
 
+    @abstractmethod
     def some(self) -> ClickSamples:
         """Samples to train on, or the first of many."""
 
+    @abstractmethod
     def trained(self, step: int) -> ClickBatch:
         """The batch of ``step``, which may run over from one epoch into the next. Raises SourceError."""
 
+    def is_ready(self) -> bool:
+        """Whether the next batch is there; waits for half a second at most. Raises SourceError, BrokerUnavailable."""
+        return True
+
+    def has_ended(self) -> bool:
+        """Whether no further batch comes, now that :meth:`is_ready` has said no."""
+        return False
+
+    def go_on(self, cursors: Mapping[int, tuple[int, int]]) -> None:  # noqa: B027
+        """Read on from these :attr:`cursors`."""
+
     def validated(self) -> Iterator[ClickBatch]:
         """Those that the best step is chosen by."""
+        return iter(())
 
     def tested(self) -> Iterator[ClickBatch]:
         """The others that are held out."""
+        return iter(())
 
 
-class BatchesInMemory:
+class BatchesInMemory(ClickBatches):
     """Those of samples that are all in memory."""
-
-    identity = ""
 
     def __init__(self, samples: ClickSamples, recipe: CtrRecipe, design: Design) -> None:
         self._design = design

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import quoted
 from geartrain.workers.ctr.samples.click_samples import SPLITS
-from geartrain.workers.ctr.samples.settings import FeatureSettings
+from geartrain.workers.ctr.samples.settings import FeatureSettings, KafkaSettings
 from geartrain.workers.job.keys import recipe_of
 from geartrain.workers.job.options import SnapshotSettings
 
@@ -87,6 +87,8 @@ class CtrRecipe(EmbeddingRecipe):
     """Samples are scored before they are learned from, and the latest so many say how good the model is; 0: not."""
     features: Mapping[str, FeatureSettings] = field(default_factory=dict)
     """What is said of columns of samples of one's own, by name; the others are inferred."""
+    kafka: KafkaSettings = field(default_factory=KafkaSettings)
+    """How a topic is read."""
     held_out: int = 160_000
     """Samples of one's own that are held out, at most; a fifth of fewer than five times as many."""
     window_rows: int = 65_536

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from geartrain.workers.ctr.batches import AT_ONCE, ClickBatch
+from geartrain.workers.ctr.batches import AT_ONCE, ClickBatch, ClickBatches
 from geartrain.workers.ctr.designs import Design
 from geartrain.workers.ctr.recipe import CtrRecipe
 from geartrain.workers.ctr.samples.click_samples import ClickSamples
@@ -26,7 +26,7 @@ _SOME = 65_536
 """Samples that examples for people are taken from."""
 
 
-class StreamedBatches:
+class StreamedBatches(ClickBatches):
     """Those of files.
 
     Memory: two parts of the files (row groups, or blocks of lines), a window of the order, and a batch.
@@ -70,7 +70,7 @@ class StreamedBatches:
             self._reader.add({0: place})
         batch = self._reader.next_batch(0)
         assert batch is not None
-        return self._of(batch, self._negatives)
+        return click_batch(self._design, batch, self._negatives)
 
     def validated(self) -> Iterator[ClickBatch]:
         """See ClickBatches."""
@@ -84,16 +84,18 @@ class StreamedBatches:
         for part in self._held_out.parts:
             rows, indices = self._samples.read(part), chosen(self._held_out.parted(part))
             for first in range(0, len(indices), AT_ONCE):
-                yield self._of(_taken(rows, indices[first : first + AT_ONCE]).batch({}))
+                yield click_batch(self._design, _taken(rows, indices[first : first + AT_ONCE]).batch({}))
 
-    def _of(self, batch: SampleBatch, negatives: float = 1.0) -> ClickBatch:
-        clicks, level = batch.pop(CLICK), batch.level_of.get(CLICK)
-        assert isinstance(clicks, Tensor)
-        clicks = (clicks if level is None else clicks[batch.index[level]]).float()
-        if negatives < 1:
-            places = torch.from_numpy(learned_from(columns_of(batch), clicks.numpy(), negatives))
-            batch, clicks = batch.take(places), clicks[places]
-        return ClickBatch(self._design.ids_of(batch), {}, clicks)
+
+def click_batch(design: Design, batch: SampleBatch, negatives: float = 1.0) -> ClickBatch:
+    """The samples of files or of a topic as a model takes them; ``negatives`` is the recipe's."""
+    clicks, level = batch.pop(CLICK), batch.level_of.get(CLICK)
+    assert isinstance(clicks, Tensor)
+    clicks = (clicks if level is None else clicks[batch.index[level]]).float()
+    if negatives < 1:
+        places = torch.from_numpy(learned_from(columns_of(batch), clicks.numpy(), negatives))
+        batch, clicks = batch.take(places), clicks[places]
+    return ClickBatch(design.ids_of(batch), {}, clicks)
 
 
 def _taken(rows: Rows, indices: npt.NDArray[Any]) -> SampleRows:

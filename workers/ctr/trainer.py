@@ -34,15 +34,16 @@ from geartrain.workers.ctr.recipe import CtrRecipe, EmbeddingRecipe, usual_for
 from geartrain.workers.ctr.samples.click_samples import ClickSamples
 from geartrain.workers.ctr.samples.examples import FILE, examples_file
 from geartrain.workers.ctr.samples.kinds import FieldKind, kinds_from_json
-from geartrain.workers.ctr.samples.sources import found_again, is_own, load_samples, required
+from geartrain.workers.ctr.samples.sources import found_again, is_own, is_topic, load_samples, required
 from geartrain.workers.job.best import BestLook, look_period
 from geartrain.workers.job.folder import read_run
 from geartrain.workers.job.options import JobOptions
-from geartrain.workers.job.state import JobState, best_snapshot
+from geartrain.workers.job.state import ENDLESS, JobState, best_snapshot
 from geartrain.workers.job.trainer import Attempt, Trainer
+from geartrain.workers.samples.files import require_arrow
 
 if TYPE_CHECKING:
-    from geartrain.workers.ctr.samples.own import OwnSamples
+    from geartrain.workers.ctr.samples.topic import TopicSamples
 
 _TRAINED_PER_LOOKED_AT = 8
 """Samples to train on for each one that is looked at, which costs less than 0.4 of a training sample: 5 % in all."""
@@ -113,13 +114,18 @@ class ClickTrainer(EmbeddingTrainer):
     job = "ctr"
     recipe_class = CtrRecipe
 
-    def __init__(self, attempt: Attempt, data: tuple[str, ClickSamples | OwnSamples]) -> None:
+    def __init__(self, attempt: Attempt, data: tuple[str, Any]) -> None:
         source, samples = data
         recipe: CtrRecipe = attempt.options.recipe
         self.samples: ClickBatches
         if isinstance(samples, ClickSamples):
             self.design = design = Design(recipe, layout_of(samples))
             self.samples = BatchesInMemory(samples, recipe, design)
+        elif is_topic(source):
+            from geartrain.workers.ctr.topic import TopicBatches  # needs confluent-kafka
+
+            self.design = design = Design(recipe, layout_of(samples))
+            self.samples = TopicBatches(samples, recipe, design)
         else:
             from geartrain.workers.ctr.streamed import StreamedBatches  # needs pyarrow
 
@@ -153,6 +159,8 @@ class ClickTrainer(EmbeddingTrainer):
     def load(options: JobOptions, state: JobState | None, console: Console) -> tuple[str, Any]:
         """Samples of one's own stay in their files, but for a model with histories, which are made of all samples."""
         source, recipe = options.data or (None if state is None else state.data["source"]), options.recipe
+        if is_topic(source):
+            return str(source), _topic_samples(str(source), recipe)
         is_streamed = is_own(source) and not recipe.reads_events
         if recipe.features and not is_streamed:
             raise ConfigError(
@@ -170,7 +178,13 @@ class ClickTrainer(EmbeddingTrainer):
 
     def data(self) -> dict[str, Any]:
         """Where the samples are, what tells their files from others, and what they have (``SampleLayout``)."""
-        return {**super().data(), "files": self.samples.identity, **self.design.layout.to_json()}
+        cursors = {str(stream): list(at) for stream, at in self.samples.cursors.items()}
+        return {
+            **super().data(),
+            "files": self.samples.identity,
+            "cursors": cursors,
+            **self.design.layout.to_json(),
+        }
 
     def restore(self, state: JobState) -> None:
         """See Trainer."""
@@ -182,13 +196,17 @@ class ClickTrainer(EmbeddingTrainer):
             )
         if state.data.get("files", "") != self.samples.identity:
             raise ConfigError(
-                "the files are not those that the run was begun with, or window_rows and held_out are others: bring "
+                "the samples are not those that the run was begun with, or window_rows and held_out are others: bring "
                 "the old ones back, or start a new run"
             )
+        self.samples.go_on({int(stream): tuple(at) for stream, at in state.data.get("cursors", {}).items()})
 
     def start(self, stop: Callable[[], bool]) -> None:
         """Say what begins."""
         del stop
+        if not self.samples.num_tested:
+            self.attempt.say(f"Training {self.recipe.model} on the samples of {self.source} as they come")
+            return
         what = "of the training part are kept to choose by" if self.recipe.validation else "are held out"
         counts = f"{counted(self.samples.num_trained, 'sample')}; {self.samples.num_tested:,} {what}"
         self.attempt.say(f"Training {self.recipe.model} on {counts} ({self.recipe.split})")
@@ -199,6 +217,21 @@ class ClickTrainer(EmbeddingTrainer):
                 f"{counted(self._period, 'step')}"
             )
         self.attempt.say(looks)
+
+    def epochs(self, steps: int) -> str:
+        """See Trainer; of a topic nobody knows how many samples it has."""
+        if self.samples.num_tested:
+            return super().epochs(steps)
+        batch = counted(self.recipe.batch_size, "sample")
+        return f"Batches of {batch}, as they come" if steps >= ENDLESS else f"{counted(steps, 'step')} of up to {batch}"
+
+    def has_samples(self) -> bool:
+        """See Trainer."""
+        if self.samples.is_ready():
+            return True
+        if self.samples.has_ended():
+            self.progress = replace(self.progress, stage_steps=self.progress.part[0])
+        return False
 
     def between(self) -> None:
         """Look at the validation so many times a stage, and end the stage where that has not become better for long."""
@@ -301,6 +334,8 @@ class ClickTrainer(EmbeddingTrainer):
             if step != best["step"]:
                 why = f"; that of the best step, {best['step']}, could not be saved"
         self.attempt.say(f"The model is that of step {step}{why}")
+        if not self.samples.num_tested:
+            return {"model": {"step": step, "best": best}}
         found = measured(self.predict())
         self.events.scalars("held_out", figures(found), self.progress.step)
         title = f"{recipe.model}, {recipe.split} split: AUC {found['auc']:.4f}, log loss {found['log_loss']:.4f}"
@@ -317,7 +352,7 @@ class ClickTrainer(EmbeddingTrainer):
 
     def conclude(self) -> str:
         """What the run folder has."""
-        return "Snapshots, report and calibration.png"
+        return "Snapshots, report and calibration.png" if self.samples.num_tested else super().conclude()
 
 
 def scored(
@@ -334,6 +369,22 @@ def scored(
     finally:
         network.train(was_training)
     return Scores.joined(found)
+
+
+def _topic_samples(source: str, recipe: CtrRecipe) -> TopicSamples:
+    require_arrow()
+    from geartrain.workers.ctr.samples.topic import TopicSamples
+
+    if recipe.reads_events:
+        raise ConfigError(
+            f"history is {recipe.history}, made of all samples, and those of a topic come one by one: say which field "
+            "is the history (features.NAME.history_of=item), or history=0"
+        )
+    if recipe.validation:
+        raise ConfigError("validation is true, and of a topic nothing is held out to choose by; leave it out")
+    if recipe.fold:
+        raise ConfigError(f"fold names {recipe.fold[0]!r}; of a topic give --set features.{recipe.fold[0]}.hash=fold")
+    return TopicSamples(source, recipe.batch_size, recipe.features, recipe.kafka)
 
 
 def _kinds_in_order(data: Mapping[str, Any]) -> dict[str, FieldKind]:

@@ -54,7 +54,7 @@ from geartrain.workers.job.state import JobProgress, JobState, newest_snapshot, 
 from geartrain.workers.job.trainer import Attempt, Trainer
 
 _CLOCKS_DIFFER_SECONDS = 5.0
-CHANGEABLE = ("snapshots", "rows", "dtype")
+CHANGEABLE = ("snapshots", "kafka", "rows", "dtype")
 """Keys of a recipe that may be others when a run goes on."""
 
 

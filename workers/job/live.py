@@ -16,6 +16,7 @@ class LiveLine:
     """The newest numbers of the training: a line every ten seconds, and on a terminal a bar below it."""
 
     def __init__(self, console: Console, first_step: int, last_step: int, *, is_shown: bool = True) -> None:
+        """``last_step`` 0: there is none that is known."""
         self._console, self._is_shown = console, is_shown
         self._first_step, self._last_step = first_step, last_step
         left = TextColumn("left", style="progress.remaining")
@@ -23,7 +24,7 @@ class LiveLine:
         columns = (BarColumn(20), TaskProgressColumn(), TimeRemainingColumn(compact=True), left, numbers)
         is_barred = is_shown and console.is_terminal
         self._bar = Progress(*columns, console=console, transient=True, disable=not is_barred)
-        self._task = self._bar.add_task("", total=last_step - first_step)
+        self._task = self._bar.add_task("", total=last_step - first_step if last_step else None)
         self._printed = time.monotonic() if console.is_terminal else 0.0
 
     def __enter__(self) -> Self:
@@ -39,11 +40,10 @@ class LiveLine:
         """Show the numbers of ``step``: loss and epoch, and of :class:`RecentSteps` those that are known."""
         if not self._is_shown:
             return
-        epoch = numbers["epoch"]
-        line = (
-            f"step {step:,}/{self._last_step:,}  epoch {epoch:.1f}/{epoch * self._last_step / step:.1f}  "
-            f"loss {numbers['loss']:.3f}"
-        )
+        epoch, line = numbers["epoch"], f"step {step:,}"
+        if self._last_step:
+            line += f"/{self._last_step:,}  epoch {epoch:.1f}/{epoch * self._last_step / step:.1f}"
+        line += f"  loss {numbers['loss']:.3f}"
         if "steps_per_second" in numbers:
             line += f"  {numbers['steps_per_second']:,.1f} steps/s"
         self._bar.update(self._task, completed=step - self._first_step, description=line)

@@ -82,7 +82,7 @@ class TrainingRun:
         return JobReport(
             state="saving" if state == "training" and snapshots is not None and snapshots.is_writing else state,
             step=progress.step,
-            last_step=progress.stage_start + progress.stage_steps,
+            last_step=progress.last_step,
             steps_per_second=rate,
             loss=numbers.get("loss"),
             snapshot_every_seconds=min(pauses, default=0.0),
@@ -226,8 +226,7 @@ class TrainingRun:
         """To the end of the stage; False if it was stopped before."""
         trainer = self._trainer
         progress, console = trainer.progress, self._attempt.console
-        last_step = progress.stage_start + progress.stage_steps
-        with LiveLine(console, progress.step, last_step, is_shown=self._is_first) as line:
+        with LiveLine(console, progress.step, progress.last_step, is_shown=self._is_first) as line:
 
             def show(step: int, numbers: dict[str, float]) -> None:
                 self._numbers, COUNTERS.loss, COUNTERS.figures = numbers, numbers["loss"], trainer.metrics

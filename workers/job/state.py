@@ -20,6 +20,8 @@ from geartrain.workers.job.keys import as_json, recipe_of
 
 FORMAT = 1
 _TENSORS = "training.safetensors"
+ENDLESS = 2**40
+"""Steps that nobody counts: of a stage that its samples end, or a person."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,11 @@ class JobProgress:
     def is_complete(self) -> bool:
         """Whether the stage has ended."""
         return self.step >= self.stage_start + self.stage_steps
+
+    @property
+    def last_step(self) -> int:
+        """Of the stage; 0: its samples end it, or a person."""
+        return self.stage_start + self.stage_steps if self.stage_steps < ENDLESS else 0
 
     @property
     def part(self) -> tuple[int, int]:

@@ -169,6 +169,12 @@ class Trainer:
         """Batches of ``recipe.batch_size`` that the steps before ``step`` take."""
         return step
 
+    def has_samples(self) -> bool:
+        """Whether those of the next step are there, which is waited for, half a second at most. Where none come any
+        more it ends the stage by its ``progress``.
+        """
+        return True
+
     def loss(self, step: int) -> Tensor:
         """The loss of the batch of ``step``."""
         raise NotImplementedError
@@ -310,6 +316,8 @@ class Trainer:
             is_told, is_due = self.ranks.any_of(stop(), due())
             if is_told:
                 return False
+            if not self.has_samples():
+                continue
             failpoints.reach("job.step.before")
             self._timer = StepTimer()
             with traces.span("step", step=self.progress.step):

@@ -38,6 +38,8 @@ def examples_file(samples: ClickSamples, private: Collection[str]) -> bytes:
     if unknown := [name for name in private if name not in samples.fields]:
         known = ", ".join(map(repr, samples.fields))
         raise ConfigError(f"private names {quoted(unknown[0])}, which is no field of the samples; they have {known}")
+    if not len(samples):
+        return b"{}"
     some = samples.subset(np.random.default_rng(0).permutation(len(samples))[:_LOOKED_AT])
     schema, fields = some.schema, some.fields
     users, least = np.arange(len(some)), EVENTS

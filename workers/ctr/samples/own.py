@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -90,10 +90,7 @@ class OwnSamples:
                 for name in names
             }
             self._plan(types)
-        item = (ITEM, *(name for name in names if name.startswith(f"{ITEM}_"))) if ITEM in names else ()
-        has_users = USER in names and not any(self.kinds[name].is_list for name in (USER, *item[:1])) and bool(item)
-        self.fields, self.images = tuple(names), None
-        self.schema = SampleSchema(item=item, user=USER if has_users else None, kinds=self.kinds)
+        self.fields, self.images, self.schema = tuple(names), None, schema_of(self.kinds)
         self.part_rows, self.identity = source.part_rows, source.identity
         self._starts = np.cumsum([0, *self.part_rows])
 
@@ -177,7 +174,9 @@ class OwnSamples:
             for name in self._others:
                 found = found.map_column(name, partial(self._converted, start, name))
             for name, values, places in found.columns():
-                self._check(start, name, values, places)
+                if name != TIME:
+                    where = lambda row: f"{self.place}, sample {start + row}"  # noqa: E731
+                    require_values(name, self.kinds.get(name), values, where, places)
         return found
 
     def _converted(self, start: int, name: str, column: Any) -> Any:
@@ -187,28 +186,6 @@ class OwnSamples:
         ids = kind.bags(values, lambda at: f"{self.place}, sample {start + at}: {name}") if values else np.empty((0, 1))
         offsets = np.arange(len(ids) + 1) * ids.shape[1]
         return column_of_bags(ids.reshape(-1).astype(np.int64), offsets if kind.is_list else None)
-
-    def _check(self, start: int, name: str, values: Values, places: Any) -> None:
-        items, offsets = values if isinstance(values, tuple) else (values, None)
-        array: npt.NDArray[Any] = items.numpy()
-        if name == CLICK:
-            bad, what = (array != 0) & (array != 1), "it must be 0 or 1"
-        elif name == TIME:
-            return
-        else:
-            least = PADDING if self.kinds[name].fill == PADDING else 0
-            bad, what = array < least, f"ids are >= 0{says_fold(name)}"
-        if not bad.any():
-            return
-        found = np.flatnonzero(bad.reshape(-1))
-        rows = found // array[0].size if offsets is None else np.searchsorted(offsets.numpy(), found, side="right") - 1
-        if places is not None:  # nodes that other samples have may be bad
-            is_of_these = np.isin(rows, places)
-            found, rows = found[is_of_these], rows[is_of_these]
-        if len(found):
-            row = int(rows[0]) if places is None else int(np.flatnonzero(places == rows[0])[0])
-            value = array.reshape(-1)[found[0]]
-            raise SourceDamaged(f"{self.place}, sample {start + row}: {name} is {value}; {what}")
 
     def features(self, said: Mapping[str, FeatureSettings]) -> dict[str, FeatureSettings]:
         """What is ``said`` of the fields, and what they were found to be."""
@@ -283,6 +260,37 @@ class OwnSamples:
                 break
         words = sorted(set().union(*(texts for texts in found.values() if len(texts) <= _MOST_WORDS)))
         return dict(zip(hash_strings(words).tolist(), words, strict=True))
+
+
+def schema_of(kinds: Mapping[str, FieldKind]) -> SampleSchema:
+    """What the names of the fields tell of them."""
+    item = (ITEM, *(name for name in kinds if name.startswith(f"{ITEM}_"))) if ITEM in kinds else ()
+    has_users = USER in kinds and not any(kinds[name].is_list for name in (USER, *item[:1])) and bool(item)
+    return SampleSchema(item=item, user=USER if has_users else None, kinds=kinds)
+
+
+def require_values(
+    name: str, kind: FieldKind | None, values: Values, where: Callable[[int], str], places: Any = None
+) -> None:
+    """Raise SourceDamaged for what is no id, or, without a ``kind``, no click. ``where`` names a row; of values by node
+    ``places`` are the nodes of the rows.
+    """
+    items, offsets = values if isinstance(values, tuple) else (values, None)
+    array: npt.NDArray[Any] = items.numpy()
+    if kind is None:
+        bad, what = (array != 0) & (array != 1), "it must be 0 or 1"
+    else:
+        bad, what = array < (PADDING if kind.fill == PADDING else 0), f"ids are >= 0{says_fold(name)}"
+    if not bad.any():
+        return
+    found = np.flatnonzero(bad.reshape(-1))
+    rows = found // array[0].size if offsets is None else np.searchsorted(offsets.numpy(), found, side="right") - 1
+    if places is not None:  # nodes that other samples have may be bad
+        is_of_these = np.isin(rows, places)
+        found, rows = found[is_of_these], rows[is_of_these]
+    if len(found):
+        row = int(rows[0]) if places is None else int(np.flatnonzero(places == rows[0])[0])
+        raise SourceDamaged(f"{where(row)}: {name} is {array.reshape(-1)[found[0]]}; {what}")
 
 
 def _titles_of(columns: Mapping[str, npt.NDArray[np.int64]], words: Mapping[int, str]) -> dict[int, str]:

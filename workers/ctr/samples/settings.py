@@ -1,4 +1,5 @@
-"""What may be said of a feature of samples of one's own: ``--set features.NAME.KEY=VALUE``, or a recipe in YAML.
+"""What may be said of samples of one's own: ``--set features.NAME.KEY=VALUE`` of a feature, ``--set kafka.KEY=VALUE``
+of a topic, or a recipe in YAML.
 
 Without torch: values only.
 """
@@ -6,6 +7,7 @@ Without torch: values only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Literal
 
 from geartrain.ams.kernels.embedding import PoolingName
@@ -71,3 +73,28 @@ class FeatureSettings:
         if self.expiry is None:
             return None
         return Rule(self.expiry) if isinstance(self.expiry, str) else Unseen(steps=self.expiry)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KafkaSettings:
+    """How the messages of a topic are read; all but ``format`` and ``start`` may be others when a run goes on."""
+
+    format: Literal["json", "arrow"] = "json"
+    """Of the messages: a JSON object each, or an Arrow IPC stream of many samples."""
+    start: Literal["earliest", "latest"] = "earliest"
+    """Where a new run begins."""
+    until: Literal["now"] | datetime | None = None
+    """Where reading ends: at what is there when the run begins, or before the first message of a time; None: it follows
+    the topic until ``steps`` are done or somebody stops it."""
+    max_wait_seconds: float = 1.0
+    """A batch that is not full is trained on when its first sample has waited for so long."""
+    timeout_seconds: float = 60.0
+    """So long brokers that do not answer are waited for."""
+    skip_damaged: bool = False
+    """Log messages that cannot be read and go on; otherwise they end the run."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError that names the value."""
+        for name in ("max_wait_seconds", "timeout_seconds"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"kafka.{name} is {getattr(self, name)}; it must be > 0")

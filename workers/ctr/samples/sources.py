@@ -20,14 +20,16 @@ PUBLIC: dict[str, tuple[Callable[[Path, Say], Path], Callable[[Path], ClickSampl
 }
 """By name: what fetches the samples into a cache, and what reads them there."""
 _WHAT = (
-    f"{', '.join(PUBLIC)}, files of Parquet, CSV or sample trees (a file, a folder, a pattern with * or a URL), or a "
-    "folder with the files of MovieLens-100K"
+    f"{', '.join(PUBLIC)}, files of Parquet, CSV or sample trees (a file, a folder, a pattern with * or a URL), a "
+    "topic (kafka:TOPIC@BROKERS), or a folder with the files of MovieLens-100K"
 )
 
 
 def is_own(source: str | None) -> bool:
     """Whether ``--data`` names files of one's own. Raises as :func:`required`, and ConfigError without pyarrow."""
     source = required(source)
+    if is_topic(source):
+        raise ConfigError(f"{source} is a topic, whose samples are not read at once; give files")
     if source in PUBLIC or (Path(source) / RATINGS).exists():
         return False
     require_arrow()
@@ -60,7 +62,13 @@ def required(source: str | None) -> str:
     """``source`` itself. Raises ConfigError if ``--data`` names no samples, or none that are there."""
     if source is None:
         raise ConfigError(f"which samples? Give --data: {_WHAT}")
-    if source in PUBLIC or "://" in source or any(sign in source for sign in "*?[") or Path(source).exists():
+    if (
+        source in PUBLIC
+        or is_topic(source)
+        or "://" in source
+        or any(sign in source for sign in "*?[")
+        or Path(source).exists()
+    ):
         return source
     missing = "" if "/" not in source and "." not in source else ", which is not there"
     raise ConfigError(f"--data is {quoted(source)}{missing}; it must be {_WHAT}")
@@ -76,6 +84,11 @@ def own_samples(
     return OwnSamples(path, clicks=clicks, kinds=kinds, fold=fold).in_memory()
 
 
+def is_topic(source: str | None) -> bool:
+    """Whether ``--data`` names a topic of Kafka."""
+    return source is not None and source.startswith("kafka:")
+
+
 def found_again(source: str) -> str:
     """``source`` by a name that holds in any working folder."""
-    return source if source in PUBLIC or "://" in source else str(Path(source).resolve())
+    return source if source in PUBLIC or is_topic(source) or "://" in source else str(Path(source).resolve())

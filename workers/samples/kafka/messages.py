@@ -11,7 +11,7 @@ import pyarrow.json
 
 from geartrain.ams.values.errors import InvalidArgument, SourceDamaged, SourceError
 from geartrain.ams.values.text import quoted
-from geartrain.workers.samples.columns import ANY_64_BITS, ColumnPlan, Fill, planned_columns, type_named
+from geartrain.workers.samples.columns import ANY_64_BITS, ColumnPlan, Fill, NameRow, planned_columns, type_named
 
 MOST_ROWS = 2**20
 """Of one message."""
@@ -142,6 +142,8 @@ class MessageTables:
 
     def __init__(self, topic: str, plan: ColumnPlan, form: MessageFormat) -> None:
         self._topic, self._plan, self._format = topic, plan, form
+        self.finish: Callable[[Any, NameRow], Any] = lambda table, _: table
+        """Has a last look at every table, and names a row of it. Raises SourceError."""
 
     def rows(self, partition: int, offset: int, content: bytes | None) -> MessageRows:
         """All rows of a message. Raises SourceDamaged."""
@@ -192,7 +194,7 @@ class MessageTables:
                 row -= part.size
             return f"topic {self._topic!r}"
 
-        return self._plan.apply(self._format.table(rows), name_row)
+        return self.finish(self._plan.apply(self._format.table(rows), name_row), name_row)
 
     def _name(self, partition: int, offset: int) -> str:
         return f"topic {self._topic!r}, partition {partition}, offset {offset}"

@@ -15,6 +15,7 @@ from geartrain.workers.samples.source import fingerprint
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
     from geartrain.workers.samples.batches import SampleBatch
+    from geartrain.workers.samples.kafka.batches import KafkaBatches
     from geartrain.workers.samples.leased import LeasedSamples
     from geartrain.workers.samples.reader import StreamBatches
 
@@ -95,7 +96,7 @@ class KafkaSamples:
         if not (until in (None, "now") or isinstance(until, datetime)):
             raise InvalidArgument(f"until is {quoted(until)}; it must be 'now', a datetime, or None")
         plan = plan_of(schema, hash_strings, fill or {}, f"topic {topic!r}", fold)
-        self._tables = MessageTables(topic, plan, FORMATS[format](plan))
+        self.tables = MessageTables(topic, plan, FORMATS[format](plan))
         self._batch_size = integer("batch_size", batch_size, 1)
         self._max_wait_seconds = None if max_wait_seconds is None else real_number("max_wait_seconds", max_wait_seconds)
         self._skip_damaged = boolean("skip_damaged", skip_damaged)
@@ -104,7 +105,7 @@ class KafkaSamples:
         if not timeout > 0:
             raise InvalidArgument(f"timeout_seconds is {timeout_seconds}; it must be above 0")
         self._topic = Topic(topic, {**(settings or {}), "bootstrap.servers": brokers}, timeout)
-        self._fingerprint = fingerprint("kafka", topic, format)
+        self.identity = fingerprint("kafka", topic, format)
         consumer = self._topic.consumer()
         try:
             partitions = self._topic.first_partitions(consumer)
@@ -140,9 +141,7 @@ class KafkaSamples:
 
         Raises SourceError, BrokerUnavailable.
         """
-        reader = self._reader()
-        reader.add(dict.fromkeys(self._starts, (0, 0)))
-        return _Batches(reader)
+        return _Batches(self.reader())
 
     def shared(
         self,
@@ -172,16 +171,22 @@ class KafkaSamples:
             num_streams=self.num_partitions,
             num_workers=num_workers,
             incarnation=incarnation,
-            data=self._fingerprint,
+            data=self.identity,
         )
-        return LeasedSamples(self._reader(), streams)
+        return LeasedSamples(self._unassigned(), streams)
 
-    def _reader(self) -> Any:
+    def reader(self) -> KafkaBatches:
+        """Of all partitions, from ``start`` on."""
+        reader = self._unassigned()
+        reader.add(dict.fromkeys(self._starts, (0, 0)))
+        return reader
+
+    def _unassigned(self) -> KafkaBatches:
         from geartrain.workers.samples.kafka.batches import KafkaBatches
 
         return KafkaBatches(
             self._topic,
-            self._tables,
+            self.tables,
             batch_size=self._batch_size,
             max_wait_seconds=self._max_wait_seconds,
             skip_damaged=self._skip_damaged,

@@ -1,0 +1,123 @@
+"""``geartrain worker ctr --data kafka:TOPIC@BROKERS``: each message is trained on once, whatever stops the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from geartrain.ams.values.errors import BrokerUnavailable, ConfigError, SourceDamaged, SourceNotFound
+from geartrain.workers.ctr import topic
+from geartrain.workers.ctr.recipe import recipe_for
+from geartrain.workers.ctr.trainer import ClickTrainer
+from geartrain.workers.job.job import run_job
+from geartrain.workers.job.options import JobOptions, JobResult
+from tests.support.command_line import typed
+
+kafka = pytest.importorskip("confluent_kafka", reason="needs pip install 'geartrain[kafka]'")
+SMALL: dict[str, Any] = {"dim": 4, "hidden": (8,), "batch_size": 50, "row_lr": 0.05}
+FEATURES = {"user": {"kind": "int64"}, "item": {"kind": "string"}, "is_new": {"kind": "bool"}}
+
+
+class Mock:
+    def __init__(self) -> None:
+        self.producer = kafka.Producer({"test.mock.num.brokers": 1, "log_level": 0, "linger.ms": 0})
+        (broker,) = self.producer.list_topics(timeout=20).brokers.values()
+        self.address = f"{broker.host}:{broker.port}"
+        self.source = f"kafka:clicks@{self.address}"
+        self.producer.list_topics("clicks", timeout=20)
+
+    def send(self, users: range, **fields: Any) -> None:
+        for user in users:
+            sample = {"user": user, "item": f"i{user % 7}", "is_new": user % 3 == 0, "click": user % 2, **fields}
+            self.producer.produce("clicks", value=json.dumps(sample).encode(), partition=user % 4)
+        assert self.producer.flush(20) == 0
+
+
+@pytest.fixture
+def mock() -> Iterator[Mock]:
+    made = Mock()
+    yield made
+    made.producer.purge()
+
+
+def train(mock: Mock, out: Path, *, source: str | None = None, resume: bool = False, **recipe: Any) -> JobResult:
+    given = {**SMALL, "features": FEATURES, "kafka": {"until": "now", "timeout_seconds": 2}, **recipe}
+    options = JobOptions(
+        job="ctr",
+        out=out,
+        recipe=recipe_for(None, **given),
+        data=source or mock.source,
+        loggers=(),
+        resume=resume,
+        stated=("kafka.skip_damaged",) if resume else (),
+    )
+    return run_job(ClickTrainer, options, Console(quiet=True))
+
+
+@pytest.fixture
+def trained_on(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The users of all batches."""
+    users: list[int] = []
+    make = topic.click_batch
+
+    def note(design: Any, batch: Any, negatives: float) -> Any:
+        users.extend(batch["user"].tolist())
+        return make(design, batch, negatives)
+
+    monkeypatch.setattr(topic, "click_batch", note)
+    return users
+
+
+def test_a_run_goes_on_in_the_topic_where_its_snapshot_was(mock: Mock, tmp_path: Path, trained_on: list[int]) -> None:
+    mock.send(range(330))
+    first = train(mock, tmp_path / "run", steps=3)
+    assert first.finished and first.step == 3 and len(set(trained_on)) == 150
+    mock.send(range(330, 400))
+    ended = train(mock, tmp_path / "run", resume=True, steps=3)
+    assert ended.step == 6 and len(set(trained_on)) == len(trained_on) == 300
+    command = ["worker", "ctr", "--resume", str(tmp_path / "run"), "--logger=none", "--steps=100"]
+    said = typed(*command).stdout
+    assert sorted(trained_on) == list(range(400)), said
+    assert "Trained in" in said
+
+
+def test_what_is_wrong_with_a_topic_is_named(mock: Mock, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    for source in ("kafka:clicks", "kafka:@b:9092", "kafka:clicks@", "kafka:clicks@b:9092,"):
+        with pytest.raises(ConfigError, match=f"--data is '{source}'; a topic is kafka:TOPIC@BROKERS"):
+            train(mock, out, source=source)
+    with pytest.raises(SourceNotFound, match=r"have no topic 'clics'.*did you mean 'clicks'"):
+        train(mock, out, source=f"kafka:clics@{mock.address}")
+    with pytest.raises(BrokerUnavailable, match=r"no broker of topic 'clicks' \(localhost:1\) answered for 0.1 s"):
+        train(mock, out, source="kafka:clicks@localhost:1", kafka={"timeout_seconds": 0.1})
+    with pytest.raises(ConfigError, match="tells no schema: name the fields"):
+        train(mock, out, features={})
+    with pytest.raises(ConfigError, match=r"kind of 'user' is not known.*--set features.user.kind=int64"):
+        train(mock, out, features={"user": {}})
+    with pytest.raises(ConfigError, match="history is 5"):
+        train(mock, out, history=5)
+    with pytest.raises(ConfigError, match=r"kafka.max_wait_seconds is 0.0; it must be > 0"):
+        train(mock, out, kafka={"max_wait_seconds": 0.0})
+    assert not (out / "snapshots").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"), [({"click": 2}, "click is 2.0; it must be 0 or 1"), ({"user": -7}, "user is -7")]
+)
+def test_a_damaged_message_ends_the_run_or_is_passed_over(
+    mock: Mock, tmp_path: Path, trained_on: list[int], fields: dict[str, int], what: str
+) -> None:
+    mock.send(range(60))
+    mock.send(range(60, 61), **fields)
+    mock.send(range(61, 130))
+    with pytest.raises(SourceDamaged, match=f"topic 'clicks', partition 0, offset 15: {what}"):
+        train(mock, tmp_path / "run")
+    done = len(trained_on)
+    kafka_settings = {"until": "now", "skip_damaged": True}
+    assert train(mock, tmp_path / "run", resume=True, kafka=kafka_settings).finished
+    assert sorted(trained_on[done:]) == [user for user in range(130) if user != 60]

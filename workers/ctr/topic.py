@@ -1,0 +1,54 @@
+"""Batches of samples that come from a Kafka topic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from geartrain.workers.ctr.batches import ClickBatch, ClickBatches
+from geartrain.workers.ctr.designs import Design
+from geartrain.workers.ctr.recipe import CtrRecipe
+from geartrain.workers.ctr.samples.click_samples import ClickSamples
+from geartrain.workers.ctr.samples.topic import TopicSamples
+from geartrain.workers.ctr.streamed import click_batch
+from geartrain.workers.job.state import ENDLESS
+from geartrain.workers.samples.batches import SampleBatch
+
+
+class TopicBatches(ClickBatches):
+    """Those of a topic: all are trained on, in the order of each partition, and none is held out."""
+
+    num_trained = ENDLESS << 22
+
+    def __init__(self, samples: TopicSamples, recipe: CtrRecipe, design: Design) -> None:
+        self._samples, self._design, self._negatives = samples, design, recipe.negatives
+        self.identity = samples.messages.identity
+        self._reader = samples.messages.reader()
+        self.cursors = {**self._reader.positions}
+        self._next: SampleBatch | None = None
+
+    def some(self) -> ClickSamples:
+        """See ClickBatches."""
+        return self._samples.none()
+
+    def is_ready(self) -> bool:
+        """See ClickBatches."""
+        if self._next is None and self._reader.has_more:
+            self._next = self._reader.next_batch(0)
+        return self._next is not None
+
+    def has_ended(self) -> bool:
+        """See ClickBatches."""
+        return not self._reader.has_more
+
+    def go_on(self, cursors: Mapping[int, tuple[int, int]]) -> None:
+        """See ClickBatches. Partitions that have come since are read from their start."""
+        self._reader.add(cursors)
+        self.cursors.update(cursors)
+
+    def trained(self, step: int) -> ClickBatch:
+        """See ClickBatches: the next one, whichever the step is."""
+        del step
+        batch, self._next = self._next, None
+        assert batch is not None  # of is_ready
+        self.cursors.update(batch.cursors)
+        return click_batch(self._design, batch, self._negatives)
