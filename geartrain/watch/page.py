@@ -45,7 +45,7 @@ _MOST_PAGES = 64
 _ANSWER_SECONDS = 2.0
 _ANOTHER = """<title>Geartrain: another link is needed</title><main><section>
 <h1>{why}</h1>
-<p>Each link opens the page in one browser, once. For another type, on the machine of the dashboard and as its user:</p>
+<p>Each link opens the page in one browser, once. For another, type on the machine of the dashboard, as its user:</p>
 <p><code>geartrain dashboard --link --listen {address}</code></p>
 </section></main>"""
 
