@@ -12,6 +12,7 @@ here, A active classes, M = (1 + r)·B candidates.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -95,22 +96,20 @@ class OwnNeighbours:
         """Choose the labels and their nearest neighbours, P + round(``near`` · (``budget`` − P)) for P distinct labels.
 
         ``labels_B``, the same on every rank, may repeat; ``budget`` is at least P. O(M log M) time, 40·M bytes. A host
-        that ``may_wait`` looks at the beginnings of lists first, and asks all ranks whether those are enough.
+        that ``may_wait`` looks at the beginnings of lists first, and further where those are not enough.
         """
         labels_B = torch.sort(labels_B).values
-        is_new_B = torch.ones_like(labels_B, dtype=torch.bool)
-        is_new_B[1:] = labels_B[1:] != labels_B[:-1]
-        num_labels = is_new_B.sum()
-        wanted = num_labels + torch.round((budget - num_labels).double() * near).long()
+        num_labels = min(1, len(labels_B)) + (labels_B[1:] != labels_B[:-1]).sum(dtype=torch.float64)
+        wanted = (budget - num_labels).mul_(near).round_().add_(num_labels).int()
         size = (1 + self.k) * len(labels_B)
         depth = min(self.k, 2 * -(-int(wanted - num_labels) // max(1, int(num_labels)))) if may_wait else self.k
-        ids_M, turns_M = self._first_turns(labels_B, depth, size)
-        while depth < self.k and self.link.sum((turns_M < size).sum().int()) < wanted:
-            depth = min(self.k, 2 * depth)
+        while True:
             ids_M, turns_M = self._first_turns(labels_B, depth, size)
-        sorted_M = torch.sort(turns_M).values
-        limit, num = joint_limit(self.link, lambda ends: torch.searchsorted(sorted_M, ends), size, wanted, 3 * self.k)
-        return NearHere(ids_M.masked_fill_(turns_M >= limit, self.num_classes), num, budget, self)
+            below = partial(torch.searchsorted, torch.sort(turns_M).values, out_int32=True)
+            limit, num = joint_limit(self.link, below, size, wanted, 4 * self.k)
+            if depth == self.k or num == wanted:
+                return NearHere(ids_M.masked_fill_(turns_M >= limit, self.num_classes), num, budget, self)
+            depth = min(self.k, 2 * depth + 1)
 
     def _first_turns(self, labels_B: Tensor, depth: int, size: int) -> tuple[Tensor, Tensor]:
         """Classes of this rank among rising labels and the first ``depth`` of their lists, and when each comes first.
@@ -120,19 +119,18 @@ class OwnNeighbours:
         """
         longest = min(self.longest, depth)
         said_RB = candidates_here(labels_B, self.offsets, self.neighbours, longest)
-        ranks_RB = candidates_here(labels_B, self.offsets, self.ranks, longest).long()
+        ranks_RB = candidates_here(labels_B, self.offsets, self.ranks, longest)
         ranks_RB[0] = 0  # a label comes before its neighbours
         said_RB[0] *= (labels_B >= self.first) & (labels_B < self.stop)
-        turns_RB = ranks_RB * len(labels_B) + torch.arange(len(labels_B), device=labels_B.device)
-        keys_RB = torch.add(turns_RB, said_RB.long() - 1, alpha=size)
-        is_none_RB = said_RB == 0
         if depth < self.k:
-            is_none_RB |= ranks_RB > depth
-        keys_M = torch.sort(keys_RB.masked_fill_(is_none_RB, _NONE).flatten()).values
-        ids_M = keys_M // max(1, size)
-        is_first_M = keys_M != _NONE
-        is_first_M[1:] &= ids_M[1:] != ids_M[:-1]
-        return ids_M, (keys_M % max(1, size)).masked_fill_(~is_first_M, _NONE)
+            said_RB.masked_fill_(ranks_RB > depth, 0)
+        # class · size + turn, since 0 is said of none: what is no class is below 0
+        num_labels, size = len(labels_B), max(1, size)
+        turns_RB = torch.add(torch.arange(-size, num_labels - size, device=labels_B.device), ranks_RB, alpha=num_labels)
+        keys_M = torch.sort(torch.add(turns_RB, said_RB, alpha=size).flatten()).values
+        ids_M, is_none_M = keys_M // size, keys_M < 0
+        is_none_M[1:] |= ids_M[1:] == ids_M[:-1]
+        return ids_M, (keys_M % size).masked_fill_(is_none_M, _NONE)
 
     def select(self, labels_P: Ids, budget: int, near: float, seed: int, step: int) -> ActiveClasses:
         """On the host: :meth:`near`, filled up to ``budget`` with random classes; the ids are those of this rank."""
@@ -154,16 +152,17 @@ class NearHere:
     ids_M: Tensor
     """int64: those of this rank, in any order; C stands for none."""
     num: Tensor
-    """int64 (0-dim): how many all ranks chose."""
+    """int32 (0-dim): how many all ranks chose."""
     budget: int
     graph: OwnNeighbours
 
     def limit(self, is_fresh_N: Tensor) -> Tensor:
         """Draws below it fill up to ``budget``; ``is_fresh_N`` tells which ones are of this rank and not chosen."""
-        below = torch.nn.functional.pad(is_fresh_N.cumsum(0), (1, 0))
-        num = len(is_fresh_N)
+        below = torch.nn.functional.pad(is_fresh_N.cumsum(0, dtype=torch.int32), (1, 0))
+        num, left = len(is_fresh_N), self.budget - self.num
+        # Draws are as many as the budget, so that enough of them are new.
         limit, _ = joint_limit(
-            self.graph.link, lambda ends: below[ends.clamp(max=num)], num, self.budget - self.num, 4 * self.graph.k
+            self.graph.link, lambda ends: below[ends.clamp_(max=num)], num, left, 4 * self.graph.k, are_there=True
         )
         return limit
 
