@@ -114,9 +114,9 @@ def asked(
 
 
 @contextlib.contextmanager
-def served(model: Path, *flags: str) -> Iterator[str]:
+def served(*arguments: str | Path) -> Iterator[str]:
     """The address of 'geartrain serve'."""
-    with started([*GEARTRAIN, "serve", model, "--listen=127.0.0.1:0", *flags]) as (_, facts):
+    with started([*GEARTRAIN, "serve", *arguments, "--listen=127.0.0.1:0"]) as (_, facts):
         yield facts["address"]
 
 

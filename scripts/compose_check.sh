@@ -61,7 +61,7 @@ for replicas in 1 3; do
 import base64, socket, time
 from geartrain.ams.values.config import identify
 from geartrain.ams.values.errors import Unavailable
-from geartrain.cli.serving.client import ask_service
+from geartrain.serving.http.client import ask_service
 identify('/certs', 'serve')
 asked = {'images': [base64.b64encode(open('/models/asked.png', 'rb').read()).decode()], 'k': 1}
 versions, deadline = {}, time.monotonic() + 60

@@ -65,6 +65,14 @@ class LiveClasses:
             )
         return LiveClasses(num_classes, [[num_living, num_classes]])
 
+    def between(self, first: int, stop: int) -> LiveClasses:
+        """The living classes numbered [first, stop), in the same table; others count as retired."""
+        lowest, highest = self.ids(np.array([first, stop - 1], np.int64)).tolist()
+        starts = self.retired_runs[:, 0]
+        inside = self.retired_runs[(starts > lowest) & (starts < highest)].tolist()
+        before, behind = [0, lowest], [highest + 1, self.num_classes]
+        return LiveClasses(self.num_classes, [run for run in (before, *inside, behind) if run[0] < run[1]])
+
     @property
     def fingerprint(self) -> int:
         """Equal for equal sets of living classes; 0 if all live."""

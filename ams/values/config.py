@@ -223,6 +223,13 @@ def _words(value: object) -> object:
         raise ConfigError(f"{value!r} begins like a JSON list and is none: {exc}") from exc
 
 
+def _part(value: str) -> str:
+    number, _, of = value.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise ConfigError(f"part is {value!r}; it must be one of so many, as 2/3")
+    return value
+
+
 def _file_of_token(value: str) -> str:
     if value.startswith(TOKEN_PREFIX):
         raise ConfigError(f"this is a token, not its file; {_TOKEN_REMEDY}")
@@ -458,6 +465,10 @@ class ServeConfig(RoleConfig):
     recall: float = Field(default=1.0, gt=0, le=1)
     """Of a classifier that is followed: the share of questions whose best class must be found; below 1 many classes get
     an index."""
+    part: Annotated[str, AfterValidator(_part)] | None = None
+    """Of the classes of what is followed: 2/3 serves the second of three equal parts. None: all of them."""
+    parts: Annotated[tuple[TargetAddress, ...], BeforeValidator(_words)] = ()
+    """HOST:PORT of the services of all parts, which search the classes for this one; it has no class rows itself."""
     backbone: str | None = Field(default=None, min_length=1)
     """Code of your own that makes the network of what is followed (package.module:function); only then is it run."""
     preprocessing: str | None = Field(default=None, min_length=1)

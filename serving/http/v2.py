@@ -121,7 +121,7 @@ class InferenceRoutes:
             said = {"model_name": name, "model_version": str(lease.servable.version)}
             if asked["id"]:
                 said["id"] = asked["id"]
-            said["parameters"] = {"operation": operation.name}
+            said["parameters"] = {"operation": operation.name, "created": lease.servable.created}
             response: Response = await self._on_thread(_written, said, wanted, raw)
             return response
 

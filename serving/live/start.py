@@ -49,7 +49,9 @@ def follow(service: ModelService, told: ServeConfig, client: ClientConfig, clean
             raise InvalidArgument(
                 f"versions is {told.versions}, which another service writes to; give each a folder of its own"
             ) from exc
-    versions = LiveVersions(out, keep=told.keep, backbone=told.backbone, recall=told.recall)
+    versions = LiveVersions(
+        out, keep=told.keep, backbone=told.backbone, recall=told.recall, part=told.part, has_rows=not told.parts
+    )
 
     def serve(version: LiveVersion) -> bool:
         is_current: bool = service.change("add", model=name, folder=str(version.folder))[0]

@@ -22,6 +22,7 @@ import xxhash
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.values.errors import ConfigError, ModelDamaged, SnapshotDamaged
+from geartrain.serving.index.parts import bounds
 from geartrain.serving.live.centers import LiveCenters, centers_of
 from geartrain.serving.live.child import run_child
 from geartrain.serving.live.index import LiveIndex
@@ -32,10 +33,13 @@ from geartrain.workers.live.state_arrays import state_dict_arrays
 from geartrain.workers.models.saved_model import (
     CENTERS,
     CONFIG,
+    NAMES,
     ONNX,
     read_config,
+    read_files,
     seal_folder,
     seal_model,
+    sealed_files,
     unseal_folder,
     write_arrays,
 )
@@ -70,12 +74,24 @@ class LiveVersion:
 class LiveVersions:
     """Versions of one training in a folder. Used from one thread."""
 
-    def __init__(self, out: Path, *, keep: int = 3, backbone: str | None = None, recall: float = 1.0) -> None:
+    def __init__(
+        self,
+        out: Path,
+        *,
+        keep: int = 3,
+        backbone: str | None = None,
+        recall: float = 1.0,
+        part: str | None = None,
+        has_rows: bool = True,
+    ) -> None:
         """``keep`` of them stay; ``backbone`` is code of the person's own, as they named it; ``recall`` as
-        :class:`LiveIndex` has it, whose ConfigError this raises."""
+        :class:`LiveIndex` has it, whose ConfigError this raises; ``part`` "2/3": of the classes the second of three
+        parts alone; without ``has_rows`` services of parts have the class rows."""
         self.out = out
         self.index = LiveIndex(out, recall)
-        self._keep, self._own = keep, backbone
+        self._keep, self._own, self._has_rows = keep, backbone, has_rows
+        self._part = None if part is None else [int(number) for number in part.split("/")]
+        self._said_part = {} if part is None else {"part": self._part}
         self._graphs: dict[str, _Graph] = {}
         self._centers: LiveCenters | None = None
         self._last = -1
@@ -105,10 +121,13 @@ class LiveVersions:
         """
         if isinstance(snapshot, ExportedModel):
             folder = self._copy(snapshot)
-        elif snapshot.manifest.job.get("job") in _EXPORTED:
+        elif (job := snapshot.manifest.job.get("job")) in _EXPORTED:
+            if self._part or not self._has_rows:
+                raise ConfigError(f"{snapshot.path} is of a job {job!r}; only classes have parts: leave them out")
             folder = self._export(snapshot, is_ending)
         else:
             folder = self._write_pictures(snapshot, is_ending)
+        self.index.begin(folder)
         found = _version_in(folder)
         assert found is not None
         self._last = found.version
@@ -121,7 +140,11 @@ class LiveVersions:
     def _copy(self, exported: ExportedModel) -> Path:
         """Of an exported model; it may be removed or replaced afterwards."""
         folder = self.out / f"{self._number(exported.version):09}"
+        training = {"step": exported.step, "moment": exported.moment_id}
         with replacing_folder(folder) as staging:
+            if self._part or not self._has_rows:
+                self._copy_part(exported.folder, staging, {"version": int(folder.name), "training": training})
+                return folder
             try:
                 shutil.copytree(exported.folder, staging, dirs_exist_ok=True)
             except shutil.Error as exc:  # of each file
@@ -131,10 +154,34 @@ class LiveVersions:
             except (ConfigError, ModelDamaged):
                 unseal_folder(exported.folder)  # names the file there
                 raise ModelDamaged(f"{exported.folder} changed while it was copied; it is copied again") from None
-            training = {**config.get("training", {}), "step": exported.step, "moment": exported.moment_id}
             (staging / CONFIG).unlink()
+            training = {**config.get("training", {}), **training}
             seal_folder(staging, {**config, "version": int(folder.name), "training": training})
         return folder
+
+    def _copy_part(self, exported: Path, staging: Path, said: Mapping[str, Any]) -> None:
+        """Of an exported classifier what this service has of its classes; its config says also ``said``."""
+        config = unseal_folder(exported)
+        if CENTERS not in sealed_files(config):
+            raise ConfigError(f"{exported} is no classifier, whose classes have parts; serve it without part and parts")
+        files = read_files(exported, config)
+        first, stop = 0, len(files.class_names)
+        if self._part is not None:
+            first, stop = bounds(stop, *self._part)
+        rows = slice(first, stop if self._has_rows else first)
+        arrays = {name: array[rows] for name, array in files.tensors.items()}
+        arrays["ids"] = files.tensors.get("ids", np.arange(stop))[first:stop]
+        write_arrays(staging / CENTERS, arrays)
+        for name in sealed_files(config) - {CONFIG, CENTERS, NAMES, *(config.get("index") or {}).get("files", ())}:
+            (staging / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(exported / name, staging / name)
+        if read_config(exported) != config:
+            raise ModelDamaged(f"{exported} changed while it was copied; it is copied again")
+        index = self.index.write(
+            staging, arrays["centers"], arrays.get("biases"), arrays["ids"], is_cosine=config["is_cosine"]
+        )
+        config = {**config, **said, "num_classes": stop - first, **self._said_part, "index": index}
+        seal_model(staging, files.class_names[first:stop], config)
 
     def _export(self, snapshot: Snapshot, is_ending: Callable[[], bool]) -> Path:
         """Of a model of clicks or a tree of items: the snapshot, exported as a whole by a process with torch."""
@@ -168,12 +215,17 @@ class LiveVersions:
             ) from exc
         files = snapshot.job_files()
         graph = self._graph(snapshot, files, is_ending)
-        centers = centers_of(snapshot, table, living, self._centers, unit=dim if is_cosine else None)
-        rows = centers.rows[:, : sub_centers * dim]
+        if self._part is not None:
+            living = living.between(*bounds(living.num_living, *self._part))
+        whole = np.empty((0, sub_centers * dim + has_bias), np.float32)
+        if self._has_rows:
+            self._centers = centers_of(snapshot, table, living, self._centers, unit=dim if is_cosine else None)
+            whole = self._centers.rows
+        rows = whole[:, : sub_centers * dim]
         ids = living.all_ids
         arrays: dict[str, Any] = {"centers": rows.reshape(-1, sub_centers, dim) if sub_centers > 1 else rows}
         if has_bias:
-            arrays["biases"] = np.ascontiguousarray(centers.rows[:, -1])
+            arrays["biases"] = np.ascontiguousarray(whole[:, -1])
         if not living.are_all:
             arrays["ids"] = ids
         version = self._number(snapshot.manifest.step)
@@ -193,13 +245,12 @@ class LiveVersions:
                 "training": {
                     "job": table,
                     "step": snapshot.manifest.step,
-                    "moment": centers.moment_id,
+                    "moment": snapshot.manifest.moment_id,
                 },
+                **self._said_part,
             }
             index = self.index.write(staging, arrays["centers"], arrays.get("biases"), ids, is_cosine=is_cosine)
             seal_model(staging, _names(files, ids), config if index is None else {**config, "index": index})
-        self.index.begin(folder)
-        self._centers = centers
         return folder
 
     def _graph(self, snapshot: Snapshot, files: Mapping[str, bytes], is_ending: Callable[[], bool]) -> _Graph:

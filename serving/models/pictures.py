@@ -19,6 +19,8 @@ from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged
 from geartrain.ams.values.text import quoted
 from geartrain.serving.answers import Arrays, Question, TensorSpec
+from geartrain.serving.index.nearest import NearestIndex
+from geartrain.serving.index.parts import PartsIndex, parts_in_use
 from geartrain.serving.index.registry import open_index
 from geartrain.serving.models.decoding import QuestionPictures
 from geartrain.serving.models.networks import open_network, threads_of_batch
@@ -28,7 +30,7 @@ from geartrain.workers.models.saved_model import ONNX, read_files
 
 Floats = npt.NDArray[np.float32]
 DEFAULT_K, MOST_K = 5, 1000
-_MEASURED = ("precision", "parity", "accuracy", "training", "sure_from", "verify")
+_MEASURED = ("precision", "parity", "accuracy", "training", "sure_from", "verify", "part")
 _PICTURE = {
     "type": "string",
     "format": "byte",
@@ -58,7 +60,7 @@ class ClassModel:
 
         Raises ConfigError (it is asked with something else, or onnxruntime is not installed), ModelDamaged (also where
         network, preprocessing, centers and names are not of one model), InvalidArgument (a network that onnxruntime
-        cannot run).
+        cannot run); where others have the class rows, as :class:`PartsIndex`.
         """
         files = read_files(folder, dict(config))
         self.version = int(config["version"])
@@ -68,14 +70,18 @@ class ClassModel:
         centers, threads = files.tensors["centers"], threads or threads_of_batch()
         self.dim, self.num_classes = int(centers.shape[-1]), len(self.names)
         self.is_cosine = bool(config["is_cosine"])
-        self.index = open_index(folder, config, centers, files.tensors.get("biases"), threads=threads)
+        self.index: NearestIndex | PartsIndex
+        if (parts := parts_in_use()) is None:
+            self.index = open_index(folder, config, centers, files.tensors.get("biases"), threads=threads)
+        else:
+            self.index = PartsIndex(parts, self.created, self.num_classes, self.ids)
         self._session = open_network(folder / ONNX, threads)
         made = self._session.get_outputs()[0].shape[-1]
         if isinstance(made, int) and made != self.dim:
             raise _of_several(
                 folder, f"its network makes features of {made} numbers, and its class centers have {self.dim}"
             )
-        if len(centers) != self.num_classes:
+        if parts is None and len(centers) != self.num_classes:
             raise _of_several(folder, f"it has {len(centers):,} class centers and {self.num_classes:,} names")
         self.facts: Mapping[str, Any] = {
             "classes": self.num_classes,

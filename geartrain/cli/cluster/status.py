@@ -229,7 +229,7 @@ def health(
 
 def _why_no_service_of_models(address: str, timeout_seconds: float, otherwise: str) -> str:
     """The same of a service of models, which speaks HTTP; ``otherwise`` if there is none, either."""
-    from geartrain.cli.serving.client import ask_service
+    from geartrain.serving.http.client import ask_service
 
     try:
         ask_service(address, "GET", "/readyz", timeout_seconds=max(timeout_seconds, 0.1))

@@ -25,8 +25,8 @@ def rollback(
     rollback HOST:PORT --to HIGHEST' goes on with them.
     """
     from geartrain.ams.values.config import split_address
-    from geartrain.cli.serving.client import ask_service
     from geartrain.launch import configuration
+    from geartrain.serving.http.client import ask_service
 
     split_address(address)
     configuration.load(None, configuration.flags("security", prefix="security-", folder=security_folder))

@@ -88,7 +88,9 @@ def _require_startable(told: ServeConfig) -> None:
     for library in ("starlette", "uvicorn", "onnxruntime"):
         if importlib.util.find_spec(library) is None:
             raise ConfigError(f"a service needs {library}, which is not installed: pip install 'geartrain[serve]'")
-    for needed, names in {"canary": ("share",), "follow": ("versions", "keep", "recall", "backbone")}.items():
+    if told.part is not None and told.parts:
+        raise ConfigError(f"part is {told.part!r} beside parts; a service has class rows of its own, or asks others")
+    for needed, names in {"canary": ("share",), "follow": ("versions", "keep", "recall", "part", "backbone")}.items():
         for name in names if getattr(told, needed) is None else ():
             if (value := getattr(told, name)) != ServeConfig.model_fields[name].default:
                 raise ConfigError(f"{name} is {value!r} without {needed}; give --{needed}")

@@ -17,6 +17,7 @@ from geartrain.serving.http.app import make_app
 from geartrain.serving.http.callers import Callers, Limits
 from geartrain.serving.http.ports import certificates_of
 from geartrain.serving.http.server import HttpServer
+from geartrain.serving.index.parts import use_parts
 from geartrain.serving.metrics import ServingCounts
 from geartrain.serving.models.networks import use_threads
 from geartrain.serving.models.own_code import trust
@@ -40,6 +41,7 @@ class ModelServer:
         warnings.filterwarnings("ignore", module=r"PIL\.")  # a line, kept for ever, for each picture that is damaged
         callers = Callers(told.listen, folder, told.origins, is_open=told.insecure)
         use_threads(told.threads)
+        use_parts(told.parts)
         rates = ClientRates(told.requests_per_second)
         trust(told.preprocessing)
         catalog = Catalog(load_folder)

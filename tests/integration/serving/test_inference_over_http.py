@@ -47,7 +47,7 @@ def test_tensors_of_json_are_answered_by_name_and_type(served: ServedModels) -> 
         "model_name": "toy",
         "model_version": "7",
         "id": "a",
-        "parameters": {"operation": "lengths"},
+        "parameters": {"operation": "lengths", "created": 1e9},
         "outputs": [
             {"name": "lengths", "datatype": "INT64", "shape": [2], "data": [5, 2]},
             {"name": "versions", "datatype": "INT64", "shape": [2], "data": [7, 7]},

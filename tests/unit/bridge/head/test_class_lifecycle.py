@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
-from geartrain.ams.values.errors import InvalidArgument, InvalidIds
+from geartrain.ams.values.errors import ConfigError, InvalidArgument, InvalidIds
+from geartrain.serving.index.parts import bounds
 
 
 def mask_of(living: LiveClasses) -> np.ndarray:
@@ -81,3 +82,13 @@ def test_a_selection_is_of_the_living_and_a_function_of_its_arguments(seed: int,
 def test_the_full_softmax_is_over_the_living() -> None:
     living = LiveClasses(12, [[0, 3], [8, 9]])
     assert living.select(FullSoftmax(), np.array([3]), 0).ids.tolist() == [3, 4, 5, 6, 7, 9, 10, 11]
+
+
+def test_the_living_classes_are_cut_into_parts_that_are_disjoint_and_whole() -> None:
+    living = LiveClasses(20, [[0, 2], [5, 9], [18, 20]])
+    for of in (1, 2, 3, 12):
+        parts = [living.between(*bounds(living.num_living, number, of)) for number in range(1, of + 1)]
+        assert np.concatenate([part.all_ids for part in parts]).tolist() == living.all_ids.tolist()
+        assert max(part.num_living for part in parts) - min(part.num_living for part in parts) <= 1
+    with pytest.raises(ConfigError, match="part 1/13 would be of 12 classes; make 12 parts at most"):
+        bounds(living.num_living, 1, 13)
