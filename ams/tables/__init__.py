@@ -1,1 +1,1 @@
-"""The rows that one shard owns of a table, and their slots."""
+"""Tables on one shard: rows, their slots, admission and expiry."""

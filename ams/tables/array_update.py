@@ -1,7 +1,7 @@
-"""A table's rows in arrays of the caller's: read and updated where they lie, without an index or a lock.
+"""Row updates in the caller's arrays, in place, without an index or a lock.
 
-Legend: L rows of the arrays, N of a call, D width. Row numbers are places in the arrays. Threads may work side by side
-on different rows.
+Legend: L rows of the arrays, N of a call, D width. Row numbers are places in the arrays. Threads may update
+different rows at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def update(
     ids: Ids | None = None,
     catch_up: _core.CatchUp | None = None,
 ) -> int:
-    """Make one step of an optimizer; to the bits of a push.
+    """Do one step of an optimizer, bit-identical to a push.
 
     Args:
         spec: What the table is.
@@ -90,7 +90,7 @@ def read(
     *,
     catch_up: _core.CatchUp,
 ) -> None:
-    """Write what the rows [L, D] of ``numbers`` [N] (None: all) have become to ``out`` [N, D], as a pull gives them.
+    """Write the rows [L, D] of ``numbers`` [N] (None: all), caught up, to ``out`` [N, D], as a pull does.
 
     Args as for :func:`update`; nothing else is written. Raises ValueError as that does.
     """

@@ -1,4 +1,4 @@
-"""The compiled store of rows that a spec describes."""
+"""Settings of the compiled store of rows, made from a table's spec."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _LARGEST_NORMAL = 6.5
 _LARGEST = {"float32": (2 - 2**-23) * 2.0**127, "float16": 65504.0, "bfloat16": (2 - 2**-7) * 2.0**127}
 _RUN = re.compile(r".*~[0-9a-f]{8}(?=/|$)")
 ELAPSED_WINDOW = 16_384
-"""Steps after which a row that nobody pushed is caught up at the latest, where untouched rows move."""
+"""Steps after which a row without pushes is caught up at the latest, where untouched rows move."""
 
 
 def table_hash(name: str) -> int:
-    """Return the 32-bit hash of a table's name that enters its initial values.
+    """Return the 32-bit hash of a table's name that seeds its initial values.
 
-    What tells runs apart, up to ``~`` and eight hexadecimal digits, does not: runs of equal settings have equal ones.
+    The suffix of a run, ``~`` and eight hexadecimal digits, is left out: runs of equal settings have equal values.
     """
     return int.from_bytes(hashlib.blake2b(_RUN.sub("", name).encode(), digest_size=4).digest(), "little")
 
 
 def distribution_of(initializer: Initializer) -> tuple[int, float, float, float]:
-    """Name the compiled distribution, its two parameters, and a bound of its magnitudes."""
+    """Return the code of the compiled distribution, its two parameters, and a bound of its magnitudes."""
     if isinstance(initializer, Constant):
         return _CONSTANT, initializer.value, 0.0, abs(initializer.value)
     if isinstance(initializer, Uniform):
@@ -38,7 +38,7 @@ def distribution_of(initializer: Initializer) -> tuple[int, float, float, float]
 
 
 def store_spec(spec: TableSpec, owned_buckets: Ids, threads: int, window: int) -> RowStoreSpec:
-    """Say what a store is; see :class:`~geartrain.ams.tables.row_table.RowTable`. Raises InvalidArgument."""
+    """Return the settings of a table's compiled store, as of RowTable. Raises InvalidArgument."""
     distribution, first, second, bound = distribution_of(spec.initializer)
     largest = _LARGEST[spec.dtype]
     if bound > largest:

@@ -1,4 +1,4 @@
-"""Rows of a table that a rule takes out, some at a time, so that nobody waits for long."""
+"""Removal of expired rows by a rule, a block at a time, so that no call waits for long."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from geartrain.ams.values.specs import Ids
 _MOST_ROWS = 8_192
 _MOST_BYTES = 2 << 20
 NEVER = 2**63 - 1
-"""A step and a second that no clock comes to."""
+"""Step and second that no clock reaches."""
 
 
 class ExpiryState(NamedTuple):
-    """What decides whether the next look at a table takes rows. JSON values."""
+    """State of a table's expiry between scans. JSON values."""
 
     is_doubtful: bool
-    """Whether a look found that the clock had leapt, so that most rows do not go unasked."""
+    """Whether the clock has jumped: then a scan that would remove more than half of the rows removes none, and warns."""
     leap: TableClock
-    """The farthest that one push moved the clock since the last look began."""
+    """Largest advance of the clock by one push since the last scan began."""
     due: TableClock
-    """What the clock must come to for the next look: one of the two numbers."""
+    """Clock of the next scan: one of the two numbers must be reached."""
 
 
 def farthest(leaps: Iterable[TableClock]) -> TableClock:
@@ -39,10 +39,10 @@ def farthest(leaps: Iterable[TableClock]) -> TableClock:
 def expire_block(
     table: RowTable, expiry: Expiry, position: int, clock: TableClock, *, dry_run: bool = False
 ) -> Expired:
-    """Look at some rows from a position on, by a table's clock, and remove those that the rule says; with ``dry_run``
-    only count them.
+    """Scan a block of rows from a position on and remove those that the rule selects by the table's clock; with
+    ``dry_run`` only count them.
 
-    Looks at no more than 8,192 rows, and 2 MiB of them. Raises InvalidArgument if the rule asks for what the table does
+    Scans at most 8,192 rows, and 2 MiB of them. Raises InvalidArgument if the rule needs values that the table does
     not keep, or fails.
     """
     spec = table.spec

@@ -1,38 +1,38 @@
-"""Which snapshots and exports a table can tell what was written since, by their ids."""
+"""Moments of a table, by the id of a snapshot or export: rows written since are known."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 MOST_MOMENTS = 8
-"""Of a table on a shard. Each costs a bit for each row."""
+"""Most moments of a table on a shard. Each costs a bit a row."""
 
 
 class KnownMoments:
-    """Moments of a table by the id of what was kept of them.
+    """Moments of a table by the ids of snapshots and exports.
 
-    Several may be asked for in turn: a chain of snapshots and those of several exports. Beyond :data:`MOST_MOMENTS`
-    the oldest one that something newer was added to is forgotten, or else the oldest.
+    There are several: a chain of snapshots and those of several exports. Beyond :data:`MOST_MOMENTS` the oldest one
+    that is the parent of another is forgotten, or else the oldest.
     """
 
     def __init__(self, forget: Callable[[int], None], knows: Callable[[int], bool]) -> None:
-        """``forget`` lets go of a moment of the rows by its number, unless it is not known; where memory is short, of
-        older ones, too. ``knows`` says whether one is known.
+        """``forget`` drops a known moment of the rows by its number, and older ones where memory is short. ``knows``
+        returns whether a number is known.
         """
         self._forget = forget
         self._knows = knows
         self._numbers: dict[str, int] = {}
-        """The oldest first."""
+        """Numbers of moments by id, the oldest first."""
         self._added_to: set[str] = set()
-        """Those that another one, which was kept, adds to."""
+        """Ids of moments that are the parent of another saved one."""
 
     def number_of(self, kept_id: str) -> int | None:
-        """The number of a moment; None: nobody knows what was written since."""
+        """Return the number of a moment; None: the rows written since are unknown."""
         number = self._numbers.get(kept_id)
         return None if number is None or not self._knows(number) else number
 
     def note(self, kept_id: str, number: int, *, parent_id: str = "") -> None:
-        """All rows of the moment ``number`` but those that ``parent_id`` has are kept as ``kept_id``."""
+        """Record that ``kept_id`` has saved the moment ``number``, all rows or those that ``parent_id`` lacks."""
         if not self._numbers:
             self._forget(0)  # when the table was made, of which nothing is kept
         self._numbers[kept_id] = number
@@ -44,12 +44,12 @@ class KnownMoments:
             self._added_to.discard(oldest)
 
     def forget_all(self) -> None:
-        """The table gets other rows, or nobody will ask."""
+        """Forget all moments, because the rows are replaced or no moment is needed any more."""
         for number in (0, *self._numbers.values()):
             self._forget(number)
         self._numbers.clear()
         self._added_to.clear()
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Return whether there are moments."""
         return bool(self._numbers)

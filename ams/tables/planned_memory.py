@@ -1,6 +1,6 @@
-"""What the rows of a hashed table will take on a shard, by the sizes that csrc/index and csrc/store have.
+"""Prediction of a hashed table's bytes on a shard, by the sizes in csrc/index and csrc/store.
 
-Tested against tables that are filled. Not in it: what a snapshot copies aside of rows that are written meanwhile.
+Tested against filled tables. The copies of a freeze are not included.
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ from geartrain.ams.values.placement import NUM_BUCKETS
 from geartrain.ams.values.specs import TableSpec
 
 MOST_IDS = 2**32 - 1
-"""Of a shard."""
+"""Most ids of a shard."""
 _LINE_BYTES, _FIRST_LINES = 64, 64
 _ID_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRows:
-    """Bytes of the rows of one shard."""
+    """Bytes of a table on one shard, by purpose."""
 
     rows: int
     slots: int
     counters: int
-    """Of updates or steps, where the optimizer or the rounding of 16 bits wants them."""
+    """Counters of updates or steps, where the optimizer or 16-bit rounding needs them."""
     lives: int
-    """When a row was last seen, and how often: with a rule by which rows go, or ``max_bytes``."""
+    """Lives of rows, with a rule of expiry or ``max_bytes``."""
     index: int
-    """The id of each row, and the lines in which ids are found."""
+    """Ids of the rows, and the lines of the index."""
     growth: int
-    """Lines of before the last growth, until half as many ids have come since as there were lines."""
+    """Lines of the index before its last growth, kept until half as many ids have been added as there were lines."""
     admission: int
-    """Counters of ids that have no row."""
+    """Counters of ids without a row."""
     peak: int
-    """The most there ever was at once on the way to so many rows: at the end, or while the index last grew."""
+    """Peak on the way to so many rows: at the end, or while the index last grew."""
 
     @property
     def total(self) -> int:
-        """With so many rows there."""
+        """Bytes once all rows are there."""
         kept = self.rows + self.slots + self.counters + self.lives
         return kept + self.index + self.growth + self.admission
 
 
 def planned_rows(spec: TableSpec, num_rows: int, num_shards: int = 1) -> PlannedRows:
-    """Bytes on the fullest of ``num_shards`` shards, once a hashed table has ``num_rows`` rows on all of them."""
+    """Return the bytes on the fullest of ``num_shards`` shards for a hashed table of ``num_rows`` rows in all."""
     buckets = -(-NUM_BUCKETS // num_shards)
     here = -(-num_rows * buckets // NUM_BUCKETS)
     lines, before = _FIRST_LINES, 0

@@ -1,4 +1,4 @@
-"""What must be true of arrays and numbers before a table's rows are touched."""
+"""Checks of arrays and numbers before a table's rows change."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def checked_state(
     steps: Ids | None,
     lives: npt.NDArray[Any] | None,
 ) -> Ids | None:
-    """Check what is restored beside rows; return the steps, zeros if none came and the table can do with that.
+    """Check the state restored beside rows; return the steps, zeros if they are absent and optional.
 
     Raises InvalidRows.
     """

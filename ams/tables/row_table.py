@@ -1,8 +1,7 @@
-"""The rows of one table on one shard, dense (ids below ``num_rows``, no index) or hashed.
+"""Table of one shard: its rows, dense (ids below ``num_rows``, no index) or hashed.
 
-Shapes: N ids of one call, M rows of an output array, D = ``TableSpec.dim``. One thread at a time uses a table:
-whoever has the shard's turn. A second thread's push or assign waits for the first rather than corrupt anything. Calls
-release the GIL.
+Shapes: N ids of one call, M rows of an output array, D = ``TableSpec.dim``. One thread at a time uses a table, the one
+that has the shard's turn; a second thread's push or assign waits. Calls release the GIL.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ _BUSY_SECONDS = 1.0
 
 
 class TableSteps(NamedTuple):
-    """The steps of a table whose untouched rows move: what its rows' last steps count in. JSON values."""
+    """Step counter of a table whose untouched rows move. JSON values."""
 
     now: int
-    """Steps that have ended."""
+    """Number of steps that have ended."""
     lrs: list[float]
-    """Learning rates of the last of them, the latest at the end."""
+    """Learning rates of the last steps, the latest at the end."""
     origin: tuple[float, float]
-    """What all of them do to a row that was never written: factors of its initial value that give row and slot."""
+    """Factors of the initial value that give row and slot of a row that was never written, after all steps."""
 
 
 class TableClock(NamedTuple):
-    """The time of a table: what pushes said. JSON values."""
+    """Clock of a table: the largest step and time in its pushes. JSON values."""
 
     step: int
-    """Of a worker."""
+    """Step of a worker."""
     seconds: int
-    """Since 1970, by a worker's clock."""
+    """Unix time in seconds by a worker's clock."""
 
 
 class RowTable:
@@ -78,7 +77,7 @@ class RowTable:
         self._store = RowStore(store_spec(spec, owned, threads, window))
         _require_usable(spec, self._store.most_rows if len(owned) else 1)
         self.moments = KnownMoments(self._store.forget_moment, self._store.knows_moment)
-        """Snapshots and exports that hold every row but those written since. Set by who freezes and restores."""
+        """Snapshots and exports since which the table knows its written rows. Set by freezes and restores."""
         self.served = ServedTable(
             name=spec.name,
             incarnation=spec.incarnation,
@@ -89,13 +88,13 @@ class RowTable:
             fixed=dict(spec.optimizer.fixed_scalars),
             is_open=True,
         )
-        """The same rows as a shard's engine serves them."""
+        """The table as the shard's engine serves it."""
         self._code = ops.DTYPE_CODES[spec.numpy_dtype]
 
     def alter(self, spec: TableSpec) -> int:
-        """Go on as ``spec``, the same table with other settings; return how many rows went for lack of room.
+        """Change the settings to those of ``spec``; return the number of rows evicted for it.
 
-        Raises InvalidArgument, MemoryError, and Busy while a freeze holds what ``spec`` would keep otherwise.
+        Raises InvalidArgument, MemoryError, and Busy while a freeze holds what ``spec`` would change.
         """
         wanted = store_spec(spec, self.owned_buckets, self._threads, self._window)
         is_limited = spec.max_bytes is not None and len(self.owned_buckets)
@@ -119,12 +118,12 @@ class RowTable:
 
     @property
     def num_present(self) -> int:
-        """Rows that were pushed or assigned."""
+        """Number of rows that were pushed or assigned."""
         return self._store.num_present
 
     @property
     def torn(self) -> str:
-        """Why its rows are of no one moment, if a write was cut off; else empty. Set by who writes in pieces."""
+        """Reason why the rows are inconsistent, after a write in parts was cut off; else empty."""
         return self.served.torn
 
     @torn.setter
@@ -133,17 +132,15 @@ class RowTable:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the rows, their slots and the index, of the room beside them, and of what freezes copied aside.
+        """Bytes of the rows, slots, index, admission filter, reserves, and the copies of freezes.
 
-        Of a dense table at most twice what its rows take, and 8 bytes for each of its ids. With the filter of its
-        admission.
+        At most twice the bytes of the rows for a dense table, and 8 bytes for each of its ids.
         """
         return sum(self.memory_parts.values())
 
     @property
     def memory_parts(self) -> dict[str, int]:
-        """:attr:`memory_bytes` by what they are for: rows, their slots and lives, the index of ids, what snapshots hold
-        and know, and admission."""
+        """Return :attr:`memory_bytes` by purpose: rows, slots, lives, index of ids, snapshots, admission."""
         counted = self._store.refused()
         rows, slots, index, snapshots = self._store.memory_parts()
         admission = 0 if counted is None else counted[3]
@@ -151,13 +148,13 @@ class RowTable:
 
     @property
     def refused(self) -> Refused:
-        """What was not admitted: gradients and occurrences since the table was made here."""
+        """Gradients and occurrences that were not admitted since the table was created here."""
         counted = self._store.refused()
         return Refused() if counted is None else Refused(*counted[:3])
 
     def frozen_admission(self, start: int = 0, most_bytes: int = 2**62) -> tuple[CountedIds, int] | None:
-        """What admission had counted at the moment of the freeze, about ``most_bytes`` of it from a range on, and the
-        range to go on at, -1: that was all. None: the table admits every id. Any thread, while it is frozen.
+        """Return the counters of admission at the moment of the freeze, about ``most_bytes`` of them from a range on,
+        and the next range, -1 at the end. None: the table admits every id. Any thread, while it is frozen.
         """
         counted = self._store.frozen_admission(start, most_bytes)
         if counted is None:
@@ -167,11 +164,11 @@ class RowTable:
         return CountedIds(num_pushes, *arrays), following
 
     def restore_admission(self, counted: CountedIds, owned: npt.NDArray[np.bool_]) -> None:
-        """Take up what :meth:`frozen_admission` gave, of this table or of another shard's part of it: what is of the
-        buckets that are marked in ``owned`` [4096].
+        """Load the counters that :meth:`frozen_admission` returned, of any shard's part of the table, for the buckets
+        marked in ``owned`` [4096].
 
-        Of a range that is here already each counter becomes the higher one. Raises InvalidArgument if it is of another
-        filter, MemoryError.
+        A counter that is here already becomes the larger of both. Raises InvalidArgument for another filter,
+        MemoryError.
         """
         admission = self.spec.admission
         if isinstance(admission, MinCount):
@@ -184,7 +181,7 @@ class RowTable:
             raise InvalidArgument(f"this is not what table {self.spec.name!r} has counted: {exc}") from exc
 
     def pull(self, ids: Ids, out: npt.NDArray[Any], present: npt.NDArray[np.bool_] | None = None) -> None:
-        """Write the row of ``ids[i]`` to ``out[i]``; a row that is not there yields its initial value.
+        """Write the row of ``ids[i]`` to ``out[i]``; an absent row yields its initial value.
 
         Args:
             ids: int64 [N], repeats allowed.
@@ -224,14 +221,14 @@ class RowTable:
         ends_step: bool = True,
         batch: BatchFacts | None = None,
     ) -> int:
-        """Apply the optimizer to the rows of ``ids``, creating those that are not there from their initial values.
+        """Apply the optimizer to the rows of ``ids``, creating absent ones from their initial values.
 
         Args:
             ids: int64 [N], distinct.
             gradients: [N, D], float32, float16 or bfloat16.
             lr: Learning rate of this push, finite and >= 0; None: that of the table.
             scale: Finite factor of the gradients.
-            optimizer_scalars: Numbers of the optimizer that this push replaces: see :meth:`RowOptimizerSpec.for_push`.
+            optimizer_scalars: Numbers of the optimizer for this push: see :meth:`RowOptimizerSpec.for_push`.
             ends_step: Where untouched rows move: whether the step, of this push and those before it that did not end
                 one, is over. A row pushed twice within a step has the sum of both gradients.
             batch: What the push says of its batch: occurrences, step and time.
@@ -287,9 +284,9 @@ class RowTable:
         scale: float = 1.0,
         optimizer_scalars: Mapping[str, float] = NO_SCALARS,
     ) -> bool:
-        """Tell whether no push of gradients of at most ``largest`` in magnitude can raise NonFinite.
+        """Return whether no push of gradients of at most ``largest`` in magnitude can raise NonFinite.
 
-        From bounds of all rows and slots: O(1) work, and False does not mean that one would. Raises InvalidArgument as
+        By bounds of all rows and slots, in O(1): False does not mean that one would. Raises InvalidArgument as
         :meth:`push`.
         """
         optimizer, lr = checked_factors(self.spec, lr, scale, optimizer_scalars)
@@ -298,7 +295,7 @@ class RowTable:
         return bool(np.isfinite(bound)) and self._store.cannot_overflow(bound, optimizer, lr, scale)
 
     def make_room(self, ids: Ids) -> None:
-        """Reserve the memory that a push to ``ids`` [N] takes. Raises InvalidIds, MemoryError."""
+        """Reserve the memory of a push to ``ids`` [N]. Raises InvalidIds, MemoryError."""
         ids = ops.checked_ids(ids)
         try:
             self._store.make_room(ids)
@@ -306,8 +303,8 @@ class RowTable:
             self._refuse(refused, ids)
 
     def make_room_to_keep(self, count: int) -> None:
-        """Reserve what a freeze under way takes to keep ``count`` rows that are written, and those that the end of the
-        step moves. Raises MemoryError."""
+        """Reserve the memory in which a freeze keeps copies of ``count`` rows to be written, and of those that the end
+        of the step moves. Raises MemoryError."""
         self._store.make_room_to_keep(count)
 
     def assign(self, ids: Ids, rows: npt.NDArray[Any]) -> int:
@@ -333,11 +330,11 @@ class RowTable:
             self._refuse(refused, ids, "rows")
 
     def remove(self, ids: Ids) -> int:
-        """Take rows out: from now on they are as rows that were never written, slots and all.
+        """Remove rows and their slots: they are as never written.
 
-        The memory of a hashed table's is used by rows that come, that of a dense table's is kept for them. ``ids``
-        int64 [N] may repeat, and those that have no row are passed over. Returns how many rows went. Raises InvalidIds,
-        MemoryError; then none did.
+        A hashed table reuses the memory for new rows, a dense one keeps it for these. ``ids`` int64 [N] may repeat, and
+        ids without a row are skipped. Returns the number of removed rows. Raises InvalidIds, MemoryError; then none
+        is removed.
         """
         ids = ops.checked_ids(ids)
         try:
@@ -347,25 +344,25 @@ class RowTable:
 
     @property
     def clock(self) -> TableClock:
-        """The largest step and time that pushes said."""
+        """Largest step and time in pushes so far."""
         return TableClock(*self._store.clock)
 
     def advance_clock(self, clock: TableClock) -> None:
-        """Go on from ``clock``, if that is later."""
+        """Advance the clock to ``clock``, if that is later."""
         self._store.advance_clock(*clock)
 
     def take_leap(self) -> TableClock:
-        """The farthest that one push moved each number of the clock, since this was asked last."""
+        """Return the largest advance of each number of the clock by one push since the last call."""
         return TableClock(*self._store.take_leap())
 
     @property
     def num_evicted(self) -> int:
-        """Rows that went because others needed their room, since the table was made here."""
+        """Number of rows evicted since the table was created here."""
         return self._store.num_evicted
 
     def read_lives(self, position: int, most: int) -> tuple[Ids, npt.NDArray[Any] | None, int]:
-        """The ids [N] of at most ``most`` rows from a position on, their lives [N] (None: the table keeps none), and
-        the position to go on at, -1: that was all. Rows lie as they were created, or by id in a dense table.
+        """Return the ids [N] of at most ``most`` rows from ``position`` on, their lives [N] (None: the table keeps
+        none), and the next position, -1 at the end. Rows are in order of creation, or of ids in a dense table.
         """
         ids, lives = np.empty(most, np.int64), np.empty(most, LIFE) if self.spec.keeps_lives else None
         count, position = self._store.read_lives(position, ids, life_bytes(lives))
@@ -373,18 +370,18 @@ class RowTable:
 
     @property
     def latest_moment(self) -> int:
-        """Number of the last moment that is known: of a freeze, of :meth:`note_moment`, or 0, when the table was made;
-        -1: all were forgotten."""
+        """Number of the last known moment: of a freeze, of :meth:`note_moment`, or 0 for the creation of the table;
+        -1: all are forgotten."""
         return self._store.latest_moment
 
     def note_moment(self) -> int:
-        """Note the present moment for :meth:`freeze`; return its number."""
+        """Record the present moment for :meth:`freeze`; return its number."""
         return self._store.note_moment()
 
     def freeze(self, *, since: int | None = None) -> int:
-        """Hold on to all rows as they are now, for :meth:`read_frozen`, while writes go on; return their number.
+        """Freeze the rows as they are for :meth:`read_frozen`, while writes go on (copy on write); return their number.
 
-        With ``since`` only to those written since that moment. :attr:`latest_moment` is the number of this one. Costs
+        With ``since`` only the rows written since that moment. :attr:`latest_moment` is the number of this one. Costs
         a bit per row now, and a copy of each row that is written before it was read. Raises ValueError if the table is
         frozen already, or does not know the moment.
         """
@@ -393,11 +390,12 @@ class RowTable:
     def read_frozen(
         self, most: int, buckets: npt.NDArray[np.bool_] | None = None, *, out: StoredRows | None = None
     ) -> StoredRows:
-        """Up to ``most`` frozen rows that were not read yet; with ``buckets`` [4096] only those of the marked ones.
+        """Return up to ``most`` frozen rows that were not read yet, N = 0 at the end; with ``buckets`` [4096] only rows
+        of the marked buckets.
 
-        N is 0 when that was all. The order is that of creation, or of ids for a dense table. Other buckets than in the
-        call before cost a look at every row that was not read yet. ``out`` is memory for them, of ``most`` rows or
-        more (:meth:`StoredRows.empty`), without those parts that are not wanted; None: fresh memory.
+        The order is that of creation, or of ids for a dense table. Other buckets than in the call before cost a check
+        of every unread row. ``out`` is memory for at least ``most`` rows (:meth:`StoredRows.empty`), without the parts
+        that are not wanted; None: fresh memory.
         """
         found = (StoredRows.empty(self.spec, most) if out is None else out).between(0, most)
         ids, rows, slots, steps, lives = found
@@ -409,8 +407,8 @@ class RowTable:
         return found.between(0, max(num, 0))
 
     def frozen_removed(self, most: int = _MOST_REMOVED) -> Iterator[Ids]:
-        """The ids of rows that were there at the moment that :meth:`freeze` was told and had been removed when it came,
-        in arrays of at most ``most``. One that had a row again may be among them: its row is among the frozen ones.
+        """Yield the ids of rows removed between the moment ``since`` of :meth:`freeze` and the freeze, in arrays of at
+        most ``most``. An id that has a row again may be among them: its row is among the frozen ones.
         """
         start = 0
         while True:
@@ -422,7 +420,7 @@ class RowTable:
             start += count
 
     def thaw(self, *, kept: bool) -> None:
-        """End the freeze. If its rows were not kept (``kept=False``) its moment is forgotten."""
+        """End the freeze; without ``kept``, as its rows were not saved, forget its moment."""
         self._store.thaw(kept)
 
     def restore(
@@ -433,13 +431,13 @@ class RowTable:
         steps: Ids | None = None,
         lives: npt.NDArray[Any] | None = None,
     ) -> int:
-        """Write rows [N, D], slots [N, slot_dim], steps [N] and lives [N] as :meth:`read_frozen` gave them.
+        """Write rows [N, D], slots [N, slot_dim], steps [N] and lives [N] of :meth:`read_frozen`.
 
         Returns the number of rows created.
 
-        They do not count as written since any moment. 16-bit rows of an export come without steps, which
-        count as 0. Where ``max_bytes`` have no room for all of them, those go, or do not come, that eviction would take
-        first. Raises as :meth:`assign`.
+        They do not count as written since any moment. 16-bit rows of an export have no steps: these are 0. If they
+        exceed ``max_bytes``, the rows that come first in the order of eviction are left out. Raises as
+        :meth:`assign`.
         """
         ids = ops.checked_ids(ids)
         require_rows(self.spec, rows, len(ids), "rows", self.spec.numpy_dtype)
@@ -457,16 +455,16 @@ class RowTable:
 
     @property
     def steps(self) -> TableSteps | None:
-        """The steps that its rows count in; None where untouched rows are frozen."""
+        """Step counter of the table; None where untouched rows are frozen."""
         if not self.spec.counts_steps:
             return None
         now, lrs, row_factor, slot_factor = self._store.step_state()
         return TableSteps(now, lrs, (row_factor, slot_factor))
 
     def adopt_steps(self, steps: TableSteps) -> None:
-        """Count on from ``steps``, that :attr:`steps` gave where the rows restored here were frozen.
+        """Continue from ``steps``, the value of :attr:`steps` where the restored rows were frozen.
 
-        Raises InvalidArgument if they are not such.
+        Raises InvalidArgument for an impossible value.
         """
         try:
             self._store.adopt_steps(steps.now, list(steps.lrs), *steps.origin)
@@ -479,7 +477,7 @@ class RowTable:
 
 
 def _require_usable(spec: TableSpec, most_rows: int) -> None:
-    """Raise InvalidArgument for a ``max_bytes`` with room for no row, and an expiry that cannot be asked."""
+    """Raise InvalidArgument for a ``max_bytes`` below one row, and for an expiry rule that cannot be evaluated."""
     if most_rows < 1:
         raise InvalidArgument(
             f"max_bytes of table {spec.name!r} is {spec.max_bytes}, and a shard's share of it holds no row of "

@@ -1,4 +1,4 @@
-"""Rows as a table keeps them, with all that belongs to each: what a snapshot holds.
+"""Rows with slots, steps and lives, as tables keep them and snapshots hold them.
 
 Shapes: N rows, D = ``TableSpec.dim``.
 """
@@ -14,14 +14,14 @@ import numpy.typing as npt
 from geartrain.ams.values.specs import DTYPES, Ids, TableSpec
 
 LIFE = np.dtype([("step", np.int64), ("seconds", np.uint32), ("count", np.uint32)])
-"""What a table knows of a row that may have to go: when it was last seen, by the steps and seconds (since 1970) that
-pushes say, and how often it was in a batch. That of ``RowLife`` in ``csrc/rows/row_life.hpp``."""
+"""Life of a row, for expiry and eviction: the step and the Unix time in seconds of the last batch that had it, and the
+number of occurrences. The layout of ``RowLife`` in ``csrc/rows/row_life.hpp``."""
 _LIFE_ARRAYS = {"seen_steps": "step", "seen_seconds": "seconds", "counts": "count"}
-"""Their names in the blocks of a snapshot."""
+"""Names of the fields of a life in the blocks of a snapshot."""
 
 
 class StoredRows(NamedTuple):
-    """Rows as a table keeps them. Where it counts steps they are not caught up: ``steps`` says since when."""
+    """Rows as a table keeps them. Where it counts steps they are as of their last one, ``steps``, not caught up."""
 
     ids: Ids
     """[N]."""
@@ -37,7 +37,7 @@ class StoredRows(NamedTuple):
 
     @classmethod
     def empty(cls, spec: TableSpec, count: int, *, rows_alone: bool = False) -> StoredRows:
-        """Memory for ``count`` rows of a table, with whatever values; ``rows_alone``: for what lies in rows alone."""
+        """Return uninitialised memory for ``count`` rows of a table; ``rows_alone``: without slots, steps and lives."""
         return cls(
             np.empty(count, np.int64),
             np.empty((count, spec.dim), spec.numpy_dtype),
@@ -48,7 +48,7 @@ class StoredRows(NamedTuple):
 
     @classmethod
     def of(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> StoredRows:
-        """The rows that :meth:`arrays` gave."""
+        """Return the rows of the result of :meth:`arrays`."""
         lives = None
         if _LIFE_ARRAYS.keys() <= arrays.keys():
             lives = np.empty(len(arrays["ids"]), LIFE)
@@ -57,16 +57,16 @@ class StoredRows(NamedTuple):
         return cls(arrays["ids"], arrays["rows"], arrays.get("slots"), arrays.get("steps"), lives)
 
     def between(self, start: int, stop: int) -> StoredRows:
-        """The rows ``start`` … ``stop`` - 1, in the same memory."""
+        """Return the rows ``start`` … ``stop`` - 1, in the same memory."""
         return StoredRows(*(None if part is None else part[start:stop] for part in self))  # type: ignore[arg-type]
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """The arrays that there are, by name."""
+        """Return the arrays that are not None, by name."""
         found = {name: part for name, part in self._asdict().items() if part is not None}
         lives = found.pop("lives", None)
         return found if lives is None else found | {name: lives[part] for name, part in _LIFE_ARRAYS.items()}
 
 
 def life_bytes(lives: npt.NDArray[Any] | None) -> npt.NDArray[np.uint8] | None:
-    """:data:`LIFE` [N] as compiled code takes it: bytes [N, 16] in the same memory."""
+    """Return lives, :data:`LIFE` [N], for compiled code: bytes [N, 16] in the same memory."""
     return None if lives is None else lives.view(np.uint8).reshape(len(lives), LIFE.itemsize)
