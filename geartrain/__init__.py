@@ -103,6 +103,7 @@ if TYPE_CHECKING:  # "X as X" is how a module gives a name of another on
     from geartrain.workers.samples.files import ParquetSamples as ParquetSamples
     from geartrain.workers.samples.files import TreeSamples as TreeSamples
     from geartrain.workers.samples.kafka.samples import KafkaSamples as KafkaSamples
+    from geartrain.workers.samples.late_labels import LateLabels as LateLabels
     from geartrain.workers.samples.trees.compress import compress_samples as compress_samples
 
 __version__ = "0.1.0"
@@ -166,6 +167,7 @@ _NAMES = {
     "workers.models.trained_model": "load_model",
     "workers.samples.files": "CsvSamples ParquetSamples TreeSamples",
     "workers.samples.kafka.samples": "KafkaSamples",
+    "workers.samples.late_labels": "LateLabels",
     "workers.samples.trees.compress": "compress_samples",
 }
 """Module below geartrain -> its public names. Type checkers read the list above; a test compares the two."""

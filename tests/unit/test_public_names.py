@@ -76,6 +76,7 @@ PUBLIC_NAMES = {
     "TreeSamples",
     "compress_samples",
     "KafkaSamples",
+    "LateLabels",
     "LevelLinear",
     "per_level",
     "ParquetSamples",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from geartrain.ams.values.specs import Ids
 from geartrain.bridge.embedding.levels import Nodes
 
 Values = Tensor | tuple[Tensor, Tensor]
@@ -22,6 +23,21 @@ def taken(values: Values, places: Tensor) -> Values:
     ends = lengths.cumsum(0)
     at = torch.repeat_interleave(starts - (ends - lengths), lengths) + torch.arange(int(lengths.sum()))
     return items[at], torch.cat([ends.new_zeros(1), ends])
+
+
+def joined(batches: Sequence[SampleBatch], cursors: Mapping[int, tuple[int, int]]) -> SampleBatch:
+    """The samples of all ``batches``, which have no levels, one after another."""
+    columns = {name: _concatenated([batch[name] for batch in batches]) for name in batches[0]}
+    return SampleBatch(columns, sum(batch.num_samples for batch in batches), cursors)
+
+
+def _concatenated(parts: Sequence[Values]) -> Values:
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    if tensors:
+        return torch.cat(tensors)
+    jagged = [part for part in parts if not isinstance(part, Tensor)]
+    lengths = torch.cat([offsets.diff() for _, offsets in jagged])
+    return torch.cat([items for items, _ in jagged]), torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 class SampleBatch(dict[str, Values]):
@@ -41,6 +57,9 @@ class SampleBatch(dict[str, Values]):
     """Where the data streams that it was read from go on after it: (epoch, position) by stream."""
     part: tuple[int, int] | None = None
     """(number, of): which part of a source of files it is of, if it was read in parts."""
+
+    places: tuple[Ids, Ids] | None = None
+    """The data stream of each sample [B], and its position there [B], where a reader says them."""
 
     level_of: Mapping[str, str]
     """The level of each column that has values by node."""

@@ -18,6 +18,7 @@ from geartrain.workers.samples.source import SampleSource, fingerprint
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
     from geartrain.workers.samples.batches import SampleBatch
+    from geartrain.workers.samples.late_labels import LateLabels
     from geartrain.workers.samples.leased import LeasedSamples
     from geartrain.workers.samples.reader import StreamBatches
     from geartrain.workers.samples.urls import Sources
@@ -39,12 +40,15 @@ class FileSamples(IterableDataset["SampleBatch"]):
         window_rows: int,
         drop_last: bool,
         finish: Callable[[SampleBatch], SampleBatch],
+        late_labels: LateLabels | None = None,
     ) -> None:
         self._source, self._finish = source, finish
         self._batch_size = integer("batch_size", batch_size, 1)
         self._drop_last = boolean("drop_last", drop_last)
         self._seed = None if seed is None else integer("seed", seed, 0, 2**63 - 1)
-        self._window_rows = integer("window_rows", window_rows, 1)
+        self._window_rows, self._late_labels = integer("window_rows", window_rows, 1), late_labels
+        if late_labels is not None and seed is not None:
+            raise InvalidArgument(f"seed is {seed}, and labels that come late need rows in their order; leave it out")
         self._epoch, self._consumed = 0, 0
         self._part: tuple[int, int] | None = None
         """What :meth:`part` said."""
@@ -200,14 +204,14 @@ class FileSamples(IterableDataset["SampleBatch"]):
     def _reader(self, order: EpochOrder, epochs: int | None = None) -> Any:
         from geartrain.workers.samples.reader import FileBatches
 
-        return FileBatches(
-            self._source,
-            order,
-            batch_size=self._batch_size,
-            drop_last=self._drop_last,
-            epochs=epochs,
-            finish=self._finish,
-        )
+        size, labels = self._batch_size, self._late_labels
+        settings: dict[str, Any] = {"batch_size": size, "epochs": epochs}
+        if labels is None:
+            return FileBatches(self._source, order, drop_last=self._drop_last, finish=self._finish, **settings)
+        from geartrain.workers.samples.late_labels import LabelledBatches
+
+        reader = FileBatches(self._source, order, drop_last=False, **settings)
+        return LabelledBatches(reader, labels, batch_size=size, finish=self._finish)
 
 
 class _Epoch(Iterator["SampleBatch"]):
@@ -276,6 +280,7 @@ class ParquetSamples(FileSamples):
         window_rows: int = 65_536,
         drop_last: bool = False,
         dedup: bool | Mapping[str, Sequence[str]] = False,
+        late_labels: LateLabels | None = None,
     ) -> None:
         """Find the files and read their footers.
 
@@ -297,6 +302,8 @@ class ParquetSamples(FileSamples):
             dedup: Levels and their columns, as ``{"user": ["user", "history"]}``: samples of a batch that are equal in
                 all of them share a node, whose ids are looked up and pooled once. True: every column of lists is a
                 level by itself.
+            late_labels: Rows are impressions and clicks of them, in the order of their times: see
+                :class:`gt.LateLabels`. Without ``seed``.
 
         Raises:
             ConfigError: pyarrow is missing.
@@ -318,6 +325,7 @@ class ParquetSamples(FileSamples):
             window_rows=window_rows,
             drop_last=drop_last,
             finish=finisher(dedup),
+            late_labels=late_labels,
         )
 
 
@@ -348,6 +356,7 @@ class CsvSamples(FileSamples):
         names: Sequence[str] | None = None,
         block_bytes: int = 4 << 20,
         dedup: bool | Mapping[str, Sequence[str]] = False,
+        late_labels: LateLabels | None = None,
     ) -> None:
         """Find the files and count their lines. Arguments and errors beside these as of :class:`ParquetSamples`.
 
@@ -366,6 +375,7 @@ class CsvSamples(FileSamples):
             names: Of the columns; None: the first line names them.
             block_bytes: Of lines that are read at once.
             dedup: As there.
+            late_labels: As there.
         """
         require_arrow()
         from geartrain.workers.samples.csv_lines import CsvRows
@@ -385,6 +395,7 @@ class CsvSamples(FileSamples):
             window_rows=window_rows,
             drop_last=drop_last,
             finish=finisher(dedup),
+            late_labels=late_labels,
         )
 
 

@@ -6,6 +6,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
+import numpy as np
+
+from geartrain.ams.values.specs import Ids
 from geartrain.workers.data.streams import Position
 from geartrain.workers.samples.batches import SampleBatch
 from geartrain.workers.samples.order import EpochOrder, Window
@@ -109,6 +112,8 @@ class FileBatches:
 
     def _next_batch(self, epoch: int) -> SampleBatch | None:
         taken: list[SampleRows] = []
+        streams: list[Ids] = []
+        places: list[Ids] = []
         cursors: dict[int, tuple[int, int]] = {}
         missing = self._batch_size
         for stream, at in list(self._positions.items()):
@@ -118,6 +123,8 @@ class FileBatches:
             while missing and at.consumed < end:
                 rows = self._take(stream, at, missing)
                 taken.append(rows)
+                streams.append(np.full(rows.num_rows, stream))
+                places.append(np.arange(at.consumed, at.consumed + rows.num_rows))
                 missing -= rows.num_rows
                 at = Position(epoch, at.consumed + rows.num_rows)
             if at.consumed == end:
@@ -127,7 +134,9 @@ class FileBatches:
                 break
         if not taken or (missing and self._drop_last):
             return None
-        return self._finish(taken[0].joined(taken[1:]).batch(cursors))
+        batch = taken[0].joined(taken[1:]).batch(cursors)
+        batch.places = np.concatenate(streams), np.concatenate(places)
+        return self._finish(batch)
 
     def _take(self, stream: int, at: Position, most: int) -> SampleRows:
         if self._open is None or self._open[:2] != (stream, at.epoch):

@@ -311,3 +311,40 @@ def test_what_cannot_be_is_refused(mock: Callable[..., Mock]) -> None:
         gt.errors.SourceDamaged, match="message at offset 9 is not there any more; the brokers have 0 to 1"
     ):
         next(iter(broker.samples(start={0: 9}, batch_size=5)))
+
+
+def test_impressions_wait_for_their_clicks_and_come_once_whoever_reads_them(mock: Callable[..., Mock]) -> None:
+    broker = mock(2)
+
+    def send(id_: int, time: int, click: int) -> None:
+        sample = {"impression": id_, "time": time, "click": click, **({} if click else {"user": id_ * 10})}
+        broker.producer.produce("clicks", value=json.dumps(sample).encode(), partition=id_ % 2)
+
+    for id_ in range(200):
+        send(id_, id_, 0)
+        if id_ >= 20:
+            if id_ % 5 == 0:
+                send(id_ - 10, id_, 1)  # in time
+            elif id_ % 5 == 1:
+                send(id_ - 20, id_, 1)  # too late
+    assert broker.producer.flush(20) == 0
+    samples = broker.samples(
+        schema={"impression": "int64", "time": "float64", "click": "float32", "user": "int64"},
+        fill={"user": -1},
+        hash_strings=False,
+        batch_size=16,
+        until="now",
+        late_labels=gt.LateLabels(window_seconds=15),
+    )
+    found: list[tuple[int, float]] = []
+    with gt.local() as cluster:
+        for worker in "abcdefghij":
+            with samples.shared(cluster, "job", worker=worker) as batches:
+                for done, batch in enumerate(batches):
+                    if done == 2:
+                        break  # without a commit
+                    batches.commit(batch)
+                    assert (batch["user"] == batch["impression"] * 10).all()
+                    found += zip(batch["impression"].tolist(), batch["click"].tolist(), strict=True)
+    clicked = {id_ - 10 for id_ in range(20, 200, 5)}
+    assert sorted(found) == [(id_, float(id_ in clicked)) for id_ in range(200)]

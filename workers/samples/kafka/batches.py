@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import confluent_kafka as kafka
+import numpy as np
 
 from geartrain.ams.observe.metrics import Metric, tell_of
 from geartrain.ams.values.errors import BrokerUnavailable, SourceDamaged, SourceError
@@ -291,7 +292,7 @@ class KafkaBatches:
         except SourceError:
             sound, damages = self._tables.sound(taken)
             self._pass_over(damages)
-            table = self._tables.table(sound) if sound else None
+            table, taken = (self._tables.table(sound) if sound else None), sound
         self._pending, self._pending_since = rest, time.monotonic()
         waiting = {rows.partition for rows in rest}
         for partition in cursors.keys() - waiting:  # what comes next and is no sample was passed already
@@ -299,4 +300,9 @@ class KafkaBatches:
         self._positions.update(cursors)
         if table is None:
             return None
-        return self._finish(SampleBatch(tensors_of(table), table.num_rows, cursors))
+        batch = SampleBatch(tensors_of(table), table.num_rows, cursors)
+        batch.places = (
+            np.repeat([rows.partition for rows in taken], [rows.size for rows in taken]),
+            np.concatenate([position_of(rows.offset, rows.first) + np.arange(rows.size) for rows in taken]),
+        )
+        return self._finish(batch)

@@ -15,7 +15,7 @@ from geartrain.workers.samples.source import fingerprint
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
     from geartrain.workers.samples.batches import SampleBatch
-    from geartrain.workers.samples.kafka.batches import KafkaBatches
+    from geartrain.workers.samples.late_labels import LateLabels
     from geartrain.workers.samples.leased import LeasedSamples
     from geartrain.workers.samples.reader import StreamBatches
 
@@ -50,6 +50,7 @@ class KafkaSamples:
         max_wait_seconds: float | None = None,
         skip_damaged: bool = False,
         dedup: bool | Mapping[str, Sequence[str]] = False,
+        late_labels: LateLabels | None = None,
         timeout_seconds: float = 60.0,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
@@ -72,6 +73,7 @@ class KafkaSamples:
                 is not.
             skip_damaged: Log messages that cannot be read and go on; otherwise they are an error.
             dedup: Levels and their columns, as of :class:`gt.ParquetSamples`.
+            late_labels: Messages are impressions and clicks of them, of one partition: see :class:`gt.LateLabels`.
             timeout_seconds: So long brokers that do not answer are waited for.
             settings: Of librdkafka, for security and the like: ``{"security.protocol": "SSL"}``.
 
@@ -100,7 +102,7 @@ class KafkaSamples:
         self._batch_size = integer("batch_size", batch_size, 1)
         self._max_wait_seconds = None if max_wait_seconds is None else real_number("max_wait_seconds", max_wait_seconds)
         self._skip_damaged = boolean("skip_damaged", skip_damaged)
-        self._finish = finisher(dedup)
+        self._finish, self._late_labels = finisher(dedup), late_labels
         timeout = real_number("timeout_seconds", timeout_seconds)
         if not timeout > 0:
             raise InvalidArgument(f"timeout_seconds is {timeout_seconds}; it must be above 0")
@@ -175,25 +177,30 @@ class KafkaSamples:
         )
         return LeasedSamples(self._unassigned(), streams)
 
-    def reader(self) -> KafkaBatches:
+    def reader(self) -> StreamBatches:
         """Of all partitions, from ``start`` on."""
         reader = self._unassigned()
         reader.add(dict.fromkeys(self._starts, (0, 0)))
         return reader
 
-    def _unassigned(self) -> KafkaBatches:
+    def _unassigned(self) -> StreamBatches:
         from geartrain.workers.samples.kafka.batches import KafkaBatches
+        from geartrain.workers.samples.late_labels import LabelledBatches
 
-        return KafkaBatches(
+        labels = self._late_labels
+        reader = KafkaBatches(
             self._topic,
             self.tables,
             batch_size=self._batch_size,
             max_wait_seconds=self._max_wait_seconds,
             skip_damaged=self._skip_damaged,
-            finish=self._finish,
+            finish=self._finish if labels is None else lambda batch: batch,
             starts=self._starts,
             ends=self._ends,
         )
+        if labels is None:
+            return reader
+        return LabelledBatches(reader, labels, batch_size=self._batch_size, finish=self._finish)
 
 
 class _Batches(Iterator["SampleBatch"]):

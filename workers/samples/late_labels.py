@@ -1,0 +1,233 @@
+"""Labels that come after their samples: impressions that wait for a click of theirs, by the times of both."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from geartrain.ams.observe.metrics import Metric, tell_of
+from geartrain.ams.values.arguments import integer, real_number
+from geartrain.ams.values.errors import ColumnMismatch, InvalidArgument
+from geartrain.workers.data.streams import Position
+from geartrain.workers.samples.batches import SampleBatch, joined
+from geartrain.workers.samples.reader import StreamBatches
+
+_NEVER = float("-inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LateLabels:
+    """Rows of two kinds are one sample: an impression, whose ``click`` is 0, and later a click, whose ``click`` is 1.
+
+    An impression is given once a row of its stream is more than ``window_seconds`` newer, with a ``click`` of 1 if a
+    click with its id came after it, and until then. It needs no other column of a click. Impressions are given in the
+    order of their stream; those that wait are read again after a restart, so that none is lost or given twice.
+    """
+
+    window_seconds: float
+    """For so long, by the times in the rows, a click is waited for."""
+    id: str = "impression"
+    """The column that joins them, of single values."""
+    time: str = "time"
+    """The column of the times, in seconds."""
+    click: str = "click"
+    most_waiting: int = 1_000_000
+    """Impressions of a stream: of more the oldest is given as it stands."""
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument that names the value."""
+        if not real_number("window_seconds", self.window_seconds) > 0:
+            raise InvalidArgument(f"window_seconds is {self.window_seconds}; it must be above 0")
+        integer("most_waiting", self.most_waiting, 1)
+
+
+class _Waiting:
+    """The impressions of one stream that were not given yet, the oldest first."""
+
+    def __init__(self) -> None:
+        self.parts: deque[SampleBatch] = deque()
+        self.first = 0
+        """Number of the oldest among all that came."""
+        self.places: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        """Position of each in the stream."""
+        self.times: npt.NDArray[np.float64] = np.empty(0)
+        self.clicked: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
+        self.number_of: dict[int, int] = {}
+        """Of the newest impression with an id."""
+        self.newest = _NEVER
+        """The latest time of all rows that came."""
+
+
+class LabelledBatches:
+    """Reads the streams of another reader, and gives impressions with their labels."""
+
+    def __init__(
+        self,
+        reader: StreamBatches,
+        labels: LateLabels,
+        *,
+        batch_size: int,
+        finish: Callable[[SampleBatch], SampleBatch] = lambda batch: batch,
+    ) -> None:
+        self._reader, self._labels, self._batch_size, self._finish = reader, labels, batch_size, finish
+        self._waiting: dict[int, _Waiting] = {}
+        self._epoch = 0
+        self._given: dict[int, Position] = {}
+        self.late_clicks = self.forced = 0
+        """Clicks that found no impression waiting; impressions given before their time."""
+        tell_of(self)
+
+    def metrics(self) -> Iterator[Metric]:
+        """How many wait, and what the window was too small for."""
+        waiting = sum(len(of.times) for of in self._waiting.copy().values())
+        yield Metric("stream_waiting_impressions", "gauge", "That wait for a click.", (), [((), waiting)])
+        what = "Clicks that found no impression waiting."
+        yield Metric("stream_late_clicks_total", "counter", what, (), [((), self.late_clicks)])
+        what = "Impressions given before their time, as too many waited."
+        yield Metric("stream_forced_impressions_total", "counter", what, (), [((), self.forced)])
+
+    @property
+    def positions(self) -> dict[int, Position]:
+        """See StreamBatches. Where the oldest that was not given is."""
+        return {stream: self._position(stream, at) for stream, at in self._reader.positions.items()}
+
+    def _position(self, stream: int, read: Position) -> Position:
+        waiting = self._waiting[stream]
+        return Position(self._epoch, int(waiting.places[0])) if len(waiting.places) else read
+
+    @property
+    def has_more(self) -> bool:
+        """See StreamBatches."""
+        return self._reader.has_more or any(len(waiting.times) for waiting in self._waiting.values())
+
+    def is_done(self, epoch: int, cursors: Callable[[], Mapping[int, tuple[int, int]]]) -> bool:
+        """See StreamBatches."""
+        return not any(len(of.times) for of in self._waiting.values()) and self._reader.is_done(epoch, cursors)
+
+    def add(self, positions: Mapping[int, tuple[int, int]]) -> None:
+        """See StreamBatches."""
+        self._waiting.update({stream: _Waiting() for stream in positions})
+        self._reader.add(positions)
+
+    def drop(self, streams: Iterable[int]) -> None:
+        """See StreamBatches."""
+        streams = list(streams)
+        self._reader.drop(streams)
+        for stream in streams:
+            self._waiting.pop(stream, None)
+
+    def close(self) -> None:
+        """See StreamBatches."""
+        self._reader.close()
+        self._waiting.clear()
+
+    def next_batch(self, epoch: int) -> SampleBatch | None:
+        """See StreamBatches. Where nothing comes now, what is ready makes a batch, full or not; at the end of the
+        streams all that waits does.
+        """
+        self._epoch = epoch
+        while sum((ready := self._ready()).values()) < self._batch_size:
+            if (batch := self._reader.next_batch(epoch)) is None:
+                if not self._reader.has_more:
+                    self._end()
+                    ready = self._ready()
+                break
+            self._take(batch)
+        return self._batch(ready)
+
+    def _end(self) -> None:
+        """No further click comes."""
+        for waiting in self._waiting.values():
+            waiting.newest = float("inf")
+
+    def _take(self, batch: SampleBatch) -> None:
+        """Let the rows of a batch wait, or find what they are clicks of."""
+        labels = self._labels
+        for name in (labels.id, labels.time, labels.click):
+            if not isinstance(batch.get(name), Tensor) or batch[name].ndim != 1:  # type: ignore[union-attr]
+                raise ColumnMismatch(
+                    f"labels that come late need a column {name!r} of single values; the samples have "
+                    f"{', '.join(map(repr, batch))}"
+                )
+        assert batch.places is not None
+        for stream in np.unique(batch.places[0]).tolist():
+            rows = np.flatnonzero(batch.places[0] == stream)
+            self._take_rows(self._waiting[stream], batch, rows, batch.places[1][rows])
+
+    def _take_rows(
+        self, waiting: _Waiting, batch: SampleBatch, rows: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
+    ) -> None:
+        ids, times, clicks = (
+            np.asarray(batch[name])[rows] for name in (self._labels.id, self._labels.time, self._labels.click)
+        )
+        newest = np.maximum.accumulate(np.append(waiting.newest, times.astype(np.float64)))
+        number = waiting.first + len(waiting.times)
+        is_click = clicks > 0
+        shown = np.flatnonzero(~is_click)
+        waiting.parts.append(batch.take(torch.from_numpy(rows[shown])))
+        waiting.places = np.append(waiting.places, places[shown])
+        waiting.times = np.append(waiting.times, times[shown].astype(np.float64))
+        waiting.clicked = np.append(waiting.clicked, np.zeros(len(shown), np.bool_))
+        numbers, begun = list(zip(ids[shown].tolist(), range(number, number + len(shown)), strict=True)), 0
+        for clicks_before, row in enumerate(np.flatnonzero(is_click).tolist()):
+            before = row - clicks_before
+            waiting.number_of.update(numbers[begun:before])
+            begun = before
+            at = waiting.number_of.get(int(ids[row]), -1) - waiting.first
+            if at >= 0 and max(newest[row], times[row]) <= waiting.times[at] + self._labels.window_seconds:
+                waiting.clicked[at] = True
+            else:
+                self.late_clicks += 1
+        waiting.number_of.update(numbers[begun:])
+        waiting.newest = float(newest[-1])
+
+    def _ready(self) -> dict[int, int]:
+        """How many of each stream may be given."""
+        found: dict[int, int] = {}
+        for stream, waiting in self._waiting.items():
+            is_open = waiting.newest <= waiting.times + self._labels.window_seconds
+            found[stream] = int(is_open.argmax()) if is_open.any() else len(is_open)
+            found[stream] = max(found[stream], len(is_open) - self._labels.most_waiting)
+        return found
+
+    def _batch(self, ready: Mapping[int, int]) -> SampleBatch | None:
+        parts: list[SampleBatch] = []
+        cursors: dict[int, Any] = {}
+        missing, read = self._batch_size, self._reader.positions
+        for stream, count in ready.items():
+            if count and missing:
+                parts.append(self._given_of(self._waiting[stream], min(count, missing)))
+                missing -= parts[-1].num_samples
+                cursors[stream] = self._position(stream, read[stream])
+        return self._finish(joined(parts, cursors)) if parts else None
+
+    def _given_of(self, waiting: _Waiting, count: int) -> SampleBatch:
+        """The ``count`` oldest, which wait no more."""
+        parts: list[SampleBatch] = []
+        missing = count
+        while missing:
+            part = waiting.parts.popleft()
+            if part.num_samples > missing:
+                waiting.parts.appendleft(part.take(torch.arange(missing, part.num_samples)))
+                part = part.take(torch.arange(missing))
+            parts.append(part)
+            missing -= part.num_samples
+        given = joined(parts, {})
+        self.forced += int((waiting.newest <= waiting.times[:count] + self._labels.window_seconds).sum())
+        clicks = given[self._labels.click]
+        assert isinstance(clicks, Tensor)
+        given[self._labels.click] = torch.from_numpy(waiting.clicked[:count]).to(clicks.dtype)
+        for number, id_ in enumerate(np.asarray(given[self._labels.id]).tolist(), waiting.first):
+            if waiting.number_of.get(id_) == number:
+                del waiting.number_of[id_]
+        waiting.first += count
+        waiting.places, waiting.times = waiting.places[count:], waiting.times[count:]
+        waiting.clicked = waiting.clicked[count:]
+        return given
