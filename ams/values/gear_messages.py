@@ -149,7 +149,10 @@ class GearState:
     """By fast gear: the gradients that it counts as lost with slow gears that died, as it said with its last delivery.
     Every slow gear that it delivers to hears it."""
     taken_over: tuple[str, ...] = ()
-    """Processes of slow gears that have left in order; what became of their gradients is in the account."""
+    """Processes of slow gears that have left in order, or that it goes on for; what became of their gradients is in the
+    account."""
+    keeps_gradients: bool = False
+    """If it is killed, the gradients that wait are kept for a slow gear that is started in its place."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,6 +80,11 @@ class DenseTable(torch.optim.Optimizer):
         return self._weights.table.spec.name
 
     @property
+    def incarnation(self) -> int:
+        """Of the table whose weights are held: another one after a restore."""
+        return self._incarnation
+
+    @property
     def version(self) -> int:
         """Dense version of the weights held now: the writes applied to the table, the first values included (the lowest
         over its shards, asked for before they were pulled)."""

@@ -5,6 +5,7 @@ Shapes: N ids of one call, K ids of the batch taken, S sources, D width, C posit
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -172,6 +173,14 @@ class BatchState:
         self._move("due", "dropped_failed", self.taken.counts[gone])
         self._move("due", "applied", self.taken.counts[~gone])
         self.taken = None
+
+    def restore(self, accounts: Mapping[str, GearAccount], sequences: Mapping[str, int]) -> None:
+        """Begin with what sources have been told; there must be none yet."""
+        for source, account in accounts.items():
+            column = self._column(source)
+            for name in OUTCOMES:
+                self.outcomes[name][column] = getattr(account, name)
+        self.last_sequences = dict(sequences)
 
     def account(self, source: str | None) -> GearAccount:
         """Of one source, or of all together."""

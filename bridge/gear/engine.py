@@ -42,6 +42,7 @@ from geartrain.bridge.gear.config import SlowGearConfig
 from geartrain.bridge.gear.dense_cache import FeatureCache
 from geartrain.bridge.gear.dense_pass import DensePass
 from geartrain.bridge.gear.gradient_batcher import GradientBatcher
+from geartrain.bridge.gear.gradient_journal import GradientJournal
 from geartrain.bridge.gear.update_thread import UpdateThread
 from geartrain.bridge.rows.transfers import download
 
@@ -82,8 +83,9 @@ class DenseEngine:
         cache: FeatureCache | None = None,
         worker_cache: FeatureCache | None = None,
         mode: Mode = "sync",
+        journal: GradientJournal | None = None,
     ) -> None:
-        """Begin with no gradients and no features.
+        """Begin with no features, and the gradients of the ``journal``.
 
         Args:
             dense_pass: the module and its samples.
@@ -97,8 +99,10 @@ class DenseEngine:
             mode: ``"sync"``: dense updates are made by the thread that delivers, before its call returns. ``"async"``:
                 by a thread of their own; a delivery waits only while 65,536 gradients are due, so that they cannot
                 pile up.
+            journal: keeps the gradients that wait for another process; None: they end with this one.
         """
         self.batcher = batcher
+        self._journal = journal
         self.cache = cache
         self._caches = [kept for kept in (cache, worker_cache) if kept is not None]
         dense_pass.on_recomputed = self._keep_recomputed if self._caches else None
@@ -109,7 +113,7 @@ class DenseEngine:
         self._refreshed: float | None = None
         self._applying = threading.Lock()
         self._begun: _Begun | None = None
-        self._incarnations: dict[str, int] = {}
+        self._incarnations = {} if journal is None else journal.open(dense.incarnation, batcher)
         self._adding = threading.Lock()
         self._asked = Coalescer(
             self._compute, _part_of, max_ids=config.max_batch, max_wait_seconds=config.max_wait_seconds
@@ -182,7 +186,10 @@ class DenseEngine:
                     f"incarnation {delivery.incarnation} of fast gear {family!r} was superseded by {latest}: another "
                     "process has its name; stop this one"
                 )
-            self.batcher.add(delivery, self.dense_version)
+            version = self.dense_version
+            if self._journal is not None and not self.batcher.has_counted(delivery):
+                self._journal.delivered(delivery, version)
+            self.batcher.add(delivery, version)
             self._incarnations[family] = delivery.incarnation
 
     def has_counted(self, delivery: Delivery) -> bool:
@@ -203,10 +210,10 @@ class DenseEngine:
         After an error the batch is still due: the next call goes on with it.
         """
         with self._applying:
-            batch = self.batcher.due()
+            batch, number = self._take_due()
             if batch is None:
                 return False
-            failures = self._update(batch)
+            failures = self._update(batch, number)
             if failures:
                 logger.warning(
                     "%d of %d ids have no part in a dense update: %s",
@@ -214,7 +221,10 @@ class DenseEngine:
                     len(batch.ids),
                     next(iter(failures.values())).reason,
                 )
-            self.batcher.settle(failures)
+            with self._adding:
+                if self._journal is not None:
+                    self._journal.settled(sorted(failures))
+                self.batcher.settle(failures)
             return True
 
     def apply_all(self) -> None:
@@ -262,7 +272,16 @@ class DenseEngine:
         if left := account.waiting + account.due:
             logger.warning("%s will not be applied: nobody called close() of the slow gear", counted(left, "gradient"))
 
-    def _update(self, batch: DueBatch) -> dict[int, Failure]:
+    def _take_due(self) -> tuple[DueBatch | None, int | None]:
+        """What is due, and the number of its update in the journal."""
+        with self._adding:  # so that the journal has both in the order in which they happen
+            if self._journal is not None and self._journal.is_full:
+                self.batcher.flush()
+            batch = self.batcher.due()
+            number = None if batch is None or self._journal is None else self._journal.taken(batch, self.batcher)
+        return batch, number
+
+    def _update(self, batch: DueBatch, number: int | None) -> dict[int, Failure]:
         begun = self._begun
         if begun is None or begun.batch is not batch:
             if self._refresh_seconds > 0:  # else features are always of the newest weights, and gradients of the same
@@ -273,7 +292,7 @@ class DenseEngine:
             if len(begun.failures) < len(batch.ids):
                 if not begun.is_pushed:
                     try:
-                        self._dense.push(lr=batch.lr)
+                        self._dense.push(number, lr=batch.lr)
                     except NonFinite as exc:  # the sum, or what it would make of the weights: it never will be
                         self._dense.zero_grad()
                         return begun.failures | dict.fromkeys(batch.ids.tolist(), Failure(NonFinite.__name__, str(exc)))

@@ -16,6 +16,7 @@ from geartrain.bridge.gear.dense_cache import FeatureCache
 from geartrain.bridge.gear.dense_pass import DensePass
 from geartrain.bridge.gear.engine import DenseEngine, Mode
 from geartrain.bridge.gear.gradient_batcher import GradientBatcher
+from geartrain.bridge.gear.gradient_journal import GradientJournal
 from geartrain.bridge.gear.samples import Decode, DenseSamples, Samples
 
 
@@ -47,6 +48,7 @@ def open_engine(
     mode: Mode,
     cache: FeatureCache | None = None,
     worker_cache: FeatureCache | None = None,
+    journal: GradientJournal | None = None,
 ) -> DenseEngine:
     """Attach the module of ``dense_pass`` to the dense table ``name`` and return its engine.
 
@@ -60,4 +62,8 @@ def open_engine(
     with dense_pass.lock:
         rule = SGD(0.01) if optimizer is None else optimizer
         dense = attach(dense_pass.module, cluster, name=name, mode="async", optimizer=rule, reuse=reuse)
-    return DenseEngine(dense_pass, dense, batcher, config, cache=cache, worker_cache=worker_cache, mode=mode)
+    if journal is not None:
+        journal.acknowledge = cluster.acknowledge
+    return DenseEngine(
+        dense_pass, dense, batcher, config, cache=cache, worker_cache=worker_cache, mode=mode, journal=journal
+    )

@@ -20,14 +20,14 @@ more than ``max_gradient_lag``.
 **Exactly once.** A source sends its adds one at a time, numbered upwards (gaps are free). An add whose number is not
 above the last one that counted is a repeat and changes nothing.
 
-What waits is in memory and ends with the process; ``docs/decisions/0030`` says why, and who counts it then.
+What waits is in memory; :mod:`~geartrain.bridge.gear.gradient_journal` keeps it for the next process.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
@@ -36,6 +36,7 @@ import numpy.typing as npt
 from geartrain.ams.kernels.ops import all_finite
 from geartrain.ams.values.errors import InvalidArgument, StateFailed
 from geartrain.ams.values.gear_messages import Delivery, GearAccount
+from geartrain.ams.values.specs import Ids
 from geartrain.bridge.gear.batch_state import BatchState, DueBatch, Floats
 from geartrain.bridge.gear.config import SlowGearConfig
 
@@ -113,6 +114,29 @@ class GradientBatcher:
         """Make every batch due, with its true count."""
         with self._changing():
             self._state.close(self._state.waiting_ids())
+
+    @property
+    def is_all_taken(self) -> bool:
+        """Whether no gradient waits beside the batch that is out."""
+        with self._lock:
+            return not len(self._state)
+
+    def last_sequences(self) -> dict[str, int]:
+        """The number of the last add of each source."""
+        with self._lock:
+            return dict(self._state.last_sequences)
+
+    def restore(self, accounts: Mapping[str, GearAccount], sequences: Mapping[str, int]) -> None:
+        """Begin with what became of gradients that do not wait any more, and the last number of each source."""
+        with self._changing():
+            self._state.restore(accounts, sequences)
+
+    def take_again(self, ids: Ids) -> DueBatch | None:
+        """Take the batches of these ids out, as :meth:`due` did in another process after the same adds."""
+        with self._changing():
+            self._state.close(ids)
+            self._state.take(mean=self._config.reduction == "mean")
+            return self._state.taken
 
     def settle(self, failed: Collection[int] = ()) -> None:
         """The batch that ``due`` gave was applied, but for these ids, of which no gradient could be made."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,10 +26,13 @@ from geartrain.ams.rpc.services import GEAR
 from geartrain.ams.storage.features.factory import open_store
 from geartrain.ams.values.config import ClientConfig, SlowGearRoleConfig
 from geartrain.ams.values.errors import ConfigError, SpecMismatch
+from geartrain.ams.values.gear_messages import process_at
 from geartrain.ams.values.scheduler_messages import StreamHolders
+from geartrain.ams.values.text import shown_url
 from geartrain.bridge.gear.config import SlowGearConfig
 from geartrain.bridge.gear.dense_cache import FeatureCache, SharedCache
 from geartrain.bridge.gear.factory import open_engine, open_pass
+from geartrain.bridge.gear.gradient_journal import GradientJournal
 from geartrain.workers.devices import choose_device
 from geartrain.workers.gear.handler import SlowGearHandler
 from geartrain.workers.gear.objects import load_function, open_samples, optimizer_named
@@ -109,7 +113,9 @@ class SlowGearRole:
         config = self._config
         self._server = GrpcServer(config.listen, config.max_message_bytes, reflection=config.reflection)
         address = config.advertise or self._server.address
-        joined = self._opened.enter_context(connect(config.scheduler, config=self._client))
+        journal = self._journal(address)
+        stream = None if journal is None else f"gear/{self.name}/{journal.stream}"  # its writes are told from repeats
+        joined = self._opened.enter_context(connect(config.scheduler, config=self._client, stream=stream))
         self._opened.callback(RevokedWatch(self._server.tokens, config.scheduler).close)
         incarnation = joined.write_stream.incarnation
         streams = joined.streams(job_of(self.name), worker=address, incarnation=incarnation)
@@ -130,6 +136,7 @@ class SlowGearRole:
             reuse=True,
             mode="async",
             cache=self._cache(),
+            journal=journal,
         )
         handler = SlowGearHandler(
             self.name,
@@ -141,7 +148,11 @@ class SlowGearRole:
             max_message_bytes=config.max_message_bytes,
             holders=streams.holders,
             open_peer=GrpcGearCarrier,
+            journal=journal,
         )
+        if journal is not None:
+            engine.flush()  # what was left: its ids may be another one's by now
+            journal.joined(process_at(address, incarnation))
         self._handler = handler
         self._server.add(bind(GEAR, handler.by_request))
         self._server.start()
@@ -174,6 +185,25 @@ class SlowGearRole:
         while not partitions.now and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         logger.info("%d of %d partitions of %r are held", len(partitions.now), NUM_PARTITIONS, self.name)
+
+    def _journal(self, address: str) -> GradientJournal | None:
+        """Open the gradients that wait in the store; None: they are in memory. A Redis server, which others share, has
+        those of each address apart."""
+        config = self._config
+        if config.store == _MEMORY:
+            return None
+        place = f"gradients/{self.name}"
+        if not config.store.startswith(_FOLDER):
+            place += "/" + re.sub(r"[^0-9A-Za-z.]", "-", address)
+            if config.advertise is None and config.listen.endswith(":0"):
+                logger.warning(
+                    "listen is %r: the gradients in %s are found again by a slow gear at the address %s alone; give "
+                    "--listen or --advertise a port that stays",
+                    *(config.listen, shown_url(config.store), address),
+                )
+        store = open_store(config.store, namespace=place, record_seconds=None, synced=False)
+        self._opened.callback(store.close)
+        return GradientJournal(store, max_bytes=config.store_bytes)
 
     def _cache(self) -> FeatureCache | None:
         config = self._config

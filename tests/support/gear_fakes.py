@@ -46,7 +46,7 @@ class PlainDense:
     def zero_grad(self) -> None:
         self.module.zero_grad()
 
-    def push(self, *, lr: float | None = None) -> None:
+    def push(self, sequence: int | None = None, *, lr: float | None = None) -> None:  # noqa: ARG002
         self.pushed.append(lr)
         if self.fails:
             self.fails -= 1

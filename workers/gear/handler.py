@@ -48,6 +48,7 @@ from geartrain.ams.values.gear_messages import (
 from geartrain.ams.values.rpc import Ping
 from geartrain.ams.values.scheduler_messages import StreamHolders
 from geartrain.bridge.gear.engine import DenseEngine
+from geartrain.bridge.gear.gradient_journal import GradientJournal
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class SlowGearHandler:
         max_message_bytes: int,
         holders: Callable[[], StreamHolders],
         open_peer: Callable[[str], GrpcGearCarrier],
+        journal: GradientJournal | None = None,
     ) -> None:
         """Begin to answer for what ``partitions`` hold; :meth:`drain` ends it."""
         self.name = name
@@ -83,7 +85,10 @@ class SlowGearHandler:
         self._open_peer = open_peer
         self._process = process_at(address, incarnation)
         self._started = time.monotonic()
-        self._taken_over: dict[str, Mapping[str, GearAccount]] = {}
+        self._journal = journal
+        self._predecessors = frozenset(() if journal is None else journal.processes)
+        """Slow gears that were killed, whose gradients and accounts the engine has."""
+        self._taken_over: dict[str, Mapping[str, GearAccount]] = {gone: {} for gone in self._predecessors}
         self._lost: dict[str, int] = {}
         self._changed = threading.Condition()
         self._taking = threading.Lock()
@@ -133,7 +138,7 @@ class SlowGearHandler:
 
         Raises NotHolder, StaleClient (a lower incarnation of the source).
         """
-        if sent_to not in ("", self._process):
+        if sent_to not in ("", self._process, *self._predecessors):
             raise NotHolder(f"this slow gear is {self._process}; nobody knows whether {sent_to} had taken it")
         with self._counted():
             try:
@@ -188,6 +193,7 @@ class SlowGearHandler:
             error="" if error is None else str(error),
             lost=dict(self._lost),
             taken_over=tuple(sorted(self._taken_over)),
+            keeps_gradients=self._journal is not None,
             gradients_per_id=self._gradients_per_id,
         )
 
@@ -261,6 +267,8 @@ class SlowGearHandler:
             try:
                 for process, handed in accounts.items():
                     peer.hand_over(self.name, process, handed, _HAND_OVER_SECONDS)
+                if self._journal is not None:
+                    self._journal.handed_over(self._engine.batcher)
                 return
             except (AttemptFailed, GeartrainError) as exc:
                 logger.info("slow gear %s does not take the account: %s", address, exc)

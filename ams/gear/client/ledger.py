@@ -60,6 +60,8 @@ class GearLedger:
                 self._told[state.process] = state.account
                 self._lost.pop(state.process, None)
             live = {state.process for state in states}
+            for process in taken_over:
+                self._lost.pop(process, None)
             for process in [known for known in self._told if known not in live and address_of(known) not in unheard]:
                 if process in taken_over:
                     del self._told[process]  # its gradients are in the account of the one that took over

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -67,7 +68,8 @@ class RemoteGears:
     refused, or there was no connection) is cut anew for the new holders. Else it is sent again to the same process
     while that one holds anything: so it counts once. Of one that died nobody can tell whether it had applied it. No
     gradient may be applied twice, so it is given up, counted in ``account().lost`` and logged: an upper bound of what
-    is missing from the weights.
+    is missing from the weights. But one that keeps gradients in a store is waited for, half of the time that there is:
+    who is started in its place can tell.
     """
 
     def __init__(
@@ -99,6 +101,10 @@ class RemoteGears:
         self._incarnations: Mapping[str, int] = {}
         self._lease_seconds = 0.0
         self._versions: dict[str, int] = {}
+        self._keepers: set[str] = set()
+        """Processes that keep gradients for who is started in their place."""
+        self._successors: dict[str, str] = {}
+        """By process: the address of the slow gear that goes on for it."""
         self._source = ""
         self._pending: PendingDelivery | None = None
         self._lock = threading.Lock()
@@ -154,7 +160,7 @@ class RemoteGears:
                 self._pending = PendingDelivery(delivery, self._holders, self._max_ids)
             pending, parts = self._pending, self._pending.parts
             delivery = replace(delivery, lost=self._ledger.total().lost)
-            patience = self._patience()
+            patience, began = self._patience(), time.monotonic()
             while parts:
                 calls = [(part, self._send(delivery, part)) for part in parts]
                 parts[:] = map(self._sent, parts)  # from now on they may be counted, until somebody says they are not
@@ -169,9 +175,10 @@ class RemoteGears:
                 if left:
                     self._pause(patience)
                     self._look()
+                waits = time.monotonic() - began < self._config.recovery_timeout_seconds / 2
                 for before, part, error in left:
                     parts.remove(part)
-                    parts.extend(self._again(pending, self._known(before, part, error)))
+                    parts.extend(self._again(pending, self._known(before, part, error), waits=waits))
             self._pending = None
         return self._ledger.total()
 
@@ -229,6 +236,7 @@ class RemoteGears:
                 )
             self._heard(state.address, state.dense_version)
             self.gradients_per_id = state.gradients_per_id
+        self._note_keepers(states)
 
     def _asked(self, address: str | None, ids: Ids) -> AwaitReply[FeatureReply]:
         timeout = self._config.hosted_timeout_seconds
@@ -270,17 +278,22 @@ class RemoteGears:
 
     def _known(self, before: DeliveryPart, part: DeliveryPart, error: Exception) -> DeliveryPart:
         """A part, after an error: who may have counted it."""
-        if isinstance(error, NotHolder) and part.process == self._process(before.address or ""):
+        answered = self._process(before.address or ""), self._successors.get(part.process) == before.address
+        if isinstance(error, NotHolder) and (part.process == answered[0] or answered[1]):
             return replace(part, process="")  # who knows has said that it is not there
         return before if isinstance(error, NotSent | NotHolder) else part
 
-    def _again(self, pending: PendingDelivery, part: DeliveryPart) -> list[DeliveryPart]:
+    def _again(self, pending: PendingDelivery, part: DeliveryPart, *, waits: bool) -> list[DeliveryPart]:
         """Where a part goes that was not acknowledged: nowhere, if only one that is gone could tell whether it was."""
         if not part.process:
             return pending.cut_anew(part, self._holders, self._max_ids)
         owner = address_of(part.process)
         if owner in self._addresses() and self._process(owner) == part.process:
             return [replace(part, address=owner)]
+        if (successor := self._successors.get(part.process)) in self._addresses():
+            return [replace(part, address=successor)]
+        if part.process in self._keepers and waits:
+            return [replace(part, address=None)]
         self._ledger.give_up(part.process, len(part.positions))
         return []
 
@@ -343,8 +356,15 @@ class RemoteGears:
     def _settle(self) -> None:
         states, silent = self._describe([self._source])
         self._ledger.settle(states, silent)
+        self._note_keepers(states)
         for state in states:
             self._heard(state.address, state.dense_version)
+
+    def _note_keepers(self, states: Sequence[GearState]) -> None:
+        for state in states:
+            if state.keeps_gradients:
+                self._keepers.add(state.process)
+                self._successors.update(dict.fromkeys(state.taken_over, state.address))
 
     def _describe(self, sources: Sequence[str]) -> tuple[list[GearState], list[str]]:
         """What every slow gear says, and which do not answer."""

@@ -358,6 +358,7 @@ class DescribeGearReply(_message.Message):
     TAKEN_OVER_FIELD_NUMBER: _builtins.int
     GRADIENTS_PER_ID_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
+    KEEPS_GRADIENTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dim: _builtins.int
     address: _builtins.str
@@ -373,6 +374,8 @@ class DescribeGearReply(_message.Message):
     """Why it does not apply what is due; empty if it does."""
     gradients_per_id: _builtins.int
     """Gradients of an id that make one backward pass."""
+    keeps_gradients: _builtins.bool
+    """If it is killed, the gradients that wait are kept for a slow gear that is started in its place."""
     @_builtins.property
     def partitions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Of 64: those it holds now."""
@@ -405,10 +408,11 @@ class DescribeGearReply(_message.Message):
         taken_over: _abc.Iterable[_builtins.str] | None = ...,
         gradients_per_id: _builtins.int = ...,
         lost: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        keeps_gradients: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["account", b"account"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "address", b"address", "cache_hits", b"cache_hits", "cache_misses", b"cache_misses", "dense_version", b"dense_version", "dim", b"dim", "error", b"error", "gradients_per_id", b"gradients_per_id", "lost", b"lost", "name", b"name", "partitions", b"partitions", "process", b"process", "queued_ids", b"queued_ids", "taken_over", b"taken_over", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["account", b"account", "address", b"address", "cache_hits", b"cache_hits", "cache_misses", b"cache_misses", "dense_version", b"dense_version", "dim", b"dim", "error", b"error", "gradients_per_id", b"gradients_per_id", "keeps_gradients", b"keeps_gradients", "lost", b"lost", "name", b"name", "partitions", b"partitions", "process", b"process", "queued_ids", b"queued_ids", "taken_over", b"taken_over", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -43,8 +43,10 @@ class LmdbFeatures:
     about 1.5 × ``max_bytes`` at most for records of a few hundred bytes.
     """
 
-    def __init__(self, folder: str | Path, namespace: str, *, max_bytes: int | None = None) -> None:
-        """Open the store, or create it.
+    def __init__(
+        self, folder: str | Path, namespace: str, *, max_bytes: int | None = None, synced: bool = True
+    ) -> None:
+        """Open the store, or create it. Not ``synced``, a loss of power may damage it; the end of a process does not.
 
         Raises ConfigError (not a folder that can be used, or in use), StateDamaged. O(records) where it exists.
         """
@@ -53,6 +55,7 @@ class LmdbFeatures:
         self._folder = Path(folder) / quote(namespace, safe="")
         self._path = self._folder / _FILE
         self._lru = ByteLru(max_bytes)
+        self._synced = synced
         self._counters = Counters()
         self._tick = 0
         self._mutex = threading.Lock()
@@ -112,7 +115,9 @@ class LmdbFeatures:
     def _open(self) -> None:
         check_structure(self._path, _REMEDY, first_map_bytes=_FIRST_MAP_BYTES)
         try:
-            self._environment = open_environment(self._path, first_map_bytes=_FIRST_MAP_BYTES, metasync=False)
+            self._environment = open_environment(
+                self._path, first_map_bytes=_FIRST_MAP_BYTES, metasync=False, sync=self._synced
+            )
             ids, ticks, sizes = _records(self._environment)
         except lmdb.Error as exc:
             raise StateDamaged(f"{self._path}: {exc}; {_REMEDY}") from exc

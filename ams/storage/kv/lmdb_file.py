@@ -42,7 +42,7 @@ def lock_folder(folder: Path, remedy: str) -> int:
 
 
 def open_environment(
-    path: Path, *, first_map_bytes: int, readonly: bool = False, metasync: bool = True
+    path: Path, *, first_map_bytes: int, readonly: bool = False, metasync: bool = True, sync: bool = True
 ) -> lmdb.Environment:
     """Open the file, or create it. Raises lmdb.Error."""
     size = path.stat().st_size if path.exists() else 0
@@ -53,6 +53,7 @@ def open_environment(
         lock=False,
         readonly=readonly,
         metasync=metasync,
+        sync=sync,
     )
 
 

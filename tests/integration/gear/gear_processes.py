@@ -114,7 +114,7 @@ def samples(target: int) -> Any:
     return torch.eye(IDS)[target]
 
 
-def slow_gear(pipe: Connection, scheduler: str) -> None:
+def slow_gear(pipe: Connection, scheduler: str, store: str = "memory", listen: str = "127.0.0.1:0") -> None:
     """Serve until SIGTERM; says the address."""
     from geartrain.launch import role
     from geartrain.launch.slowgear_role import SlowGearRole
@@ -126,6 +126,8 @@ def slow_gear(pipe: Connection, scheduler: str) -> None:
         "optimizer": f"sgd:{LR}",
         "gradients_per_id": 3,
         "reduction": "sum",
+        "store": store,
+        "listen": listen,
     }
     service = SlowGearRole(gear_config(scheduler, **settings), CLIENT)
     pipe.send(service.start())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from geartrain.cli.cluster.status import lost_gradients
 from tests.faults.children import Child, serve
 from tests.integration.gear.gear_cluster import CLIENT
 from tests.integration.gear.gear_processes import DIM, IDS, LR, STOPS, Nursery, fast_gear, slow_gear
+from tests.redis_child import running_redis
 
 STEPS, LEASE_SECONDS = 60, 1.0
 
@@ -49,7 +51,7 @@ def ended(pipe: Connection) -> tuple[list[int], GearAccount]:
 class Run:
     """A cluster with two slow and two fast gears."""
 
-    def __init__(self, stack: ExitStack, nursery: Nursery) -> None:
+    def __init__(self, stack: ExitStack, nursery: Nursery, stores: Sequence[str] = ("memory", "memory")) -> None:
         self.nursery = nursery
         scheduler = Child(
             serve,
@@ -63,9 +65,10 @@ class Run:
             stack.callback(server.end)
             server.receive()
         self.slow = []
-        for _ in range(2):
-            pid, pipe = nursery.start(slow_gear, self.address)
-            heard(pipe)
+        self.stores, self.addresses = stores, list[str]()
+        for store in stores:
+            pid, pipe = nursery.start(slow_gear, self.address, store)
+            self.addresses.append(heard(pipe))
             self.slow.append(pid)
         self.fast = [nursery.start(fast_gear, self.address, number, STEPS)[1] for number in range(2)]
 
@@ -78,6 +81,9 @@ class Run:
             while heard(pipe) != 10:
                 pass
         self.nursery.end(self.slow[0], number)
+        if self.stores[0] != "memory":
+            listen = "127.0.0.1:0" if self.stores[0].startswith("lmdb") else self.addresses[0]
+            heard(self.nursery.start(slow_gear, self.address, self.stores[0], listen)[1])
         self.go_on()
         self.go_on()
         delivered = sum(np.array(ended(pipe)[0]) for pipe in self.fast)
@@ -124,6 +130,25 @@ def test_what_a_slow_gear_held_is_counted(nursery: Nursery, number: signal.Signa
         assert total.lost == 0 and (applied == delivered).all()
     for account, lines in zip(accounts, warnings, strict=True):
         assert sum(int(line.split("gone: ")[1].split()[0]) for line in lines if "gone: " in line) == account.lost
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "redis"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "told to end"])
+def test_gradients_in_a_store_outlive_a_slow_gear(
+    nursery: Nursery, number: signal.Signals, kind: str, tmp_path: Path
+) -> None:
+    stores = [f"lmdb:{tmp_path}/{gear}" for gear in range(2)]
+    with ExitStack() as stack:
+        if kind == "redis":
+            stores = [stack.enter_context(running_redis()).url] * 2
+        run = Run(stack, nursery, stores)
+        accounts, delivered, _ = run.train(number)
+        applied = run.applied()
+        gears, _ = slow_gear_status(run.address, config=CLIENT)
+    total = sum(accounts, GearAccount())
+    assert total.lost == lost_gradients(gears) == 0
+    assert total.applied == total.received == delivered.sum()
+    assert (applied == delivered).all()
 
 
 def test_one_that_only_seemed_dead_goes_on_and_doubles_nothing(nursery: Nursery) -> None:

@@ -1,0 +1,207 @@
+"""Gradients that wait, in a store: what a slow gear leaves when it is killed, and how the next one goes on with it.
+
+Records are numbered from 1: a *delivery* as it was counted, a batch that was *taken* for an update, and that it is
+*settled*. Played again in order they make the same batches. An update is pushed under a number that its *taken* record
+names and in the stream that the *head* (record 0) names: sent again by the next process, shards that have it say so.
+Records go when every gradient before them is settled; the head keeps what sources were told then.
+
+The records outlive the process, not a loss of power: they are not synced to the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from geartrain.ams.storage.features.store import FeatureStore
+from geartrain.ams.values.errors import StateDamaged
+from geartrain.ams.values.gear_messages import Delivery, GearAccount
+from geartrain.bridge.gear.batch_state import DueBatch
+from geartrain.bridge.gear.gradient_batcher import GradientBatcher
+
+_MOST_PROCESSES = 64
+_READ_AT_ONCE = 256
+_SHORT = 256
+"""Records that are not worth a new head."""
+
+
+class GradientJournal:
+    """See the head of this file. Not thread-safe: one call at a time, in the order in which the batcher changes.
+
+    Costs one write of the store a delivery, of 4·D + 16 bytes an id, and two small ones an update.
+    """
+
+    def __init__(self, store: FeatureStore, *, max_bytes: int) -> None:
+        """Read the head. The store keeps whatever is not removed. With more than ``max_bytes`` of records it
+        :attr:`is_full`. Raises StateDamaged."""
+        self._store = store
+        self._max_bytes = max_bytes
+        self.acknowledge: Callable[[int], None] = lambda _: None
+        """Called with a number below which no update will be pushed again."""
+        [head] = store.read(np.zeros(1, np.int64))
+        self._head: dict[str, Any] = {
+            "stream": uuid.uuid4().hex,
+            "processes": [],
+            "table": 0,
+            "first": 1,
+            "updates": 0,
+            "accounts": {},
+            "sequences": {},
+            "incarnations": {},
+        }
+        if head is not None:
+            self._head = json.loads(head)
+        elif store.counts().damaged:
+            raise StateDamaged(f"the head of the gradients in store {store.namespace!r} is damaged; empty the store")
+        self._next: int = self._head["first"]
+        self._bytes = 0
+        self._taken: DueBatch | None = None
+        self._number: int = self._head["updates"]
+        self._mark: tuple[int, dict[str, Any]] | None = None
+        """Where records begin once the batch that is out is settled, and the head then: no gradient waits beside it."""
+        self._incarnations: dict[str, int] = self._head["incarnations"]
+
+    @property
+    def stream(self) -> str:
+        """Ends the name of the stream that updates are pushed in."""
+        return str(self._head["stream"])
+
+    @property
+    def processes(self) -> tuple[str, ...]:
+        """The slow gears that have written here, the last one last."""
+        return tuple(self._head["processes"])
+
+    @property
+    def is_full(self) -> bool:
+        """Whether what waits should be applied, so that records can go."""
+        return self._bytes > self._max_bytes
+
+    def open(self, table: int, batcher: GradientBatcher) -> dict[str, int]:
+        """Play the records into an empty ``batcher``; return the incarnation of every fast gear.
+
+        Those of another incarnation of the dense table than ``table`` are of before a restore, and dropped.
+        """
+        if self._head["table"] != table:
+            records = list(self._records())
+            updates = max([self._number, *(_header(record).get("taken", 0) for record in records)])
+            fresh: dict[str, Any] = {"accounts": {}, "sequences": {}, "incarnations": {}, "updates": updates}
+            self._next, self._number, self._incarnations = self._next + len(records), updates, {}
+            self._begin(self._next, self._head | fresh | {"table": table})
+            return self._incarnations
+        batcher.restore(
+            {source: GearAccount(**account) for source, account in self._head["accounts"].items()},
+            self._head["sequences"],
+        )
+        for record in self._records():
+            self._play(record, batcher)
+            self._next += 1
+            self._bytes += len(record)
+        return self._incarnations
+
+    def joined(self, process: str) -> None:
+        """Another slow gear writes here from now on."""
+        self._head["processes"] = [*self._head["processes"], process][-_MOST_PROCESSES:]
+        self._write_head(self._head)
+
+    def handed_over(self, batcher: GradientBatcher) -> None:
+        """Another slow gear answers for all that was settled: keep the numbers of deliveries alone."""
+        if batcher.is_all_taken and self._taken is None:
+            self._begin(self._next, self._head_now(batcher) | {"accounts": {}, "processes": []})
+
+    def delivered(self, delivery: Delivery, dense_version: int) -> None:
+        """Keep a delivery that is about to be counted."""
+        said = {name: getattr(delivery, name) for name in ("source", "incarnation", "sequence", "lr")}
+        said |= {"version": dense_version, "ids": len(delivery.ids)}
+        arrays = (delivery.ids.astype("<i8"), delivery.versions.astype("<i8"), delivery.gradients_KD.astype("<f4"))
+        self._append(said, b"".join(part.tobytes() for part in arrays))
+        self._incarnations[delivery.source.partition("\t")[0]] = delivery.incarnation
+
+    def taken(self, batch: DueBatch, batcher: GradientBatcher) -> int:
+        """Keep that ``batch`` was taken for an update; return the number to push it under. Idempotent."""
+        if self._taken is not batch:
+            self._append({"taken": self._number + 1}, batch.ids.astype("<i8").tobytes())
+            self._taken, self._number = batch, self._number + 1
+            is_short = self._next - self._head["first"] < _SHORT and not self.is_full
+            self._mark = None if is_short or not batcher.is_all_taken else (self._next, self._head_now(batcher))
+        return self._number
+
+    def settled(self, failed: list[int]) -> None:
+        """Keep that the update is in the dense table, but for gradients of ``failed`` ids; nobody pushes it again."""
+        batch = self._taken
+        assert batch is not None
+        self._append({"settled": failed}, b"")
+        self.acknowledge(self._number + 1)
+        if self._mark is not None:
+            first, head = self._mark
+            self._begin(first, head | {"accounts": _settled(head["accounts"], batch, failed)})
+        self._taken = self._mark = None
+
+    def _play(self, record: bytes, batcher: GradientBatcher) -> None:
+        said, rest = _header(record), record.partition(b"\n")[2]
+        if "taken" in said:
+            self._number = said["taken"]
+            self._taken = batcher.take_again(np.frombuffer(rest, "<i8").astype(np.int64))
+        elif "settled" in said:
+            if self._taken is not None:
+                batcher.settle(said["settled"])
+            self._taken = None
+        else:
+            version, width = said.pop("version"), said.pop("ids")
+            keys = np.frombuffer(rest[: 16 * width], "<i8").astype(np.int64)
+            rows = np.frombuffer(rest[16 * width :], "<f4").reshape(width, -1)
+            delivery = Delivery(**said, ids=keys[:width], versions=keys[width:], gradients_KD=rows)
+            batcher.add(delivery, version)
+            self._incarnations[delivery.source.partition("\t")[0]] = delivery.incarnation
+
+    def _append(self, said: dict[str, Any], data: bytes) -> None:
+        record = json.dumps(said).encode() + b"\n" + data
+        self._store.write(np.array([self._next]), [record])
+        self._next += 1
+        self._bytes += len(record)
+
+    def _records(self) -> Iterator[bytes]:
+        """Those there are, to the first gap."""
+        first = self._head["first"]
+        while True:
+            for record in self._store.read(np.arange(first, first + _READ_AT_ONCE)):
+                if record is None:
+                    return
+                yield record
+            first += _READ_AT_ONCE
+
+    def _head_now(self, batcher: GradientBatcher) -> dict[str, Any]:
+        accounts = {source: asdict(account) for source, account in batcher.accounts().items()}
+        now = {"accounts": accounts, "sequences": batcher.last_sequences(), "incarnations": dict(self._incarnations)}
+        return self._head | now | {"updates": self._number}
+
+    def _begin(self, first: int, head: dict[str, Any]) -> None:
+        """Let records begin at ``first``, and remove those before."""
+        gone = np.arange(self._head["first"], first)
+        self._write_head(head | {"first": first})
+        self._store.remove(gone)
+        self._bytes = 0
+
+    def _write_head(self, head: dict[str, Any]) -> None:
+        self._store.write(np.zeros(1, np.int64), [json.dumps(head).encode()])
+        self._head = head
+
+
+def _header(record: bytes) -> dict[str, Any]:
+    said: dict[str, Any] = json.loads(record.partition(b"\n")[0])
+    return said
+
+
+def _settled(accounts: dict[str, Any], batch: DueBatch, failed: list[int]) -> dict[str, Any]:
+    """Accounts as they are once all that is due in them is settled."""
+    gone = np.isin(batch.ids, failed)
+    dropped, applied = batch.counts[gone].sum(0).tolist(), batch.counts[~gone].sum(0).tolist()
+    moved = {}
+    for column, (source, account) in enumerate(accounts.items()):
+        both = account["applied"] + applied[column], account["dropped_failed"] + dropped[column]
+        moved[source] = account | {"due": 0, "applied": both[0], "dropped_failed": both[1]}
+    return moved
