@@ -24,7 +24,7 @@ class ExpiryState(NamedTuple):
     """State of a table's expiry between scans. JSON values."""
 
     is_doubtful: bool
-    """Whether the clock has jumped: then a scan that would remove more than half of the rows removes none, and warns."""
+    """Whether the clock has jumped: then a scan that would remove most rows removes none and warns."""
     leap: TableClock
     """Largest advance of the clock by one push since the last scan began."""
     due: TableClock
