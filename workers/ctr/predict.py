@@ -57,9 +57,13 @@ def predict_clicks(run: Path, samples: str, *, cache: Path, say: Say) -> npt.NDA
     kinds = design.layout.schema.kinds
     batches: Iterable[ClickBatch]
     if state.recipe.reads_events or any(len(feature.of) > 1 for feature in design.features):
-        given = _with_fields_of(design, own_samples(samples, clicks=False, kinds=kinds), samples)
+        given = _with_fields_of(
+            design, own_samples(samples, clicks=False, kinds=kinds, files=state.recipe.files), samples
+        )
         if state.recipe.reads_events:
-            given = _with_histories(design, given, load_samples(state.data["source"], cache, say, kinds))
+            given = _with_histories(
+                design, given, load_samples(state.data["source"], cache, say, kinds, files=state.recipe.files)
+            )
         batches = batches_of(design, given)
     else:
         batches = _streamed(design, samples)
@@ -75,7 +79,7 @@ def _streamed(design: Design, place: str) -> Iterator[ClickBatch]:
     require_arrow()
     from geartrain.workers.ctr.samples.own import OwnSamples
 
-    samples = OwnSamples(place, clicks=False, times=False, kinds=design.layout.schema.kinds)
+    samples = OwnSamples(place, clicks=False, times=False, kinds=design.layout.schema.kinds, files=design.recipe.files)
     for part, count in enumerate(samples.part_rows):
         rows = samples.read(part)
         for first in range(0, count, AT_ONCE):

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import quoted
 from geartrain.workers.ctr.samples.click_samples import SPLITS
-from geartrain.workers.ctr.samples.settings import FeatureSettings, KafkaSettings
+from geartrain.workers.ctr.samples.settings import FeatureSettings, FileSettings, KafkaSettings
 from geartrain.workers.job.keys import recipe_of
 from geartrain.workers.job.options import SnapshotSettings
 
@@ -37,6 +37,8 @@ class EmbeddingRecipe:
     lr: float = 0.003
     """Peak learning rate of the network, by Adam."""
     seed: int = 0
+    files: FileSettings = field(default_factory=FileSettings)
+    """How CSV files of one's own are written."""
     fold: tuple[str, ...] = ()
     """Fields of samples of one's own whose integers are any 64-bit values, such as hashes; ``gt.fold_ids``."""
     private: tuple[str, ...] = ()

@@ -84,7 +84,7 @@ class EmbeddingTrainer(Trainer):
         source = options.data or (None if state is None else state.data["source"])
         kinds = None if state is None else _kinds_in_order(state.data)
         say = lambda line: console.print(line, highlight=False)  # noqa: E731
-        samples = load_samples(source, options.cache, say, kinds, options.recipe.fold)
+        samples = load_samples(source, options.cache, say, kinds, options.recipe.fold, options.recipe.files)
         return found_again(str(source)), samples
 
     def modules(self) -> dict[str, Any]:
@@ -173,7 +173,9 @@ class ClickTrainer(EmbeddingTrainer):
         from geartrain.workers.ctr.samples.own import OwnSamples
 
         kinds = None if state is None else _kinds_in_order(state.data)
-        samples = OwnSamples(str(source), times=False, kinds=kinds, fold=recipe.fold, features=recipe.features)
+        samples = OwnSamples(
+            str(source), times=False, kinds=kinds, fold=recipe.fold, features=recipe.features, files=recipe.files
+        )
         return found_again(str(source)), samples
 
     def data(self) -> dict[str, Any]:

@@ -60,8 +60,10 @@ class CsvRows:
         delimiter: str,
         list_delimiter: str,
         names: Sequence[str] | None = None,
+        header: bool = False,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
+        """``names`` of the columns; None: the first line has them. ``header``: it has some, in whose place they are."""
         for what, sign in (("delimiter", delimiter), ("list_delimiter", list_delimiter)):
             if not isinstance(sign, str) or len(sign) != 1 or not sign.isascii():
                 raise InvalidArgument(f"{what} is {quoted(sign)}; it must be one ASCII character")
@@ -72,7 +74,7 @@ class CsvRows:
         self._blocks: list[_Block] = []
         self.part_rows: list[int] = []
         for place, file in enumerate(self._files):
-            self._scan(place, file, names)
+            self._scan(place, file, names, header)
         self.columns = self._names[0]
         self._guessed: dict[str, Any] = {}
         """The types of columns that were found by their values."""
@@ -82,19 +84,17 @@ class CsvRows:
         """See SampleSource."""
         return [[file.inner_name, file.num_bytes] for file in self._files]
 
-    def _scan(self, place: int, file: DataFile, names: Sequence[str] | None) -> None:
+    def _scan(self, place: int, file: DataFile, names: Sequence[str] | None, has_header: bool) -> None:
         """Find the blocks of a file: whole lines, at least ``block_bytes`` of them but for the last."""
         with file.open() as opened:
             line, begin = 1, 0
             if opened.read(len(_GZIP)) == _GZIP:
                 raise SourceDamaged(f"{file.name} is compressed; a CSV is read from the middle, so unpack it first")
             opened.seek(0)
-            if names is None:
+            if names is None or has_header:
                 header = opened.readline()
                 line, begin = 2, len(header)
-                self._names.append(self._header(header, file))
-            else:
-                self._names.append(list(names))
+            self._names.append(self._header(header, file) if names is None else list(names))
             while block := opened.read(self._block_bytes):
                 block += opened.readline()
                 lines = block.count(b"\n") + (not block.endswith(b"\n"))

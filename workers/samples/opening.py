@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.workers.samples.csv_lines import SUFFIXES as CSV
 from geartrain.workers.samples.csv_lines import CsvRows
@@ -11,17 +13,25 @@ from geartrain.workers.samples.urls import Sources, find_files
 
 
 def open_rows(
-    where: Sources, *, trees: bool | None = None, delimiter: str | None = None, list_delimiter: str = "|"
+    where: Sources,
+    *,
+    trees: bool | None = None,
+    delimiter: str | None = None,
+    list_delimiter: str = "|",
+    names: Sequence[str] = (),
+    header: bool = True,
 ) -> ParquetRows | CsvRows:
     """The rows of the files in ``where``, of which ``plan`` is still to say what is read.
 
     ``trees``: whether Parquet files are sample trees; None: if the first one says so. ``delimiter``: of CSV; None: a
-    tab in .tsv files, else a comma. Raises SourceError, and InvalidArgument for files of both kinds.
+    tab in .tsv files, else a comma. ``names``: of the columns of CSV, in the place of those in the first line, if
+    there is one (``header``). Where one of them is said, files of any other name than those of Parquet are CSV.
+    Raises SourceError, and InvalidArgument for files of both kinds.
     """
-    names = [file.name for file in find_files(where, (*PARQUET, *CSV))]
-    lines = [name for name in names if name.endswith(CSV)]
-    if lines and len(lines) < len(names):
-        other = next(name for name in names if name not in lines)
+    files = [file.name for file in find_files(where, (*PARQUET, *CSV))]
+    lines = [name for name in files if (not name.endswith(PARQUET) if delimiter or names else name.endswith(CSV))]
+    if lines and len(lines) < len(files):
+        other = next(name for name in files if name not in lines)
         raise InvalidArgument(
             f"{where} holds both Parquet and CSV files ({other} and {lines[0]}); give those of one kind, by a pattern "
             f"such as '*.parquet'"
@@ -29,4 +39,4 @@ def open_rows(
     if not lines:
         return ParquetRows(where, trees=trees)
     delimiter = delimiter or ("\t" if lines[0].endswith(".tsv") else ",")
-    return CsvRows(where, delimiter=delimiter, list_delimiter=list_delimiter)
+    return CsvRows(where, delimiter=delimiter, list_delimiter=list_delimiter, names=names or None, header=header)

@@ -60,9 +60,9 @@ CTR = """Train a model that predicts clicks from sparse features, and test it on
     wide_deep, dssm, din, dien or crossmedia), split (random, or time: the latest fifth is held out), validation (test
     on a fifth of the samples to train on, to choose settings by), history (the latest so many samples of the user),
     fresh (with split=time histories go on through what is held out), features.NAME.KEY of a column of files (kind,
-    hash, dim, pooling, table, admission, expiry, max_bytes), window_rows (samples that are mixed), held_out (at most so
-    many), batch_size, dim, dropout, lr, row_lr, row_weight_decay, seed, private (fields of which the model keeps no
-    example), snapshots.steps, ...
+    hash, dim, pooling, history_of, table, admission, expiry, max_bytes), files.KEY of CSV (names, header, delimiter,
+    list_delimiter), window_rows (samples that are mixed), held_out (at most so many), batch_size, dim, dropout, lr,
+    row_lr, row_weight_decay, seed, private (fields of which the model keeps no example), snapshots.steps, ...
     """
 TDM = """Train a tree of items level by level, and measure how much of what users liked later its search finds.
 

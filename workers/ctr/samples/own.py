@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.strings import hash_strings
 from geartrain.workers.ctr.samples.click_samples import PADDING, TITLES, USER, ClickSamples, SampleSchema
 from geartrain.workers.ctr.samples.kinds import ID_OF_MISSING, INTEGER, FieldKind
-from geartrain.workers.ctr.samples.settings import ITEMS, FeatureSettings
+from geartrain.workers.ctr.samples.settings import ITEMS, PLAIN_FILES, FeatureSettings, FileSettings
 from geartrain.workers.samples.batches import Values
 from geartrain.workers.samples.columns import (
     AS_TRAINED,
@@ -59,6 +59,7 @@ class OwnSamples:
         kinds: Mapping[str, FieldKind] | None = None,
         fold: Sequence[str] = (),
         features: Mapping[str, FeatureSettings] | None = None,
+        files: FileSettings = PLAIN_FILES,
     ) -> None:
         """Find the files, and see what their columns are.
 
@@ -70,14 +71,16 @@ class OwnSamples:
                 converted where that is exact, further columns are left alone, and they say what is folded.
             fold: Fields of any 64-bit integers, which ``gt.fold_ids`` makes ids of.
             features: What a recipe says of them.
+            files: How CSV is written.
 
         Raises SourceError that names file, column and row, ConfigError without any field.
         """
         in_files = IN_THE_FILE if kinds is None else AS_TRAINED
         self.place, self._remedies = place, in_files if features is None else IN_THE_RECIPE
+        self._files = files
         settings = features or {}
         with remedies(self._remedies):
-            self._source = source = open_rows(place)
+            self._source = source = open_rows(place, **asdict(files))
             found = [name for name in source.columns if name not in (CLICK, TIME)]
             names = [name for name in kinds or found if name not in settings or settings[name].kind != "none"]
             self._require_columns(names, found, clicks, kinds, [*fold, *settings])
@@ -215,7 +218,9 @@ class OwnSamples:
             raise ConfigError("split is 'time', but the samples have no times; give them a column time, or take random")
         found = type_of(self._source.schema.field(TIME).type)
         has_fractions = found is not None and str(found) in ("float32", "float64")
-        return open_rows(self.place).plan({TIME: "float64" if has_fractions else "int64"}, None, {})
+        return open_rows(self.place, **asdict(self._files)).plan(
+            {TIME: "float64" if has_fractions else "int64"}, None, {}
+        )
 
     def in_memory(self) -> ClickSamples:
         """All of them."""
@@ -249,7 +254,7 @@ class OwnSamples:
         """The texts of ids, of the first parts, in columns with few of them."""
         if not self._texts:
             return {}
-        source = open_rows(self.place)
+        source = open_rows(self.place, **asdict(self._files))
         source.plan(self._texts, dict.fromkeys(self._texts), dict.fromkeys(self._texts, MISSING))
         found: dict[str, set[str]] = {name: set() for name in self._texts}
         for part, rows in enumerate(np.cumsum(source.part_rows).tolist()):

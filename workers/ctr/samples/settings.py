@@ -22,6 +22,37 @@ KINDS = (*ITEMS, *(f"list<{item}>" for item in ITEMS), "none")
 
 
 @dataclass(frozen=True, kw_only=True)
+class FileSettings:
+    """How CSV files of samples are written: ``--set files.KEY=VALUE``, or a recipe in YAML."""
+
+    names: tuple[str, ...] = ()
+    """Their columns, in this order; none: the first line names them."""
+    header: bool = True
+    """Whether the first line names columns; ``names`` are in their place."""
+    delimiter: str | None = None
+    """None: a tab in .tsv files, else a comma."""
+    list_delimiter: str = "|"
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError that names the value."""
+        for name in ("delimiter", "list_delimiter"):
+            sign = getattr(self, name)
+            if sign is not None and (len(sign) != 1 or not sign.isascii()):
+                raise ConfigError(
+                    f"files.{name} is {quoted(sign)}; it must be one ASCII character, such as ',' (a tab: "
+                    f"--set 'files.{name}=\"\\t\"')"
+                )
+        if len(set(self.names)) < len(self.names):
+            twice = next(name for name in self.names if self.names.count(name) > 1)
+            raise ConfigError(f"files.names has {quoted(twice)} twice; give each column a name of its own")
+        if not (self.names or self.header):
+            raise ConfigError("files.header is false and files.names is empty; name the columns: files.names=[user, …]")
+
+
+PLAIN_FILES = FileSettings()
+
+
+@dataclass(frozen=True, kw_only=True)
 class FeatureSettings:
     """Of a column; what is not said is inferred, or as of all features."""
 

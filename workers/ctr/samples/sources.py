@@ -11,6 +11,7 @@ from geartrain.workers.ctr.samples.click_samples import ClickSamples
 from geartrain.workers.ctr.samples.flights import find_flights, read_flights
 from geartrain.workers.ctr.samples.kinds import FieldKind
 from geartrain.workers.ctr.samples.movielens import RATINGS, find_movielens, read_movielens
+from geartrain.workers.ctr.samples.settings import PLAIN_FILES, FileSettings
 from geartrain.workers.data.packages import Say
 from geartrain.workers.samples.files import require_arrow
 
@@ -42,6 +43,7 @@ def load_samples(
     say: Say,
     kinds: Mapping[str, FieldKind] | None = None,
     fold: Sequence[str] = (),
+    files: FileSettings = PLAIN_FILES,
 ) -> ClickSamples:
     """The samples that ``--data`` names, in memory; ``kinds`` are those of the run that they are for, and say what is
     folded; without them ``fold`` names the fields of any 64-bit values.
@@ -49,7 +51,7 @@ def load_samples(
     Raises ConfigError, SourceError, and InvalidArgument for values of another kind.
     """
     if is_own(source):
-        return own_samples(str(source), kinds=kinds, fold=fold)
+        return own_samples(str(source), kinds=kinds, fold=fold, files=files)
     if fold:
         raise ConfigError(f"fold names {fold[0]!r}; public samples have ids already: leave it out")
     if source in PUBLIC:
@@ -75,13 +77,18 @@ def required(source: str | None) -> str:
 
 
 def own_samples(
-    path: str, *, clicks: bool = True, kinds: Mapping[str, FieldKind] | None = None, fold: Sequence[str] = ()
+    path: str,
+    *,
+    clicks: bool = True,
+    kinds: Mapping[str, FieldKind] | None = None,
+    fold: Sequence[str] = (),
+    files: FileSettings = PLAIN_FILES,
 ) -> ClickSamples:
     """Those of files, in memory; see :class:`OwnSamples`. Raises ConfigError without pyarrow."""
     require_arrow()
     from geartrain.workers.ctr.samples.own import OwnSamples
 
-    return OwnSamples(path, clicks=clicks, kinds=kinds, fold=fold).in_memory()
+    return OwnSamples(path, clicks=clicks, kinds=kinds, fold=fold, files=files).in_memory()
 
 
 def is_topic(source: str | None) -> bool:

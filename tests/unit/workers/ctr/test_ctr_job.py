@@ -180,6 +180,7 @@ def test_the_auc_by_user_is_the_mean_of_theirs_by_samples() -> None:
     expected = np.average([found for found in of_user.values() if not np.isnan(found)], weights=weights)
     assert grouped_auc(scores, clicks, users) == pytest.approx(expected)
     assert np.isnan(grouped_auc(scores, np.zeros(400), users)) and np.isnan(auc([], []))
+    assert "grouped_auc" not in measured(Scores(scores, np.ones(400), users))  # JSON has no NaN
     found = measured(Scores(scores, clicks.astype(np.float64), users))
     assert found["predicted_per_clicked"] == pytest.approx(scores.mean() / clicks.mean())
     assert measured(Scores(scores, np.zeros(400), None))["predicted_per_clicked"] is None

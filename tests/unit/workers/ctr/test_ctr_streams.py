@@ -211,6 +211,9 @@ def test_fields_may_share_a_table(tmp_path: Path) -> None:
         ("features.user.dim=3", "those wider than 1 must be equal"),
         ("window_rows=0", "window_rows is 0; it must be at least 1"),
         ("held_out=0", "held_out is 0; it must be at least 1"),
+        ("files.delimiter=tab", "files.delimiter is 'tab'; it must be one ASCII character, such as ','"),
+        ("files.names=[user, click, user]", "files.names has 'user' twice"),
+        ("files.header=false", "files.header is false and files.names is empty; name the columns"),
     ],
 )
 def test_a_key_that_cannot_be_is_refused_by_name(tmp_path: Path, setting: str, message: str) -> None:
