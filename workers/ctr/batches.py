@@ -70,6 +70,10 @@ class ClickBatches(ABC):
     def go_on(self, cursors: Mapping[int, tuple[int, int]]) -> None:  # noqa: B027
         """Read on from these :attr:`cursors`."""
 
+    def told(self) -> dict[str, Any]:
+        """What the report says of how they came."""
+        return {}
+
     def validated(self) -> Iterator[ClickBatch]:
         """Those that the best step is chosen by."""
         return iter(())

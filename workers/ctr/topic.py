@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from geartrain.workers.ctr.batches import ClickBatch, ClickBatches
 from geartrain.workers.ctr.designs import Design
@@ -12,6 +13,7 @@ from geartrain.workers.ctr.samples.topic import TopicSamples
 from geartrain.workers.ctr.streamed import click_batch
 from geartrain.workers.job.state import ENDLESS
 from geartrain.workers.samples.batches import SampleBatch
+from geartrain.workers.samples.late_labels import LabelledBatches
 
 
 class TopicBatches(ClickBatches):
@@ -44,6 +46,13 @@ class TopicBatches(ClickBatches):
         """See ClickBatches. Partitions that have come since are read from their start."""
         self._reader.add(cursors)
         self.cursors.update(cursors)
+
+    def told(self) -> dict[str, Any]:
+        """See ClickBatches."""
+        reader = self._reader
+        if not isinstance(reader, LabelledBatches):
+            return {}
+        return {"late_labels": {"late_clicks": reader.late_clicks, "forced_impressions": reader.forced}}
 
     def trained(self, step: int) -> ClickBatch:
         """See ClickBatches: the next one, whichever the step is."""

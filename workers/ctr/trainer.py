@@ -141,6 +141,8 @@ class ClickTrainer(EmbeddingTrainer):
         super().__init__(attempt, source, self.samples.num_trained, network, fields, recipe, self.samples.some())
         least = math.ceil(_TRAINED_PER_LOOKED_AT * self.samples.num_validated / recipe.batch_size)
         self._period = max(look_period(self.progress.stage_steps), least)
+        if not self.samples.num_tested:  # a window after the other
+            self._period = math.ceil(max(recipe.progressive, 1) / recipe.batch_size)
         clicked = sum(int(batch.clicks.sum()) for batch in self._validation)
         self._latest = LatestScores(recipe.progressive)
         self._is_validated = 0 < clicked < self.samples.num_validated  # else there is no AUC
@@ -336,8 +338,9 @@ class ClickTrainer(EmbeddingTrainer):
             if step != best["step"]:
                 why = f"; that of the best step, {best['step']}, could not be saved"
         self.attempt.say(f"The model is that of step {step}{why}")
+        progressive = {} if self._progressive is None else {"progressive": self._progressive}
         if not self.samples.num_tested:
-            return {"model": {"step": step, "best": best}}
+            return {**progressive, **self.samples.told(), "model": {"step": step, "best": best}}
         found = measured(self.predict())
         self.events.scalars("held_out", figures(found), self.progress.step)
         title = f"{recipe.model}, {recipe.split} split: AUC {found['auc']:.4f}, log loss {found['log_loss']:.4f}"
@@ -349,7 +352,6 @@ class ClickTrainer(EmbeddingTrainer):
         )
         if (worse := worse_than_guessing(found)) is not None:
             self.attempt.say(f"[yellow]{worse}[/]")
-        progressive = {} if self._progressive is None else {"progressive": self._progressive}
         return {"held_out": found, **progressive, "model": {"step": step, "best": best}}
 
     def conclude(self) -> str:

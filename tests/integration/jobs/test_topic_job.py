@@ -34,8 +34,11 @@ class Mock:
     def send(self, users: range, **fields: Any) -> None:
         for user in users:
             sample = {"user": user, "item": f"i{user % 7}", "is_new": user % 3 == 0, "click": user % 2, **fields}
-            self.producer.produce("clicks", value=json.dumps(sample).encode(), partition=user % 4)
+            self.produce(user, **sample)
         assert self.producer.flush(20) == 0
+
+    def produce(self, key: int, /, **sample: Any) -> None:
+        self.producer.produce("clicks", value=json.dumps(sample).encode(), partition=key % 4)
 
 
 @pytest.fixture
@@ -121,3 +124,25 @@ def test_a_damaged_message_ends_the_run_or_is_passed_over(
     kafka_settings = {"until": "now", "skip_damaged": True}
     assert train(mock, tmp_path / "run", resume=True, kafka=kafka_settings).finished
     assert sorted(trained_on[done:]) == [user for user in range(130) if user != 60]
+
+
+def test_impressions_wait_for_their_clicks_across_a_stop(mock: Mock, tmp_path: Path, trained_on: list[int]) -> None:
+    for user in range(400):
+        mock.produce(user, impression=user, time=user, click=0, item=f"i{user % 7}", is_new=True, user=user)
+        if user % 8 > 3 and user >= 40:
+            mock.produce(user - 40, impression=user - 40, time=user, click=1)
+    assert mock.producer.flush(20) == 0
+    given = {
+        "kafka": {"until": "now", "label_window_seconds": 44},
+        "progressive": 100,
+        "negatives": 0.5,
+        "dropout": 0.0,
+    }
+    assert train(mock, tmp_path / "run", steps=3, **given).step == 3
+    assert train(mock, tmp_path / "run", resume=True, **given).step == 6  # as many again
+    ended = train(mock, tmp_path / "run", resume=True, **given)
+    assert sorted(trained_on) == list(range(400))
+    assert ended.report is not None and 0 < ended.report["progressive"]["samples"] <= 100
+    assert ended.report["late_labels"]["forced_impressions"] == 0
+    with pytest.raises(ConfigError, match=r"kafka.label_window_seconds is 0.0; it must be > 0, or left out"):
+        train(mock, tmp_path / "other", kafka={"label_window_seconds": 0.0})

@@ -6,6 +6,7 @@ Without torch: values only.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
@@ -121,6 +122,11 @@ class KafkaSettings:
     """A batch that is not full is trained on when its first sample has waited for so long."""
     timeout_seconds: float = 60.0
     """So long brokers that do not answer are waited for."""
+    label_window_seconds: float | None = None
+    """Messages are impressions and, later, clicks of them, as of ``gt.LateLabels``: for so long, by their ``time``, an
+    impression waits for a click of its id, ``impression``; None: ``click`` of a message is final."""
+    impression: Literal["int64", "string"] = "int64"
+    """The type of that id."""
     skip_damaged: bool = False
     """Log messages that cannot be read and go on; otherwise they end the run."""
 
@@ -129,3 +135,8 @@ class KafkaSettings:
         for name in ("max_wait_seconds", "timeout_seconds"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"kafka.{name} is {getattr(self, name)}; it must be > 0")
+        if self.label_window_seconds is not None and not 0 < self.label_window_seconds < math.inf:
+            raise ConfigError(
+                f"kafka.label_window_seconds is {self.label_window_seconds}; it must be > 0, or left out where a "
+                "message has its click"
+            )

@@ -15,9 +15,11 @@ from geartrain.workers.ctr.samples.own import CLICK, TIME, require_values, schem
 from geartrain.workers.ctr.samples.settings import ITEMS, FeatureSettings, KafkaSettings
 from geartrain.workers.samples.columns import IN_THE_RECIPE, MISSING, NameRow, remedies, type_named
 from geartrain.workers.samples.kafka.samples import KafkaSamples
+from geartrain.workers.samples.late_labels import LateLabels
 from geartrain.workers.samples.rows import ids_of_booleans, tensors_of_column
 
 PREFIX = "kafka:"
+IMPRESSION = LateLabels.id
 
 
 class TopicSamples:
@@ -39,16 +41,20 @@ class TopicSamples:
             )
         self.fields, self.schema = tuple(self.kinds), schema_of(self.kinds)
         texts = [name for name, kind in self.kinds.items() if kind.item == TEXT]
+        joined_by = {} if said.label_window_seconds is None else {IMPRESSION: said.impression, TIME: "float64"}
+        if said.impression == "string" and joined_by:
+            texts.append(IMPRESSION)
         fill: dict[str, Any] = {name: PADDING for name, kind in self.kinds.items() if kind.item == INTEGER}
         fill.update({name: MISSING for name, kind in self.kinds.items() if kind.item == BOOLEAN})
         try:
             self.messages = KafkaSamples(
                 self.topic,
                 brokers,
-                schema={CLICK: "float32", **{name: str(features[name].kind) for name in self.kinds}},
+                schema={CLICK: "float32", **joined_by, **{name: str(features[name].kind) for name in self.kinds}},
                 batch_size=batch_size,
                 format=said.format,
                 hash_strings=texts,
+                late_labels=LateLabels(window_seconds=said.label_window_seconds) if said.label_window_seconds else None,
                 fill=fill,
                 fold=[name for name, kind in self.kinds.items() if kind.fold],
                 start=said.start,
@@ -68,6 +74,8 @@ class TopicSamples:
                 kind = self.kinds.get(name)
                 if kind is not None and kind.item == BOOLEAN:
                     table = table.set_column(at, name, ids_of_booleans(table.column(name), missing=PADDING))
+                if name in (TIME, IMPRESSION) and kind is None:
+                    continue
                 require_values(name, kind, tensors_of_column(table.column(name)), name_row)
         return table
 
