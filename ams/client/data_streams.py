@@ -52,7 +52,7 @@ class DataStreams:
         """``latest``: of this process, what leased last by each name; another one that had leased by it is stale."""
         self._scheduler = scheduler
         self._reader = JobWorker(job, worker, incarnation)
-        self._num_streams, self._num_workers, self._data = num_streams, num_workers, data
+        self.num_streams, self._num_workers, self._data = num_streams, num_workers, data
         self._timeout_seconds = timeout_seconds
         self._latest = latest
         self._has_leased = False
@@ -72,7 +72,7 @@ class DataStreams:
             self._has_leased, self._latest[self._reader] = True, self
         return self._call(
             LeaseStreams(
-                reader=self._reader, num_streams=self._num_streams, num_workers=self._num_workers, data=self._data
+                reader=self._reader, num_streams=self.num_streams, num_workers=self._num_workers, data=self._data
             )
         )
 

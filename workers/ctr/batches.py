@@ -48,8 +48,6 @@ class ClickBatches(ABC):
     num_tested: int = 0
     identity: str = ""
     """What tells their source from others."""
-    cursors: dict[int, tuple[int, int]] = {}  # noqa: RUF012
-    """Where each data stream goes on behind the steps so far; none where that follows from the number of steps."""
 
     @abstractmethod
     def some(self) -> ClickSamples:
@@ -67,8 +65,18 @@ class ClickBatches(ABC):
         """Whether no further batch comes, now that :meth:`is_ready` has said no."""
         return False
 
+    def done(self) -> None:  # noqa: B027
+        """The newest batch is in the model."""
+
+    def where(self) -> Mapping[int, tuple[int, int]]:
+        """Where each data stream goes on behind what is :meth:`done`; none where that follows from the step."""
+        return {}
+
     def go_on(self, cursors: Mapping[int, tuple[int, int]]) -> None:  # noqa: B027
-        """Read on from these :attr:`cursors`."""
+        """Read on from :meth:`where` it was."""
+
+    def close(self) -> None:  # noqa: B027
+        """Leave what is not read to other workers."""
 
     def told(self) -> dict[str, Any]:
         """What the report says of how they came."""

@@ -23,6 +23,7 @@ from geartrain.ams.values.text import quoted
 from geartrain.bridge.embedding.field import Field
 from geartrain.bridge.embedding.group import EmbeddingGroup
 from geartrain.bridge.embedding.levels import jagged_tensor
+from geartrain.bridge.embedding.modes import SSP, Mode
 from geartrain.bridge.models.click_model import ClickModel
 from geartrain.bridge.models.crossmedia import CrossMedia
 from geartrain.bridge.models.deepfm import DeepFM
@@ -236,7 +237,10 @@ class Design:
             )
             for one in self.features
         ]
-        return EmbeddingGroup(cluster, job, members, optimizer=optimizer, seed=self.recipe.seed, reuse=reuse)
+        kind, _, behind = self.recipe.mode.partition(":")
+        mode: Mode = SSP(int(behind)) if kind == "ssp" else "async"
+        seed = self.recipe.seed
+        return EmbeddingGroup(cluster, job, members, optimizer=optimizer, seed=seed, reuse=reuse, mode=mode)
 
     def ids(self, samples: ClickSamples, indices: npt.NDArray[np.int64]) -> dict[str, Any]:
         """The ids of the samples at ``indices``, as the embeddings take them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ from geartrain.ams.values.text import quoted
 from geartrain.workers.ctr.samples.click_samples import SPLITS
 from geartrain.workers.ctr.samples.settings import FeatureSettings, FileSettings, KafkaSettings
 from geartrain.workers.job.keys import recipe_of
-from geartrain.workers.job.options import SnapshotSettings
+from geartrain.workers.job.options import ENDLESS, SnapshotSettings
 
 MODELS = ("deepfm", "wide_deep", "dssm", "din", "dien", "crossmedia")
 
@@ -72,6 +73,9 @@ class CtrRecipe(EmbeddingRecipe):
     """That of a click model."""
 
     model: str = "deepfm"
+    mode: str = "sync"
+    """"sync": one worker, as ever. "async": several workers share the samples, none waits for another, and all
+    parameters are in the cluster. "ssp:N": they wait for those that are more than N steps behind."""
     epochs: float = 3.0
     """Passes over the samples to train on, of a stage."""
     steps: int | None = None
@@ -101,6 +105,8 @@ class CtrRecipe(EmbeddingRecipe):
         """Raises ConfigError that names the value."""
         if self.model not in MODELS:
             raise ConfigError(f"model is {quoted(self.model)}; it must be one of {', '.join(MODELS)}")
+        if not re.fullmatch(r"sync|async|ssp:\d{1,9}", self.mode):
+            raise ConfigError(f"mode is {quoted(self.mode)}; it must be sync, async, or ssp:N, such as ssp:3")
         if not 0 < self.epochs < math.inf:
             raise ConfigError(f"epochs is {self.epochs!r}; it must be > 0")
         if not 0 < self.negatives <= 1:
@@ -119,9 +125,18 @@ class CtrRecipe(EmbeddingRecipe):
         """Whether histories are made of the samples themselves."""
         return self.history > 0 and not self.history_columns
 
+    @property
+    def shares(self) -> bool:
+        """Whether further workers may join."""
+        return self.mode != "sync"
+
+    def rate_factor(self, step: int, steps: int) -> float:
+        """See EmbeddingRecipe. Rates stay as they are where nobody knows how many steps a worker does."""
+        return 1.0 if self.shares else super().rate_factor(step, steps)
+
     def stage_steps(self) -> int:
         """Updates of one stage; 0: as many as ``epochs`` are."""
-        return self.steps or 0
+        return self.steps or (ENDLESS if self.shares else 0)
 
 
 _Choice = Mapping[str, object]

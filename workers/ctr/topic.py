@@ -11,7 +11,7 @@ from geartrain.workers.ctr.recipe import CtrRecipe
 from geartrain.workers.ctr.samples.click_samples import ClickSamples
 from geartrain.workers.ctr.samples.topic import TopicSamples
 from geartrain.workers.ctr.streamed import click_batch
-from geartrain.workers.job.state import ENDLESS
+from geartrain.workers.job.options import ENDLESS
 from geartrain.workers.samples.batches import SampleBatch
 from geartrain.workers.samples.late_labels import LabelledBatches
 
@@ -25,7 +25,7 @@ class TopicBatches(ClickBatches):
         self._samples, self._design, self._negatives = samples, design, recipe.negatives
         self.identity = samples.messages.identity
         self._reader = samples.messages.reader()
-        self.cursors = {**self._reader.positions}
+        self._cursors = {**self._reader.positions}
         self._next: SampleBatch | None = None
 
     def some(self) -> ClickSamples:
@@ -42,10 +42,14 @@ class TopicBatches(ClickBatches):
         """See ClickBatches."""
         return not self._reader.has_more
 
+    def where(self) -> Mapping[int, tuple[int, int]]:
+        """See ClickBatches."""
+        return self._cursors
+
     def go_on(self, cursors: Mapping[int, tuple[int, int]]) -> None:
         """See ClickBatches. Partitions that have come since are read from their start."""
         self._reader.add(cursors)
-        self.cursors.update(cursors)
+        self._cursors.update(cursors)
 
     def told(self) -> dict[str, Any]:
         """See ClickBatches."""
@@ -59,5 +63,5 @@ class TopicBatches(ClickBatches):
         del step
         batch, self._next = self._next, None
         assert batch is not None  # of is_ready
-        self.cursors.update(batch.cursors)
+        self._cursors.update(batch.cursors)
         return click_batch(self._design, batch, self._negatives)

@@ -14,7 +14,9 @@ from rich.console import Console
 from torch import Tensor
 
 from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.optimizers.registry import Adam
 from geartrain.ams.values.text import counted
+from geartrain.bridge.dense.dense_table import DenseTable, attach
 from geartrain.bridge.embedding.group import EmbeddingGroup
 from geartrain.bridge.models.click_model import ClickModel
 from geartrain.bridge.rows.optimizer import RowOptimizer
@@ -37,12 +39,13 @@ from geartrain.workers.ctr.samples.kinds import FieldKind, kinds_from_json
 from geartrain.workers.ctr.samples.sources import found_again, is_own, is_topic, load_samples, required
 from geartrain.workers.job.best import BestLook, look_period
 from geartrain.workers.job.folder import read_run
-from geartrain.workers.job.options import JobOptions
-from geartrain.workers.job.state import ENDLESS, JobState, best_snapshot
+from geartrain.workers.job.options import ENDLESS, JobOptions
+from geartrain.workers.job.state import JobState, best_snapshot
 from geartrain.workers.job.trainer import Attempt, Trainer
 from geartrain.workers.samples.files import require_arrow
 
 if TYPE_CHECKING:
+    from geartrain.ams.client.cluster import Cluster
     from geartrain.workers.ctr.samples.topic import TopicSamples
 
 _TRAINED_PER_LOOKED_AT = 8
@@ -51,6 +54,9 @@ _TRAINED_PER_LOOKED_AT = 8
 
 class EmbeddingTrainer(Trainer):
     """Trains a network and the embeddings before it on samples of users and items."""
+
+    dense: DenseTable | None = None
+    """What has the parameters of the network, if that is the cluster."""
 
     def __init__(
         self,
@@ -69,7 +75,7 @@ class EmbeddingTrainer(Trainer):
         self.network = network
         self.fields = fields
         self._examples = examples_file(some, recipe.private)
-        optimizer = torch.optim.Adam(network.parameters(), lr=recipe.lr)
+        optimizer = self.dense or torch.optim.Adam(network.parameters(), lr=recipe.lr)
         super().__init__(recipe, num_samples, optimizer, RowOptimizer(fields), attempt.progress)
 
     @staticmethod
@@ -100,8 +106,10 @@ class EmbeddingTrainer(Trainer):
         return {FILE: self._examples}
 
     def tables(self) -> list[str]:
-        """Those of the embeddings."""
-        return [spec.name for part in self.fields.trained for spec in part.row_placement.specs()]
+        """Those of the embeddings, and of the network if it has some."""
+        placements = [part.row_placement for part in self.fields.trained]
+        placements += [] if self.dense is None else [self.dense.row_placement]
+        return [spec.name for placement in placements for spec in placement.specs()]
 
     def rates(self) -> dict[str, float]:
         """Those of network and rows."""
@@ -117,35 +125,31 @@ class ClickTrainer(EmbeddingTrainer):
     def __init__(self, attempt: Attempt, data: tuple[str, Any]) -> None:
         source, samples = data
         recipe: CtrRecipe = attempt.options.recipe
-        self.samples: ClickBatches
-        if isinstance(samples, ClickSamples):
-            self.design = design = Design(recipe, layout_of(samples))
-            self.samples = BatchesInMemory(samples, recipe, design)
-        elif is_topic(source):
-            from geartrain.workers.ctr.topic import TopicBatches  # needs confluent-kafka
-
-            self.design = design = Design(recipe, layout_of(samples))
-            self.samples = TopicBatches(samples, recipe, design)
-        else:
-            from geartrain.workers.ctr.streamed import StreamedBatches  # needs pyarrow
-
+        if not isinstance(samples, ClickSamples) and not is_topic(source):
             private = tuple({**dict.fromkeys(recipe.private), **recipe.history_columns})
             recipe = replace(recipe, features=samples.features(recipe.features), private=private)
-            self.design = design = Design(recipe, layout_of(samples))
-            self.samples = StreamedBatches(samples, recipe, design)
-        self._validation = list(self.samples.validated())
+        self.design = design = Design(recipe, layout_of(samples))
         assert attempt.cluster is not None
+        self.samples = _batches(source, samples, recipe, design, attempt.cluster, attempt.progress.table)
+        self._validation = list(self.samples.validated())
         torch.manual_seed(recipe.seed)
         network = design.network()
-        fields = design.fields(attempt.cluster, attempt.progress.table, reuse=attempt.state is not None)
+        goes_on, job = attempt.state is not None, attempt.progress.table
+        fields = design.fields(attempt.cluster, job, reuse=goes_on)
+        if recipe.shares:
+            self.dense = attach(
+                network, attempt.cluster, name=f"{job}/network", optimizer=Adam(recipe.lr), reuse=goes_on
+            )
         super().__init__(attempt, source, self.samples.num_trained, network, fields, recipe, self.samples.some())
         least = math.ceil(_TRAINED_PER_LOOKED_AT * self.samples.num_validated / recipe.batch_size)
-        self._period = max(look_period(self.progress.stage_steps), least)
+        expected = math.ceil(recipe.epochs * self.samples.num_trained / recipe.batch_size)
+        self._period = max(look_period(min(self.progress.stage_steps, expected)), least)
         if not self.samples.num_tested:  # a window after the other
             self._period = math.ceil(max(recipe.progressive, 1) / recipe.batch_size)
         clicked = sum(int(batch.clicks.sum()) for batch in self._validation)
         self._latest = LatestScores(recipe.progressive)
-        self._is_validated = 0 < clicked < self.samples.num_validated  # else there is no AUC
+        # Without clicks, or others, there is no AUC.
+        self._is_validated = 0 < clicked < self.samples.num_validated and not attempt.options.joins
         self._best = BestLook[dict[str, Any]](itemgetter("auc"), best=self.progress.best)
         self._was_complete = self.progress.is_complete
         self._looked_at = -1
@@ -182,7 +186,7 @@ class ClickTrainer(EmbeddingTrainer):
 
     def data(self) -> dict[str, Any]:
         """Where the samples are, what tells their files from others, and what they have (``SampleLayout``)."""
-        cursors = {str(stream): list(at) for stream, at in self.samples.cursors.items()}
+        cursors = {str(stream): list(at) for stream, at in self.samples.where().items()}
         return {
             **super().data(),
             "files": self.samples.identity,
@@ -223,8 +227,8 @@ class ClickTrainer(EmbeddingTrainer):
         self.attempt.say(looks)
 
     def epochs(self, steps: int) -> str:
-        """See Trainer; of a topic nobody knows how many samples it has."""
-        if self.samples.num_tested:
+        """See Trainer; of a topic nobody knows how many samples it has, and of shared ones which this worker reads."""
+        if self.samples.num_tested and steps < ENDLESS:
             return super().epochs(steps)
         batch = counted(self.recipe.batch_size, "sample")
         return f"Batches of {batch}, as they come" if steps >= ENDLESS else f"{counted(steps, 'step')} of up to {batch}"
@@ -233,9 +237,20 @@ class ClickTrainer(EmbeddingTrainer):
         """See Trainer."""
         if self.samples.is_ready():
             return True
+        if self.fields.worker_steps is not None:
+            self.fields.worker_steps.leave()  # nobody waits for steps that do not come
         if self.samples.has_ended():
             self.progress = replace(self.progress, stage_steps=self.progress.part[0])
         return False
+
+    def update(self) -> None:
+        """See Trainer."""
+        super().update()
+        self.samples.done()
+
+    def leave(self) -> None:
+        """See Trainer."""
+        self.samples.close()
 
     def between(self) -> None:
         """Look at the validation so many times a stage, and end the stage where that has not become better for long."""
@@ -375,6 +390,25 @@ def scored(
     return Scores.joined(found)
 
 
+def _batches(source: str, samples: Any, recipe: CtrRecipe, design: Design, cluster: Cluster, job: str) -> ClickBatches:
+    if isinstance(samples, ClickSamples):
+        if recipe.shares:
+            raise ConfigError(
+                f"mode is {recipe.mode}, and these samples are in the memory of one worker; give files of your own "
+                "without history=N, or mode=sync"
+            )
+        return BatchesInMemory(samples, recipe, design)
+    if is_topic(source):
+        from geartrain.workers.ctr.topic import TopicBatches  # needs confluent-kafka
+
+        return TopicBatches(samples, recipe, design)
+    from geartrain.workers.ctr import shared, streamed  # need pyarrow
+
+    if recipe.shares:
+        return shared.SharedBatches(samples, recipe, design, cluster, job)
+    return streamed.StreamedBatches(samples, recipe, design)
+
+
 def _topic_samples(source: str, recipe: CtrRecipe) -> TopicSamples:
     require_arrow()
     from geartrain.workers.ctr.samples.topic import TopicSamples
@@ -384,6 +418,8 @@ def _topic_samples(source: str, recipe: CtrRecipe) -> TopicSamples:
             f"history is {recipe.history}, made of all samples, and those of a topic come one by one: say which field "
             "is the history (features.NAME.history_of=item), or history=0"
         )
+    if recipe.shares:
+        raise ConfigError(f"mode is {recipe.mode}, and a topic is read by one worker; give files, or mode=sync")
     if recipe.validation:
         raise ConfigError("validation is true, and of a topic nothing is held out to choose by; leave it out")
     if recipe.fold:

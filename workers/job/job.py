@@ -27,6 +27,7 @@ from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import place
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.text import counted
 from geartrain.bridge.head.backends.registry import ROW_BACKENDS
 from geartrain.workers.job.folder import (
     HERE,
@@ -74,12 +75,49 @@ def run_job(trainer_class: type[Trainer], options: JobOptions, console: Console)
             console.print(line, highlight=False, soft_wrap=True)
 
     with interruption() as stop, told_at(options.metrics if is_first else None, say):
+        if options.joins:
+            return _join(trainer_class, options, console, stop)
         options, ended = _with_its_run(trainer_class, options, say)
         if ended is not None:
             with joined_ranks(options.device) as ranks:  # others may wait there
                 return _agreed(options, ranks, ended) or ended
         trainer_class.require(options)
         return _run_to_the_end(trainer_class, options, console, started, stop)
+
+
+def _join(trainer_class: type[Trainer], options: JobOptions, console: Console, stop: Interruption) -> JobResult:
+    """Train on a share of the samples of a run, in its cluster, until there are none or ``stop`` says so."""
+    run = read_run(options.out)
+    snapshot = newest_snapshot(run.snapshots)
+    state = _read_state(trainer_class, snapshot, run)
+    scheduler = options.scheduler or run.scheduler
+    if scheduler is None or not getattr(state.recipe, "shares", False):
+        raise ConfigError(
+            f"the run in {options.out} is of one worker; begin one that others join with --scheduler HOST:PORT --set "
+            "mode=async"
+        )
+    options = replace(options, recipe=state.recipe, scheduler=scheduler)
+    stop.doing = "loaded its data"
+    data = trainer_class.load(options, state, console)
+    with connect(scheduler, config=ClientConfig()) as cluster:
+        attempt = Attempt(
+            options=options,
+            progress=replace(state.progress, step=0, stage_start=0, stage_steps=state.recipe.stage_steps(), best=None),
+            snapshot=snapshot,
+            state=state,
+            cluster=cluster,
+            ranks=JobRanks(),
+            console=console,
+        )
+        trainer = trainer_class(attempt, data)  # type: ignore[call-arg]
+        attempt.say(f"Joined {run.job}")
+        with stop.in_order(cluster):
+            try:
+                finished = trainer.run(stop=stop)
+            finally:
+                trainer.leave()
+        attempt.say(f"{'Ended' if finished else 'Left'} after {counted(trainer.progress.step, 'step')} of this worker")
+    return JobResult(finished, None, trainer.progress.step)
 
 
 def _with_its_run(

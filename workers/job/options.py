@@ -10,6 +10,8 @@ from typing import Any
 from geartrain.ams.values.errors import ConfigError
 from geartrain.workers.loggers.registry import require_loggers
 
+ENDLESS = 2**40
+"""Steps that nobody counts: of a stage that its samples end, or a person."""
 CACHE = Path(".cache")
 """Where downloads are kept unless another folder is named."""
 
@@ -61,6 +63,8 @@ class JobOptions:
     """Go on with the run in ``out`` or in ``snapshots`` to the end of its stage; begin it if there is none."""
     allow_fallback: bool = False
     """When resuming, take the newest sound snapshot if the newest one is damaged."""
+    joins: bool = False
+    """Share the samples of the run in ``out`` with the worker that began it, which takes the snapshots."""
     overwrite: bool = False
     """Start over where ``out`` holds a run already."""
     snapshots: str | None = None

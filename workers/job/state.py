@@ -17,11 +17,10 @@ from geartrain.ams.values.errors import ConfigError, InvalidArgument, SnapshotDa
 from geartrain.ams.values.text import of_another_version, other_format
 from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
 from geartrain.workers.job.keys import as_json, recipe_of
+from geartrain.workers.job.options import ENDLESS
 
 FORMAT = 1
 _TENSORS = "training.safetensors"
-ENDLESS = 2**40
-"""Steps that nobody counts: of a stage that its samples end, or a person."""
 
 
 @dataclass(frozen=True, kw_only=True)

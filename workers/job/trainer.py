@@ -265,6 +265,9 @@ class Trainer:
     def saved(self) -> None:
         """The last snapshot of this process is there."""
 
+    def leave(self) -> None:
+        """Leave what is not read to the other workers."""
+
     def report(self) -> dict[str, Any] | None:
         """Test what was trained; return what the report says of it, beside the keys of every report.
 

@@ -95,26 +95,39 @@ class LeasedSamples(Iterator[SampleBatch]):
             InvalidArgument: it waits for a third of a lease for commits that this thread does not make. They may be
                 made then, and the loop entered again.
         """
-        while not (self._is_closed or self._is_interrupted):
-            with self._lock:
-                renewal = self._prepared()
-                if renewal is None:
-                    continue  # its lease was lost
-                if self._reader.is_done(renewal.epoch, lambda: self._repeated(self._streams.cursors)):
-                    break
-            batch = self._reader.next_batch(renewal.epoch)
-            with self._lock:
-                if self._renewal is None:
-                    continue  # lost meanwhile: what was read is another worker's
-                if batch is not None:
-                    self._handed_out.append(batch)
-                    self._handed_out_at = time.monotonic()
-                    return batch
-                if not self._reader.has_more:
-                    self._wait(renewal)
-        if not self._is_interrupted:
-            self.close()
+        while self.has_more:
+            if (batch := self.next_batch()) is not None:
+                return batch
         raise StopIteration
+
+    @property
+    def has_more(self) -> bool:
+        """Whether :meth:`next_batch` may give one."""
+        return not (self._is_closed or self._is_interrupted)
+
+    def next_batch(self, epoch: int = 0) -> SampleBatch | None:
+        """The next batch, of whichever epoch; None: there is none now, after a wait of a second at most. Raises as the
+        iteration does.
+        """
+        del epoch
+        with self._lock:
+            renewal = self._prepared()
+            if renewal is None:
+                return None  # its lease was lost
+            if self._reader.is_done(renewal.epoch, lambda: self._repeated(self._streams.cursors)):
+                self.close()
+                return None
+        batch = self._reader.next_batch(renewal.epoch)
+        with self._lock:
+            if self._renewal is None:
+                return None  # lost meanwhile: what was read is another worker's
+            if batch is not None:
+                self._handed_out.append(batch)
+                self._handed_out_at = time.monotonic()
+                return batch
+            if not self._reader.has_more:
+                self._wait(renewal)
+        return None
 
     def interrupt(self) -> None:
         """End the iteration, from any thread, also one that waits for samples or for commits. Returns at once.
@@ -160,6 +173,18 @@ class LeasedSamples(Iterator[SampleBatch]):
                 handed.is_committed_by = self
             self._committer = threading.get_ident()
             self._lock.notify_all()
+
+    def cursors(self) -> dict[int, tuple[int, int]]:
+        """Where each stream of the job goes on behind all that its workers have committed. One RPC."""
+        with self._lock:
+            found = self._repeated(self._streams.cursors)
+        return {**dict.fromkeys(range(self._streams.num_streams), (0, 0)), **found}
+
+    def restore(self, cursors: Cursors) -> None:
+        """Put the whole job back to ``cursors``: every worker leases anew. One RPC."""
+        with self._lock:
+            self._repeated(lambda: self._streams.restore(cursors))
+            self._lose()
 
     def close(self) -> None:
         """Give the streams back, so that others go on at once where this worker's commits end. Idempotent."""

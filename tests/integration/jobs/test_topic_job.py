@@ -133,7 +133,7 @@ def test_impressions_wait_for_their_clicks_across_a_stop(mock: Mock, tmp_path: P
             mock.produce(user - 40, impression=user - 40, time=user, click=1)
     assert mock.producer.flush(20) == 0
     given = {
-        "kafka": {"until": "now", "label_window_seconds": 44},
+        "kafka": {"until": "now", "label_window_seconds": 44, "max_wait_seconds": 30},
         "progressive": 100,
         "negatives": 0.5,
         "dropout": 0.0,

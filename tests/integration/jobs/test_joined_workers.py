@@ -1,0 +1,123 @@
+"""``geartrain worker ctr --set mode=async``, and workers that ``--join`` it: each sample is trained on once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from geartrain.ams.scheduler.service import SchedulerServer
+from geartrain.ams.server.role import ShardServer
+from geartrain.ams.values.config import SchedulerConfig, ServerConfig
+from geartrain.ams.values.errors import ConfigError
+from geartrain.workers.ctr import shared
+from geartrain.workers.ctr.recipe import recipe_for
+from geartrain.workers.ctr.trainer import ClickTrainer
+from geartrain.workers.job.job import run_job
+from geartrain.workers.job.options import JobOptions
+from tests.support.forkserver import FORKSERVER
+
+pa = pytest.importorskip("pyarrow", reason="needs pip install 'geartrain[data]'")
+pq = pytest.importorskip("pyarrow.parquet", reason="needs pip install 'geartrain[data]'")
+COUNT = 3000
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    at = np.arange(COUNT)
+    pq.write_table(pa.table({"click": at % 2, "user": at % 9, "at": at}), tmp_path / "a.parquet", row_group_size=200)
+    return tmp_path / "a.parquet"
+
+
+@pytest.fixture
+def scheduler() -> Iterator[str]:
+    with ExitStack() as stack:
+        server = SchedulerServer(SchedulerConfig(listen="127.0.0.1:0", num_shards=2, stream_lease_seconds=6))
+        stack.callback(server.stop, 0)
+        address = server.start()
+        for number in range(2):
+            shard = ShardServer(ServerConfig(scheduler=address, shard=number, heartbeat_seconds=0.05))
+            stack.callback(shard.stop, 0)
+            shard.start()
+        yield address
+
+
+def join(out: Path, batches: Connection) -> None:
+    """A worker that joins when it is told to, tells of its batches, and waits before it trains on the first."""
+    make = shared.click_batch
+    batches.send("ready")
+    batches.recv()
+
+    def told(design: Any, batch: Any, negatives: float) -> Any:
+        batches.send(batch["at"].tolist())
+        if shared.click_batch is told:
+            batches.recv()
+            shared.click_batch = told_only
+        return make(design, batch, negatives)
+
+    def told_only(design: Any, batch: Any, negatives: float) -> Any:
+        batches.send(batch["at"].tolist())
+        return make(design, batch, negatives)
+
+    shared.click_batch = told
+    run_job(ClickTrainer, JobOptions(job="ctr", out=out, recipe=None, joins=True, loggers=()), Console(quiet=True))
+    batches.send(None)
+
+
+def options_of(data: Path, scheduler: str | None, **changed: Any) -> JobOptions:
+    given = {"dim": 4, "hidden": (8,), "batch_size": 50, "epochs": 1, "patience": 0, "mode": "async", **changed}
+    where = {"out": data.parent / "run", "data": str(data), "scheduler": scheduler}
+    return JobOptions(job="ctr", recipe=recipe_for(None, **given), loggers=(), **where)
+
+
+@pytest.mark.parametrize(("mode", "is_killed"), [("async", False), ("ssp:2", False), ("async", True)])
+def test_a_worker_that_joins_takes_a_share_and_one_that_dies_leaves_its_own(
+    data: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch, mode: str, is_killed: bool
+) -> None:
+    ours: list[int] = []
+    first: list[int] = []
+    make = shared.click_batch
+    here, there = FORKSERVER.Pipe()
+    other = FORKSERVER.Process(target=join, args=(data.parent / "run", there))
+    other.start()
+    assert here.recv() == "ready"
+
+    def counted(design: Any, batch: Any, negatives: float) -> Any:
+        if len(ours) == 100:
+            here.send("join")
+        if len(ours) >= 100 and not first and here.poll(1):  # a second a batch: it takes streams that this one releases
+            first.extend(here.recv())
+            if is_killed:
+                other.kill()
+                other.join()
+            else:
+                here.send("go on")
+        ours.extend(batch["at"].tolist())
+        return make(design, batch, negatives)
+
+    monkeypatch.setattr(shared, "click_batch", counted)
+    result = run_job(ClickTrainer, options_of(data, scheduler, mode=mode), Console(quiet=True))
+    counts = Counter(ours)
+    if not is_killed:
+        counts.update(first)
+        while (batch := here.recv()) is not None:
+            counts.update(batch)
+    assert result.finished and len(counts) == COUNT * 4 // 5
+    assert set(counts.values()) == {1}
+    assert first and result.report is not None and result.report["held_out"]["samples"] > 400
+
+
+def test_a_run_of_one_worker_cannot_be_joined(data: Path) -> None:
+    run_job(ClickTrainer, options_of(data, None, mode="sync", steps=2), Console(quiet=True))
+    joins = JobOptions(job="ctr", out=data.parent / "run", recipe=None, joins=True, loggers=())
+    with pytest.raises(ConfigError, match=r"is of one worker; begin one that others join with --scheduler"):
+        run_job(ClickTrainer, joins, Console(quiet=True))
+    with pytest.raises(ConfigError, match="mode is 'ssp'; it must be sync, async, or ssp:N"):
+        options_of(data, None, mode="ssp")

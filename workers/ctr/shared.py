@@ -1,0 +1,90 @@
+"""Batches of files whose data streams several workers share: each leases some, and commits what it is done with."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.jobs.worker_steps import worker_name
+from geartrain.ams.values.errors import StaleClient
+from geartrain.workers.ctr.batches import ClickBatch, ClickBatches
+from geartrain.workers.ctr.designs import Design
+from geartrain.workers.ctr.recipe import CtrRecipe
+from geartrain.workers.ctr.samples.click_samples import ClickSamples
+from geartrain.workers.ctr.samples.own import OwnSamples
+from geartrain.workers.ctr.streamed import StreamedBatches, click_batch
+from geartrain.workers.data.streams import NUM_STREAMS
+from geartrain.workers.samples.batches import SampleBatch
+from geartrain.workers.samples.leased import LeasedSamples
+from geartrain.workers.samples.order import EpochOrder
+from geartrain.workers.samples.reader import FileBatches
+
+logger = logging.getLogger(__name__)
+
+
+class SharedBatches(ClickBatches):
+    """This worker's share of the samples of a job, in whole epochs. A batch costs an RPC to the scheduler."""
+
+    def __init__(self, samples: OwnSamples, recipe: CtrRecipe, design: Design, cluster: Cluster, job: str) -> None:
+        self._files = files = StreamedBatches(samples, recipe, design)
+        self.num_trained, self.num_validated, self.num_tested = files.num_trained, files.num_validated, files.num_tested
+        self.identity = files.identity
+        self._design, self._negatives = design, recipe.negatives
+        order = EpochOrder(files.part_rows, seed=recipe.seed, num_streams=NUM_STREAMS, window_rows=recipe.window_rows)
+        epochs = math.ceil(recipe.epochs)
+        reader = FileBatches(files, order, batch_size=recipe.batch_size, drop_last=False, epochs=epochs)
+        streams = cluster.streams(job, worker=worker_name(job, None), num_streams=NUM_STREAMS, data=self.identity)
+        self._leased = LeasedSamples(reader, streams)
+        self._next: SampleBatch | None = None
+        self._newest: SampleBatch | None = None
+
+    def is_ready(self) -> bool:
+        """See ClickBatches."""
+        if self._next is None and self._leased.has_more:
+            self._next = self._leased.next_batch()
+        return self._next is not None
+
+    def has_ended(self) -> bool:
+        """See ClickBatches."""
+        return not self._leased.has_more
+
+    def trained(self, step: int) -> ClickBatch:
+        """See ClickBatches: the next one, whichever the step is."""
+        del step
+        self._newest, self._next = self._next, None
+        assert self._newest is not None  # of is_ready
+        return click_batch(self._design, self._newest, self._negatives)
+
+    def done(self) -> None:
+        """See ClickBatches."""
+        assert self._newest is not None
+        try:
+            self._leased.commit(self._newest)
+        except StaleClient as exc:
+            logger.warning("a batch is trained on twice, as this worker was silent for too long: %s", exc)
+
+    def go_on(self, cursors: Mapping[int, tuple[int, int]]) -> None:
+        """See ClickBatches."""
+        self._leased.restore(cursors)
+
+    def where(self) -> Mapping[int, tuple[int, int]]:
+        """See ClickBatches: behind all that the workers of the job have committed."""
+        return self._leased.cursors()
+
+    def close(self) -> None:
+        """See ClickBatches."""
+        self._leased.close()
+
+    def some(self) -> ClickSamples:
+        """See ClickBatches."""
+        return self._files.some()
+
+    def validated(self) -> Iterator[ClickBatch]:
+        """See ClickBatches."""
+        return self._files.validated()
+
+    def tested(self) -> Iterator[ClickBatch]:
+        """See ClickBatches."""
+        return self._files.tested()
