@@ -315,11 +315,15 @@ class Trainer:
         show: Callable[[int, dict[str, float]], None],
     ) -> bool:
         recent, first = RecentSteps(self.recipe.batch_size), self.progress.step
+        saved = first
         while not self.progress.is_complete:
             is_told, is_due = self.ranks.any_of(stop(), due())
             if is_told:
                 return False
             if not self.has_samples():
+                if is_due and saved < self.progress.step:  # who follows does not wait for more samples
+                    save()
+                    saved = self.progress.step
                 continue
             failpoints.reach("job.step.before")
             self._timer = StepTimer()
@@ -345,6 +349,7 @@ class Trainer:
             self.between()
             if is_due or self.wants_snapshot or step % self.recipe.snapshots.steps == 0:
                 save()
+                saved = step
             self.wants_snapshot = False
         return True
 

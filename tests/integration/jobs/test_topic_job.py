@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.ams.values.errors import BrokerUnavailable, ConfigError, SourceDamaged, SourceNotFound
 from geartrain.workers.ctr import topic
 from geartrain.workers.ctr.recipe import recipe_for
 from geartrain.workers.ctr.trainer import ClickTrainer
+from geartrain.workers.job import job
 from geartrain.workers.job.job import run_job
-from geartrain.workers.job.options import JobOptions, JobResult
+from geartrain.workers.job.options import JobOptions, JobResult, SnapshotSettings
+from tests.integration.jobs.small_job import Told
 from tests.support.command_line import typed
 
 kafka = pytest.importorskip("confluent_kafka", reason="needs pip install 'geartrain[kafka]'")
@@ -146,3 +151,20 @@ def test_impressions_wait_for_their_clicks_across_a_stop(mock: Mock, tmp_path: P
     assert ended.report["late_labels"]["forced_impressions"] == 0
     with pytest.raises(ConfigError, match=r"kafka.label_window_seconds is 0.0; it must be > 0, or left out"):
         train(mock, tmp_path / "other", kafka={"label_window_seconds": 0.0})
+
+
+def test_what_was_trained_is_saved_though_no_more_samples_come(
+    mock: Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mock.send(range(150))
+    until = time.monotonic() + 60
+
+    def is_saved() -> bool:
+        root = tmp_path / "run" / "snapshots"
+        assert time.monotonic() < until, "no snapshot of the last step"
+        return any(listed.snapshot and listed.snapshot.manifest.step == 3 for listed in list_snapshots(str(root)))
+
+    monkeypatch.setattr(job, "interruption", lambda: nullcontext(Told(is_saved)))
+    often = SnapshotSettings(minutes=0.002)
+    stopped = train(mock, tmp_path / "run", kafka={"timeout_seconds": 20}, snapshots=often)
+    assert (stopped.finished, stopped.step) == (False, 3)

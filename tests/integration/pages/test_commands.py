@@ -45,7 +45,7 @@ from tests.support.pages import DEADLINE_SECONDS, DOCS, await_text
 from tests.support.served_models import require_onnx
 
 REPOSITORY = DOCS.parent
-TYPED_ELSEWHERE = ("first-cluster.md", "parallel.md", "recover.md")
+TYPED_ELSEWHERE = ("first-cluster.md", "parallel.md", "recover.md", "stream.md")
 BLOCK = re.compile(
     r"(?:^ *<!-- not run: (?P<why>[^\n]+) -->\n)?"
     r"^(?P<indent> *)```(?:sh|bash|shell|console)\b(?P<title>[^\n]*)\n(?P<code>.*?)^(?P=indent)```",
