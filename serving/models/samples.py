@@ -86,10 +86,12 @@ class SampleReader:
             try:
                 values = [sample[name] for sample in samples]
             except KeyError:
-                at = next(at for at, sample in enumerate(samples) if name not in sample)
+                at, sample = next((at, sample) for at, sample in enumerate(samples) if name not in sample)
+                others = [quoted(other) for other in sample if other not in names]
+                instead = f", but {others[0]}, which it was not" if others else ""
                 raise InvalidArgument(
-                    f"{who} {at} has no field {name!r}, which the model was trained on; give an empty list if there is "
-                    "nothing"
+                    f"{who} {at} has no field {name!r}, which the model was trained on{instead}; give an empty list if "
+                    "there is nothing"
                 ) from None
             if name == HISTORY and self.history:
                 arrays.update(self._histories(values, who))

@@ -225,7 +225,7 @@ def require_column(name: str, names: Sequence[str], file: str) -> None:
         meant = f"did you mean {' or '.join(map(repr, near))}? It" if near else "it"
         raise ColumnMismatch(f"{file} has no column {name!r}; {meant} has {_listed(list(names))}")
     if count > 1:
-        without = _REMEDIES.get().without
+        without = _REMEDIES.get().without.format(name=name)
         raise ColumnMismatch(f"{file} has {count} columns {name!r}; give them names of their own, or {without}")
 
 
@@ -424,14 +424,14 @@ def _no_type(name: str, arrow: Any, file: str) -> str:
     if any(ColumnType("int64", is_list=is_list).holds(arrow) for is_list in (False, True)):
         fill = spelled.fill.format(name=name, value=EXAMPLES["int64"])
         kind = says_type(name, "int64" if pa.types.is_null(arrow) else "list<int64>")
-        remedy = spelled.without if spelled is IN_THE_FILE else f"{kind}, and {fill}"
+        remedy = spelled.without.format(name=name) if spelled is IN_THE_FILE else f"{kind}, and {fill}"
         return f"column {name!r} of {file} has no value that shows its type; {remedy}"
     kinds = "samples have integers, floats, bools, strings to hash, and lists of these"
     what = ""
     if _is_number(arrow):
         value = "int64" if _is_moment(arrow) else "float64"
         what = f", or {says_type(name, value)}{' for Unix seconds' * _is_moment(arrow)}"
-    return f"column {name!r} of {file} is {arrow}; {kinds}: {spelled.without}{what}"
+    return f"column {name!r} of {file} is {arrow}; {kinds}: {spelled.without.format(name=name)}{what}"
 
 
 def _check_fill(fill: Fill, types: Mapping[str, ColumnType]) -> None:

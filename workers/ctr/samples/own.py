@@ -86,7 +86,8 @@ class OwnSamples:
             self._require_columns(names, found, clicks, kinds, [*fold, *settings])
             others = [name for name in (CLICK, TIME) if name in source.columns and (clicks if name == CLICK else times)]
             types = {
-                name: self._type_of(name, (kinds or {}).get(name), settings.get(name)) for name in [*others, *names]
+                name: self._type_of(name, (kinds or {}).get(name), settings.get(name), fold)
+                for name in [*others, *names]
             }
             self.kinds = {
                 name: (kinds or {}).get(name) or self._kind_of(name, types[name], fold, settings.get(name))
@@ -115,7 +116,9 @@ class OwnSamples:
         if not names:
             raise ConfigError(f"{place} has no column beside {CLICK} and {TIME}; give it fields: user, item, …")
 
-    def _type_of(self, name: str, kind: FieldKind | None, said: FeatureSettings | None) -> ColumnType:
+    def _type_of(
+        self, name: str, kind: FieldKind | None, said: FeatureSettings | None, fold: Sequence[str]
+    ) -> ColumnType:
         """The type to read a column as: what is said; the field's, of CSV, and of what has no type that samples have;
         integers if the time is moments.
         """
@@ -128,7 +131,8 @@ class OwnSamples:
             return ColumnType("int64")
         if kind is not None and (type_of(arrow) is None or isinstance(self._source, CsvRows)):
             return ColumnType(_NAME_OF[kind.item], is_list=kind.is_list)
-        return planned_columns([name], schema, self.place, True, {}).types[name]
+        folds = [name] if name in fold or (said is not None and said.hash == "fold") else []
+        return planned_columns([name], schema, self.place, True, {}, folds).types[name]
 
     def _kind_of(self, name: str, found: ColumnType, fold: Sequence[str], said: FeatureSettings | None) -> FieldKind:
         if found.item not in ITEMS:
@@ -177,7 +181,9 @@ class OwnSamples:
             for name in self._others:
                 found = found.map_column(name, partial(self._converted, start, name))
             for name, values, places in found.columns():
-                if name != TIME:
+                if name == TIME:
+                    self._require_times(start, found.column(TIME))
+                else:
                     where = lambda row: f"{self.place}, sample {start + row}"  # noqa: E731
                     require_values(name, self.kinds.get(name), values, where, places)
         return found
@@ -210,7 +216,16 @@ class OwnSamples:
         """
         with remedies(IN_THE_FILE):  # a recipe says nothing of the time
             found = self._times.read(part).slice(0, self.part_rows[part]).column(TIME)
+        self._require_times(self._starts[part], found)
         return found if found.dtype == np.int64 else np.floor(found).astype(np.int64)
+
+    def _require_times(self, start: int, times: npt.NDArray[Any]) -> None:
+        bad = np.flatnonzero(~np.isfinite(times))
+        if len(bad):
+            raise SourceDamaged(
+                f"{self.place}, sample {start + bad[0]}: time is {times[bad[0]]}; write the time there, or leave the "
+                "row out"
+            )
 
     @cached_property
     def _times(self) -> SampleSource:

@@ -305,6 +305,7 @@ def test_requests_that_cannot_be_are_named(wide: Path) -> None:
         (click, {"samples": [sample], "k": 3}, "the body has 'k'; it may have 'samples', 'explain'"),
         (click, {"samples": [sample], "explain": 1}, "explain is 1; it must be true or false"),
         (click, {"samples": [sample, missing]}, "sample 1 has no field 'year', which the model was trained on"),
+        (click, {"samples": [{**missing, "yeer": 1}]}, "no field 'year', which the model was trained on, but 'yeer'"),
         (rank, {"candidates": [{"item": 1}]}, "context is None; it must be an object"),
         (rank, {"context": sample, "candidates": [{"item": 1}]}, "field 'item' is in the context and in candidate 0"),
         (rank, {"context": missing, "candidates": [{"year": 1}, {}]}, "candidate 1 has no field 'year'"),

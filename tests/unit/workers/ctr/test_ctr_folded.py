@@ -18,6 +18,7 @@ from geartrain.workers import jobs
 from geartrain.workers.ctr.export import export_clicks
 from geartrain.workers.ctr.recipe import CtrRecipe
 from geartrain.workers.ctr.samples.kinds import FieldKind, kinds_from_json
+from geartrain.workers.ctr.samples.own import OwnSamples
 from geartrain.workers.ctr.samples.sources import own_samples
 from geartrain.workers.job.options import JobOptions
 from tests.support.command_line import typed
@@ -59,6 +60,18 @@ def test_fields_that_fold_names_are_folded_and_what_is_missing_is_no_id(tmp_path
     assert all((again.fields[name] == read.fields[name]).all() for name in FOLD)
     with pytest.raises(gt.errors.ConfigError, match="fold names 'other', which is no field of"):
         own_samples(str(tmp_path / "a.parquet"), fold=["other"])
+
+
+def test_decimals_are_folded_where_that_is_said(tmp_path: Path) -> None:
+    values = [-(2**63), -1, 7, 2**63, 2**64 - 1]
+    columns = {"user": pa.array(values, pa.decimal128(20, 0)), "click": [0, 1, 0, 1, 0]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    read = own_samples(str(tmp_path / "a.parquet"), fold=["user"])
+    assert read.fields["user"].tolist() == [value & (2**63 - 1) for value in values]
+    again = own_samples(str(tmp_path / "a.parquet"), kinds=read.schema.kinds)
+    assert again.fields["user"].tolist() == read.fields["user"].tolist()
+    with pytest.raises(gt.errors.ColumnMismatch, match=r"leave it out: --set features\.user\.kind=none"):
+        OwnSamples(str(tmp_path / "a.parquet"), features={})
 
 
 @pytest.mark.parametrize("column", ["user", "item"])

@@ -182,6 +182,15 @@ def test_features_are_written_down_and_other_samples_are_read_by_them(tmp_path: 
     assert "features.item.admission is 3.0, but the run in" in changed.stderr
 
 
+def test_a_time_that_is_no_number_is_refused_with_its_sample(tmp_path: Path) -> None:
+    times = np.where(np.arange(COUNT) == 400, np.nan, np.arange(COUNT))
+    pq.write_table(table().set_column(4, "time", pa.array(times)), tmp_path / "a.parquet", row_group_size=170)
+    with pytest.raises(gt.errors.SourceDamaged, match="sample 400: time is nan; write the time there"):
+        batches(str(tmp_path / "a.parquet"), split="time")
+    with pytest.raises(gt.errors.SourceDamaged, match="sample 400: time is nan; write the time there"):
+        OwnSamples(str(tmp_path / "a.parquet")).in_memory()
+
+
 def test_fields_may_share_a_table(tmp_path: Path) -> None:
     place = written(tmp_path, "parquet")
     recipe = recipe_for(place, features={"at": {"table": "user"}})
