@@ -151,9 +151,12 @@ class Trainer:
 
     def epochs(self, steps: int) -> str:
         """How often so many steps see the samples, in words."""
-        epochs, batch = steps / self.steps_per_epoch, self.recipe.batch_size
-        times = f"{epochs:.1f} epochs, each once through the {counted(self.num_samples, 'sample')}"
-        return f"{counted(steps, 'step')} of {counted(batch, 'sample')}: {times}"
+        batches = self.batches_before(steps)
+        times = (
+            f"{batches / self.steps_per_epoch:.1f} epochs, each once through the {counted(self.num_samples, 'sample')}"
+        )
+        size = counted(self.recipe.batch_size, "sample") + " and more" * (batches > steps)
+        return f"{counted(steps, 'step')} of {size}: {times}"
 
     @property
     def train_seconds(self) -> float:

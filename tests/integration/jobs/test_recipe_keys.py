@@ -69,7 +69,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     with monkeypatch.context() as told:
         told.setattr(job, "interruption", stop_after(5))
         assert not classify(stopped, images, recipe).finished
-    said_by(stopped, images, recipe, resume=True)
+    told_of = said_by(stopped, images, recipe, resume=True)
     assert_same_state(whole, stopped)
     report, tensors = json.loads((whole / "report.json").read_text()), tensors_of(whole)
     network = [tensor.dtype for key, tensor in tensors["backbone"].items() if "trunk.0" in key]
@@ -78,6 +78,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
         batches = sum(recipe.batches(step) for step in range(recipe.steps))
         assert batches > recipe.steps
         assert report["epochs"] == pytest.approx(batches * recipe.batch_size / 30)
+        assert f"{recipe.steps} steps of 8 samples and more: {report['epochs']:.1f} epochs" in told_of
         assert latest(whole / "snapshots").manifest.job["cursor"]["consumed"] == batches * recipe.batch_size
     if name == "lars":
         assert tensors["optimizer"]["param_groups"][0]["trust_coefficient"] == 0.02
