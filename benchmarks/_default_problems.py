@@ -11,7 +11,7 @@ import importlib
 import itertools
 import math
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,15 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import geartrain as gt
 from geartrain.ams.values.errors import ConfigError
 
 BATCH = 128
 TEST = 20_000
 SIDE = 20
 BUCKETS, NGRAMS = 4096, 24
+FAMILY = 20
+"""Classes of a family, where classes lie in families."""
 Draw = Callable[[Tensor, torch.Generator], Tensor]
 """Inputs of the labels [N]."""
 
@@ -52,6 +55,12 @@ def problems(seed: int, steps: int) -> list[Callable[[], Problem]]:
     return [lambda make=make: make(seed, steps) for make in makers]  # type: ignore[misc]
 
 
+def families(seed: int, steps: int) -> Iterator[Problem]:
+    """Two of 4,000 classes that lie in families of 20 that are alike; they need nothing but Geartrain."""
+    yield _vectors_of_families(seed, steps)
+    yield _pictures_of_families(seed, steps)
+
+
 def with_wrong_labels(problem: Problem, part: float, seed: int) -> Problem:
     """The same, but for a ``part`` of the labels of the training, which are drawn evenly from all classes each time."""
     generator = torch.Generator().manual_seed(3000 + seed)
@@ -61,6 +70,39 @@ def with_wrong_labels(problem: Problem, part: float, seed: int) -> Problem:
         drawn = torch.randint(problem.num_classes, labels.shape, generator=generator)
         batches.append((inputs, torch.where(is_wrong, drawn, labels)))
     return replace(problem, batches=batches)
+
+
+def of_head(problem: Problem, backbone: nn.Module, seed: int, *, imprint: bool = False, **settings: Any) -> float:
+    """Train a head with these arguments and the network before it; return the part of the test that it names right."""
+    with gt.local() as cluster:
+        head = gt.ClassHead(
+            cluster,
+            "classes",
+            num_classes=problem.num_classes,
+            dim=problem.dim,
+            config=gt.HeadConfig(seed=seed),
+            **settings,
+        )
+        if imprint:
+            head.imprint(problem.batches, backbone)
+        network, rows = torch.optim.AdamW(backbone.parameters(), lr=1e-3), gt.RowOptimizer(head)
+        for inputs, labels in problem.batches:
+            head(backbone(inputs), labels).backward()
+            network.step()
+            rows.step()
+            network.zero_grad()
+            rows.zero_grad()
+        return top1(problem, backbone, lambda features: head.predict(features, k=1)[1][:, 0])
+
+
+@torch.no_grad()
+def top1(problem: Problem, backbone: nn.Module, answers: Callable[[Tensor], Tensor]) -> float:
+    """The part of the test whose class is what ``answers`` names for its features."""
+    backbone.eval()
+    inputs, labels = problem.test
+    pairs = zip(inputs.split(1000), labels.split(1000), strict=True)
+    right = sum(int((answers(backbone(some)) == their).sum()) for some, their in pairs)
+    return right / len(labels)
 
 
 def _letters(seed: int, steps: int) -> Problem:
@@ -112,6 +154,28 @@ def _few_samples(seed: int, steps: int) -> Problem:
         return _network(width, dim)
 
     return _repeated("five samples a class", num_classes, dim, seed, steps, draw, backbone, each=5)
+
+
+def _vectors_of_families(seed: int, steps: int) -> Problem:
+    """Noisy vectors, mixed; a class lies at less than half of its family's distance from others."""
+    num_classes, dim, width = 4000, 64, 64
+    generator = torch.Generator().manual_seed(7)
+    families_FW = torch.randn(num_classes // FAMILY, width, generator=generator)
+    centers_CW = families_FW.repeat_interleave(FAMILY, 0) + 0.4 * torch.randn(num_classes, width, generator=generator)
+    mixing_WW = torch.randn(width, width, generator=generator) / math.sqrt(width)
+
+    def draw(labels: Tensor, generator: torch.Generator) -> Tensor:
+        noisy = centers_CW[labels] + 0.3 * torch.randn(len(labels), width, generator=generator)
+        return torch.tanh(noisy @ mixing_WW) + 0.1 * noisy
+
+    return _problem("vectors in families", num_classes, dim, seed, steps, draw, lambda: _network(width, dim))
+
+
+def _pictures_of_families(seed: int, steps: int) -> Problem:
+    """Two letters that are the family's, and a third one, turned and moved."""
+    pairs = itertools.islice(itertools.product(string.ascii_lowercase, repeat=2), 200)
+    texts = ["".join(pair) + third for pair in pairs for third in string.ascii_letters[:FAMILY]]
+    return _pictures("letters in families", texts, seed, steps, noise=0.1, strength=0.2, dim=64)
 
 
 def _icons(seed: int, steps: int) -> Problem:

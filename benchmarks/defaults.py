@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import torch
 import typer
 from _common import result, threads
-from _default_problems import Problem, problems, with_wrong_labels
+from _default_problems import Problem, of_head, problems, top1, with_wrong_labels
 from torch import nn
 from torch.nn import functional as F
 
@@ -131,26 +131,7 @@ def _accuracy(problem: Problem, arm: str, seed: int) -> float:
         return _of_linear(problem, backbone, seed)
     if arm == BY_HAND:
         return _of_twenty_lines(problem, backbone)
-    settings = _settings(arm)
-    with gt.local() as cluster:
-        head = gt.ClassHead(
-            cluster,
-            "classes",
-            num_classes=problem.num_classes,
-            dim=problem.dim,
-            config=gt.HeadConfig(seed=seed),
-            **settings,
-        )
-        if arm in IMPRINTED:
-            head.imprint(problem.batches, backbone)
-        network, rows = torch.optim.AdamW(backbone.parameters(), lr=1e-3), gt.RowOptimizer(head)
-        for inputs, labels in problem.batches:
-            head(backbone(inputs), labels).backward()
-            network.step()
-            rows.step()
-            network.zero_grad()
-            rows.zero_grad()
-        return _top1(problem, backbone, lambda features: head.predict(features, k=1)[1][:, 0])
+    return of_head(problem, backbone, seed, imprint=arm in IMPRINTED, **_settings(arm))
 
 
 def _of_linear(problem: Problem, backbone: nn.Module, seed: int) -> float:
@@ -165,7 +146,7 @@ def _of_linear(problem: Problem, backbone: nn.Module, seed: int) -> float:
         F.cross_entropy(layer(backbone(inputs)), labels).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return _top1(problem, backbone, lambda features: layer(features).argmax(1))
+    return top1(problem, backbone, lambda features: layer(features).argmax(1))
 
 
 def _of_twenty_lines(problem: Problem, backbone: nn.Module) -> float:
@@ -182,16 +163,7 @@ def _of_twenty_lines(problem: Problem, backbone: nn.Module) -> float:
         F.cross_entropy(16 * cosine.scatter(1, labels[:, None], turned), labels).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return _top1(problem, backbone, lambda features: cosines(features).argmax(1))
-
-
-@torch.no_grad()
-def _top1(problem: Problem, backbone: nn.Module, answers: Callable[[torch.Tensor], torch.Tensor]) -> float:
-    backbone.eval()
-    inputs, labels = problem.test
-    pairs = zip(inputs.split(1000), labels.split(1000), strict=True)
-    right = sum(int((answers(backbone(some)) == their).sum()) for some, their in pairs)
-    return right / len(labels)
+    return top1(problem, backbone, lambda features: cosines(features).argmax(1))
 
 
 def _told(ours: list[float], theirs: list[float]) -> str:

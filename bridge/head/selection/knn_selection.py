@@ -83,9 +83,10 @@ class KNNSoftmax(Selection):
     is there."""
     seed: int = 0
     """Key of the filling, with the step; an unsigned 64-bit integer."""
-    near: float = 0.125
+    near: float = 0.5
     """Part of the negatives that the graph may choose, in [0, 1]; the others are random. Few negatives that are all
-    near teach a network little of the other classes (``geartrain bench defaults``)."""
+    near teach a network little of the other classes (``geartrain bench defaults``); few that are near, little of those
+    that are alike (``geartrain bench accuracy``)."""
     takes_sub_centers: ClassVar = False
 
     def __post_init__(self) -> None:

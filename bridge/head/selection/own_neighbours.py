@@ -3,7 +3,8 @@
 
 What all ranks choose is what the whole graph chooses: the labels, the nearest neighbour of each, the second ones, …, up
 to a number of classes. A class lies on one rank, which alone finds out where it comes first; only where to cut is found
-together, by counts (``joint_limit.py``): 8·k bytes a step at most, for neighbours and random classes together.
+together, by counts (``joint_limit.py``): 8·k bytes a step at most from k = 32 on, for neighbours
+and random classes together.
 
 Legend: C classes, E entries of lists on this rank, B labels of all ranks, k neighbours of a class, r the longest list
 here, A active classes, M = (1 + r)·B candidates.

@@ -85,8 +85,11 @@ def test_a_link_passes_what_its_rate_allows_and_is_counted(bench: Any) -> None:
             (after.received - sooner.received, after.sent - sooner.sent)
             for after, sooner in zip(group.interface_bytes(), counted, strict=True)
         ]
+        group.limit(rate / 2)
+        slower = max(group.call("exchange"))
         with pytest.raises(bench.RankFailed, match="rank 1 failed: its process ended"):
             group.call("fail", how="end")
+    assert slower >= (size * 4 - 2 * bench.BURST_BYTES) * 8 / (rate / 2)
     least = (size * 4 - 2 * bench.BURST_BYTES) * 8 / rate
     assert seconds >= least  # both directions at once: one after the other would not tell
     assert all(size * 4 <= item < size * 4 * 1.1 for both in moved for item in both)
