@@ -413,9 +413,11 @@ class SlowGearRoleConfig(RoleConfig):
     dim: int | None = Field(default=None, ge=1)
     """Width of a dense feature."""
     store: str = "memory"
-    """For features, shared by slow gears: memory, lmdb:FOLDER, redis://HOST:PORT/0 (?password_file=FILE)."""
+    """For features, and for gradients that wait: memory (ends with the process), lmdb:FOLDER (of one slow gear),
+    redis://HOST:PORT/0 (?password_file=FILE; shared)."""
     store_bytes: int = Field(default=1 << 30, ge=1 << 16)
-    """Most bytes of features in the store; a Redis server bounds itself."""
+    """Most bytes of features in the store (a Redis server bounds itself), and of records of gradients: with more, what
+    waits is applied."""
     device: str = "cpu"
     """Where the module runs."""
     autocast: Literal["none", "bfloat16", "float16"] = "none"

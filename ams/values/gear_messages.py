@@ -77,6 +77,8 @@ class Delivery:
     """[K]: dense versions of the features that the gradients are of."""
     lr: float | None
     """Learning rate of the dense update that they become part of; None: that of the dense table."""
+    table: int = 0
+    """Incarnation of the dense table that the fast gear knows: another one after a restore. 0: any."""
     lost: int = 0
     """Gradients that the fast gear has to count as lost so far; see :class:`GearAccount`."""
 

@@ -6,6 +6,7 @@ Legend: D width of a dense feature, K distinct ids, P parameters of the module.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -119,6 +120,7 @@ class DenseEngine:
             self._compute, _part_of, max_ids=config.max_batch, max_wait_seconds=config.max_wait_seconds
         )
         self._is_closed = False
+        self._features_since = -math.inf
         self._updates = None
         if mode == "async":
             tick_seconds = max(0.01, min(1.0, (config.flush_seconds or 4.0) / 4))
@@ -133,6 +135,11 @@ class DenseEngine:
     def dense_version(self) -> int:
         """Of the weights held now."""
         return self._dense.version
+
+    @property
+    def table_incarnation(self) -> int:
+        """Of the dense table whose weights it holds: another one is there after a restore."""
+        return self._dense.incarnation
 
     @property
     def update_error(self) -> GeartrainError | None:
@@ -156,6 +163,7 @@ class DenseEngine:
         except (StateError, StoreUnavailable) as exc:
             logger.warning("features are computed, not looked up: %s", exc)
             return self._asked.ask(ids)
+        hit = hit & (found.times >= self._features_since)
         if freshness.max_age_seconds is not None:
             hit = hit & (freshness.max_age_seconds > np.abs(now - found.times))
         if freshness.max_version_lag is not None:
@@ -263,6 +271,16 @@ class DenseEngine:
             self._is_closed = True
             if self._updates is not None:
                 self._updates.stop()
+
+    def forget_features(self) -> None:
+        """Look up no features that were computed before now: they are of a dense table that is gone."""
+        self._features_since = self._clock()
+
+    def drop(self) -> None:
+        """End after the update under way; what waits is of a dense table that is gone."""
+        self._is_closed = True
+        if self._updates is not None:
+            self._updates.stop()
 
     def abandon(self) -> None:
         """End without :meth:`close`; what was left is logged."""

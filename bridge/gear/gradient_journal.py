@@ -90,8 +90,11 @@ class GradientJournal:
             records = list(self._records())
             updates = max([self._number, *(_header(record).get("taken", 0) for record in records)])
             fresh: dict[str, Any] = {"accounts": {}, "sequences": {}, "incarnations": {}, "updates": updates}
-            self._next, self._number, self._incarnations = self._next + len(records), updates, {}
+            self._next = max(self._next, self._head["first"] + len(records))
+            self._number, self._incarnations = updates, {}
+            self._taken = self._mark = None
             self._begin(self._next, self._head | fresh | {"table": table})
+            self.acknowledge(updates + 1)
             return self._incarnations
         batcher.restore(
             {source: GearAccount(**account) for source, account in self._head["accounts"].items()},
@@ -101,6 +104,7 @@ class GradientJournal:
             self._play(record, batcher)
             self._next += 1
             self._bytes += len(record)
+        self.acknowledge(self._number + (self._taken is None))
         return self._incarnations
 
     def joined(self, process: str) -> None:

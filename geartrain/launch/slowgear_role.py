@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import fields
+from functools import partial
 
 import torch
 
@@ -126,7 +127,8 @@ class SlowGearRole:
         self._opened.callback(ticker.stop)
         dense_pass = open_pass(self._build, self._samples, self._decode, self._dim, self._settings, self._device)
         self._await_partitions(partitions)
-        engine = open_engine(
+        open_here = partial(
+            open_engine,
             joined,
             self.name,
             dense_pass,
@@ -138,6 +140,7 @@ class SlowGearRole:
             cache=self._cache(),
             journal=journal,
         )
+        engine = open_here()
         handler = SlowGearHandler(
             self.name,
             address,
@@ -149,6 +152,7 @@ class SlowGearRole:
             holders=streams.holders,
             open_peer=GrpcGearCarrier,
             journal=journal,
+            open_engine=open_here,
         )
         if journal is not None:
             engine.flush()  # what was left: its ids may be another one's by now
@@ -173,6 +177,7 @@ class SlowGearRole:
     def _tick(self, partitions: HeldPartitions) -> None:
         if (handler := self._handler) is not None:
             handler.require_whole()
+            handler.go_back_if_restored()
         partitions.tick()
 
     def _flush(self) -> None:

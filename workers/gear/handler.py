@@ -29,6 +29,7 @@ from geartrain.ams.values.errors import (
     NotHolder,
     StaleClient,
     StateFailed,
+    TableNotFound,
 )
 from geartrain.ams.values.gear_messages import (
     AskFeatures,
@@ -73,6 +74,7 @@ class SlowGearHandler:
         holders: Callable[[], StreamHolders],
         open_peer: Callable[[str], GrpcGearCarrier],
         journal: GradientJournal | None = None,
+        open_engine: Callable[[], DenseEngine] | None = None,
     ) -> None:
         """Begin to answer for what ``partitions`` hold; :meth:`drain` ends it."""
         self.name = name
@@ -86,6 +88,8 @@ class SlowGearHandler:
         self._process = process_at(address, incarnation)
         self._started = time.monotonic()
         self._journal = journal
+        self._open_engine = open_engine
+        """Makes the engine anew, over the dense table that a restore has made; None: it is not."""
         self._predecessors = frozenset(() if journal is None else journal.processes)
         """Slow gears that were killed, whose gradients and accounts the engine has."""
         self._taken_over: dict[str, Mapping[str, GearAccount]] = {gone: {} for gone in self._predecessors}
@@ -118,7 +122,11 @@ class SlowGearHandler:
                 "for fewer at once (lower the client's part_bytes), or raise max_message_bytes on both ends"
             )
         self._partitions.require(ask.ids)
-        return self._engine.features(ask.ids, Freshness(age, lag))
+        try:
+            return self._engine.features(ask.ids, Freshness(age, lag))
+        except TableNotFound:
+            self._go_back(self._engine)
+            return self._engine.features(ask.ids, Freshness(age, lag))
 
     def _push(self, push: PushFeatureGradients, _: Call) -> Taken:
         delivery, lr = push.delivery, push.delivery.lr
@@ -140,9 +148,15 @@ class SlowGearHandler:
         """
         if sent_to not in ("", self._process, *self._predecessors):
             raise NotHolder(f"this slow gear is {self._process}; nobody knows whether {sent_to} had taken it")
+        if delivery.table > self._engine.table_incarnation:
+            self._go_back(self._engine)
         with self._counted():
             try:
                 with self._taking:
+                    if delivery.table and delivery.table != self._engine.table_incarnation:
+                        raise TableNotFound(
+                            f"the gradients are of a dense table {self.name!r} from before a restore; compute them anew"
+                        )
                     is_repeat = self._engine.has_counted(delivery)
                     if not is_repeat:
                         self._partitions.require(delivery.ids)
@@ -163,6 +177,22 @@ class SlowGearHandler:
         partitions."""
         if (torn := self._engine.batcher.torn) is not None:
             raise StaleClient(f"slow gear {self._process} cannot tell any more what it has counted: {torn!r}")
+
+    def go_back_if_restored(self) -> None:
+        """Begin anew over a restored dense table, if an update has found one."""
+        if isinstance(self._engine.update_error, TableNotFound):
+            self._go_back(self._engine)
+
+    def _go_back(self, engine: DenseEngine) -> None:
+        """Go on with the rows of a restore; the gradients of ``engine`` and its features are of before."""
+        if self._open_engine is None:
+            raise TableNotFound(f"dense table {self.name!r} was restored or dropped; start this slow gear anew")
+        with self._taking:
+            if engine is self._engine:  # else another thread has just done it
+                engine.drop()
+                self._engine = self._open_engine()
+                self._engine.forget_features()
+                logger.warning("dense table %r was restored: its slow gear goes on from there", self.name)
 
     def flush(self) -> None:
         """Apply every gradient that waits."""

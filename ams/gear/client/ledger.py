@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from geartrain.ams.values.gear_messages import GearAccount, GearState, address_of
@@ -51,7 +51,7 @@ class GearLedger:
         with self._lock:
             return any(address_of(process) not in addresses for process in self._told)
 
-    def settle(self, states: Iterable[GearState], silent: Iterable[str]) -> None:
+    def settle(self, states: Iterable[GearState], silent: Iterable[str], keepers: Collection[str] = ()) -> None:
         """These are all slow gears there are, and ``silent`` the addresses of those that did not answer."""
         states, unheard = list(states), set(silent)
         taken_over = {process for state in states for process in state.taken_over}
@@ -65,7 +65,7 @@ class GearLedger:
             for process in [known for known in self._told if known not in live and address_of(known) not in unheard]:
                 if process in taken_over:
                     del self._told[process]  # its gradients are in the account of the one that took over
-                else:
+                elif process not in keepers:  # which wait in a store for who is started in its place
                     self._lose(process)
 
     def total(self) -> GearAccount:

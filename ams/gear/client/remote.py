@@ -290,10 +290,11 @@ class RemoteGears:
         owner = address_of(part.process)
         if owner in self._addresses() and self._process(owner) == part.process:
             return [replace(part, address=owner)]
-        if (successor := self._successors.get(part.process)) in self._addresses():
-            return [replace(part, address=successor)]
-        if part.process in self._keepers and waits:
-            return [replace(part, address=None)]
+        if part.process in self._keepers:
+            self._settle()  # who goes on for it says so
+            successor = self._successors.get(part.process)
+            if successor in self._addresses() or waits:
+                return [replace(part, address=successor)]
         self._ledger.give_up(part.process, len(part.positions))
         return []
 
@@ -355,8 +356,8 @@ class RemoteGears:
 
     def _settle(self) -> None:
         states, silent = self._describe([self._source])
-        self._ledger.settle(states, silent)
         self._note_keepers(states)
+        self._ledger.settle(states, silent, self._keepers)
         for state in states:
             self._heard(state.address, state.dense_version)
 

@@ -61,6 +61,7 @@ def encode_delivery(push: PushFeatureGradients) -> bytes:
         wait=push.wait,
         sent_to=push.sent_to,
         lost=delivery.lost,
+        table=delivery.table,
     )
     keys = np.concatenate([delivery.ids.astype("<i8"), delivery.versions.astype("<i8")])
     gradients_KD = np.ascontiguousarray(delivery.gradients_KD, _FLOAT32)
@@ -96,6 +97,7 @@ def decode_delivery(data: bytes) -> PushFeatureGradients:
         versions=versions,
         lr=header.lr if header.HasField("lr") else None,
         lost=header.lost,
+        table=header.table,
     )
     return PushFeatureGradients(name=header.name, delivery=delivery, wait=header.wait, sent_to=header.sent_to)
 

@@ -141,3 +141,14 @@ def test_gradients_from_before_a_restore_are_dropped(cluster: Cluster, tmp_path:
     again.deliver(delivery(1, [3]))
     again.flush()
     assert applied(cluster) == [0, 0, 0, 1, 0, 0, 0, 0]
+
+
+def test_updates_go_on_where_numbers_were_before_the_end() -> None:
+    store, deliveries = MemoryFeatures("gradients"), 1030  # shards remember 1,024 numbers
+    for cluster_run in range(2):
+        with gt.local(2, stream="gear/image/seat") as cluster:
+            engine = engine_on(cluster, store)
+            for number in range(1, deliveries if cluster_run == 0 else 3):
+                engine.deliver(delivery(number, [0]))
+                engine.flush()
+            assert applied(cluster)[0] == (deliveries - 1 if cluster_run == 0 else 2)
