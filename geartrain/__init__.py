@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # "X as X" is how a module gives a name of another on
     from geartrain.ams.values.optimizers.registry import RowWiseAdagrad as RowWiseAdagrad
     from geartrain.ams.values.optimizers.registry import RowWiseAdam as RowWiseAdam
     from geartrain.ams.values.optimizers.registry import SparseMomentum as SparseMomentum
+    from geartrain.ams.values.scheduler_messages import RestoreOrder as RestoreOrder
     from geartrain.ams.values.specs import Constant as Constant
     from geartrain.ams.values.specs import Normal as Normal
     from geartrain.ams.values.specs import Uniform as Uniform
@@ -118,6 +119,7 @@ _NAMES = {
     "ams.values.expiry.rules": "Rule SmallerThan Unseen expiry_rule",
     "ams.values.optimizers.registry": "FTRL SGD Adagrad Adam AdamW Momentum RMSProp RowWiseAdagrad RowWiseAdam "
     "SparseMomentum",
+    "ams.values.scheduler_messages": "RestoreOrder",
     "ams.values.specs": "Constant Normal Uniform",
     "ams.values.strings": "hash_strings",
     "bridge.checkpoint.loading": "load",

@@ -42,7 +42,7 @@ from geartrain.ams.values.errors import (
 from geartrain.ams.values.expiry.rules import Expiry
 from geartrain.ams.values.gear_messages import Freshness
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
-from geartrain.ams.values.scheduler_messages import ClusterEvent, ClusterView, JobReport, JobWorker
+from geartrain.ams.values.scheduler_messages import ClusterEvent, ClusterView, JobReport, JobWorker, RestoreOrder
 from geartrain.ams.values.shard_messages import Fence, Restore
 from geartrain.ams.values.specs import (
     DTYPES,
@@ -302,15 +302,19 @@ class Cluster:
         num_workers: int = 1,
         incarnation: int | None = None,
         data: str = "",
+        restore: RestoreOrder | None = None,
     ) -> DataStreams:
         """Return the data streams of ``job`` as ``worker`` leases them: however many workers there are, each of
         ``num_streams`` parts of the data is read by one at a time, and goes on where it was committed.
 
         The streams are shared out evenly among the workers that hold a lease; for one lease after the first has come,
         among ``num_workers``. ``incarnation`` is that of :func:`connect`, unless it is given. ``data`` is a name of
-        what the streams are parts of: a worker that leases with another one than the job's is refused. Raises
-        InvalidArgument.
+        what the streams are parts of: a worker that leases with another one than the job's is refused. With ``restore``
+        the scheduler saves the job and takes it back when it has lost something. Raises InvalidArgument.
         """
+        if restore is not None:
+            restore = dataclasses.replace(restore, root=str(place(restore.root)), tables=tuple(restore.tables))
+
         return DataStreams(
             self._scheduler.carrier,
             checked_name("job", job),
@@ -319,8 +323,12 @@ class Cluster:
             num_streams=integer("num_streams", num_streams, 1),
             num_workers=integer("num_workers", num_workers, 1),
             data="" if not data else checked_name("data", data),
+            restore=restore,
             timeout_seconds=self._config.attempt_timeout_seconds,
+            patience_seconds=self._config.recovery_timeout_seconds,
             latest=self._stream_readers,
+            reopen=self.reopen,
+            finish_writes=self._finish_writes,
         )
 
     def job_steps(self, job: str, *, worker: str | None = None) -> JobSteps:
@@ -533,9 +541,11 @@ class Cluster:
 
     def reopen(self, names: Sequence[str]) -> None:
         """Go on with tables that another process has restored, as the process that did: what is open of them
-        means those that there are now. One RPC. Raises as :meth:`table`.
+        means those that there are now, on the shards that there are now. An RPC each, and one. Raises as :meth:`table`.
         """
-        self._calls.restored([self._scheduler.table(name) for name in names])
+        restored = [self._scheduler.table(name) for name in names]
+        self._calls.adopt(self._scheduler.describe())
+        self._calls.restored(restored)
 
     def wait_for(self, writes: LaterWrites) -> None:
         """Let snapshots, and the end, wait for writes that somebody sends later, as long as he holds them."""

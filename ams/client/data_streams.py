@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier
-from geartrain.ams.values.errors import InvalidArgument, SchedulerUnavailable, StaleClient
+from geartrain.ams.values.errors import (
+    Busy,
+    ClusterNotReady,
+    InvalidArgument,
+    SchedulerUnavailable,
+    ShardRestarted,
+    StaleClient,
+    TableNotFound,
+)
 from geartrain.ams.values.rpc import Rpc
 from geartrain.ams.values.scheduler_messages import (
     Cursor,
@@ -16,6 +24,7 @@ from geartrain.ams.values.scheduler_messages import (
     LeaseStreams,
     ReleaseStreams,
     RenewStreams,
+    RestoreOrder,
     RestoreStreams,
     StreamHolders,
     StreamLease,
@@ -46,13 +55,25 @@ class DataStreams:
         num_streams: int,
         num_workers: int,
         data: str = "",
+        restore: RestoreOrder | None = None,
         timeout_seconds: float,
+        patience_seconds: float,
         latest: dict[JobWorker, DataStreams],
+        reopen: Callable[[Sequence[str]], None],
+        finish_writes: Callable[[], None],
     ) -> None:
-        """``latest``: of this process, what leased last by each name; another one that had leased by it is stale."""
+        """``latest``: of this process, what leased last by each name; another one that had leased by it is stale.
+        ``reopen`` has this process go on with the tables that there are now; ``finish_writes`` waits for pushes.
+        """
         self._scheduler = scheduler
         self._reader = JobWorker(job, worker, incarnation)
-        self.num_streams, self._num_workers, self._data = num_streams, num_workers, data
+        self.num_streams = num_streams
+        self._lease = LeaseStreams(
+            reader=self._reader, num_streams=num_streams, num_workers=num_workers, data=data, restore=restore
+        )
+        self.patience_seconds = patience_seconds if restore is not None else 0.0
+        """How long a scheduler that does not answer is waited for where a lease says no more."""
+        self._reopen, self.finish_writes = reopen, finish_writes
         self._timeout_seconds = timeout_seconds
         self._latest = latest
         self._has_leased = False
@@ -66,15 +87,18 @@ class DataStreams:
         """Take this worker's share of the free streams; return all that it holds and where each begins.
 
         Read a stream from its cursor on, but one whose epoch is beyond the job's only when :meth:`commit` says that
-        the job has come there.
+        the job has come there. Tables that the scheduler restores are those that there are now, from here on. Raises
+        Busy while the job is saved or restored: ask again.
         """
         if not self._has_leased:
             self._has_leased, self._latest[self._reader] = True, self
-        return self._call(
-            LeaseStreams(
-                reader=self._reader, num_streams=self.num_streams, num_workers=self._num_workers, data=self._data
-            )
-        )
+        lease = self._call(self._lease)
+        if lease.tables:
+            try:
+                self._reopen(lease.tables)
+            except (TableNotFound, ShardRestarted, ClusterNotReady) as exc:  # something was lost once more
+                raise Busy(f"the tables of job {self.job!r} are not all there yet: {exc}") from exc
+        return lease
 
     def commit(self, cursors: Cursors = NOTHING) -> StreamRenewal:
         """Keep how far these streams were read, all or nothing, and prolong the lease.
@@ -84,11 +108,18 @@ class DataStreams:
         """
         return self._call(RenewStreams(reader=self._reader, cursors=_checked(cursors)))
 
-    def release(self, streams: Sequence[int] | None = None, cursors: Cursors = NOTHING) -> None:
-        """Commit ``cursors``, then give ``streams`` back; None: all of them, as a worker that leaves does."""
+    def release(self, streams: Sequence[int] | None = None, cursors: Cursors = NOTHING, *, lost: bool = False) -> None:
+        """Commit ``cursors``, then give ``streams`` back; None: all of them, as a worker that leaves does.
+
+        ``lost``: it leaves in the middle of a step, so that a job which the scheduler restores goes back.
+        """
         self._call(
             ReleaseStreams(
-                reader=self._reader, cursors=_checked(cursors), streams=tuple(streams or ()), all=streams is None
+                reader=self._reader,
+                cursors=_checked(cursors),
+                streams=tuple(streams or ()),
+                all=streams is None,
+                lost=lost,
             )
         )
 

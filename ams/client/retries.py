@@ -110,7 +110,7 @@ class Retries:
         self.client = RowsClient(np.ascontiguousarray(view.bucket_shards), view.num_shards)
         """Makes the calls for rows, each to all shards at once."""
         self.client.set_cluster_version(view.cluster_version)
-        self._refresh = refresh
+        self._refresh, self._open_carrier = refresh, open_carrier
         self._carriers = [open_carrier(entry.address, entry.shard) for entry in view.shards]
         self._closed, self._given_up, self._process = False, threading.Event(), os.getpid()
         for shard, carrier in enumerate(self._carriers):
@@ -145,6 +145,19 @@ class Retries:
         self.require_usable()
         untried, self._untried = self._untried, []
         return shielded(partial(self._connect_to_all, untried)) if untried else NONE_REFUSED
+
+    def adopt(self, view: ClusterView) -> None:
+        """Go on with the shards that there are now. Tables that nobody has restored there are not found any more."""
+        for shard, now in enumerate(view.shards):
+            before = self.view.shards[shard]
+            if (now.incarnation, now.address) != (before.incarnation, before.address):
+                old, self._carriers[shard] = self._carriers[shard], self._open_carrier(now.address, shard)
+                old.close()
+                self.unconnected.add(shard)
+                self._untried.append(shard)
+        self.view = replace(self.view, shards=view.shards, cluster_version=view.cluster_version)
+        self.client.set_cluster_version(view.cluster_version)
+        self.is_ready = False
 
     def patience(self, recovery_seconds: float | None = None) -> CallPatience:
         """How long calls that belong together wait for shards, all in all; None: the client's

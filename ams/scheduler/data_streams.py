@@ -6,6 +6,10 @@ last committed cursor. So each position is with at most one worker at a time, an
 
 A cursor is (epoch, position). A stream that has ended epoch e is at (e + 1, 0) and is not read before all streams
 have ended e: every epoch is exact, and the job's epoch is the lowest of its streams. Its holder keeps it meanwhile.
+
+A job may ask to be restored by the scheduler. Then a snapshot is taken while nobody reads, so that its rows are those
+of the cursors in it; and a worker that is lost with streams in its hands, or rows that are lost with a shard, take
+tables and cursors back to the newest one. Here is what is due; :mod:`geartrain.launch.connected.restorer` does it.
 """
 
 from __future__ import annotations
@@ -15,15 +19,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Literal, NamedTuple
 
 from geartrain.ams.scheduler.incarnations import Incarnations
 from geartrain.ams.scheduler.pauses import PauseDetector
 from geartrain.ams.scheduler.state import key_of
 from geartrain.ams.storage.kv.store import KeyValueStore
 from geartrain.ams.values.arguments import checked_name
-from geartrain.ams.values.errors import InvalidArgument, StaleClient
-from geartrain.ams.values.scheduler_messages import Cursor, StreamHolders, StreamLease, StreamRenewal
+from geartrain.ams.values.errors import Busy, GeartrainError, InvalidArgument, StaleClient
+from geartrain.ams.values.scheduler_messages import Cursor, RestoreOrder, StreamHolders, StreamLease, StreamRenewal
 from geartrain.ams.values.shard_messages import CallContext, jobs_of
 
 MAX_STREAMS = 4096
@@ -32,6 +37,18 @@ MOST_READ = 2**62
 _MOST_GONE = 256
 """Workers without a lease that a job remembers: names are new for each process where containers make them."""
 _KIND, _FENCE = "streams", "fence"
+_BUSY_SECONDS = 0.2
+Due = Literal["", "snapshot", "restore"]
+"""What the scheduler is to do for a job before anybody reads on."""
+
+
+class RestoredJob(NamedTuple):
+    """A job that is restored by the scheduler."""
+
+    order: RestoreOrder
+    due: Due
+    is_read: bool
+    """A worker has a lease."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +71,8 @@ class _Job:
     expected_workers: int = 1
     expected_until: float = float("-inf")
     """So long streams are kept for ``expected_workers``, though fewer have come."""
+    restore: RestoreOrder | None = None
+    due: Due = ""
 
     def copy(self) -> _Job:
         job = replace(self, cursors=list(self.cursors), holders=list(self.holders))
@@ -76,6 +95,18 @@ class _Job:
     def drop(self, worker: str) -> None:
         self.workers.pop(worker, None)
         self.holders = [None if holder == worker else holder for holder in self.holders]
+
+    def lose(self, worker: str) -> None:
+        """Drop a worker that ended without a word. What it read may be in the rows, in part."""
+        must_go_back = self.restore is not None and worker in self.holders
+        self.drop(worker)
+        if must_go_back:
+            self.go_back()
+
+    def go_back(self) -> None:
+        """End every lease: nobody reads before tables and cursors are restored."""
+        self.due, self.holders = "restore", [None] * len(self.holders)
+        self.workers.clear()
 
     def note(self, worker: str, incarnation: int) -> None:
         """Note who has a lease now; of those who have none any more the earliest is forgotten."""
@@ -110,6 +141,10 @@ class StreamLeases:
         ``incarnations`` learns of those that callers chose; None: that of the store.
         """
         self.lease_seconds = lease_seconds
+        self.can_restore = False
+        """Whether somebody does what is due, and remembers it."""
+        self._refusals: dict[str, GeartrainError] = {}
+        """By job, why there could be no first snapshot."""
         self._incarnations = Incarnations(store) if incarnations is None else incarnations
         self._store = store
         self._clock = clock
@@ -134,13 +169,21 @@ class StreamLeases:
             self._stops.pulse()
 
     def lease(
-        self, job: str, worker: str, incarnation: int, num_streams: int = 64, num_workers: int = 1, data: str = ""
+        self,
+        job: str,
+        worker: str,
+        incarnation: int,
+        num_streams: int = 64,
+        num_workers: int = 1,
+        data: str = "",
+        restore: RestoreOrder | None = None,
     ) -> StreamLease:
         """Give a worker its share of the free streams; return all that it holds, at their committed cursors.
 
         For one lease after the first worker's, streams are kept for ``num_workers``. A higher incarnation takes the
-        place of a lower one of the same name. Raises StaleClient, and InvalidArgument, also for other ``data`` than
-        those of the job.
+        place of a lower one of the same name. Raises StaleClient, and InvalidArgument, also for other ``data`` or
+        another ``restore`` than those of the job; Busy while the job is saved or restored, and, once, whatever kept it
+        from having its first snapshot.
         """
         checked_name("job", job)
         checked_name("worker", worker)
@@ -162,11 +205,20 @@ class StreamLeases:
             if num_workers < 1:
                 raise InvalidArgument(f"num_workers is {num_workers} for worker {worker!r}; it must be >= 1")
             self._require_current(job, changed, worker, incarnation)
+            if (refusal := self._refusals.pop(job, None)) is not None:
+                raise refusal
+            if restore not in (None, changed.restore):
+                self._order(job, changed, restore)
             self._incarnations.note("incarnation", incarnation)
             changed.data = changed.data or data
             known = changed.workers.get(worker)
             if known is not None and known.incarnation < incarnation:
-                changed.drop(worker)
+                changed.lose(worker)
+            if changed.due:
+                changed.note(worker, incarnation)
+                self._keep(job, changed)
+                what = "is saved" if changed.due == "snapshot" else "goes back to its newest snapshot"
+                raise Busy(f"job {job!r} {what}: its streams are leased again after that", _BUSY_SECONDS)
             now = self._clock()
             if not changed.workers:
                 changed.expected_until = now + self.lease_seconds
@@ -180,7 +232,8 @@ class StreamLeases:
                 changed.holders[stream] = worker
             self._keep(job, changed)
             cursors = {stream: changed.cursors[stream] for stream in changed.held_by(worker)}
-            return StreamLease(epoch=changed.epoch, lease_seconds=self.lease_seconds, cursors=cursors)
+            tables = changed.restore.tables if changed.restore else ()
+            return StreamLease(epoch=changed.epoch, lease_seconds=self.lease_seconds, cursors=cursors, tables=tables)
 
     def renew(self, job: str, worker: str, incarnation: int, cursors: Mapping[int, Cursor]) -> StreamRenewal:
         """Commit how far a worker has come, all or nothing, and prolong its lease.
@@ -191,14 +244,16 @@ class StreamLeases:
             changed = self._committed(job, worker, incarnation, cursors)
             self._keep(job, changed)
             held, share = changed.held_by(worker), changed.share(worker, self._clock())
+            is_paused = changed.due == "snapshot"
             surplus = max(0, len(held) - share)
             # Ended ones first: nothing of them is being read.
             by_use = sorted(held, key=lambda stream: (-changed.cursors[stream].epoch, -stream))
             return StreamRenewal(
                 epoch=changed.epoch,
                 held=tuple(held),
-                release=tuple(sorted(by_use[:surplus])),
-                can_lease=len(held) < share and bool(changed.free),
+                release=() if is_paused else tuple(sorted(by_use[:surplus])),
+                can_lease=len(held) < share and bool(changed.free) and not is_paused,
+                pause=is_paused,
             )
 
     def release(
@@ -208,11 +263,16 @@ class StreamLeases:
         incarnation: int,
         cursors: Mapping[int, Cursor],
         streams: Sequence[int] | None = None,
+        *,
+        lost: bool = False,
     ) -> None:
-        """Commit ``cursors``, then give ``streams`` back; None: all, and the worker leaves. Raises as :meth:`renew`."""
+        """Commit ``cursors``, then give ``streams`` back; None: all, and the worker leaves, ``lost`` in the middle of a
+        step. Raises as :meth:`renew`."""
         with self._lock:
             changed = self._committed(job, worker, incarnation, cursors)
-            if streams is None:
+            if lost:
+                changed.lose(worker)
+            elif streams is None:
                 changed.drop(worker)
             for stream in streams or ():
                 self._require_held(job, changed, worker, stream)
@@ -273,7 +333,77 @@ class StreamLeases:
             restored = _Job(ordered, [None] * len(ordered))
             if known is not None:
                 restored.incarnations, restored.data = known.incarnations, known.data
+                restored.restore, restored.due = known.restore, known.due
             self._keep(job, restored, fence=incarnation)
+
+    def _order(self, job: str, changed: _Job, restore: RestoreOrder | None) -> None:
+        """Have the scheduler restore the job from now on: first it is saved. Raises InvalidArgument."""
+        assert restore is not None
+        said = f"job {job!r} asks the scheduler to restore it"
+        if not self.can_restore:
+            raise InvalidArgument(
+                f"{said}, and this one keeps nothing: start it with --data FOLDER, or take and restore snapshots with "
+                "cluster.snapshot() and cluster.restore()"
+            )
+        if not restore.tables or not 0 < restore.every_seconds < float("inf"):
+            raise InvalidArgument(
+                f"{said} with tables {restore.tables!r} every {restore.every_seconds} s; name all tables that it "
+                "trains, and a number of seconds > 0"
+            )
+        before = changed.restore
+        if before is not None and (before.root, before.tables) != (restore.root, restore.tables):
+            raise InvalidArgument(
+                f"{said} to {restore.root!r} with tables {restore.tables!r}; other workers said {before.root!r} and "
+                f"{before.tables!r}. Give all of them the same, or choose another job name"
+            )
+        for other, its in self._jobs.items():
+            if other == job or its.restore is None:
+                continue
+            if its.restore.root == restore.root:
+                raise InvalidArgument(
+                    f"{said} to {restore.root!r}, where job {other!r} has its snapshots; give a folder of its own"
+                )
+            if shared := set(its.restore.tables).intersection(restore.tables):
+                raise InvalidArgument(
+                    f"{said} with table {min(shared)!r}, which goes back with job {other!r}: a table is of one job. "
+                    "Give tables of its own, or drop those of the other job once it has ended"
+                )
+        if before is None:
+            changed.due = "snapshot"
+        changed.restore = restore
+
+    def restored_jobs(self) -> dict[str, RestoredJob]:
+        """The jobs that the scheduler restores, and what is due now."""
+        with self._lock:
+            jobs = {name: self._look_at(name) for name, job in list(self._jobs.items()) if job.restore is not None}
+        return {name: RestoredJob(job.restore, job.due, bool(job.workers)) for name, job in jobs.items() if job.restore}
+
+    def set_due(self, job: str, due: Due) -> None:
+        """Have a job saved or restored; what is due for it already comes first. ``""``: it was saved."""
+        with self._lock:
+            changed = self._look_at(job)
+            if changed.due == "restore":
+                return
+            changed.due = due
+            if due == "restore":
+                changed.go_back()
+            self._keep(job, changed)
+
+    def put_back(self, job: str, cursors: Mapping[int, Cursor]) -> None:
+        """The tables of a job are restored: let its workers read on from the ``cursors`` of the same snapshot."""
+        with self._lock:
+            changed = self._look_at(job)
+            changed.cursors, changed.due = [cursors[stream] for stream in range(len(cursors))], ""
+            self._keep(job, changed)
+
+    def end_restores(self, job: str, why: GeartrainError | None = None) -> None:
+        """Restore the job no more; ``why`` it cannot be, for one of its workers."""
+        with self._lock:
+            changed = self._look_at(job)
+            changed.restore, changed.due = None, ""
+            if why is not None:
+                self._refusals[job] = why
+            self._keep(job, changed)
 
     def fence(self, job: str, incarnation: int) -> None:
         """Shut workers of a lower incarnation out of ``job`` and ``job/…``, and end their leases.
@@ -308,7 +438,7 @@ class StreamLeases:
         changed, now = known.copy(), self._clock()
         late = [name for name, worker in changed.workers.items() if worker.deadline < now]
         for name in late:
-            changed.drop(name)
+            changed.lose(name)
         if late:  # before anyone is told so: a restart must not give it back to them
             self._keep(job, changed.copy())
         return changed
@@ -405,6 +535,8 @@ def _to_json(name: str, job: _Job) -> bytes:
         "workers": {worker: held.incarnation for worker, held in job.workers.items()},
         "incarnations": job.incarnations,
         "data": job.data,
+        "restore": None if job.restore is None else asdict(job.restore),
+        "due": job.due,
     }
     return json.dumps(fields).encode()
 
@@ -418,4 +550,6 @@ def _from_json(value: bytes, deadline: float) -> tuple[str, _Job]:
         fields["incarnations"],
         fields["data"],
     )
+    if (order := fields.get("restore")) is not None:
+        job.restore, job.due = RestoreOrder(**order | {"tables": tuple(order["tables"])}), fields["due"]
     return fields["job"], job

@@ -208,10 +208,11 @@ class SchedulerHandlers:
         return require
 
     def _lease_streams(self, lease: LeaseStreams, _: WaitingCaller) -> StreamLease:
-        return self._streams.lease(*lease.reader, lease.num_streams, lease.num_workers, lease.data)
+        return self._streams.lease(*lease.reader, lease.num_streams, lease.num_workers, lease.data, lease.restore)
 
     def _renew_streams(self, renew: RenewStreams, _: WaitingCaller) -> StreamRenewal:
         return self._streams.renew(*renew.reader, renew.cursors)
 
     def _release_streams(self, release: ReleaseStreams, _: WaitingCaller) -> None:
-        self._streams.release(*release.reader, release.cursors, None if release.all else release.streams)
+        streams = None if release.all else release.streams
+        self._streams.release(*release.reader, release.cursors, streams, lost=release.lost)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 
 from geartrain.ams.observe.call_counts import call_metrics
@@ -48,8 +48,15 @@ _CONNECT_SECONDS = 5.0
 class SchedulerServer:
     """The scheduler of a cluster: start, serve until stopped."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        restorer: Callable[[Scheduler, StreamLeases, str], AbstractContextManager[object]] | None = None,
+    ) -> None:
+        """``restorer`` makes what restores jobs, given the address here, from when this serves until it stops; None:
+        jobs that ask for that are refused, as they are where no state is kept."""
         self._config = config
+        self._restorer = restorer
         self._server: GrpcServer | None = None
         self._membership = CallThreads(_MEMBERSHIP_THREADS, "membership")
         self._tables = CallThreads(_TABLE_THREADS, "tables")
@@ -123,6 +130,8 @@ class SchedulerServer:
         pulse = threading.Thread(target=self._run_pulse, args=(pulses,), name="pulse", daemon=True)
         pulse.start()
         self._on_stop.callback(pulse.join)
+        if self._restorer is not None and self._config.data is not None:
+            self._on_stop.enter_context(self._restorer(scheduler, streams, server.address))
         return server.address
 
     def _run_pulse(self, pulses: dict[Callable[[], None], ThreadPoolExecutor]) -> None:

@@ -79,6 +79,8 @@ class StreamLease:
     lease_seconds: float
     cursors: dict[int, Cursor]
     """Where each stream that the worker holds goes on."""
+    tables: tuple[str, ...] = ()
+    """Those that the scheduler restores, to be opened anew with each lease."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,8 @@ class StreamRenewal:
     """Of those held, the ones that other workers lack: to be released soon."""
     can_lease: bool
     """More streams are free for this worker."""
+    pause: bool = False
+    """A snapshot is due: release all streams as soon as what was read of them is committed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,6 +404,19 @@ class JobWorker(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RestoreOrder:
+    """Snapshots of a job that the scheduler takes, and restores when the job has lost something: see
+    :class:`geartrain.ams.scheduler.data_streams.StreamLeases`."""
+
+    root: str
+    """Local folder or URL of its own, the same on every machine."""
+    tables: tuple[str, ...]
+    """Names of all tables that the job trains; no other job of the cluster may."""
+    every_seconds: float = 300.0
+    """Between two snapshots. What was trained since the last one is trained again after a loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LeaseStreams(Rpc[StreamLease]):
     """Take a worker's share of a job's free data streams."""
 
@@ -410,6 +427,8 @@ class LeaseStreams(Rpc[StreamLease]):
     """That will come: streams are kept for them for one lease."""
     data: str = ""
     """A name of the data that the streams are parts of, the same in every request; empty: not said."""
+    restore: RestoreOrder | None = None
+    """The same in every request; None: the job is not restored by the scheduler."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -429,6 +448,8 @@ class ReleaseStreams(Rpc[None]):
     streams: tuple[int, ...] = ()
     all: bool = False
     """All of them, and the worker leaves."""
+    lost: bool = False
+    """It leaves in the middle of a step, part of which may have been applied."""
 
 
 @dataclass(frozen=True, kw_only=True)

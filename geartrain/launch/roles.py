@@ -83,8 +83,9 @@ def load(place: str) -> Any:
 
 def _start_scheduler(config: ClusterConfig) -> Started:
     from geartrain.ams.scheduler.service import SchedulerServer
+    from geartrain.launch.connected.restorer import JobRestorer
 
-    service = SchedulerServer(config.scheduler)
+    service = SchedulerServer(config.scheduler, JobRestorer)
     return service, {"address": service.start(), "num_shards": config.scheduler.num_shards}
 
 
@@ -98,7 +99,7 @@ def _start_server(config: ClusterConfig) -> Started:
 
 def _start_graph(config: ClusterConfig) -> Started:
     from geartrain.ams.graph.service.role import GraphServer
-    from geartrain.launch.graph_role import ConnectedCluster
+    from geartrain.launch.connected.graph_role import ConnectedCluster
 
     service = GraphServer(config.graph, ConnectedCluster(config.graph.scheduler, config.client))
     return service, {"address": service.start()}

@@ -13,6 +13,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor  # noqa: F401
 
 import geartrain
+import tests.faults.restored_jobs
 import tests.faults.scenarios
 import tests.support.heads
 import tests.support.rank_processes  # noqa: F401

@@ -43,6 +43,7 @@ PUBLIC_NAMES = {
     "Field",
     "SSP",
     "Constant",
+    "RestoreOrder",
     "Uniform",
     "Normal",
     "attach",

@@ -17,6 +17,7 @@ from geartrain.workers.samples.source import SampleSource, fingerprint
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
+    from geartrain.ams.values.scheduler_messages import RestoreOrder
     from geartrain.workers.samples.batches import SampleBatch
     from geartrain.workers.samples.late_labels import LateLabels
     from geartrain.workers.samples.leased import LeasedSamples
@@ -164,6 +165,7 @@ class FileSamples(IterableDataset["SampleBatch"]):
         num_workers: int = 1,
         num_streams: int = NUM_STREAMS,
         incarnation: int | None = None,
+        restore: RestoreOrder | None = None,
     ) -> LeasedSamples:
         """Read a part of them, beside other workers of a job; every sample of an epoch is committed exactly once.
 
@@ -175,6 +177,8 @@ class FileSamples(IterableDataset["SampleBatch"]):
             num_workers: So many will come: samples are kept for them for one lease after the first.
             num_streams: Parts that the samples are cut into: the most workers that there can be.
             incarnation: See ``Cluster.streams``.
+            restore: The scheduler saves the job and takes it back when it has lost something: train with
+                :meth:`.LeasedSamples.apply`.
 
         Raises InvalidArgument.
         """
@@ -187,6 +191,7 @@ class FileSamples(IterableDataset["SampleBatch"]):
             num_workers=num_workers,
             incarnation=incarnation,
             data=self._fingerprint,
+            restore=restore,
         )
         if epochs is not None:
             integer("epochs", epochs, 1)

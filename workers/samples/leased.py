@@ -7,12 +7,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Self, TypeVar
 
 from geartrain.ams.client.data_streams import NOTHING, Cursors, DataStreams
 from geartrain.ams.observe.metrics import Metric, tell_of
-from geartrain.ams.values.errors import InvalidArgument, SchedulerUnavailable, StaleClient
+from geartrain.ams.values.errors import (
+    Busy,
+    Fenced,
+    InvalidArgument,
+    SchedulerUnavailable,
+    StaleClient,
+    TableNotFound,
+    Unavailable,
+)
 from geartrain.ams.values.scheduler_messages import StreamRenewal
 from geartrain.ams.values.text import counted
 from geartrain.workers.samples.batches import SampleBatch
@@ -20,6 +29,8 @@ from geartrain.workers.samples.reader import StreamBatches
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_LOST = Unavailable, Fenced, TableNotFound
+"""Errors of a step where rows, or the lease, are gone."""
 _POLL_SECONDS = 0.2
 """Between two looks at whether there is something to read again."""
 _RETRY_SECONDS = 0.2
@@ -40,6 +51,9 @@ class LeasedSamples(Iterator[SampleBatch]):
     committed exactly once. An epoch begins when all workers have ended the one before.
 
     One thread reads; any may commit. Cost: an RPC to the scheduler for each commit.
+
+    With ``restore=gt.RestoreOrder(...)`` the scheduler saves the job and takes it back, tables and cursors together,
+    when a shard or a worker is lost. Then a batch is trained on in :meth:`apply`, and each sample is in the rows once.
     """
 
     def __init__(self, reader: StreamBatches, streams: DataStreams) -> None:
@@ -57,6 +71,12 @@ class LeasedSamples(Iterator[SampleBatch]):
         """When the last batch was."""
         self._committer: int | None = None
         """The thread that committed last; None: nobody has."""
+        self._is_restored = False
+        """The scheduler takes the job back when something is lost."""
+        self._applying: SampleBatch | None = None
+        """The batch that is being trained on."""
+        self._owes_loss = False
+        """A step has failed in the middle, and the scheduler does not know."""
         self._why_lost = ""
         self._told_at = 0.0
         """When a wait for commits was last told of."""
@@ -113,7 +133,10 @@ class LeasedSamples(Iterator[SampleBatch]):
         with self._lock:
             renewal = self._prepared()
             if renewal is None:
-                return None  # its lease was lost
+                return None  # its lease was lost, or is not to be had yet
+            if renewal.pause:
+                self._pause(renewal)
+                return None
             if self._reader.is_done(renewal.epoch, lambda: self._repeated(self._streams.cursors)):
                 self.close()
                 return None
@@ -140,6 +163,46 @@ class LeasedSamples(Iterator[SampleBatch]):
             self._lock.notify_all()
             self._lock.release()
 
+    def apply(self, batch: SampleBatch, step: Callable[[], object]) -> bool:
+        """Call ``step``, which trains on ``batch``, wait for its pushes and commit; whether that was done.
+
+            for batch in batches:
+                batches.apply(batch, lambda: train(batch))
+
+        False: the cluster lost something before or meanwhile, and the scheduler takes the job back. The samples come
+        again, here or at another worker; the loop goes on as if nothing had happened. ``step`` begins with
+        ``zero_grad()``, for gradients of before are refused. Any other error of ``step`` is raised, once the scheduler
+        knows that the job must go back. Only for jobs with ``restore=``; batches come in the order of the loop.
+
+        Raises InvalidArgument: the job has none. SchedulerUnavailable: it was away for as long as a lease lasts.
+        """
+        with self._lock:
+            if not self._is_restored:
+                raise InvalidArgument(
+                    f"apply() is for jobs that the scheduler restores: give shared(..., restore=gt.RestoreOrder(...)) "
+                    f"for job {self._streams.job!r}, or commit(batch) after each step"
+                )
+            if not any(handed is batch for handed in self._handed_out):
+                return False
+            self._applying = batch
+        try:
+            step()
+            self._streams.finish_writes()
+            self.commit(batch)
+            return True
+        except BaseException as exc:
+            with self._lock:
+                self._owes_loss = True
+                self._lose()
+            if not isinstance(exc, _LOST):
+                raise
+            logger.warning("job %r loses a step, and goes back: %s", self._streams.job, exc)
+            return False
+        finally:
+            with self._lock:
+                self._applying = None
+                self._lock.notify_all()
+
     def commit(self, batch: SampleBatch) -> None:
         """Say that the samples of ``batch``, and of all that were handed out before it, are done. One RPC.
 
@@ -148,6 +211,11 @@ class LeasedSamples(Iterator[SampleBatch]):
         name): the batch will be read again by whoever holds its streams now; going on with the loop leases anew.
         """
         with self._lock:
+            if self._is_restored and self._applying is not batch:
+                raise InvalidArgument(
+                    f"the scheduler restores job {self._streams.job!r}: train on a batch in apply(batch, step), which "
+                    "commits it, so that no step is there twice"
+                )
             if not any(handed is batch for handed in self._handed_out):
                 if getattr(batch, "is_committed_by", None) is self:
                     return
@@ -195,13 +263,30 @@ class LeasedSamples(Iterator[SampleBatch]):
             has_lease = self._renewal is not None
             self._lose()
             self._reader.close()
+            self._tell_loss()
             if has_lease:
                 self._repeated(self._streams.release)
+
+    def _tell_loss(self) -> None:
+        """Have the job go back if part of a step may have been applied."""
+        if self._owes_loss:
+            with suppress(StaleClient):
+                self._repeated(lambda: self._streams.release(lost=True))
+            self._owes_loss = False
 
     def _prepared(self) -> StreamRenewal | None:
         """Hold a lease that is in time, and no stream that others lack."""
         if self._renewal is None:
-            lease = self._repeated(self._streams.lease)
+            if self._applying is not None:  # its pushes must not reach the tables that are opened with the lease
+                self._lock.wait(_LOOK_SECONDS)
+                return None
+            self._tell_loss()
+            try:
+                lease = self._repeated(self._streams.lease)
+            except Busy:  # the job is saved, or restored
+                self._lock.wait(_POLL_SECONDS)
+                return None
+            self._is_restored = bool(lease.tables)
             self._spoke, self._lease_seconds = time.monotonic(), lease.lease_seconds
             self._reader.drop(list(self._reader.positions))
             self._handed_out.clear()
@@ -216,6 +301,17 @@ class LeasedSamples(Iterator[SampleBatch]):
         if self._renewal is not None and self._renewal.can_lease:
             self._lease_more()
         return self._renewal
+
+    def _pause(self, renewal: StreamRenewal) -> None:
+        """A snapshot is due: wait for the commits of what was handed out, then let go of everything."""
+        if self._handed_out:
+            self._wait(renewal)
+            return
+        at = self._reader.positions
+        ended = {stream: position for stream, position in at.items() if position != self._committed[stream]}
+        with suppress(StaleClient):
+            self._repeated(lambda: self._streams.release(None, ended))
+        self._lose()
 
     def _release(self) -> None:
         """Give streams back that others lack: those that have nothing of theirs with the caller."""
@@ -235,7 +331,10 @@ class LeasedSamples(Iterator[SampleBatch]):
             self._renew(NOTHING)
 
     def _lease_more(self) -> None:
-        lease = self._repeated(self._streams.lease)
+        try:
+            lease = self._repeated(self._streams.lease)
+        except Busy:  # the next commit says why
+            return
         self._spoke = time.monotonic()
         known = self._reader.positions
         if set(known) - set(lease.cursors):  # some were lost with a lease that ended unnoticed
@@ -263,7 +362,11 @@ class LeasedSamples(Iterator[SampleBatch]):
         if self._handed_out:
             self._lock.wait(min(_LOOK_SECONDS, self._lease_seconds / 3))
             now, behind = time.monotonic(), counted(len(self._handed_out), "batch", "batches")
-            if self._handed_out and now - max(self._handed_out_at, self._told_at) > self._lease_seconds / 3:
+            if (
+                self._handed_out
+                and self._applying is None
+                and now - max(self._handed_out_at, self._told_at) > self._lease_seconds / 3
+            ):
                 self._told_at = now
                 if self._committer in (None, threading.get_ident()):  # nobody else will
                     raise InvalidArgument(
@@ -301,8 +404,8 @@ class LeasedSamples(Iterator[SampleBatch]):
         self._lock.notify_all()
 
     def _repeated(self, call: Callable[[], T]) -> T:
-        """Call the scheduler; if it is away, for as long as a lease lasts."""
-        until = time.monotonic() + self._lease_seconds
+        """Call the scheduler; if it is away, for as long as a lease lasts, or one that restores the job may need."""
+        until = time.monotonic() + max(self._lease_seconds, self._streams.patience_seconds)
         while True:
             try:
                 return call()

@@ -1230,6 +1230,38 @@ class StreamReader(_message.Message):
 Global___StreamReader: _TypeAlias = StreamReader  # noqa: Y015
 
 @_typing.final
+class RestoreOrder(_message.Message):
+    """How a job goes back when rows of it, or a worker in the middle of a step, are lost."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROOT_FIELD_NUMBER: _builtins.int
+    TABLES_FIELD_NUMBER: _builtins.int
+    EVERY_SECONDS_FIELD_NUMBER: _builtins.int
+    root: _builtins.str
+    """Where the scheduler takes snapshots of the job, and restores the newest from."""
+    every_seconds: _builtins.float
+    """Between two snapshots."""
+    @_builtins.property
+    def tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What is in them."""
+
+    def __init__(
+        self,
+        *,
+        root: _builtins.str = ...,
+        tables: _abc.Iterable[_builtins.str] | None = ...,
+        every_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["every_seconds", b"every_seconds", "root", b"root", "tables", b"tables"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreOrder: _TypeAlias = RestoreOrder  # noqa: Y015
+
+@_typing.final
 class LeaseStreamsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1237,6 +1269,7 @@ class LeaseStreamsRequest(_message.Message):
     NUM_STREAMS_FIELD_NUMBER: _builtins.int
     NUM_WORKERS_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    RESTORE_FIELD_NUMBER: _builtins.int
     num_streams: _builtins.int
     """Streams of the job; the same in every request."""
     num_workers: _builtins.int
@@ -1245,6 +1278,10 @@ class LeaseStreamsRequest(_message.Message):
     """A name of the data that the streams are parts of; the same in every request of a job. Empty: not said."""
     @_builtins.property
     def reader(self) -> Global___StreamReader: ...
+    @_builtins.property
+    def restore(self) -> Global___RestoreOrder:
+        """The scheduler takes snapshots of the job and restores them; the same in every request. Absent: not asked for."""
+
     def __init__(
         self,
         *,
@@ -1252,10 +1289,11 @@ class LeaseStreamsRequest(_message.Message):
         num_streams: _builtins.int = ...,
         num_workers: _builtins.int = ...,
         data: _builtins.str = ...,
+        restore: Global___RestoreOrder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["reader", b"reader"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reader", b"reader", "restore", b"restore"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "num_streams", b"num_streams", "num_workers", b"num_workers", "reader", b"reader"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "num_streams", b"num_streams", "num_workers", b"num_workers", "reader", b"reader", "restore", b"restore"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1268,6 +1306,7 @@ class LeaseStreamsReply(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     CURSORS_FIELD_NUMBER: _builtins.int
+    TABLES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The job's epoch: streams beyond it wait."""
     lease_seconds: _builtins.float
@@ -1275,16 +1314,21 @@ class LeaseStreamsReply(_message.Message):
     def cursors(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamCursor]:
         """All that the worker holds."""
 
+    @_builtins.property
+    def tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tables that the scheduler restores: to be opened anew with each lease."""
+
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         lease_seconds: _builtins.float = ...,
         cursors: _abc.Iterable[Global___StreamCursor] | None = ...,
+        tables: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursors", b"cursors", "epoch", b"epoch", "lease_seconds", b"lease_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursors", b"cursors", "epoch", b"epoch", "lease_seconds", b"lease_seconds", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1322,10 +1366,13 @@ class RenewStreamsReply(_message.Message):
     HELD_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     CAN_LEASE_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The job's epoch: streams beyond it wait."""
     can_lease: _builtins.bool
     """More streams are free for this worker."""
+    pause: _builtins.bool
+    """A snapshot is due: all streams are to be released as soon as what was read of them is committed."""
     @_builtins.property
     def held(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Streams that the worker holds."""
@@ -1341,10 +1388,11 @@ class RenewStreamsReply(_message.Message):
         held: _abc.Iterable[_builtins.int] | None = ...,
         release: _abc.Iterable[_builtins.int] | None = ...,
         can_lease: _builtins.bool = ...,
+        pause: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_lease", b"can_lease", "epoch", b"epoch", "held", b"held", "release", b"release"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_lease", b"can_lease", "epoch", b"epoch", "held", b"held", "pause", b"pause", "release", b"release"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1358,8 +1406,11 @@ class ReleaseStreamsRequest(_message.Message):
     CURSORS_FIELD_NUMBER: _builtins.int
     STREAMS_FIELD_NUMBER: _builtins.int
     ALL_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
     all: _builtins.bool
     """All streams; the worker leaves. `streams` is ignored."""
+    lost: _builtins.bool
+    """It leaves in the middle of a step, part of which may have been applied."""
     @_builtins.property
     def reader(self) -> Global___StreamReader: ...
     @_builtins.property
@@ -1373,10 +1424,11 @@ class ReleaseStreamsRequest(_message.Message):
         cursors: _abc.Iterable[Global___StreamCursor] | None = ...,
         streams: _abc.Iterable[_builtins.int] | None = ...,
         all: _builtins.bool = ...,
+        lost: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "cursors", b"cursors", "reader", b"reader", "streams", b"streams"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "cursors", b"cursors", "lost", b"lost", "reader", b"reader", "streams", b"streams"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

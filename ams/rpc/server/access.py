@@ -57,10 +57,10 @@ _LISTS: dict[str, dict[frozenset[str], str]] = {
         _ALL: "Ping DescribeCluster",
         _SHARDS: "Register Heartbeat Leave PrepareLeave",
         _TOKEN_READERS: "ReadRevoked",
-        _READERS: "TakeIncarnation",
-        _WRITERS: """CreateClusterTable AlterClusterTable DropClusterTable PublishClusterTables CheckCaller
-            FenceJob TellJob LeaseStreams RenewStreams ReleaseStreams DescribeStreams DescribeHolders RestoreStreams
-            TellEvent""",
+        _READERS | _SCHEDULER: "TakeIncarnation",
+        _WRITERS: """AlterClusterTable FenceJob TellJob LeaseStreams RenewStreams ReleaseStreams DescribeStreams
+            DescribeHolders RestoreStreams""",
+        _WRITERS | _SCHEDULER: "CreateClusterTable DropClusterTable PublishClusterTables CheckCaller TellEvent",
         _CLIENTS: "TellSteps LeaveSteps ReadRendezvous WriteRendezvous",
         _CLIENTS | _SCHEDULER: "ReadEvents DescribeJobs",  # it may be asked where it runs
     },
@@ -69,7 +69,8 @@ _LISTS: dict[str, dict[frozenset[str], str]] = {
         _SCHEDULER: "CreateTable AlterTable DropTable PublishTable",
         _READERS: "Pull OpenDataPlane",
         _READERS | _SCHEDULER: "Describe",
-        _WRITERS: "Push Assign Remove Expire ComputeHosted UpdateHosted Freeze WriteFrozen Thaw Restore Fence",
+        _WRITERS: "Push Assign Remove Expire ComputeHosted UpdateHosted",
+        _WRITERS | _SCHEDULER: "Freeze WriteFrozen Thaw Restore Fence",  # of the jobs that it restores
     },
     GRAPH.name: {
         _ALL: "Ping",

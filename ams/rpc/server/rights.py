@@ -75,6 +75,7 @@ _TABLES = _places("table", "tables", "spec.name", "name", "event.tables")
 _JOBS = _places("job", "reader.job", "who.job")
 _STREAMS = _places("caller.stream", "context.stream", "group.job", "event.job")
 """Which may be of nobody."""
+_LEASE = f"/{SCHEDULER.name}/LeaseStreams"
 _FREEZE = f"/{SHARD.name}/Freeze"
 _OF_A_FREEZE = (_FREEZE, f"/{SHARD.name}/WriteFrozen", f"/{SHARD.name}/Thaw")
 _MOST_FREEZES = 65_536
@@ -154,6 +155,8 @@ def asked(path: str, request: bytes, freezes: AskedFreezes) -> Asked:
     jobs = [get(message) for get in reader.jobs]
     jobs += filter(None, (get(message) for get in reader.streams))
     tables = tuple(name for get in reader.tables for name in _names(get(message)))
+    if path == _LEASE and message.HasField("restore"):  # the scheduler will save and restore these tables for it
+        return Asked("snapshot", tuple(message.restore.tables) or (ALL_TABLES,), tuple(jobs))
     if path in _OF_A_FREEZE:
         if path == _FREEZE and not tables:
             tables = (ALL_TABLES,)

@@ -34,7 +34,7 @@ from geartrain.ams.values.errors import (
 )
 from geartrain.ams.values.graph_messages import GraphBuilding, GraphsState
 from geartrain.cli.main import build_app
-from geartrain.launch.graph_role import ConnectedCluster
+from geartrain.launch.connected.graph_role import ConnectedCluster
 from tests.faults.children import Child, serve
 from tests.integration.conftest import QUICK, ServedCluster
 

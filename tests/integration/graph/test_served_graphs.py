@@ -31,7 +31,7 @@ from geartrain.bridge.head.selection import graph_build
 from geartrain.bridge.head.selection.knn_selection import KNNSelection
 from geartrain.bridge.head.selection.served_graph import ServedRows
 from geartrain.cli.main import build_app
-from geartrain.launch.graph_role import ConnectedCluster
+from geartrain.launch.connected.graph_role import ConnectedCluster
 from geartrain.workers.recipes.recipe import ClassifyRecipe
 from tests.integration.conftest import QUICK, ServedCluster
 from tests.integration.jobs.small_job import GREY, said_by

@@ -14,6 +14,7 @@ from geartrain.workers.samples.source import fingerprint
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
+    from geartrain.ams.values.scheduler_messages import RestoreOrder
     from geartrain.workers.samples.batches import SampleBatch
     from geartrain.workers.samples.late_labels import LateLabels
     from geartrain.workers.samples.leased import LeasedSamples
@@ -153,6 +154,7 @@ class KafkaSamples:
         worker: str,
         num_workers: int = 1,
         incarnation: int | None = None,
+        restore: RestoreOrder | None = None,
     ) -> LeasedSamples:
         """Read some of the partitions, beside other workers of a job; every message is committed exactly once.
 
@@ -162,6 +164,8 @@ class KafkaSamples:
             worker: Name of this worker, its own in the job.
             num_workers: So many will come: partitions are kept for them for one lease after the first.
             incarnation: See ``Cluster.streams``.
+            restore: The scheduler saves the job and takes it back when it has lost something: train with
+                :meth:`.LeasedSamples.apply`.
 
         Raises InvalidArgument, also for a job that was begun with another number of partitions.
         """
@@ -174,6 +178,7 @@ class KafkaSamples:
             num_workers=num_workers,
             incarnation=incarnation,
             data=self.identity,
+            restore=restore,
         )
         return LeasedSamples(self._unassigned(), streams)
 

@@ -1,0 +1,1 @@
+"""Roles that are clients of their cluster, too."""

@@ -1,0 +1,150 @@
+"""Where the scheduler meets the clients' code: it takes snapshots of the jobs that ask it to restore them, and restores
+the newest one when a job has lost something.
+
+What is due is in :class:`~geartrain.ams.scheduler.data_streams.StreamLeases`, written down before anybody acts on it.
+So whoever dies on the way, the scheduler included, it is due still, and all of it is done again: a restore takes the
+place of one that was cut off, and workers get no lease before it has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from types import TracebackType
+from typing import Any, Self
+
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.factory import connect
+from geartrain.ams.scheduler.data_streams import RestoredJob, StreamLeases
+from geartrain.ams.scheduler.scheduler import Scheduler
+from geartrain.ams.storage.snapshot.folder import Snapshot, list_snapshots, prune
+from geartrain.ams.values.config import ClientConfig
+from geartrain.ams.values.errors import GeartrainError, ShardRestarted, SnapshotDamaged, SnapshotNotFound, Unavailable
+from geartrain.ams.values.scheduler_messages import Cursor
+
+logger = logging.getLogger(__name__)
+_LOOK_SECONDS = 0.1
+_KEPT = 3
+"""Snapshots of a job: older ones are for when a file of the newest is damaged."""
+_SHARD_SECONDS = 10.0
+"""How long a shard that dies meanwhile is waited for, before all is looked at again."""
+
+
+class JobRestorer:
+    """Saves and restores the jobs that ask for it, on a thread of its own, while the ``with`` block lasts."""
+
+    def __init__(self, scheduler: Scheduler, streams: StreamLeases, address: str) -> None:
+        """``address``: of the scheduler, whose client it is."""
+        self._scheduler, self._streams, self._address = scheduler, streams, address
+        self._config = ClientConfig(recovery_timeout_seconds=_SHARD_SECONDS)
+        self._saved_at: dict[str, float] = {}
+        """On the monotonic clock, by job; of a scheduler that was started again, when it began."""
+        self._failed: dict[str, str] = {}
+        """By job, what was said last of a failure."""
+        self._cluster: Cluster | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="restorer", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._streams.can_restore = True
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopping.set()
+        if (cluster := self._cluster) is not None:
+            cluster.give_up()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(_LOOK_SECONDS):
+            for name, job in self._streams.restored_jobs().items():
+                try:
+                    self._look_at(name, job)
+                    self._failed.pop(name, None)
+                except (GeartrainError, OSError) as exc:
+                    if self._failed.get(name) != str(exc) and not self._stopping.is_set():
+                        self._failed[name] = str(exc)
+                        logger.warning("job %r is neither saved nor restored now; tried again: %s", name, exc)
+
+    def _look_at(self, name: str, job: RestoredJob) -> None:
+        view = self._scheduler.describe()
+        if not view.ready:
+            return  # whoever is away may come back with its rows
+        tables = set(job.order.tables)
+        if job.due != "restore" and tables.intersection(view.incomplete_tables):
+            if self._newest(name, job):
+                logger.warning("job %r has lost rows of a shard: it goes back to its newest snapshot", name)
+                self._streams.set_due(name, "restore")
+            else:
+                lost = f"table {min(tables.intersection(view.incomplete_tables))!r} has lost rows of a shard"
+                why = f"{lost} before job {name!r} had its first snapshot; drop it and create it anew"
+                self._streams.end_restores(name, ShardRestarted(why))
+        elif job.due == "restore":
+            self._restore(name, job)
+        elif job.due == "snapshot" and not job.is_read:
+            self._save(name, job)
+        elif not job.due and not tables.intersection(
+            (*(spec.name for spec in view.tables), *view.incomplete_tables, *view.restoring_tables)
+        ):
+            self._streams.end_restores(name)  # they were dropped: the job has ended
+        elif not job.due and job.is_read:
+            since = self._saved_at.setdefault(name, time.monotonic())
+            if time.monotonic() - since > job.order.every_seconds:
+                self._streams.set_due(name, "snapshot")
+
+    def _newest(self, name: str, job: RestoredJob) -> list[Snapshot]:
+        """The snapshots of a job, the newest first."""
+        found = [listed.snapshot for listed in list_snapshots(job.order.root)]
+        return [snapshot for snapshot in found if snapshot is not None and snapshot.manifest.job.get("job") == name]
+
+    def _connected(self, name: str) -> Cluster:
+        self._cluster = connect(self._address, config=self._config, stream=f"{name}/scheduler")
+        return self._cluster
+
+    def _save(self, name: str, job: RestoredJob) -> None:
+        """Take a snapshot while nobody reads: what was pushed is committed, and what was committed is pushed.
+
+        One that fails is passed over, until the next is due; without a first one the job does not begin.
+        """
+        order, before = job.order, None
+        try:
+            with self._connected(name) as cluster:
+                cluster.require_snapshot_root(order.root)  # before anything is looked for there
+                before = next(iter(self._newest(name, job)), None)
+                cursors = self._streams.cursors(name)
+                values = {"job": name, "streams": {str(stream): list(at) for stream, at in cursors.items()}}
+                step = 0 if before is None else before.manifest.step + 1
+                pending = cluster.snapshot(order.root, step=step, values=values, tables=order.tables)
+                if before is not None:  # else there is no way back before it is whole
+                    self._streams.set_due(name, "")
+                pending.result()
+            prune(order.root, _KEPT)
+        except Unavailable:
+            raise
+        except GeartrainError as exc:
+            if before is None:
+                self._streams.end_restores(name, exc)
+            raise
+        finally:
+            self._saved_at[name] = time.monotonic()
+            if before is not None:
+                self._streams.set_due(name, "")
+        self._streams.set_due(name, "")
+
+    def _restore(self, name: str, job: RestoredJob) -> None:
+        for snapshot in self._newest(name, job):
+            try:
+                with self._connected(name) as cluster:
+                    cluster.restore(snapshot.path, tables=job.order.tables, replace=True)
+            except SnapshotDamaged as exc:  # found before anything was dropped
+                logger.warning("job %r goes back further: %s", name, exc)
+                continue
+            cursors: Any = snapshot.manifest.job["streams"]
+            self._streams.put_back(name, {int(stream): Cursor(*at) for stream, at in cursors.items()})
+            logger.warning("job %r goes on from snapshot %s", name, snapshot.path)
+            return
+        raise SnapshotNotFound(f"there is no sound snapshot of job {name!r} in {job.order.root}; bring its files back")
