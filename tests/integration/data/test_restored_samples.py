@@ -1,0 +1,130 @@
+"""Loops of a job that the scheduler restores: what they hear, and what of others stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import geartrain as gt
+from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.client.table import Table
+
+pa = pytest.importorskip("pyarrow", reason="needs pip install 'geartrain[data]'")
+pq = pytest.importorskip("pyarrow.parquet", reason="needs pip install 'geartrain[data]'")
+
+COUNT = 600
+
+
+class Roles:
+    """A scheduler and a shard, which can be lost."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.root, self._stack = folder / "snapshots", stack
+        settings = {"listen": "127.0.0.1:0", "num_shards": 1, "data": str(folder / "state"), "lease_seconds": 30.0}
+        self.address = stack.enter_context(gt.ops.Role("scheduler", **settings)).address
+        self.listen = "127.0.0.1:0"
+        self.start_shard()
+        pq.write_table(pa.table({"id": np.arange(COUNT)}), folder / "samples.parquet")
+        self.samples = gt.ParquetSamples(folder / "samples.parquet", columns=["id"], batch_size=50)
+
+    def start_shard(self) -> None:
+        self.shard = gt.ops.Role("server", scheduler=self.address, listen=self.listen, heartbeat_seconds=0.05)
+        self.listen = self.shard.address
+        self._stack.callback(self.shard.close)
+
+    def lose_shard(self) -> None:
+        self.shard.close()
+        self.start_shard()
+
+    def order(self, *tables: str, root: str = "") -> gt.RestoreOrder:
+        return gt.RestoreOrder(root=root or str(self.root), tables=tables, every_seconds=300.0)
+
+
+@pytest.fixture
+def roles(tmp_path: Path) -> Iterator[Roles]:
+    with ExitStack() as stack:
+        yield Roles(tmp_path, stack)
+
+
+def counts(cluster: Cluster, name: str) -> Table:
+    return cluster.create_table(name, dim=1, num_rows=COUNT, optimizer=gt.SGD(1.0), initializer=gt.Constant(0.0))
+
+
+def count(table: Table, ids: torch.Tensor) -> None:
+    table.push(np.asarray(ids), -np.ones((len(ids), 1), np.float32))
+
+
+def test_a_step_that_fails_is_raised_and_is_in_the_rows_once_all_the_same(roles: Roles) -> None:
+    with gt.connect(roles.address) as cluster, gt.connect(roles.address) as others:
+        table, other = counts(cluster, "t"), counts(others, "other")
+        count(other, torch.arange(COUNT))
+
+        def fail(ids: torch.Tensor) -> None:
+            count(table, ids)
+            raise ZeroDivisionError
+
+        with roles.samples.shared(cluster, "job", worker="w", epochs=1, restore=roles.order("t")) as batches:
+            first, second = next(batches), next(batches)
+            with pytest.raises(gt.errors.InvalidArgument, match=r"train on a batch in apply\(batch, step\)"):
+                batches.commit(first)
+            assert batches.apply(first, lambda: count(table, first["id"]))
+            with pytest.raises(ZeroDivisionError):
+                batches.apply(second, lambda: fail(second["id"]))
+            assert not batches.apply(second, lambda: fail(second["id"]))  # is read again
+            for batch in batches:
+                batches.apply(batch, lambda ids=batch["id"]: count(table, ids))
+        assert np.all(table.pull(np.arange(COUNT)) == 1)
+        assert np.all(other.pull(np.arange(COUNT)) == 1)  # is not of the job
+
+
+def test_embeddings_and_an_attached_module_go_on_when_a_shard_is_lost(roles: Roles) -> None:
+    with gt.connect(roles.address) as cluster:
+        fields = gt.EmbeddingGroup(cluster, "ctr", [gt.Field("id", dim=4)], optimizer=gt.SGD(0.1))
+        linear = torch.nn.Linear(4, 1)
+        dense = gt.attach(linear, cluster, name="dense", optimizer=gt.SGD(0.1))
+        rows = gt.RowOptimizer(fields)
+        tables = tuple(cluster.table_incarnations())
+
+        def train(batch: dict[str, torch.Tensor]) -> None:
+            rows.zero_grad()
+            dense.zero_grad()
+            dense.refresh()
+            linear(fields(batch)["id"]).sum().backward()
+            rows.step()
+            dense.step()
+
+        done, lost = 0, 0
+        with roles.samples.shared(cluster, "job", worker="w", epochs=1, restore=roles.order(*tables)) as batches:
+            for number, batch in enumerate(batches):
+                if number == 5:
+                    roles.lose_shard()
+                is_done = batches.apply(batch, lambda batch=batch: train(batch))
+                done, lost = done + is_done, lost + (not is_done)
+        assert (done, lost) == (5 + COUNT // 50, 1)
+
+
+def test_a_job_without_a_first_snapshot_hears_why(roles: Roles, tmp_path: Path) -> None:
+    with gt.connect(roles.address) as cluster:
+        batches = roles.samples.shared(cluster, "job", worker="w", restore=roles.order("missing"))
+        with pytest.raises(gt.errors.TableNotFound, match="missing"):
+            next(batches)
+        (tmp_path / "file").write_text("")
+        counts(cluster, "t")
+        order = roles.order("t", root=str(tmp_path / "file"))
+        batches = roles.samples.shared(cluster, "job", worker="w", restore=order)
+        with pytest.raises(gt.errors.SnapshotError):
+            next(batches)
+
+
+def test_apply_is_for_jobs_that_are_restored_and_an_embedded_cluster_restores_none(roles: Roles) -> None:
+    with gt.local() as cluster:
+        batches = roles.samples.shared(cluster, "job", worker="w")
+        with pytest.raises(gt.errors.InvalidArgument, match=r"give shared\(..., restore=gt.RestoreOrder\(...\)\)"):
+            batches.apply(next(batches), lambda: None)
+        with pytest.raises(gt.errors.InvalidArgument, match="start it with --data FOLDER"):
+            next(roles.samples.shared(cluster, "other", worker="w", restore=roles.order("t")))
