@@ -21,7 +21,7 @@ from geartrain.ams.rpc.services import GRAPH
 from geartrain.ams.values.config import ClientConfig, GraphConfig
 from geartrain.ams.values.errors import ProtocolError
 from geartrain.ams.values.graph_messages import GraphBuilt, GraphInfo
-from geartrain.launch.graph_role import ConnectedCluster
+from geartrain.launch.connected.graph_role import ConnectedCluster
 from tests.integration.conftest import QUICK, ServedCluster
 
 ROWS = np.random.default_rng(7).standard_normal((1500, 16)).astype(np.float32)

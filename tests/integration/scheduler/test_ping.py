@@ -15,7 +15,7 @@ from geartrain.ams.values.config import GraphConfig
 from geartrain.ams.values.errors import ShardUnavailable
 from geartrain.ams.values.rpc import Ping, Pong, version
 from geartrain.ams.values.shard_messages import Describe
-from geartrain.launch.graph_role import ConnectedCluster
+from geartrain.launch.connected.graph_role import ConnectedCluster
 from tests.integration.conftest import QUICK, ServedCluster
 from tests.integration.gear.gear_cluster import GearCluster, gear_cluster
 from tests.support.command_line import typed

@@ -53,7 +53,7 @@ from geartrain.ams.values.scheduler_messages import Heartbeat, LeaveCluster
 from geartrain.ams.values.shard_messages import Describe
 from geartrain.launch import certificates
 from geartrain.launch.certificates import issue, make_authority, make_private_folder, renew
-from geartrain.launch.graph_role import ConnectedCluster
+from geartrain.launch.connected.graph_role import ConnectedCluster
 from geartrain.launch.ports import role_at
 from geartrain.launch.tokens import make_token
 from tests.integration.conftest import QUICK

@@ -39,7 +39,7 @@ from geartrain.ams.values.scheduler_messages import DescribeJobs, FenceJob
 from geartrain.ams.values.shard_messages import Freeze, Thaw, WriteFrozen
 from geartrain.launch import doctor
 from geartrain.launch.certificates import issue, make_authority
-from geartrain.launch.graph_role import ConnectedCluster
+from geartrain.launch.connected.graph_role import ConnectedCluster
 from geartrain.launch.tokens import make_token, revoke
 from tests.integration.conftest import QUICK
 from tests.integration.gear.gear_cluster import gear_cluster

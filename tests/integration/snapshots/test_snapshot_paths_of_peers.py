@@ -40,7 +40,7 @@ from geartrain.ams.values.errors import (
     error_named,
 )
 from geartrain.ams.values.optimizers.registry import SGD
-from geartrain.launch.graph_role import ConnectedCluster
+from geartrain.launch.connected.graph_role import ConnectedCluster
 from tests.integration.conftest import ServedCluster
 
 ID = "0" * 32
