@@ -154,7 +154,7 @@ class Retries:
                 old, self._carriers[shard] = self._carriers[shard], self._open_carrier(now.address, shard)
                 old.close()
                 self.unconnected.add(shard)
-                self._untried.append(shard)
+                self._untried = sorted({*self._untried, shard})
         self.view = replace(self.view, shards=view.shards, cluster_version=view.cluster_version)
         self.client.set_cluster_version(view.cluster_version)
         self.is_ready = False

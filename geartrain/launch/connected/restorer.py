@@ -20,7 +20,7 @@ from geartrain.ams.scheduler.data_streams import RestoredJob, StreamLeases
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.storage.snapshot.folder import Snapshot, list_snapshots, prune
 from geartrain.ams.values.config import ClientConfig
-from geartrain.ams.values.errors import GeartrainError, ShardRestarted, SnapshotDamaged, SnapshotNotFound, Unavailable
+from geartrain.ams.values.errors import Fenced, GeartrainError, ShardRestarted, SnapshotDamaged, SnapshotNotFound, Unavailable
 from geartrain.ams.values.scheduler_messages import Cursor
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class JobRestorer:
                     self._streams.set_due(name, "")
                 pending.result()
             prune(order.root, _KEPT)
-        except Unavailable:
+        except (Unavailable, Fenced):  # a shard was lost meanwhile, which is looked at next
             raise
         except GeartrainError as exc:
             if before is None:
