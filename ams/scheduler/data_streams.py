@@ -46,6 +46,8 @@ class RestoredJob(NamedTuple):
     """A job that is restored by the scheduler."""
 
     order: RestoreOrder
+    number: int
+    """Of the order, in its snapshots: those of an earlier job of the name are another's."""
     due: Due
     is_read: bool
     """A worker has a lease."""
@@ -72,6 +74,7 @@ class _Job:
     expected_until: float = float("-inf")
     """So long streams are kept for ``expected_workers``, though fewer have come."""
     restore: RestoreOrder | None = None
+    order_number: int = 0
     due: Due = ""
 
     def copy(self) -> _Job:
@@ -333,7 +336,7 @@ class StreamLeases:
             restored = _Job(ordered, [None] * len(ordered))
             if known is not None:
                 restored.incarnations, restored.data = known.incarnations, known.data
-                restored.restore, restored.due = known.restore, known.due
+                restored.restore, restored.order_number, restored.due = known.restore, known.order_number, known.due
             self._keep(job, restored, fence=incarnation)
 
     def _order(self, job: str, changed: _Job, restore: RestoreOrder | None) -> None:
@@ -369,14 +372,18 @@ class StreamLeases:
                     "Give tables of its own, or drop those of the other job once it has ended"
                 )
         if before is None:
-            changed.due = "snapshot"
+            changed.due, changed.order_number = "snapshot", self._incarnations.next()
         changed.restore = restore
 
     def restored_jobs(self) -> dict[str, RestoredJob]:
         """The jobs that the scheduler restores, and what is due now."""
         with self._lock:
             jobs = {name: self._look_at(name) for name, job in list(self._jobs.items()) if job.restore is not None}
-        return {name: RestoredJob(job.restore, job.due, bool(job.workers)) for name, job in jobs.items() if job.restore}
+        return {
+            name: RestoredJob(job.restore, job.order_number, job.due, bool(job.workers))
+            for name, job in jobs.items()
+            if job.restore is not None
+        }
 
     def set_due(self, job: str, due: Due) -> None:
         """Have a job saved or restored; what is due for it already comes first. ``""``: it was saved."""
@@ -536,6 +543,7 @@ def _to_json(name: str, job: _Job) -> bytes:
         "incarnations": job.incarnations,
         "data": job.data,
         "restore": None if job.restore is None else asdict(job.restore),
+        "order_number": job.order_number,
         "due": job.due,
     }
     return json.dumps(fields).encode()
@@ -551,5 +559,6 @@ def _from_json(value: bytes, deadline: float) -> tuple[str, _Job]:
         fields["data"],
     )
     if (order := fields.get("restore")) is not None:
-        job.restore, job.due = RestoreOrder(**order | {"tables": tuple(order["tables"])}), fields["due"]
+        job.restore = RestoreOrder(**order | {"tables": tuple(order["tables"])})
+        job.order_number, job.due = fields["order_number"], fields["due"]
     return fields["job"], job

@@ -20,7 +20,14 @@ from geartrain.ams.scheduler.data_streams import RestoredJob, StreamLeases
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.storage.snapshot.folder import Snapshot, list_snapshots, prune
 from geartrain.ams.values.config import ClientConfig
-from geartrain.ams.values.errors import Fenced, GeartrainError, ShardRestarted, SnapshotDamaged, SnapshotNotFound, Unavailable
+from geartrain.ams.values.errors import (
+    Fenced,
+    GeartrainError,
+    ShardRestarted,
+    SnapshotDamaged,
+    SnapshotNotFound,
+    Unavailable,
+)
 from geartrain.ams.values.scheduler_messages import Cursor
 
 logger = logging.getLogger(__name__)
@@ -76,7 +83,7 @@ class JobRestorer:
             return  # whoever is away may come back with its rows
         tables = set(job.order.tables)
         if job.due != "restore" and tables.intersection(view.incomplete_tables):
-            if self._newest(name, job):
+            if self._saved(job):
                 logger.warning("job %r has lost rows of a shard: it goes back to its newest snapshot", name)
                 self._streams.set_due(name, "restore")
             else:
@@ -96,10 +103,10 @@ class JobRestorer:
             if time.monotonic() - since > job.order.every_seconds:
                 self._streams.set_due(name, "snapshot")
 
-    def _newest(self, name: str, job: RestoredJob) -> list[Snapshot]:
+    def _saved(self, job: RestoredJob) -> list[Snapshot]:
         """The snapshots of a job, the newest first."""
         found = [listed.snapshot for listed in list_snapshots(job.order.root)]
-        return [snapshot for snapshot in found if snapshot is not None and snapshot.manifest.job.get("job") == name]
+        return [one for one in found if one is not None and one.manifest.job.get("order") == job.number]
 
     def _connected(self, name: str) -> Cluster:
         self._cluster = connect(self._address, config=self._config, stream=f"{name}/scheduler")
@@ -114,9 +121,9 @@ class JobRestorer:
         try:
             with self._connected(name) as cluster:
                 cluster.require_snapshot_root(order.root)  # before anything is looked for there
-                before = next(iter(self._newest(name, job)), None)
+                before = next(iter(self._saved(job)), None)
                 cursors = self._streams.cursors(name)
-                values = {"job": name, "streams": {str(stream): list(at) for stream, at in cursors.items()}}
+                values = {"order": job.number, "streams": {str(stream): list(at) for stream, at in cursors.items()}}
                 step = 0 if before is None else before.manifest.step + 1
                 pending = cluster.snapshot(order.root, step=step, values=values, tables=order.tables)
                 if before is not None:  # else there is no way back before it is whole
@@ -136,7 +143,7 @@ class JobRestorer:
         self._streams.set_due(name, "")
 
     def _restore(self, name: str, job: RestoredJob) -> None:
-        for snapshot in self._newest(name, job):
+        for snapshot in self._saved(job):
             try:
                 with self._connected(name) as cluster:
                     cluster.restore(snapshot.path, tables=job.order.tables, replace=True)

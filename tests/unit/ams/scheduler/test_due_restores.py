@@ -50,7 +50,9 @@ def test_a_worker_lost_with_streams_in_its_hands_takes_the_job_back() -> None:
     assert job.due == "restore"
     with pytest.raises(StaleClient, match="holds no lease any more"):
         job.streams.renew("a", "w", 1, {0: Cursor(0, 6)})
+    before = job.streams.restored_jobs()
     job.restart()  # it is remembered
+    assert job.streams.restored_jobs() == before
     with pytest.raises(Busy, match="goes back to its newest snapshot"):
         job.lease("w", 2)
     job.streams.set_due("a", "snapshot")  # what was lost comes first
@@ -95,6 +97,7 @@ def test_without_a_first_snapshot_a_worker_hears_why_and_may_ask_again() -> None
     job.streams.end_restores("a", SnapshotFailed("the disk is full"))
     with pytest.raises(SnapshotFailed, match="the disk is full"):
         job.lease("w")
+    assert not job.streams.restored_jobs()
     with pytest.raises(Busy, match="is saved"):
         job.lease("w")
 
