@@ -171,8 +171,9 @@ class LeasedSamples(Iterator[SampleBatch]):
 
         False: the cluster lost something before or meanwhile, and the scheduler takes the job back. The samples come
         again, here or at another worker; the loop goes on as if nothing had happened. ``step`` begins with
-        ``zero_grad()``, for gradients of before are refused. Any other error of ``step`` is raised, once the scheduler
-        knows that the job must go back. Only for jobs with ``restore=``; batches come in the order of the loop.
+        ``zero_grad()``, for gradients of before are refused. Any other error of ``step`` is raised, and the job goes
+        back, too: with the next batch, or when this is closed. Only for jobs with ``restore=``; batches come in the
+        order of the loop.
 
         Raises InvalidArgument: the job has none. SchedulerUnavailable: it was away for as long as a lease lasts.
         """
