@@ -129,7 +129,9 @@ class LatestScores:
         """All of them; None: there are none of both clicked and other samples."""
         if not self._parts:
             return None
-        found = Scores(*(of if of is None else of[-self._window :] for of in Scores.joined(self._parts)))
+        probabilities, clicks, users = Scores.joined(self._parts)
+        last = slice(-self._window, None)
+        found = Scores(probabilities[last], clicks[last], None if users is None else users[last])
         return found if 0 < found.clicks.sum() < len(found.clicks) else None
 
 

@@ -40,4 +40,5 @@ def _hashed(values: Values) -> Hashes:
         return splitmix64(values.numpy().astype(np.int64))
     items, offsets = (tensor.numpy() for tensor in values)
     sums = np.append(np.uint64(0), splitmix64(items.astype(np.int64)).cumsum(dtype=np.uint64))
-    return sums[offsets[1:]] - sums[offsets[:-1]]
+    found: Hashes = sums[offsets[1:]] - sums[offsets[:-1]]
+    return found
