@@ -25,7 +25,7 @@ class TopicBatches(ClickBatches):
         self._samples, self._design, self._negatives = samples, design, recipe.negatives
         self.identity = samples.messages.identity
         self._reader = samples.messages.reader()
-        self._cursors = {**self._reader.positions}
+        self._cursors: dict[int, tuple[int, int]] = {**self._reader.positions}
         self._next: SampleBatch | None = None
 
     def some(self) -> ClickSamples:

@@ -142,8 +142,10 @@ class ClickTrainer(EmbeddingTrainer):
             )
         super().__init__(attempt, source, self.samples.num_trained, network, fields, recipe, self.samples.some())
         least = math.ceil(_TRAINED_PER_LOOKED_AT * self.samples.num_validated / recipe.batch_size)
-        expected = math.ceil(recipe.epochs * self.samples.num_trained / recipe.batch_size)
-        self._period = max(look_period(min(self.progress.stage_steps, expected)), least)
+        steps = self.progress.stage_steps
+        if steps >= ENDLESS:
+            steps = math.ceil(recipe.epochs * self.samples.num_trained / recipe.batch_size)
+        self._period = max(look_period(steps), least)
         if not self.samples.num_tested:  # a window after the other
             self._period = math.ceil(max(recipe.progressive, 1) / recipe.batch_size)
         clicked = sum(int(batch.clicks.sum()) for batch in self._validation)
