@@ -105,6 +105,21 @@ def top1(problem: Problem, backbone: nn.Module, answers: Callable[[Tensor], Tens
     return right / len(labels)
 
 
+def families_of_ten(seed: int, steps: int) -> Problem:
+    """4,000 classes, ten a family, which differ by half of what parts families."""
+    num_classes, dim, width = 4000, 64, 32
+    generator = torch.Generator().manual_seed(11)
+    kin_FW = torch.randn(num_classes // 10, width, generator=generator)
+    centers_CW = kin_FW.repeat_interleave(10, 0) + 0.5 * torch.randn(num_classes, width, generator=generator)
+    mixing_WW = torch.randn(width, width, generator=generator) / math.sqrt(width)
+
+    def draw(labels: Tensor, generator: torch.Generator) -> Tensor:
+        noisy = centers_CW[labels] + 0.35 * torch.randn(len(labels), width, generator=generator)
+        return torch.tanh(noisy @ mixing_WW) + 0.1 * noisy
+
+    return _problem("families of ten", num_classes, dim, seed, steps, draw, lambda: _network(width, dim))
+
+
 def _letters(seed: int, steps: int) -> Problem:
     """Pairs of letters, turned and moved: 1,352 classes."""
     pairs = ["".join(pair) for pair in itertools.product(string.ascii_lowercase, string.ascii_letters)]

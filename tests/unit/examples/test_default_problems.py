@@ -1,4 +1,4 @@
-"""The problems of ``geartrain bench defaults``, at a tiny size."""
+"""The problems of ``geartrain bench defaults``, and the ways of ``bench accuracy_baselines``, at a tiny size."""
 
 from __future__ import annotations
 
@@ -67,3 +67,21 @@ def test_what_is_allowed_counts_for_us(bench: Any) -> None:
     assert (first["ours"], first["theirs"], first["ratio"]) == (51.0, 50.5, 1.01)
     assert (last["theirs"], last["ratio"]) == (by_hand["theirs"], by_hand["ratio"]) == (49.0, 1.041)
     assert near["theirs"] == 50.0
+
+
+@pytest.mark.usefixtures("bench")
+def test_the_leaf_of_a_row_in_the_forest_of_selective_softmax_is_small_and_holds_its_class() -> None:
+    baselines = importlib.import_module("accuracy_baselines")
+    rows = torch.randn(500, 8, generator=torch.Generator().manual_seed(0))
+    leaves = baselines._Tree(rows).leaf_of(rows)
+    assert all(label in leaf for label, leaf in enumerate(leaves))
+    assert max(map(len, leaves)) <= baselines.LEAF
+
+
+@pytest.mark.usefixtures("bench")
+def test_every_way_of_the_baselines_names_held_out_samples() -> None:
+    baselines = importlib.import_module("accuracy_baselines")
+    found = baselines.run_all(1, 2)
+    assert list(found) == [*baselines.HEADS, baselines.FOREST, baselines.SKETCH]
+    assert all(0 <= one <= 100 for (one,) in found.values())
+    assert baselines.table(found).count("\n") == 1 + len(found)

@@ -129,7 +129,7 @@ NEEDS = {
     "serve": {*SERVES, "fastapi"},
     "serve_clicks": {*SERVES, "fastapi"},
     "serve_live": SERVES,
-    "serve_parts": SERVES,
+    "serve_parts": {*SERVES, "fastapi"},
     "serve_start": SERVES,
     "sparse_compression": {"pyarrow"},
     "sparse_workers": {"pyarrow"},
