@@ -1,1 +1,1 @@
-"""What travels and what is agreed: specs, requests and replies, errors, settings, placement, text."""
+"""Values that roles and clients share: specs, requests and replies, errors, settings, placement, text."""

@@ -16,7 +16,7 @@ from geartrain.ams.values.text import quoted
 MAX_NAME = 200
 """Characters of the name of a stream, job or worker."""
 SECONDS_AHEAD = 3600.0
-"""How far the time that a push says may be ahead of the clock of whoever takes it."""
+"""Seconds that the time in a push may be ahead of the receiver's clock."""
 
 
 def integer(name: str, value: object, least: int, most: int | None = None) -> int:
@@ -57,8 +57,8 @@ def path_name(name: str, value: object, what: str) -> str | Path:
 
 
 def checked_time(seconds: float, whose: str) -> None:
-    """Raise InvalidArgument if seconds since 1970, told by a push, are more than SECONDS_AHEAD ahead: they would make
-    all rows of a table old at once, and for good. ``whose`` clock it is that says so.
+    """Raise InvalidArgument if the unix time of a push is more than SECONDS_AHEAD ahead of the local clock: it would
+    make all rows of a table old at once, and for good. ``whose`` names the local clock in the error.
     """
     ahead = seconds - time.time()
     if ahead > SECONDS_AHEAD:

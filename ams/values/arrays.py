@@ -1,4 +1,4 @@
-"""numpy in, numpy out; torch in, torch out, without importing torch: arrays cross over by DLPack."""
+"""Conversion of ids and rows between numpy and torch by DLPack, without importing torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from geartrain.ams.values.text import counted
 _INT64 = np.dtype(np.int64)
 _IN_ORDER: tuple[Literal["C"], Literal["A"]] = ("C", "A")
 FOLD = "; geartrain.fold_ids makes ids of any 64-bit values, and fold=[column] of a reader does"
-"""The remedy of values that are no ids."""
+"""Remedy in errors about values that are not ids."""
 ID_BITS = 2**63 - 1
-"""The bits of a 64-bit value that its id has: all but the sign."""
+"""Mask of the bits of a 64-bit value that its id keeps: all but the sign."""
 
 
 def _torch_of(value: Any) -> Any:
@@ -47,7 +47,7 @@ def as_array(value: Any, error: type[GeartrainError], what: str) -> npt.NDArray[
 
 
 def _require_unmasked(value: Any, error: type[GeartrainError], what: str) -> None:
-    """Look at masked arrays, and lists of them: numpy would take the numbers beneath their masks."""
+    """Raise ``error`` for masked arrays, and lists of them: numpy would read the numbers beneath their masks."""
     # Not np.ma, which would import it for everybody; while another thread does, the module has no class yet.
     kind = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
     if kind is None:
@@ -71,7 +71,7 @@ def ids_array(value: Any, num_rows: int | None) -> Ids:
 
 
 def is_plain(array: npt.NDArray[Any]) -> bool:
-    """Whether it is int64, C-contiguous and aligned: as ``np.require`` would make it, which takes longer to ask."""
+    """Return whether it is int64, C-contiguous and aligned, as after ``np.require``, which takes longer to ask."""
     return array.dtype == _INT64 and (flags := array.flags).c_contiguous and flags.aligned
 
 
@@ -113,7 +113,7 @@ def rows_array(value: Any, num_ids: int, dim: int, *, dtype: np.dtype[Any] | Non
 
 
 def like(array: npt.NDArray[Any], model: Any) -> Any:
-    """Return ``array`` in the kind of ``model``: a tensor on its device if it is a torch tensor, else as it is."""
+    """Return ``array`` in the type of ``model``: a tensor on its device if it is a torch tensor, else unchanged."""
     torch = _torch_of(model)
     if torch is None:
         return array
@@ -125,11 +125,11 @@ def like(array: npt.NDArray[Any], model: Any) -> Any:
 def fold_ids(values: Any) -> Any:
     """Return an id for each integer: its 64 bits without the sign bit, int64 >= 0 of the same shape.
 
-    That is ``value & (2**63 - 1)`` in two's complement: an id stays itself, -1 is 2^63 - 1, and folding twice is
-    folding once. v and v + 2^63 have one id; that any two of n different hashes meet has a chance below n² / 2^64. A
-    negative number that stands for no id becomes an id, too: leave it out before.
+    That is ``value & (2**63 - 1)`` in two's complement: an id stays itself, -1 is 2^63 - 1, and folding twice equals
+    folding once. v and v + 2^63 have one id; the chance that any two of n different hashes collide is below n² / 2^64.
+    A negative number that marks a missing id becomes an id, too: leave it out before.
 
-    A tensor gives a tensor on its device; a list, or an array of numpy's, an array. Raises InvalidIds for other values.
+    A tensor gives a tensor on its device; a list or a numpy array gives an array. Raises InvalidIds for other values.
     """
     if _torch_of(values) is not None:
         if values.is_floating_point() or values.is_complex():

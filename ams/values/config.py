@@ -1,4 +1,4 @@
-"""What each role may be told, as frozen typed models: one section a role, one field a fact, a docstring each.
+"""Settings of each role as frozen typed models: one section a role, one field a setting, a docstring each.
 
 Models only: files, environment and flags are read in ``geartrain.launch.configuration``. A value outside its range
 raises :class:`ConfigError` on construction, so a role never starts with a setting it cannot honour. Units are in the
@@ -25,19 +25,19 @@ from geartrain.ams.values.errors import ConfigError
 MIB = 1 << 20
 MAX_MESSAGE_BYTES = 64 * MIB
 MAX_SHARDS = 4096
-"""As many as there are buckets."""
+"""Most shards: the number of buckets."""
 MAX_CPUS = 8192
-"""As many as Linux can be built for."""
+"""Most CPUs that Linux can be built for."""
 HEADER_BYTES = MIB
-"""What a message may hold beside its rows."""
+"""Most bytes of a message beside its rows."""
 
 
 _GRPC_SCHEMES = ("unix", "unix-abstract", "vsock", "dns", "ipv4", "ipv6", "xds", "google-c2p")
-"""What gRPC reads before a colon as the kind of an address: ``unix:7000`` is a socket in a folder, no host."""
+"""Schemes that gRPC reads before a colon: ``unix:7000`` is a socket in a folder, not a host."""
 
 
 TOKEN_PREFIX = "gt1."
-"""How the tokens of jobs begin."""
+"""Prefix of the tokens of jobs."""
 _TOKEN_REMEDY = (
     "others see addresses, arguments and settings: write it into a file of your own (chmod 600), and name that in "
     "security.token (GEARTRAIN_SECURITY__TOKEN)"
@@ -53,7 +53,7 @@ def split_address(address: str) -> tuple[str, int]:
     Raises:
         ConfigError: it is neither.
     """
-    if isinstance(address, str) and TOKEN_PREFIX in address:  # not to be shown
+    if isinstance(address, str) and TOKEN_PREFIX in address:  # the error must not show it
         raise ConfigError(f"the address has a token in it; {_TOKEN_REMEDY}")
     if not isinstance(address, str):
         raise ConfigError(f"address is {address!r}; it must be a text of the form 'host:port', as '127.0.0.1:7000'")
@@ -66,7 +66,7 @@ def split_address(address: str) -> tuple[str, int]:
         raise ConfigError(f"address {address!r} has a bare IPv6 host; write it in brackets, as '[::1]:7000'")
     if not colon or not host or host != host.strip() or "/" in host:
         raise ConfigError(f"address {address!r} is not of the form 'host:port', for example '127.0.0.1:7000'")
-    if not _HOST.fullmatch(host):  # what one process tells another is printed for people: no escape sequences
+    if not _HOST.fullmatch(host):  # addresses from other processes are printed: no escape sequences
         raise ConfigError(f"address {address!r} has host {host!r}; it must be a name of letters, digits, .-_ or an IP")
     if host in _GRPC_SCHEMES:
         raise ConfigError(f"address {address!r} has host {host!r}, which gRPC takes for a kind of address; use another")
@@ -76,7 +76,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int) -> str:
-    """What :func:`split_address` splits."""
+    """Return ``"host:port"``, with brackets around an IPv6 host."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -95,7 +95,7 @@ FOLDER_VARIABLE = "GEARTRAIN_SECURITY__FOLDER"
 NO_FOLDER = "none"
 CLIENT = "client"
 CERTIFIED_ROLES = ("scheduler", "server", "graph", "slowgear", "serve", CLIENT)
-"""Who has a certificate of its own; all that serve nobody are clients."""
+"""Roles with a certificate of their own; processes that serve no calls use the client's."""
 
 TOKEN_VARIABLE = "GEARTRAIN_SECURITY__TOKEN"
 
@@ -104,10 +104,10 @@ _token: str | None = None
 
 
 def identify(folder: str | None, role: str = CLIENT, token: str | None = None) -> None:
-    """Let this process show others the certificate of ``role`` in ``folder``, from its next connection on.
+    """Set the certificate that this process shows from its next connection on: that of ``role`` in ``folder``.
 
-    None: as the environment says, as it does for a program that was told nothing. A process is one to all others.
-    ``token`` is the file of its token; None: as the environment says.
+    None: as the environment says, which is also the default. A process has one identity for all peers. ``token`` is the
+    file of its token; None: as the environment says.
     """
     global _identity, _token
     _identity = None if folder is None else (folder, role)
@@ -115,9 +115,9 @@ def identify(folder: str | None, role: str = CLIENT, token: str | None = None) -
 
 
 def identify_as_role(address: str) -> None:
-    """Let this process be a role whose certificate its folder has, where that has none of a client.
+    """Use the certificate of a role in this process's folder, if the folder has none of a client.
 
-    For what a role may ask, too: whether others serve, and of whom the cluster is made.
+    For calls that a role may make, too: whether others serve, and the members of the cluster.
     """
     folder, role = identity(address)
     if folder is not None and not (Path(folder) / f"{role}.pem").exists():
@@ -125,12 +125,12 @@ def identify_as_role(address: str) -> None:
 
 
 def token_path() -> str | None:
-    """The file of the token of this process; None: it has none. Raises ConfigError."""
+    """Return the file of this process's token; None: it has none. Raises ConfigError."""
     return SecurityConfig(token=_token or os.environ.get(TOKEN_VARIABLE) or None).token
 
 
 def require_no_token(arguments: Iterable[str]) -> None:
-    """Raises ConfigError if there is a token among the words of a command, where everybody sees it."""
+    """Raise ConfigError if an argument of a command holds a token, where all users of the machine see it."""
     if any(TOKEN_PREFIX in argument and _TOKEN.search(argument) for argument in arguments):
         raise ConfigError(
             f"there is a token among the arguments; have another made, revoke this one, and {_TOKEN_REMEDY}"
@@ -138,14 +138,14 @@ def require_no_token(arguments: Iterable[str]) -> None:
 
 
 def is_identified() -> bool:
-    """Whether this process was told which certificates it has, or that it has none."""
+    """Return whether certificates, or that there are none, were set for this process."""
     return bool(_identity or os.environ.get(FOLDER_VARIABLE))
 
 
 def identity(address: str) -> tuple[str | None, str]:
-    """Return (folder of certificates, or None: there are none; role) of this process for the two ends of ``address``.
+    """Return (folder of certificates, None without; role) of this process for either end of ``address``.
 
-    On loopback a process that was told of no folder has the private one of its user, once there is one.
+    On loopback a process without a folder setting uses the private one of its user, if it exists.
     """
     folder, role = _identity or (os.environ.get(FOLDER_VARIABLE) or None, CLIENT)
     if folder is None and is_loopback(address) and private_folder().is_dir():
@@ -154,12 +154,12 @@ def identity(address: str) -> tuple[str | None, str]:
 
 
 def private_folder() -> Path:
-    """Where the certificates of clusters of this user on this machine are: in ``client.pem``, good for every role."""
+    """Return the folder of this user's certificates on this machine: ``client.pem`` there is good for every role."""
     return platformdirs.user_data_path("geartrain") / "security"
 
 
 def suggestion(unknown: str, known: Iterable[str]) -> str:
-    """Say which of the ``known`` keys was probably meant, else list them all."""
+    """Return a hint that names the most similar ``known`` key, or lists them all."""
     known = list(known)
     close = difflib.get_close_matches(unknown, known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"the keys here are {', '.join(sorted(known))}"
@@ -180,15 +180,15 @@ def _target_address(value: str) -> str:
 
 
 def _text_list(value: object) -> object:
-    """Split ``"7001,7002"`` or ``"my_package.rules,other.rules"``, as a flag or a variable of the environment says it;
-    one number is a list, too."""
+    """Split ``"7001,7002"`` or ``"my_package.rules,other.rules"``, the form of a flag or an environment variable; one
+    number is a list, too."""
     if isinstance(value, int):
         return (value,)
     return value.strip("[]").split(",") if isinstance(value, str) else value
 
 
 def _cpu_list(value: object) -> object:
-    """Read ``"0-3,6"``, as taskset and Linux write it, as (0, 1, 2, 3, 6); one number is a list, too."""
+    """Return ``"0-3,6"``, the form of taskset and Linux, as (0, 1, 2, 3, 6); one number is a list, too."""
     if isinstance(value, int):
         return (value,)
     if not isinstance(value, str):
@@ -197,7 +197,7 @@ def _cpu_list(value: object) -> object:
 
 
 def numbers_of(value: str, name: str, what: str, below: int) -> tuple[int, ...]:
-    """Read ``"0-3,6"`` as (0, 1, 2, 3, 6). Raises ConfigError, with the name of the setting and what it has."""
+    """Return ``"0-3,6"`` as (0, 1, 2, 3, 6). Raises ConfigError with the setting's name and what it lists."""
     numbers: set[int] = set()
     for part in value.strip("[]").split(","):
         first, dash, last = part.strip().partition("-")
@@ -212,7 +212,7 @@ def numbers_of(value: str, name: str, what: str, below: int) -> tuple[int, ...]:
 
 
 def _words(value: object) -> object:
-    """Split ``"/snapshots,s3://bucket/runs"``, as a flag or a variable of the environment says it, or a JSON list."""
+    """Split ``"/snapshots,s3://bucket/runs"``, the form of a flag or an environment variable, or read a JSON list."""
     if not isinstance(value, str):
         return value
     if not value.startswith("["):
@@ -256,7 +256,7 @@ MessageBytes = Annotated[int, Field(ge=2 * MIB, le=(1 << 31) - 1)]
 
 
 def error_text(error: ErrorDetails) -> str:
-    """One pydantic complaint in our words: what was given and why it cannot be."""
+    """Return the text of a pydantic error: the value and why it is not allowed."""
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     if error["type"] == "extra_forbidden":
@@ -284,18 +284,18 @@ class Section(BaseModel):
 
 
 class RoleConfig(Section):
-    """What every role is told."""
+    """Settings of every role."""
 
     listen: ListenAddress = "127.0.0.1:0"
     """Address to serve on; port 0 picks a free one."""
     insecure: bool = False
     """Serve on a non-loopback address without encryption or authentication."""
     reflection: bool = False
-    """Tell whoever asks which services and messages there are (gRPC reflection), as grpcurl does."""
+    """Serve gRPC reflection: the services and messages there are, as grpcurl lists them."""
     max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES
     """Largest message accepted, in bytes."""
     metrics: ListenAddress | None = None
-    """Address to tell Prometheus on what the process counts; port 0 picks a free one. None: it is told nowhere."""
+    """Address of the Prometheus metrics; port 0 picks a free one. None: no metrics are served."""
 
     @model_validator(mode="after")
     def _check_network(self) -> Self:
@@ -306,7 +306,9 @@ class RoleConfig(Section):
 
 
 def require_private(key: str, address: str, insecure: bool) -> None:
-    """Raises ConfigError if strangers could reach ``address``, the setting ``key``, which was not wished."""
+    """Raise ConfigError if other machines could reach ``address``, the setting ``key``, unprotected and without
+    ``insecure``.
+    """
     if not (insecure or is_loopback(address) or identity(address)[0]):
         raise ConfigError(
             f"{key} {address!r} can be reached from other machines, and traffic would be neither encrypted "
@@ -327,7 +329,7 @@ class SchedulerConfig(RoleConfig):
     stream_lease_seconds: Seconds = 60.0
     """A worker that has committed nothing for this long loses its data streams to others."""
     data: str | None = Field(default=None, min_length=1)
-    """Folder of its own for its state, so that a restarted scheduler goes on where it was; None: in memory."""
+    """Folder of its own for its state, which a restarted scheduler loads; None: in memory."""
 
 
 class ServerConfig(RoleConfig):
@@ -336,38 +338,38 @@ class ServerConfig(RoleConfig):
     listen: ListenAddress = "127.0.0.1:0"
     """Address to serve on; port 0 picks a free one. Further shards of the process pick free ports on the same host."""
     scheduler: TargetAddress = "127.0.0.1:7000"
-    """Where the scheduler listens."""
+    """Address of the scheduler."""
     advertise: TargetAddress | None = None
-    """Address that clients shall use, if it is not the one bound (containers, NAT)."""
+    """Address for clients, if it is not the one bound (containers, NAT)."""
     shard: int | None = Field(default=None, ge=0, lt=MAX_SHARDS)
     """Shard to hold (the first of them, if several); None lets the scheduler choose."""
     shards: int = Field(default=1, ge=1, le=MAX_SHARDS)
     """Shards held by this process."""
     wait: bool = False
-    """Wait, as long as it takes, for a shard that another process holds, or held until a moment ago."""
+    """Wait, without limit, for a shard that another process holds or held until recently."""
     ports: Ports | None = None
-    """Port of each shard of the process, in order, in place of that of ``listen``; None: as ``listen`` says."""
+    """Port of each shard of the process, in order, in place of that of ``listen``; None: by ``listen``."""
     data_port: int = Field(default=0, ge=0, le=65535)
     """Port for bulk connections (TCP) of the host's first shard; each further one takes the next. 0: any free ones."""
     heartbeat_seconds: Seconds = 1.0
     """Interval between heartbeats to the scheduler."""
     leave_timeout_seconds: float = Field(default=60.0, ge=0, allow_inf_nan=False)
-    """How long a server that is told to end waits for the snapshots of running jobs; 0: it does not."""
+    """Longest wait of a server that is shutting down for the snapshots of running jobs; 0: no wait."""
     sync_timeout_seconds: Seconds = 60.0
-    """How long a synchronous push waits for the other ranks of its group."""
+    """Longest wait of a synchronous push for the other ranks of its group."""
     snapshot_roots: SnapshotRootList | None = None
-    """Where snapshots may be, as /snapshots,s3://bucket/runs; None: anywhere for its own user, off loopback nowhere."""
+    """Roots allowed for snapshots, as /snapshots,s3://bucket/runs; None: any for its own user, off loopback none."""
     rule_modules: Modules | None = None
-    """Modules to import for their rules by which rows go (``@gt.expiry_rule``), as my_package.rules. None: none."""
+    """Modules to import for their expiry rules (``@gt.expiry_rule``), as my_package.rules. None: none."""
     memory_bytes: int | None = Field(default=None, ge=MIB)
-    """Most bytes of rows, slots and indexes; writes beyond are refused. None: a share of its container or machine."""
+    """Most bytes of rows, slots and indexes; writes beyond are refused. None: a share of the container or machine."""
     cpus: Cpus | None = None
-    """CPUs that all threads of the process keep to, as 0-3,6, those that work on rows each to its shard's share of
-    them: as many as shards are one thread a core. None: those that the system gives it."""
+    """CPUs of all threads of the process, as 0-3,6. Each shard's row threads keep to its share of them; with as many
+    CPUs as shards each thread has a core. None: all CPUs of the process."""
     memory_node: int | None = Field(default=None, ge=0, lt=64)
-    """NUMA node of whose memory rows are made while it has some; None: of the CPU that makes them."""
+    """NUMA node that rows are allocated on while it has memory; None: that of the allocating CPU."""
     threads: int | None = Field(default=None, ge=1, le=256)
-    """Most threads that work on one large request to a shard. None: CPUs of the process / its shards, at most 4."""
+    """Most threads of one large request to a shard. None: CPUs of the process / its shards, at most 4."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -384,32 +386,32 @@ class GraphConfig(RoleConfig):
     """The graph service: builds and keeps the neighbours of the classes of the cluster's class tables."""
 
     listen: ListenAddress = "127.0.0.1:7100"
-    """Address to serve on; port 0 picks a free one. Clients are told it as client.graph."""
+    """Address to serve on; port 0 picks a free one. Clients have it as client.graph."""
     scheduler: TargetAddress = "127.0.0.1:7000"
-    """Where the scheduler of the cluster listens whose rows are read."""
+    """Address of the scheduler of the cluster whose rows are read."""
     data: str | None = Field(default=None, min_length=1)
-    """Folder of its own for graphs and unfinished builds; None: in memory, and a build that is killed begins anew."""
+    """Folder of its own for graphs and unfinished builds; None: in memory, and a killed build starts again."""
     memory_bytes: int = Field(default=8 << 30, ge=1 << 16)
-    """For rows and candidates while a graph is built; with less than all rows need, they are read more than once."""
+    """Most bytes for rows and candidates of a build; if all rows need more, they are read more than once."""
     snapshot_roots: SnapshotRootList | None = None
-    """Where snapshots may be, as /snapshots,s3://bucket/runs; None: anywhere for its own user, off loopback nowhere."""
+    """Roots allowed for snapshots, as /snapshots,s3://bucket/runs; None: any for its own user, off loopback none."""
 
 
 class SlowGearRoleConfig(RoleConfig):
     """A slow gear: serves the dense features of one dense part, and trains it."""
 
     scheduler: TargetAddress = "127.0.0.1:7000"
-    """Where the scheduler of the cluster listens that holds the dense table."""
+    """Address of the scheduler of the cluster that holds the dense table."""
     advertise: TargetAddress | None = None
-    """Address that fast gears shall use, if it is not the one bound (containers, NAT)."""
+    """Address for fast gears, if it is not the one bound (containers, NAT)."""
     name: str | None = Field(default=None, min_length=1)
     """Name of the dense part and of its dense table."""
     module: str | None = Field(default=None, min_length=1)
-    """What builds it: 'mypkg.image:build', a function -> nn.Module."""
+    """Function that builds the module: 'mypkg.image:build', -> nn.Module."""
     samples: str | None = Field(default=None, min_length=1)
     """Samples by id: 'mypkg.image:samples' (a function), 'lmdb:FOLDER', 'redis://HOST:PORT/0', 'folder:FOLDER'."""
     decode: str | None = Field(default=None, min_length=1)
-    """What makes a tensor of a sample's bytes: 'mypkg.image:decode'; needed unless samples are a function."""
+    """Function from a sample's bytes to a tensor: 'mypkg.image:decode'; needed unless samples are a function."""
     dim: int | None = Field(default=None, ge=1)
     """Width of a dense feature."""
     store: str = "memory"
@@ -419,81 +421,83 @@ class SlowGearRoleConfig(RoleConfig):
     """Most bytes of features in the store (a Redis server bounds itself), and of records of gradients: with more, what
     waits is applied."""
     device: str = "cpu"
-    """Where the module runs."""
+    """Device of the module."""
     autocast: Literal["none", "bfloat16", "float16"] = "none"
     """Mixed precision of the module."""
     train_mode: Literal["backward", "always", "never"] = "backward"
-    """When the module is in train(): in backward passes, also when features are computed, or never."""
+    """When the module is in train mode: in backward passes, also when features are computed, or never."""
     optimizer: str = "sgd:0.01"
-    """Of the dense table: 'NAME:RATE', such as 'adam:0.001'; docs/explanation/optimizers.md has the names."""
+    """Optimizer of the dense table: 'NAME:RATE', such as 'adam:0.001'; docs/explanation/optimizers.md has the names."""
     expire_seconds: float = Field(default=20.0, ge=0)
-    """Older features are computed again."""
+    """Age at which features are computed again, in seconds."""
     max_version_lag: int | None = Field(default=None, ge=0)
-    """Features more dense updates behind are computed again; None: any will do."""
+    """Dense updates behind at which features are computed again; None: any number is allowed."""
     gradients_per_id: int = Field(default=16, ge=1, json_schema_extra={"flag": "-m"})
-    """Gradients of an id that make one backward pass."""
+    """Gradients of an id in one backward pass."""
     ids_per_update: int = Field(default=1, ge=1)
-    """Ids with so many gradients that make a dense update worth while; about a batch's."""
+    """Ids with that many gradients that trigger a dense update; about a batch's."""
     reduction: Literal["mean", "sum"] = "mean"
-    """Of those gradients; the mean divides an SGD learning rate by their number."""
+    """Reduction of those gradients; the mean divides an SGD learning rate by their number."""
     flush_seconds: float | None = Field(default=None, ge=0)
     """Longest wait of gradients for others of their id; None: no bound."""
     stale: Literal["apply", "scale", "drop"] = "apply"
-    """Gradients of old features are taken as they are, times 1 / (1 + lag), or dropped beyond max_gradient_lag."""
+    """Gradients of old features are applied unchanged, times 1 / (1 + lag), or dropped beyond max_gradient_lag."""
     max_gradient_lag: int | None = Field(default=None, ge=0)
-    """In dense updates; with stale: drop."""
+    """Largest lag in dense updates; with stale: drop."""
     max_batch: int = Field(default=256, ge=1)
     """Most ids of one device batch."""
     max_wait_millis: float = Field(default=2.0, ge=0, allow_inf_nan=False)
-    """How long a batch of features waits for more."""
+    """Longest wait of a batch of features for more."""
     refresh_seconds: float = Field(default=0.2, ge=0, allow_inf_nan=False)
-    """How often the updates of other slow gears are looked for; with fast gears in sync mode: 0."""
+    """Interval of polling for updates of other slow gears; with fast gears in sync mode: 0."""
 
 
 class ServeConfig(RoleConfig):
-    """A service that answers questions to trained models over HTTP and gRPC."""
+    """A service that serves trained models over HTTP and gRPC."""
 
     listen: ListenAddress = "127.0.0.1:8000"
     """Address for HTTP; port 0 picks a free one."""
     models: TextList = Field(default=(), json_schema_extra={"argument": "DIR|NAME=DIR"})
     """Folders of exported models, or of versions of one (DIR/000120), each with a name if there are several."""
     follow: str | None = Field(default=None, min_length=1)
-    """A training still running, as NAME=RUN or RUN: a folder or URL of its snapshots, or its scheduler's HOST:PORT or
-    HOST:PORT/JOB. The newest snapshot is served, and the next one as it comes; of a folder of exported models, too."""
+    """Running training to follow, as NAME=RUN or RUN: a folder or URL of its snapshots, or its scheduler's HOST:PORT or
+    HOST:PORT/JOB. Each new snapshot is served; of a folder of exported models, each new model."""
     versions: str | None = Field(default=None, min_length=1)
-    """Folder for the versions of what is followed, which are served at once after a restart. None: a temporary one."""
+    """Folder for the versions of the followed model, which are served at once after a restart. None: a temporary one.
+    """
     keep: int = Field(default=3, ge=2)
-    """Versions of what is followed that stay for a rollback."""
+    """Number of followed versions that are kept for a rollback."""
     recall: float = Field(default=1.0, gt=0, le=1)
-    """Of a classifier that is followed: the share of questions whose best class must be found; below 1 many classes get
-    an index."""
+    """Least recall of a followed classifier: the share of requests whose best class must be found; below 1 many classes
+    get an index."""
     part: Annotated[str, AfterValidator(_part)] | None = None
-    """Of the classes of what is followed: 2/3 serves the second of three equal parts. None: all of them."""
+    """Part of the followed model's classes: 2/3 serves the second of three equal parts. None: all of them."""
     parts: Annotated[tuple[TargetAddress, ...], BeforeValidator(_words)] = ()
     """HOST:PORT of the services of all parts, which search the classes for this one; it has no class rows itself."""
     backbone: str | None = Field(default=None, min_length=1)
-    """Code of your own that makes the network of what is followed (package.module:function); only then is it run."""
+    """Function of yours that builds the network of the followed model (package.module:function); only then is it run.
+    """
     preprocessing: str | None = Field(default=None, min_length=1)
-    """Code of your own that makes tensors of what models are asked with (package.module:function); only then is it run.
+    """Function of yours that turns the inputs of requests into tensors (package.module:function); only then is it run.
     """
     grpc: ListenAddress | None = None
-    """Address for gRPC (KServe's v2 protocol), too; None: HTTP alone."""
+    """Address for gRPC (KServe's v2 protocol); None: HTTP alone."""
     workers: int = Field(default=1, ge=1, le=256)
-    """Processes that share the port; the files of models are in memory once."""
+    """Processes that share the port; they share one copy of the model files in memory."""
     threads: int | None = Field(default=None, ge=1, le=256)
-    """Of one batch. None: the CPUs of the process, divided among the workers."""
+    """Threads of one batch. None: the CPUs of the process, divided among the workers."""
     canary: str | None = Field(default=None, min_length=1)
-    """Folder of a version that gets a part of the questions to the first model."""
+    """Folder of the canary: a version that gets a share of the requests to the first model."""
     share: float = Field(default=0.1, ge=0, le=1)
-    """That part."""
+    """Share of requests that go to the canary."""
     max_batch: int = Field(default=64, ge=1, le=65_536)
-    """Most items that are answered together."""
+    """Most items of a batch."""
     max_wait_millis: float = Field(default=2.0, ge=0, allow_inf_nan=False)
-    """Longest wait of a question for others while some are being answered; to an idle service none waits."""
+    """Longest wait of a request for others while a batch is computed; an idle service answers at once."""
     max_queued: int = Field(default=1024, ge=1)
-    """Most items that wait; beyond them questions are refused (503)."""
+    """Most queued items; requests beyond are refused (503)."""
     max_requests: int = Field(default=512, ge=1)
-    """Most requests at once; beyond them they are refused (503)."""
+    """Most requests at once; requests beyond are refused (503)."""
     max_items: int = Field(default=256, ge=1)
     """Most items of one request (413)."""
     max_body_bytes: int = Field(default=16 * MIB, ge=1024)
@@ -501,35 +505,36 @@ class ServeConfig(RoleConfig):
     body_seconds: Seconds = 10.0
     """Longest time for the headers, and for the body, of a request to arrive (408)."""
     requests_per_second: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Most of one client (a token, else an address) for longer than a second (429). None: no limit."""
+    """Most requests a second of one client (a token, else an address), over more than a second (429). None: no limit.
+    """
     origins: TextList = ()
-    """Other web pages that may ask, as https://example.com (CORS). None by default."""
+    """Origins of other web pages that may send requests, as https://example.com (CORS). None by default."""
 
 
 class ClientConfig(Section):
     """A client: any process that pulls and pushes."""
 
     graph: TargetAddress | None = None
-    """Where the graph service of the cluster listens; None: there is none, and who needs a graph builds it."""
+    """Address of the cluster's graph service; None: there is none, and clients build the graphs they need."""
 
     connect_timeout_seconds: Seconds = 10.0
-    """How long the first connection to a role may take."""
+    """Longest time for the first connection to a role."""
     refused_timeout_seconds: float = Field(default=2.0, ge=0, allow_inf_nan=False)
-    """How much of that a scheduler is tried that refuses connections: none runs there, or it is just being started."""
+    """Part of that for a scheduler that refuses connections: it does not run, or is just starting."""
     attempt_timeout_seconds: Seconds = 30.0
-    """Bounds one call to one shard; a call that fails is tried again."""
+    """Deadline of one call to one shard; a failed call is retried."""
     recovery_timeout_seconds: float = Field(default=60.0, ge=0, allow_inf_nan=False)
-    """How long to wait for a shard that does not answer, from the first failure on; 0: do not wait."""
+    """Longest wait for an unresponsive shard, from the first failure on; 0: do not wait."""
     hosted_timeout_seconds: Seconds = 300.0
-    """Bounds one call to a hosted model of a shard, which computes over all of the shard's rows."""
+    """Deadline of one call to a hosted model of a shard, which computes over all of the shard's rows."""
     snapshot_timeout_seconds: Seconds = 3600.0
-    """Bounds the writing, and the reading back, of one shard's part of a snapshot."""
+    """Deadline of writing, and of reading, one shard's part of a snapshot."""
     part_bytes: int = Field(default=16 * MIB, ge=64 << 10)
-    """Larger messages, to hosted models and slow gears, travel in parts of this many bytes."""
+    """Bytes of the parts in which larger messages to hosted models and slow gears travel."""
     shared_memory: bool = True
-    """Rows of shards on this machine lie in memory that both share; else they travel by TCP, as to other machines."""
+    """Exchange rows with shards on this machine in shared memory; else by TCP, as with other machines."""
     max_in_flight_writes: int = Field(default=64, ge=1, le=1024)
-    """Writes per stream that may be unacknowledged at once."""
+    """Most unacknowledged writes of a stream."""
     max_message_bytes: MessageBytes = MAX_MESSAGE_BYTES
     """Largest message accepted, in bytes."""
 
@@ -545,23 +550,23 @@ class ClientConfig(Section):
 
 
 class SecurityConfig(Section):
-    """Who processes are to each other."""
+    """Identity of processes towards each other."""
 
     folder: str | None = Field(default=None, min_length=1)
     """Folder of certificates (geartrain certs init) for all calls. None: a private one on loopback; "none": without."""
     token: Annotated[str, AfterValidator(_file_of_token)] | None = Field(default=None, min_length=1)
     """File of this program's token (geartrain certs token), where clients need one."""
     audit: str | None = Field(default=None, min_length=1)
-    """File to which roles add a line for each refused call, and each that changes tables. None: their logs."""
+    """File to which roles append a line for each refused call, and each that changes tables. None: their logs."""
 
 
 class ClusterConfig(Section):
-    """A whole cluster: what one YAML file holds."""
+    """A whole cluster: the content of one YAML file."""
 
     scheduler: SchedulerConfig = SchedulerConfig()
     """The scheduler."""
     server: ServerConfig = ServerConfig()
-    """Every server; each is told its own shard and listen address by whoever starts it."""
+    """Every server; its launcher gives each its own shard and listen address."""
     graph: GraphConfig = GraphConfig()
     """The graph service, if there is one."""
     slowgear: SlowGearRoleConfig = SlowGearRoleConfig()
@@ -571,7 +576,7 @@ class ClusterConfig(Section):
     client: ClientConfig = ClientConfig()
     """Every client."""
     security: SecurityConfig = SecurityConfig()
-    """All of them."""
+    """All processes."""
     mode: Literal["development", "production"] = "development"
     """In production, failpoints (GEARTRAIN_FAILPOINTS) are refused."""
 
@@ -587,7 +592,7 @@ class ClusterConfig(Section):
 
     @property
     def num_servers(self) -> int:
-        """Server processes that hold all shards.
+        """Number of server processes that hold all shards.
 
         Raises:
             ConfigError: the shards cannot be divided evenly among processes of ``server.shards`` shards.

@@ -1,33 +1,34 @@
-"""Every error Geartrain raises on purpose.
+"""Errors of Geartrain.
 
 GeartrainError
 ├── InvalidArgument (ValueError)     the caller's mistake: names the value, the legal range and the remedy
 │   ├── InvalidIds                   negative, out-of-range or wrongly typed ids or labels
 │   ├── InvalidRows                  wrong width, shape or dtype of rows or gradients
 │   ├── NonFinite                    NaN or infinity; nothing was changed anywhere
-│   │   └── TrainingDiverged         a job's values went beyond all numbers: names step, model kept, rates to try
+│   │   └── TrainingDiverged         a job's values overflowed: names step, model kept, rates to try
 │   └── SpecMismatch                 an existing table differs from the one asked for
-├── ConfigError (ValueError)         a file, flag or environment variable that cannot be right
-│   └── ShardHeld                    a living process holds the shard that another one wants
+├── ConfigError (ValueError)         an invalid file, flag or environment variable
+│   ├── ShardHeld                    a running process holds the shard that another one wants
+│   └── RunHeld                      another process trains in the run folder
 ├── TableExists                      create_table on a name in use without reuse=True
 ├── TableNotFound (LookupError)
-│   └── TableBeingRestored           nobody reads, writes or opens it before all of its rows are there
+│   └── TableBeingRestored           it cannot be read, written or opened before all of its rows are there
 ├── GraphNotFound (LookupError)      no graph of this table was built, or it was dropped
 ├── NotServed (LookupError)          a service has no such model, version or operation: names those that it has
 ├── Unavailable (ConnectionError)
 │   ├── ShardUnavailable             a shard did not answer within recovery_timeout_seconds
-│   ├── DataPortClosed               a shard answers, and its port for rows does not: names host, port and remedy
+│   ├── DataPortClosed               a shard answers, but its port for rows does not: names host, port and remedy
 │   ├── SchedulerUnavailable
 │   ├── GraphUnavailable             the graph service did not answer within recovery_timeout_seconds
 │   ├── GearUnavailable              no slow gear answers for some ids within recovery_timeout_seconds
 │   ├── StoreUnavailable             a key-value server did not answer
-│   ├── BrokerUnavailable            no broker of a topic answered for as long as a reader waits
-│   ├── Busy                         a role has too much to do: says after how many seconds to ask again
-│   ├── StepPending                  a synchronous push waits for other ranks: clients ask again
+│   ├── BrokerUnavailable            no broker of a topic answered within a reader's time-out
+│   ├── Busy                         a role is overloaded: says after how many seconds to retry
+│   ├── StepPending                  a synchronous push waits for other ranks: clients retry
 │   └── ClusterNotReady              fewer shards have registered than the cluster needs
-├── AccessDenied (PermissionError)   a role does not do this for the certificate of this process
-├── Fenced                           the caller or the shard belongs to the past
-│   ├── StaleClient                  a newer incarnation of this client is at work
+├── AccessDenied (PermissionError)   a role refuses this to the certificate or token of this process
+├── Fenced                           the caller or the shard is out of date
+│   ├── StaleClient                  a newer incarnation of this client is running
 │   ├── StaleCluster                 the cluster version moved on
 │   ├── StaleBucketMap               a shard holds its rows by another bucket map than the cluster's
 │   ├── ShardRestarted               the shard came back without the rows the client relies on
@@ -35,34 +36,34 @@ GeartrainError
 ├── SyncError                        a sync group cannot go on
 │   ├── RankMissing                  not every rank pushed in time; nothing of the step was applied
 │   ├── RankLost                     a rank died, ran out of batches, or was silent too long in a collective
-│   ├── StepMismatch                 a rank is at another step than its group, or pushes a step that was applied anew
+│   ├── StepMismatch                 a rank is at another step than its group, or pushes other gradients for one
 │   ├── StepPartlyApplied            some shards applied a step, others refused it: the job goes back to a snapshot
-│   └── WorkerStalled                a worker is so far behind that others have waited for it too long: names it
+│   └── WorkerStalled                a worker is so far behind that others waited for it too long: names it
 ├── SampleError                      a slow gear has no dense feature for an id: names it
 │   ├── SampleNotFound (LookupError) no sample has this id
-│   └── SampleDamaged                its sample cannot be decoded, or is not of the shape of the others
+│   └── SampleDamaged                its sample cannot be decoded, or has another shape than the others
 ├── SourceError                      samples cannot be read: names the file or topic, and where known the row
 │   ├── SourceNotFound (LookupError) there is no such file, folder or topic, or nothing in it
 │   ├── ColumnMismatch (ValueError)  a column is missing, or of another type than was asked for
-│   └── SourceDamaged                a file, line or message is cut, changed, or holds what its column cannot have
+│   └── SourceDamaged                a file, line or message is cut or changed, or has an invalid value
 ├── ModuleFailed                     the module of a dense part raises for every sample: has its error
 ├── ModelDamaged                     a file of a saved model is missing, changed or another's: names the file
 ├── SnapshotError
 │   ├── SnapshotDamaged              a file is missing, changed or another's: names file, shard, table and rows
 │   │   └── SnapshotOfOtherFormat    written by another version of Geartrain, in a format that this one does not read
 │   ├── SnapshotRefused              a role does not read or write snapshots there: names its snapshot_roots
-│   ├── SnapshotFailed               one could not be written or removed; older ones are as they were
+│   ├── SnapshotFailed               a snapshot could not be written or removed; older ones are unchanged
 │   │   └── SnapshotSuperseded       another snapshot of its tables was begun, or it was given up: take it again
 │   └── SnapshotNotFound (LookupError)
 ├── StateError                       the scheduler's own state
 │   ├── StateDamaged                 a file or value is changed, cut or gone: names the file and the key
 │   └── StateFailed                  a change could not be written
-├── OutOfMemory (MemoryError)        rows would take more memory than a server may; nothing of the write was applied
+├── OutOfMemory (MemoryError)        rows exceed the memory limit of a server; nothing of the write was applied
 │   └── TableFull                    new rows of one write do not fit below the table's max_bytes, whatever is evicted
-├── Cancelled                        long work was ended because its caller asked for it
+├── Cancelled                        long work was ended at its caller's request
 ├── ProtocolError                    bytes that are not a valid message
 │   ├── MessageTooLarge
-│   └── VersionMismatch              a role or client is of another wire than the scheduler: names both builds
+│   └── VersionMismatch              a peer speaks another wire version than the scheduler: names both builds
 └── InternalError                    a bug of ours, reported by a shard with its traceback
 """
 
@@ -86,16 +87,16 @@ class InvalidRows(InvalidArgument):
 
 
 class NonFinite(InvalidArgument):
-    """Rows or gradients hold NaN or infinity, or would carry a row beyond the range of its storage type, or are beyond
-    that of the type they travel in.
+    """Rows or gradients hold NaN or infinity, overflow the type they travel in, or would carry a row beyond the range
+    of its storage type.
 
-    The first is found before anything is sent: nothing was changed on any shard. The second only the shard that holds
-    the row can see: it changed nothing, other shards may have applied their part.
+    The first two are found before anything is sent: nothing was changed on any shard. The last only the shard that
+    holds the row can see: it changed nothing, other shards may have applied their part.
     """
 
 
 class TrainingDiverged(NonFinite):
-    """A job's values grew beyond all numbers. The best model that it had kept, if it keeps one, is the one written."""
+    """A job's values overflowed. The model written is the best one kept, if the job keeps one."""
 
 
 class SpecMismatch(InvalidArgument):
@@ -103,11 +104,11 @@ class SpecMismatch(InvalidArgument):
 
 
 class ConfigError(GeartrainError, ValueError):
-    """A configuration file, flag or environment variable cannot be right."""
+    """A configuration file, flag or environment variable is invalid."""
 
 
 class ShardHeld(ConfigError):
-    """A living process holds the shard that a server wants, or living ones hold all of them."""
+    """A running process holds the shard that a server wants, or running ones hold all of them."""
 
 
 class RunHeld(ConfigError):
@@ -123,7 +124,7 @@ class TableNotFound(GeartrainError, LookupError):
 
 
 class TableBeingRestored(TableNotFound):
-    """The table is being restored from a snapshot, or that was cut off: nobody reads, writes or opens it."""
+    """The table is being restored from a snapshot, or its restore was cut off: it cannot be read, written or opened."""
 
 
 class GraphNotFound(GeartrainError, LookupError):
@@ -143,7 +144,7 @@ class ShardUnavailable(Unavailable):
 
 
 class DataPortClosed(Unavailable):
-    """A shard of another machine answers, but nobody gets through to its port for rows. The message names both."""
+    """A shard of another machine answers, but its port for rows cannot be reached. The message names both."""
 
 
 class SchedulerUnavailable(Unavailable):
@@ -163,20 +164,20 @@ class StoreUnavailable(Unavailable):
 
 
 class BrokerUnavailable(Unavailable):
-    """No broker of a Kafka topic answered for as long as a reader waits. The message names topic and brokers.
+    """No broker of a Kafka topic answered within the reader's time-out. The message names topic and brokers.
 
-    Nothing is lost: the reader goes on where it was when it is asked again.
+    Nothing is lost: the next read continues at the same place.
     """
 
 
 class Busy(Unavailable):
-    """A role has too much to do now. Nothing of the request was done: ask again after ``retry_after_seconds``.
+    """A role is overloaded. Nothing of the request was done: retry after ``retry_after_seconds``.
 
     Clients do so by themselves, for up to ``recovery_timeout_seconds``.
     """
 
     def __init__(self, message: str, retry_after_seconds: float = 1.0) -> None:
-        """Say what there is too much of, and when to ask again."""
+        """``message`` names the overload."""
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
 
@@ -184,8 +185,8 @@ class Busy(Unavailable):
 class StepPending(Unavailable):
     """A synchronous push waits for other ranks of its group for longer than the call may take.
 
-    It stays where it is, and the same push sent again joins it. Geartrain's own client does that until the group is
-    complete or RankMissing ends it, so that no caller of it sees this.
+    The push stays at the shard, and a retry joins it. Geartrain's client retries until the group is complete or
+    RankMissing ends it, so that its callers never see this.
     """
 
 
@@ -194,12 +195,12 @@ class ClusterNotReady(Unavailable):
 
 
 class AccessDenied(GeartrainError, PermissionError):
-    """A role does not do this for the certificate of this process, which ran out or is of another role, or for its
-    token, which is missing, ran out, was revoked, or does not give the right."""
+    """A role refuses the call: the certificate of this process expired or is of another role, or its token is missing,
+    expired, revoked, or lacks the right."""
 
 
 class Fenced(GeartrainError):
-    """The caller, or the shard it talks to, belongs to the past."""
+    """The caller, or the shard it calls, is out of date."""
 
 
 class StaleClient(Fenced):
@@ -211,7 +212,7 @@ class StaleCluster(Fenced):
 
 
 class StaleBucketMap(Fenced):
-    """A shard holds its rows by another bucket map than the cluster's, so that nobody would look for them there."""
+    """A shard holds its rows by another bucket map than the cluster's, so that clients would not find them there."""
 
 
 class ShardRestarted(Fenced):
@@ -219,7 +220,7 @@ class ShardRestarted(Fenced):
 
 
 class NotHolder(Fenced):
-    """The slow gear does not hold the partition of an id, or not any more: ask the scheduler who does."""
+    """The slow gear does not hold the partition of an id, or not any more: the scheduler knows the holder."""
 
 
 class SyncError(GeartrainError):
@@ -231,10 +232,10 @@ class RankMissing(SyncError):
 
 
 class RankLost(SyncError):
-    """A rank died, or did not answer within the time limit of its process group, in a collective.
+    """A rank died, or did not answer in a collective within the time limit of its process group.
 
-    One that had fewer batches than the others, and has left the loop, is lost to them, too: give all ranks as many.
-    What the other ranks hold of the step is not applied; end all of them and go on from the last snapshot.
+    A rank that left the loop because it had fewer batches counts as lost, too: give all ranks equally many. The others'
+    part of the step is not applied; end all ranks and continue from the last snapshot.
     """
 
 
@@ -251,9 +252,10 @@ class StepPartlyApplied(SyncError):
 
 
 class WorkerStalled(SyncError):
-    """A worker waited in vain for slower ones of its job, which live (see ``gt.SSP``). The message names the slowest.
+    """A worker waited too long for slower ones of its job, which are alive (see ``gt.SSP``). The message names the
+    slowest.
 
-    What the step pushed is applied. ``step()`` again goes on waiting.
+    The pushes of the step are applied. Another ``step()`` continues to wait.
     """
 
 
@@ -261,7 +263,7 @@ class SampleError(GeartrainError):
     """A slow gear cannot compute the dense feature of an id. The message names the id; other ids are not touched."""
 
     ids: tuple[int, ...] = ()
-    """All ids of the call that have no dense feature, rising."""
+    """Ids of the call that have no dense feature, ascending."""
 
 
 class SampleNotFound(SampleError, LookupError):
@@ -269,7 +271,7 @@ class SampleNotFound(SampleError, LookupError):
 
 
 class SampleDamaged(SampleError):
-    """The sample of an id cannot be decoded, or is not of the shape of the others."""
+    """The sample of an id cannot be decoded, or has another shape than the others."""
 
 
 class SourceError(GeartrainError):
@@ -285,11 +287,11 @@ class ColumnMismatch(SourceError, ValueError):
 
 
 class SourceDamaged(SourceError):
-    """A file, line or message is cut, was changed, or holds what its column cannot have."""
+    """A file, line or message is cut, was changed, or holds an invalid value."""
 
 
 class ModuleFailed(GeartrainError):
-    """The user's module of a dense part raised, and not for single samples only."""
+    """The user's module of a dense part raised for every sample."""
 
 
 class ModelDamaged(GeartrainError):
@@ -308,19 +310,18 @@ class SnapshotDamaged(SnapshotError):
 
 
 class SnapshotOfOtherFormat(SnapshotDamaged):
-    """Another version of Geartrain wrote the snapshot, in a format that this one does not read. It may be sound."""
+    """Another version of Geartrain wrote the snapshot, in a format that this one does not read. It may be intact."""
 
 
 class SnapshotRefused(SnapshotError):
     """A role does not read or write snapshots in this place, or not for another user.
 
-    The message names its setting ``snapshot_roots``.
-    It says the same whether or not there is anything in that place.
+    The message names its setting ``snapshot_roots``. It is the same whether or not there is anything in that place.
     """
 
 
 class SnapshotFailed(SnapshotError):
-    """A snapshot could not be written or removed. Older snapshots are as they were."""
+    """A snapshot could not be written or removed. Older snapshots are unchanged."""
 
 
 class SnapshotSuperseded(SnapshotFailed):
@@ -340,25 +341,28 @@ class StateDamaged(StateError):
 
 
 class StateFailed(StateError):
-    """A change of the state could not be written. After a restart it may be there or not; nothing was acknowledged."""
+    """A change of the state could not be written. It may or may not be there after a restart; it was not
+    acknowledged.
+    """
 
 
 class OutOfMemory(GeartrainError, MemoryError):
-    """A write would take more memory than the rows of a server process may (``server.memory_bytes``), or than there is.
+    """A write exceeds the memory for rows of a server process (``server.memory_bytes``), or of the machine.
 
-    The shard that says so has applied nothing of it; other shards may have applied their part.
+    The shard that raises this has applied nothing of it; other shards may have applied their part.
     """
 
 
 class TableFull(OutOfMemory):
-    """A write has more new rows than fit below the table's ``max_bytes`` beside its others: says both numbers.
+    """A write has more new rows than fit below the table's ``max_bytes`` beside its others. The message has both
+    numbers.
 
-    The shard that says so has applied nothing of it, and evicted nothing.
+    The shard that raises this has applied nothing of it, and evicted nothing.
     """
 
 
 class Cancelled(GeartrainError):
-    """Long work was ended because its caller asked for it. What it had saved can be taken up again."""
+    """Long work was ended at its caller's request. It can be resumed from its saved progress."""
 
 
 class ProtocolError(GeartrainError):
@@ -370,7 +374,7 @@ class MessageTooLarge(ProtocolError):
 
 
 class VersionMismatch(ProtocolError):
-    """A role or client and the scheduler are of versions of Geartrain that do not understand each other."""
+    """A role or client and the scheduler are incompatible versions of Geartrain."""
 
 
 class InternalError(GeartrainError):
@@ -378,7 +382,7 @@ class InternalError(GeartrainError):
 
 
 def being_restored(table: str) -> TableBeingRestored:
-    """The error of a table that is made to be restored, or is being given its rows."""
+    """Return the error of a table that is being restored."""
     return TableBeingRestored(
         f"table {table!r} is being restored from a snapshot: nobody reads, writes or opens it before all of its rows "
         "are there; try again then. If the process that restored it is gone, restore the snapshot again, or drop the "

@@ -1,4 +1,4 @@
-"""What fast and slow gears say to each other: plain values, the same in one process and over the wire.
+"""Messages between fast and slow gears: plain values, the same in one process and over the wire.
 
 Legend: D width of a dense feature, K distinct ids.
 """
@@ -20,10 +20,10 @@ Features = npt.NDArray[np.float32]
 
 
 class Failure(NamedTuple):
-    """Why there is no dense feature, or no gradient, of one id."""
+    """Reason why an id has no dense feature, or no gradient."""
 
     error: str
-    """Name of the class of :mod:`geartrain.ams.values.errors` that says it."""
+    """Name of its class in :mod:`geartrain.ams.values.errors`."""
     reason: str
 
 
@@ -31,11 +31,11 @@ Failures = Mapping[int, Failure]
 
 
 class Freshness(NamedTuple):
-    """Which features of a cache will do."""
+    """Bounds on the age of a cache's features."""
 
     max_age_seconds: float | None = None
     max_version_lag: int | None = None
-    """Dense updates since it was computed."""
+    """Most dense updates since it was computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +50,10 @@ class FeatureReply:
     """[K]: unix seconds at which each was computed."""
     failures: Failures
     dense_version: int
-    """Of the weights that the slow gear holds now."""
+    """Dense version of the weights that the slow gear holds now."""
 
     def at(self, chosen: npt.NDArray[Any]) -> FeatureReply:
-        """Those features alone; ``chosen`` are their places, or which they are."""
+        """Return a part of the features; ``chosen`` are their indices, or a mask."""
         return replace(
             self, vectors_KD=self.vectors_KD[chosen], versions=self.versions[chosen], times=self.times[chosen]
         )
@@ -64,47 +64,47 @@ class Delivery:
     """The feature gradients of one step of one fast gear: K *gradients*, one for each distinct id."""
 
     source: str
-    """The fast gear. Behind a tab: a series of deliveries of its own."""
+    """Name of the fast gear; behind a tab that of a series of deliveries."""
     incarnation: int
-    """Of the fast gear: a lower one than was seen of this source is refused."""
+    """Incarnation of the fast gear: a lower one than the highest seen of this source is refused."""
     sequence: int
-    """From 1, rising by source: a delivery that is sent again counts once."""
+    """Number of the delivery from 1, ascending within a source: a retry counts once."""
     ids: Ids
     """[K] int64, distinct."""
     gradients_KD: Features
     """[K, D] float32, finite."""
     versions: npt.NDArray[np.int64]
-    """[K]: dense versions of the features that the gradients are of."""
+    """[K]: dense version of the feature of each gradient."""
     lr: float | None
     """Learning rate of the dense update that they become part of; None: that of the dense table."""
     table: int = 0
     """Incarnation of the dense table that the fast gear knows: another one after a restore. 0: any."""
     lost: int = 0
-    """Gradients that the fast gear has to count as lost so far; see :class:`GearAccount`."""
+    """Number of gradients that the fast gear counts as lost so far; see :class:`GearAccount`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GearAccount:
-    """What became of the gradients that were delivered: ``received`` is the sum of all others, always."""
+    """Delivered gradients by outcome: ``received`` is always the sum of all others."""
 
     received: int = 0
     waiting: int = 0
-    """In batches that are not full."""
+    """Gradients in batches that are not full."""
     due: int = 0
-    """In full batches whose backward pass is to come."""
+    """Gradients in full batches before their backward pass."""
     applied: int = 0
-    """Part of a dense update."""
+    """Gradients in dense updates."""
     dropped_stale: int = 0
-    """Of features too old, by the rule for them."""
+    """Gradients of stale features, dropped by the rule for them."""
     dropped_failed: int = 0
-    """Their sample or their backward pass failed."""
+    """Gradients whose sample or backward pass failed."""
     non_finite: int = 0
     lost: int = 0
-    """A slow gear died with them, or died before it told that it had taken or applied them."""
+    """Gradients of a slow gear that died before they, or their receipt, were acknowledged as applied or received."""
 
     @property
     def adds_up(self) -> bool:
-        """Whether every gradient received is in one of the other places."""
+        """Whether each received gradient has one outcome."""
         others: int = sum(getattr(self, place.name) for place in fields(self) if place.name != "received")
         return self.received == others
 
@@ -115,46 +115,44 @@ class GearAccount:
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """What a slow gear says when it has taken gradients."""
+    """Acknowledgement of a delivery."""
 
     account: GearAccount
-    """Of their source."""
+    """Account of the source."""
     dense_version: int
     process: str
     is_repeat: bool = False
-    """It was counted before, and not again."""
+    """Whether the delivery is a duplicate, not counted again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GearState:
-    """One slow gear as it describes itself."""
+    """Description of a slow gear by itself."""
 
     name: str
     dim: int
     address: str
     process: str
-    """Names what the account is of: "address#incarnation"."""
+    """Identity of the process that the account is of: "address#incarnation"."""
     partitions: tuple[int, ...]
-    """It holds now."""
+    """Partitions that it holds now."""
     dense_version: int
     cache_hits: int
     cache_misses: int
     queued_ids: int
-    """Whose features wait to be computed."""
+    """Ids queued for computation."""
     account: GearAccount
     uptime_seconds: float
     error: str = ""
-    """Why it does not apply what is due; empty if it does."""
+    """Reason why due gradients are not applied; empty if they are."""
     gradients_per_id: int = 0
-    """That make one backward pass."""
+    """Gradients of an id in one backward pass."""
     lost: Mapping[str, int] = field(default_factory=dict)
-    """By fast gear: the gradients that it counts as lost with slow gears that died, as it said with its last delivery.
-    Every slow gear that it delivers to hears it."""
+    """Gradients lost with slow gears that died, by fast gear, as reported with its last delivery to this one."""
     taken_over: tuple[str, ...] = ()
-    """Processes of slow gears that have left in order, or that it goes on for; what became of their gradients is in the
-    account."""
+    """Processes of slow gears that shut down, or that it replaces; their gradients are in the account."""
     keeps_gradients: bool = False
-    """If it is killed, the gradients that wait are kept for a slow gear that is started in its place."""
+    """Whether its waiting gradients survive a kill, for a slow gear that is started in its place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,23 +160,23 @@ class AskFeatures(Rpc[FeatureReply], name="Features"):
     """Ask for the dense features of distinct ids."""
 
     name: str
-    """Of the dense part, here and below: a slow gear refuses what is meant for another."""
+    """Name of the dense part, here and below: a slow gear refuses calls for another one."""
     ids: Ids
     max_age_seconds: float | None = None
-    """As of :class:`Freshness`."""
+    """Bound as of :class:`Freshness`."""
     max_version_lag: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PushFeatureGradients(Rpc[Taken]):
-    """Hand gradients over."""
+    """Deliver gradients."""
 
     name: str
     delivery: Delivery
     wait: bool
-    """Answer when every update that they made due is applied."""
+    """Answer after every update that they made due is applied."""
     sent_to: str
-    """Process of the slow gear that was sent this before and may have counted it: another one refuses."""
+    """Process of the slow gear that this was sent to before and that may have counted it: another one refuses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,65 +188,65 @@ class FlushGradients(Rpc[int]):
 
 @dataclass(frozen=True, kw_only=True)
 class DescribeGear(Rpc[GearState]):
-    """Ask how a slow gear is, and what became of the gradients of these fast gears; none: of all."""
+    """Ask for the state of a slow gear, with the account of these fast gears; none: of all."""
 
     sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class HandOver(Rpc[None]):
-    """Say what became of the gradients that a slow gear was given which leaves. Idempotent."""
+    """Report the accounts of a slow gear that shuts down. Idempotent."""
 
     name: str
     process: str
-    """Of the one that leaves."""
+    """Process of the slow gear that shuts down."""
     accounts: Mapping[str, GearAccount]
-    """By source."""
+    """Accounts by source."""
 
 
 class GearPort(Protocol):
-    """The slow gears of one dense part, as a fast gear reaches them: in its own process, or over the wire.
+    """Slow gears of one dense part, as called by a fast gear: in its own process, or over the wire.
 
     Thread-safe. Every call may raise a GeartrainError.
     """
 
     @property
     def dense_version(self) -> int:
-        """The highest dense version that was heard of."""
+        """Highest dense version seen."""
 
     def features(self, ids: Ids) -> FeatureReply:
-        """Dense features of distinct ids [K] int64. Ids that have none are in ``failures``; the others live."""
+        """Return dense features of distinct ids [K] int64. Ids without one are in ``failures``, with zeros."""
 
     def deliver(self, delivery: Delivery) -> GearAccount:
-        """Hand gradients over; in sync mode return when every update that they made due is applied."""
+        """Deliver gradients; in sync mode return when every update that they made due is applied."""
 
     def flush(self) -> None:
         """Apply every gradient that waits, partial batches with their true count. Returns when that is done."""
 
     def account(self, source: str | None = None) -> GearAccount:
-        """What became of the gradients of one fast gear; None: of all."""
+        """Return the account of one fast gear; None: of all."""
 
     def close(self) -> None:
-        """Let go of what it holds; what waits in slow gears of this process is applied first. Idempotent."""
+        """Close it; gradients that wait in slow gears of this process are applied first. Idempotent."""
 
 
 def process_at(address: str, incarnation: int) -> str:
-    """Names the process of a slow gear: one that is started again at the same address is another."""
+    """Return the identity of a slow gear's process: a restart at the same address is another one."""
     return f"{address}#{incarnation}"
 
 
 def address_of(process: str) -> str:
-    """The address of a slow gear's process."""
+    """Return the address of a slow gear's process."""
     return process.partition("#")[0]
 
 
 def family_of(source: str) -> str:
-    """The fast gear that a series of deliveries is of."""
+    """Return the fast gear of a series of deliveries."""
     return source.partition("\t")[0]
 
 
 def first_error(failures: Failures, what: str) -> GeartrainError:
-    """Return the error that stands for all of ``failures``, which are not empty: it names the first id."""
+    """Return one error for all ``failures``, which are not empty: it names the first id."""
     failure = failures[min(failures)]
     kind = error_named(failure.error)
     others = sorted(failures)[1:]
@@ -261,5 +259,5 @@ def first_error(failures: Failures, what: str) -> GeartrainError:
 
 
 def without(ids: Ids, failures: Iterable[int]) -> npt.NDArray[np.bool_]:
-    """Say which of ``ids`` [K] are not among the failures, [K] bool."""
+    """Return whether each of ``ids`` [K] is not among the failures, [K] bool."""
     return ~np.isin(ids, np.fromiter(failures, np.int64))

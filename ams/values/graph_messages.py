@@ -1,4 +1,4 @@
-"""What is asked of the graph service and what it replies: plain values."""
+"""Requests to the graph service and its replies: plain values."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from geartrain.ams.values.specs import Ids
 
 @dataclass(frozen=True, kw_only=True)
 class GraphInfo:
-    """A graph that is kept, and how old it is."""
+    """A stored graph and its age."""
 
     table: str
     table_incarnation: int = 0
-    """Number of the table, which tells it from others of its name; 0: not known."""
+    """Number of the table among those of its name; 0: not known."""
     version: int
-    """Counts the graphs of the table, from 1."""
+    """Number of the graph among those of the table, from 1."""
     k: int
-    """Wanted neighbours of a class; each has min(k, num_classes - 1)."""
+    """Requested neighbours of a class; each has min(k, num_classes - 1)."""
     num_classes: int
     step: int
-    """Training step of the rows, as the caller of the build said."""
+    """Training step of the rows, as given with the build."""
     writes: int
-    """Writes that the shards had applied to the table when the building began, summed over the shards."""
+    """Writes applied to the table when the build began, summed over the shards."""
     fingerprint: str
     """XXH3 (128 bits, hexadecimal) of the unit rows it was built from."""
     built_unix_seconds: float
     whole_bytes: int
     shard_bytes: tuple[int, ...] = ()
-    """Of the part of each shard, if the graph is cut to what each owns; empty if the cluster did not answer."""
+    """Bytes of each shard's part, if the graph is cut to the classes of each; empty if the cluster did not answer."""
     age_writes: int | None = None
-    """Writes to the rows since; None: not known, for the table is gone or was made anew, or nobody answered."""
+    """Writes to the rows since; None: not known, as the table is gone or was made anew, or the cluster did not
+    answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,24 +44,24 @@ class GraphBuilding:
     k: int
     step: int
     done_pairs: int
-    """Pairs of rows that were compared; 0 of 0: it waits for another build, or reads the rows."""
+    """Compared pairs of rows; 0 of 0: the build waits for another, or reads the rows."""
     total_pairs: int
     seconds: float
-    """Since it began."""
+    """Seconds since the build began."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphBuilt:
-    """A build that has ended well."""
+    """A completed build."""
 
     graph: GraphInfo
     resumed_pairs: int
-    """Pairs of rows that were not compared again, for a build that was ended had kept them."""
+    """Pairs of rows that an interrupted build had saved, and that were not compared again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphsState:
-    """All that a graph service has."""
+    """All graphs and builds of a graph service."""
 
     graphs: tuple[GraphInfo, ...]
     building: tuple[GraphBuilding, ...]
@@ -72,14 +73,14 @@ class BuildProgress:
 
     building: GraphBuilding | None = None
     built: GraphInfo | None = None
-    """In the last one only."""
+    """Set in the last reply only."""
     resumed_pairs: int = 0
-    """As of :class:`GraphBuilt`."""
+    """Saved pairs, as of :class:`GraphBuilt`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildGraph(Rpc[BuildProgress]):
-    """Build the graph of a table anew from its rows: a reply now and then, the last one with ``built``."""
+    """Build the graph of a table anew from its rows: replies with progress, the last one with ``built``."""
 
     table: str
     k: int
@@ -88,7 +89,7 @@ class BuildGraph(Rpc[BuildProgress]):
 
 @dataclass(frozen=True, kw_only=True)
 class CancelBuild(Rpc[bool]):
-    """End the build of a table; the reply says whether there was one."""
+    """Cancel the build of a table; the reply is whether there was one."""
 
     table: str
 
@@ -98,9 +99,9 @@ class Selected:
     """Reply to :class:`SelectClasses`."""
 
     version: int
-    """Of the graph that chose."""
+    """Version of the graph used."""
     ids: Ids
-    """The active classes, rising."""
+    """Active classes, ascending."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +112,10 @@ class SelectClasses(Rpc[Selected]):
     labels: Ids
     budget: int
     seed: int
-    """An unsigned 64-bit integer, as is ``step``."""
+    """Unsigned 64-bit integer, as is ``step``."""
     step: int
     version: int | None = None
-    """The graph must be this one; None: whichever there is."""
+    """Version required of the graph; None: any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,14 +132,14 @@ class DownloadGraph(Rpc[bytes]):
 
 @dataclass(frozen=True, kw_only=True)
 class ForgetGraph(Rpc[None]):
-    """Drop the graph of a table, if there is one, and end its build."""
+    """Drop the graph of a table, if there is one, and cancel its build."""
 
     table: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriteGraphs(Rpc[tuple[str, ...]]):
-    """Write graphs into the staging folder of a snapshot; the reply has the entries of the manifest, as JSON."""
+    """Write graphs to the staging folder of a snapshot; the reply has the entries of the manifest, as JSON."""
 
     snapshot_id: str
     folder: str
@@ -148,9 +149,9 @@ class WriteGraphs(Rpc[tuple[str, ...]]):
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreGraphs(Rpc[tuple[str, ...]]):
-    """Take the graphs of tables from a snapshot; the reply has the tables that have one now."""
+    """Load the graphs of tables from a snapshot; the reply has the tables that have one now."""
 
     folder: str
     tables: tuple[str, ...]
     incarnations: tuple[int, ...]
-    """Of each, as it is restored."""
+    """Incarnation of each restored table."""

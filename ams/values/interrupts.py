@@ -1,9 +1,9 @@
-"""Work that Ctrl-C must not break off in the middle, done on threads to which it does not come.
+"""Calls that Ctrl-C must not interrupt midway, run on threads without KeyboardInterrupt.
 
-Python raises KeyboardInterrupt on the main thread between any two instructions, so also after a lock was taken and
-before the ``with`` statement that would give it back has begun (``threading.Condition`` and whatever uses it, such as
-futures and gRPC's client). One Ctrl-C there, and every later call waits for ever. So the main thread only waits, in one
-call of C code that can be broken off, while another thread does the work.
+Python raises KeyboardInterrupt on the main thread between any two instructions, so also after a lock was acquired and
+before the ``with`` statement that releases it has begun (``threading.Condition`` and its users, such as futures and
+gRPC's client). After one Ctrl-C there, every later call waits for ever. So the main thread only waits, in one
+interruptible call of C code, while another thread does the work.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from geartrain.ams.values.errors import ShardUnavailable
 R = TypeVar("R")
 
 _LOOK_SECONDS = 0.1
-"""A signal that comes just before the main thread goes to sleep does not wake it: it looks by itself."""
+"""Polling interval of the main thread: a signal just before it sleeps does not wake it."""
 
 
 class _Job(Generic[R]):
@@ -35,7 +35,7 @@ class _Job(Generic[R]):
         self._result: list[R] = []
         self._error: BaseException | None = None
         self.is_undone = _thread.allocate_lock()
-        """Held until the work is done."""
+        """Lock held until the work is done."""
         self.is_undone.acquire()
 
     def do(self) -> None:
@@ -56,22 +56,22 @@ class _Job(Generic[R]):
 
 _Jobs = queue.SimpleQueue[_Job[object]]
 _idle: list[_Jobs] = []
-"""Of each thread that waits for a job. As many as were ever at work at once: one, unless calls were broken off."""
+"""Queues of the idle threads. As many as were ever busy at once: one, unless calls were interrupted."""
 
 
 carry: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-"""What makes work that another thread does know of what it is a part of; None: nobody asks (see ams/observe/traces)."""
+"""Wrapper that gives work on another thread the context of its caller; None: no tracing (see ams/observe/traces)."""
 
 
 def is_on_main_thread() -> bool:
-    """Whether KeyboardInterrupt can be raised here."""
+    """Return whether KeyboardInterrupt can be raised on this thread."""
     return threading.get_ident() == threading.main_thread().ident
 
 
 def shielded(work: Callable[[], R], *, if_broken_off: Callable[[], object] | None = None) -> R:
-    """Return what ``work`` returns, or raise what it raises; on the main thread let another thread do it.
+    """Call ``work``, on the main thread by way of another thread; return its result or raise its error.
 
-    If the wait for it is broken off, ``if_broken_off`` is called; the work goes on, and its outcome is dropped.
+    If the wait is interrupted, ``if_broken_off`` is called; the work goes on, and its outcome is dropped.
     """
     if not is_on_main_thread() or sys.is_finalizing():
         return work()
@@ -92,9 +92,9 @@ def shielded(work: Callable[[], R], *, if_broken_off: Callable[[], object] | Non
 
 
 def _thread_with_nothing_to_do() -> _Jobs | None:
-    """Where a thread waits for a job; None: there is none, and none can be had."""
+    """Return the queue of an idle thread; None: there is none, and none can be started."""
     if _idle:
-        return _idle.pop()  # nobody else takes one
+        return _idle.pop()  # only the main thread pops
     jobs: _Jobs = queue.SimpleQueue()
     try:
         # Not threading.Thread: to start one is to wait for it in Python, where an interrupt would leave it stuck.
@@ -118,20 +118,20 @@ if hasattr(os, "register_at_fork"):
 
 
 class BackgroundFuture(Future[Any]):
-    """The outcome of ``work``, once another thread has called :meth:`run`. The main thread may wait for it."""
+    """Future of ``work``, once another thread has called :meth:`run`. The main thread may wait for it."""
 
     def __init__(self, work: Callable[[], Any] | None = None) -> None:
         super().__init__()
         self._work = work
         self._is_done = self._is_running = False
         self._outcome: tuple[Any, BaseException | None] | None = None
-        """Result or error; None: it was cancelled."""
+        """Result or error; None: not done, or cancelled."""
         self._is_undone = _thread.allocate_lock()
         self._is_undone.acquire()
         super().add_done_callback(_end)  # the first: those after it may ask for the result
 
     def begin(self) -> bool:
-        """Whether the work is to be done: not if it was cancelled. From now on it cannot be."""
+        """Return whether the work is to be done: not if it was cancelled. From now on it cannot be cancelled."""
         self._is_running = self.set_running_or_notify_cancel()
         return self._is_running
 
@@ -184,7 +184,7 @@ class BackgroundFuture(Future[Any]):
             if left <= 0:
                 raise TimeoutError
             if self._is_undone.acquire(timeout=min(left, _LOOK_SECONDS)):
-                self._is_undone.release()  # if it is not, for an interrupt: it is looked at no more
+                self._is_undone.release()  # skipped by an interrupt, it does no harm: the lock is not used again
         if self._outcome is None:
             raise CancelledError
         return self._outcome
@@ -197,13 +197,13 @@ def _end(future: Future[Any]) -> None:
 
 
 class BrokenOff(ShardUnavailable):
-    """The caller has gone: its arrays are its own again. Nobody but the threads that work for it sees this."""
+    """The caller was interrupted and owns its arrays again. Only threads that work for it see this."""
 
 
 class BufferLease:
-    """The right to touch a caller's arrays, which ends when the caller is broken off. Thread-safe.
+    """Permission to access a caller's arrays, which ends when the caller is interrupted. Thread-safe.
 
-    Any number of threads may have it at once: they touch different parts.
+    Any number of threads may hold it at once: they access different parts.
     """
 
     def __init__(self) -> None:
@@ -214,7 +214,7 @@ class BufferLease:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Have it while the block runs. Who takes long looks at :attr:`has_ended`. Raises BrokenOff if it has ended."""
+        """Hold it during the block. Long work checks :attr:`has_ended`. Raises BrokenOff if it has ended."""
         with self._lock:
             if self.has_ended:
                 raise BrokenOff("the caller has gone")
@@ -229,12 +229,12 @@ class BufferLease:
                 each.release()
 
     def end(self) -> None:
-        """End it: nobody begins any more. Does not wait; see :meth:`wait`."""
+        """End it: no thread acquires it any more. Does not wait; see :meth:`wait`."""
         with self._lock:
             self.has_ended = True
 
     def wait(self) -> None:
-        """Wait until nobody is at it any more. Once it has ended."""
+        """Wait until no thread holds it any more. To be called after :meth:`end`."""
         over = threading.Lock()
         with self._lock:
             if not self._num_at_it:

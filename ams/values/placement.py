@@ -1,7 +1,7 @@
-"""Which shard owns an id: id → bucket (of 4096) → shard. Pure functions; the scheduler owns the second arrow.
+"""Placement of ids: id → bucket (of 4096) → shard. Pure functions; the scheduler owns the second arrow.
 
-It makes that map, a shard for each bucket, and gives it a version (``ams/scheduler/state.py``); everyone else receives
-it from the scheduler, or from the snapshot whose rows lie by it. Many ids at once are routed in ``merge_route.cpp``.
+The scheduler makes that map, a shard for each bucket, and gives it a version (``ams/scheduler/state.py``); other
+processes receive it from the scheduler, or from the snapshot of the rows. ``merge_route.cpp`` routes many ids at once.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ NUM_BUCKETS = 4096
 MAX_SHARDS = NUM_BUCKETS
 
 BucketShards = npt.NDArray[np.uint16]
-"""[4096]: the shard of each bucket."""
+"""[4096]: shard of each bucket."""
 ONE_OWNER: BucketShards = np.zeros(NUM_BUCKETS, np.uint16)
-"""The map of what is not divided among shards."""
+"""Map of a single shard."""
 
 
 @dataclass(frozen=True, eq=False)
 class BucketMap:
-    """Which shard owns which bucket, and which map of the cluster that is."""
+    """Map of buckets to shards, with its version in the cluster."""
 
     version: int
-    """Counts the maps of the cluster, from 1."""
+    """Number of the map among those of the cluster, from 1."""
     bucket_shards: BucketShards
 
     def is_as(self, other: BucketMap) -> bool:
-        """Whether it is the same map."""
+        """Return whether it is the same map."""
         return self.version == other.version and np.array_equal(self.bucket_shards, other.bucket_shards)
 
 
@@ -45,23 +45,23 @@ def _bits_reversed() -> Ids:
 
 
 BUCKET_ORDER: Ids = _bits_reversed()
-"""[4096]: the buckets in the order that ranges of them are cut from, for shards and for blocks of snapshots: that of
-their bits, reversed (van der Corput's sequence). So a range of it has its share, to a few, of any run of ids of a dense
-table, also of one with fewer rows than buckets. Its own inverse: ``BUCKET_ORDER[b]`` is the place of bucket b as well.
+"""[4096]: order of the buckets for cutting ranges, for shards and for blocks of snapshots: by reversed bits (van der
+Corput's sequence). So a range has its share, to a few, of any run of ids of a dense table, also of one with fewer rows
+than buckets. Its own inverse: ``BUCKET_ORDER[b]`` is also the place of bucket b.
 """
 
 
 def even_placement(num_shards: int) -> BucketShards:
-    """Make the map of a new cluster: a range of :data:`BUCKET_ORDER` for each shard, of equal size to one bucket.
+    """Return the map of a new cluster: a range of :data:`BUCKET_ORDER` for each shard, of equal size to one bucket.
 
-    Ranges, so that on another number of shards most buckets have the neighbours that they had, and a block of a
-    snapshot is read by one shard. For the scheduler, and for plans of clusters to come: everyone else receives a map.
+    Ranges, so that on another number of shards most buckets keep their neighbours, and one shard reads a block of a
+    snapshot. For the scheduler, and for plans of future clusters: other processes receive a map.
     """
     return (BUCKET_ORDER * num_shards // NUM_BUCKETS).astype(np.uint16)
 
 
 def bucket_ranges(owned: Ids, count: int) -> list[tuple[int, int]]:
-    """Cut the buckets ``owned`` into ``count`` ranges of :data:`BUCKET_ORDER`, of as many of them each, to one.
+    """Cut the buckets ``owned`` into ``count`` ranges of :data:`BUCKET_ORDER`, equal in number to one bucket.
 
     Returns the first and last place of each range; fewer ranges if there are fewer buckets.
     """
@@ -70,17 +70,17 @@ def bucket_ranges(owned: Ids, count: int) -> list[tuple[int, int]]:
 
 
 def buckets_between(first: int, last: int) -> npt.NDArray[np.bool_]:
-    """Mark, [4096], the buckets at the places ``first`` to ``last`` of :data:`BUCKET_ORDER`."""
+    """Return a mask [4096] of the buckets at the places ``first`` to ``last`` of :data:`BUCKET_ORDER`."""
     return (first <= BUCKET_ORDER) & (last >= BUCKET_ORDER)
 
 
 def placement_to_bytes(bucket_shards: BucketShards) -> bytes:
-    """Return the map as it travels and is kept: uint16, little-endian."""
+    """Return the bytes of the map for messages and files: uint16, little-endian."""
     return bucket_shards.astype("<u2").tobytes()
 
 
 def placement_from_bytes(data: bytes) -> BucketShards:
-    """Return what :func:`placement_to_bytes` wrote. Raises ValueError if it does not place every bucket."""
+    """Return the map of :func:`placement_to_bytes`. Raises ValueError if it does not place every bucket."""
     if len(data) != 2 * NUM_BUCKETS:
         raise ValueError(f"it places {len(data) // 2} buckets, not {NUM_BUCKETS}")
     return np.frombuffer(data, "<u2").astype(np.uint16)
@@ -101,10 +101,10 @@ def bucket_of(ids: Ids, *, dense: bool) -> Ids:
 def split_by_shard(
     ids: Ids, bucket_shards: BucketShards, num_shards: int, *, dense: bool
 ) -> list[tuple[int, Ids | None]]:
-    """Say which of ``ids`` go to which shard.
+    """Group ``ids`` by shard.
 
     Returns (shard, positions) for each shard that owns any: ``ids[positions]`` are its ids, in their order. A single
-    shard gets ``None`` for "all of them, as they are", so that nothing need be copied.
+    shard gets ``None`` for all ids unchanged, so that nothing is copied.
     """
     if num_shards == 1:
         return [(0, None)]

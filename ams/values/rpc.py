@@ -1,4 +1,4 @@
-"""What every request of an RPC is, whichever role it is for, and the one that all roles answer."""
+"""Base of all RPC requests, and the ping that all roles answer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Rpc(Generic[R_co]):
-    """A request of one RPC, whose reply is an ``R_co``: ``class Fence(Rpc[Done])`` asks for the RPC "Fence".
+    """Base of a request of one RPC with a reply ``R_co``: ``class Fence(Rpc[Done])`` is the request of the RPC "Fence".
 
     A subclass is a frozen dataclass with the fields of the RPC's request message, and ``R_co`` one with those of its
-    reply message: the codec follows from that (:mod:`geartrain.ams.rpc.services`). A reply message of one field
-    may be that field's type, one of none is None. ``name`` is that of the RPC, where the class has another.
+    reply message: the codec follows from that (:mod:`geartrain.ams.rpc.services`). A reply message of one field may be
+    that field's type, one of none is None. ``name`` is that of the RPC, where the class has another.
     """
 
     rpc_name: ClassVar[str]
@@ -34,28 +34,28 @@ class Pong:
     """Reply to :class:`Ping`."""
 
     role: str
-    """As its command is called: scheduler, server, graph or slowgear."""
+    """Name of the role's command: scheduler, server, graph or slowgear."""
     version: str
-    """Of its build: see :func:`version`."""
+    """Build of the role: see :func:`version`."""
     uptime_seconds: float
-    """Since the role began."""
+    """Seconds since the role started."""
     incarnation: int
-    """Which process of its shard or slow gear it is; 0: a role that has none, or none yet."""
+    """Incarnation of its shard or slow gear; 0: a role that has none, or none yet."""
     pid: int = 0
-    """Of its process, on the machine where that runs; 0: not said."""
+    """Process id on its machine; 0: unknown."""
     metrics: str = ""
-    """Where its process tells Prometheus what it counts, as "host:port" that it listens at; empty: nowhere."""
+    """Address "host:port" of its Prometheus metrics; empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ping(Rpc[Pong]):
-    """Ask a role who it is. It answers though it has not joined a cluster, or holds nothing any more."""
+    """Ask for the identity of a role. It answers even before it joins a cluster, and without shards."""
 
 
 @functools.cache
 def version() -> str:
-    """Identity of the installed build, such as "0.1.0+1f2e3d4c": the package's version, and a hash of the sources of
-    ``ams`` and of its compiled core.
+    """Return the identity of the installed build, such as "0.1.0+1f2e3d4c": the package's version, and a hash of the
+    sources of ``ams`` and of its compiled core.
 
     Reads about 4 MB, once a process: 10 ms.
     """

@@ -1,4 +1,4 @@
-"""What is asked of the scheduler and what it replies, by shards and by clients: plain values."""
+"""Requests to the scheduler and its replies, for shards and clients: plain values."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from geartrain.ams.values.specs import TableSpec
 from geartrain.ams.values.text import counted
 
 ShardCondition = Literal["up", "silent", "lost", "missing", "leaving"]
-"""Heartbeats arrive; some are missing; none for a whole lease, or it left; no process has registered; it was told to
-end, and waits for the snapshots of running jobs."""
+"""Up: heartbeats arrive. Silent: some are missing. Lost: none for a whole lease, or it left. Missing: no process has
+registered. Leaving: it is shutting down, and waits for the snapshots of running jobs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardEntry:
-    """What the scheduler knows of one shard."""
+    """State of a shard at the scheduler."""
 
     shard: int
     address: str
@@ -31,29 +31,29 @@ class ShardEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterView:
-    """The cluster as the scheduler sees it."""
+    """State of the cluster at the scheduler."""
 
     cluster_version: int
     num_shards: int
     ready: bool
-    """All shards are up."""
+    """Whether all shards are up."""
     shards: tuple[ShardEntry, ...]
     tables: tuple[TableSpec, ...]
     bucket_shards: BucketShards
-    """[4096] uint16: the shard of each bucket."""
+    """[4096] uint16: shard of each bucket."""
     map_version: int
-    """Of ``bucket_shards``: counts the maps of the cluster, from 1."""
+    """Version of ``bucket_shards`` among the maps of the cluster, from 1."""
     incomplete_tables: tuple[str, ...] = ()
-    """Names of tables that some shard does not hold any more, or that a change which was cut off left behind."""
+    """Names of tables that some shard lacks, or that an interrupted change left behind."""
     restoring_tables: tuple[str, ...] = ()
-    """Those of them that are being restored, or whose restore was cut off."""
+    """Names of incomplete tables that are being restored, or whose restore was cut off."""
     version: str = ""
-    """The scheduler's build of Geartrain."""
+    """Build of the scheduler."""
     wire: str = ""
-    """The scheduler's: see :func:`geartrain.ams.rpc.wire.require_same_wire`."""
+    """Wire version of the scheduler: see :func:`geartrain.ams.rpc.wire.require_same_wire`."""
 
     def require_registered(self, what: str) -> None:
-        """Raise ClusterNotReady if ``what`` is not known because shards have not registered."""
+        """Raise ClusterNotReady if ``what`` is unknown because shards have not registered."""
         missing = [str(entry.shard) for entry in self.shards if entry.state == "missing"]
         if missing:
             which = f"{counted(len(missing), 'shard')} of {self.num_shards} ({', '.join(missing)})"
@@ -64,7 +64,7 @@ class ClusterView:
 
 
 class Cursor(NamedTuple):
-    """How far a data stream was read: ``position`` samples of ``epoch``, both from 0."""
+    """Read position in a data stream: ``position`` samples of ``epoch``, both from 0."""
 
     epoch: int
     position: int
@@ -72,10 +72,10 @@ class Cursor(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamLease:
-    """What a worker may read."""
+    """Lease of a worker's data streams."""
 
     epoch: int
-    """The job's: streams beyond it wait."""
+    """Epoch of the job: streams beyond it wait."""
     lease_seconds: float
     cursors: dict[int, Cursor]
     """Where each stream that the worker holds goes on."""
@@ -85,13 +85,13 @@ class StreamLease:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamRenewal:
-    """What a worker learns when it commits."""
+    """Reply to a worker's commit."""
 
     epoch: int
-    """The job's: streams beyond it wait."""
+    """Epoch of the job: streams beyond it wait."""
     held: tuple[int, ...]
     release: tuple[int, ...]
-    """Of those held, the ones that other workers lack: to be released soon."""
+    """Held streams that other workers lack: to be released soon."""
     can_lease: bool
     """More streams are free for this worker."""
     pause: bool = False
@@ -100,119 +100,119 @@ class StreamRenewal:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamHolders:
-    """Who reads a job now."""
+    """Workers that read a job now."""
 
     lease_seconds: float
-    """A worker that is silent for so long loses its streams."""
+    """Lease of a worker: after this long without a message it loses its streams."""
     holders: tuple[str | None, ...]
-    """The worker of each stream, from 0 on; None: nobody. Empty if the job has no streams."""
+    """Worker of each stream, from 0 on; None: none. Empty if the job has no streams."""
     incarnations: dict[str, int]
-    """The highest of every worker that ever had a lease."""
+    """Highest incarnation of every worker that ever had a lease."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Registration:
-    """What a shard learns when it joins."""
+    """Reply to a shard that registers."""
 
     shard: int
     num_shards: int
     cluster_version: int
     lease_seconds: float
-    """A shard that sends no heartbeat for this long counts as lost."""
+    """Lease of a shard: after this long without a heartbeat it counts as lost."""
     bucket_map: BucketMap
-    """By which it is to hold its rows."""
+    """Map by which it must hold its rows."""
     highest_incarnation: int = 0
-    """That the scheduler has given out or heard of."""
+    """Highest incarnation that the scheduler has issued or seen."""
     revoked: str = ""
-    """The digest of :class:`Revoked` as it is now."""
+    """Current digest of :class:`Revoked`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Register(Rpc[Registration]):
-    """A shard joins. Also how a shard introduces itself to a scheduler that was restarted."""
+    """Register a shard. A shard also registers again with a restarted scheduler."""
 
     address: str
-    """host:port at which others reach the shard."""
+    """Address "host:port" for others."""
     shard: int | None
-    """The shard it wants to be; None: the first that is free."""
+    """Requested shard; None: the first free one."""
     incarnation: int
-    """Chosen anew by every process."""
+    """Incarnation, chosen anew by every process."""
     cluster_version: int = 0
-    """The one it last knew; 0 for a new shard."""
+    """Last cluster version that it knew; 0 for a new shard."""
     heartbeat_seconds: float = 0.0
-    """How often it means to send heartbeats; 0: not said."""
+    """Interval of its heartbeats; 0: unknown."""
     tables: tuple[TableSpec, ...] = ()
-    """Those it holds."""
+    """Tables that it holds."""
     highest_incarnation: int = 0
-    """Of a job, stream or table that it has seen."""
+    """Highest incarnation of a job, stream or table that it has seen."""
     restoring_tables: tuple[str, ...] = ()
-    """Names of those of ``tables`` that are being restored and not published."""
+    """Names of those ``tables`` that are being restored and not published."""
     bucket_map: BucketMap | None = None
-    """By which it holds its rows, as it was given it; None for a new shard."""
+    """Map by which it holds its rows, as received; None for a new shard."""
     version: str = ""
-    """Its build of Geartrain."""
+    """Build of the shard."""
     wire: str = ""
-    """Its own: see :func:`geartrain.ams.rpc.wire.require_same_wire`."""
+    """Wire version of the shard: see :func:`geartrain.ams.rpc.wire.require_same_wire`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """What a shard learns from a heartbeat."""
+    """Reply to a heartbeat."""
 
     cluster_version: int
     unknown: bool = False
-    """The scheduler was restarted: register again."""
+    """Whether the scheduler was restarted, and the shard must register again."""
     replaced: bool = False
-    """Another process holds the shard now."""
+    """Whether another process holds the shard now."""
     pool_shards: int = 0
-    """Living shards in the memory pool that the heartbeat named; 0: it named none."""
+    """Shards that are up in the memory pool of the heartbeat; 0: it named none."""
     highest_incarnation: int = 0
-    """As in :class:`Registration`."""
+    """Highest incarnation, as in :class:`Registration`."""
     revoked: str = ""
-    """As in :class:`Registration`."""
+    """Digest of revoked tokens, as in :class:`Registration`."""
     pause_seconds: float = 0.0
-    """So long, at least, until its next one; a third of its lease at most."""
+    """Shortest time until its next heartbeat; at most a third of its lease."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat(Rpc[Beat]):
-    """A shard lives."""
+    """Heartbeat of a shard."""
 
     shard: int
     incarnation: int
     highest_incarnation: int = 0
-    """As in :class:`Register`."""
+    """Highest incarnation, as in :class:`Register`."""
     memory_pool: str = ""
-    """A name of the memory (of a machine, or a container) that its process shares with others; empty: not said."""
+    """Name of the memory (of a machine, or a container) that its process shares with others; empty: unknown."""
     unix_seconds: float = 0.0
-    """Its clock; 0: not said."""
+    """Time of its clock; 0: unknown."""
     version: str = ""
-    """Of Geartrain; empty: not said."""
+    """Build of the shard; empty: unknown."""
     wire: str = ""
-    """As in :class:`Register`."""
+    """Wire version, as in :class:`Register`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Revoked:
-    """The ids of tokens that are believed no more."""
+    """Ids of revoked tokens."""
 
     digest: str = ""
-    """Of the ids; empty: there are none."""
+    """Digest of the ids; empty: there are none."""
     ids: tuple[str, ...] = ()
-    """None, if who asked for them knows them."""
+    """Revoked ids; empty if the caller has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadRevoked(Rpc[Revoked]):
-    """A role asks which tokens the scheduler believes no more."""
+    """Ask for the revoked tokens."""
 
     known: str = ""
-    """The digest of those that it was told last."""
+    """Digest of the last reply."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeaveCluster(Rpc[None], name="Leave"):
-    """A shard goes in good order."""
+    """Deregister a shard that shuts down."""
 
     shard: int
     incarnation: int
@@ -220,118 +220,119 @@ class LeaveCluster(Rpc[None], name="Leave"):
 
 @dataclass(frozen=True, kw_only=True)
 class JobsToAsk:
-    """Whose snapshots a shard waits for before it leaves."""
+    """Jobs whose snapshots a leaving shard waits for."""
 
     is_sure: bool
-    """The scheduler was not restarted so recently that a job may be unheard."""
+    """Whether the scheduler has run for long enough to know all jobs."""
     waiting: tuple[str, ...] = ()
-    """Jobs that train."""
+    """Jobs in training."""
     saved: tuple[str, ...] = ()
-    """Jobs that trained until a moment ago: they have taken their snapshot, or ended."""
+    """Jobs that trained until recently: they have taken their snapshot, or ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareLeave(Rpc[JobsToAsk]):
-    """A shard wants to leave; repeated until it does. From then on the cluster is not ready."""
+    """Announce that a shard shuts down; repeated until it does. From then on the cluster is not ready."""
 
     shard: int
     incarnation: int
 
 
 JobCondition = Literal["training", "saving", "recovering", "waiting", "ended", "stopped", "failed", "silent"]
-"""Trains; the same while a snapshot is written; goes back to its last snapshot; has saved for a shard that leaves, and
-waits for what takes its place; ended; ended by a signal in good order; failed; is not heard (the scheduler says)."""
+"""Training; saving: the same while a snapshot is written; recovering: it goes back to its last snapshot; waiting: it
+has saved for a leaving shard and waits for the replacement; ended; stopped: ended in good order by a signal; failed;
+silent: the scheduler receives no reports."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobReport:
-    """What a job says of itself."""
+    """Report of a job about itself."""
 
     state: JobCondition = "training"
     step: int = 0
-    """Steps that it has done."""
+    """Steps done."""
     last_step: int = 0
-    """Steps at its end; 0: not said."""
+    """Steps at its end; 0: unknown."""
     steps_per_second: float = 0.0
-    """Over about ten seconds, as all that follows by time."""
+    """Mean over about ten seconds, as of all rates and times below."""
     loss: float | None = None
-    """The newest that is known."""
+    """Newest known loss."""
     snapshot_every_seconds: float = 0.0
-    """Between two snapshots, about; 0: not said."""
+    """Approximate time between two snapshots; 0: unknown."""
     lost_at_step: int | None = None
-    """It went back to a snapshot in this process, and had done so many steps before."""
+    """Steps done before this process went back to a snapshot; None: it did not."""
     metric: str = ""
-    """Name of the metric of its validation, as ``accuracy``; empty: it was not validated yet."""
+    """Name of the validation metric, as ``accuracy``; empty: no validation yet."""
     metric_value: float | None = None
     """Its newest value."""
     samples_per_second: float = 0.0
     pull_ms: float | None = None
-    """Of a step: waiting for rows."""
+    """Wait of a step for rows."""
     push_ms: float | None = None
-    """Of a step: sending what becomes of them."""
+    """Time of a step for sending its updates."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What else its newest validation found, by name."""
+    """Other results of its newest validation, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobEntry:
-    """What the scheduler knows of one job."""
+    """State of a job at the scheduler."""
 
     job: str
     report: JobReport
-    """The last one; its state as the scheduler sees it."""
+    """Last report, with the state as the scheduler sees it."""
     heard_seconds_ago: float
     step_seconds_ago: float
-    """Since its step last rose."""
+    """Seconds since its step last rose."""
     began_seconds_ago: float = 0.0
-    """Since its process was first heard of."""
+    """Seconds since its process was first seen."""
     snapshot_step: int | None = None
-    """Of its newest whole snapshot; None: none was heard of."""
+    """Step of its newest complete snapshot; None: none was reported."""
     snapshot_seconds_ago: float | None = None
     snapshot_failures: Mapping[str, int]
-    """How often no snapshot came, by type of the error."""
+    """Number of failed snapshots by type of the error."""
     recoveries: int = 0
     steps_lost: int = 0
-    """By all of these."""
+    """Steps lost by all recoveries."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DescribeJobs(Rpc[tuple[JobEntry, ...]]):
-    """Ask for the jobs that have told, those under way first."""
+    """Ask for the jobs that have reported, running ones first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeardJob:
-    """What a job learns when it tells."""
+    """Reply to a job's report."""
 
     leaving: tuple[int, ...] = ()
-    """Shards that want to leave."""
+    """Shards that are shutting down."""
     pause_seconds: float = 0.0
-    """After so long its next word is due."""
+    """Time until its next report is due."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TellJob(Rpc[HeardJob]):
-    """A job trains."""
+    """Report of a running job."""
 
     job: str
     incarnation: int
-    """A higher one takes the place of a lower one."""
+    """Incarnation of the job; a higher one replaces a lower one."""
     done: bool = False
-    """It trains no more: it has ended, or taken its snapshot and waits for the shards that follow."""
+    """Whether training is over: the job has ended, or taken its snapshot and waits for the replacement shards."""
     report: JobReport | None = None
-    """None: not said."""
+    """Report; None: no report."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DescribeCluster(Rpc[ClusterView]):
-    """Ask for the cluster as it is now."""
+    """Ask for the state of the cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CreateClusterTable(Rpc[TableSpec]):
-    """Make a table on all shards; the reply is the table as it is now. Raises StaleClient if ``caller`` is of a job
-    that was taken over."""
+    """Create a table on all shards; the reply is the table as it is now. Raises StaleClient if ``caller`` belongs to a
+    job that was taken over."""
 
     spec: TableSpec
     reuse: bool = False
@@ -339,13 +340,13 @@ class CreateClusterTable(Rpc[TableSpec]):
     caller: CallContext | None = None
     for_restore: bool = False
     replace: bool = False
-    """Both as of :meth:`geartrain.ams.scheduler.scheduler.Scheduler.create_table`."""
+    """Both: see :meth:`geartrain.ams.scheduler.scheduler.Scheduler.create_table`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlterClusterTable(Rpc[TableSpec]):
-    """Give a living table the ``settings`` of ``spec``; the reply is the table as it is now. Raises StaleClient as for
-    a creation."""
+    """Give an existing table the ``settings`` of ``spec``; the reply is the table as it is now. Raises StaleClient as
+    CreateClusterTable does."""
 
     spec: TableSpec
     settings: tuple[str, ...]
@@ -354,22 +355,24 @@ class AlterClusterTable(Rpc[TableSpec]):
 
 @dataclass(frozen=True, kw_only=True)
 class PublishClusterTables(Rpc[None]):
-    """Open restored tables, all at once. Raises as Scheduler.publish_tables, StaleClient as for a creation."""
+    """Publish restored tables, all at once. Raises as Scheduler.publish_tables, and StaleClient as
+    CreateClusterTable.
+    """
 
     tables: tuple[str, ...]
     incarnations: tuple[int, ...]
-    """Of each."""
+    """Incarnation of each table."""
     caller: CallContext | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DropClusterTable(Rpc[None]):
-    """Remove a table from all shards. Raises StaleClient as for a creation."""
+    """Remove a table from all shards. Raises StaleClient as CreateClusterTable does."""
 
     table: str
     caller: CallContext | None = None
     incarnation: int = 0
-    """Another table of the name stays; 0: whichever there is."""
+    """Incarnation of the table: another one of the name stays; 0: any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,7 +380,7 @@ class TakeIncarnation(Rpc[int]):
     """Ask for an incarnation higher than all before."""
 
     chosen: int = 0
-    """If not 0, this one is noted and returned."""
+    """Incarnation to record and return; 0: the scheduler chooses one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -389,14 +392,14 @@ class CheckCaller(Rpc[None]):
 
 @dataclass(frozen=True, kw_only=True)
 class FenceJob(Rpc[None]):
-    """End the stream leases of a job's lower incarnations, and give them no more."""
+    """End the stream leases of a job's lower incarnations, and refuse them new ones."""
 
     job: str
     incarnation: int
 
 
 class JobWorker(NamedTuple):
-    """Who reads, or does steps of a job. A higher incarnation takes the place of a lower one of the same worker."""
+    """Worker of a job, as a reader or for its steps. A higher incarnation replaces a lower one of the same worker."""
 
     job: str
     worker: str
@@ -418,13 +421,13 @@ class RestoreOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseStreams(Rpc[StreamLease]):
-    """Take a worker's share of a job's free data streams."""
+    """Lease a worker's share of a job's free data streams."""
 
     reader: JobWorker
     num_streams: int
-    """Of the job; the same in every request."""
+    """Number of streams of the job; the same in every request."""
     num_workers: int
-    """That will come: streams are kept for them for one lease."""
+    """Number of expected workers: streams are kept for them for one lease."""
     data: str = ""
     """A name of the data that the streams are parts of, the same in every request; empty: not said."""
     restore: RestoreOrder | None = None
@@ -433,7 +436,7 @@ class LeaseStreams(Rpc[StreamLease]):
 
 @dataclass(frozen=True, kw_only=True)
 class RenewStreams(Rpc[StreamRenewal]):
-    """Commit cursors and prolong the lease."""
+    """Commit cursors and renew the lease."""
 
     reader: JobWorker
     cursors: Mapping[int, Cursor]
@@ -441,7 +444,7 @@ class RenewStreams(Rpc[StreamRenewal]):
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseStreams(Rpc[None]):
-    """Commit cursors and give streams back."""
+    """Commit cursors and release streams."""
 
     reader: JobWorker
     cursors: Mapping[int, Cursor]
@@ -461,14 +464,14 @@ class DescribeStreams(Rpc[dict[int, Cursor]]):
 
 @dataclass(frozen=True, kw_only=True)
 class DescribeHolders(Rpc[StreamHolders]):
-    """Ask who holds which stream of a job."""
+    """Ask for the worker of each stream of a job."""
 
     job: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreStreams(Rpc[None]):
-    """Put a job back to these cursors."""
+    """Reset a job to these cursors."""
 
     job: str
     incarnation: int
@@ -476,57 +479,57 @@ class RestoreStreams(Rpc[None]):
 
 
 class SlowWorker(NamedTuple):
-    """One that others may have to wait for."""
+    """Slow worker that others may have to wait for."""
 
     worker: str
     done: int
-    """Steps."""
+    """Steps done."""
     seconds: float
-    """Since it had done these."""
+    """Seconds since the last of these steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepsDone:
-    """How far the workers of a job are."""
+    """Progress of the workers of a job."""
 
     done: int
-    """Steps that the asker counts as having done: what it told, or more, if it had lost its lease."""
+    """Steps that count as done by the caller: those reported, or more, if it had lost its lease."""
     slowest: int
-    """Those of the slowest; where the scheduler does not know of all workers yet, no more than those."""
+    """Steps of the slowest worker; at most those of the caller while the scheduler does not know all workers."""
     lease_seconds: float
-    """A worker that tells nothing for so long is waited for no more."""
+    """Lease of a worker: others do not wait for one that is silent for longer."""
     slow: tuple[SlowWorker, ...] = ()
-    """Of the slowest, up to eight."""
+    """Slowest workers, up to eight."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TellSteps(Rpc[StepsDone]):
-    """Say how many steps a worker has done, and prolong its lease."""
+    """Report a worker's steps, and renew its lease."""
 
     who: JobWorker
     done: int | None = None
-    """None: it joins, at the steps of the slowest."""
+    """Steps done; None: it joins, at the steps of the slowest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeaveSteps(Rpc[None]):
-    """Have nobody wait for a worker any more."""
+    """Remove a worker, so that others do not wait for it."""
 
     who: JobWorker
 
 
 class RendezvousValue(NamedTuple):
-    """What is under a key."""
+    """Value of a key."""
 
     value: bytes | None = None
-    """None: nothing."""
+    """Value; None: there is none."""
     version: int = 0
-    """What its writer called it; 0: there is nothing."""
+    """Version chosen by its writer; 0: there is no value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadRendezvous(Rpc[tuple[RendezvousValue, ...]]):
-    """Ask for values by which the processes of a job find each other, one for each key."""
+    """Ask for one value for each key; the processes of a job find each other by them."""
 
     job: str
     keys: tuple[str, ...]
@@ -534,74 +537,76 @@ class ReadRendezvous(Rpc[tuple[RendezvousValue, ...]]):
 
 @dataclass(frozen=True, kw_only=True)
 class WriteRendezvous(Rpc[RendezvousValue]):
-    """Set, add to, or remove one. Idempotent. The reply is what there is then: written, if it has this ``version``."""
+    """Set, add to, or remove a value. Idempotent. The reply is the value after it: written if it has this
+    ``version``.
+    """
 
     job: str
     key: str
     version: int
-    """What this write calls what it leaves: random, not 0."""
+    """Version of the value after this write: random, not 0."""
     value: bytes | None = None
-    """None: remove it, or ``add``."""
+    """New value; None: remove it, or ``add``."""
     expected: int | None = None
-    """Write only if this is its version; 0: only if there is nothing. None: whatever there is."""
+    """Required version of the present value; 0: there must be none. None: any."""
     add: int | None = None
-    """Instead of ``value``: to the decimal number that is there, or to 0."""
+    """Number to add, instead of ``value``, to the present decimal number, or to 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterEvent:
-    """What happened in the cluster. What it is not about has its default."""
+    """Event in the cluster. Fields that do not apply have their defaults."""
 
     kind: str
     text: str
-    """One sentence."""
+    """Description in one sentence."""
     number: int = 0
-    """Counts the events of the scheduler's log, from 1; 0: not noted yet."""
+    """Number of the event in the scheduler's log, from 1; 0: not recorded yet."""
     unix_seconds: float = 0.0
-    """When the scheduler noted it."""
+    """Time at which the scheduler recorded it."""
     shard: int | None = None
     job: str = ""
     tables: tuple[str, ...] = ()
     incarnation: int = 0
-    """Of the shard's or the job's process."""
+    """Incarnation of the shard's or the job's process."""
     step: int | None = None
     snapshot: str = ""
-    """Folder or URL."""
+    """Folder or URL of the snapshot."""
     seconds: float = 0.0
-    """How long it took, or lasted."""
+    """Duration."""
     hold_seconds: float = 0.0
-    """Of these: for so long training stood still."""
+    """Part of ``seconds`` in which training stood still."""
     steps_lost: int = 0
-    """That a job had done and does again."""
+    """Steps that a job repeats."""
     reason: str = ""
     """Type of the error."""
 
 
 TOLD_KINDS = ("snapshot", "snapshot_failed", "restore")
-"""Of events that clients tell; the scheduler sees the others by itself."""
+"""Kinds of events that clients report; the scheduler detects the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EventPage:
-    """Some events, the oldest first."""
+    """Page of events, the oldest first."""
 
     events: tuple[ClusterEvent, ...]
     last: int
-    """Number of the newest of all; 0: none."""
+    """Number of the newest event of all; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TellEvent(Rpc[None]):
-    """Say what this client has done. Idempotent. Raises InvalidArgument for a kind that clients do not tell."""
+    """Report an event of this client. Idempotent. Raises InvalidArgument for a kind that clients do not report."""
 
     event: ClusterEvent
     key: int
-    """Random; the same when it is told again."""
+    """Random key, the same in a retry."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadEvents(Rpc[EventPage]):
-    """Ask for the events behind ``since``, as many as go into a reply."""
+    """Ask for the events after ``since``, as many as fit into a reply."""
 
     since: int = 0
     """Number of an event."""

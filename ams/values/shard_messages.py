@@ -17,13 +17,13 @@ from geartrain.ams.values.rpc import Rpc
 from geartrain.ams.values.specs import Ids, TableSpec
 
 FREEZE_LEASE_SECONDS = 30.0
-"""A freeze whose owner is silent for so long is ended, unless the shard is writing it."""
+"""Lease of a freeze: it ends if its owner does not renew it, unless the shard is writing it."""
 WRITE_WINDOW = 1024
-"""A client may be at most this many writes ahead of its oldest unacknowledged one."""
+"""Most writes by which a client may be ahead of its oldest unacknowledged one."""
 
 
 def jobs_of(stream: str) -> Iterator[str]:
-    """Yield the jobs that a stream belongs to: of ``"a/b/c"``, ``"a"``, ``"a/b"`` and ``"a/b/c"``."""
+    """Yield the jobs of a stream: for ``"a/b/c"``, ``"a"``, ``"a/b"`` and ``"a/b/c"``."""
     end = stream.find("/")
     while end >= 0:
         yield stream[:end]
@@ -33,30 +33,30 @@ def jobs_of(stream: str) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class CallContext:
-    """Who calls, and which past the caller believes in. Travels with every request."""
+    """Identity of the caller and the incarnations it expects. Travels with every request."""
 
     stream: str = ""
-    """Names the sequence of writes this call belongs to; empty for reads."""
+    """Name of the sequence of writes of this call; empty for reads."""
     incarnation: int = 0
-    """Incarnation of the client; a lower one than the shard has seen on this stream is fenced."""
+    """Incarnation of the client; one lower than the shard has seen on this stream is refused."""
     sequence: int = 0
     """Number of this write in its stream, from 1; 0 for reads."""
     oldest_unacknowledged: int = 0
-    """Writes below this number are acknowledged; the shard forgets that they were applied."""
+    """Number of the oldest unacknowledged write; the shard drops the dedup state of older ones."""
     shard_incarnation: int = 0
-    """The shard the client means; 0 if it does not mind."""
+    """Expected incarnation of the shard; 0: any."""
     cluster_version: int = 0
-    """The cluster the client means; 0 if it does not mind."""
+    """Expected cluster version; 0: any."""
     table_incarnation: int = 0
-    """Which table of its name the client means; 0 if it does not mind."""
+    """Expected incarnation of the table; 0: any."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncGroup:
-    """One rank's part of a synchronous write: the shard applies all parts at once, or none."""
+    """Part of one rank in a synchronous write: the shard applies all parts at once, or none."""
 
     job: str
-    """Names the group."""
+    """Name of the group."""
     world_size: int
     rank: int
     sequence: int
@@ -74,47 +74,47 @@ class Done:
     """Reply to a write."""
 
     created: int = 0
-    """Rows that did not exist before; of a removal, those that went."""
+    """Number of new rows; for a removal, of removed rows."""
     duplicate: bool = False
-    """The write had been applied by an earlier attempt; this reply is that attempt's."""
+    """Whether an earlier attempt had applied the write; this reply is that attempt's."""
     incomplete: bool = False
-    """Only a part of the write has arrived; nothing is applied yet."""
+    """Whether only a part of the write has arrived; nothing is applied yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pulled:
-    """Reply to :class:`Pull`, whose rows are where it wants them."""
+    """Reply to :class:`Pull`; the rows are in its ``out``."""
 
     writes: int
-    """Those that the table has had on the shard."""
+    """Number of writes to the table on the shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableState:
-    """One table on one shard."""
+    """State of a table on a shard."""
 
     spec: TableSpec
     rows: int
     """Rows present on this shard."""
     memory_bytes: int
     writes: int
-    """Pushes, assigns and removals applied, those before a snapshot that it was restored from included."""
+    """Pushes, assigns and removals applied, including those before the snapshot it was restored from."""
     staleness: tuple[int, ...] = ()
-    """Of pushes that say when their rows were pulled: how many came with so many writes applied in between, at place i
-    those of i bits: none, 1, 2 to 3, 4 to 7, ... Since the table was made on this shard."""
+    """Histogram of the writes applied between pull and push, of pushes with ``pulled_at``: place i counts numbers of i
+    bits: none, 1, 2 to 3, 4 to 7, ... Since the table was made on this shard."""
     expired: int = 0
-    """Rows that went by a rule, since the table was made on this shard."""
+    """Rows removed by expiry, since the table was made on this shard."""
     evicted: int = 0
-    """Rows that went because others needed their room, since then."""
+    """Rows evicted for want of room, since then."""
     refused_ids: int = 0
-    """Ids that pushes brought, that were counted and not admitted so far, about: see ``gt.MinCount``."""
+    """Approximate number of ids that are counted and not admitted so far: see ``gt.MinCount``."""
     refused_gradients: int = 0
-    """Gradients of ids that were not admitted, which were dropped: one of each id and push, since the table was made on
-    this shard."""
+    """Dropped gradients of ids that were not admitted: one for each id and push, since the table was made on this
+    shard."""
     refused_occurrences: int = 0
-    """How often those ids occurred in those pushes."""
+    """Occurrences of those ids in those pushes."""
     next_step: int = 0
-    """The step after the largest that a push said; 0: none said when it was, or the table does not ask."""
+    """Largest step of any push, plus 1; 0: no push had a step, or the table does not ask for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,13 +126,13 @@ class ShardState:
     cluster_version: int
     uptime_seconds: float
     unix_seconds: float = 0.0
-    """The shard's clock; 0: not told."""
+    """Time of the shard's clock; 0: unknown."""
     row_calls: int = 0
-    """Frames with calls for rows that it has answered since it began."""
+    """Frames of row calls answered since the start."""
     memory_limit_bytes: int = 0
-    """That its tables may take, its part of what its process may; 0: any number."""
+    """Memory limit of its tables, its part of the process's; 0: none."""
     cpu_seconds: float = 0.0
-    """Of all cores since its process began; several shards of one share alike."""
+    """CPU time of its process on all cores; the same for several shards of one process."""
     tables: tuple[TableState, ...] = field(default_factory=tuple)
 
 
@@ -141,7 +141,7 @@ class Written:
     """Reply to :class:`WriteFrozen`."""
 
     files: tuple[str, ...]
-    """The files written, each as JSON of ``storage.snapshot_manifest.FileEntry``."""
+    """Written files, each as JSON of ``storage.snapshot_manifest.FileEntry``."""
     deltas: tuple[str, ...] = ()
     """Tables of which only the rows written since the parent were held; all rows of the others."""
 
@@ -158,11 +158,11 @@ class Expired:
     """Reply to :class:`Expire`."""
 
     position: int
-    """Where to go on; -1: that was all."""
+    """Next position; -1: the scan is complete."""
     looked_at: int = 0
-    """Rows."""
+    """Rows scanned."""
     expired: int = 0
-    """Of these, those that went, or would have."""
+    """Rows removed, or with ``dry_run`` those that would be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,13 +172,13 @@ class DataPlaneOffer:
     socket: str = ""
     """Name in the abstract namespace of the shard's machine."""
     secret: bytes = field(default=b"", repr=False)
-    """To be shown first, good for one connection."""
+    """Secret to send first, good for one connection."""
     reason: str = ""
-    """Why there is none; the other fields are empty then."""
+    """Reason why there is none; the other fields are empty then."""
     port: int = 0
-    """Of the shard's host, for TCP; 0: none."""
+    """TCP port on the shard's host; 0: none."""
     uses_tls: bool = False
-    """By TCP: encrypted, with the secret as the key."""
+    """Whether TCP is encrypted, with the secret as the key."""
 
 
 Reply = Done | Pulled | ShardState | Written | Computed | DataPlaneOffer | Expired
@@ -186,19 +186,19 @@ Reply = Done | Pulled | ShardState | Written | Computed | DataPlaneOffer | Expir
 
 @dataclass(frozen=True, kw_only=True)
 class CreateTable(Rpc[Done]):
-    """Make a table. Idempotent for an equal spec."""
+    """Create a table. Idempotent for an equal spec."""
 
     spec: TableSpec
     for_restore: bool = False
-    """Nobody reads or writes it before :class:`PublishTable`."""
+    """Whether reads and writes are refused until :class:`PublishTable`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlterTable(Rpc[Done]):
-    """Give a living table other settings. Idempotent: an earlier one that comes late does nothing."""
+    """Give an existing table other settings. Idempotent: one older than the last is ignored."""
 
     spec: TableSpec
-    """Its ``altered`` is the cluster version that the shard is at from then on."""
+    """Spec whose ``altered`` is the cluster version of the shard from then on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,44 +207,44 @@ class DropTable(Rpc[Done]):
 
     table: str
     incarnation: int = 0
-    """Another table of the name stays; 0: whichever there is."""
+    """Incarnation of the table: another one of the name stays; 0: any."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishTable(Rpc[Done]):
-    """Open a table that was made to be restored, now that every shard has its rows. Idempotent."""
+    """Publish a restored table, once every shard has its rows. Idempotent."""
 
     table: str
     incarnation: int
-    """No other table of the name is meant."""
+    """Incarnation of the table: no other one of the name is published."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pull(Rpc[Pulled]):
-    """Read rows into ``out``; creates nothing."""
+    """Read rows into ``out``; creates none."""
 
     table: str
     ids: Ids
     out: npt.NDArray[Any]
-    """[N, D] of the table's dtype, or of 16 bits, to which rows of float32 are rounded."""
+    """[N, D] of the table's dtype, or of 16 bits, to which float32 rows are rounded."""
     present: npt.NDArray[np.bool_] | None = None
-    """[N]; if given, set to whether the row exists."""
+    """[N]; if given, set to whether each row exists."""
     required_sync: SyncGroup | None = None
-    """If given, the shard answers only when exactly the writes before ``required_sync.sequence`` are applied."""
+    """Condition of the answer: exactly the writes before ``required_sync.sequence`` are applied. None: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFacts:
-    """What a push says of the batch that its gradients are of, for tables that ask for it."""
+    """Facts about the batch of a push, for tables that ask for them."""
 
     occurrences: npt.NDArray[np.uint32] | None = None
-    """[N], C-contiguous: how often each id was in the batch; None: once."""
+    """[N], C-contiguous: occurrences of each id in the batch; None: one each."""
     step: int | None = None
-    """Of the worker, >= 0."""
+    """Step of the worker, >= 0."""
     unix_seconds: float | None = None
-    """By the worker's clock, finite and >= 0."""
+    """Time of the worker's clock, finite and >= 0."""
     pulled_at: int | None = None
-    """The writes that the table had had on the shard when the rows were pulled."""
+    """Writes to the table on the shard when the rows were pulled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,18 +253,18 @@ class Push(Rpc[Done]):
 
     table: str
     ids: Ids
-    """Distinct."""
+    """Distinct ids."""
     gradients: npt.NDArray[Any]
     """[N, D], float32, float16 or bfloat16."""
     lr: float | None = None
     """Learning rate of this push; None: that of the table."""
     scale: float = 1.0
-    """Multiplies the gradients: clip factor times inverse loss scale."""
+    """Factor of the gradients: clip factor times inverse loss scale."""
     optimizer_scalars: Mapping[str, float] = field(default_factory=dict)
     """Numbers of the table's optimizer that this write replaces, by name: see ``RowOptimizerSpec.for_push``."""
     group: SyncGroup | None = None
     step_goes_on: bool = False
-    """More pushes of the same step follow. It matters where a step moves untouched rows too."""
+    """Whether more pushes of the same step follow, which matters where a step moves untouched rows too."""
     batch: BatchFacts | None = None
 
 
@@ -274,31 +274,31 @@ class Assign(Rpc[Done]):
 
     table: str
     ids: Ids
-    """Distinct."""
+    """Distinct ids."""
     rows: npt.NDArray[Any]
     """[N, D] of the table's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expire(Rpc[Expired]):
-    """Look at some rows, and remove those that a rule says. Repeated, it looks at them again."""
+    """Scan a block of rows and remove those that a rule selects. A repeated call scans them again."""
 
     table: str
     position: int = 0
-    """Where to begin: 0, or what the reply for the rows before said."""
+    """Position to start from: 0, or that of the last reply."""
     expiry: Expiry | None = None
-    """None: the table's own."""
+    """Rule; None: the table's own."""
     dry_run: bool = False
-    """Only count the rows."""
+    """Whether rows are only counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remove(Rpc[Done]):
-    """Take rows out: they have their initial values again, and no slots."""
+    """Remove rows: they have their initial values again, and no slots."""
 
     table: str
     ids: Ids
-    """[N]; those that have no row are passed over."""
+    """[N]; ids without a row are ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,36 +308,36 @@ class Describe(Rpc[ShardState]):
 
 @dataclass(frozen=True, kw_only=True)
 class Freeze(Rpc[Done]):
-    """Hold tables as they are now, for a snapshot or an export, while writes go on. Ends other freezes of the same
-    tables, unless it is for an export.
+    """Freeze tables for a snapshot or an export, while writes go on. Ends other freezes of the same tables, unless it
+    is for an export.
 
-    Repeated, it renews the freeze's lease of FREEZE_LEASE_SECONDS; who holds one repeats it.
+    A repeated call renews the freeze's lease of FREEZE_LEASE_SECONDS; the owner repeats it.
     """
 
     snapshot_id: str
     tables: tuple[str, ...] = ()
-    """Names; none: all tables."""
+    """Names of tables; none: all tables."""
     parent_id: str = ""
-    """Hold only the rows written since that snapshot, where the shard still knows them; empty: all rows."""
+    """Snapshot since which rows are held, where the shard still knows them; empty: all rows."""
     export_root: str = ""
-    """Of an export its folder: rather than end a freeze of the same tables for anything else, be refused (Busy). One
-    process exports into a folder, so that what another holds for it was left behind."""
+    """Folder of an export; empty for a snapshot. An export is refused (Busy) rather than end a freeze of the same
+    tables for another purpose. One process exports into a folder, so that other freezes for it were left behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriteFrozen(Rpc[Written]):
-    """Write what was frozen to the staging folder of the snapshot. The reply comes when all of it is on the disk."""
+    """Write the frozen rows to the staging folder of the snapshot. The reply comes when all of it is on the disk."""
 
     snapshot_id: str
     folder: str
-    """A path that means the same folder to client and shard."""
+    """Path that means the same folder to client and shard."""
     rows_alone: bool = False
-    """Of an export: write rows without the optimizer's state, and no dedup state."""
+    """Whether, for an export, rows are written without optimizer state and dedup state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Thaw(Rpc[Done]):
-    """End the freeze of a snapshot, if it is that one's. Idempotent."""
+    """End the freeze of a snapshot, unless the present one is another's. Idempotent."""
 
     snapshot_id: str
     kept: bool
@@ -346,76 +346,76 @@ class Thaw(Rpc[Done]):
 
 @dataclass(frozen=True, kw_only=True)
 class Restore(Rpc[Done]):
-    """Write those rows of a snapshot that this shard owns into tables that exist. Repeated, it joins the first."""
+    """Write this shard's rows of a snapshot into existing tables. A repeated call joins the first."""
 
     folder: str
     tables: tuple[str, ...]
-    """None: only see whether the snapshot's manifests and dedup state can be read."""
+    """Names of tables; none: only check that the snapshot's manifests and dedup state can be read."""
     incarnations: tuple[int, ...] = ()
-    """Of each table: no other one of its name is written to. None: whichever there are."""
+    """Incarnation of each table: no other one of its name is written. None: any."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fence(Rpc[Done]):
-    """From now on refuse writes of the streams ``job`` and ``job/…`` with a lower incarnation. Idempotent."""
+    """Refuse writes of the streams ``job`` and ``job/…`` with a lower incarnation from now on. Idempotent."""
 
     job: str
     incarnation: int
     forget: bool = True
-    """Also forget which of their writes were applied: the job goes back, and will write them anew."""
+    """Whether their dedup state is dropped too: the job goes back, and will write again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostedInputs:
-    """What a hosted model computes from, beside the rows. The model says which names it takes."""
+    """Inputs of a hosted model, beside the rows. The model defines their names."""
 
     arrays: Arrays
     settings: Mapping[str, float] = field(default_factory=dict)
     seed: int = 0
-    """Of whatever the model draws, with the step; an unsigned 64-bit integer."""
+    """Seed of the model's random numbers, with the step; an unsigned 64-bit integer."""
     step: int = 0
-    """An unsigned 64-bit integer."""
+    """Step, an unsigned 64-bit integer."""
     weight: float = 1.0
-    """Multiplies the gradients of an update made of these inputs."""
+    """Factor of the gradients: clip factor times inverse loss scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeHosted(Rpc[Computed]):
-    """Let a hosted model compute from the rows that the shard owns; changes nothing."""
+    """Compute with a hosted model from the shard's rows; changes nothing."""
 
     table: str
     model: str
     operation: str
-    """One that the model offers."""
+    """Operation of the model."""
     inputs: tuple[HostedInputs, ...]
     required_sync: SyncGroup | None = None
-    """As that of :class:`Pull`."""
+    """Condition of the answer, as of :class:`Pull`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateHosted(Rpc[Done]):
-    """Apply the gradients that a hosted model makes from its inputs with the table's optimizer: one write."""
+    """Apply a hosted model's gradients of its inputs with the table's optimizer: one write."""
 
     table: str
     model: str
     inputs: tuple[HostedInputs, ...]
-    """Of one or several batches, whose gradients are summed."""
+    """Inputs of one or several batches, whose gradients are summed."""
     lr: float | None = None
     """Learning rate of this write; None: that of the table."""
     scale: float = 1.0
-    """Multiplies the gradients: clip factor times inverse loss scale."""
+    """Factor of the gradients: clip factor times inverse loss scale."""
     optimizer_scalars: Mapping[str, float] = field(default_factory=dict)
     """Numbers of the table's optimizer that this write replaces, by name: see ``RowOptimizerSpec.for_push``."""
     group: SyncGroup | None = None
 
     step_goes_on: ClassVar[bool] = False
-    """A hosted model pushes all of a step at once."""
+    """False, as a hosted model pushes all of a step at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenDataPlane(Rpc[DataPlaneOffer]):
-    """Ask for a connection over which pulls, pushes and assigns go: see :mod:`geartrain.ams.rpc.client.data_plane`."""
+    """Ask for a connection for pulls, pushes and assigns: see :mod:`geartrain.ams.rpc.client.data_plane`."""
 
 
 Request = Rpc[Any]
-"""Of a shard."""
+"""Request to a shard."""

@@ -1,4 +1,4 @@
-"""What a table is: its width, its ids, its initial values, how a push changes its rows, and in which type they travel.
+"""Specification of a table: width, ids, initial values, optimizer, and types in which rows are stored and travel.
 
 Values only, no state.
 """
@@ -30,10 +30,10 @@ DTYPES: dict[str, np.dtype] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
 SCALED: dict[str, str] = {"float8_e4m3fn": "bfloat16", "int8": "bfloat16"}
-"""Types of 8 bits that rows (float8_e4m3fn) and slots (int8) on ranks may have, with scales that are powers of two;
-and the type that holds such a value exactly, in which they are read, saved and exported."""
+"""8-bit types of rows (float8_e4m3fn) and slots (int8) on ranks, with scales that are powers of two; and the type that
+holds such a value exactly, in which they are read, saved and exported."""
 SCALE_BYTES, SCALED_BLOCK = 2, 128
-"""A scale in bfloat16; a row has one, its slots have one for every so many numbers."""
+"""Bytes of a scale in bfloat16, and slots per scale; a row has one scale."""
 MAX_DIM = 65_536
 MAX_NAME_LENGTH = 200
 
@@ -42,14 +42,14 @@ Rows = npt.NDArray[np.floating]
 
 
 def _dtype_named(value: object) -> str:
-    """What ``value``, a dtype of torch or numpy, for example, should have been: ``the name 'float16'``."""
+    """Return the allowed form of ``value``, for example a dtype of torch or numpy: ``its name, 'float16'``."""
     name = getattr(value, "__name__", str(value)).rpartition(".")[2]
     return f"its name, {name!r}" if name in DTYPES else f"one of {', '.join(map(repr, DTYPES))}"
 
 
 @dataclass(frozen=True)
 class Constant:
-    """Every value of a new row is ``value``."""
+    """Initial rows whose every value is ``value``."""
 
     value: float = 0.0
 
@@ -60,7 +60,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Values of a new row are uniform on [low, high), a function of (seed, table, id, column) alone."""
+    """Initial rows with values uniform on [low, high), a function of (seed, table, id, column) alone."""
 
     low: float = -0.01
     high: float = 0.01
@@ -76,7 +76,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Normal:
-    """Values of a new row are normal, a function of (seed, table, id, column) alone."""
+    """Initial rows with normal values, a function of (seed, table, id, column) alone."""
 
     mean: float = 0.0
     std: float = 0.01
@@ -91,35 +91,35 @@ Initializer = Constant | Uniform | Normal
 
 
 class TableSettings(TypedDict, total=False):
-    """Fields of a :class:`TableSpec` that a living table can be given anew; what is left out stays."""
+    """Fields of a :class:`TableSpec` that can change in an existing table; missing ones stay."""
 
     optimizer: RowOptimizerSpec
-    """Of the table's kind, with the table's values of :attr:`RowOptimizerSpec.fixed`: the other numbers change. A push
-    that says its own, as those of heads and groups do, is applied by these."""
+    """Optimizer of the table's kind, with the table's values of :attr:`RowOptimizerSpec.fixed`: the other numbers
+    change. A push with its own numbers, as of heads and groups, is applied by those."""
     initializer: Initializer
-    """Of rows that are not there."""
+    """Initializer of rows that do not exist yet."""
     admission: Admission | None
-    """Another one begins to count anew."""
+    """Admission rule; a new one starts counting anew."""
     expiry: Expiry | None
-    """Where rows were not watched before, each counts as seen when the table's clock begins."""
+    """Expiry rule; if rows had no lives before, each counts as seen when the table's clock starts."""
     max_bytes: int | None
-    """Where there is less room than before, rows go at once."""
+    """Memory limit; if it is lowered, rows are evicted at once."""
 
 
 SETTINGS = tuple(TableSettings.__annotations__)
-"""Names of what can be altered; all else is what the table is."""
+"""Names of the fields that can change; all others define the table."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec:
-    """Everything that two parties must agree on to share a table."""
+    """Specification of a table that all its users must agree on."""
 
     name: str
     """1 to 200 printable characters."""
     dim: int
     """Width of a row."""
     optimizer: RowOptimizerSpec
-    """How a push changes the rows."""
+    """Optimizer that pushes apply."""
     num_rows: int | None = None
     """Number of ids of a dense table (ids 0 … num_rows − 1, stored without an index); None: any int64 >= 0, hashed."""
     initializer: Initializer = field(default_factory=Normal)
@@ -127,23 +127,22 @@ class TableSpec:
     seed: int = 0
     """Seed of the initial values and of stochastic rounding, an unsigned 64-bit integer."""
     dtype: DTypeName = "float32"
-    """Storage type of the rows; arithmetic is float32. An update is rounded to 16 bits by chance, what is assigned to
-    the nearest."""
+    """Storage type of the rows; arithmetic is float32. An update is rounded to 16 bits stochastically, an assigned
+    value to the nearest."""
     slot_dtype: DTypeName = "float32"
     """Storage type of the slots (momentum), rounded as the rows are; some optimizers' are float32."""
     admission: Admission | None = None
-    """Which ids without a row get one at a push; None: every id. Gradients of the others are dropped, and counted. What
-    is assigned is there."""
+    """Rule by which ids without a row get one at a push; None: every id. Gradients of the others are dropped, and
+    counted. An assign always creates its rows."""
     expiry: Expiry | None = None
-    """Which rows go when nobody needs them; None: none does by itself."""
+    """Rule by which unused rows are removed; None: none."""
     max_bytes: int | None = None
-    """What all rows of a hashed table may take in memory, with slots and index; a shard has its share, by its buckets.
-    Where new rows need room, those go that were pushed least often, of these the ones not pushed for longest. None: any
-    number."""
+    """Most bytes of all rows of a hashed table, with slots and index; a shard has its share, by its buckets. New rows
+    beyond it evict the rows pushed least often, among these the ones not pushed for longest. None: no limit."""
     incarnation: int = field(default=0, compare=False, repr=False)
-    """Which table of this name it is, as the scheduler numbers them; 0: not known. Not part of what is agreed on."""
+    """Number of the table among those of its name, given by the scheduler; 0: not known. Not part of the agreement."""
     altered: int = field(default=0, compare=False, repr=False)
-    """The cluster version at which its settings became these; 0: when it was made."""
+    """Cluster version of the last change of settings; 0: since the table was made."""
 
     def __post_init__(self) -> None:
         require(
@@ -189,12 +188,12 @@ class TableSpec:
 
     @cached_property
     def numpy_dtype(self) -> np.dtype:
-        """Type in which rows are read and written: their storage type, or of 8 bits the one that holds them."""
+        """Type in which rows are read and written: their storage type, or of 8 bits the one that holds them exactly."""
         return DTYPES[SCALED.get(self.dtype, self.dtype)]
 
     @property
     def is_scaled(self) -> bool:
-        """Whether rows or slots have 8 bits, and scales: on ranks alone."""
+        """Whether rows or slots have 8 bits and scales: on ranks alone."""
         return self.dtype in SCALED or (self.has_slots and self.slot_dtype in SCALED)
 
     @property
@@ -221,39 +220,39 @@ class TableSpec:
 
     @property
     def counts_updates(self) -> bool:
-        """Whether each row counts its own updates: the optimizer may need the number, and rounding to 16
-        bits draws by it (to 8 bits by the number of the step)."""
+        """Whether each row counts its own updates: for the optimizer, or because stochastic rounding to 16 bits draws
+        by the count (to 8 bits by the number of the step)."""
         rounds_by_it = self.rounds and not self.counts_steps and not self.is_scaled
         return self.optimizer.counts_updates or rounds_by_it
 
     @property
     def counts_occurrences(self) -> bool:
-        """Whether it asks pushes how often each id was in their batch."""
+        """Whether pushes must carry the occurrences of each id in their batch."""
         return self.admission is not None or self.keeps_lives
 
     @property
     def asks_for_clock(self) -> bool:
-        """Whether it asks pushes for the worker's step and time."""
+        """Whether pushes must carry the worker's step and time."""
         return self.expiry is not None or self.max_bytes is not None
 
     @property
     def keeps_lives(self) -> bool:
-        """Whether it knows of each row when it was last pushed, and how often."""
+        """Whether it records when each row was last pushed, and how often."""
         return self.max_bytes is not None or (self.expiry is not None and self.expiry.needs_lives)
 
     @property
     def life_bytes(self) -> int:
-        """Bytes of what it knows of that for one row."""
+        """Bytes of that record for one row."""
         return 16 if self.keeps_lives else 0
 
     @property
     def rounds(self) -> bool:
-        """Whether an update is rounded to 16 bits, the row's or its slots', by chance."""
+        """Whether updates of the row or its slots are rounded to 16 bits stochastically."""
         return self.dtype != "float32" or (self.has_slots and self.slot_dtype != "float32")
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of the number of one row's last step, or of its updates; 0 where rows keep neither."""
+        """Bytes of one row's last step, or of its number of updates; 0 where rows keep neither."""
         return 8 if self.counts_steps or self.counts_updates else 0
 
     @cached_property
@@ -262,7 +261,7 @@ class TableSpec:
         return self.dim + SCALE_BYTES if self.dtype in SCALED else self.dim * self.numpy_dtype.itemsize
 
     def to_dict(self) -> dict[str, Any]:
-        """All that is agreed on as JSON values."""
+        """Return the agreed fields as JSON values."""
         agreed = asdict(self)
         del agreed["incarnation"], agreed["altered"]
         return {
@@ -275,15 +274,15 @@ class TableSpec:
 
     @property
     def needs_step_numbers(self) -> bool:
-        """Whether rows cannot be restored without the numbers beside them; that of rounding alone may begin anew."""
+        """Whether a restore needs the step or update counts of rows; those for rounding alone may start anew."""
         return self.counts_steps or self.optimizer.counts_updates
 
     def unlike(self, other: TableSpec) -> str:
-        """Say in which fields it differs from ``other``: "dim is 4, not 8; optimizer.lr is 0.1, not 0.2"."""
+        """Return the fields that differ from ``other``: "dim is 4, not 8; optimizer.lr is 0.1, not 0.2"."""
         return "; ".join(_differences("", self, other))
 
     def with_settings(self, other: TableSpec, names: Collection[str] = SETTINGS) -> Self:
-        """This table with the settings of ``other`` that ``names`` has; what cannot be altered stays as it is here."""
+        """Return this table with the settings ``names`` of ``other``; fields that cannot change stay."""
         settings = {name: getattr(other, name) for name in names}
         if "optimizer" in settings:
             settings["optimizer"] = self.optimizer.with_numbers(other.optimizer)
@@ -292,16 +291,18 @@ class TableSpec:
         return replace(self, **settings, altered=other.altered)
 
     def fixed_unlike(self, other: TableSpec) -> str:
-        """:meth:`unlike`, of what cannot be altered alone; empty: it is the same table, maybe with other settings."""
+        """Return :meth:`unlike` of the fields that cannot change; empty: it is the same table, maybe with other
+        settings.
+        """
         return self.with_settings(other).unlike(other)
 
     def is_same_table(self, other: TableSpec) -> bool:
-        """Whether both can be one table, with other settings."""
+        """Return whether both can be one table, with other settings."""
         return not self.fixed_unlike(other)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
-        """Return what :meth:`to_dict` wrote. Raises InvalidArgument."""
+        """Return the spec of :meth:`to_dict`. Raises InvalidArgument."""
         try:
             parts = {
                 "optimizer": optimizer_of(fields["optimizer"]["name"], fields["optimizer"]["scalars"]),
@@ -338,7 +339,7 @@ def _of_kind(kinds: Mapping[str, type[Any]], fields: Mapping[str, Any]) -> Any:
 
 
 def checked_wire_dtype(wire_dtype: DTypeName | None, table: str, dtype: DTypeName) -> DTypeName | None:
-    """The type that rows of a table of ``dtype`` travel in for who asks for ``wire_dtype``; None: their own.
+    """Return the type in which rows of a table of ``dtype`` travel for ``wire_dtype``; None: their own.
 
     Raises InvalidArgument: rows of 16 bits travel as nothing else.
     """

@@ -1,4 +1,4 @@
-"""Strings become ids."""
+"""Hashing of strings to ids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import quoted
 
 _KINDS_OF_TEXT = "USTO"
-"""numpy's codes of str, bytes, its strings of any length, and objects."""
+"""numpy's codes of str, bytes, strings of variable length, and objects."""
 
 
 def hash_strings(strings: Any, seed: int = 0, bits: int = 63) -> Ids:
@@ -66,13 +66,13 @@ def _hashed(strings: Any, seed: int) -> npt.NDArray[np.uint64]:
         array = np.asarray(array)
     if array.ndim == 0 or (array.size and array.dtype.kind not in _KINDS_OF_TEXT):
         raise InvalidIds(f"strings is {quoted(strings)} of {array.dtype}; give a list or an array of strings")
-    # What is masked comes as None.
+    # Masked elements come as None.
     return _hashed_list(array.ravel().tolist(), seed, array.shape).reshape(array.shape)
 
 
 def _hashed_list(strings: list[Any], seed: int, shape: tuple[int, ...]) -> npt.NDArray[np.uint64]:
-    """[N], of N strings that lie in an array of ``shape``."""
-    kinds = set(map(type, strings))  # a look at every string would take longer than its hash
+    """Return the hashes [N] of N strings of an array of ``shape``."""
+    kinds = set(map(type, strings))  # a check of every string in Python would take longer than its hash
     for kind in kinds:
         if not issubclass(kind, str | bytes):
             position = next(at for at, text in enumerate(strings) if type(text) is kind)
@@ -101,7 +101,7 @@ def _not_text(value: object, position: int, shape: tuple[int, ...], why: str = "
 
 
 def _hashed_arrow(strings: Any, seed: int) -> npt.NDArray[np.uint64]:
-    """Of an array, or of the chunks of one; not through :mod:`pyarrow`, which need not be there."""
+    """Return the hashes of an array or its chunks, without :mod:`pyarrow`, which may not be installed."""
     if strings.null_count:
         raise _not_text(None, int(np.argmax(strings.is_null().to_numpy(zero_copy_only=False))), (len(strings),))
     if hasattr(strings, "chunks"):
@@ -111,7 +111,7 @@ def _hashed_arrow(strings: Any, seed: int) -> npt.NDArray[np.uint64]:
         places: npt.NDArray[Any] = strings.indices.to_numpy(zero_copy_only=False)
         hashes: npt.NDArray[np.uint64] = _hashed_arrow(strings.dictionary, seed)[places]
         return hashes
-    if str(strings.type) in ("string", "large_string"):  # as bytes: no str is made, encoded and looked at
+    if str(strings.type) in ("string", "large_string"):  # as bytes: no str is made and encoded
         strings = strings.cast(str(strings.type).replace("string", "binary"))
         return _digests(strings.to_numpy(zero_copy_only=False), seed, len(strings))
     return _hashed(strings.to_numpy(zero_copy_only=False), seed)

@@ -1,1 +1,1 @@
-"""Which ids of a table get a row."""
+"""Admission: rules by which ids of a table get a row."""

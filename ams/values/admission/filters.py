@@ -1,4 +1,4 @@
-"""How often a counting Bloom filter in blocks takes a new id for a counted one, and what it is made of for that.
+"""False positive rate of a blocked counting Bloom filter, and the number of hashes that suits a rate.
 
 Formula: Putze et al., "Cache-, Hash- and Space-Efficient Bloom Filters" (2007), section 3.
 """
@@ -12,22 +12,22 @@ from typing import NamedTuple
 import numpy as np
 
 BLOCK_BYTES = 64
-"""An id's counters lie in one block of the filter: a cache line."""
+"""Bytes of a block of the filter, a cache line: all counters of an id lie in one block."""
 _MOST_HASHES = 16
 
 
 class Best(NamedTuple):
-    """With which filter most ids are counted."""
+    """Filter that counts the most ids at a rate."""
 
     num_hashes: int
-    """Counters of an id."""
+    """Number of counters of an id."""
     ids_of_block: float
-    """Ids of a block, on the average, with which the rate is reached."""
+    """Mean number of ids of a block at which the rate is reached."""
 
 
 def rate_of(ids_of_block: float, counters: int, num_hashes: int) -> float:
-    """The probability that others have raised all ``num_hashes`` counters of an id, where a block has so many counters
-    and on the average so many ids: Σⱼ Poisson(j; ids) · (1 - (1 - 1/B)^(k·j))^k.
+    """Return the probability that other ids have raised all ``num_hashes`` counters of an id, where a block has
+    ``counters`` counters and ``ids_of_block`` ids on the average: Σⱼ Poisson(j; ids) · (1 - (1 - 1/B)^(k·j))^k.
     """
     if ids_of_block <= 0:
         return 0.0
@@ -39,7 +39,7 @@ def rate_of(ids_of_block: float, counters: int, num_hashes: int) -> float:
 
 @lru_cache
 def best(counters: int, rate: float) -> Best:
-    """The number of counters of an id with which most ids are counted before ``rate`` is exceeded."""
+    """Return the filter that counts the most ids before ``rate`` is exceeded."""
 
     def fitting(num_hashes: int) -> float:
         low, high = 0.0, 4.0 * counters

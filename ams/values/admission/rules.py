@@ -1,4 +1,4 @@
-"""Which ids of a table get a row: the rules, and what a filter that counts ids is made of.
+"""Admission rules, and the dimensions of the filter that counts ids.
 
 Values only, no state. Compiled code decides (``csrc/admission/admission.hpp``), from what pushes carried.
 """
@@ -15,22 +15,23 @@ from geartrain.ams.values.text import quoted
 
 MAX_RANGES = 4096
 _RANGE_BLOCKS = 16
-"""A range of buckets has at least so many, unless there is only one range."""
+"""Fewest blocks of a range of buckets, unless there is only one range."""
 _MOST_COUNT = 2**16 - 1
 _LEAST_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Probability:
-    """Every occurrence of an id that has no row gives it one with probability ``p``: so n of them do with
-    1 - (1 - p)ⁿ, and an id gets its row after 1 / p of them on the average. Takes no memory.
+    """Admission by chance: each occurrence of an id without a row admits it with probability ``p``.
+
+    So n occurrences admit it with 1 - (1 - p)ⁿ, and it takes 1 / p of them on the average. Takes no memory.
 
     The chance is a hash of the table's seed and name, the id, and the number of the push among those that the shard has
-    applied: a push that is sent again is applied once, and a run that is repeated on as many shards decides the same.
+    applied: a retried push is applied once, and a repeated run on as many shards decides the same.
     """
 
     p: float
-    """In (0, 1]."""
+    """Probability in (0, 1]."""
 
     def __post_init__(self) -> None:
         p = real_number("p", self.p)
@@ -41,19 +42,19 @@ class Probability:
 
 @dataclass(frozen=True)
 class MinCount:
-    """An id gets its row at the push that brings its ``n``-th occurrence.
+    """Admission by count: an id gets its row at the push that brings its ``n``-th occurrence.
 
-    Occurrences of ids without a row are counted in a counting Bloom filter, which never counts too little: nobody waits
-    for longer than n occurrences. It counts too much where others share all counters of an id. With M = ``max_bytes``
+    Occurrences of ids without a row are counted in a counting Bloom filter, which never counts too little: no id waits
+    for more than n occurrences. It counts too much where other ids share all counters of an id. With M = ``max_bytes``
     in L = M / 64 blocks of B counters each (256 for n <= 3, 128 for n <= 15, 64 for n <= 255, else 32), k of them for
-    an id, an id that is new has a row at once with a probability of at most about
+    an id, a new id is admitted at once with a probability of at most about
 
         Σⱼ Poisson(j; N / L) · (1 - (1 - 1/B)^(k·j))^k
 
-    where N ids were counted so far; it is that much if each of them has been seen n - 1 times, and for n = 2
-    (:meth:`false_positive_rate_at`). k is the number that makes the most of the memory (:attr:`num_hashes`), and up to
-    :attr:`capacity` ids are counted before that exceeds ``false_positive_rate``. Then more rows are made than were
-    wanted; nothing is lost.
+    where N ids were counted so far. The bound is reached if each of them has been seen n - 1 times, and for n = 2
+    (:meth:`false_positive_rate_at`). k is the number that uses the memory best (:attr:`num_hashes`); up to
+    :attr:`capacity` ids are counted before the probability exceeds ``false_positive_rate``. Beyond that more rows are
+    made than wanted; nothing is lost.
 
     Sources: Bloom filters that count, Fan et al., "Summary Cache" (1998); in blocks, Putze et al., "Cache-, Hash- and
     Space-Efficient Bloom Filters" (2007).
@@ -65,7 +66,7 @@ class MinCount:
     """Memory of the filter of the whole table, beside that of its rows; a shard has the share of its buckets. At least
     4,096."""
     false_positive_rate: float = 0.01
-    """That the filter is made for, in (0, 0.5]."""
+    """False positive rate that the filter is dimensioned for, in (0, 0.5]."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "n", integer("n", self.n, 1, _MOST_COUNT))
@@ -77,41 +78,43 @@ class MinCount:
 
     @property
     def counter_bits(self) -> int:
-        """Bits of a counter: it ends at n."""
+        """Bits of a counter, which saturates at n."""
         return next(bits for bits in (2, 4, 8, 16) if self.n < 2**bits)
 
     @property
     def block_counters(self) -> int:
-        """Counters of a block."""
+        """Number of counters of a block."""
         return BLOCK_BYTES * 8 // self.counter_bits
 
     @property
     def num_hashes(self) -> int:
-        """Counters of an id."""
+        """Number of counters of an id."""
         return best(self.block_counters, self.false_positive_rate).num_hashes
 
     @property
     def capacity(self) -> int:
-        """Ids that can be counted before more than ``false_positive_rate`` of new ones are admitted too early."""
+        """Number of ids that can be counted before more than ``false_positive_rate`` of new ones are admitted too
+        early.
+        """
         return int(best(self.block_counters, self.false_positive_rate).ids_of_block * self.num_blocks)
 
     def false_positive_rate_at(self, num_ids: int) -> float:
-        """The probability above, for N = ``num_ids``."""
+        """Return the probability above for N = ``num_ids``."""
         return rate_of(num_ids / self.num_blocks, self.block_counters, self.num_hashes)
 
     @property
     def num_blocks(self) -> int:
-        """Of the filters of all ranges."""
+        """Number of blocks of all filters."""
         return self.num_ranges * self.range_blocks
 
     @property
     def num_ranges(self) -> int:
-        """Ranges of the table's buckets with a filter of their own: a power of two."""
+        """Number of ranges of the table's buckets with a filter of their own: a power of two."""
         return int(min(MAX_RANGES, 2 ** int(math.log2(max(1, self.max_bytes // (BLOCK_BYTES * _RANGE_BLOCKS))))))
 
     @property
     def range_blocks(self) -> int:
-        """Blocks of the filter of a range."""
+        """Number of blocks of the filter of a range."""
         return self.max_bytes // (BLOCK_BYTES * self.num_ranges)
 
 
@@ -119,7 +122,7 @@ Admission = Probability | MinCount
 
 
 def require_admission(admission: object) -> None:
-    """Raise InvalidArgument unless a table can have it."""
+    """Raise InvalidArgument unless ``admission`` is an admission rule or None."""
     if admission is not None and not isinstance(admission, Probability | MinCount):
         raise InvalidArgument(
             f"admission is {quoted(admission)}; it must be gt.MinCount(3), gt.Probability(0.1), or None: every id"

@@ -1,1 +1,1 @@
-"""Rules by which rows of a table go when nobody needs them."""
+"""Expiry: rules by which unused rows of a table are removed."""

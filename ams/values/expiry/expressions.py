@@ -37,23 +37,23 @@ Evaluate = Callable[[Any], Any]
 
 
 class Measured(Protocol):
-    """What an expression is evaluated over: arrays [N] of :data:`NAMES`, each read only if it is named."""
+    """Input of an expression: arrays [N] of :data:`NAMES`, each read only if it is named."""
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
-        """[N]."""
+        """Ids [N]."""
 
 
 @dataclass(frozen=True)
 class _Part:
     evaluate: Evaluate
     is_truth: bool
-    """Whether it is true or false, and no number."""
+    """Whether it is a truth value, not a number."""
 
 
 @dataclass(frozen=True)
 class Expression:
-    """One that is true or false of each row."""
+    """Expression that is true or false of each row."""
 
     text: str
     _evaluate: Evaluate
@@ -75,7 +75,7 @@ class Expression:
         return Expression(text, part.evaluate)
 
     def evaluate(self, rows: Measured) -> npt.NDArray[np.bool_]:
-        """[N]: of which rows it is true. A comparison with what is no number, as 0 / 0, is false."""
+        """Return for each row whether it is true, [N]. A comparison with NaN, as of 0 / 0, is false."""
         with np.errstate(all="ignore"):
             found = self._evaluate(rows)
         return np.array(np.broadcast_to(found, rows.ids.shape), np.bool_)

@@ -1,4 +1,4 @@
-"""What makes a row go: how long nobody pushed it, how small it is, or what a user says of both.
+"""Expiry rules: by time since the last push, by norm, or by an expression or function of the user.
 
 Shapes: N rows of a block, D = ``TableSpec.dim``. A rule is a function of a table's clock and its rows alone.
 """
@@ -29,27 +29,27 @@ Mask = npt.NDArray[np.bool_]
 RuleFunction = TypeVar("RuleFunction", bound=Callable[..., Any])
 
 _FUNCTIONS: dict[str, Callable[[RowBlock], Any]] = {}
-"""By ``module:name``, the functions of this process that are marked as rules: all that a rule can name."""
+"""Functions of this process that are marked as rules, by ``module:name``: the only ones a rule can name."""
 
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Some rows of a table, as a rule sees them."""
+    """Block of a table's rows: the input of a rule."""
 
     ids: npt.NDArray[np.int64]
-    """[N]."""
+    """Ids [N]."""
     unseen_steps: npt.NDArray[np.float64]
     """[N]: steps of the table's clock since the row was last pushed or assigned."""
     unseen_seconds: npt.NDArray[np.float64]
-    """[N]: the same in seconds."""
+    """[N]: seconds of the table's clock since then."""
     count: npt.NDArray[np.float64]
-    """[N]: how often the row was in a batch that was pushed."""
+    """[N]: number of occurrences of the row in pushed batches."""
     read: Callable[[], npt.NDArray[np.float32]]
-    """Reads the rows."""
+    """Function that reads the rows."""
 
     @cached_property
     def rows(self) -> npt.NDArray[np.float32]:
-        """[N, D]."""
+        """Rows [N, D]."""
         return self.read()
 
     @cached_property
@@ -61,46 +61,46 @@ class RowBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class Expiry(ABC):
-    """A rule by which rows go. A table looks at all of its rows every so many steps of its clock."""
+    """A rule by which rows are removed. A table scans all of its rows every so many steps of its clock."""
 
     every: int = DEFAULT_EVERY
-    """Steps of the table's clock, the largest step that a push said, between two looks."""
+    """Steps of the table's clock, the largest step of any push, between two scans."""
     needs_lives: ClassVar[bool] = True
-    """Whether it asks when a row was last pushed, or how often: 16 bytes a row."""
+    """Whether it needs the time of a row's last push, or their number: 16 bytes a row."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "every", integer("every", self.every, 1, 2**62))
 
     @property
     def every_seconds(self) -> float | None:
-        """Seconds of the table's clock after which it looks at the latest; None: only steps count."""
+        """Longest time between two scans, in seconds of the table's clock; None: only steps count."""
         return None
 
     @property
     def leap_steps(self) -> int:
-        """Steps by which one push may move the table's clock without a doubt that rows are old."""
+        """Largest plausible advance of the table's clock by one push, in steps; a larger one makes a scan doubtful."""
         return self.every
 
     @property
     def goes_by(self) -> Collection[str]:
-        """Which of ``unseen_steps`` and ``unseen_seconds`` of a :class:`RowBlock` it may ask for."""
+        """Names that it may use, of ``unseen_steps`` and ``unseen_seconds`` of a :class:`RowBlock`."""
         return ()
 
     @abstractmethod
     def expired(self, rows: RowBlock) -> Mask:
-        """[N]: which of them go."""
+        """Return whether each row expires, [N]."""
 
     def require_usable(self) -> None:  # noqa: B027 (most rules can be used anywhere)
         """Raise InvalidArgument if it cannot be used in this process."""
 
     def to_json(self) -> dict[str, Any]:
-        """What :func:`expiry_from_json` takes."""
+        """Return the argument of :func:`expiry_from_json`."""
         return {"kind": type(self).__name__, **{name: item for name, item in asdict(self).items() if item is not None}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unseen(Expiry):
-    """Rows go that nobody pushed for more than ``steps``, or ``seconds``, of the table's clock."""
+    """Rule that removes rows without a push for more than ``steps``, or ``seconds``, of the table's clock."""
 
     steps: int | None = None
     seconds: float | None = None
@@ -121,7 +121,7 @@ class Unseen(Expiry):
 
     @property
     def every_seconds(self) -> float | None:
-        """A quarter of ``seconds``, so that rows are gone soon after these are over."""
+        """A quarter of ``seconds``, so that rows are removed soon after these are over."""
         return None if self.seconds is None else max(1.0, self.seconds / 4)
 
     @property
@@ -142,7 +142,7 @@ class Unseen(Expiry):
 
 @dataclass(frozen=True)
 class SmallerThan(Expiry):
-    """Rows go whose Euclidean norm is below ``l2``."""
+    """Rule that removes rows whose Euclidean norm is below ``l2``."""
 
     l2: float = field(kw_only=False)
     needs_lives: ClassVar[bool] = False
@@ -160,15 +160,15 @@ class SmallerThan(Expiry):
 
 @dataclass(frozen=True)
 class Rule(Expiry):
-    """Rows go that a rule of the user's says: an expression, or a function of a module.
+    """Rule of the user: an expression, or a function of a module.
 
     ``gt.Rule("unseen_steps > 1000 and count < 3 and norm < 0.1")``: numbers, the names ``unseen_steps``,
     ``unseen_seconds``, ``count`` and ``norm``, ``+ - * /``, comparisons, ``and``, ``or``, ``not`` and parentheses.
 
-    ``gt.Rule("package.module:function")``: a function of a :class:`RowBlock` that gives a bool for each row, below
-    :func:`expiry_rule`. Servers import its module because their setting ``server.rule_modules`` names it
-    (``--rule-modules package.module``); ``gt.local()`` has the modules that are imported already. What a client or a
-    snapshot names is looked up, never imported.
+    ``gt.Rule("package.module:function")``: a function from a :class:`RowBlock` to a bool for each row, decorated with
+    :func:`expiry_rule`. Servers import the modules of their setting ``server.rule_modules`` (``--rule-modules
+    package.module``); ``gt.local()`` uses the modules that are imported already. A name from a client or a snapshot is
+    looked up, never imported.
     """
 
     rule: str = field(kw_only=False)
@@ -190,7 +190,9 @@ class Rule(Expiry):
         return both if self._is_entry_point else [name for name in both if name in self.rule]
 
     def expired(self, rows: RowBlock) -> Mask:
-        """See :class:`Expiry`. Raises InvalidArgument if a user's function does not give a bool for each row."""
+        """Return whether each row expires, [N]. Raises InvalidArgument if a user's function does not return a bool for
+        each.
+        """
         if not self._is_entry_point:
             return Expression.of(self.rule).evaluate(rows)
         found = _function(self.rule)(rows)
@@ -208,7 +210,7 @@ class Rule(Expiry):
 
 
 def expiry_rule(function: RuleFunction) -> RuleFunction:
-    """Let a function at the top of a module decide which rows go: ``gt.Rule("package.module:function")``.
+    """Register a function at the top of a module as a rule: ``gt.Rule("package.module:function")``.
 
     Raises InvalidArgument for anything else.
     """
@@ -220,7 +222,7 @@ def expiry_rule(function: RuleFunction) -> RuleFunction:
 
 
 def import_rules(modules: Iterable[str]) -> None:
-    """Import the modules whose rules a server is to know. Raises ConfigError for one that has none."""
+    """Import the modules of a server's expiry rules. Raises ConfigError for one that has none."""
     for module in modules:
         why = "it has no function below @gt.expiry_rule"
         try:
@@ -251,7 +253,7 @@ _KINDS: dict[str, type[Expiry]] = {kind.__name__: kind for kind in (Unseen, Smal
 
 
 def expiry_from_json(fields: Mapping[str, Any]) -> Expiry:
-    """Return what :meth:`Expiry.to_json` gave. Raises InvalidArgument."""
+    """Return the rule of :meth:`Expiry.to_json`. Raises InvalidArgument."""
     kind = _KINDS.get(fields.get("kind", ""))
     if kind is None:
         raise InvalidArgument(f"expiry is {dict(fields)!r}; its kind must be one of {', '.join(_KINDS)}")

@@ -1,1 +1,1 @@
-"""How a push changes rows: an optimizer is what it is made from and its plain reference, in a file each."""
+"""Row optimizers: the settings of each, in a file each."""

@@ -1,4 +1,4 @@
-"""Adagrad, each row by its own number of updates; also with one number a row, nearly no memory beside wide rows."""
+"""Adagrad with an update count per row, and its form with one accumulator per row, which needs nearly no memory."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Adagrad(RowOptimizerSpec):
     lr: float = 1e-2
     """Learning rate; a push may carry another one."""
     lr_decay: float = 0.0
-    """How fast the learning rate of a row falls with its updates."""
+    """Decay of a row's learning rate with its number of updates."""
     weight_decay: float = 0.0
     """L2 coefficient λ added to the gradient as λ·w."""
     initial_accumulator_value: float = 0.0
-    """What the sum of squares begins at."""
+    """Initial value of the sum of squares."""
     eps: float = 1e-10
-    """Added to the root of the sum; at least 1.2e-38, so that a zero gradient divides by no zero."""
+    """Added to the root of the sum; at least 1.2e-38, so that a zero gradient is not divided by zero."""
 
     name: ClassVar[str] = "adagrad"
     slots: ClassVar[tuple[Slot, ...]] = (Slot("sum of squares", is_non_negative=True),)

@@ -1,4 +1,4 @@
-"""Adam, each row by its own number of updates; with a decay apart from the gradient, and with one number a row."""
+"""Adam with an update count per row, with decoupled weight decay, and with one second moment per row."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Adam(RowOptimizerSpec):
     betas: tuple[float, float] = (0.9, 0.999)
     """Decays of the first and second moments, each in [0, 1)."""
     eps: float = 1e-8
-    """Added to the root of the second moment; at least 1.2e-38, so that a zero gradient divides by no zero."""
+    """Added to the root of the second moment; at least 1.2e-38, so that a zero gradient is not divided by zero."""
     weight_decay: float = 0.0
     """L2 coefficient λ added to the gradient as λ·w."""
 
@@ -78,7 +78,7 @@ class AdamW(Adam):
     """
 
     weight_decay: float = 1e-2
-    """Part of a row that an update with a learning rate of 1 takes away."""
+    """Fraction of a row that an update with a learning rate of 1 subtracts."""
 
     name: ClassVar[str] = "adamw"
 
@@ -93,7 +93,7 @@ class RowWiseAdam(AdamW):
     """
 
     weight_decay: float = 0.0
-    """Part of a row that an update with a learning rate of 1 takes away, apart from the gradient."""
+    """Fraction of a row that an update with a learning rate of 1 subtracts, apart from the gradient."""
 
     name: ClassVar[str] = "rowwise_adam"
     slots: ClassVar[tuple[Slot, ...]] = (

@@ -1,4 +1,4 @@
-"""Plain gradient descent, and momentum: for tables all of whose rows are pushed each step, and for others."""
+"""SGD, momentum for tables whose rows are all pushed each step, and sparse momentum for other tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Untouched = Literal["freeze", "elapsed"]
 
 
 def require_momentum(momentum: float) -> None:
-    """Raise InvalidArgument unless it lies in [0, 1)."""
+    """Raise InvalidArgument unless ``momentum`` lies in [0, 1)."""
     real_number("momentum", momentum)
     require(0 <= momentum < 1, f"momentum is {momentum!r}; it must lie in [0, 1)")
 
@@ -67,11 +67,11 @@ class SparseMomentum(RowOptimizerSpec):
     ``untouched="freeze"`` is the lazy form: a row outside the push neither moves nor decays.
 
     ``untouched="elapsed"`` equals dense momentum: at every push each row of the table, even one that was never written,
-    decays and moves on by its momentum. It is caught up when it is read or pushed next, from its last step and the
-    learning rates since then, so that a step costs what its own rows cost. Memory: 8 bytes more per row, for its last
-    step, and 4 per step remembered (at most about 20,000 per table and shard; no gradient buffer, no pass over all
-    rows). Traffic: every push goes to every shard, if need be empty, to count as a step there. A row that would move
-    beyond the range of its type stays at its end.
+    decays and moves on by its momentum. It is caught up at its next pull or push, from its last step and the learning
+    rates since then, so that a step costs only its own rows. Memory: 8 more bytes per row, for its last step, and 4 per
+    remembered step (at most about 20,000 per table and shard; no gradient buffer, no pass over all rows). Traffic:
+    every push goes to every shard, empty where it has no rows, to count as a step there. A row that would overflow its
+    type stays at the largest value.
     """
 
     lr: float

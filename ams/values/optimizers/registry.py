@@ -1,7 +1,7 @@
-"""Every optimizer of rows there is, by name.
+"""Registry of row optimizers, by name.
 
-A new one is a class beside these and a line in :data:`OPTIMIZERS`; a file in ``optimizers/`` of the core and a line
-in its ``registry.cpp``; and a function in ``bridge/kernels/optimizers.py`` for rows on ranks and a line there.
+A new one is a class beside these and a line in :data:`OPTIMIZERS`; a file in ``optimizers/`` of the core and a line in
+its ``registry.cpp``; and a function in ``bridge/kernels/optimizers.py`` for rows on ranks and a line there.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ OPTIMIZERS: dict[str, type[RowOptimizerSpec]] = {
 }
 
 SETTINGS = frozenset(setting.name for kind in OPTIMIZERS.values() for setting in fields(kind))  # type: ignore[arg-type]
-"""What their constructors take, of all of them."""
+"""Names of all constructor arguments of all optimizers."""
 
 
 def optimizer_of(name: str, scalars: Mapping[str, float]) -> RowOptimizerSpec:
-    """Return the optimizer of this name, made from numbers; what is left out has its default.
+    """Return the optimizer of this name, made from numbers; missing ones have their defaults.
 
     Raises InvalidArgument.
     """
@@ -49,10 +49,10 @@ def optimizer_of(name: str, scalars: Mapping[str, float]) -> RowOptimizerSpec:
 
 
 def optimizer_with(optimizer: RowOptimizerSpec, settings: Mapping[str, Any]) -> RowOptimizerSpec:
-    """``optimizer`` with the values that ``settings`` has for its constructor; other names are passed over.
+    """Return ``optimizer`` with the values of its constructor arguments in ``settings``; other names are ignored.
 
-    Tensors stand for their numbers. Raises InvalidArgument for a value outside its range, one that cannot change
-    (:attr:`RowOptimizerSpec.fixed`), and one that only another optimizer has.
+    One-element tensors stand for their numbers. Raises InvalidArgument for a value outside its range, one that cannot
+    change (:attr:`RowOptimizerSpec.fixed`), and one that only another optimizer has.
     """
     values: list[tuple[str, Any, type]] = []
     for name in settings.keys() & SETTINGS:
@@ -64,13 +64,13 @@ def optimizer_with(optimizer: RowOptimizerSpec, settings: Mapping[str, Any]) -> 
         values.append((name, value, type(value)))
     try:
         return _made(optimizer, tuple(values))
-    except TypeError:  # of a value without a hash, which is no number: the constructor names it
+    except TypeError:  # an unhashable value is no number: the constructor names it
         return _made.__wrapped__(optimizer, tuple(values))
 
 
 @lru_cache(maxsize=256)
 def _made(optimizer: RowOptimizerSpec, values: tuple[tuple[str, Any, type], ...]) -> RowOptimizerSpec:
-    """:func:`optimizer_with`, checked once for the same numbers: every step asks. True is no 1: types are compared."""
+    """Implement :func:`optimizer_with`, cached because every step calls it. The types tell True from 1."""
     own = optimizer.settings()
     for name, value, _ in values:
         if name not in own:

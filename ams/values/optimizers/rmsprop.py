@@ -1,4 +1,4 @@
-"""RMSProp: gradients by the root of their average square."""
+"""RMSProp: gradients divided by the root of their mean square."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class RMSProp(RowOptimizerSpec):
     alpha: float = 0.99
     """Decay of the averages, in [0, 1)."""
     eps: float = 1e-8
-    """Added to the root; at least 1.2e-38, so that a zero gradient divides by no zero."""
+    """Added to the root; at least 1.2e-38, so that a zero gradient is not divided by zero."""
     weight_decay: float = 0.0
     """L2 coefficient λ added to the gradient as λ·w."""
     momentum: float = 0.0
     """Decay of the velocity, in [0, 1)."""
     centered: bool = False
-    """Divide by the deviation of the gradients from their average."""
+    """Divide by the standard deviation of the gradients."""
 
     name: ClassVar[str] = "rmsprop"
     state: ClassVar[str] = "averages"

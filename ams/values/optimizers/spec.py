@@ -1,4 +1,4 @@
-"""What every optimizer of rows says about itself; nobody else asks which one it is.
+"""Interface of row optimizers; no other code asks which one it is.
 
 Legend: D width of a row, S numbers of its slots.
 """
@@ -17,7 +17,7 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
 
 NO_SCALARS: Mapping[str, float] = MappingProxyType({})
-"""What a push carries whose optimizer has the table's numbers."""
+"""Scalars of a push with the table's own numbers."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Slot:
 
     name: str
     is_non_negative: bool = False
-    """Whether it can never be below zero, so that a restored one that is must be damaged."""
+    """Whether it is never below zero, so that a negative restored value is damage."""
     per_row: bool = False
-    """Whether a row has one of it; such slots come after the others."""
+    """Whether it is one number per row; such slots come after the others."""
 
     def width(self, dim: int) -> int:
-        """Its numbers beside a row of ``dim``."""
+        """Return its numbers beside a row of width ``dim``."""
         return 1 if self.per_row else dim
 
 
@@ -46,7 +46,8 @@ class Drift(NamedTuple):
 
 
 class RowOptimizerSpec:
-    """A frozen dataclass of numbers; on the wire and in snapshots it is :attr:`name` and :meth:`scalars`.
+    """Base of row optimizers: a frozen dataclass of numbers, on the wire and in snapshots :attr:`name` and
+    :meth:`scalars`.
 
     Compiled code (``optimizers/`` of the core) and tensor operations (for rows on ranks) know it by the same name.
     """
@@ -54,58 +55,61 @@ class RowOptimizerSpec:
     name: ClassVar[str]
     slots: ClassVar[tuple[Slot, ...]] = ()
     state: ClassVar[str] = ""
-    """What the slots hold, in a word or two."""
+    """Content of the slots, in a word or two."""
     takes_narrow_slots: ClassVar[bool] = True
     """Whether slots may be stored in 16 bits."""
     saves_gradient_buffer: ClassVar[bool] = False
-    """Whether its form for rows on devices in PLSC keeps no gradient of every row; memory reports compare with it."""
+    """Whether PLSC's form of it for rows on devices keeps no gradient of every row; memory reports compare with it."""
 
     lr: float
 
     @property
     def fixed(self) -> Mapping[str, str]:
-        """Its fields that hold for the table's whole life, and why; a push may carry other values of the rest."""
+        """Fields that cannot change during the table's life, and why; a push may carry other values of the rest."""
         return {}
 
     @property
     def fixed_scalars(self) -> Mapping[str, str]:
-        """:attr:`fixed` by the names of :meth:`scalars`."""
+        """Entries of :attr:`fixed` by the names of :meth:`scalars`."""
         return self.fixed
 
     @property
     def counts_updates(self) -> bool:
-        """Whether an update depends on how many the row had before."""
+        """Whether an update depends on the number of earlier updates of the row."""
         return False
 
     @property
     def drift(self) -> Drift | None:
-        """How rows move at steps that do not touch them; None: they do not."""
+        """Movement of rows at steps that do not touch them; None: they do not move."""
         return None
 
     def slot_dim(self, dim: int) -> int:
-        """Numbers of all slots beside a row of ``dim``."""
+        """Return the numbers of all slots beside a row of width ``dim``."""
         return sum(slot.width(dim) for slot in self.slots)
 
     def settings(self) -> dict[str, Any]:
-        """All that it is made from, by the names and in the types of its constructor."""
+        """Return its constructor's arguments, by name and in their types."""
         return {setting.name: getattr(self, setting.name) for setting in fields(self)}  # type: ignore[arg-type]
 
     def scalars(self) -> dict[str, float]:
-        """All that it is made from, by name; a flag is 0 or 1."""
+        """Return its constructor's arguments as numbers, by name; a flag is 0 or 1."""
         return {setting.name: float(getattr(self, setting.name)) for setting in fields(self)}  # type: ignore[arg-type]
 
     @classmethod
     def from_scalars(cls, scalars: Mapping[str, float]) -> Self:
-        """Return what :meth:`scalars` is of; what is left out has its default. Raises TypeError, InvalidArgument."""
+        """Return the optimizer of :meth:`scalars`; missing ones have their defaults. Raises TypeError,
+        InvalidArgument.
+        """
         flags = {setting.name for setting in fields(cls) if setting.default is False}  # type: ignore[arg-type]
         return cls(**{name: flag(name, value) if name in flags else value for name, value in scalars.items()})
 
     @lru_cache(maxsize=1024)  # noqa: B019 (specs are small and compared by value; every push asks for the same ones)
     def scalars_of_push(self, optimizer: RowOptimizerSpec) -> Mapping[str, float]:
-        """What a push carries beside ``optimizer.lr`` for the table of this optimizer to be trained by ``optimizer``.
+        """Return the scalars that a push carries beside ``optimizer.lr``, so that this table is trained by
+        ``optimizer``.
 
-        Those of its :meth:`scalars` that are others here. Raises InvalidArgument for another kind, and for a value of
-        :attr:`fixed` that is not the table's.
+        They are those of its :meth:`scalars` that differ from this one's. Raises InvalidArgument for another kind, and
+        for a value of :attr:`fixed` that is not the table's.
         """
         require(type(self) is type(optimizer), f"{optimizer} cannot take the place of {self} in a push")
         for name, reason in self.fixed.items():
@@ -116,13 +120,13 @@ class RowOptimizerSpec:
         return {name: of for name, of in scalars if name != "lr" and of != own_scalars[name]}
 
     def with_numbers(self, other: RowOptimizerSpec) -> RowOptimizerSpec:
-        """``other`` with this one's values of :attr:`fixed`; this one, if it is of another kind."""
+        """Return ``other`` with this one's values of :attr:`fixed`; itself, if ``other`` is of another kind."""
         if type(self) is not type(other):
             return self
         return replace(other, **{name: getattr(self, name) for name in self.fixed})  # type: ignore[type-var]
 
     def for_push(self, scalars: Mapping[str, float]) -> Self:
-        """The optimizer that applies a push which carries ``scalars``; that of the table if there are none.
+        """Return the optimizer that applies a push with ``scalars``; that of the table if there are none.
 
         Raises InvalidArgument for a name that is not among its :meth:`scalars`, a value outside its range, and one that
         cannot change.
@@ -154,12 +158,12 @@ def require_rate(name: str, value: float) -> None:
 
 
 def require_divisor(name: str, value: float) -> None:
-    """Raise InvalidArgument unless what is divided by a root plus ``value`` is never divided by zero."""
+    """Raise InvalidArgument unless a division by a root plus ``value`` is never one by zero."""
     require_rate(name, value)
     require(2.0**-126 <= value < 2.0**127, f"{name} is {value!r}; it must lie in [1.2e-38, 1.7e38)")
 
 
 def flag(name: str, value: float) -> bool:
-    """Return a flag that travelled as a number. Raises InvalidArgument unless it is 0 or 1."""
+    """Return the flag of a number. Raises InvalidArgument unless it is 0 or 1."""
     require(value in (0, 1), f"{name} is {value!r}; it must be 0 or 1")
     return bool(value)
