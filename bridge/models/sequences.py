@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,7 +93,7 @@ class PaddedSequences(Sequences):
         return values.flatten(0, 1)
 
 
-def sequences_of(model: str, vectors: Mapping[str, Tensor], dims: Mapping[str, int]) -> Sequences:
+def sequences_of(model: str, vectors: Mapping[str, Any], dims: Mapping[str, int]) -> Sequences:
     """The sequences of the fields ``dims``, their vectors side by side in the order given.
 
     Each is [B, L, dim], or a nested tensor of layout torch.jagged [B, ?, dim]; or all are :class:`Sequences` already,
