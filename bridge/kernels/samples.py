@@ -1,7 +1,7 @@
 """What a class head does for each sample beside the products over rows: many small operations, in a few starts.
 
-Their references are the tensor operations of ``head/batch.py``, ``head/loss/softmax.py`` and ``late_labels.py``, which
-go on to compute whatever has no kernel here: ask :func:`~.launch.runs_kernels` first.
+Their references are the tensor operations of ``head/batch.py``, ``head/loss/softmax.py`` and ``device_labels.py``,
+which go on to compute whatever has no kernel here: ask :func:`~.launch.runs_kernels` first.
 
 Legend: B samples, S of this rank, A active rows, D width.
 """

@@ -18,9 +18,8 @@ from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.strings import hash_strings
 from geartrain.ams.values.text import quoted
 from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, SampleSchema
-from geartrain.workers.ctr.samples.images import ItemImages
+from geartrain.workers.ctr.samples.images import ItemImages, poster
 from geartrain.workers.ctr.samples.kinds import INTEGER, TEXT, FieldKind
-from geartrain.workers.ctr.samples.posters import poster
 from geartrain.workers.data.packages import Say, download_packages, keep_pinned, member_of, require_pinned
 
 REQUIREMENTS = Path(__file__).with_name("movielens.txt")

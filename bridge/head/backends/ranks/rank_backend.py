@@ -26,8 +26,8 @@ from geartrain.bridge.head.backends.memory_plan import COMPUTE_BYTES, MemoryPart
 from geartrain.bridge.head.backends.predict import top_on_ranks
 from geartrain.bridge.head.backends.ranks import passes as rank_rows
 from geartrain.bridge.head.backends.ranks.checkpoint import ShardedRows
+from geartrain.bridge.head.backends.ranks.device_labels import DeviceLabels
 from geartrain.bridge.head.backends.ranks.fused import RANGE_BYTES
-from geartrain.bridge.head.backends.ranks.late_labels import LateLabels
 from geartrain.bridge.head.backends.ranks.parts import rows_of_parts
 from geartrain.bridge.head.backends.ranks.passes import RankGradient, RankRows
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
@@ -81,7 +81,7 @@ class RankBackend:
         self.update: DeviceUpdate[RankGradient] = DeviceUpdate(self.table)
         self.select = settings.select.bound(self)
         self.selector = RankSelector(self.table, self.select)
-        self.late_labels, self.checks_late = LateLabels(settings.config.ignore_index), False
+        self.late_labels, self.checks_late = DeviceLabels(settings.config.ignore_index), False
         self.update.late = self
         self.fuses = False
         self.margins = HeadMargin(settings.margin)
@@ -148,7 +148,7 @@ class RankBackend:
         raise_late(self, refused=sum(left), has_bad=any(bad), steps=steps)
 
     def take_captured(self) -> Callable[[int], None]:
-        """See :meth:`LateLabels.take_captured`."""
+        """See :meth:`DeviceLabels.take_captured`."""
         return self.late_labels.take_captured()
 
     def move_with(self, fn: Callable[[Tensor], Tensor]) -> None:

@@ -28,8 +28,8 @@ from geartrain.ams.values.errors import (
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.collectives.communicator import Pending
 from geartrain.bridge.head.backends.backend import HeadSettings
+from geartrain.bridge.head.backends.ranks.device_labels import DeviceLabels
 from geartrain.bridge.head.backends.ranks.fused import takes
-from geartrain.bridge.head.backends.ranks.late_labels import LateLabels
 from geartrain.bridge.head.backends.ranks.passes import RankGradient, RankRows
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
 from geartrain.bridge.head.loss.batch import Batch, DeviceTargets, Targets, with_ones
@@ -93,7 +93,7 @@ class RankHead(Protocol):
     select: Selection
     selector: RankSelector
     margins: HeadMargin
-    late_labels: LateLabels
+    late_labels: DeviceLabels
     checks_late: bool
     """Whether labels on a CPU are checked as those on a device, by it and not by the host: for tests."""
     fuses: bool

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
-from geartrain.bridge.head.backends.ranks import late_labels
+from geartrain.bridge.head.backends.ranks import device_labels
 from geartrain.bridge.kernels import launch
 from geartrain.bridge.placements.workspace import BufferPool
 from geartrain.bridge.rows.transfers import Readback
@@ -111,7 +111,7 @@ def test_kernels_read_step_and_rate_where_they_lie(case: str) -> None:
 
 
 def test_a_bad_label_of_a_replay_changes_no_row_and_raises_at_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(late_labels, "Readback", lambda labels: Readback(labels.clone()))  # a device copies them
+    monkeypatch.setattr(device_labels, "Readback", lambda labels: Readback(labels.clone()))  # a device copies them
     training = Training(**CASES["SGD, sampled"])
     training.step()
     monkeypatch.setattr(training.head.row_update, "check_finite", lambda: None)  # and are not looked at

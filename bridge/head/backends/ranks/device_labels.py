@@ -27,7 +27,7 @@ from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.rows.transfers import Readback, upload
 
 
-class LateLabels:
+class DeviceLabels:
     """The labels of the last steps, until the host has seen them. Not thread-safe."""
 
     def __init__(self, ignore_index: int | None) -> None:
