@@ -1,1 +1,1 @@
-"""How requests travel: carriers over gRPC or in one process, all held to one contract suite."""
+"""Transport of requests: carriers over gRPC or in one process, all tested by one contract suite."""

@@ -1,6 +1,6 @@
-"""How requests without rows come from a client to one shard, or to the scheduler.
+"""Interface of carriers: requests without rows from a client to a shard, or to the scheduler.
 
-Those of rows are frames, whose carriers are compiled: ``csrc/carriers/connection.hpp``.
+Requests with rows are frames, whose carriers are compiled: ``csrc/carriers/connection.hpp``.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ R = TypeVar("R")
 
 
 class AttemptFailed(Exception):
-    """One attempt did not come back: whether the shard saw the request is unknown. The caller may retry.
+    """An attempt got no reply: whether the shard saw the request is unknown. The caller may retry.
 
-    No user sees it: who gives up raises a GeartrainError that says the same, ``from None``.
+    Internal: a caller that stops retrying raises a GeartrainError with the same text, ``from None``.
     """
 
 
 class NotSent(AttemptFailed):
-    """No connection came about, or none was tried: nobody has seen the request."""
+    """No connection was made, or none was tried: the request was not sent."""
 
 
 class NotBelieved(NotSent):
-    """One end does not believe the certificate of the other, or has none, or wants one."""
+    """One end rejected the certificate of the other, or has none, or requires one."""
 
 
 class NobodyThere(NotSent):
@@ -43,31 +43,31 @@ _LOOK = (
 
 
 def remedy(exc: AttemptFailed) -> str:
-    """What to do about a role that was asked in vain."""
+    """Return what to do about an unresponsive role."""
     return _START if isinstance(exc, NobodyThere) else _CERTIFY if isinstance(exc, NotBelieved) else _LOOK
 
 
 class ShardCarrier(Protocol):
-    """The way to one shard. Thread-safe."""
+    """Carrier to one shard. Thread-safe."""
 
     def submit(
         self, context: CallContext, request: Request, timeout_seconds: float | None, *, alone: bool = False
     ) -> Future[Reply]:
-        """Send a request that carries no rows: those go by :attr:`engine` or :attr:`data_plane`.
+        """Send a request without rows: those go by :attr:`engine` or :attr:`data_plane`.
 
-        With ``alone`` the caller has nothing to send beside it, so that the carrier may finish it on this thread,
-        before it returns: that saves the changes of thread. The future holds the reply, the
-        shard's GeartrainError, or AttemptFailed if no reply came within ``timeout_seconds``.
+        With ``alone`` the caller sends nothing else meanwhile, so that the carrier may complete the call on this thread
+        before it returns, without a change of thread. The future holds the reply, the shard's GeartrainError, or
+        AttemptFailed if no reply came within ``timeout_seconds``.
         """
 
     @property
     def engine(self) -> Engine | None:
-        """What answers requests for rows of a shard of this process, on the caller's own thread."""
+        """Engine for row requests to a shard of this process, on the caller's thread; None: it is elsewhere."""
 
     @property
     def data_plane(self) -> Any:
-        """The connection for the rows of a shard elsewhere: a :class:`~geartrain.ams.rpc.client.data_plane.DataPlane`;
-        None: it is of this process.
+        """Connection for the rows of a shard elsewhere: a :class:`~geartrain.ams.rpc.client.data_plane.DataPlane`;
+        None: the shard is of this process.
         """
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class ShardCarrier(Protocol):
 
 
 class SchedulerCarrier(Protocol):
-    """The way to the scheduler. Thread-safe."""
+    """Carrier to the scheduler. Thread-safe."""
 
     def call(self, request: Rpc[R], timeout_seconds: float | None) -> R:
         """Return the reply to one of :mod:`geartrain.ams.values.scheduler_messages`.

@@ -1,11 +1,11 @@
-"""Who a process is to others, and whom it believes: every channel and port of gRPC is opened by its credentials.
+"""Credentials of a process: every gRPC channel and port is opened with them.
 
-A folder has ``ca.pem``, the authorities that are believed (several while one replaces another), and for each role
-``ROLE.pem``: a private key, and a certificate that names cluster, role and number as ``geartrain://CLUSTER/ROLE/N``.
-Both ends show theirs (mutual TLS). A client asks for the name ``ROLE.CLUSTER.geartrain``, or that of a shard,
-``N.server.CLUSTER.geartrain``, so that addresses are in no certificate; who serves looks at the caller's role
-(:mod:`geartrain.ams.rpc.server.access`). Files are read again when they change, at most once a second: ports show what
-is new to who connects next, channels connect anew.
+A folder has ``ca.pem``, the trusted authorities (several while one replaces another), and for each role ``ROLE.pem``: a
+private key, and a certificate that names cluster, role and number as ``geartrain://CLUSTER/ROLE/N``. Both ends show
+theirs (mutual TLS). A client verifies the name ``ROLE.CLUSTER.geartrain``, or that of a shard,
+``N.server.CLUSTER.geartrain``, so that no certificate has addresses; a server checks the caller's role
+(:mod:`geartrain.ams.rpc.server.access`). Changed files are reloaded, at most once a second: ports show the new ones to
+new connections, channels reconnect.
 """
 
 from __future__ import annotations
@@ -41,34 +41,34 @@ _NAME = re.compile(rf"{SCHEME}([a-z0-9-]+)/([a-z]+)/(\d+|\*)", re.ASCII)
 _LOOK_SECONDS = 1.0
 _RESOLVE_AGAIN_SECONDS = 1.0
 UNRESOLVED = ("errors resolving", "dns resolution failed")
-"""How what gRPC says of a call begins whose address is a name that could not be resolved."""
+"""Beginnings of gRPC's error text for an address whose name could not be resolved."""
 _Metadata = tuple[tuple[str, str], ...]
 _WARN_SECONDS = 86_400.0
-"""Between two warnings of a certificate that runs out."""
+"""Interval of warnings about a certificate that expires soon."""
 _LAST_SHARE = 1 / 6
-"""Of its time: then it is warned of."""
+"""Last share of a certificate's validity, in which warnings are logged."""
 
 
 class Name(NamedTuple):
-    """What a certificate says of its holder."""
+    """Name of a certificate's holder."""
 
     cluster: str
     role: str
     number: str
-    """Of a shard; ANY_NUMBER: of all."""
+    """Number of a shard; ANY_NUMBER: of all."""
 
     def __str__(self) -> str:
         return f"{self.role}/{self.number}"
 
 
 def name_in(uri: str) -> Name | None:
-    """Read ``geartrain://CLUSTER/ROLE/N``; None: it is another."""
+    """Return the name in ``geartrain://CLUSTER/ROLE/N``; None: it has another form."""
     found = _NAME.fullmatch(uri)
     return Name(*found.groups()) if found else None
 
 
 def host_of(cluster: str, role: str | None, number: str | None = None) -> str:
-    """The DNS name that a role's certificate has, or that of one shard's; no role: one that all roles have."""
+    """Return the DNS name in a role's certificate, or in one shard's; without a role the one of all roles."""
     return ".".join((*filter(None, (number, role)), cluster, "geartrain"))
 
 
@@ -78,15 +78,15 @@ class _Files(NamedTuple):
     certificate: bytes
     names: tuple[Name, ...]
     warn_at: float
-    """When little of its time is left, in unix seconds."""
+    """Unix time from which warnings are logged."""
 
 
 class Credentials:
-    """Opens the channels and ports of this process: under its certificates, or without if it has none. Thread-safe."""
+    """Factory of the channels and ports of this process, with its certificates or without any. Thread-safe."""
 
     def __init__(self, folder: str | None, role: str, token: str | None = None) -> None:
-        """Read the certificate of ``role`` in ``folder``, and the token in a file. Raises ConfigError if it can be
-        shown to nobody."""
+        """Read the certificate of ``role`` in ``folder``, and the token in a file. Raises ConfigError if it is not
+        usable."""
         if token is not None and folder is None:
             raise ConfigError(
                 "security.token is set, and security.folder is not: a token goes under TLS alone; name the folder of "
@@ -107,50 +107,50 @@ class Credentials:
 
     @staticmethod
     def mine(address: str) -> Credentials:
-        """Those of this process at an end of ``"host:port"``. Raises ConfigError."""
+        """Return those of this process for an end of ``"host:port"``. Raises ConfigError."""
         folder, role = identity(address)
         return _credentials(folder, role, token_path() if role == CLIENT else None)
 
     @property
     def names(self) -> tuple[Name, ...]:
-        """What this process is called in its certificate; none: it has no certificate."""
+        """Names in this process's certificate; none: it has no certificate."""
         files = self._current()
         return () if files is None else files.names
 
     def believes(self, certificate: bytes, chain: bytes = b"") -> bool:
-        """Whether what another showed (PEM, with what stands between it and an authority) is of one that is believed
-        still: connections may be older than ``ca.pem``."""
+        """Return whether a peer's certificate (PEM, with its intermediates) is still trusted: connections may be older
+        than ``ca.pem``."""
         files = self._current()
         return files is not None and _is_believed(files.authorities, certificate, chain)
 
     @property
     def cluster(self) -> str:
-        """The name of the cluster in its certificate; "local": it has none."""
+        """Name of the cluster in the certificate; "local": there is none."""
         return self.names[0].cluster if self.names else "local"
 
     @property
     def first_shard(self) -> int | None:
-        """The first shard that it is to be, if its certificate names some; None: any."""
+        """Lowest shard that the certificate allows; None: any."""
         numbers = [int(name.number) for name in self.names if name.role == "server" and name.number != ANY_NUMBER]
         return min(numbers, default=None)
 
     def channel(
         self, address: str, options: Sequence[tuple[str, Any]], role: str | None = None, shard: int | None = None
     ) -> Any:
-        """Open a grpc.Channel to a process of ``role``, or to one that may be ``shard``; None: of any."""
+        """Open a grpc.Channel to a process of ``role``, or to ``shard``; None: to any."""
         token = tuple if self._token is None else self._token.metadata
         return _Channel(self._current, address, options, role, shard, token)
 
     def open_port(self, server: grpc.Server, listen: str, begun: Callable[[], None] = lambda: None) -> int:
-        """Let ``server`` listen at ``"host:port"``; return the port, 0 if nobody can listen there.
+        """Bind ``server`` to ``"host:port"``; return the port, 0 if it cannot be bound.
 
-        ``begun`` is called as each handshake begins.
+        ``begun`` is called at the start of each handshake.
         """
         if (files := self._current()) is None:
             return server.add_insecure_port(listen)
         shown = files
 
-        def renewed() -> Any:  # None: as before
+        def renewed() -> Any:  # None: unchanged
             nonlocal shown
             begun()
             if (files := self._current()) is shown or files is None:
@@ -163,9 +163,9 @@ class Credentials:
         )
 
     def accept(self, connection: socket.socket) -> socket.socket:
-        """Take a caller of a port that is not gRPC's: it shows a certificate of this cluster, as there (mutual TLS).
+        """Return a connection to a port other than gRPC's, once its certificate is of this cluster (mutual TLS).
 
-        Raises OSError: it shows none, or another's. Without certificates everybody is taken.
+        Raises OSError: it shows none, or another cluster's. Without certificates every connection is accepted.
         """
         if (files := self._current()) is None:
             return connection
@@ -180,10 +180,11 @@ class Credentials:
         return secure
 
     def https(self, *, shows_certificate: bool) -> tuple[ssl.SSLContext, Callable[[], None]]:
-        """What a port of HTTPS shows and, with ``shows_certificate``, that each client shows one of this cluster.
+        """Return the TLS context of an HTTPS port; with ``shows_certificate`` each client must show one of this
+        cluster.
 
-        The function, called now and then, lets it show what is new in the files; an authority that is believed no more
-        is so from a restart on.
+        The returned function, called from time to time, loads changed files; a removed authority is trusted until a
+        restart.
         """
         import ssl
 
@@ -220,7 +221,7 @@ class Credentials:
         with self._lock:
             self._look_at = time.monotonic() + _LOOK_SECONDS
             try:
-                # Of the change, as chmod is one.
+                # ctime, as chmod is a change too.
                 stamp = [(stat.st_ino, stat.st_ctime_ns) for stat in (path.stat() for path in self._paths)]
                 if stamp != self._stamp:
                     self._stamp = stamp
@@ -261,10 +262,10 @@ def _missing(path: Path, role: str) -> str:
 
 
 def _read(authorities: Path, own: Path, role: str) -> _Files:
-    """Read the files of a role; raises ConfigError for what nobody would believe, and says what to do."""
+    """Read the files of a role; raises ConfigError, with the remedy, for files that no peer would accept."""
     if others_may_read(own.stat()):
         raise ConfigError(f"{own} has a private key that others of this machine can read: chmod 600 {own}")
-    # Not loaded where nobody has certificates.
+    # Imported only where there are certificates.
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
@@ -278,7 +279,7 @@ def _read(authorities: Path, own: Path, role: str) -> _Files:
         raise ConfigError(
             f"{own} or {authorities} is damaged: {exc}; issue it again ('geartrain certs issue')"
         ) from exc
-    # Of files that are copied one after the other nothing is shown before they fit.
+    # Files that are copied one after the other are not used before they match.
     if key.public_key() != certificate.public_key():
         raise ConfigError(f"{own} has the key of another certificate; issue it again ('geartrain certs issue')")
     if not any(_issued(issuer, [certificate, *more][-1]) for issuer in issuers):
@@ -331,7 +332,7 @@ def _is_believed(authorities: bytes, certificate: bytes, chain: bytes) -> bool:
 
 
 def names_of(certificate: Certificate) -> tuple[Name, ...]:
-    """The names that a certificate has."""
+    """Return the names in a certificate."""
     from cryptography import x509
 
     try:
@@ -343,10 +344,10 @@ def names_of(certificate: Certificate) -> tuple[Name, ...]:
 
 
 class _Channel:
-    """A grpc.Channel for an address: calls go by a connection under the newest certificates.
+    """A grpc.Channel to an address that connects with the newest certificates.
 
-    gRPC keeps that a name could not be resolved, and asks again later each time, in the end after two minutes. So after
-    a call that failed thus the next one, a second later or more, goes by a channel that asks at once.
+    gRPC caches a failed name resolution and backs off, up to two minutes. So after a call that failed in this way the
+    next one, a second later or more, uses a new channel that resolves at once.
     """
 
     def __init__(
@@ -361,14 +362,14 @@ class _Channel:
         self._current, self._address, self._options = current, address, options
         self._role, self._shard = role, shard
         self.token = token
-        """What every call says of its rights."""
+        """Function that returns each call's metadata with the token."""
         self._lock = threading.Lock()
         self._is_closed = False
         self._files = current()
         self._channel = self._opened(self._files)
 
     def now(self) -> grpc.Channel:
-        """The channel for the next call. One that it follows is left to the calls that are under way there."""
+        """Return the channel for the next call. An older one is left to the calls under way on it."""
         files = self._current()
         if files is not self._files or self._is_unresolved:
             with self._lock:
@@ -378,7 +379,7 @@ class _Channel:
         return self._channel
 
     def ended(self, call: Any) -> None:
-        """Note whether a call ended because the address could not be resolved."""
+        """Record whether a call failed because the address could not be resolved."""
         if call.code() is grpc.StatusCode.UNAVAILABLE and (call.details() or "").lower().startswith(UNRESOLVED):
             self._is_unresolved = True
 
@@ -387,7 +388,7 @@ class _Channel:
         if files is None:
             return grpc.insecure_channel(self._address, options=self._options)
         cluster = files.names[0].cluster
-        # Who is any shard itself, as by the certificate of one machine, could serve in its place.
+        # A process with the certificate of all shards, such as one machine's, could serve in its place.
         is_any = self._shard is None or Name(cluster, "server", ANY_NUMBER) in files.names
         name = host_of(cluster, self._role, None if is_any else str(self._shard))
         options = [*self._options, ("grpc.ssl_target_name_override", name)]
@@ -413,7 +414,7 @@ class _Channel:
 
 
 class _Method:
-    """One RPC of a channel, as its newest connection has it."""
+    """One RPC of a channel, on its newest connection."""
 
     def __init__(self, channel: _Channel, kind: str, path: str, codecs: dict[str, Any]) -> None:
         self._channel, self._kind, self._path, self._codecs = channel, kind, path, codecs

@@ -1,4 +1,4 @@
-"""The local carrier: client and shard in one process. Arrays are handed over, nothing is copied or encoded."""
+"""Local carrier: client and shard in one process. Arrays are passed by reference, nothing is copied or encoded."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from geartrain.ams.values.shard_messages import CallContext, Reply, Request
 
 
 class RequestSink(Protocol):
-    """What a local carrier delivers to: a shard."""
+    """Receiver of a local carrier's requests: a shard."""
 
     def submit(self, context: CallContext, request: Request) -> Future[Reply]:
         """Queue a request."""
 
     def run(self, context: CallContext, request: Request) -> Future[Reply]:
-        """The same, but done on this thread before it returns if the shard is idle."""
+        """Queue a request, or complete it on this thread if the shard is idle."""
 
     @property
     def engine(self) -> Engine:
-        """What answers its requests for rows, on any thread."""
+        """Engine for its row requests, on any thread."""
 
 
 class LocalCarrier:
-    """Hands requests to a shard of this process."""
+    """Carrier to a shard of this process."""
 
     def __init__(self, shard: RequestSink) -> None:
         self._shard = shard
 
     @property
     def engine(self) -> Engine:
-        """What answers requests for rows on the caller's own thread."""
+        """Engine for row requests, on the caller's thread."""
         return self._shard.engine
 
     data_plane = None
-    """See :class:`ShardCarrier`. Nothing travels."""
+    """None: rows do not travel."""
 
     def submit(
         self,
@@ -45,8 +45,8 @@ class LocalCarrier:
         *,
         alone: bool = False,
     ) -> Future[Reply]:
-        """See :class:`ShardCarrier`. Nothing can be lost on the way, so there is no time-out."""
+        """Submit a request to the shard. Nothing can be lost on the way, so there is no time-out."""
         return self._shard.run(context, request) if alone else self._shard.submit(context, request)
 
     def close(self) -> None:
-        """The shard belongs to the cluster, which closes it."""
+        """Do nothing: the cluster closes the shard."""

@@ -1,4 +1,4 @@
-"""Who a role is: the handler that all roles share."""
+"""Ping: the handler that all roles share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from geartrain.ams.values.rpc import Ping, Pong, version
 
 
 class PingHandler:
-    """Answers for one role, which begins now. ``incarnation`` tells which process of its kind it is."""
+    """Ping handler of one role, which starts now. ``incarnation`` returns that of its process."""
 
     def __init__(self, role: str, incarnation: Callable[[], int] = lambda: 0) -> None:
         self._role = role

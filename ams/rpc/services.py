@@ -1,10 +1,10 @@
-"""The RPCs of all services: one declaration joins name, messages, value, codec and handler.
+"""RPCs of all services: one declaration joins name, messages, value, codec and handler.
 
-An RPC of a ``.proto`` file is declared by the value that asks for it: a subclass of
-:class:`geartrain.ams.values.rpc.Rpc` of the same name, in the module of values of its service. Its messages are those
-of the service's descriptor, its codec follows from the fields of both (:mod:`geartrain.ams.rpc.codec.messages`),
-its handler is what a role binds to the value's type (:func:`geartrain.ams.rpc.server.binding.bind`). So a new RPC costs
-a message, a value and a handler. Only those that carry rows have more of their own, below.
+An RPC of a ``.proto`` file is declared by its request's value: a subclass of :class:`geartrain.ams.values.rpc.Rpc` of
+the same name, in the service's module of values. Its messages are those of the service's descriptor, its codec follows
+from the fields of both (:mod:`geartrain.ams.rpc.codec.messages`), and a role binds a handler to the value's type
+(:func:`geartrain.ams.rpc.server.binding.bind`). So a new RPC costs a message, a value and a handler. Only RPCs with
+rows have more of their own, below.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CONTEXT = MessageCodec(CallContext, types_pb2.CallContext.DESCRIPTOR)
 
 @dataclass(frozen=True)
 class Codec:
-    """How values become bytes and bytes values."""
+    """Pair of functions from values to bytes and back."""
 
     encode: Callable[[Any], bytes]
     decode: Callable[[bytes], Any]
@@ -47,11 +47,11 @@ _AS_IT_IS = Codec(bytes, bytes)
 
 @dataclass(frozen=True, kw_only=True)
 class Own:
-    """What an RPC that carries rows has of its own."""
+    """Special parts of an RPC with rows."""
 
     outside_header: Collection[str] = ()
-    """Fields of the request that are not in the header of its message. Its handler is given bytes, for rows may come
-    another way: see :class:`geartrain.ams.server.service.ShardService`."""
+    """Fields of the request that are not in the header of its message. Its handler gets bytes, as rows may come another
+    way: see :class:`geartrain.ams.server.service.ShardService`."""
     request: Codec | None = None
     reply: Codec | None = None
 
@@ -63,17 +63,17 @@ class Method:
         self.name: str = descriptor.name
         self.path = f"/{descriptor.containing_service.full_name}/{self.name}"
         self.is_stream: bool = descriptor.server_streaming
-        """Of replies."""
+        """Whether it streams replies."""
         self.takes_bytes = bool(own.outside_header)
-        """Whether its handler decodes requests, and encodes replies, itself."""
+        """Whether its handler decodes requests and encodes replies itself."""
         self._request = own.request
         self._message: Any = GetMessageClass(descriptor.input_type)
         self.fields = frozenset(descriptor.input_type.fields_by_name)
-        """Of the message of a request."""
+        """Fields of the request's message."""
         self._has_context = "context" in self.fields
         if own.request is None:
             self.header = MessageCodec(kind, descriptor.input_type, own.outside_header)
-            """Of requests."""
+            """Codec of requests."""
         self.reply: Codec | MessageCodec | FieldCodec
         if own.reply is not None:
             self.reply = own.reply
@@ -89,15 +89,15 @@ class Method:
         return self.header.encode(request, **given)
 
     def header_of(self, data: bytes) -> Any:
-        """The message of a request; of a large one without its rows. Raises ProtocolError."""
-        if len(data) <= _SMALL_BYTES:  # to copy it is faster than to take it apart
+        """Return the message of a request; of a large one without its rows. Raises ProtocolError."""
+        if len(data) <= _SMALL_BYTES:  # copying it is faster than splitting it
             return framing.parse(data, self._message)
         if self.takes_bytes or self._request is not None:
             return framing.decode_framed(data, self._message)[0]
         return self.header.split(data)[0]
 
     def decode(self, data: bytes) -> tuple[Any, CallContext]:
-        """Decode it: (the request, who calls). Raises ProtocolError, or what the value refuses."""
+        """Return (request, caller) of an encoded request. Raises ProtocolError, or the error of an invalid value."""
         if self._request is not None:
             return self._request.decode(data), _NOBODY
         header, raw = self.header.split(data)
@@ -106,7 +106,7 @@ class Method:
 
 
 class Service:
-    """The RPCs of one service, by the values that ask for them.
+    """RPCs of one service, by the types of their requests.
 
     Raises TypeError if an RPC has no value, a value no RPC, or a field of one no counterpart in the other.
     """
@@ -121,7 +121,7 @@ class Service:
     ) -> None:
         self.name: str = descriptor.full_name
         self.role = role
-        """Whose certificate a process shows that serves it; None: any."""
+        """Role of the certificate that a server of it must show; None: any."""
         kinds = _rpcs_of(common) | _rpcs_of(values)
         self._methods = {
             kinds[name]: Method(kinds[name], method, own.get(kinds[name], Own()))
@@ -136,7 +136,7 @@ class Service:
         return self._methods[kind]
 
     def items(self) -> Collection[tuple[type[Rpc[Any]], Method]]:
-        """All RPCs, by the type of their request."""
+        """Return all RPCs, by the type of their request."""
         return self._methods.items()
 
 
@@ -147,12 +147,12 @@ def _rpcs_of(values: ModuleType) -> dict[str, type[Rpc[Any]]]:
 
 
 def context_to_pb(context: CallContext) -> types_pb2.CallContext:
-    """Encode who calls."""
+    """Encode the caller's context."""
     return _CONTEXT.to_message(context)  # type: ignore[return-value]
 
 
 def context_from_pb(pb: types_pb2.CallContext) -> CallContext:
-    """Decode who calls."""
+    """Decode the caller's context."""
     return _CONTEXT.from_message(pb)  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,6 @@
-"""Our errors ⇄ gRPC status: a code any gRPC client understands, and the error's own name in the trailing metadata."""
+"""Conversion of Geartrain's errors to gRPC status and back: a standard code, and the error's name in the trailing
+metadata.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 ERROR_KEY = "geartrain-error"
 RETRY_AFTER_KEY = "geartrain-retry-after-seconds"
-"""Of a Busy: a decimal number."""
+"""Metadata key of Busy's retry time: a decimal number."""
 _LONGEST_RETRY_AFTER_SECONDS = 60.0
 _MAX_DETAILS = 4000
 
 _NO_CONNECTION = ("failed to connect to all addresses", *UNRESOLVED)
-"""How what gRPC says of a call begins that never left this process."""
+"""Beginnings of gRPC's error text for a call that was never sent."""
 
-# A part of what gRPC says of an unavailable peer -> in our words.
+# Part of gRPC's error text for an unavailable peer -> our text.
 _REASONS = {
     "connection refused": "connection refused",
     "wrong_version_number": "it has no certificate (--insecure), and this process has (security.folder: none)",
@@ -54,7 +56,7 @@ _NOBODY = (
     "there is no route to the host",
     "its network cannot be reached",
 )
-"""The reasons for which no process can be listening there."""
+"""Reasons by which no process can be listening there."""
 
 # The most specific class first.
 _CODES: tuple[tuple[type[errors.GeartrainError], grpc.StatusCode], ...] = (
@@ -82,7 +84,7 @@ _CODES: tuple[tuple[type[errors.GeartrainError], grpc.StatusCode], ...] = (
 
 
 class Status(NamedTuple):
-    """How a call ends that did not succeed."""
+    """Status of a failed call."""
 
     code: grpc.StatusCode
     details: str
@@ -90,7 +92,7 @@ class Status(NamedTuple):
 
 
 def status_of(error: errors.GeartrainError) -> Status:
-    """Return how a call ends with ``error``."""
+    """Return the status of a call that ends with ``error``."""
     code = next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
     metadata: tuple[tuple[str, str], ...] = ((ERROR_KEY, type(error).__name__),)
     if isinstance(error, errors.Busy):
@@ -100,7 +102,7 @@ def status_of(error: errors.GeartrainError) -> Status:
 
 
 def abort(servicer_context: grpc.ServicerContext, error: errors.GeartrainError) -> NoReturn:
-    """End a call with ``error``."""
+    """Abort a call with ``error``."""
     status = status_of(error)
     servicer_context.set_trailing_metadata(status.trailing_metadata)
     servicer_context.abort(status.code, status.details)
@@ -108,7 +110,7 @@ def abort(servicer_context: grpc.ServicerContext, error: errors.GeartrainError) 
 
 
 def error_from(call: grpc.RpcError | grpc.Call, peer: str) -> errors.GeartrainError | AttemptFailed:
-    """Return what a failed call to ``peer`` means: an error the peer raised on purpose, or an attempt that got lost."""
+    """Return the meaning of a failed call to ``peer``: an error the peer raised on purpose, or a lost attempt."""
     assert isinstance(call, grpc.Call)
     code, details = call.code(), call.details() or ""
     metadata = dict(call.trailing_metadata() or ())
@@ -128,7 +130,7 @@ def error_from(call: grpc.RpcError | grpc.Call, peer: str) -> errors.GeartrainEr
         reason = _reason(code, details)
         if kind is NotSent and reason in _NOBODY:
             kind = NobodyThere
-        elif kind is NotSent and reason == "the connection was lost":  # as a server says it that believes nobody
+        elif kind is NotSent and reason == "the connection was lost":  # from a server that rejects the certificate
             kind, reason = NotBelieved, f"{reason}: it may want a certificate, or another than that of this process"
         elif kind is NotSent and "certificate" in reason:
             kind = NotBelieved
@@ -152,7 +154,7 @@ def error_from(call: grpc.RpcError | grpc.Call, peer: str) -> errors.GeartrainEr
 
 
 def _retry_after_seconds(metadata: Mapping[str, Any]) -> float:
-    """When to ask again; a peer that says nothing sensible is asked after a second."""
+    """Return the time until a retry; 1 second if the peer sent none that is valid."""
     try:
         seconds = float(metadata.get(RETRY_AFTER_KEY, 1.0))
     except ValueError:
@@ -161,7 +163,7 @@ def _retry_after_seconds(metadata: Mapping[str, Any]) -> float:
 
 
 def _reason(code: grpc.StatusCode, details: str) -> str:
-    """Why a call got lost, in words; what gRPC says of it is for its own developers."""
+    """Return why a call was lost, in words; gRPC's text is for its own developers."""
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "no reply in time"
     if code is grpc.StatusCode.CANCELLED:

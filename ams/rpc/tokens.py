@@ -1,10 +1,10 @@
-"""What a program may do to which tables: tokens, signed by a key of the cluster and checked offline by every role.
+"""Access tokens of programs, signed by a key of the cluster and verified offline by every role.
 
 A token is ``gt1.PAYLOAD.SIGNATURE`` (base64url): a JSON object ``{"id", "job", "tables": [[pattern, [right, ...]],
-...], "until"}`` and the Ed25519 signature of all that stands before the last dot. It is read from a file, and sent with
-each call as ``authorization: Bearer``, under TLS alone. A role that has ``token.pub`` in its folder of certificates,
-one or several public keys, wants one of every client; ``revoked`` beside it has the ids of tokens that are good no
-more, and so has that of the scheduler's folder, which tells the other roles.
+...], "until"}`` and the Ed25519 signature of everything before the last dot. It is read from a file, and sent with each
+call as ``authorization: Bearer``, under TLS alone. A role with ``token.pub`` in its folder of certificates, one or
+several public keys, requires one of every client; ``revoked`` beside it has the ids of revoked tokens. The scheduler
+distributes those of its own folder to the other roles.
 """
 
 from __future__ import annotations
@@ -38,36 +38,36 @@ REVOKED_FILE = "revoked"
 METADATA_KEY = "authorization"
 SCHEME = "Bearer "
 RIGHTS = {"read": 1, "write": 2, "create": 4, "snapshot": 8, "admin": 16}
-"""Bits by name; the first two are known to C++, too."""
+"""Bits of the rights by name; the first two are known to C++, too."""
 ALL_TABLES = "*"
 _MAX_BYTES = 4096
-"""Of a token: gRPC takes metadata of 8 KiB."""
+"""Most bytes of a token: gRPC's limit of metadata is 8 KiB."""
 _MOST_VERIFIED = 1024
 _LOOK_SECONDS = 0.5
 _OFFER_SECONDS = 10.0
-"""A connection that was to be made is made by then."""
+"""Time within which an offered connection is made, if ever."""
 _PUBLIC_KEY = re.compile(rb"-----BEGIN PUBLIC KEY-----.+?-----END PUBLIC KEY-----\n?", re.DOTALL)
 
 
 class Token(NamedTuple):
-    """Who may do what, until when."""
+    """Rights of a program, with their expiry."""
 
     id: str
     job: str
-    """Whose streams and steps it may be, a pattern as those of tables."""
+    """Job whose streams and steps it may use, a pattern as those of tables."""
     rules: tuple[tuple[str, int], ...]
     """(pattern of tables, in which * stands for any characters; bits of the rights)."""
     until: float
-    """Unix seconds."""
+    """Unix time of expiry."""
 
     def grant(self, until: float = float("inf")) -> _core.Grant:
-        """The same, for C++, and not beyond a time. Who has the rest of all tables may be any job."""
+        """Return the rights for C++, at most until a time. A token with ``admin`` of all tables may act as any job."""
         may_all = any(pattern == ALL_TABLES and rights & RIGHTS["admin"] for pattern, rights in self.rules)
         return _core.Grant(ALL_TABLES if may_all else self.job, list(self.rules), min(self.until, until))
 
 
 def signed(token: Token, key: Ed25519PrivateKey) -> str:
-    """The text of a token. Raises ConfigError if it is too long to be sent."""
+    """Return the text of a token. Raises ConfigError if it is too long to be sent."""
     names = [[pattern, [name for name, bit in RIGHTS.items() if rights & bit]] for pattern, rights in token.rules]
     said = {"id": token.id, "job": token.job, "tables": names, "until": token.until}
     head = f"{TOKEN_PREFIX}{_encoded(json.dumps(said, separators=(',', ':')).encode())}"
@@ -86,7 +86,7 @@ def _decoded(text: str) -> bytes:
 
 
 def verified(text: str, keys: tuple[Ed25519PublicKey, ...]) -> Token | None:
-    """The token, if one of the keys has signed it; None: nobody whom we believe has."""
+    """Return the token if one of the keys has signed it, else None."""
     from cryptography.exceptions import InvalidSignature
 
     head, _, signature = text.rpartition(".")
@@ -102,13 +102,13 @@ def verified(text: str, keys: tuple[Ed25519PublicKey, ...]) -> Token | None:
             said = json.loads(_decoded(head.removeprefix(TOKEN_PREFIX)))
             rules = tuple((str(pattern), sum(RIGHTS[name] for name in set(names))) for pattern, names in said["tables"])
             return Token(str(said["id"]), str(said["job"]), rules, float(said["until"]))
-    except (ValueError, KeyError, TypeError, binascii.Error):  # a newer version's, too: a right that is not known here
+    except (ValueError, KeyError, TypeError, binascii.Error):  # also of a newer version, with an unknown right
         pass
     return None
 
 
 def public_keys(pem: bytes) -> tuple[Ed25519PublicKey, ...]:
-    """The keys in ``token.pub``. Raises ValueError if one is none of Ed25519, or there is none."""
+    """Return the keys in ``token.pub``. Raises ValueError if one is not an Ed25519 key, or there is none."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
@@ -119,19 +119,20 @@ def public_keys(pem: bytes) -> tuple[Ed25519PublicKey, ...]:
 
 
 def others_may_read(found: os.stat_result) -> bool:
-    """Whether users beside this one may read a file.
+    """Return whether users beside this one may read a file.
 
-    Kubernetes mounts a Secret as files of root that a group may read; who is not root and reads them is that group.
+    Kubernetes mounts a Secret as root's files that a group may read; a non-root process that reads them is in that
+    group.
     """
     group = 0o040 if found.st_uid == 0 != os.geteuid() else 0
     return bool(found.st_mode & 0o077 & ~group)
 
 
 class TokenFile:
-    """The token of this process, read again when its file changes. Thread-safe."""
+    """Token of this process, reloaded when its file changes. Thread-safe."""
 
     def __init__(self, path: str) -> None:
-        """Raises ConfigError: there is none, others can read it, or it is no token."""
+        """Raise ConfigError if there is no file, others can read it, or it holds no token."""
         self._path = Path(path)
         self._look_at = 0.0
         self._stamp: object = None
@@ -139,7 +140,7 @@ class TokenFile:
         self.metadata()
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What a call says."""
+        """Return the metadata of a call."""
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + 2 * _LOOK_SECONDS
             try:
@@ -177,22 +178,22 @@ class _Given(NamedTuple):
 
 
 class Tokens:
-    """The tokens that a role believes, as its folder of certificates says it. Thread-safe."""
+    """Tokens that a role accepts, by its folder of certificates. Thread-safe."""
 
     def __init__(self, folder: str, audit: Callable[..., None]) -> None:
-        """``audit`` is told what connections for rows were refused."""
+        """``audit`` is called with the refusals of connections for rows."""
         self._folder, self._audit = Path(folder), audit
         self._lock = threading.Lock()
         self._look_at = 0.0
         self._stamp: object = None
         self._keys: tuple[Ed25519PublicKey, ...] | None = None
-        """None: no tokens are wanted. Empty: nobody is believed."""
+        """Public keys. None: no tokens are required. Empty: no token is accepted."""
         self._listed: frozenset[str] = frozenset()
-        """The ids in the folder's own file, and those that were there."""
+        """Ids in the folder's file of revoked tokens, now or earlier."""
         self._told: frozenset[str] = frozenset()
-        """Those that the scheduler has told, while this process lives."""
+        """Revoked ids received from the scheduler in this process's life."""
         self.heard = ""
-        """The digest of what it told last."""
+        """Digest of the last ones received."""
         self._verified: dict[str, tuple[Token, _core.Grant]] = {}
         self._given: list[_Given] = []
         self._watch: threading.Thread | None = None
@@ -200,25 +201,25 @@ class Tokens:
 
     @property
     def are_wanted(self) -> bool:
-        """Whether clients need one."""
+        """Whether clients need a token."""
         self._look()
         return self._keys is not None
 
     @property
     def revoked(self) -> Revoked:
-        """What the folder says is believed no more."""
+        """Revoked tokens of the folder."""
         self._look()
         ids = tuple(sorted(self._listed))
         return Revoked(digest=hashlib.sha256("\n".join(ids).encode()).hexdigest()[:16] if ids else "", ids=ids)
 
     def hear(self, revoked: Revoked) -> None:
-        """Believe no more what the scheduler does not: for good, if it is lost or has lost its file, too."""
+        """Revoke the scheduler's revoked tokens, for good, even if the scheduler or its file is lost later."""
         with self._lock:
             self._told |= set(revoked.ids)
             self.heard = revoked.digest
 
     def believed(self, text: str) -> tuple[Token, _core.Grant] | str:
-        """A token and its rights, or why it is not believed."""
+        """Return a token and its rights, or why it is not accepted."""
         self._look()
         if (known := self._verified.get(text)) is None:
             token = verified(text, self._keys or ())
@@ -234,7 +235,7 @@ class Tokens:
         return "its token ran out" if known[1].is_over else known
 
     def watch(self, grant: _core.Grant, is_good: Callable[[], bool], caller: dict[str, Any]) -> None:
-        """End the rights of a new connection for rows once they are good no more."""
+        """End the rights of a new connection for rows once they are no longer valid."""
         with self._lock:
             self._given.append(_Given(grant, is_good, caller, time.monotonic()))
             if self._watch is None:
@@ -242,7 +243,7 @@ class Tokens:
                 self._watch.start()
 
     def _watch_given(self) -> None:
-        """Ends the rights of connections that are good no more, and tells what they were refused."""
+        """End the rights of connections that are no longer valid, and audit their refusals."""
         while True:
             time.sleep(_LOOK_SECONDS)
             try:
@@ -281,7 +282,7 @@ class Tokens:
             except (OSError, ValueError) as exc:
                 logger.warning("tokens: %s cannot be read, and what is believed stays as it is: %s", self._folder, exc)
                 if self._keys is None:
-                    self._keys = ()  # somebody wants tokens
+                    self._keys = ()  # tokens are required, though the keys are unreadable
                 return
             self._stamp, self._keys, self._listed = stamp, keys, self._listed.union(revoked.split())
             self._verified.clear()
@@ -297,5 +298,5 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 @functools.cache
 def token_file(path: str) -> TokenFile:
-    """The one of this process at a path."""
+    """Return this process's token file at a path."""
     return TokenFile(path)

@@ -1,4 +1,4 @@
-"""Refusal of a peer that speaks another wire: other messages, or other frames of rows."""
+"""Version check of the wire: messages and frames of rows."""
 
 from __future__ import annotations
 

@@ -376,7 +376,7 @@ class HostedInputs:
     step: int = 0
     """Step, an unsigned 64-bit integer."""
     weight: float = 1.0
-    """Factor of the gradients: clip factor times inverse loss scale."""
+    """Factor of the gradients of an update by these inputs."""
 
 
 @dataclass(frozen=True, kw_only=True)

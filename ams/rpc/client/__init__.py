@@ -1,1 +1,1 @@
-"""The ways to a shard, the scheduler, a graph service and a slow gear over gRPC, and what tells a caller of silence."""
+"""Client side of gRPC: carriers to a shard, the scheduler, a graph service and a slow gear, and the silence watch."""

@@ -19,16 +19,16 @@ from geartrain.ams.values.rpc import Rpc
 
 R = TypeVar("R")
 AwaitReply = Callable[[], R]
-"""A call under way: waits for its reply; may raise the service's GeartrainError, or AttemptFailed."""
+"""Function that waits for the reply of a call; may raise the service's GeartrainError, or AttemptFailed."""
 
 
 class GrpcCalls:
-    """The way to one service of the role at an address. Thread-safe.
+    """Calls to one service of the role at an address. Thread-safe.
 
-    Every call may raise the role's GeartrainError, or AttemptFailed. One waits ``connect_seconds`` for a connection:
-    few, for who repeats calls, more for who does not. With ``any_role`` a certificate of any role of the cluster is
-    believed, not only of that which has the service. While a reply is waited for, :meth:`waited` is called, after
-    ``pauses[0]`` seconds and then each time after twice as long, up to ``pauses[1]``.
+    Every call may raise the role's GeartrainError, or AttemptFailed. It waits ``connect_seconds`` for a connection: few
+    if the caller retries, more if it does not. With ``any_role`` a certificate of any role of the cluster is accepted,
+    not only of the service's. During the wait for a reply :meth:`waited` is called, after ``pauses[0]`` seconds and
+    then each time after twice as long, up to ``pauses[1]``.
     """
 
     pauses: tuple[float, float] | None = None
@@ -57,7 +57,7 @@ class GrpcCalls:
         return reply
 
     def begin(self, request: Rpc[R], timeout_seconds: float | None) -> AwaitReply[R]:
-        """Send a request; what is returned waits for the reply. Raises NotSent."""
+        """Send a request and return the function that waits for the reply. Raises NotSent."""
         method = self._service[type(request)]
         reply = self.begin_bytes(method.path, method.encode(request), timeout_seconds)
         return lambda: method.reply.decode(reply())
@@ -73,14 +73,14 @@ class GrpcCalls:
         shielded(self._channel.close)
 
     def waited(self, call: Any, timeout_seconds: float | None) -> None:
-        """There is no reply yet."""
+        """React to a missing reply; does nothing here."""
 
     def begin_bytes(self, path: str, data: bytes, timeout_seconds: float | None) -> AwaitReply[bytes]:
-        """:meth:`begin`, from encoded request to encoded reply."""
+        """Do :meth:`begin` with an encoded request and an encoded reply."""
         method: Any = self._channel.unary_unary(path)
         try:
             call = shielded(partial(method.future, data, timeout=timeout_seconds))
-        except ValueError as exc:  # how gRPC says it
+        except ValueError as exc:  # raised by gRPC for a closed channel
             raise NotSent(f"{self._peer}: the connection is closed") from exc
 
         def settle() -> bytes:
@@ -112,7 +112,7 @@ class GrpcCalls:
         return reply
 
     def stream_bytes(self, path: str, data: bytes) -> Iterator[bytes]:
-        """:meth:`stream`, from encoded request to encoded replies."""
+        """Do :meth:`stream` with an encoded request and encoded replies."""
         call: Any = self._channel.unary_stream(path)
         try:
             replies = call(data)

@@ -1,10 +1,10 @@
-"""The data plane, from the client's end: pulls, pushes and assigns go to a shard in frames, by compiled code.
+"""Client side of the data plane: pulls, pushes and assigns go to a shard in frames, by compiled code.
 
-A client asks the shard for a connection over gRPC: the first call for its rows does, and one that finds it lost. Who
-calls over it is compiled code (``ams/client/rows/row_calls.py``). Frames and memory are those of
-docs/explanation/frames.md. Rows of a shard on this machine lie in memory that both share; to others they go by TCP. On
-the shard's machine a call whose reply does not come in time leaves its memory to the shard for good; elsewhere it ends
-the connection. A forked child has none of its parent's connections.
+A client asks the shard for a connection over gRPC: at the first call for its rows, and when the connection is lost.
+Compiled code makes the calls (``ams/client/rows/row_calls.py``). Frames and memory are described in
+docs/explanation/frames.md. Rows of a shard on this machine lie in shared memory; to others they go by TCP. On the
+shard's machine a timed-out call leaves its memory to the shard for good; elsewhere it closes the connection. A forked
+child has none of its parent's connections.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from geartrain.ams.values.shard_messages import DataPlaneOffer
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
-"""To connect and be greeted; a secret that was not used for so long is void."""
+"""Longest time to connect and be greeted; an unused secret expires after it."""
 _OFFER_SECONDS = 5.0
-"""A shard says at once how it can be connected to: its threads of gRPC do, which wait for nothing."""
+"""Longest wait for an offer: the shard's gRPC threads answer it at once."""
 
 connect_tcp = _core.connect_tcp
 
@@ -42,11 +42,11 @@ class DataPlane:
         shares_memory: bool = True,
         needs_tls: bool = False,
     ) -> None:
-        """``ask`` asks the shard for an offer, for so many seconds; it raises AttemptFailed if that got lost, or what
-        the shard says.
+        """``ask`` requests an offer from the shard within a number of seconds; it raises AttemptFailed, or the shard's
+        error.
 
-        ``shares_memory``: with a shard of this machine; False: rows go by TCP there, too. ``needs_tls``: by TCP, or not
-        at all; a shard that offers it is spoken to so in any case.
+        ``shares_memory``: use shared memory with a shard of this machine; False: TCP there, too. ``needs_tls``: refuse
+        TCP without TLS; TLS is used in any case with a shard that offers it.
         """
         self._address = address
         self._host = split_address(address)[0]
@@ -59,29 +59,29 @@ class DataPlane:
 
     @property
     def connection(self) -> _core.DataConnection | None:
-        """What there is now; None: it was not made yet, or is lost."""
+        """Present connection; None: not made yet, or lost."""
         connection = self._connection
         return None if connection is None or connection.is_lost else connection
 
     @property
     def num_mailboxes(self) -> int:
-        """Pieces of memory that are shared with the shard."""
+        """Number of memory mailboxes shared with the shard."""
         connection = self._connection
         return connection.num_mailboxes if isinstance(connection, _core.RingConnection) else 0
 
     def connect(self, seconds: float = _OFFER_SECONDS) -> _core.DataConnection:
-        """The connection there is, or one that is made now. The shard is asked for it for ``seconds`` at most.
+        """Return the present connection, or make one. The shard is asked for it for ``seconds`` at most.
 
-        Raises AttemptFailed, what the shard says, and DataPortClosed: the shard answers, and lets nobody connect. Under
-        TLS also ConfigError: one of the two has no OpenSSL 3, or ``needs_tls`` and the shard does not speak it.
+        Raises AttemptFailed, the shard's error, or DataPortClosed: the shard answers, but cannot be connected to. Under
+        TLS also ConfigError: one of the two has no OpenSSL 3, or ``needs_tls`` and the shard does not offer it.
         """
         return self.connection or shielded(partial(self._connected, min(seconds, _OFFER_SECONDS)))
 
     def may_go_on(self, *, is_late: bool) -> bool:
-        """Whether the connection is good for more calls: one came to no end, for want of time or of the connection."""
+        """Return whether the connection is usable after an unfinished call, which was late or lost the connection."""
         connection = self.connection
         if isinstance(connection, _core.RingConnection):
-            if not connection.has_refused:  # a late call gives its mailbox up; or another was made since
+            if not connection.has_refused:  # a late call abandons its mailbox; or there is a newer connection
                 return True
             self._shares_memory = False
         elif connection is None or not is_late:
@@ -90,7 +90,7 @@ class DataPlane:
         return False
 
     def close(self) -> None:
-        """End the connection; calls under way fail with AttemptFailed. Idempotent."""
+        """Close the connection; calls under way fail with AttemptFailed. Idempotent."""
         self._is_closed = True
         connection = self._connection
         if connection is not None:
@@ -119,7 +119,7 @@ class DataPlane:
         try:
             return self._by_tcp(offer)
         except (OSError, RuntimeError):
-            offer = self._offer(seconds)  # one that has died meanwhile makes none
+            offer = self._offer(seconds)  # a shard that has died meanwhile makes none
         try:
             return self._by_tcp(offer)
         except (OSError, RuntimeError) as exc:

@@ -1,4 +1,4 @@
-"""Where a program reaches the processes of a cluster: carriers over gRPC, which is loaded only when they are wanted."""
+"""Carriers from a program to a cluster's processes over gRPC, which is loaded only on demand."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from geartrain.ams.values.errors import ConfigError
 def dial(
     address: str, config: ClientConfig, *, once: bool = False
 ) -> tuple[SchedulerCarrier, Callable[[str, int], ShardCarrier]]:
-    """Return a carrier to the scheduler at ``address`` ("host:port"), and what opens one to a shard. Nothing is sent.
+    """Return a carrier to the scheduler at ``address`` ("host:port"), and a function that opens one to a shard. Sends
+    nothing.
 
-    With ``once``, calls will not be repeated: they wait for a connection for ``connect_timeout_seconds``.
+    With ``once``, calls are not retried: they wait for a connection for ``connect_timeout_seconds``.
 
     Raises ConfigError if the address is malformed.
     """
@@ -29,7 +30,7 @@ def dial(
     connect_seconds = config.connect_timeout_seconds if once else seconds_to_connect(attempt_seconds)
 
     def open_carrier(shard_address: str, shard: int) -> ShardCarrier:
-        split_address(shard_address)  # it was told by another process
+        split_address(shard_address)  # from another process, so not checked yet
         return GrpcCarrier(
             shard_address,
             shard,

@@ -1,4 +1,4 @@
-"""The way to a slow gear over gRPC."""
+"""gRPC carrier to a slow gear."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _WAIT_SECONDS = 2.0
 
 
 class GrpcGearCarrier(GrpcCalls):
-    """Calls one slow gear.
+    """Carrier to one slow gear.
 
-    ``on_wait`` is called every two seconds that a reply is waited for: it may find that the slow gear is gone, and
+    ``on_wait`` is called every two seconds during a wait for a reply: it may find that the slow gear is gone, and
     :meth:`close`, which ends the wait.
     """
 
@@ -52,7 +52,7 @@ class GrpcGearCarrier(GrpcCalls):
         self._on_wait = on_wait
 
     def waited(self, call: Any, timeout_seconds: float | None) -> None:  # noqa: ARG002
-        """Look whether it is still there."""
+        """Call ``on_wait``."""
         self._on_wait()
 
     def features(
@@ -77,19 +77,19 @@ class GrpcGearCarrier(GrpcCalls):
     def deliver(
         self, name: str, delivery: Delivery, *, wait: bool, sent_to: str, timeout_seconds: float
     ) -> AwaitReply[Taken]:
-        """Hand gradients over."""
+        """Deliver gradients."""
         return self.begin(
             PushFeatureGradients(name=name, delivery=delivery, wait=wait, sent_to=sent_to), timeout_seconds
         )
 
     def flush(self, name: str, timeout_seconds: float) -> AwaitReply[int]:
-        """Ask it to apply all that waits; the reply is its dense version."""
+        """Ask for all waiting gradients to be applied; the reply is the dense version."""
         return self.begin(FlushGradients(name=name), timeout_seconds)
 
     def describe(self, sources: Sequence[str], timeout_seconds: float) -> AwaitReply[GearState]:
-        """Ask how it is."""
+        """Ask for its state."""
         return self.begin(DescribeGear(sources=tuple(sources)), timeout_seconds)
 
     def hand_over(self, name: str, process: str, accounts: Mapping[str, GearAccount], timeout_seconds: float) -> None:
-        """Tell it what became of the gradients that ``process`` was given."""
+        """Report the accounts of ``process``, which shuts down."""
         self.call(HandOver(name=name, process=process, accounts=accounts), timeout_seconds)

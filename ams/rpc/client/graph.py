@@ -1,4 +1,4 @@
-"""The way to the graph service over gRPC, and what travels there as bytes."""
+"""gRPC carrier to the graph service, and the encoding of graph downloads."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from geartrain.ams.values.interrupts import shielded
 
 _HEALTH = "/grpc.health.v1.Health/Check"
 CHUNK_BYTES = 1 << 20
-"""Of a download: below the least message size that can be configured."""
+"""Bytes of a chunk of a download: below the least message size that can be configured."""
 _DATA = 15
 _INFO = MessageCodec(GraphInfo, graph_pb2.GraphInfo.DESCRIPTOR)
 
 
 class GrpcGraphCarrier(GrpcCalls):
-    """Calls the graph service."""
+    """Carrier to the graph service."""
 
     def __init__(self, address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
         super().__init__(GRAPH, "graph service", address, max_message_bytes=max_message_bytes)
 
     def greet(self, timeout_seconds: float) -> None:
-        """Ask for its health: whatever it says, it is there."""
+        """Ask for its health: any answer shows that it is there."""
         self.begin_bytes(_HEALTH, health_pb2.HealthCheckRequest().SerializeToString(), timeout_seconds)()
 
     def download(self, table: str) -> tuple[GraphInfo, npt.NDArray[np.int64], npt.NDArray[Any]]:
-        """(what it is, offsets, neighbours) of a graph. Raises ProtocolError if it came damaged or cut."""
+        """Return (info, offsets, neighbours) of a graph. Raises ProtocolError if it arrived damaged or cut."""
         return shielded(partial(self._download, table))
 
     def _download(self, table: str) -> tuple[GraphInfo, npt.NDArray[np.int64], npt.NDArray[Any]]:

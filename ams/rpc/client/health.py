@@ -1,4 +1,4 @@
-"""Asks a role for its health over the standard protocol (grpc.health.v1), as container health checks do."""
+"""Health checks of a role over the standard protocol (grpc.health.v1), as container health checks do."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from geartrain.ams.values.config import identity
 
 
 def is_serving(address: str, timeout_seconds: float = 2.0, service: str = "") -> bool:
-    """Return whether the role at ``"host:port"`` answers that it serves, or that ``service`` of it does. One RPC; False
-    if nobody answers in time, or there is no such service.
+    """Return whether the role at ``"host:port"``, or its ``service``, reports that it serves. One RPC; False without an
+    answer in time, or without such a service.
     """
     return not why_not_serving(address, timeout_seconds, service)
 
 
 def why_not_serving(address: str, timeout_seconds: float = 2.0, service: str = "") -> str:
-    """As :func:`is_serving`, but in words: why not, and what to do; empty: it serves."""
+    """Return the reason why :func:`is_serving` is False, and the remedy; empty: it serves."""
     try:
         status = _check(address, timeout_seconds, service).status
     except grpc.RpcError as exc:

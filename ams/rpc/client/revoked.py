@@ -1,4 +1,4 @@
-"""Tells a role without heartbeats, each second, which tokens the scheduler believes no more."""
+"""Polls the scheduler each second for revoked tokens, for a role without heartbeats."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _TIMEOUT_SECONDS = 2.0
 
 
 class RevokedWatch:
-    """Asks the scheduler at an address, at once and then by a thread, as long as tokens are wanted."""
+    """Thread that asks the scheduler at an address for revoked tokens, while tokens are required."""
 
     def __init__(self, tokens: Tokens | None, scheduler: str) -> None:
-        """``tokens`` are those of a role; None: it has no certificates, and nobody is asked."""
+        """``tokens`` are those of a role; None: it has no certificates, and nothing is asked."""
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         if tokens is None:
@@ -34,7 +34,7 @@ class RevokedWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Ask no more. Idempotent."""
+        """Stop asking. Idempotent."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()

@@ -1,4 +1,4 @@
-"""The gRPC carrier to the scheduler."""
+"""gRPC carrier to the scheduler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 class GrpcSchedulerCarrier(GrpcCalls):
-    """The way to the scheduler over gRPC: see :class:`geartrain.ams.rpc.carrier.SchedulerCarrier`."""
+    """Carrier to the scheduler over gRPC: a :class:`geartrain.ams.rpc.carrier.SchedulerCarrier`."""
 
     pauses = ASK_AFTER_SECONDS, LONGEST_PAUSE_SECONDS
 
@@ -39,6 +39,6 @@ class GrpcSchedulerCarrier(GrpcCalls):
         return reply
 
     def waited(self, call: Any, timeout_seconds: float | None) -> None:
-        """Tell people if the scheduler does not even answer for its health."""
+        """Log if the scheduler does not even answer a health check."""
         wait = "until it does" if timeout_seconds is None else f"up to {timeout_seconds:g} s"
         self._silence.ask(lambda: () if call.done() else (self._as_peer,), wait)

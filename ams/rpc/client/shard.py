@@ -1,4 +1,4 @@
-"""The gRPC carrier: from a client to a shard, on this machine or another."""
+"""gRPC carrier from a client to a shard, on this machine or another."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _WAITS = ((WAITS_KEY, "1"),)
 
 
 class _Connection:
-    """A channel and its calls under way; closed once it is retired and the last of them has ended."""
+    """Channel and its calls under way; closed once it is retired and the last of them has ended."""
 
     def __init__(self, address: str, options: list[tuple[str, Any]], shard: int | None) -> None:
         self.channel = Credentials.mine(address).channel(address, options, SHARD.role, shard)
@@ -48,15 +48,15 @@ class _Connection:
 
 
 class GrpcCarrier:
-    """The way to one shard over gRPC. Requests larger than ``part_bytes`` travel in parts.
+    """Carrier to one shard over gRPC. Requests larger than ``part_bytes`` travel in parts.
 
-    Only who has the certificate of that ``shard``, or of any, is believed; None: every server is.
-    Rows travel by its :attr:`data_plane`. A call of gRPC waits ``connect_seconds`` for a connection: few, for who
-    repeats calls, more for who does not.
+    The peer's certificate must be of that ``shard``, or of any; None: any server's is accepted. Rows travel by its
+    :attr:`data_plane`. A gRPC call waits ``connect_seconds`` for a connection: few if the caller retries, more if it
+    does not.
     """
 
     engine = None
-    """See :class:`ShardCarrier`."""
+    """None: the shard is in another process."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class GrpcCarrier:
             return self._connection
 
     def _end(self, connection: _Connection, *, timed_out: bool) -> None:
-        """Leave a connection. One without an answer in time may be dead without a sign: the next call has another."""
+        """End a call on a connection. After a timeout the connection may be dead: the next call opens another."""
         with self._lock:
             connection.calls -= 1
             if timed_out and connection is self._connection and not self._is_closed:
@@ -121,10 +121,10 @@ class GrpcCarrier:
         may_retire: bool = True,
         waits: bool = False,
     ) -> Future[Reply]:
-        """Begin a call.
+        """Start a call.
 
-        Without ``may_retire`` the connection is kept, though no answer comes in time. One that ``waits`` for other
-        callers is answered late.
+        Without ``may_retire`` the connection is kept after a timeout. ``waits`` marks a call that is answered late, as
+        it waits for other callers.
         """
         future: Future[Reply] = Future()
         connection = self._begin()
@@ -167,7 +167,7 @@ class GrpcCarrier:
                 raise
             future.set_exception(AttemptFailed(f"shard at {self._address}: the connection is closed"))
             return future
-        # The callback runs on a thread of gRPC, so that replies of several shards are unpacked side by side.
+        # The callback runs on a gRPC thread, so that replies of several shards are decoded in parallel.
         call.add_done_callback(lambda call: settle(call.result))
         return future
 
@@ -200,12 +200,12 @@ class _ChannelClosed(Exception):
 def _unless_closed(send: Callable[..., Any], data: bytes, timeout_seconds: float | None, metadata: Any) -> Any:
     try:
         return send(data, timeout=timeout_seconds, metadata=metadata)
-    except ValueError as exc:  # how gRPC says it
+    except ValueError as exc:  # raised by gRPC for a closed channel
         raise _ChannelClosed from exc
 
 
 def _joined(parts: list[Future[Reply]]) -> Future[Reply]:
-    """The reply to a request that travelled in parts: that to the last of them, or the first error."""
+    """Return the reply to a request in parts: that to the last part, or the first error."""
     joint: Future[Reply] = Future()
     left = len(parts)
     lock = threading.Lock()

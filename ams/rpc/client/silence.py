@@ -1,7 +1,7 @@
-"""Tells people whom a call waits for: a role that leaves one without a reply is asked for its health beside it.
+"""Warnings about unresponsive peers: while a call has no reply, the role's health is checked.
 
-A call that takes long and a process that is stopped look alike from here: both are silent. The health check is answered
-by threads that do no other work, so that one which is busy answers it and one that is stopped or cut off does not.
+A call that takes long and a stopped process look alike to the caller: both are silent. Health checks are answered by
+threads without other work, so that a busy process answers and one that is stopped or cut off does not.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import dataclass
 logger = logging.getLogger(__name__)
 
 ASK_AFTER_SECONDS = 0.8
-"""A call without a reply for so long has its peer asked for its health."""
+"""Time without a reply after which the health of a call's peer is checked."""
 ANSWER_SECONDS = 0.8
-"""How long that may take. Whoever does not answer is thus named within 2 s of being called."""
+"""Deadline of the check. An unresponsive peer is thus named within 2 s of a call."""
 LONGEST_PAUSE_SECONDS = 30.0
-"""Between two questions to one that is well and still gives no reply: the pause doubles up to here."""
+"""Longest pause between two checks of a healthy peer that still gives no reply; pauses double up to it."""
 _AT_ONCE = 16
 _LOOKS = 6
-"""In ASK_AFTER_SECONDS, at the calls under way."""
+"""Looks at the calls under way per ASK_AFTER_SECONDS."""
 
 
 @dataclass(frozen=True)
@@ -32,22 +32,22 @@ class Peer:
     """A role that a call waits for."""
 
     name: str
-    """As in a sentence: "shard 1"."""
+    """Name in messages: "shard 1"."""
     address: str
     status_command: str = "geartrain status"
-    """Tells more of it."""
+    """Command that shows more about it."""
 
 
 class SilenceLog:
-    """Logs which peers do not answer, each once until it was heard again. Thread-safe."""
+    """Log of unresponsive peers, each named once until it answers again. Thread-safe."""
 
     def __init__(self) -> None:
         self.named: set[Peer] = set()
-        """Those that were named and not heard since: only of these :meth:`heard` does anything."""
+        """Peers that were named and have not answered since; :meth:`heard` ignores all others."""
         self._lock = threading.Lock()
 
     def heard(self, peer: Peer) -> None:
-        """It has replied."""
+        """Record that a peer has replied."""
         with self._lock:
             was_named = peer in self.named
             self.named.discard(peer)
@@ -55,17 +55,17 @@ class SilenceLog:
             logger.warning("%s at %s answers again", peer.name, peer.address)
 
     def tell(self, peer: Peer) -> bool:
-        """Whether people are to be told that it does not answer: they were not since it was heard last."""
+        """Return whether to warn about a peer: it was not named since its last answer."""
         with self._lock:
             is_new = peer not in self.named
             self.named.add(peer)
         return is_new
 
     def ask(self, silent: Callable[[], Sequence[Peer]], wait: str) -> None:
-        """Ask the peers that ``silent`` returns for their health, side by side, and log those that do not answer, were
-        not named and are silent still.
+        """Check the health of the peers that ``silent`` returns, in parallel, and log those that do not answer, were
+        not named and are still silent.
 
-        ``wait`` says how long they are waited for: "up to 90 s". Returns after ANSWER_SECONDS, or soon after.
+        ``wait`` is the time that calls wait for them: "up to 90 s". Returns after ANSWER_SECONDS, or soon after.
         """
         unnamed = [peer for peer in dict.fromkeys(silent()) if peer not in self.named]
         if not unnamed:
@@ -73,7 +73,7 @@ class SilenceLog:
         try:
             with ThreadPoolExecutor(min(_AT_ONCE, len(unnamed)), thread_name_prefix="geartrain-health") as pool:
                 answers = list(pool.map(lambda peer: _answers(peer.address), unnamed))
-        except RuntimeError as exc:  # no thread is to be had, or this process ends
+        except RuntimeError as exc:  # no thread can be started, or this process ends
             logger.debug("silent roles are not asked for their health: %s", exc)
             return
         waiting = silent()
@@ -95,7 +95,7 @@ class _Wait:
         self._next = time.monotonic() + self._pause
 
     def is_due(self) -> bool:
-        """Whether it lasts so long that its peers are to be asked, again or for the first time."""
+        """Return whether its peers are due for a check, the first or a repeated one."""
         if time.monotonic() < self._next:
             return False
         self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
@@ -110,12 +110,12 @@ class _Wait:
 _waits: dict[int, _Wait] = {}
 """The calls under way in this process."""
 _looker: threading.Thread | None = None
-"""Looks at them: there is one while there are calls."""
+"""Thread that looks at the calls: it runs while there are any."""
 _looker_lock = threading.Lock()
 
 
 class SilenceWatch(SilenceLog):
-    """Names the silent peers of calls that any threads wait in, from a thread that all watches of a process share."""
+    """Warnings about unresponsive peers of calls in any threads, from a thread shared by all watches of a process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class SilenceWatch(SilenceLog):
 
     @contextmanager
     def over(self, silent: Callable[[], Sequence[Peer]], wait: str) -> Iterator[None]:
-        """While the block lasts, :meth:`ask` those that ``silent`` returns, once it lasts long."""
+        """During the block, :meth:`ask` the peers that ``silent`` returns, once it takes long."""
         call = _Wait(silent, wait, self)
         _waits[id(call)] = call
         looker = _looker
@@ -135,7 +135,7 @@ class SilenceWatch(SilenceLog):
             _waits.pop(id(call), None)
 
     def look(self, waits: Sequence[_Wait]) -> None:
-        """Ask for those that are due, on a thread of its own, unless it is at that still."""
+        """Check the peers of due calls on a new thread, unless a check is running."""
         if self._is_asking or not (due := [call for call in waits if call.is_due()]):
             return
         self._is_asking = True
@@ -171,14 +171,14 @@ def _look() -> None:
         time.sleep(ASK_AFTER_SECONDS / _LOOKS)
         _look_at_waits()
         if not _waits:
-            _looker = None  # the next call begins another
-            if _waits:  # one that came in between took this thread for alive
+            _looker = None  # the next call starts another
+            if _waits:  # a call in between saw this thread as alive
                 _begin_to_look()
             return
 
 
 def _look_at_waits() -> None:
-    """Not a part of :func:`_look`, which would hold the calls, and with them models, while it sleeps."""
+    """Look at the calls; apart from :func:`_look`, which would keep calls, and their models, alive while it sleeps."""
     of_watch: dict[SilenceWatch, list[_Wait]] = {}
     for call in list(_waits.values()):
         of_watch.setdefault(call.watch, []).append(call)

@@ -1,1 +1,1 @@
-"""Values as bytes and back: protobuf headers, and raw arrays beside them."""
+"""Encoding of values: protobuf headers, and raw arrays beside them."""

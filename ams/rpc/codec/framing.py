@@ -1,7 +1,7 @@
-"""The fast path for raw bytes: a small protobuf header followed by one or two ``bytes`` fields.
+"""Fast encoding of raw bytes: a small protobuf header followed by one or two ``bytes`` fields.
 
 Such a field is encoded by hand (tag, length, bytes) straight from the array and read back as a view, so that rows are
-copied once per side instead of three times. What travels is plain protobuf: stubs in any language read and write it.
+copied once per side instead of three times. The message is plain protobuf: stubs in any language read and write it.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ def encode_framed(header: Message, raw: Iterable[tuple[int, npt.NDArray[Any]]]) 
 
 
 class ReplyRoom:
-    """A message of rows [num_rows, dim] (the last raw field) and a fixed64, with room for both.
+    """Buffer of a message with rows [num_rows, dim] (the last raw field) and a fixed64.
 
-    Saves a reply of megabytes one copy: the shard writes its rows where they leave from.
+    Saves a large reply one copy: the shard writes its rows into the message.
     """
 
     def __init__(self, num_rows: int, dim: int, dtype: np.dtype[Any]) -> None:
         num_bytes = num_rows * dim * dtype.itemsize
         prefix = _tag(LAST_RAW_FIELD) + _varint(num_bytes)
         self.data, room = ops.bytes_with_room(_padding(len(prefix)) + prefix, num_bytes + _FIXED64.size)
-        """The message, once all of it is written."""
+        """Message, complete once all of it is written."""
         self.rows: npt.NDArray[Any] = room[:num_bytes].view(dtype).reshape(num_rows, dim)
-        """Where the rows go."""
+        """View of the rows in the message."""
         self._tail = room[num_bytes:]
 
     def put(self, number: int, value: int) -> None:

@@ -1,4 +1,4 @@
-"""What travels to and from a slow gear as bytes beside a header: features and their gradients.
+"""Encoding of features and their gradients, to and from a slow gear.
 
 Legend: D width of a dense feature, K distinct ids.
 """
@@ -18,7 +18,7 @@ _STAMPS = _KEYS = 14
 _VECTORS = _GRADIENTS = 15
 _FLOAT32 = np.dtype("<f4")
 _MAX_SOURCE = 300
-"""Characters: a stream's name and what is said of it behind."""
+"""Most characters of a source: a stream's name and a suffix."""
 
 
 def encode_features(reply: FeatureReply) -> bytes:
@@ -36,7 +36,7 @@ def encode_features(reply: FeatureReply) -> bytes:
 
 
 def decode_features(data: bytes) -> FeatureReply:
-    """Decode it; K and D are what the bytes have room for. Raises ProtocolError, InvalidRows."""
+    """Decode the reply; K and D follow from the number of bytes. Raises ProtocolError, InvalidRows."""
     header, raw = framing.decode_framed(data, gear_pb2.FeaturesReply)
     stamps, vectors_KD = _with_rows(raw.get(_STAMPS), raw.get(_VECTORS), "stamps")
     num_ids = len(vectors_KD)
@@ -69,7 +69,7 @@ def encode_delivery(push: PushFeatureGradients) -> bytes:
 
 
 def decode_delivery(data: bytes) -> PushFeatureGradients:
-    """Decode them, as :func:`decode_features`. Whoever collects them checks ids and learning rate.
+    """Decode gradients, as :func:`decode_features`. The receiver checks ids and learning rate.
 
     Raises ProtocolError, InvalidRows, InvalidArgument, NonFinite.
     """
@@ -114,7 +114,7 @@ def require_distinct(ids: Ids) -> None:
 def _with_rows(
     pairs: memoryview | None, rows: memoryview | None, what: str
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Two numbers for each id, [2 K], and their rows [K, D]."""
+    """Return two numbers for each id, [2 K], and their rows [K, D]."""
     given, row_bytes = len(pairs or b""), len(rows or b"")
     if given % 16:
         raise ProtocolError(f"{given} bytes of {what} came; each id needs 16")

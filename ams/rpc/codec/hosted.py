@@ -1,6 +1,6 @@
-"""Requests to hosted models ⇄ bytes: a header that names the arrays, and their numbers one behind the other.
+"""Encoding of requests to hosted models: a header that names the arrays, then their bytes one after the other.
 
-Every length, type and count in a header is held against the bytes that came before anything is made of them.
+Every length, type and count in a header is checked against the received bytes before it is used.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from geartrain.ams.values.errors import InvalidArgument, InvalidRows, ProtocolEr
 from geartrain.ams.values.shard_messages import Arrays, Computed, Done, HostedInputs
 
 MAX_NAME = 64
-"""Characters of the name of an array or a setting."""
+"""Most characters of the name of an array or a setting."""
 MAX_ARRAYS = 64
-"""Arrays, and settings, of one batch or reply."""
+"""Most arrays, and settings, of one batch or reply."""
 MAX_BATCHES = 4096
-"""Batches of one update."""
+"""Most batches of one update."""
 _ALIGNMENT = 8
 _TYPES: dict[np.dtype[Any], shard_pb2.ArrayType.ValueType] = {
     np.dtype(np.float32): shard_pb2.ARRAY_TYPE_FLOAT32,
@@ -44,7 +44,7 @@ def in_parts(
     data = _joined(array for batch in inputs for array in batch.arrays.values())
     count = max(1, math.ceil(len(data) / part_bytes))
     if count > 1 and not header.context.stream:
-        header.context.stream = uuid.uuid4().hex  # it is no write, which would have a name
+        header.context.stream = uuid.uuid4().hex  # parts are joined by stream; a read has none of its own
     messages = []
     for index in range(count):
         if count > 1:
@@ -55,13 +55,13 @@ def in_parts(
 
 
 def encode_computed(computed: Computed) -> bytes:
-    """Encode what was computed."""
+    """Encode the result."""
     header = shard_pb2.ComputeHostedReply(arrays=_arrays_to_pb(computed.arrays))
     return framing.encode_framed(header, [(15, _joined(computed.arrays.values()))])
 
 
 def decode_computed(data: bytes) -> Computed | Done:
-    """Decode what was computed, or that parts are missing. Raises ProtocolError, InvalidArgument, InvalidRows."""
+    """Decode the result, or that parts are missing. Raises ProtocolError, InvalidArgument, InvalidRows."""
     header, raw = framing.decode_framed(data, shard_pb2.ComputeHostedReply)
     if header.incomplete:
         return Done(incomplete=True)
@@ -115,7 +115,7 @@ def _arrays_to_pb(arrays: Arrays) -> list[shard_pb2.HostedArray]:
 
 
 def _joined(arrays: Iterable[npt.NDArray[Any]]) -> npt.NDArray[np.uint8]:
-    """The bytes of all arrays, each from a multiple of 8 on."""
+    """Return the bytes of all arrays, each aligned to 8."""
     pieces: list[npt.NDArray[np.uint8]] = []
     for array in arrays:
         pieces.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
@@ -124,7 +124,7 @@ def _joined(arrays: Iterable[npt.NDArray[Any]]) -> npt.NDArray[np.uint8]:
 
 
 class _Reader:
-    """Views of the arrays in the raw bytes of one message, one after the other."""
+    """Reader of the arrays in the raw bytes of one message, as views."""
 
     def __init__(self, raw: memoryview | None) -> None:
         self._raw = memoryview(b"") if raw is None else raw

@@ -38,7 +38,7 @@ Convert = Callable[[Any], Any]
 
 
 class _Conversion(NamedTuple):
-    """Between a value and what a message holds of it; None: they are the same."""
+    """Conversions between a value and its field in a message; None: they are the same."""
 
     to_pb: Convert | None = None
     from_pb: Convert | None = None
@@ -48,17 +48,17 @@ class _Field(NamedTuple):
     name: str
     conversion: _Conversion
     can_be_absent: bool
-    """And the message tells."""
+    """Whether the message tells absence from the default."""
     is_none_if_absent: bool
 
 
 class MessageCodec:
-    """Values of one type ⇄ messages of one type.
+    """Codec between values of one type and messages of one type.
 
     Args:
         kind: A dataclass or NamedTuple.
-        descriptor: Of the message.
-        outside_header: Fields of the value that the message does not have, or not in its header: whoever decodes
+        descriptor: Descriptor of the message.
+        outside_header: Fields of the value that are not in the message, or not in its header: the decoder's caller
             gives them.
 
     Raises:
@@ -72,7 +72,7 @@ class MessageCodec:
         self._kind = kind
         self._fields: list[_Field] = []
         self._raw: list[tuple[str, int]] = []
-        """Name and number of those that travel beside the header."""
+        """Names and numbers of fields beside the header."""
         of_message = {field.name: field for field in descriptor.fields[first_field:]}
         for name, hint, has_default in _fields_of(kind):
             if name in outside_header:
@@ -125,12 +125,12 @@ class MessageCodec:
         return self.joined(*self.split(data))
 
     def joined(self, header: Message, raw: Mapping[int, memoryview]) -> Any:
-        """Decode what :meth:`split` gave."""
+        """Decode the parts of :meth:`split`."""
         return self.from_message(header, **{name: framing.ids_from(raw.get(number)) for name, number in self._raw})
 
 
 class FieldCodec:
-    """Values that are the only field of their message; None is a message without any."""
+    """Codec of values that are the only field of their message; None is a message without fields."""
 
     def __init__(self, kind: Any, descriptor: Descriptor) -> None:
         self.message: type[Message] = GetMessageClass(descriptor)
@@ -156,12 +156,12 @@ class FieldCodec:
 
 
 def is_record(kind: Any) -> bool:
-    """Whether values of a type are messages by their fields' names."""
+    """Return whether values of a type are messages with the names of its fields."""
     return kind not in _BY_HAND and (dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"))
 
 
 def _fields_of(kind: Any) -> list[tuple[str, Any, bool]]:
-    """Name, type, and whether there is a default, of each field."""
+    """Return name, type, and whether there is a default, of each field."""
     hints = get_type_hints(kind)
     if not dataclasses.is_dataclass(kind):
         return [(name, hints[name], name in kind._field_defaults) for name in kind._fields]
@@ -173,7 +173,7 @@ def _fields_of(kind: Any) -> list[tuple[str, Any, bool]]:
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:
-    """The type, and whether None may stand for it."""
+    """Return the type, and whether it may be None."""
     if get_origin(hint) not in (Union, UnionType):
         return hint, False
     (kind,) = (kind_ for kind_ in get_args(hint) if kind_ is not NoneType)
@@ -285,4 +285,4 @@ _BY_HAND: dict[Any, _Conversion] = {
     BucketShards: _Conversion(placement_to_bytes, _bucket_shards_from_pb),
 }
 _NOT_SENT: dict[type, Collection[str]] = {GearAccount: ("lost",)}
-"""Fields of a value that its message does not have: only who waits for a reply can tell."""
+"""Fields of a value that its message lacks: only a caller that waits for replies knows them."""

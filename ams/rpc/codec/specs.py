@@ -1,4 +1,4 @@
-"""Table specs and dtypes ⇄ protobuf. Other values are encoded in ``messages.py``, raw bytes in ``framing.py``."""
+"""Encoding of table specs and dtypes in protobuf. Other values: ``messages.py``, raw bytes: ``framing.py``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PARTS: dict[str, type[Any]] = {
     "probability": Probability,
     "min_count": MinCount,
 }
-"""By field of the message: initializers and admissions, whose messages have the fields that they have."""
+"""Initializers and admission rules by field of the message; their own fields have the same names in both."""
 _PART_NAMES = {kind: name for name, kind in _PARTS.items()}
 
 
@@ -80,17 +80,17 @@ def spec_from_pb(pb: types_pb2.TableSpec) -> TableSpec:
 
 
 def expiry_to_pb(expiry: Expiry) -> types_pb2.Expiry:
-    """Encode a rule by which rows go."""
+    """Encode an expiry rule."""
     return types_pb2.Expiry(**expiry.to_json())
 
 
 def expiry_from_pb(pb: types_pb2.Expiry) -> Expiry:
-    """Decode a rule by which rows go. Raises InvalidArgument if it is not a legal one."""
+    """Decode an expiry rule. Raises InvalidArgument if it is not a legal one."""
     return expiry_from_json({field.name: value for field, value in pb.ListFields()})
 
 
 def _part(pb: types_pb2.TableSpec, which: Literal["initializer", "admission"]) -> Any:
-    """What the spec has of these; None: nothing."""
+    """Return the spec's initializer or admission rule; None: it has none."""
     name = pb.WhichOneof(which)
     if name is None:
         return None

@@ -1,1 +1,1 @@
-"""A gRPC port: methods bound to handlers, health, and calls that wait without a thread."""
+"""gRPC servers: methods bound to handlers, access, health, and calls that wait without a thread."""

@@ -1,7 +1,7 @@
-"""Who may make which call: the roles of the callers of every RPC, as their certificates name them.
+"""Access control of calls: the roles that may call each RPC, checked by certificate and token.
 
-What is in no list is refused. A refusal is logged here, and tells its caller nothing more; only who asks a service that
-everybody's clients ask, as one of models, is told why, as over HTTP.
+An RPC in no list is refused. A refusal is logged here, and its caller gets no reason; only callers of a service for all
+clients, as of models, get it, as over HTTP.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from geartrain.ams.values.errors import AccessDenied, GeartrainError
 
 logger = logging.getLogger(__name__)
 auditor = logging.getLogger("geartrain.audit")
-"""One line of JSON for each refused call, and for each that makes, drops, saves or restores tables."""
+"""Audit log: one line of JSON for each refused call, and for each that makes, drops, saves or restores tables."""
 
 GRANT: ContextVar[_core.Grant | None] = ContextVar("grant", default=None)
-"""What a connection for rows may do that the call under way opens; None: all."""
+"""Rights of the row connection that the present call opens; None: all."""
 
 _ALL = frozenset(CERTIFIED_ROLES)
 _READERS = frozenset({"client", "slowgear", "graph"})
@@ -90,21 +90,21 @@ CALLERS: dict[str, frozenset[str]] = {
     for roles, rpcs in lists.items()
     for rpc in rpcs.split()
 }
-"""Path of an RPC -> the roles that may call it."""
+"""Roles that may call an RPC, by its path."""
 _MAY_READ, _MAY_ALL = (
     Token("", ALL_TABLES, ((ALL_TABLES, rights),), float("inf")) for rights in (RIGHTS["read"], sum(RIGHTS.values()))
 )
 Asks = Callable[[bytes], Asked]
-"""What a request asks for. Raises a GeartrainError for one that nobody can read."""
+"""Function from a request to the rights it needs. Raises a GeartrainError for an undecodable one."""
 _OF_A_SHARD = {method.path: method for _, method in SCHEDULER.items() if CALLERS[method.path] == _SHARDS}
-"""Only ``server/N`` registers, lives and leaves as shard N."""
+"""RPCs that only ``server/N`` may call for shard N: register, heartbeat, leave."""
 
 
 class Access(grpc.ServerInterceptor):
-    """Looks at the caller of every call of a server that has certificates, before anything of the call is done."""
+    """Interceptor that checks the caller of every call to a server with certificates, before any work."""
 
     def __init__(self, mine: Credentials, folder: str, strangers: Strangers, counts: CallCounts) -> None:
-        """What is refused is counted in ``counts``, as all else is where it is answered."""
+        """Refused calls are counted in ``counts``; the handlers count all others."""
         self._mine, self._cluster = mine, mine.names[0].cluster
         self._strangers, self._counts = strangers, counts
         self.tokens = tokens_of(folder)
@@ -114,11 +114,11 @@ class Access(grpc.ServerInterceptor):
         self._guarded = functools.cache(self._guard)
 
     def know(self, asks: Mapping[str, Asks]) -> None:
-        """Let every role make calls that are in no list, by their paths."""
+        """Allow every role the calls of these paths, which are in no list."""
         self._asks |= asks
 
     def intercept_service(self, continuation: Callable[..., Any], handler_call_details: Any) -> Any:
-        """Return what serves the call, if the caller may make it."""
+        """Return the handler of the call, with the check in front."""
         handler = continuation(handler_call_details)
         return None if handler is None else self._guarded(handler_call_details.method, handler)
 
@@ -147,7 +147,7 @@ class Access(grpc.ServerInterceptor):
     def _looked_at(
         self, path: str, request: Any, context: grpc.ServicerContext
     ) -> tuple[grpc.StatusCode | None, str, _core.Grant | None]:
-        """How the call ends, and why, if its caller may not make it; the rights of the connection for rows it opens."""
+        """Return the status and reason of a refusal, or the rights of the row connection that the call opens."""
         is_audited = False
         self._strangers.called(context.peer())
         shown: Any = context.auth_context()
@@ -200,9 +200,9 @@ class Access(grpc.ServerInterceptor):
     def _by_token(
         self, path: str, request: Any, text: str, caller: dict[str, Any], *, needs: bool
     ) -> Token | str | None:
-        """The token that the call goes by (None: it goes by its certificate alone), or why it is refused.
+        """Return the token of the call (None: it goes by its certificate alone), or the reason of the refusal.
 
-        Who ``needs`` a token is a program, once there are keys of tokens: what it may do is what its token says.
+        A program ``needs`` a token once there are token keys: its token defines its rights.
         """
         token = None
         is_wanted = needs and self.tokens.are_wanted
@@ -212,7 +212,7 @@ class Access(grpc.ServerInterceptor):
             try:
                 asks = self._asks.get(path)
                 what = asked(path, request, self._freezes) if asks is None else asks(request)
-            except GeartrainError:  # which its handler says, to who may call it at all
+            except GeartrainError:  # its handler reports it, to callers that may call it at all
                 what = Asked("admin", (ALL_TABLES,))
         why = None
         if is_wanted:
@@ -237,7 +237,7 @@ def _shown_token(context: grpc.ServicerContext) -> str:
 
 
 def audit(caller: dict[str, Any], path: str, tables: Iterable[str], refusal: str | None, **more: Any) -> None:
-    """Write down who asked for what, and whether it was refused, and why."""
+    """Write a line to the audit log: caller, RPC, tables, whether it was refused and why."""
     line = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
         **caller,
@@ -252,20 +252,20 @@ def audit(caller: dict[str, Any], path: str, tables: Iterable[str], refusal: str
 
 @functools.cache
 def tokens_of(folder: str) -> Tokens:
-    """The tokens that are believed under a folder of certificates: of one process one."""
+    """Return the tokens of a folder of certificates, one instance a process."""
     return Tokens(folder, audit)
 
 
 def _shard_of(path: str, request: bytes) -> str:
     try:
         return str(_OF_A_SHARD[path].decode(request)[0].shard)
-    except GeartrainError:  # which its handler would say
+    except GeartrainError:  # its handler would report it
         return ""
 
 
 @functools.lru_cache(4096)
 def _certificate(pem: bytes) -> tuple[tuple[Name, ...], float]:
-    from cryptography import x509  # not loaded where nobody has certificates
+    from cryptography import x509  # imported only where there are certificates
 
     certificate = x509.load_pem_x509_certificate(pem)
     return names_of(certificate), certificate.not_valid_after_utc.timestamp()

@@ -1,4 +1,4 @@
-"""Handlers of values behind gRPC: what decodes a request, asks the handler of its type, and encodes the reply."""
+"""Binding of handlers to gRPC: requests are decoded, passed to the handler of their type, and replies encoded."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from geartrain.ams.values.shard_messages import CallContext
 
 @dataclass(frozen=True)
 class Call:
-    """Who called, for a handler."""
+    """Caller of a request, for a handler."""
 
     context: CallContext
     servicer: grpc.ServicerContext
 
     def user(self) -> int | None:
-        """Whose process called from this machine; None: that is not known."""
+        """Return the user of the calling process on this machine; None: unknown."""
         return user_of_peer(self.servicer.peer())
 
     def require_waiting(self) -> None:
-        """End a call whose caller waits no longer: what it asks for now would come as a surprise."""
+        """Abort a call whose caller has stopped waiting, before its effect."""
         if not self.servicer.is_active():
             self.servicer.abort(grpc.StatusCode.CANCELLED, "the caller stopped waiting")
 
 
 Handlers = Mapping[type[Rpc[Any]], Callable[[Any, Any], Any]]
-"""From (a request's value, its Call) to its reply's value, or to several where the RPC is a stream of them."""
+"""Handlers by type of request: (request, Call) -> reply, or an iterator of replies where the RPC streams them."""
 
 
 def bind(
     service: Service, handlers: Handlers, of_bytes: Mapping[type[Rpc[Any]], BytesMethod] = MappingProxyType({})
 ) -> Bound:
-    """Return a service whose every RPC has a handler, by the type of its request; ``of_bytes`` are those of RPCs that
-    carry rows. Raises TypeError if one has none.
+    """Return a service whose every RPC has a handler, by the type of its request; ``of_bytes`` has those of RPCs with
+    rows. Raises TypeError if one has none.
     """
     methods: dict[str, BytesMethod] = {}
     streams: dict[str, BytesStream] = {}

@@ -1,4 +1,4 @@
-"""Gives memory back to the system that a flood of connections took, and that the allocator would keep for ever."""
+"""Release of memory to the system after a flood of connections, which the allocator would keep for ever."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from geartrain.ams.values.config import MIB
 
 _LOOK_SECONDS = 5.0
 _MUCH_BYTES = 64 * MIB
-"""Of which so many are in use no more."""
+"""Drop of used memory below its peak that triggers a release."""
 
 
 _FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 
 
-class _Allocated(ctypes.Structure):  # what glibc calls mallinfo2
+class _Allocated(ctypes.Structure):  # glibc's mallinfo2
     _fields_ = [(name, ctypes.c_size_t) for name in _FIELDS]
 
 
 @functools.cache
 def watch_memory() -> None:
-    """Begin to look after the memory of this process, unless it is done. Other C libraries than glibc are let be."""
+    """Start the thread that releases this process's memory, once. Does nothing without glibc."""
     library = ctypes.CDLL(None)
     if hasattr(library, "mallinfo2") and hasattr(library, "malloc_trim"):
         library.mallinfo2.restype = _Allocated

@@ -1,4 +1,4 @@
-"""Whose process is at the other end of a connection within this machine: the kernel tells the owner of each socket."""
+"""User of the process at the other end of a connection within this machine, from the kernel's table of sockets."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 
 
 def user_of_peer(peer: str) -> int | None:
-    """Return the user of the one who called from ``peer``, as gRPC names it (``ipv4:127.0.0.1:40112``).
+    """Return the user of the caller at ``peer``, in gRPC's form (``ipv4:127.0.0.1:40112``).
 
-    None if it is not a connection from here, has ended, or may be of several users. Reads the table of connections.
+    None if the connection is not local, has ended, or may be of several users. Reads the table of connections.
     """
     address, _, port = unquote(peer.partition(":")[2]).rpartition(":")
     try:
@@ -33,7 +33,7 @@ def user_of_peer(peer: str) -> int | None:
 
 
 def _as_the_kernel_writes(address: str, port: int) -> set[str]:
-    """An address as IPv4 and as IPv6 writes it, in words of the machine's byte order, with its port."""
+    """Return an address in its IPv4 and IPv6 forms, in words of the machine's byte order, with its port."""
     known = ipaddress.ip_address(address)
     packed = [known.packed]
     if known.version == 4:

@@ -1,6 +1,6 @@
-"""What each RPC does to which tables, and which right of a token that takes: read off its request, in this one place.
+"""Rights that each RPC needs to which tables, read from its request, in this one place.
 
-What is in no list takes ``admin`` of all tables. A request that names a job, or a stream of writes, must name the
+An RPC in no list needs ``admin`` of all tables. A request that names a job, or a stream of writes, must name the
 token's own.
 """
 
@@ -16,9 +16,9 @@ from geartrain.ams.rpc.services import GEAR, GRAPH, SCHEDULER, SHARD, Method
 from geartrain.ams.rpc.tokens import ALL_TABLES, RIGHTS, Token
 
 ANY = "any"
-"""What every good token may."""
+"""Right of every valid token."""
 AUDITED_RIGHTS = frozenset({"create", "snapshot", "admin"})
-"""What takes them is noted, though it is allowed."""
+"""Rights whose use is audited even when allowed."""
 
 # RPCs of each service by the right to their tables.
 _LISTS: dict[str, dict[str, str]] = {
@@ -55,18 +55,18 @@ RIGHT_OF: dict[str, str] = {
     for right, rpcs in lists.items()
     for rpc in rpcs.split()
 }
-"""Path of an RPC -> the right that a client's token must give to its tables."""
+"""Right that a client's token must give to an RPC's tables, by path."""
 NO_TOKEN = frozenset(
     {f"/{service.name}/Ping" for service in (SCHEDULER, SHARD, GRAPH, GEAR)}
     | {f"/grpc.health.v1.Health/{rpc}" for rpc in ("Check", "List", "Watch")}
     | {"/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"}
 )
-"""Paths that take none."""
+"""Paths of RPCs that need no token."""
 OPENS_ROWS = f"/{SHARD.name}/OpenDataPlane"
 
 
 def _places(*names: str) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
-    """Fields of messages: (the field, what reads it or what is in it)."""
+    """Return fields of messages: (first name, function that reads the field)."""
     return tuple((name.partition(".")[0], operator.attrgetter(name)) for name in names)
 
 
@@ -82,17 +82,17 @@ _MOST_FREEZES = 65_536
 
 
 class Asked(NamedTuple):
-    """What a request asks for."""
+    """Rights that a request needs."""
 
     right: str
     tables: tuple[str, ...]
-    """None: of no table in particular."""
+    """Tables it names; empty: none in particular."""
     jobs: tuple[str, ...] = ()
     freeze: str = ""
-    """Whose tables these are, too."""
+    """Name of the freeze that the tables are added to."""
 
     def lacks(self, token: Token, grant: _core.Grant) -> str | None:
-        """What a token does not give; None: nothing."""
+        """Return the right that a token lacks; None: none."""
         if self.right != ANY:
             bit = RIGHTS.get(self.right, 0)
             if not self.tables and not any(rights & bit for _, rights in token.rules):
@@ -105,19 +105,19 @@ class Asked(NamedTuple):
 
 
 class AskedFreezes:
-    """Which tables a shard was asked to freeze under which names: who writes or ends a freeze names those no more."""
+    """Tables of freezes by name, as requests to write or end a freeze do not name its tables."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._tables: dict[str, set[str]] = {}
 
     def tables(self, freeze: str, more: Iterable[str]) -> tuple[str, ...]:
-        """All of them, those asked for now included."""
+        """Return all tables of a freeze, together with ``more``."""
         with self._lock:
             return tuple(sorted(self._tables.get(freeze, set()).union(more)))
 
     def note(self, asked: Asked) -> None:
-        """It was allowed."""
+        """Record an allowed request."""
         with self._lock:
             self._tables[asked.freeze] = {*self._tables.pop(asked.freeze, ()), *asked.tables}
             if len(self._tables) > _MOST_FREEZES:
@@ -125,7 +125,7 @@ class AskedFreezes:
 
 
 class _Reader(NamedTuple):
-    """Where the requests of an RPC say what they ask for: what reads each field off its message."""
+    """Functions that read an RPC's tables, jobs and streams from its message."""
 
     header_of: Callable[[bytes], Any]
     right: str
@@ -147,7 +147,7 @@ _READERS = {
 
 
 def asked(path: str, request: bytes, freezes: AskedFreezes) -> Asked:
-    """What a request asks for. Raises a GeartrainError for one that nobody can read."""
+    """Return the rights that a request needs. Raises a GeartrainError for an undecodable one."""
     reader = _READERS.get(path)
     if reader is None:
         return Asked("admin", (ALL_TABLES,))
@@ -166,5 +166,5 @@ def asked(path: str, request: bytes, freezes: AskedFreezes) -> Asked:
 
 
 def _names(found: Any) -> Iterable[str]:
-    """The names of tables in a field: of one, or of several, each a text or a message with one."""
+    """Return the names of tables in a field: one, or several, each a text or a message with one."""
     return (found,) if isinstance(found, str) else (one if isinstance(one, str) else one.table for one in found)

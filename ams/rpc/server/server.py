@@ -1,4 +1,4 @@
-"""What every gRPC service of Geartrain shares: the server itself, health, reflection, and how calls are answered."""
+"""Base of all gRPC services: the server itself, health, reflection, and error replies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from geartrain.ams.values.errors import ConfigError, GeartrainError, InternalErr
 R = TypeVar("R")
 
 MAX_CONCURRENT_CALLS = 128
-"""Threads. Calls that wait for other callers hold none (see geartrain.ams.rpc.server.waiting)."""
+"""Threads for calls. Calls that wait for other callers hold none (see geartrain.ams.rpc.server.waiting)."""
 
 _HEALTH_THREADS = 2
 
@@ -42,18 +42,18 @@ BytesStream = Callable[[bytes, grpc.ServicerContext], Iterator[bytes]]
 
 
 class Bound(NamedTuple):
-    """A service with what answers its methods, by their names: encoded request → encoded reply (streams: → replies)."""
+    """A service and its methods by name: encoded request → encoded reply (streams: → replies)."""
 
     service: str
     methods: Mapping[str, BytesMethod]
     streams: Mapping[str, BytesStream] = MappingProxyType({})
     asks: Mapping[str, Asks] = MappingProxyType({})
-    """Of a service that is in no list of who may call what: what the requests of each of its methods ask for. Every
-    role of the cluster may make them, programs as far as their tokens go."""
+    """Rights that the requests of each method need, for a service that is in no access list. Every role of the cluster
+    may call it, programs within their tokens."""
 
 
 class GrpcServer:
-    """A bound port that serves one service, with health, and reflection where it is asked for."""
+    """A bound port that serves one service, with health, and reflection on request."""
 
     def __init__(
         self,
@@ -66,18 +66,18 @@ class GrpcServer:
     ) -> None:
         """Bind ``"host:port"``, under ``credentials``, by default those of this process there.
 
-        ``is_shared``: other processes of this user may bind it, too; each connection is of one of them.
+        ``is_shared``: other processes of this user may bind it, too; each connection goes to one of them.
         """
         self.calls = CallThreads(MAX_CONCURRENT_CALLS, "grpc", max_message_bytes)
-        """Runs the methods that have no lane of their own."""
+        """Threads of the methods without a lane of their own."""
         mine = credentials or Credentials.mine(listen)
         self.counts = CallCounts()
-        """Of the calls of its services."""
+        """Counters of the calls of its services."""
         strangers = Strangers()
         access = Access(mine, mine.folder, strangers, self.counts) if mine.names and mine.folder else None
         self._access = access
         self.tokens = None if access is None else access.tokens
-        """Those that it believes; None: it has no certificates, and wants none."""
+        """Tokens that it accepts; None: it has no certificates, and requires none."""
         options = [*channel_options(max_message_bytes), ("grpc.so_reuseport", int(is_shared))]
         watch: list[grpc.ServerInterceptor] = [] if access is None else [access]
         self._server = grpc.server(self.calls, interceptors=watch, options=options)
@@ -92,7 +92,7 @@ class GrpcServer:
         self.address = join_address(host, bound)
         self._health = health.HealthServicer()
         self._health_lane = CallThreads(_HEALTH_THREADS, "grpc-health")
-        # A server whose threads all wait is busy, not dead.
+        # A server all of whose threads wait must still answer health checks.
         self._health.Check = _on_lane(self._health.Check, self._health_lane)  # type: ignore[method-assign]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._services: list[str] = []
@@ -104,8 +104,8 @@ class GrpcServer:
         lanes: Mapping[str, ThreadPoolExecutor] = MappingProxyType({}),
         waiting: Mapping[str, BeginMethod] = MappingProxyType({}),
     ) -> None:
-        """Serve a service, not yet healthy. Methods named in ``lanes`` run on threads of their own, whatever the
-        others wait for. ``waiting`` serves those of its names whose callers say that they may wait for others.
+        """Add a service, not yet healthy. Methods named in ``lanes`` run on threads of their own, independent of
+        others. ``waiting`` handles the calls of its methods that are marked as waiting for other callers.
         """
         service, methods, streams, asks = bound
         if self._access is not None:
@@ -118,7 +118,7 @@ class GrpcServer:
             name: grpc.unary_stream_rpc_method_handler(self._typed_stream(name, stream))
             for name, stream in streams.items()
         }
-        # The first one that knows a call serves it.
+        # gRPC uses the first handler that knows a call.
         waiting_handlers = _WhereCallersWait(
             service, {name: self._waiting.handler(name, begin) for name, begin in waiting.items()}
         )
@@ -147,7 +147,7 @@ class GrpcServer:
 
     @contextmanager
     def _answering(self, name: str, data: bytes, servicer_context: grpc.ServicerContext) -> Iterator[list[int]]:
-        """Counts a call, which notes the bytes that it sends, and lets its caller know the error that it ends with."""
+        """Count a call with the bytes that its body appends, and send the caller its error."""
         message_is_here()
         began = time.perf_counter()
         code = ENDED_EARLY
@@ -165,7 +165,7 @@ class GrpcServer:
             self.counts.add(name, code, time.perf_counter() - began, len(data), sum(sent))
 
     def start(self) -> None:
-        """Accept calls. Health says NOT_SERVING until :meth:`ready`."""
+        """Accept calls. Health is NOT_SERVING until :meth:`ready`."""
         if self._has_reflection:
             names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
@@ -174,18 +174,18 @@ class GrpcServer:
         self._server.start()
 
     def ready(self) -> None:
-        """Let health say SERVING."""
+        """Set health to SERVING."""
         for service in ("", *self._services):
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
 
     def tell(self, readiness: Mapping[str, bool]) -> None:
-        """Let health say of more services, by name, whether each is SERVING: what the role is ready for."""
+        """Set the health of more services, by name: the states that the role is ready for."""
         for service, is_serving in readiness.items():
             status = health_pb2.HealthCheckResponse
             self._health.set(service, status.SERVING if is_serving else status.NOT_SERVING)
 
     def stop(self, grace_seconds: float) -> None:
-        """Refuse new calls, give those under way ``grace_seconds``, then end. Blocks until it is done."""
+        """Refuse new calls, give those under way ``grace_seconds``, then stop. Blocks until it is done."""
         self._health.enter_graceful_shutdown()
         self._server.stop(grace_seconds).wait()
         self._waiting.close()
@@ -195,13 +195,13 @@ class GrpcServer:
 
 
 class _WhereCallersWait(grpc.GenericRpcHandler):
-    """Serves calls whose metadata say that they may wait for other callers."""
+    """Handler of calls whose metadata mark them as waiting for other callers."""
 
     def __init__(self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]) -> None:
         self._handlers = {f"/{service}/{name}": handler for name, handler in handlers.items()}
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Return what serves the call; None: it is none of these."""
+        """Return the handler of the call; None: it is not one of these."""
         handler = self._handlers.get(handler_call_details.method)
         if handler is None or WAITS_KEY not in dict(handler_call_details.invocation_metadata or ()):
             return None
@@ -209,7 +209,7 @@ class _WhereCallersWait(grpc.GenericRpcHandler):
 
 
 def _refusal(listen: str, host: str, port: int) -> str:
-    """Why nothing can listen there, and what to do. gRPC does not tell; a socket does."""
+    """Return why the address cannot be bound, and the remedy. gRPC gives no reason; a socket does."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -227,7 +227,7 @@ def _refusal(listen: str, host: str, port: int) -> str:
 
 
 def await_reply(future: Future[Any], servicer_context: grpc.ServicerContext) -> Any:
-    """Wait for ``future``, but no longer than the caller does: what has not begun then never does."""
+    """Wait for ``future``, but no longer than the caller does: work that has not begun is then cancelled."""
     if future.done():
         return future.result()
     settled = threading.Event()
@@ -242,7 +242,7 @@ def await_reply(future: Future[Any], servicer_context: grpc.ServicerContext) -> 
 
 
 def done_here(work: Callable[[Waiter], R], servicer_context: grpc.ServicerContext) -> R:
-    """Return what ``work`` does on this thread. If the caller leaves before it has begun, it never does."""
+    """Run ``work`` on this thread and return its result. If the caller leaves before it has begun, it never does."""
     waiter = Waiter()
     if not servicer_context.add_callback(waiter.leave):
         waiter.leave()
@@ -255,7 +255,7 @@ def done_here(work: Callable[[Waiter], R], servicer_context: grpc.ServicerContex
 
 
 def _on_lane(method: Callable[..., Any], lane: ThreadPoolExecutor | None) -> Callable[..., Any]:
-    """Return ``method``, which gRPC then runs on the threads of ``lane``; None: on those of its server."""
+    """Return ``method`` for the threads of ``lane``; None: those of its server."""
 
     @functools.wraps(method)
     def answer(request: Any, servicer_context: grpc.ServicerContext) -> Any:

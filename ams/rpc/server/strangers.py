@@ -1,5 +1,7 @@
-"""Who connects to a port under certificates and makes no call. gRPC tells nobody of a handshake that fails: so it is
-looked at who is connected whenever one begins, and told who has gone without a call."""
+"""Detection of connections without a call to a port with certificates.
+
+gRPC does not report failed handshakes: so each handshake triggers a look at the connected peers, and those that left
+without a call are logged."""
 
 from __future__ import annotations
 
@@ -14,19 +16,20 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS, _LOOK_SHARE = 1.0, 0.02
-"""Between two looks, and what of the time they may take: some microseconds for each connection of the machine."""
+"""Least interval of looks, and their largest share of time: a look takes some microseconds per connection of the
+machine."""
 _GONE_SECONDS = 10.0
-"""What gRPC gives a handshake."""
+"""gRPC's time limit of a handshake."""
 _WARN_SECONDS = 60.0
 _MOST_NAMED = 5
 
 
 class Strangers:
-    """Those of one port. Thread-safe."""
+    """Peers without a call at one port. Thread-safe."""
 
     def __init__(self) -> None:
         self.port = 0
-        """Once it is known."""
+        """Port, once it is known."""
         self._lock = threading.Lock()
         self._look_at = self._warn_at = 0.0
         self._seen: set[str] = set()
@@ -35,7 +38,7 @@ class Strangers:
         self._timer: threading.Timer | None = None
 
     def begun(self) -> None:
-        """A handshake begins; whose is not known."""
+        """React to the start of a handshake of an unknown peer."""
         if time.monotonic() < self._look_at or not self._lock.acquire(blocking=False):
             return
         try:
@@ -46,7 +49,7 @@ class Strangers:
             self._lock.release()
 
     def called(self, peer: str) -> None:
-        """A connection has got so far, as gRPC names its other end."""
+        """Record that a connection, by gRPC's name of the peer, has made a call."""
         self._called.add(peer)
 
     def _look(self) -> None:
@@ -85,9 +88,9 @@ class Strangers:
 
 
 def _connected(port: int) -> set[str]:
-    """The other ends of connections to a port of this machine, as gRPC names them; none where nobody can tell."""
+    """Return the peers connected to a port of this machine, by gRPC's names; none where they are unknown."""
     found = set()
-    its = re.compile(rf": [0-9A-F]+:{port:04X} ([0-9A-F]+):([0-9A-F]+) 0[18] ")  # established, or let go of there
+    its = re.compile(rf": [0-9A-F]+:{port:04X} ([0-9A-F]+):([0-9A-F]+) 0[18] ")  # established, or closed by the peer
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         try:
             text = Path(f"/proc/self/net/{table}").read_text(encoding="ascii")

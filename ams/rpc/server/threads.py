@@ -1,11 +1,11 @@
-"""Threads of a gRPC server, which no caller can hold who begins calls and does not send their messages.
+"""Thread pool of a gRPC server that clients cannot exhaust by starting calls without sending their messages.
 
-grpcio gives a call its thread when it begins, and lets it wait there for the message, for as long as the caller likes;
-what has come of the message is kept meanwhile. Here only a few calls read their messages at once, the others wait in
-line: connections whose messages come go first, then machines and connections that have few. Who takes too long over it
-is ended: soon where others wait, at the latest after :data:`MESSAGE_SECONDS`. But half of those that read, the first,
-have all that time: where a network is slow for all of them nobody's message would ever be there. A call whose message
-is there counts no more; it waits for one of the threads that work.
+grpcio gives a call a thread when it starts, where it waits for the message without a time limit; the received part is
+kept meanwhile. Here only a few calls read their messages at once, the others queue: connections whose messages arrive
+go first, then machines and connections with few calls. A call that takes too long is cancelled: soon where others wait,
+at the latest after :data:`MESSAGE_SECONDS`. But the first half of the reading calls have all that time: otherwise no
+message would ever arrive over a slow network. A call with its message no longer counts as reading; it waits for one of
+the worker threads.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from typing import Any
 from geartrain.ams.values.config import MIB
 
 READING_BYTES = 256 * MIB
-"""Of messages that come at once, for calls without a lane: so many read as can hold a message of max_message_bytes each
-in that, but no more than 8, and 2 at least."""
+"""Bytes of messages read at once, for calls without a lane: as many calls read as fit a message of max_message_bytes
+each into it, but at most 8 and at least 2."""
 _LEAST_READING, _MOST_READING = 2, 8
 MESSAGE_SECONDS = 30.0
-"""For a message to be there."""
+"""Longest time for a message to arrive."""
 _CROWDED_SECONDS = 2.0
-"""The same where others wait; the more wait, the less."""
+"""The same while others wait; it shrinks with their number."""
 _LOOK_SECONDS, _IDLE_LOOK_SECONDS = 0.1, 1.0
 
 
 @dataclass(eq=False, slots=True)
 class _Call:
     handle: Any
-    """Of grpcio, to end it."""
+    """Handle of grpcio, to cancel it."""
     work: Callable[[], Any]
     began: float | None = None
-    """When it had a thread."""
+    """Time at which it got a thread."""
     has_slot: bool = False
 
     @property
     def peer(self) -> str:
-        """Its connection, as "ipv4:1.2.3.4:567"."""
+        """Connection of the call, as "ipv4:1.2.3.4:567"."""
         return str(self.handle.peer().decode())
 
 
@@ -55,15 +55,15 @@ _at_work = threading.local()
 
 
 def message_is_here() -> None:
-    """Note that the call of this thread has its message, and wait until its work may begin."""
+    """Record that the call of this thread has its message, and wait until its work may begin."""
     call = getattr(_at_work, "call", None)
     if call is not None:
         _at_work.threads.begin_work(call)
 
 
 class CallThreads(ThreadPoolExecutor):
-    """Threads for the work of ``most_calls`` calls of a server at once, and for those that read their messages: two at
-    once on a lane, whose messages are small, or what ``max_message_bytes`` leaves room for.
+    """Threads for ``most_calls`` working calls of a server, and for those that read their messages: two at once on a
+    lane, whose messages are small, or as many as ``max_message_bytes`` leaves room for.
 
     Thread-safe.
     """
@@ -76,34 +76,34 @@ class CallThreads(ThreadPoolExecutor):
         self._line: list[_Call] = []
         self._reading: set[_Call] = set()
         self._ended: Counter[str] = Counter()
-        """By connection, while calls wait in line: those whose messages did not come."""
+        """Cancelled calls by connection, while calls are queued: their messages did not arrive."""
         self._is_over = False
         self._watch = threading.Thread(target=self._end_slow_ones, name=f"{name}-watch", daemon=True)
         self._watch.start()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Let a thread do something: what is no call of grpcio's counts as work."""
+        """Run a function on a thread: one that is not a call of grpcio counts as work."""
         handle = next((arg.call for arg in args if hasattr(arg, "call_details")), None)
         if handle is None:
             return super().submit(self._work, fn, args, kwargs)
         call = _Call(handle, partial(fn, *args, **kwargs))
         with self._changed:
-            if not self._line and len(self._reading) < self.most_reading // 2:  # nobody has too many
+            if not self._line and len(self._reading) < self.most_reading // 2:  # no client has too many
                 self._reading.add(call)
                 return super().submit(self._run, call)
             self._line.append(call)
             self._begin()
             self._changed.notify()
-        return Future()  # which nobody asks
+        return Future()  # grpcio ignores it
 
     def begin_work(self, call: _Call) -> None:
-        """Note that a call has its message; wait for its turn to work."""
+        """Record that a call has its message; wait for its turn to work."""
         self._leave(call)
         self._slots.acquire()
         call.has_slot = True
 
     def close(self) -> None:
-        """End the thread that looks for slow calls. Idempotent."""
+        """Stop the thread that cancels slow calls. Idempotent."""
         with self._changed:
             self._is_over = True
             self._changed.notify()
@@ -113,7 +113,7 @@ class CallThreads(ThreadPoolExecutor):
             return fn(*args, **kwargs)
 
     def _begin(self) -> None:
-        """Let those read whose turn it is."""
+        """Start reading the next queued calls, as far as the limits allow."""
         while self._line and len(self._reading) < self.most_reading:
             of_peer = Counter(reading.peer for reading in self._reading)
             of_host = Counter(map(_host, of_peer.elements()))
@@ -148,7 +148,7 @@ class CallThreads(ThreadPoolExecutor):
                 self._leave(call)
 
     def _patience(self, place: int) -> float:
-        """How long a call may read where so many read that began before it."""
+        """Return how long a call may read while ``place`` calls that began earlier read."""
         if not self._line or place < self.most_reading // 2:
             return MESSAGE_SECONDS
         return max(_CROWDED_SECONDS / (1 + len(self._line) / 8), _LOOK_SECONDS)

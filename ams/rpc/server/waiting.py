@@ -1,11 +1,11 @@
-"""Calls that wait for other callers, as a synchronous push does for the other ranks, without a thread for each.
+"""Calls that wait for other callers, such as synchronous pushes, without a thread for each.
 
-A caller that says so (metadata WAITS_KEY) is served by a handler that returns at once; the reply is sent when it is
-there. To gRPC that is a stream of one reply, which on the wire is the same as a reply. It costs a tenth of a
-millisecond more than a call that holds a thread: so only those that may wait are served like this.
+A call marked so (metadata WAITS_KEY) is served by a handler that returns at once; the reply is sent when it is there.
+To gRPC that is a stream of one reply, which on the wire is the same as a reply. It costs a tenth of a millisecond more
+than a call that holds a thread: so only calls that may wait are served like this.
 
-A caller with a deadline shorter than the wait is told StepPending before it, rather than nothing: it can tell a group
-that is not complete from a shard that is gone.
+A caller with a deadline shorter than the wait gets StepPending before it, rather than nothing: so it can tell an
+incomplete group from a lost shard.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from geartrain.ams.values.errors import GeartrainError, InternalError, StepPendi
 logger = logging.getLogger(__name__)
 
 PATIENCE_SHARE = 0.8
-"""Of the time that a call may take; then its caller is told to ask again."""
+"""Share of a call's time after which its caller gets StepPending."""
 _LOOK_SECONDS = 0.05
-"""How often it is looked who is to be told."""
+"""Interval of checks for due calls."""
 
 
 class Begun(NamedTuple):
-    """A call that is under way."""
+    """A call under way."""
 
     reply: Future[Any]
     encode: Callable[[Any], bytes]
-    """Makes the message of the reply; may raise a GeartrainError instead."""
+    """Encoder of the reply; may raise a GeartrainError instead."""
     waits: bool = False
-    """Whether it may be for other callers that there is no reply yet."""
+    """Whether a missing reply may be due to other callers."""
 
 
 BeginMethod = Callable[[bytes, grpc.ServicerContext], Begun]
@@ -49,20 +49,20 @@ Send = Callable[[bytes | None], None]
 
 
 class WaitingCalls:
-    """The calls of one server that wait without a thread. Thread-safe."""
+    """Calls of one server that wait without a thread. Thread-safe."""
 
     def __init__(self, pool: ThreadPoolExecutor, counts: CallCounts) -> None:
-        """Replies are sent by ``pool``: who has them ready must not wait for the network."""
+        """``pool`` sends the replies: the thread that completes them must not wait for the network."""
         self._pool = pool
         self._counts = counts
         self._changed = threading.Condition()
         self._waiting: dict[_Call, float] = {}
-        """Until when, of those that are to be told before their deadline."""
+        """Calls that get StepPending before their deadline, with its time."""
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
     def handler(self, name: str, begin: BeginMethod) -> grpc.RpcMethodHandler[Any, Any]:
-        """Return what serves a method that ``begin`` begins."""
+        """Return the handler of a method that ``begin`` starts."""
 
         def answer(data: bytes, servicer_context: grpc.ServicerContext, send: Send) -> None:
             message_is_here()
@@ -85,7 +85,7 @@ class WaitingCalls:
         return grpc.unary_stream_rpc_method_handler(answer)
 
     def close(self) -> None:
-        """End the thread that tells callers. Idempotent."""
+        """Stop the thread that answers waiting calls. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -104,7 +104,7 @@ class WaitingCalls:
             self._forget(call)
             self._later(partial(call.finish, begun))
 
-        def ended() -> None:  # answered, or nobody waits for it: what has not begun then never does
+        def ended() -> None:  # answered, or the caller left: cancel work that has not begun
             self._forget(call)
             begun.reply.cancel()
 
@@ -158,9 +158,9 @@ class _Call:
         self._first = threading.Lock()
 
     def finish(self, begun: Begun) -> None:
-        """Send what has become of it."""
+        """Send the result."""
         if begun.reply.cancelled():
-            return  # nobody waits
+            return  # the caller left
         try:
             data = begun.encode(begun.reply.result())
         except GeartrainError as error:
@@ -175,7 +175,7 @@ class _Call:
                 self._count(WELL, len(data))
 
     def fail(self, error: GeartrainError) -> None:
-        """End it with an error."""
+        """End the call with an error."""
         if not self._first.acquire(blocking=False):
             return
         status = status_of(error)
