@@ -1,1 +1,1 @@
-"""Numpy programs that run beside rows: the class head, its classes and their selection."""
+"""Numpy programs that run on shards beside the rows: class head, its classes and their selection, pooling of bags."""

@@ -1,8 +1,8 @@
-"""Pooling of embeddings as a hosted model: weighted sums of rows over bags, made beside the rows.
+"""Pooling of embeddings as a hosted model: weighted sums of rows over bags, computed beside the rows.
 
-The client says which rows are in which bag, adds the sums of the shards, and divides them where the pooling is a mean.
-An update brings one gradient a bag, which is spread to the rows of the bag; a row that several bags, micro-batches or
-ranks have is updated once, by the sum. Runs in a shard process: numpy and compiled loops, never torch; float32.
+The client sends the rows of each bag, adds the sums of the shards, and divides them where the pooling is a mean. An
+update has one gradient a bag, which is spread to the rows of the bag; a row in several bags, micro-batches or ranks is
+updated once, by the sum. Runs in a shard process: numpy and compiled loops, never torch; float32.
 
 Cost on a shard, for N places in bags and U distinct rows of width D: U reads of rows, N·D multiply-adds for
 :meth:`~BagPoolingModel.compute`, as many and one merge of U ids for :meth:`~BagPoolingModel.gradients`; memory 4·U·D.
@@ -32,17 +32,17 @@ _Places = npt.NDArray[np.int32]
 
 
 class BagPoolingModel:
-    """See the module; implements :class:`geartrain.ams.programs.hosted.HostedModel`. Holds no state.
+    """Hosted pooling of bags, a :class:`geartrain.ams.programs.hosted.HostedModel`. Holds no state.
 
-    Inputs, by name: ``ids`` int64 [U], distinct; ``places`` int32 [N], which of them each is, bag after bag; ``counts``
-    int32 [B], how many places each bag has; ``weights`` float32 [N] (absent: 1 each). An update also takes ``vectors``
-    float32 [B, D], the gradients of the sums; or, in the place of bags, ``gradients`` float32 [U, D], of the rows, and
-    ``occurrences`` int64 [U], how often each was in the batch (absent: once). Settings of an update, for tables that
-    ask: ``worker_step`` and ``unix_seconds``, of which the largest of all inputs count.
+    Inputs, by name: ``ids`` int64 [U], distinct; ``places`` int32 [N], indices into ``ids``, bag after bag; ``counts``
+    int32 [B], the number of places of each bag; ``weights`` float32 [N] (absent: 1 each). An update also takes
+    ``vectors`` float32 [B, D], the gradients of the sums; or, instead of bags, ``gradients`` float32 [U, D], of the
+    rows, and ``occurrences`` int64 [U], their numbers in the batch (absent: one each). Settings of an update, for
+    tables that ask: ``worker_step`` and ``unix_seconds``, of which the largest of all inputs count.
     """
 
     def compute(self, rows: HostedRows, operation: str, inputs: Sequence[HostedInputs]) -> Arrays:
-        """Answer ``pool`` of one batch, ``sums`` float32 [B, D]; or ``squared_norm`` float64 [1] of an update."""
+        """Compute ``pool`` of one batch, ``sums`` float32 [B, D]; or ``squared_norm`` float64 [1] of an update."""
         if operation == POOL:
             if len(inputs) > 1:
                 raise InvalidArgument(f"{operation!r} takes the inputs of one batch; it was given {len(inputs)}")
@@ -53,11 +53,11 @@ class BagPoolingModel:
         raise InvalidArgument(f"{NAME} has no operation {operation!r}; it has {POOL!r} and {SQUARED_NORM!r}")
 
     def gradients(self, rows: HostedRows, inputs: Sequence[HostedInputs]) -> Gradients:
-        """The row gradients of one step: of all its bags, micro-batches and ranks."""
+        """Return the row gradients of one step: of all its bags, micro-batches and ranks."""
         ids, gradients, occurrences = _joint(rows, inputs)
         spec = rows.spec
         is_asked = spec.counts_occurrences or spec.asks_for_clock
-        # Those that are held at once need no pieces, nor a bound.
+        # Gradients that are held at once need neither chunks nor a bound.
         size = len(ids) if is_asked or gradients.nbytes <= HELD_BYTES else _CHUNK_ROWS
         chunks = [slice(*bounds) for bounds in chunk_bounds(len(ids), max(1, size))]
         return Gradients(
@@ -94,7 +94,7 @@ def _sums(rows: HostedRows, batch: HostedInputs) -> Float32:
 
 
 def _joint(rows: HostedRows, inputs: Sequence[HostedInputs]) -> tuple[Ids, Float32, npt.NDArray[np.uint32] | None]:
-    """Distinct ids, the sum of their gradients over the inputs and, for a table that asks, the times each was there."""
+    """Return distinct ids, the sums of their gradients over the inputs and, if the table asks, their occurrences."""
     parts = [_row_gradients(rows, batch) for batch in inputs]
     counts = [_occurrences(batch) for batch in inputs] if rows.spec.counts_occurrences else []
     if len(parts) == 1 and ops.num_distinct(parts[0][0]) == len(parts[0][0]):
@@ -113,7 +113,7 @@ def _as_uint32(counts: Ids) -> npt.NDArray[np.uint32]:
 
 
 def _occurrences(batch: HostedInputs) -> Ids:
-    """How often each id [U] was in a batch; the inputs are sound."""
+    """Return the occurrences of each id [U] in a batch of checked inputs."""
     num_ids = len(batch.arrays["ids"])
     if "gradients" not in batch.arrays:
         return np.bincount(batch.arrays["places"], minlength=num_ids).astype(np.int64, copy=False)

@@ -1,13 +1,13 @@
-"""The class head as a hosted model: what a shard computes of the last layer beside its class rows.
+"""Class head as a hosted model: the shard's part of the last layer, computed beside its class rows.
 
 For its active classes: unit rows, logits, the online log-sum-exp with its row-weighted sum, and, once the client has
-joined the shards' sums, the row gradients (formulas: ``bridge/head/loss``). Margins touch the
-target logits alone, which the client makes from the target rows. Runs in a shard process: numpy and the compiled class
-pass, never torch. Rows, sums and gradients are float32, the sums of exponentials float64.
+joined the shards' sums, the row gradients (formulas: ``bridge/head/loss``). Margins affect only the target logits,
+which the client computes from the target rows. Runs in a shard process: numpy and the compiled class pass, never torch.
+Rows, sums and gradients are float32, the sums of exponentials float64.
 
 Cost on a shard that owns C' active classes, for B samples of width D: 4·B·C'·D multiply-adds for :meth:`compute`, as
-many for :meth:`gradients`; memory PARTS·B·D floats, and a chunk of rows for each thread.
-Legend: A active classes here, B samples, D width, N rows of a chunk, J samples of all ranks.
+many for :meth:`gradients`; memory PARTS·B·D floats, and a chunk of rows for each thread. Legend: A active classes here,
+B samples, D width, N rows of a chunk, J samples of all ranks.
 """
 
 from __future__ import annotations
@@ -34,47 +34,47 @@ FORWARD, SQUARED_NORM, TOP = "forward", "squared_norm", "top"
 
 CHUNK_ROWS = 1536
 PARTS = 8
-"""Sums that are kept apart and added in order, whatever the number of threads: the result does not depend on it."""
+"""Number of partial sums, added in order, so that the result does not depend on the number of threads."""
 PART_BYTES = 64 << 20
-"""All parts together take no more, but for the first."""
+"""Most bytes of all parts together, except the first."""
 SEARCHED_BYTES = 8 << 20
-"""Rows of a chunk whose best are looked for: a search of few begins with knowing nothing."""
+"""Bytes of the rows of a chunk of a search: small chunks cost more, as each search starts without a threshold."""
 NO_LOGIT = -1e37
-"""Below every logit, and finite: differences of it are no NaN."""
+"""Logit below every real one, and finite, so that differences are not NaN."""
 UNSHIFTED_LIMIT = 84.0
-"""exp(logit), their sum and their products stay normal float32 numbers while scale + log(rows) is below this."""
+"""Bound on scale + log(rows) below which exp(logit), their sum and their products stay normal float32 numbers."""
 _LARGEST_INVERSE = 1e12
-"""1 / the shortest length that a row counts as (``class_pass_kernels.cpp``)."""
+"""1 / the least length that a row is divided by (``class_pass_kernels.cpp``)."""
 _NEARLY_INFINITE = 1e37
 LOG2_E = math.log2(math.e)
 MOST_SUB_CENTERS = 32
-"""Of a class (``kMostCenters`` of ``class_pass.hpp``)."""
+"""Most centers of a class (``kMostCenters`` of ``class_pass.hpp``)."""
 
 
 class ClassHeadModel:
-    """See the module; implements :class:`geartrain.ams.programs.hosted.HostedModel`. Holds no state.
+    """Hosted class head, a :class:`geartrain.ams.programs.hosted.HostedModel`. Holds no state.
 
-    Inputs, by name: ``features`` float32 [B, D] (of unit length if normalised), ``labels`` int64 [B]; of a partial
-    selection ``batch_labels`` int64 [J], the labels of all samples of the step where they are more, or ``active`` int64
-    [A], the active classes of this shard, rising; where it is not given, ``retired_runs`` int64 [2·R], first and
-    last + 1 of the runs of retired classes. Settings: ``logit_factor`` (logit to base 2 / cosine), ``normalised`` (1:
-    rows count by their direction), ``sample_rate`` (absent: every class, or ``active``) with ``min_active`` and
-    ``corrected`` of :class:`PartialFC`, ``want_gradient``, ``want_row_sum``, ``sub_centers`` (absent: 1): rows are
-    [N, sub_centers · D], a class's logit is the largest of its centers'.
-    An update also takes ``lse2`` float32 [B], the log-sum-exp to base 2, ``target_weight`` float32 [B], dloss/dcos of
-    the target over the scale, and ``sample_weight`` float32 [B], by which each sample's part is multiplied (absent: 1),
-    and the setting ``class_smoothing``, what label smoothing spreads to each class (absent: 0).
+    Inputs, by name: ``features`` float32 [B, D] (of unit length if normalised), ``labels`` int64 [B]; for a partial
+    selection ``batch_labels`` int64 [J], the labels of all samples of the step if they are more, or ``active`` int64
+    [A], the active classes of this shard, ascending; without it ``retired_runs`` int64 [2·R], first and last + 1 of the
+    runs of retired classes. Settings: ``logit_factor`` (logit to base 2 / cosine), ``normalised`` (1: rows are
+    normalised to unit length), ``sample_rate`` (absent: every class, or ``active``) with ``min_active`` and
+    ``corrected`` of :class:`PartialFC`, ``want_gradient``, ``want_row_sum``, ``sub_centers`` (absent: 1): rows are [N,
+    sub_centers · D], a class's logit is the largest of its centers'. An update also takes ``lse2`` float32 [B], the
+    log-sum-exp to base 2, ``target_weight`` float32 [B], dloss/dcos of the target over the scale, and ``sample_weight``
+    float32 [B], the factor of each sample's part (absent: 1), and the setting ``class_smoothing``, the part of label
+    smoothing for each class (absent: 0).
     """
 
     def compute(self, rows: HostedRows, operation: str, inputs: Sequence[HostedInputs]) -> Arrays:
-        """Answer ``forward`` or ``top`` of one batch, or ``squared_norm`` of the gradients of an update.
+        """Compute ``forward`` or ``top`` of one batch, or ``squared_norm`` of the gradients of an update.
 
-        ``forward``: ``shift`` float32 [B], ``sum`` float64 [B] of exp2(logit − shift) over the active classes here but
-        the targets, ``highest`` float32 [B], the largest logit of these without a correction, ``num_active`` int64 [1],
-        ``weighted`` float32 [B, D] the same weighted by unit rows (if wanted), ``target_samples`` int64
-        [T] and ``target_rows`` float32 [T, D] of the samples whose class is here. If wanted, ``row_sum`` float64 [D] of
-        the unit rows and ``row_weight`` float64 [1], each row as often as classes that it stands for.
-        ``top`` takes ``features``, the runs of retired classes and the setting ``k``; see :func:`top_classes`.
+        ``forward``: ``shift`` float32 [B], ``sum`` float64 [B] of exp2(logit − shift) over the active classes here
+        except the targets, ``highest`` float32 [B], the largest logit of these without a correction, ``num_active``
+        int64 [1], ``weighted`` float32 [B, D] the same weighted by unit rows (if wanted), ``target_samples`` int64 [T]
+        and ``target_rows`` float32 [T, D] of the samples whose class is here. If wanted, ``row_sum`` float64 [D] of the
+        unit rows and ``row_weight`` float64 [1], each row weighted by the number of classes it stands for. ``top``
+        takes ``features``, the runs of retired classes and the setting ``k``; see :func:`top_classes`.
         """
         if operation in (FORWARD, TOP) and len(inputs) != 1:
             raise InvalidArgument(f"{operation!r} takes the inputs of one batch; it was given {len(inputs)}")
@@ -93,7 +93,7 @@ class ClassHeadModel:
         )
 
     def gradients(self, rows: HostedRows, inputs: Sequence[HostedInputs]) -> Gradients:
-        """The row gradients of one step: of all its micro-batches, and of all ranks."""
+        """Return the row gradients of one step: of all its micro-batches, and of all ranks."""
         batches = [_Update(rows, batch) for batch in inputs]
         active = _union([update.batch.active for update in batches], rows)
 
@@ -121,12 +121,12 @@ class ClassHeadModel:
 
 @dataclass(frozen=True)
 class _Active:
-    """The active classes that this shard owns, in rising order."""
+    """Active classes of this shard, ascending."""
 
     rows: HostedRows
     num: int
     ids: Ids | None
-    """[A]; None: all that the shard owns, for which no array is held."""
+    """[A]; None: all of the shard's, without an array."""
 
     def range(self, start: int, stop: int) -> Ids:
         return self.rows.owned_ids(start, stop) if self.ids is None else self.ids[start:stop]
@@ -150,7 +150,7 @@ def _union(parts: list[_Active], rows: HostedRows) -> _Active:
 
 
 class _Batch:
-    """One batch and its active classes, checked."""
+    """Checked batch and its active classes."""
 
     def __init__(self, rows: HostedRows, inputs: HostedInputs) -> None:
         num_classes = rows.spec.num_rows
@@ -222,11 +222,11 @@ class _Batch:
 
     @property
     def log2_weight(self) -> float:
-        """The largest that is added to logits."""
+        """Largest offset of logits."""
         return 0.0 if self._correction is None else self._correction.log2_weight
 
     def offsets(self, ids: Ids) -> Float32 | None:
-        """What is added to the logits of classes [N], rising."""
+        """Return the offsets of the logits of classes [N], ascending; None: none."""
         if self._correction is None:
             return None
         positives = self._correction.positives
@@ -236,7 +236,7 @@ class _Batch:
         return self._correction.offsets_at(places[ids[places] == here], len(ids))
 
     def targets(self, ids: Ids) -> tuple[Ids, Ids]:
-        """(samples, rows of the chunk) of the targets among ``ids`` [N], rising."""
+        """Return (samples, rows of the chunk) of the targets among ``ids`` [N], ascending."""
         low, high = np.searchsorted(self._target_ids, (ids[0], ids[-1] + 1))
         wanted = self._target_ids[low:high]
         places = np.searchsorted(ids, wanted)
@@ -297,7 +297,7 @@ def _joined(parts: list[_Sums]) -> dict[str, npt.NDArray[Any]]:
     shift_B = np.max(shifts, axis=0) if shifts else np.zeros(len(parts[0].sum_B), np.float32)
     sum_B = np.zeros_like(parts[0].sum_B)
     weighted_BD = None if parts[0].weighted_BD is None else np.zeros_like(parts[0].weighted_BD)
-    with np.errstate(invalid="ignore", over="ignore"):  # logits that are not finite make a loss that is refused
+    with np.errstate(invalid="ignore", over="ignore"):  # a loss of logits that are not finite is refused later
         for part in parts:
             shrink_B = np.float32(1) if part.shift_B is None else np.exp2(part.shift_B - shift_B)
             sum_B += part.sum_B * shrink_B
@@ -330,7 +330,7 @@ def _top(rows: HostedRows, inputs: HostedInputs) -> Arrays:
 
 
 class _Update:
-    """One batch whose log-sum-exp is known."""
+    """Batch with its log-sum-exp, for an update."""
 
     def __init__(self, rows: HostedRows, inputs: HostedInputs) -> None:
         self.batch = _Batch(rows, inputs)
@@ -354,7 +354,7 @@ class _Update:
 
     @property
     def largest(self) -> float:
-        """Bound of the gradients, whatever the rows are: |dloss/dcos| <= exp2(largest logit − lse), |w| >= 1e-12."""
+        """Bound of the gradients for any rows: |dloss/dcos| <= exp2(largest logit − lse), |w| >= 1e-12."""
         if not self.batch.normalised:
             return math.inf
         length = float(np.linalg.norm(self.batch.features_BD.astype(np.float64), axis=1).max())
@@ -389,8 +389,9 @@ class _Update:
 
 
 def step_bytes(active: int, batch_bytes: int, dim: int) -> tuple[int, str]:
-    """What a shard with ``active`` active rows takes in a step: the sums of a forward pass or the gradients of an
-    update, never both; more than HELD_BYTES of gradients are made chunk by chunk. ``batch_bytes``: of float32 [R·B, D].
+    """Return the bytes that a step takes on a shard with ``active`` active rows, and the formula: the sums of a forward
+    pass or the gradients of an update, never both; gradients beyond HELD_BYTES are made chunk by chunk.
+    ``batch_bytes``: of float32 [R·B, D].
     """
     gradients = active * dim * 4
     sums = max(1, min(PARTS, len(chunk_bounds(active, CHUNK_ROWS)), PART_BYTES // batch_bytes))
@@ -399,7 +400,7 @@ def step_bytes(active: int, batch_bytes: int, dim: int) -> tuple[int, str]:
 
 
 def _array(inputs: HostedInputs, name: str, dtype: type[Any], shape: tuple[int | None, ...]) -> npt.NDArray[Any]:
-    """An input of this dtype and shape (None: any length). Raises InvalidRows."""
+    """Return the input of this dtype and shape (None: any length). Raises InvalidRows."""
     array = inputs.arrays.get(name)
     wanted = f"{np.dtype(dtype)} {['any' if size is None else size for size in shape]}"
     if array is None:
@@ -409,7 +410,7 @@ def _array(inputs: HostedInputs, name: str, dtype: type[Any], shape: tuple[int |
     )
     if array.dtype != dtype or not fits:
         raise InvalidRows(f"{name} is {array.dtype} {list(array.shape)}; it must be {wanted}")
-    # The compiled pass takes arrays that could be written; those that came in a message cannot.
+    # The compiled pass needs writable arrays; those of a message are read-only.
     return np.require(array, requirements=["C", "A", "W"])
 
 
@@ -422,7 +423,7 @@ def _ids(inputs: HostedInputs, name: str, count: int | None, num_classes: int) -
 
 
 def _retired_runs(inputs: HostedInputs) -> Ids:
-    """[R, 2]; those of an odd number, or that do not rise, are refused."""
+    """Return the runs [R, 2]. Raises InvalidRows for an odd number of bounds."""
     if "retired_runs" not in inputs.arrays:
         return np.empty((0, 2), np.int64)
     bounds = _array(inputs, "retired_runs", np.int64, (None,))

@@ -1,7 +1,7 @@
-"""Which of a head's classes live: new ones come and old ones go while it trains, and the table stays as it is.
+"""Active and retired classes of a head: classes come and go while it trains, and the table stays the same.
 
-A head has ``num_classes`` rows; the retired ones take no part until their ids are given out again. Selections know only
-the living ones, numbered 0 … L − 1 in rising order of their ids, so what they choose is a function of (labels, seed,
+A head has ``num_classes`` rows; retired classes take no part until their ids are given out again. Selections know only
+the living ones, numbered 0 … L − 1 in ascending order of their ids, so their choice is a function of (labels, seed,
 step, retired classes) alone. Numpy only: shards use it beside their rows.
 
 Legend: C classes (rows), L living ones, R runs of consecutive retired ids, N ids of a call.
@@ -24,15 +24,16 @@ _NONE = np.empty((0, 2), np.int64)
 
 
 class LiveClasses:
-    """The classes of a table of C rows that are not retired. Immutable; memory O(R), time O(log R) an id.
+    """Classes of a table of C rows that are not retired. Immutable; memory O(R), time O(log R) an id.
 
-    Attributes: ``num_classes`` (C); ``retired_runs`` int64 [R, 2] of (first, last + 1), rising, with a living class
-    between any two; ``jumps`` int64 [R], the number of the first living class behind each run; ``retired_before``
-    int64 [R + 1], how many are retired before it; ``num_living`` (L); ``are_all``: whether no class is retired.
+    Attributes: ``num_classes`` (C); ``retired_runs`` int64 [R, 2] of (first, last + 1), ascending, with a living class
+    between any two; ``jumps`` int64 [R], the number of the first living class after each run; ``retired_before`` int64
+    [R + 1], the retired classes before each run, and in all; ``num_living`` (L); ``are_all``: whether no class is
+    retired.
     """
 
     def __init__(self, num_classes: int, retired_runs: Any = _NONE) -> None:
-        """Raises InvalidArgument unless the runs are as above and leave a class alive."""
+        """Raise InvalidArgument unless the runs are as above and leave a living class."""
         try:
             runs = np.array(retired_runs, np.int64).reshape(-1, 2)
         except (ValueError, TypeError, OverflowError) as exc:
@@ -55,7 +56,7 @@ class LiveClasses:
 
     @staticmethod
     def first(num_classes: int, num_living: int | None) -> LiveClasses:
-        """The first ``num_living`` (None: all) of ``num_classes``. Raises InvalidArgument."""
+        """Return the first ``num_living`` (None: all) of ``num_classes``. Raises InvalidArgument."""
         if num_living is None or num_living == num_classes:
             return LiveClasses(num_classes)
         if isinstance(num_living, bool) or not isinstance(num_living, int) or not 1 <= num_living <= num_classes:
@@ -66,7 +67,7 @@ class LiveClasses:
         return LiveClasses(num_classes, [[num_living, num_classes]])
 
     def between(self, first: int, stop: int) -> LiveClasses:
-        """The living classes numbered [first, stop), in the same table; others count as retired."""
+        """Return the living classes numbered [first, stop), in the same table; others count as retired."""
         lowest, highest = self.ids(np.array([first, stop - 1], np.int64)).tolist()
         starts = self.retired_runs[:, 0]
         inside = self.retired_runs[(starts > lowest) & (starts < highest)].tolist()
@@ -75,30 +76,30 @@ class LiveClasses:
 
     @property
     def fingerprint(self) -> int:
-        """Equal for equal sets of living classes; 0 if all live."""
+        """Hash of the set of living classes; 0 if all live."""
         return 0 if self.are_all else xxhash.xxh3_64_intdigest(self.retired_runs.tobytes()) >> 2 | 1
 
     @cached_property
     def all_ids(self) -> Ids:
-        """Ids [L] of the living classes, rising. Held: 8 · L bytes."""
+        """Ids [L] of the living classes, ascending. Cached: 8 · L bytes."""
         return self.ids(np.arange(self.num_living, dtype=np.int64))
 
     def ids(self, numbers: Ids) -> Ids:
-        """Ids [N] of the living classes with these numbers [N]."""
+        """Return the ids [N] of the living classes with these numbers [N]."""
         return numbers + self.retired_before[np.searchsorted(self.jumps, numbers, side="right")]
 
     def numbers(self, ids: Ids) -> Ids:
-        """Numbers [N] of living class ids [N]."""
+        """Return the numbers [N] of living class ids [N]."""
         return ids - self.retired_before[np.searchsorted(self.retired_runs[:, 0], ids, side="right")]
 
     def num_below(self, class_id: int) -> int:
-        """How many living classes have ids below ``class_id``."""
+        """Return the number of living classes with ids below ``class_id``."""
         runs = int(np.searchsorted(self.retired_runs[:, 0], class_id))
         last_stop = int(self.retired_runs[runs - 1, 1]) if runs else 0
         return class_id - int(self.retired_before[runs]) + max(0, last_stop - class_id)
 
     def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        """Which of the class ids [N] live."""
+        """Return whether each of the class ids [N] is living."""
         runs = np.searchsorted(self.retired_runs[:, 0], ids, side="right")
         last_stop = np.concatenate([[0], self.retired_runs[:, 1]])
         held: npt.NDArray[np.bool_] = ids >= last_stop[runs]
@@ -114,7 +115,9 @@ class LiveClasses:
         return ids
 
     def free_ids(self, count: int) -> Ids:
-        """The lowest ``count`` ids that do not live, rising. Raises InvalidArgument if there are fewer."""
+        """Return the lowest ``count`` ids without a living class, ascending. Raises InvalidArgument if there are
+        fewer.
+        """
         free = self.num_classes - self.num_living
         if count > free:
             raise InvalidArgument(
@@ -125,16 +128,18 @@ class LiveClasses:
         return others.ids(np.arange(count, dtype=np.int64))
 
     def with_added(self, ids: Ids) -> LiveClasses:
-        """The same and the retired ``ids``, which are distinct."""
+        """Return these classes together with the retired ``ids``, which are distinct."""
         living = _joined(_complement(self.retired_runs, self.num_classes), ids)
         return LiveClasses(self.num_classes, _complement(living, self.num_classes))
 
     def without(self, ids: Ids) -> LiveClasses:
-        """The same without the living ``ids``, which are distinct. Raises InvalidArgument if none would be left."""
+        """Return these classes without the living ``ids``, which are distinct. Raises InvalidArgument if none would be
+        left.
+        """
         return LiveClasses(self.num_classes, _joined(self.retired_runs, ids))
 
     def select(self, select: Selection, labels: Ids, step: int) -> ActiveClasses:
-        """The active classes that ``select`` chooses of the living ones, for living labels [B]."""
+        """Return the active classes of ``select`` among the living ones, for living labels [B]."""
         if self.are_all:
             return select.select(labels, self.num_classes, step)
         chosen = select.select(self.numbers(labels), self.num_living, step)
@@ -142,7 +147,7 @@ class LiveClasses:
 
 
 def _joined(runs: Ids, ids: Ids) -> Ids:
-    """Runs [R, 2] and single ids outside them, as runs."""
+    """Return runs [R, 2] and single ids outside them, as runs."""
     starts, stops = np.concatenate([runs[:, 0], ids]), np.concatenate([runs[:, 1], ids + 1])
     order = np.argsort(starts)
     starts, stops = starts[order], stops[order]

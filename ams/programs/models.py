@@ -1,6 +1,6 @@
-"""The hosted models that Geartrain's shards are given, whoever starts them: ``ams`` itself knows none.
+"""Registry of the hosted models of Geartrain's shards; the rest of ``ams`` knows none.
 
-Whatever is named here is imported by every shard process: no torch.
+Every shard process imports the modules named here: no torch.
 """
 
 from __future__ import annotations
@@ -10,5 +10,5 @@ from geartrain.ams.programs.hosted import HostedModels
 
 
 def hosted_models() -> HostedModels:
-    """The models of a shard, by the names that heads and embeddings ask for."""
+    """Return the models of a shard, by their names in requests of heads and embeddings."""
     return {class_head.NAME: class_head.ClassHeadModel(), bag_pooling.NAME: bag_pooling.BagPoolingModel()}

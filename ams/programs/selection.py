@@ -1,7 +1,7 @@
-"""Which classes take part in a step: all of them, or the positives and a random part (PLSC, section 2.2; partial FC).
+"""Selections of the active classes of a step: all, or positives with a random part (PLSC, section 2.2; partial FC).
 
-A selection is a function of (labels, num_classes, step) alone, so every rank and every place that knows the labels of
-the whole batch finds the same active classes, and a resumed run goes on with the same ones.
+A selection is a function of (labels, num_classes, step) alone, so every rank and every process with the labels of the
+whole batch finds the same active classes, and a resumed run continues with the same ones.
 
 Legend: A active classes, B labels. Class ids are int64.
 """
@@ -27,26 +27,26 @@ _HASH_BITS = 16
 
 @dataclass(frozen=True)
 class ActiveClasses:
-    """The classes of one step, in rising order of their ids; position p of A is the p-th of them."""
+    """Active classes of one step, ascending by id; position p of A is the p-th of them."""
 
     num: int
-    """A."""
+    """Number A of classes."""
     sorted_ids: Ids | None = None
-    """[A] rising; None: the classes 0 … A − 1, for which no array is held."""
+    """[A] ascending; None: the classes 0 … A − 1, without an array."""
 
     @property
     def ids(self) -> Ids:
-        """Class ids [A], rising."""
+        """Class ids [A], ascending."""
         return self.range(0, self.num)
 
     def range(self, start: int, stop: int) -> Ids:
-        """Class ids at positions ``start`` … ``stop`` − 1, rising."""
+        """Return class ids at positions ``start`` … ``stop`` − 1, ascending."""
         if self.sorted_ids is None:
             return np.arange(start, stop, dtype=np.int64)
         return self.sorted_ids[start:stop]
 
     def positions(self, labels_B: Ids) -> Ids:
-        """Position of each label [B]; every label must be active."""
+        """Return the position of each label [B]; every label must be active."""
         if self.sorted_ids is None:
             return labels_B
         return np.searchsorted(self.sorted_ids, labels_B).astype(np.int64, copy=False)
@@ -54,157 +54,157 @@ class ActiveClasses:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRule:
-    """A choice that every shard repeats by itself, so that no ids travel; what it is told of the selection."""
+    """Selection that every shard repeats by itself, so that no ids travel."""
 
     seed: int = 0
     settings: Mapping[str, float]
-    """Setting names and values that ``class_head.py`` knows."""
+    """Settings of ``class_head.py`` by name."""
     takes_labels: bool
-    """Whether it is a function of the labels of all ranks."""
+    """Whether it depends on the labels of all ranks."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ranking:
-    """A choice that a device repeats by itself: labels, their neighbours, the keyed permutation, up to the budget."""
+    """Selection that a device repeats by itself: labels, their neighbours, the keyed permutation, up to the budget."""
 
     seed: int
     neighbours: Any = None
-    """The ``NeighbourTable`` that comes before the permutation; None: nothing."""
+    """The ``NeighbourTable`` that comes before the permutation; None: none."""
     near: float = 1.0
-    """Part of the places that labels leave, rounded, which neighbours may have; the permutation has the others."""
+    """Share of the places beside the labels, rounded, that neighbours may take; the permutation fills the rest."""
 
 
 class Selection(ABC):
-    """Chooses the active classes of a step: what a head is given as ``select``.
+    """Rule that selects the active classes of a step: the argument ``select`` of a head.
 
-    One of your own is a frozen dataclass derived from this (ranks compare selections by their repr) that has
-    :meth:`budget` and :meth:`select`; nothing else need be there. It works wherever the rows are; with rows beside
-    which shards compute, the ids of the chosen classes travel to them.
+    A selection of your own is a frozen dataclass derived from this (ranks compare selections by their repr) with
+    :meth:`budget` and :meth:`select`; the other methods are optional. It works wherever the rows are; with rows on
+    shards that compute, the ids of the chosen classes travel to them.
     """
 
     @abstractmethod
     def budget(self, num_classes: int) -> int:
-        """How many classes are active unless the positives alone are more."""
+        """Return the number of active classes, unless the positives alone are more."""
 
     @abstractmethod
     def select(self, labels: Ids, num_classes: int, step: int) -> ActiveClasses:
-        """Active classes for the labels int64 [B] (of all ranks) at ``step``; every label is among them.
+        """Return the active classes for the labels int64 [B] (of all ranks) at ``step``; every label is among them.
 
         A function of these arguments alone, so that all ranks find the same. Classes are numbered 0 … num_classes − 1.
         """
 
     def corrects(self, margin: object) -> bool:  # noqa: ARG002
-        """Whether a head with this margin (None: none) corrects its logits: :class:`SamplingCorrection`."""
+        """Return whether a head with this margin (None: none) corrects its logits: :class:`SamplingCorrection`."""
         return False
 
     def shard_rule(self, *, corrected: bool) -> ShardRule | None:  # noqa: ARG002
-        """What a shard needs to choose by itself; None: it is told the ids, 8 bytes each."""
+        """Return the rule by which a shard selects by itself; None: the ids are sent, 8 bytes each."""
         return None
 
     def ranking(self, num_labels: int, num_classes: int) -> Ranking | None:  # noqa: ARG002
-        """What a device needs to choose by itself for so many distinct labels; None: the host chooses."""
+        """Return the rule by which a device selects for so many distinct labels; None: the host selects."""
         return None
 
     def steps_between_draws(self, num_classes: int) -> float:  # noqa: ARG002
-        """In one of how many steps a class is active by chance, where chance chooses; else 1."""
+        """Return the mean number of steps between two random selections of a class; 1 if nothing is random."""
         return 1.0
 
     def neighbours_of(self, num_classes: int) -> int:  # noqa: ARG002
-        """Neighbours that it keeps of each class, in a graph."""
+        """Return the neighbours of each class that it keeps in a graph."""
         return 0
 
     def bound(self, backend: Any) -> Selection:  # noqa: ARG002
-        """What a head uses: this, or what this makes for the rows of a
+        """Return the selection that a head uses: this, or one made for the rows of a
         :class:`~geartrain.bridge.head.backends.backend.RowBackend` (a graph of them)."""
         return self
 
     takes_sub_centers: ClassVar = True
-    """Whether it chooses right where a row holds several centers of its class: False if it compares rows."""
+    """Whether it is correct for rows with several centers of a class: False if it compares rows."""
 
     has_graph = False
-    """Whether what is below does anything. Every rank calls it alike."""
+    """Whether the methods below do anything. Every rank calls them alike."""
 
     def prepare(self) -> None:  # noqa: B027
-        """Before a training step selects."""
+        """Prepare for the selection of a training step."""
 
     def next_epoch(self) -> None:  # noqa: B027
-        """A pass over the data ends."""
+        """React to the end of a pass over the data."""
 
     def rebuild_graph(self) -> None:
         """Build the graph now. Raises InvalidArgument without one."""
         raise InvalidArgument(f"select is {self!r}, which has no graph; give the head KNNSoftmax(...)")
 
     def follow(self, living: Any, added: Ids) -> None:  # noqa: B027
-        """Go on with other living classes, of which ``added`` are new."""
+        """Continue with other living classes, of which ``added`` are new."""
 
     def cancel(self) -> None:  # noqa: B027
-        """End what goes on in the background."""
+        """Cancel background work."""
 
     def report_progress(self, progress: Callable[[int, int], None]) -> None:  # noqa: B027
         """Call ``progress(done, total)`` while a graph is built."""
 
     def state(self) -> dict[str, Any] | None:
-        """What a head's state_dict holds of it, JSON values; None: nothing."""
+        """Return its part of a head's state_dict, JSON values; None: nothing."""
         return None
 
     def resume(self, state: Mapping[str, Any] | None, living: Any) -> None:  # noqa: B027
-        """Go on from :meth:`state` (None: none was saved) with these living classes."""
+        """Continue from :meth:`state` (None: none was saved) with these living classes."""
 
     def graph_state(self) -> dict[str, Any] | None:
-        """The graph in use, of which each rank has its part; None: no graph is ever used."""
+        """Return the graph in use, of which each rank has its part; None: no graph is ever used."""
         return None
 
     def load_graph(self, state: Mapping[str, Any], own: Callable[[Any, range], Any]) -> None:  # noqa: B027
-        """Use the graph of :meth:`graph_state`; ``own`` gives some rows of its lists. Every rank calls it."""
+        """Use the graph of :meth:`graph_state`; ``own`` selects rows of its lists. Every rank calls it."""
 
     def graph_to_bytes(self) -> bytes | None:
-        """The graph in use, whole; None: there is none."""
+        """Return the whole graph in use; None: there is none."""
         return None
 
     def graph_from_bytes(self, data: bytes) -> None:  # noqa: B027
-        """Use the graph that :meth:`graph_to_bytes` returned; where none is used, nothing happens."""
+        """Use the graph of :meth:`graph_to_bytes`; without a graph do nothing."""
 
 
 @final
 @dataclass(frozen=True)
 class FullSoftmax(Selection):
-    """Every class is active."""
+    """Selection of every class."""
 
     def budget(self, num_classes: int) -> int:
-        """All of ``num_classes``."""
+        """Return ``num_classes``."""
         return num_classes
 
     def select(self, labels: Ids, num_classes: int, step: int) -> ActiveClasses:  # noqa: ARG002
-        """All of ``num_classes``; O(1)."""
+        """Return all of ``num_classes``; O(1)."""
         return ActiveClasses(num_classes)
 
     def shard_rule(self, *, corrected: bool) -> ShardRule:  # noqa: ARG002
-        """Every class of the shard."""
+        """Return the rule of every class of the shard."""
         return ShardRule(settings={}, takes_labels=False)
 
     def ranking(self, num_labels: int, num_classes: int) -> Ranking:  # noqa: ARG002
-        """All of them: the budget says so."""
+        """Return the rule of all classes: the budget is their number."""
         return Ranking(seed=0)
 
 
 @final
 @dataclass(frozen=True)
 class PartialFC(Selection):
-    """The distinct labels, filled up with random other classes to round(sample_rate · num_classes), or ``min_active``.
+    """Selection of the distinct labels and random other classes, round(sample_rate · num_classes), or ``min_active``.
 
     Positives are always kept: if they alone are more than the budget they enlarge it. The others are the first of the
     keyed permutation of (seed, step), hence O(active) work; nothing is drawn per class.
     """
 
     sample_rate: float = 0.1
-    """Part of the classes that is active, in (0, 1]."""
+    """Share of the classes that is active, in (0, 1]."""
     seed: int = 0
     """Key of the sampling, with the step; an unsigned 64-bit integer."""
     corrected: bool | None = None
-    """Whether the sampled negatives count as often as they stand for others (:class:`SamplingCorrection`). None: where
-    the head has no margin, for then its loss is meant to be that over all classes."""
+    """Whether each sampled negative is weighted by the number of classes it stands for (:class:`SamplingCorrection`).
+    None: where the head has no margin, as its loss is then meant to be that over all classes."""
     min_active: int = 0
-    """Never fewer active classes than these: up to so many living ones it is the full softmax."""
+    """Fewest active classes: up to this number of living ones it is the full softmax."""
 
     def __post_init__(self) -> None:
         if self.corrected is not None:
@@ -215,50 +215,49 @@ class PartialFC(Selection):
         integer("min_active", self.min_active, 0)
 
     def budget(self, num_classes: int) -> int:
-        """round(sample_rate · num_classes), at least ``min_active`` and 1, at most all."""
+        """Return round(sample_rate · num_classes), at least ``min_active`` and 1, at most all."""
         return min(num_classes, max(1, self.min_active, round(self.sample_rate * num_classes)))
 
     def select(self, labels: Ids, num_classes: int, step: int) -> ActiveClasses:
-        """Positives and fill-up for the labels [B]; O(active log active)."""
+        """Return positives and sampled classes for the labels [B]; O(active log active)."""
         return positives_and_sample(labels, num_classes, self.budget(num_classes), self.seed, step)
 
     def corrects(self, margin: object) -> bool:
-        """As ``corrected`` says."""
+        """Return ``corrected``; by default whether there is no margin."""
         return margin is None if self.corrected is None else self.corrected
 
     def shard_rule(self, *, corrected: bool) -> ShardRule:
-        """The sampling is a function of labels, seed and step."""
+        """Return the rule of the sampling, a function of labels, seed and step."""
         settings = {"sample_rate": self.sample_rate, "corrected": float(corrected)}
         settings["min_active"] = float(self.min_active)
         return ShardRule(seed=self.seed, settings=settings, takes_labels=True)
 
     def steps_between_draws(self, num_classes: int) -> float:
-        """num_classes / budget."""
+        """Return num_classes / budget."""
         return num_classes / self.budget(num_classes)
 
     def ranking(self, num_labels: int, num_classes: int) -> Ranking:  # noqa: ARG002
-        """Labels, then the permutation."""
+        """Return the rule of labels, then the permutation."""
         return Ranking(self.seed)
 
 
 @dataclass(frozen=True)
 class SamplingCorrection:
-    """What makes a softmax over sampled classes one over all of them: −log q is added to the logit of each sampled one.
+    """Correction of a softmax over sampled classes to one over all: −log q is added to the logit of each sampled one.
 
-    q = (A − P) / (L − P) is the probability with which one of the L living classes that is none of the P distinct
-    labels is among the A active ones. Labels always are, and stay as they are. (Sampled softmax: Jean et al. 2015,
-    section 3; Bengio and Senécal 2008.) The sums of exponentials are then right on average; their logarithm is so but
-    for a bias that shrinks with 1 / A.
+    q = (A − P) / (L − P) is the probability that one of the L living classes outside the P distinct labels is among the
+    A active ones. Labels always are, and are not corrected. (Sampled softmax: Jean et al. 2015, section 3; Bengio and
+    Senécal 2008.) The sums of exponentials are then unbiased; their logarithm has a bias that shrinks with 1 / A.
     """
 
     log2_weight: float
     """−log2 q."""
     positives: Ids
-    """Ids [P] of the distinct labels, rising."""
+    """Ids [P] of the distinct labels, ascending."""
 
     @staticmethod
     def of(labels: Ids, num_active: int, num_living: int) -> SamplingCorrection | None:
-        """For the labels [B] of the whole batch; None where nothing was sampled."""
+        """Return the correction for the labels [B] of the whole batch; None if nothing was sampled."""
         positives = np.unique(labels)
         num_positive = len(positives)
         if not num_positive < num_active < num_living:
@@ -266,14 +265,16 @@ class SamplingCorrection:
         return SamplingCorrection(math.log2((num_living - num_positive) / (num_active - num_positive)), positives)
 
     def offsets_at(self, positions: Ids, num: int) -> npt.NDArray[np.float32]:
-        """What is added to the logits, to base 2, of ``num`` active classes, whose positives are at ``positions``."""
+        """Return the offsets of the logits, to base 2, of ``num`` active classes with positives at ``positions``."""
         offsets = np.full(num, self.log2_weight, np.float32)
         offsets[positions] = 0.0
         return offsets
 
 
 def positives_and_sample(labels: Ids, num_classes: int, budget: int, seed: int, step: int) -> ActiveClasses:
-    """The distinct labels, filled up to ``budget`` with the first others of the keyed permutation of (seed, step)."""
+    """Return the distinct labels, filled up to ``budget`` with the first others of the keyed permutation of (seed,
+    step).
+    """
     positives = np.unique(labels)
     budget = max(budget, len(positives))
     if budget >= num_classes:
@@ -287,7 +288,7 @@ def positives_and_sample(labels: Ids, num_classes: int, budget: int, seed: int, 
 
 
 def is_member(ids: Ids, few: Ids) -> npt.NDArray[np.bool_]:
-    """Which of ``ids`` are in the short sorted array ``few``: a small hash set rules out nearly all of them first."""
+    """Return whether each of ``ids`` is in the short sorted array ``few``, prefiltered by a small hash set."""
     mask = (1 << _HASH_BITS) - 1
     table = np.zeros(mask + 1, dtype=np.bool_)
     table[few & mask] = True

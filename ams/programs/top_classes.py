@@ -1,4 +1,4 @@
-"""The best classes of some features among the rows of a shard: how a head predicts beside its rows.
+"""Best classes of features among the rows of a shard: prediction of a head beside its rows.
 
 Cost on a shard that owns C' classes, for B samples of width D: 2·B·C'·D operations; memory PARTS·B·(k + a chunk's rows)
 numbers. Legend: B samples, D width, N rows of a chunk, k answers.
@@ -21,7 +21,7 @@ from geartrain.ams.values.shard_messages import Arrays
 from geartrain.ams.values.specs import Ids
 
 MOST_ANSWERS = 1 << 22
-"""B·k of one call."""
+"""Most answers B·k of one call."""
 
 Best = tuple[Float32, Ids]
 """Scores and class ids [B, k'], best first."""
@@ -29,18 +29,20 @@ Best = tuple[Float32, Ids]
 
 @dataclass(frozen=True, eq=False)
 class SearchedRows:
-    """Rows of N classes, of which the exact best are found by codes of one byte a column."""
+    """Rows of N classes for an exact search by codes of one byte a column."""
 
     rows_SD: Float32
-    """S = N · centers."""
+    """[S, D], S = N · centers."""
     panels: npt.NDArray[np.uint8]
     ids: Ids
-    """Of the classes [N]."""
+    """Ids of the classes [N]."""
     centers: int
 
     @classmethod
     def of(cls, rows_SD: Float32, ids: Ids, centers: int = 1, *, normalised: bool, threads: int) -> SearchedRows:
-        """Take over ``rows_SD``, which get unit length in place if ``normalised``. Raises NonFinite, naming a class."""
+        """Return an index that owns ``rows_SD``, normalised in place if ``normalised``. Raises NonFinite, naming a
+        class.
+        """
         if normalised:
             make_unit_rows(rows_SD, threads=threads)
         panels = make_panels(rows_SD, threads=threads)
@@ -50,7 +52,7 @@ class SearchedRows:
         return cls(rows_SD, panels, ids, centers)
 
     def best(self, features_BD: Float32, k: int, *, threads: int) -> Best:
-        """The best classes of finite features."""
+        """Return the best classes of finite features."""
         scores, numbers = best_classes(self.rows_SD, self.panels, features_BD, k, centers=self.centers, threads=threads)
         return scores, self.ids[numbers]
 
@@ -66,10 +68,11 @@ def top_classes(
     chunks: Sequence[tuple[int, int]],
     parts: int,
 ) -> Arrays:
-    """``scores`` float32, ``ids`` int64 [B, k'] of the best living classes here, best first, k' = min(k, those here).
+    """Return ``scores`` float32, ``ids`` int64 [B, k'] of the best living classes here, best first, k' = min(k, those
+    here).
 
     The score of a class is the largest of its ``centers``, which lie one after the other in its row [``centers`` · D].
-    ``chunks`` of the owned rows are worked on in ``parts``, side by side. Raises InvalidArgument for an impossible k.
+    ``chunks`` of the owned rows are processed in ``parts``, in parallel. Raises InvalidArgument for an impossible k.
     """
     size = len(features_BD)
     if k < 1 or k * size > MOST_ANSWERS:
@@ -92,7 +95,7 @@ def top_classes(
 
 
 def best_of(several: Sequence[Best], k: int) -> Best:
-    """The ``k`` best of each sample among several, best first; of equals the first one."""
+    """Return the ``k`` best of each sample among several, best first; of equals the first one."""
     scores_BN = np.concatenate([scores for scores, _ in several], axis=1)
     ids_BN = np.concatenate([ids for _, ids in several], axis=1)
     if scores_BN.shape[1] > k:
