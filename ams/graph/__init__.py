@@ -1,1 +1,1 @@
-"""Tables of nearest neighbours among the classes: what a KNN softmax chooses its active classes from."""
+"""Graphs of nearest neighbours among the classes, from which a KNN softmax selects its active classes."""

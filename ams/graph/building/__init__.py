@@ -1,1 +1,1 @@
-"""Builds the exact table of nearest neighbours of class rows."""
+"""Building of the exact table of nearest neighbours of class rows."""

@@ -1,8 +1,9 @@
-"""From candidates to exact neighbours: exact scores, the acceptance test, and rows that are redone.
+"""Exact neighbours from candidates: exact scores, the acceptance test, and recomputation of rejected rows.
 
-A row is accepted if its k-th exact score is above the floor of its recall plus the error bound: whatever the recall
-left out has a lower exact score. Otherwise its recall is redone in float32, whose bound is small; and if that does not
-decide (near ties, copies of one row), its exact scores with every row are made: 2 · C · D operations for all copies.
+A row is accepted if its k-th exact score is above the floor of its recall plus the error bound: every class that the
+recall left out then has a lower exact score. Otherwise its recall is repeated in float32, whose bound is small; if that
+does not decide (near ties, copies of one row), its exact scores with every row are computed: 2 · C · D operations for
+all copies.
 
 Legend: M rows of a part, C classes, D width, W candidates a row may have, k neighbours.
 """
@@ -23,20 +24,20 @@ from geartrain.ams.kernels import neighbours as ops
 _STRIP_ROWS = 8192
 _EXACT_ROWS = 256
 _SLACK = 1e-9
-"""Beyond the bound of the recall, for the rounding of the exact scores: at most D · 2^-53 each."""
+"""Margin added to the recall's bound, for the rounding of the exact scores: at most D · 2^-53 each."""
 
 Lists = npt.NDArray[np.int32]
 Places = npt.NDArray[np.int64]
 
 
 class ExactScores(Protocol):
-    """Makes the exact scores of unit rows [M, D] with candidates [M, W], to the bit those of ``ops.exact_scores``."""
+    """Exact scores of unit rows [M, D] with candidates [M, W], bit-identical to ``ops.exact_scores``."""
 
     def add(self, others: Floats, first: int) -> None:
-        """Unit rows of classes ``first`` …, among which candidates may be."""
+        """Add unit rows of classes ``first`` …, among which candidates may be."""
 
     def result(self) -> npt.NDArray[np.float64]:
-        """[M, W], once every class was added."""
+        """Return the scores [M, W], once every class was added."""
 
 
 class _ScoresOfCores:
@@ -53,7 +54,7 @@ class _ScoresOfCores:
 
 
 class Refiner:
-    """Makes the lists of a part of the rows."""
+    """Neighbour lists of a part of the rows."""
 
     def __init__(
         self,
@@ -64,8 +65,8 @@ class Refiner:
         check: Callable[[], None],
         begin_scores: Callable[[Floats, Candidates], ExactScores] | None = None,
     ) -> None:
-        """``check`` is called now and then and may raise to end the work. 1 <= k < C. ``begin_scores``: who makes exact
-        scores; None: the cores."""
+        """``check`` is called from time to time and may raise to end the work. 1 <= k < C. ``begin_scores`` returns the
+        engine of exact scores; None: the cores."""
         self._blocks, self._k, self._threads, self._check = blocks, k, num_threads, check
         self._begin_scores = begin_scores or (lambda rows, found: _ScoresOfCores(rows, found, num_threads))
 
@@ -83,9 +84,9 @@ class Refiner:
             self._redo_exactly(rows, first, rejected, lists)
 
     def _rank(self, rows: Floats, found: Candidates, error_bound: float, lists: Lists) -> Places:
-        """Write the best of the candidates; return the places [.] of rows that are not certain."""
+        """Write the best candidates; return the places [.] of uncertain rows."""
         certain = np.empty(len(rows), np.bool_)
-        # Rows that are read again are read once for all; rows in memory are cheap to visit by strips.
+        # Rows outside memory are reread once for all strips; rows in memory are cheap to visit strip by strip.
         strip = _STRIP_ROWS if self._blocks.held else len(rows)
         for start in range(0, len(rows), max(strip, 1)):
             at = slice(start, start + strip)
@@ -100,20 +101,20 @@ class Refiner:
         return np.flatnonzero(~certain)
 
     def _others(self) -> Iterator[tuple[int, Floats]]:
-        """(first class, unit rows) of blocks that cover all classes."""
+        """Yield (first class, unit rows) of blocks that cover all classes."""
         if self._blocks.held:
             yield 0, self._blocks.read(0, self._blocks.num_rows)
         else:
             yield from self._blocks_of_others()
 
     def _blocks_of_others(self) -> Iterator[tuple[int, Floats]]:
-        """As :meth:`_others`, never many at once: for work that takes long enough to be cancelled in its middle."""
+        """Yield small blocks as :meth:`_others`: for long work that must be cancellable."""
         for start, stop in self._blocks.ranges():
             self._check()
             yield start, self._blocks.read(start, stop)
 
     def _redo_in_float32(self, rows: Floats, first: int, places: Places, core: CoreProducts, lists: Lists) -> Places:
-        """Recall rows again with the engine of the small bound; return the places still not certain."""
+        """Recall rows again with the engine of the small bound; return the places that stay uncertain."""
         keep = min(core.keep(self._k), self._blocks.num_rows)
         uncertain = [np.empty(0, np.int64)]
         for start in range(0, len(places), _STRIP_ROWS):
@@ -130,7 +131,9 @@ class Refiner:
         return np.concatenate(uncertain)
 
     def _redo_exactly(self, rows: Floats, first: int, places: Places, lists: Lists) -> None:
-        """Make the exact scores of rows with all others; copies of one row, which tie everywhere, are one work."""
+        """Compute the exact scores of rows with all others; copies of one row, which tie everywhere, are computed
+        once.
+        """
         kinds, kind_of = _kinds(rows, places)
         by_kind = places[np.argsort(kind_of, kind="stable")]
         ends = np.cumsum(np.bincount(kind_of, minlength=len(kinds)))
@@ -142,7 +145,7 @@ class Refiner:
                     lists[some] = _without(ids, first + some)
 
     def _best_of_all(self, rows: Floats) -> Lists:
-        """The k + 1 classes [M, k + 1] of best exact scores with rows [M, D], themselves included."""
+        """Return the k + 1 classes [M, k + 1] of best exact scores with rows [M, D], themselves included."""
         nobody, counts = np.full(len(rows), -1, np.int32), np.zeros(len(rows), np.int32)
         ids, scores = np.zeros((len(rows), self._k + 1), np.int32), np.zeros((len(rows), self._k + 1), np.float64)
         for first_other, others in self._blocks_of_others():
@@ -160,7 +163,7 @@ def _are_zero(rows: Floats, places: Places) -> npt.NDArray[np.bool_]:
 
 
 def _kinds(rows: Floats, places: Places) -> tuple[Places, Places]:
-    """Places of rows that differ in their bits, and for each of ``places`` which of them it is a copy of."""
+    """Return the places of rows with distinct bits, and for each of ``places`` the index of the one it equals."""
     seen: dict[bytes, int] = {}
     kinds: list[int] = []
     kind_of = np.empty(len(places), np.int64)
@@ -174,7 +177,7 @@ def _kinds(rows: Floats, places: Places) -> tuple[Places, Places]:
 
 
 def _without(ids: npt.NDArray[np.int32], class_ids: Places) -> Lists:
-    """For each class [M] the first k of ``ids`` [k + 1] that are not itself: [M, k]."""
+    """Return for each class [M] the first k of ``ids`` [k + 1] that are not itself: [M, k]."""
     kept = ids != class_ids[:, None]
     kept[kept.all(axis=1), -1] = False
     others: Lists = np.broadcast_to(ids, kept.shape)[kept].reshape(len(class_ids), -1)
@@ -182,7 +185,7 @@ def _without(ids: npt.NDArray[np.int32], class_ids: Places) -> Lists:
 
 
 def _first_others(class_id: int, k: int) -> npt.NDArray[np.int32]:
-    """The k lowest ids but this one: the neighbours of a row of zeros, whose cosine with every class is 0."""
+    """Return the k lowest other ids: the neighbours of a row of zeros, whose cosine with every class is 0."""
     ids: npt.NDArray[np.int32] = np.arange(k + 1, dtype=np.int32)
     others: npt.NDArray[np.int32] = ids[ids != class_id][:k]
     return others

@@ -1,12 +1,12 @@
-"""Building the exact table of nearest neighbours: recall by fast products, accepted by their error bound or redone.
+"""Builder of the exact table of nearest neighbours: fast recall, then acceptance by error bound or recomputation.
 
-A row's neighbours are the k other classes of largest cosine, ties by rising class id, where a cosine is the exact
+A row's neighbours are the k other classes of largest cosine, ties by ascending class id, where a cosine is the exact
 product of the float32 unit rows, summed in double in a fixed order. The table depends on the rows and k alone: not on
-threads, blocks, memory, engine or instruction set. Seed: the 100-million-class paper, section 3.2.2; the acceptance
-test is what makes its recall of k' > k exact.
+threads, blocks, memory, engine or instruction set. Source: the 100-million-class paper, section 3.2.2; the acceptance
+test makes its recall of k' > k exact.
 
-Cost: C² · D operations (each pair once) while the running best of all rows fits into memory, up to twice that else;
-rows that are redone cost 2 · C · D each, in double where exact ties (copies of one row) leave no other way.
+Cost: C² · D operations (each pair once) while the running best of all rows fits into memory, else up to twice that;
+recomputed rows cost 2 · C · D each, in double where exact ties (copies of one row) leave no other way.
 
 Legend: C classes, D width, k neighbours, K = k' candidates.
 """
@@ -32,7 +32,7 @@ from geartrain.ams.values.errors import Cancelled, InvalidArgument
 
 DEFAULT_MEMORY_BYTES = 8 << 30
 SAVE_SECONDS = 30.0
-"""How often a part that is at work is saved to the resume folder."""
+"""Interval at which a part under way is saved to the resume folder."""
 _BLOCK_ROWS = 8192
 _FEWEST_ROWS = 64
 _BLOCKS_AT_ONCE = 4
@@ -42,17 +42,17 @@ OnPairs = Callable[[int, int], None]
 
 @dataclass(frozen=True, eq=False)
 class Built:
-    """A table of neighbours and how it came about."""
+    """Table of neighbours with its origin."""
 
     table: NeighbourTable
     fingerprint: str
-    """XXH3 of the unit rows that were read first."""
+    """XXH3 of the unit rows of the first read."""
     resumed_pairs: int
-    """Pairs of rows that were not compared, for the folder had them."""
+    """Pairs of rows that were saved in the folder, and not compared again."""
 
 
 def build_neighbours(source: RowSource, k: int, **settings: Any) -> NeighbourTable:
-    """The table of :func:`build_graph`, with the same settings."""
+    """Return the table of :func:`build_graph`, with the same settings."""
     return build_graph(source, k, **settings).table
 
 
@@ -70,21 +70,21 @@ def build_graph(
     """Build the exact table of the k nearest neighbours of every row by cosine.
 
     Args:
-        source: The rows; read once if they fit, else once more for each part. Rows that change meanwhile are allowed:
-            held ones are those of one pass; of others each list is of k classes whose cosines were exact for the rows
-            as they were last read, a mixture of row versions.
+        source: The rows; read once if they fit, else once more for each part. Rows may change meanwhile:
+            if they fit, the graph is of one pass; else each list has k classes whose cosines were exact for the rows
+            as last read, a mixture of row versions.
         k: Neighbours a class, at least 1; a class has min(k, C - 1). A row of zeros has cosine 0 with every other.
         products: The engine of the recall; None: float32 on ``num_threads`` cores. Any engine gives the same table.
         num_threads: None: all cores this process may use.
         memory_bytes: For rows and running best, beside the table itself: 4·D + 2·16·K bytes a row hold everything at
             once. With less the table is built in parts, and with less still the rows are read again for each part.
-        progress: Called as (pairs of rows compared, pairs in all) after each block; what a resume found counts.
-        cancelled: Asked after each block; true ends the build.
-        resume: A folder in which the build is kept every 30 s, fsynced, and taken up again after a kill. Parts of other
-            rows (by fingerprint), another k, engine or partition are passed over. It is never emptied.
+        progress: Called as (compared pairs of rows, all pairs) after each block; resumed pairs count.
+        cancelled: Called after each block; true ends the build.
+        resume: Folder to which the build is saved every 30 s, fsynced, and from which it resumes after a kill. Parts
+            of other rows (by fingerprint), another k, engine or partition are ignored. It is never emptied.
 
     Returns:
-        The table, with ids of int32, and what it was made of.
+        The table, with ids of int32, and its origin.
 
     Raises:
         InvalidArgument: k < 1, no rows, or too little memory (names the least).
@@ -129,7 +129,7 @@ class _Plan:
     @classmethod
     def of(cls, source: RowSource, k: int, engine: BlockProducts, memory_bytes: int, *, saves: bool) -> _Plan:
         num_rows, row_bytes = source.num_rows, 4 * source.dim
-        # All of a small table: then nothing is left out, and nothing is to be proved.
+        # All of a small table: then nothing is left out, and there is nothing to prove.
         keep = min(max(engine.keep(k), k), num_rows)
         # A saved state is in memory twice; exact scores and lists of a block of rows come on top.
         state_bytes = engine.row_bytes(keep) * (2 if saves else 1) + 16 * keep
@@ -156,11 +156,11 @@ class _Plan:
             yield start, min(start + self.part_rows, self.num_rows)
 
     def pairs(self) -> int:
-        """How many pairs of rows are compared."""
+        """Return the number of pairs of rows to compare."""
         return sum(_pairs_of(stop - start, self.num_rows) for start, stop in self.parts())
 
     def facts(self, blocks: UnitBlocks, k: int, engine: BlockProducts) -> dict[str, Any]:
-        """What a saved part must agree with."""
+        """Return the facts that a saved part must match."""
         sizes = {"rows": self.num_rows, "dim": blocks.dim, "k": k, "keep": self.keep}
         partition = {"part_rows": self.part_rows, "block_rows": self.block_rows}
         return {"fingerprint": blocks.fingerprint, "engine": engine.name, **sizes, **partition}
@@ -171,7 +171,7 @@ def _pairs_of(part_rows: int, num_rows: int) -> int:
 
 
 class _Watch:
-    """Counts what is done; asks whether to go on."""
+    """Progress of a build, and check for cancellation."""
 
     def __init__(self, plan: _Plan, progress: OnPairs | None, cancelled: Callable[[], bool]) -> None:
         self._done, self._all = 0, plan.pairs()
@@ -185,7 +185,7 @@ class _Watch:
             self._progress(self._done, self._all)
 
     def finish(self) -> None:
-        """All is done: not before the last lists are made, which takes a while."""
+        """Report completion, once the last lists are made, which takes a while."""
         if self._progress is not None:
             self._progress(self._all, self._all)
 
@@ -196,7 +196,7 @@ class _Watch:
 
 @dataclass(frozen=True)
 class _Step:
-    """One comparison of blocks, for the part that holds at least the first of them."""
+    """Comparison of two blocks, for the part that holds at least the first of them."""
 
     a: tuple[int, int]
     b: tuple[int, int]
@@ -218,7 +218,7 @@ class _Build:
     folder: PartFolder | None = None
 
     def run(self) -> npt.NDArray[np.int32]:
-        """Lists [C, k] of all parts."""
+        """Return the lists [C, k] of all parts."""
         lists = np.empty((self.plan.num_rows, self.k), np.int32)
         for part, (start, stop) in enumerate(self.plan.parts()):
             kept = None if self.folder is None else self.folder.finished(part)
@@ -254,7 +254,7 @@ class _Build:
         refiner.finish(rows, start, recall.candidates(), bound, lists)
 
     def _saving(self) -> PartFolder | None:
-        """The folder, unless rows have changed: what follows is not of the rows by which it would be found again."""
+        """Return the folder, unless rows have changed: the results no longer match the fingerprint."""
         return None if self.blocks.changed else self.folder
 
     def _take_up(self, part: int, recall: Recall) -> int:
@@ -265,7 +265,7 @@ class _Build:
         return found[0]
 
     def _steps(self, start: int, stop: int) -> Iterator[_Step]:
-        """Each pair of blocks of the part once, then every block of the part with those outside."""
+        """Yield each pair of blocks of the part once, then every block of the part with those outside."""
         inside = [(at, min(at + self.plan.block_rows, stop)) for at in range(start, stop, self.plan.block_rows)]
         for i, a in enumerate(inside):
             for b in inside[i:]:

@@ -1,4 +1,4 @@
-"""The nearest neighbours of every class, and the active classes that they give for a batch.
+"""Table of the nearest neighbours of every class, and the selection of a batch's active classes from it.
 
 Legend: C classes, E entries of all lists, k neighbours wanted, B labels.
 """
@@ -20,31 +20,33 @@ NeighbourIds = npt.NDArray[np.int64 | np.int32]
 
 
 def id_dtype(num_classes: int) -> type[np.int32] | type[np.int64]:
-    """The narrower dtype that holds every class id of a table."""
+    """Return the narrower dtype that holds every class id of a table."""
     return np.int32 if num_classes <= 2**31 else np.int64
 
 
 @dataclass(frozen=True, eq=False)
 class NeighbourTable:
-    """Lists of neighbours, best first, one behind the other (CSR). The arrays are not to be changed. Thread-safe.
+    """Lists of neighbours, best first, one after the other (CSR). The arrays are read-only. Thread-safe.
 
     Memory: 8 · (C + 1) bytes of offsets and 4 (from 2**31 classes on: 8) · E of neighbours, E = C · min(k, C - 1).
     """
 
     offsets: npt.NDArray[np.int64]
-    """int64 [C + 1], from 0 rising to E."""
+    """int64 [C + 1], ascending from 0 to E."""
     neighbours: NeighbourIds
     """[E] class ids, best first; the class itself is in no list."""
     k: int
-    """Wanted neighbours of a class; each has min(k, C - 1)."""
+    """Requested neighbours of a class; each has min(k, C - 1)."""
     first: int = 0
     """Class of the first list."""
     total: int | None = None
-    """C, if the lists are those of some classes only: ``first`` and those after it; None: of all."""
+    """Number C of classes if the lists are those of ``first`` and some after it; None: of all."""
 
     @staticmethod
     def bytes_for(num_classes: int, k: int, parts: int = 1) -> int:
-        """Of the graph of so many classes with ``k`` neighbours each, or of the largest of so many parts."""
+        """Return the bytes of the graph of ``num_classes`` with ``k`` neighbours each, or of the largest of ``parts``
+        parts.
+        """
         num_lists = -(-num_classes // parts)
         entries = num_lists * min(k, num_classes - 1)
         return entries * np.dtype(id_dtype(num_classes)).itemsize + (num_lists + 1) * 8
@@ -76,21 +78,21 @@ class NeighbourTable:
 
     @property
     def num_classes(self) -> int:
-        """C."""
+        """Number C of classes."""
         return self.num_lists if self.total is None else self.total
 
     @property
     def num_lists(self) -> int:
-        """C, or how many classes the lists are of."""
+        """Number of lists: C, or that of a part."""
         return len(self.offsets) - 1
 
     @property
     def num_bytes(self) -> int:
-        """Memory of both arrays."""
+        """Bytes of both arrays."""
         return self.offsets.nbytes + self.neighbours.nbytes
 
     def row(self, class_id: int) -> Ids:
-        """The neighbours of one class, int64, best first. Raises InvalidIds."""
+        """Return the neighbours of one class, int64, best first. Raises InvalidIds."""
         at = class_id - self.first
         if not 0 <= at < self.num_lists:
             stop = self.first + self.num_lists
@@ -98,13 +100,13 @@ class NeighbourTable:
         return self.neighbours[self.offsets[at] : self.offsets[at + 1]].astype(np.int64)
 
     def part(self, first: int, stop: int) -> NeighbourTable:
-        """The lists of classes ``first`` … ``stop`` - 1 of a whole table, copied."""
+        """Return the lists of classes ``first`` … ``stop`` - 1 of a whole table, copied."""
         begin, end = int(self.offsets[first]), int(self.offsets[stop])
         lists = (self.offsets[first : stop + 1] - begin, self.neighbours[begin:end].copy())
         return NeighbourTable(*lists, self.k, first, self.num_classes)
 
     def select(self, labels: Ids, budget: int, *, seed: int, step: int) -> Ids:
-        """Choose the active classes of a batch: a pure function, the same wherever it is computed.
+        """Return the active classes of a batch: a pure function, the same wherever it is computed.
 
         The distinct labels are always chosen and enlarge the budget if they are more. Then come their neighbours in
         order of rank (rank 0 of every distinct label, labels rising, then rank 1 of every one, …), each class once,
@@ -113,13 +115,13 @@ class NeighbourTable:
         least similar.
 
         Args:
-            labels: int64 [B], any order, repeats allowed; none at all leaves only the filling.
-            budget: How many classes, at least 1; more than C counts as C.
-            seed: Key of the filling, with the step; any integer, modulo 2**64.
+            labels: int64 [B], any order, repeats allowed; without labels all classes are sampled.
+            budget: Number of classes, at least 1; more than C counts as C.
+            seed: Key of the sampled rest, with the step; any integer, modulo 2**64.
             step: Any integer, modulo 2**64.
 
         Returns:
-            int64 [max(min(budget, C), distinct labels)], rising.
+            int64 [max(min(budget, C), distinct labels)], ascending.
 
         Raises:
             InvalidArgument: ``budget`` is below 1, or the table is a part of one.

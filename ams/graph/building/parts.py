@@ -1,7 +1,7 @@
-"""What a build of neighbours keeps on disk so that it can go on after a kill: finished parts, and the part at work.
+"""Saved state of a build of neighbours, to resume after a kill: finished parts, and the part under way.
 
-The head of each file says what it belongs to. A file that is damaged, or of other rows, another k, engine or partition,
-is passed over: its part is built anew.
+The head of each file identifies its build. A file that is damaged, or of other rows, another k, engine or partition, is
+ignored: its part is built anew.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PartFolder:
     """Saved parts of one build. Files of another build are overwritten as this one advances."""
 
     def __init__(self, folder: Path, build: Mapping[str, Any]) -> None:
-        """``build`` is what a part must agree with. Raises ConfigError if the folder cannot be made."""
+        """``build`` has the facts that a part must match. Raises ConfigError if the folder cannot be created."""
         self._folder, self._build = folder, dict(build)
         try:
             create_folders(folder)
@@ -34,22 +34,22 @@ class PartFolder:
             raise ConfigError(f"the folder {str(folder)!r} cannot be used: {exc.strerror}") from exc
 
     def save_finished(self, part: int, lists: npt.NDArray[np.int32]) -> None:
-        """Keep the lists of a part; its running state is removed. Raises StateFailed."""
+        """Save the lists of a part and remove its running state. Raises StateFailed."""
         self._save(f"part-{part:05d}.done", {"part": part}, {"lists": lists})
-        with contextlib.suppress(OSError):  # whoever finds it finds the finished part first
+        with contextlib.suppress(OSError):  # a leftover is harmless: the finished part is read first
             (self._folder / f"part-{part:05d}.running").unlink(missing_ok=True)
 
     def save_running(self, part: int, steps: int, arrays: Arrays) -> None:
-        """Keep the state of a part after so many of its steps. Raises StateFailed."""
+        """Save the state of a part after so many of its steps. Raises StateFailed."""
         self._save(f"part-{part:05d}.running", {"part": part, "steps": steps}, arrays)
 
     def finished(self, part: int) -> npt.NDArray[np.int32] | None:
-        """The lists of a part, if they were kept."""
+        """Return the lists of a part, if they were saved."""
         found = self._load(f"part-{part:05d}.done", part)
         return None if found is None else found[1]["lists"]
 
     def running(self, part: int) -> tuple[int, dict[str, npt.NDArray[Any]]] | None:
-        """(steps, state) of a part that was at work, if they were kept."""
+        """Return (steps, state) of a part under way, if they were saved."""
         found = self._load(f"part-{part:05d}.running", part)
         return None if found is None else (int(found[0]["steps"]), found[1])
 

@@ -1,4 +1,4 @@
-"""Recall: the best candidates of every row by fast products whose error is bounded.
+"""Recall: the best candidates of every row by fast products with an error bound.
 
 A product engine is pluggable: :class:`CoreProducts` works in float32 on all cores; bridge has one for torch devices.
 
@@ -21,59 +21,59 @@ from geartrain.ams.values.errors import InvalidArgument
 
 
 class Candidates(NamedTuple):
-    """What a recall has found for its rows [M]."""
+    """Candidates found for rows [M]."""
 
     ids: npt.NDArray[np.int32]
     """[M, width] class ids, unordered."""
     counts: npt.NDArray[np.int32]
-    """[M] how many of them are meant."""
+    """[M] number of valid ids."""
     floors: Floats
-    """[M]: no class left out has a product above it; -infinity if none was left out."""
+    """[M]: upper bound of the products of the classes left out; -infinity if none was left out."""
 
 
 class Recall(Protocol):
-    """The running best of classes ``first`` … ``first + num_rows - 1``. Blocks come from the same engine's ``load``."""
+    """Running best of classes ``first`` … ``first + num_rows - 1``. Blocks come from the same engine's ``load``."""
 
     def compare_inside(self, a: Any, b: Any) -> None:
         """Offer the products of rows of ``a`` and of ``b`` to both; both lie in the range; ``a is b`` is allowed."""
 
     def compare_outside(self, a: Any, b: Any) -> None:
-        """Offer them to the rows of ``a``, which lies in the range."""
+        """Offer the products to the rows of ``a`` alone, which lies in the range."""
 
     def candidates(self) -> Candidates:
-        """At least the ``keep`` best of each row by product, as far as there are so many."""
+        """Return at least the ``keep`` best of each row by product, as far as there are so many."""
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Its whole state, to save it. May be views."""
+        """Return the whole state for saving, possibly as views."""
 
     def restore(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Go on from what :meth:`arrays` returned."""
+        """Continue from the state of :meth:`arrays`."""
 
 
 class BlockProducts(Protocol):
-    """An engine for products of blocks of unit rows."""
+    """Engine for products of blocks of unit rows."""
 
     name: str
-    """Identifies the engine and its precision: saved parts of another one are not taken up."""
+    """Name of the engine and its precision: saved parts of another one are ignored."""
 
     def error_bound(self, dim: int) -> float:
-        """The most that a product of two unit rows of this width can differ from the true one."""
+        """Return the largest error of a product of two unit rows of this width."""
 
     def keep(self, k: int) -> int:
-        """How many candidates (k' > k) to recall, so that few rows have to be redone."""
+        """Return the number of candidates (k' > k) to recall, so that few rows have to be recomputed."""
 
     def row_bytes(self, keep: int) -> int:
-        """Host memory of a row's running best."""
+        """Return the host memory of a row's running best, in bytes."""
 
     def load(self, rows: Floats, first: int) -> Any:
-        """Bring unit rows [N, D] of classes ``first`` … to where products are made."""
+        """Load unit rows [N, D] of classes ``first`` … to where products are computed."""
 
     def begin(self, first: int, num_rows: int, keep: int) -> Recall:
-        """An empty running best."""
+        """Return an empty running best."""
 
 
 def available_cores() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -83,7 +83,9 @@ class _Block(NamedTuple):
 
 
 class CoreProducts:
-    """Products in float32 by the compiled kernels: 2 · M · N · D operations a pair of blocks, no matrix of scores."""
+    """Engine for float32 products by compiled kernels: 2 · M · N · D operations a pair of blocks, no matrix of
+    scores.
+    """
 
     name = "core float32"
 
@@ -94,27 +96,27 @@ class CoreProducts:
         self.num_threads = num_threads or available_cores()
 
     def error_bound(self, dim: int) -> float:
-        """Forward error of an inner product in any order: D·u / (1 - D·u), u = 2^-24.
+        """Return the forward error of an inner product in any order: D·u / (1 - D·u), u = 2^-24.
 
         Higham, "Accuracy and Stability of Numerical Algorithms", 3.5; times both lengths, which rounding lets exceed 1
-        by u·√D at most; and what flushing numbers below 2^-126 drops.
+        by u·√D at most; plus the loss of flushing numbers below 2^-126.
         """
         product = (dim + 1) * 2.0**-24
         if product >= 1:
-            return math.inf  # nothing is certain; every row is redone exactly
+            return math.inf  # nothing is certain; every row is recomputed exactly
         length = 1 + 2.0**-23 * math.sqrt(dim)
         return product / (1 - product) * length**2 + dim * 2.0**-120
 
     def keep(self, k: int) -> int:
-        """A few more than k: float32 orders all but near ties as they are."""
+        """Return a few more than k: float32 misorders only near ties."""
         return k + 8 + k // 32
 
     def row_bytes(self, keep: int) -> int:
-        """8 bytes a candidate, twice ``keep`` of them."""
+        """Return 8 bytes a candidate, for twice ``keep`` of them, and 9 more."""
         return 2 * 8 * keep + 9
 
     def load(self, rows: Floats, first: int) -> _Block:
-        """The rows where they are."""
+        """Return the rows where they are."""
         return _Block(rows, first)
 
     def begin(self, first: int, num_rows: int, keep: int) -> _CoreRecall:

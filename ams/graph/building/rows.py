@@ -1,4 +1,4 @@
-"""The rows that a table of neighbours is built from, as blocks of unit rows: held in memory, or read again and again.
+"""Input rows of a table of neighbours, as blocks of unit rows: held in memory, or read again and again.
 
 Legend: C rows, D width.
 """
@@ -25,26 +25,28 @@ _log = logging.getLogger(__name__)
 class RowSource(Protocol):
     """Rows of classes 0 … num_rows - 1, readable in any order, more than once.
 
-    Where they change between two readings a table that reads them again is of rows of several times.
+    If rows change between two reads, a table that reads them again mixes rows of several times.
     """
 
     @property
     def num_rows(self) -> int:
-        """C."""
+        """Number C of rows."""
 
     @property
     def dim(self) -> int:
-        """D."""
+        """Width D of a row."""
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """Rows ``start`` … ``stop`` - 1 as floats [stop - start, D] of any length; not changed by the reader."""
+        """Return rows ``start`` … ``stop`` - 1 as floats [stop - start, D] of any length; the caller does not change
+        them.
+        """
 
 
 class ArrayRows:
-    """A source over an array [C, D]."""
+    """Row source over an array [C, D]."""
 
     def __init__(self, rows: npt.NDArray[Any]) -> None:
-        """Raises InvalidRows unless ``rows`` is two-dimensional."""
+        """Raise InvalidRows unless ``rows`` is two-dimensional."""
         if rows.ndim != 2:
             raise InvalidRows(f"rows have shape {rows.shape}; they must be [C, D]")
         self._rows = rows
@@ -62,34 +64,34 @@ class ArrayRows:
 
 
 class PulledTable(Protocol):
-    """The part of a table that is needed to read it."""
+    """Interface of a table for reading."""
 
     @property
     def spec(self) -> TableSpec:
-        """What the table is."""
+        """Spec of the table."""
 
     def pull_into_async(self, ids: Ids, out: npt.NDArray[Any]) -> Future[None]:
-        """Begin to write the rows of ``ids`` to ``out`` [N, D]."""
+        """Start to write the rows of ``ids`` to ``out`` [N, D]."""
 
 
 class Numbering(Protocol):
-    """Some of the ids of a table, numbered from 0 in rising order."""
+    """Subset of a table's ids, numbered from 0 in ascending order."""
 
     @property
     def num_living(self) -> int:
-        """How many."""
+        """Number of these ids."""
 
     def ids(self, numbers: Ids) -> Ids:
-        """Ids [N] of these numbers [N]."""
+        """Return the ids [N] of these numbers [N]."""
 
 
 class TableRows:
-    """Implements :class:`RowSource` by pulls: as the rows are at that moment."""
+    """Row source that pulls current rows of a table."""
 
     def __init__(self, table: PulledTable, living: Numbering | None = None) -> None:
-        """The rows of all classes, or of the ``living`` ones, which are then numbered as that says.
+        """Use the rows of all classes, or of the ``living`` ones by their numbers.
 
-        Raises InvalidArgument for a hashed table, whose rows cannot be counted through.
+        Raises InvalidArgument for a hashed table, whose rows cannot be enumerated.
         """
         if table.spec.num_rows is None:
             raise InvalidArgument(
@@ -101,11 +103,11 @@ class TableRows:
         self.dim = table.spec.dim
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.float32]:
-        """Rows ``start`` … ``stop`` - 1, float32 [N, D]: one pull, a request to each shard."""
+        """Return rows ``start`` … ``stop`` - 1, float32 [N, D]: one pull, a request to each shard."""
         return self.read_numbers(np.arange(start, stop, dtype=np.int64))
 
     def read_numbers(self, numbers: Ids) -> npt.NDArray[np.float32]:
-        """Rows of these numbers [N], any order, float32 [N, D]: one pull."""
+        """Return the rows of these numbers [N], any order, float32 [N, D]: one pull."""
         rows = np.empty((len(numbers), self.dim), self._table.spec.numpy_dtype)
         ids = numbers if self._living is None else self._living.ids(numbers)
         self._table.pull_into_async(ids, rows).result()
@@ -116,24 +118,24 @@ class Blocks(Protocol):
     """Unit rows of all classes, block by block."""
 
     num_rows: int
-    """C."""
+    """Number C of rows."""
     dim: int
-    """D."""
+    """Width D of a row."""
 
     @property
     def held(self) -> bool:
         """Whether all rows are in memory: then any may be read at any time."""
 
     def ranges(self) -> Iterator[tuple[int, int]]:
-        """(start, stop) of blocks that cover all classes, in any order; each is to be read before the next is asked for
-        unless the rows are held."""
+        """Yield (start, stop) of blocks that cover all classes, in any order; unless the rows are held, each must be
+        read before the next is requested."""
 
     def read(self, start: int, stop: int) -> Floats:
-        """Unit rows ``start`` … ``stop`` - 1 [., D], not to be changed."""
+        """Return unit rows ``start`` … ``stop`` - 1 [., D], read-only."""
 
 
 class UnitBlocks:
-    """Blocks of unit rows of a source; a row of zeros stays one."""
+    """Blocks of unit rows of a source; a row of zeros stays zero."""
 
     def __init__(self, source: RowSource, *, block_rows: int, num_threads: int, held: bool) -> None:
         """Read every row once; ``held`` keeps them: 4 · C · D bytes. Raises NonFinite (names a class), InvalidRows."""
@@ -142,7 +144,7 @@ class UnitBlocks:
         self.num_rows, self.dim, self.block_rows = source.num_rows, source.dim, block_rows
         self._held: Floats | None = np.empty((self.num_rows, self.dim), np.float32) if held else None
         self.changed = False
-        """Whether a block that was read again was another one: then the neighbours are of rows of several times."""
+        """Whether a block differed when it was read again: then the neighbours mix rows of several times."""
         self._digests: list[bytes] = []
         seen = xxhash.xxh3_128()
         for start, stop in self.ranges():
@@ -155,7 +157,7 @@ class UnitBlocks:
         """XXH3 of all unit rows: two sources with the same one have the same neighbours."""
 
     def ranges(self) -> Iterator[tuple[int, int]]:
-        """(start, stop) of every block, rising."""
+        """Yield (start, stop) of every block, ascending."""
         for start in range(0, self.num_rows, self.block_rows):
             yield start, min(start + self.block_rows, self.num_rows)
 
@@ -165,7 +167,7 @@ class UnitBlocks:
         return self._held is not None
 
     def read(self, start: int, stop: int) -> Floats:
-        """Unit rows ``start`` … ``stop`` - 1, not to be changed: a view of those held, or read from the source block by
+        """Return unit rows ``start`` … ``stop`` - 1, read-only: a view of held ones, or read from the source block by
         block. ``start`` begins a block and ``stop`` ends one."""
         if self._held is not None:
             return self._held[start:stop]

@@ -1,1 +1,1 @@
-"""How a program asks a graph service, in this process or another."""
+"""Client of a graph service, in this process or another."""

@@ -1,4 +1,4 @@
-"""The graph service of another process: calls that are sent again until it answers, or its time is up."""
+"""Client of a graph service in another process, with retries until it answers, or the time is up."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ T = TypeVar("T")
 
 
 class RemoteGraphs:
-    """Implements :class:`geartrain.ams.graph.client.calls.GraphCalls` for the role at an address.
+    """Graphs of the role at an address, a :class:`geartrain.ams.graph.client.calls.GraphCalls`.
 
-    Every call may be sent again: none does more when it is done twice. A build that its service did not live to finish
-    is asked of the next one, which goes on with what was kept.
+    Every call is idempotent and may be retried. A build whose service died is requested from the next one, which
+    continues from the saved parts.
     """
 
     def __init__(self, address: str, config: ClientConfig) -> None:
@@ -106,7 +106,7 @@ class RemoteGraphs:
         return NeighbourTable(offsets, neighbours, info.k), info
 
     def forget(self, table: str) -> None:
-        """See :class:`GraphCalls`. Not sent again."""
+        """Drop the graph of a table. Not retried."""
         self._call(ForgetGraph(table=table), recovery_seconds=0.0)
 
     def write_snapshot(self, folder: str, snapshot_id: str, tables: Mapping[str, int]) -> list[FileEntry]:
@@ -119,7 +119,7 @@ class RemoteGraphs:
         return list(self._call(restore, self._config.snapshot_timeout_seconds))
 
     def close(self) -> None:
-        """See :class:`GraphCalls`. Builds go on in the service."""
+        """Close the connection. Builds go on in the service."""
         self._carrier.close()
 
     def _call(
@@ -131,7 +131,7 @@ class RemoteGraphs:
     def _until_answered(
         self, call: Callable[[], T], recovery_seconds: float | None = None, heard: Callable[[], float] = lambda: 0.0
     ) -> T:
-        """Call until there is an answer; ``heard`` tells when (time.monotonic) there was a sign of life on the way."""
+        """Call until there is an answer; ``heard`` returns the time (time.monotonic) of the last message on the way."""
         wait = self._config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds
         patience = Patience(wait)
         patience.count_from(time.monotonic())

@@ -1,1 +1,1 @@
-"""The graph service: builds, keeps and hands out the graphs of a cluster's class tables."""
+"""Graph service: builds, stores and serves the graphs of a cluster's class tables."""

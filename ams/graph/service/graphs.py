@@ -1,7 +1,7 @@
-"""Builds and keeps the graphs of the class tables of one cluster: the service itself, without its transport.
+"""Graphs of the class tables of one cluster: the service without its transport.
 
-Builds run one after the other on threads of their own, since each uses all cores. Rows that move while they are read
-give a graph of a mixture of their versions; ``age_writes`` says how far they have moved since.
+Builds run one after the other on threads of their own, since each uses all cores. Rows that change during a read give a
+graph of a mixture of their versions; ``age_writes`` counts the writes since.
 """
 
 from __future__ import annotations
@@ -47,31 +47,33 @@ from geartrain.ams.values.specs import Ids
 logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 0.2
-"""How often whoever waits for a build is told of it."""
+"""Interval of progress reports to the callers of a build."""
 
 
 ClusterState = Any
-"""A :class:`geartrain.ams.client.cluster_status.ClusterStatus`, which lies above."""
+"""Type of :class:`geartrain.ams.client.cluster_status.ClusterStatus`, which this package must not import."""
 
 
 class RowCluster(Protocol):
-    """The cluster whose rows graphs are built from."""
+    """Cluster whose rows graphs are built from."""
 
     def reading(self) -> AbstractContextManager[Any]:
-        """A client of it, to read rows for one build. Raises SchedulerUnavailable, ClusterNotReady."""
+        """Open a client to read rows for one build. Raises SchedulerUnavailable, ClusterNotReady."""
 
     def status(self) -> ClusterState:
-        """Describe it, soon or not at all. Raises Unavailable."""
+        """Return its state, without retries. Raises Unavailable."""
 
     def table_incarnations(self) -> Mapping[str, int]:
-        """The numbers of its tables by name, soon or not at all: one request to the scheduler. Raises Unavailable."""
+        """Return the incarnations of its tables by name, without retries: one request to the scheduler. Raises
+        Unavailable.
+        """
 
     def close(self) -> None:
-        """Close what is open of it between builds. Idempotent."""
+        """Close connections that stay open between builds. Idempotent."""
 
 
 class Graphs:
-    """Implements :class:`geartrain.ams.graph.client.calls.GraphCalls` in this process."""
+    """Graphs in this process, a :class:`geartrain.ams.graph.client.calls.GraphCalls`."""
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class Graphs:
         builds: Path | None = None,
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
     ) -> None:
-        """Keep graphs in ``store``, None: in memory alone; keep builds in the folder ``builds``, None: nowhere.
+        """Store graphs in ``store``, None: in memory alone; save builds in the folder ``builds``, None: nowhere.
 
         ``memory_bytes`` is that of :func:`build_graph`.
         """
@@ -95,11 +97,11 @@ class Graphs:
         self._loaded: dict[str, tuple[NeighbourTable, RowsVersion]] = {}
         self._running: dict[str, Build] = {}
         self._ended: Counter[tuple[str, str]] = Counter()
-        """How many builds have ended, by their table and how."""
+        """Number of ended builds by table and outcome."""
         self._is_closed = False
 
     def begin(self, table: str, k: int, *, step: int = 0) -> Build:
-        """Begin a build, or join the one under way. Raises InvalidArgument."""
+        """Start a build, or join the one under way. Raises InvalidArgument."""
         if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k < 2**31:
             raise InvalidArgument(f"k is {k!r}; it must be an integer from 1 to 2**31 - 1")
         incarnation = self._incarnations().get(table) if table in self._running else None
@@ -138,7 +140,7 @@ class Graphs:
                     progress(state)
                 if cancelled():
                     build.cancel()
-        except BaseException:  # Ctrl-C: nobody is left who wants it
+        except BaseException:  # Ctrl-C: no caller is left
             build.cancel()
             raise
         return build.result.result()
@@ -157,7 +159,7 @@ class Graphs:
     def select_by(
         self, table: str, labels: Ids, budget: int, *, seed: int, step: int, version: int | None
     ) -> tuple[Ids, int]:
-        """:meth:`select`, and the version of the graph that was used."""
+        """Return the ids of :meth:`select`, and the version of the graph used."""
         graph, rows = self._find(table)
         if version is not None and version != rows.graph_version:
             raise SpecMismatch(
@@ -180,7 +182,7 @@ class Graphs:
         return GraphsState(graphs=tuple(graphs), building=building)
 
     def metrics(self) -> Iterator[Metric]:
-        """What is counted of builds, and of the graphs that are in memory."""
+        """Yield the metrics of builds, and of the graphs in memory."""
         with self._lock:
             ended, building = dict(self._ended), [build.state() for build in self._running.values()]
         graphs = [_info(*loaded) for loaded in list(self._loaded.values())]
@@ -228,8 +230,8 @@ class Graphs:
             if found is None:
                 self.forget(table)
                 continue
-            self.cancel(table)  # its rows, in part or all, are of before
-            # Writes count on from those that the snapshot holds, on each of however many shards there are now.
+            self.cancel(table)  # it has read rows from before the restore
+            # Writes count on from the snapshot's, on each of the present shards.
             writes = (_writes(state, table) or 0) if state is not None else 0
             version = dataclasses.replace(found[1], table_version=writes, table_incarnation=incarnation)
             self._keep(found[0], version)
@@ -253,7 +255,7 @@ class Graphs:
             outcome = exc
         except MemoryError as exc:
             outcome = InvalidArgument(f"the graph of {build.table!r} with k {build.k} does not fit into memory: {exc}")
-        except Exception as exc:  # a defect here must not leave anybody waiting for ever
+        except Exception as exc:  # a defect here must not leave a caller waiting for ever
             logger.exception("building the graph of %r", build.table)
             outcome = InternalError(f"building the graph of {build.table!r}: {exc!r}")
         with self._lock:
@@ -306,8 +308,8 @@ class Graphs:
         return version
 
     def _keep(self, graph: NeighbourTable, version: RowsVersion, check: Callable[[], None] = lambda: None) -> None:
-        """Put a graph in place of the older one, unless ``check`` raises: who cancels a build, then forgets or restores
-        the graph, finds nothing of it later."""
+        """Replace the older graph, unless ``check`` raises: after a cancelled build the caller may have forgotten or
+        restored the graph."""
         with self._store_lock:
             check()
             if self._store is not None:
@@ -315,7 +317,7 @@ class Graphs:
             self._loaded[version.table] = (graph, version)
 
     def _find(self, table: str, incarnations: Mapping[str, int] | None = None) -> tuple[NeighbourTable, RowsVersion]:
-        """The graph of a table; ``incarnations`` are those of the tables there are, None: asked for."""
+        """Return the graph of a table; ``incarnations`` are those of the present tables, None: requested here."""
         found = self._loaded.get(table)
         if found is None and self._store is not None:
             with self._store_lock:
@@ -336,11 +338,11 @@ class Graphs:
 
     @staticmethod
     def _is_of_another(rows: RowsVersion, incarnation: int) -> bool:
-        """Whether a graph is not of the table ``incarnation``, as far as both are known (0: not)."""
+        """Return whether a graph is of another table than ``incarnation``, as far as both are known (0: not)."""
         return rows.table_incarnation != 0 and incarnation not in (0, rows.table_incarnation)
 
     def _drop(self, table: str, rows: RowsVersion) -> None:
-        """Drop a graph of a table that is gone, unless another graph is there by now."""
+        """Drop a graph of a table that is gone, unless it was replaced meanwhile."""
         with self._store_lock:
             held = self._loaded.get(table)
             if held is None or held[1] is not rows:
@@ -351,7 +353,9 @@ class Graphs:
         logger.info("table %r: its graph was of an earlier table of this name, and is dropped", table)
 
     def _incarnations(self) -> Mapping[str, int]:
-        """Those of the tables there are; none while the cluster does not answer, or does not know yet."""
+        """Return the incarnations of the present tables; none while the cluster does not answer, or does not know them
+        yet.
+        """
         try:
             return self._cluster.table_incarnations()
         except GeartrainError as exc:
@@ -370,41 +374,41 @@ class Graphs:
 
 
 class Build:
-    """One build under way. Thread-safe."""
+    """Build under way. Thread-safe."""
 
     def __init__(self, table: str, k: int, step: int) -> None:
         self.table, self.k, self.step = table, k, step
         self.begun = time.monotonic()
         self.incarnation = 0
-        """Number of the table whose rows are read; 0: not open yet."""
+        """Incarnation of the table that is read; 0: not open yet."""
         self.result: Future[GraphBuilt] = Future()
         self._pairs = (0, 0)
         self._cancelled = threading.Event()
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether it is to end."""
+        """Whether it was cancelled."""
         return self._cancelled.is_set()
 
     def is_of_another(self, incarnation: int) -> bool:
-        """Whether it reads the rows of another table of the name."""
+        """Return whether it reads the rows of another table of the name."""
         return self.incarnation not in (0, incarnation)
 
     def cancel(self) -> None:
-        """End it soon."""
+        """Cancel it."""
         self._cancelled.set()
 
     def check(self) -> None:
-        """Raise Cancelled if it is to end."""
+        """Raise Cancelled if it was cancelled."""
         if self.is_cancelled:
             raise Cancelled(f"building the graph of table {self.table!r} was cancelled")
 
     def advance(self, done: int, total: int) -> None:
-        """Note the pairs of rows compared."""
+        """Record the number of compared pairs."""
         self._pairs = (done, total)
 
     def state(self) -> GraphBuilding:
-        """How far it is."""
+        """Return its progress."""
         done, total = self._pairs
         seconds = time.monotonic() - self.begun
         return GraphBuilding(
@@ -420,7 +424,7 @@ class Build:
 
 @contextlib.contextmanager
 def _held(turn: threading.Lock, check: Callable[[], None]) -> Iterator[None]:
-    """Wait for the turn, unless ``check`` raises meanwhile."""
+    """Hold the turn during the block, once acquired, unless ``check`` raises meanwhile."""
     check()
     while not turn.acquire(timeout=PROGRESS_SECONDS):
         check()
@@ -459,7 +463,7 @@ def _writes(state: ClusterState, table: str) -> int | None:
 
 
 class OwnCluster:
-    """The :class:`RowCluster` of a process that has the cluster itself."""
+    """Cluster in the same process, as a :class:`RowCluster`."""
 
     def __init__(self, cluster: Any) -> None:
         """``cluster`` is a :class:`geartrain.ams.client.cluster.Cluster`."""
@@ -476,4 +480,4 @@ class OwnCluster:
         return found
 
     def close(self) -> None:
-        """See :class:`RowCluster`. The cluster is its owner's."""
+        """Do nothing: the owner closes the cluster."""

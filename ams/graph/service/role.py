@@ -1,4 +1,4 @@
-"""The graph role: its graphs behind gRPC."""
+"""Graph role: the graphs of a cluster behind gRPC."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from geartrain.ams.values.rpc import Ping
 
 
 class GraphService:
-    """Answers requests by the graphs: a handler for each type of them."""
+    """Handlers of requests by their types."""
 
     def __init__(self, graphs: Graphs, roots: SnapshotRoots) -> None:
         self._graphs = graphs
@@ -60,7 +60,7 @@ class GraphService:
         }
 
     def end(self) -> None:
-        """Let go of those who wait for a build: they ask the next service."""
+        """Abort calls that wait for a build: their clients call the next service."""
         self._ended.set()
 
     def _build(self, request: BuildGraph, call: Call) -> Iterator[BuildProgress]:
@@ -69,7 +69,7 @@ class GraphService:
             self._require_serving(call)
             yield BuildProgress(building=build.state())
         if not build.result.done():
-            return  # nobody listens any more; the build goes on
+            return  # the caller left; the build goes on
         self._require_serving(call)
         built = build.result.result()
         yield BuildProgress(building=build.state())
@@ -107,21 +107,21 @@ class GraphService:
 
 
 class GraphServer:
-    """The graph service of a cluster: start, serve until stopped."""
+    """Server of the graph service: start, serve until stopped."""
 
     def __init__(self, config: GraphConfig, cluster: RowCluster) -> None:
-        """Build graphs of the rows of ``cluster``. Raises ConfigError."""
+        """Serve graphs of the rows of ``cluster``. Raises ConfigError."""
         self._config = config
         self._cluster = cluster
         self._roots = SnapshotRoots("graph", config.listen, config.snapshot_roots)
         self._server: GrpcServer | None = None
         self._graphs: Graphs | None = None
         self._on_stop = ExitStack()
-        """What ends it, in the order in which it began, backwards."""
+        """Cleanup, in reverse order of the start."""
         self._grace_seconds = 0.0
         self._ended = threading.Event()
         self.end_reason: str | None = None
-        """Why it ended by itself: it never does."""
+        """Reason why it ended by itself: always None."""
 
     def start(self) -> str:
         """Bind and serve; return the address.
@@ -132,7 +132,7 @@ class GraphServer:
         store = builds = None
         try:
             if config.data is not None:
-                # Loaded only where it is wanted.
+                # Imported only where it is used.
                 from geartrain.ams.storage.kv.lmdb_file import lock_folder
 
                 folder = Path(config.data)
@@ -154,7 +154,7 @@ class GraphServer:
         return server.address
 
     def metrics(self) -> Iterator[Metric]:
-        """What its graphs and its port count."""
+        """Yield the metrics of its graphs and its port."""
         if (graphs := self._graphs) is not None and (server := self._server) is not None:
             yield from graphs.metrics()
             yield from call_metrics(((), counted) for counted in server.counts.read())
@@ -164,7 +164,7 @@ class GraphServer:
         return self._ended.wait(timeout_seconds)
 
     def stop(self, grace_seconds: float = 5.0) -> None:
-        """Finish the calls under way and end; builds end too, what they had is kept. Idempotent."""
+        """Finish the calls under way and stop; builds end too, their progress is saved. Idempotent."""
         self._grace_seconds = grace_seconds
         self._on_stop.close()
         self._ended.set()

@@ -1,5 +1,5 @@
-"""Graphs in snapshots: blocks of the lists of some classes, by rising index and class; the first one also says what the
-graph is. They are those of shard 0, since one service writes and reads them all.
+"""Graphs in snapshots: blocks of the lists of some classes, ascending by index and class; the first one also describes
+the graph. They are attributed to shard 0, since one service writes and reads them all.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def write_graph(folder: str, snapshot_id: str, table: NeighbourTable, version: R
 
 
 def read_graph(snapshot: Snapshot, table: str) -> tuple[NeighbourTable, RowsVersion] | None:
-    """The graph of a table in a snapshot, whole; None if it has none. Raises SnapshotDamaged."""
+    """Return the whole graph of a table in a snapshot; None if it has none. Raises SnapshotDamaged."""
     entries = [entry for entry in snapshot.manifest.files if entry.kind == GRAPH and entry.table == table]
     if not entries:
         return None

@@ -1,4 +1,4 @@
-"""Tables of neighbours on disk, a file each, versioned with the rows they were built from.
+"""Store of graphs on disk, a file each, with the version of the rows they were built from.
 
 Legend: C classes, P classes of a shard, k neighbours.
 """
@@ -26,40 +26,40 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RowsVersion:
-    """The rows that a table of neighbours was built from."""
+    """Version of the rows that a graph was built from."""
 
     table: str
     """Name of the class table."""
     table_version: int
-    """Writes that its shards had applied, summed; a graph of fewer is older than its rows."""
+    """Writes applied by its shards, summed; a graph with fewer is older than the rows."""
     fingerprint: str = ""
-    """Of the rows themselves, if it is known."""
+    """Hash of the rows, if it is known."""
     step: int = 0
-    """Training step of the rows, as whoever had it built said."""
+    """Training step of the rows, as given with the build."""
     built_unix_seconds: float = 0.0
-    """When the table of neighbours was finished."""
+    """Time at which the graph was finished."""
     graph_version: int = 1
-    """Counts the graphs of the class table."""
+    """Number of the graph among those of the class table."""
     table_incarnation: int = 0
-    """Number of the class table, which tells it from others of its name; 0: kept by a version that did not note it."""
+    """Incarnation of the class table, which tells it from others of its name; 0: unknown, saved by an older version."""
 
 
 @dataclass(frozen=True)
 class GraphSizes:
-    """Bytes of a table of neighbours; ``print`` it."""
+    """Bytes of a graph; ``print`` it."""
 
     whole_bytes: int
     shard_bytes: tuple[int, ...]
-    """Of the lists of the classes of each shard."""
+    """Bytes of the lists of each shard's classes."""
 
     def __str__(self) -> str:
-        """Such as "graph 372.5 GiB, on 256 shards 1.5 GiB each at most"."""
+        """Return a text such as "graph 372.5 GiB, on 256 shards 1.5 GiB each at most"."""
         largest = max(self.shard_bytes)
         return f"graph {sized(self.whole_bytes)}, on {len(self.shard_bytes)} shards {sized(largest)} each at most"
 
 
 def graph_sizes(num_classes: int, k: int, num_buckets: Sequence[int]) -> GraphSizes:
-    """Say how many bytes the table takes whole and on each shard: 8 · (P + 1) + 4 · P · min(k, C - 1).
+    """Return the bytes of a graph, whole and on each shard: 8 · (P + 1) + 4 · P · min(k, C - 1).
 
     ``num_buckets`` are those of each shard, which has their share P of the C classes, to a few classes.
     """
@@ -70,20 +70,20 @@ def graph_sizes(num_classes: int, k: int, num_buckets: Sequence[int]) -> GraphSi
 
 
 class GraphStore:
-    """Tables of neighbours in a folder, one for each class table."""
+    """Graphs in a folder, one for each class table."""
 
     def __init__(self, folder: Path) -> None:
         create_folders(folder)
         self._folder = folder
 
     def save(self, graph: NeighbourTable, version: RowsVersion) -> None:
-        """Keep a table in place of the one of the same class table, all or nothing. Raises StateFailed."""
+        """Replace the graph of a class table, all or nothing. Raises StateFailed."""
         head = {"rows": dataclasses.asdict(version), "k": graph.k}
         arrays = {"offsets": graph.offsets, "neighbours": graph.neighbours}
         write_arrays(self._path(version.table), head, arrays, "free space there, or give another folder")
 
     def load(self, table: str) -> tuple[NeighbourTable, RowsVersion] | None:
-        """The table kept for a class table and the version of its rows; None if there is none. Raises StateDamaged."""
+        """Return the graph of a class table and the version of its rows; None if there is none. Raises StateDamaged."""
         try:
             head, arrays = read_arrays(self._path(table))
         except FileNotFoundError:
@@ -93,7 +93,7 @@ class GraphStore:
         return NeighbourTable(arrays["offsets"], arrays["neighbours"], int(head["k"])), RowsVersion(**head["rows"])
 
     def tables(self) -> list[str]:
-        """The class tables that something is kept for, sorted."""
+        """Return the class tables with a graph, sorted."""
         found = []
         for path in self._folder.glob("*.graph"):
             try:
@@ -103,7 +103,7 @@ class GraphStore:
         return sorted(found)
 
     def remove(self, table: str) -> None:
-        """Remove what is kept for a class table, if anything. Raises StateFailed."""
+        """Remove the graph of a class table, if there is one. Raises StateFailed."""
         try:
             self._path(table).unlink(missing_ok=True)
             sync_folder(self._folder)
