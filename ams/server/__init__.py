@@ -1,1 +1,3 @@
-"""The server role: a shard that runs one request at a time, a write exactly once, and holds moments for snapshots."""
+"""Server role: shards that run one request at a time, apply each write exactly once, and freeze tables for
+snapshots.
+"""

@@ -1,4 +1,4 @@
-"""Requests for rows that come over the data plane, handed to the shard's engine."""
+"""Port of the data plane: row requests that clients send in frames to the shard's engine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from geartrain.ams.values.shard_messages import DataPlaneOffer
 logger = logging.getLogger(__name__)
 
 _PORTS_TRIED = 64
-"""From the host's data port on: as many shards as one host may hold, each with a port of its own."""
+"""Number of ports tried from the host's data port on: a host may hold that many shards, each with a port of its own."""
 
 
 class DataPlanePort:
-    """Where clients connect for pulls, pushes and assigns of one shard. Thread-safe.
+    """Port for pulls, pushes and assigns of one shard. Thread-safe.
 
-    Listens from the first offer on.
+    It is bound at the first offer.
     """
 
     def __init__(
@@ -37,11 +37,10 @@ class DataPlanePort:
         """``shard`` may raise a GeartrainError: then nothing is offered.
 
         Clients of other machines connect to ``host`` and ``port``, or one of the next if other shards have that; 0: a
-        free one; no ``host``: there are none. With ``uses_tls`` they speak TLS, or are refused. Its threads are bound
-        to ``cpus``; none: they are not.
+        free one; without a ``host`` there are none. With ``uses_tls`` they must use TLS. Its threads are bound to
+        ``cpus``; empty: they are not bound.
 
-        Raises ConfigError if TLS is wanted and OpenSSL 3 is not there; on loopback rows go through shared memory alone
-        then.
+        Raises ConfigError if TLS is required without OpenSSL 3; on loopback rows then go through shared memory alone.
         """
         if uses_tls and host:
             try:
@@ -58,7 +57,7 @@ class DataPlanePort:
         self._is_closed = False
 
     def offer(self, grant: _core.Grant | None = None) -> DataPlaneOffer:
-        """What a client needs for one connection, which may do what ``grant`` says (None: all), or why there is none.
+        """Return a client's secret for one connection with the rights of ``grant`` (None: all), or why there is none.
 
         Raises what ``shard`` raises.
         """
@@ -94,16 +93,16 @@ class DataPlanePort:
 
     @property
     def num_connections(self) -> int:
-        """Connections that there are."""
+        """Number of connections."""
         return 0 if self._server is None else self._server.num_connections
 
     @property
     def num_mailboxes(self) -> int:
-        """Pieces of memory that clients share with the shard."""
+        """Number of memory mailboxes shared with clients."""
         return 0 if self._server is None else self._server.num_mailboxes
 
     def close(self) -> None:
-        """Finish the call under way, end all connections, offer none. Idempotent."""
+        """Finish the call under way, close all connections, offer no more. Idempotent."""
         with self._lock:
             self._is_closed = True
         if self._server is not None:

@@ -1,4 +1,4 @@
-"""When tables of a shard look for rows that are to go: by the clocks that pushes moved on, between other requests."""
+"""Schedule of expiry scans of a shard's tables, by the clocks that pushes advance, between other requests."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ logger = logging.getLogger(__name__)
 
 _NOW = 0.0
 _LEAP_SECONDS = 3600
-"""Of one push, for rules that do not say after how many seconds to look."""
+"""Plausible advance of the clock by one push, for rules without a scan interval in seconds."""
 
 
 @dataclass
 class ExpiryPass:
-    """A look at all rows of a table that is under way."""
+    """Scan of a table's rows under way."""
 
     clock: TableClock
-    """Of its beginning."""
+    """Clock at its start."""
     only_counts: bool
-    """Whether no row goes, for it is to be known first how many would."""
+    """Whether expired rows are only counted, to know first how many there are."""
     position: int = 0
     looked_at: int = 0
     found: int = 0
 
 
 class ExpirySchedule:
-    """The tables of a shard that rows expire in. Used by whoever has the shard's turn.
+    """Schedule of the tables with expiry. Used by the thread that has the shard's turn.
 
-    A look at all rows begins when a table's clock has come to a multiple of ``every``, and is done in blocks; others
-    have the turn in between.
+    A scan of all rows starts when a table's clock has reached a multiple of ``every``, and is done in blocks; other
+    requests have the turn in between.
 
-    Where one push moved the clock by more than that, and than a quarter of the steps after which rows go, most rows may
-    be old at once, though nobody gave them up: a worker counts or dates its pushes wrongly, a snapshot is old, a job
-    stood still. Then they are counted first, and none goes if those are most of the table: until most were pushed
-    again, or somebody asks for it.
+    If one push advanced the clock by more than that, and by more than a quarter of the steps after which rows expire,
+    most rows may look old at once by mistake: a worker counts or dates its pushes wrongly, a snapshot is old, a job was
+    paused. Then rows are counted first, and none is removed if they are most of the table: until most were pushed
+    again, or an Expire request asks for it.
     """
 
     def __init__(self, tables: ShardTables, engine: Engine) -> None:
@@ -50,11 +50,11 @@ class ExpirySchedule:
         self._engine = engine
 
     def next_deadline(self) -> float | None:
-        """When to call :meth:`look`, on any clock: at once, or None: nothing is to be done."""
+        """Return the time of the next call to :meth:`look` on any clock: at once, or None if no scan is due."""
         return _NOW if any(_wants(table) for table in self._tables.expiring) else None
 
     def look(self) -> None:
-        """Look at a block of rows of a table, if one wants it."""
+        """Scan a block of rows of a table, if one is due."""
         table = next((table for table in self._tables.expiring if _wants(table)), None)
         if table is None:
             return
@@ -84,7 +84,7 @@ class ExpirySchedule:
                     under_way.looked_at,
                     table.spec.name,
                 )
-        except BaseException:  # whatever a rule of somebody's own does
+        except BaseException:  # from a user's rule
             logger.exception("expiry of table %r was given up until it is due again", table.spec.name)
             under_way.position = -1
         if under_way.position < 0:
@@ -94,7 +94,7 @@ class ExpirySchedule:
             served.expiry_seconds = NEVER if seconds is None else min(NEVER, under_way.clock.seconds + int(seconds))
 
     def command(self, table: ShardTable, request: Expire) -> Expired:
-        """Do what a client asks for: a block of rows. Raises InvalidArgument."""
+        """Expire a block of rows at a client's request. Raises InvalidArgument."""
         expiry = request.expiry or table.spec.expiry
         if expiry is None:
             raise InvalidArgument(

@@ -1,4 +1,4 @@
-"""The host of hosted models on one shard: what they see of the rows, and how their gradients become one write.
+"""Host of hosted models on one shard: their view of the rows, and the write of their gradients.
 
 A write of a model changes all of its rows or none. Gradients of up to HELD_BYTES are made first and pushed at once. Of
 more, each chunk is made and pushed while it is in a core's cache, once it is known that no push can be refused: from
@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 
 class ShardRows:
-    """The rows of one table on this shard; see :class:`geartrain.ams.programs.hosted.HostedRows`."""
+    """Rows of one table on this shard, a :class:`geartrain.ams.programs.hosted.HostedRows`."""
 
     def __init__(self, table: RowTable, owned_buckets: Ids, side_by_side: Callable[..., Any]) -> None:
         self._table = table
@@ -67,7 +67,7 @@ class ShardRows:
 
 
 class Hosting:
-    """The models of one shard and the threads they may use. Used by the thread that holds the shard's turn."""
+    """Models of one shard and their threads. Used by the thread that has the shard's turn."""
 
     def __init__(self, models: HostedModels, owned_buckets: Ids, threads: int) -> None:
         self._models = models
@@ -81,10 +81,10 @@ class Hosting:
         return Computed(arrays=model.compute(self._rows(table), request.operation, request.inputs))
 
     def update(self, table: RowTable, request: UpdateHosted, before_changes: Callable[[], None]) -> int:
-        """Apply the gradients of a model; return the number of rows created.
+        """Apply the gradients of a model; return the number of new rows.
 
-        Calls ``before_changes`` when nothing is left that could refuse the write; what it raises stops the write.
-        Raises InvalidArgument, NonFinite, MemoryError, and what the model raises: no row has changed then.
+        Calls ``before_changes`` when nothing can refuse the write any more; an error of it stops the write. Raises
+        InvalidArgument, NonFinite, MemoryError, and what the model raises: no row has changed then.
         """
         rows = self._rows(table)
         gradients = self._model(request.model).gradients(rows, request.inputs)
@@ -93,14 +93,14 @@ class Hosting:
         if gradients.batch is not None or gradients.num_rows * table.spec.dim * 4 <= HELD_BYTES:
             made = self._side_by_side(lambda chunk: (gradients.ids(chunk), gradients.make(chunk)), gradients.chunks)
             before_changes()
-            none = np.empty(0, np.int64), np.empty((0, table.spec.dim), np.float32)  # of no rows, but it is a step
+            none = np.empty(0, np.int64), np.empty((0, table.spec.dim), np.float32)  # without rows, it is still a step
             several = (np.concatenate(column) for column in zip(none, *made, strict=True))
             ids, values = made[0] if len(made) == 1 else several
             return table.push(ids, values, batch=gradients.batch, **_settings_of(request))
         return self._update_by_chunks(table, rows, gradients, request, before_changes)
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         if self._executor is not None:
             self._executor.shutdown()
 
@@ -122,7 +122,7 @@ class Hosting:
 
         if not table.cannot_overflow(gradients.largest, **settings):
             self._side_by_side(check, gradients.chunks)
-        if table.spec.num_rows is None:  # at once, or each chunk would be promised the same room
+        if table.spec.num_rows is None:  # for all chunks at once, or each would reserve the same room
             table.make_room(np.concatenate([gradients.ids(chunk) for chunk in gradients.chunks]))
         elif table.num_present < rows.num_owned:
             for chunk in gradients.chunks:
@@ -153,7 +153,7 @@ class Hosting:
             ) from None
 
     def _side_by_side(self, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """Results in order, once all are done; raises the first error."""
+        """Return the results in order, once all are done; raise the first error."""
         if self._threads == 1 or len(items) < 2:
             return [function(item) for item in items]
         if self._executor is None:

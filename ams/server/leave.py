@@ -1,4 +1,4 @@
-"""How a server that is told to end leaves: jobs that train take a snapshot first, and it says what goes with it."""
+"""Shutdown of a server: jobs take a snapshot first, and lost rows are logged."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 _CALL_TIMEOUT_SECONDS = 2.0
 _PAUSE_SECONDS = 0.2
 _SCHEDULER_SECONDS = 5.0
-"""How long a scheduler that does not answer is tried."""
+"""Longest time that an unresponsive scheduler is retried."""
 
 
 def take_leave(scheduler: SchedulerCarrier, shards: list[Shard], timeout_seconds: float) -> None:
-    """Wait until no job trains that has not saved, at most ``timeout_seconds``; log what the shards take with them."""
+    """Wait until every training job has saved, at most ``timeout_seconds``; log the rows that the shards lose."""
     leaves = [PrepareLeave(shard=shard.shard, incarnation=shard.incarnation) for shard in shards]
     rows = _rows_of(shards)
     if not rows:
@@ -40,7 +40,7 @@ def take_leave(scheduler: SchedulerCarrier, shards: list[Shard], timeout_seconds
 def _await_jobs(
     scheduler: SchedulerCarrier, leaves: list[PrepareLeave], timeout_seconds: float
 ) -> tuple[set[str], str]:
-    """The jobs that saved, and what that means for the others."""
+    """Return the jobs that saved, and what that means for the others."""
     began = heard = time.monotonic()
     saved: set[str] = set()
     told: set[str] = set()
@@ -68,7 +68,7 @@ def _rows_of(shards: list[Shard]) -> dict[str, int]:
     for shard in shards:
         try:
             state = shard.run(CallContext(), Describe()).result(_CALL_TIMEOUT_SECONDS)
-        except GeartrainError:  # it is another process's by now
+        except GeartrainError:  # another process holds the shard by now
             continue
         except TimeoutError:
             rows.setdefault("(of a busy shard)", 0)

@@ -1,4 +1,4 @@
-"""How a server process uses its machine: memory and CPUs."""
+"""Memory and CPUs of a server process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_THREADS = 4
 _BESIDE_ROWS_BYTES = 512 * MIB
 _NODES = Path("/sys/devices/system/node")
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-"""The number of the system call."""
+"""Numbers of the system call by machine."""
 _MPOL_PREFERRED = 1
 
 
@@ -32,7 +32,7 @@ def threads_per_shard(num_shards: int) -> int:
 
 
 def keep_to_cpus(cpus: Collection[int]) -> None:
-    """Let every thread of this process run on ``cpus`` alone, those to come as well.
+    """Bind every present and future thread of this process to ``cpus``.
 
     Raises:
         ConfigError: the process may not run on one of them, or there is no such CPU.
@@ -50,7 +50,7 @@ def keep_to_cpus(cpus: Collection[int]) -> None:
 
 @contextmanager
 def threads_bound_to(cpus: Collection[int]) -> Iterator[None]:
-    """Bind the threads that begin within to ``cpus``; none: they may run where this one may."""
+    """Bind threads that start in the block to ``cpus``; none: as this thread."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cpus or before)
     try:
@@ -60,7 +60,7 @@ def threads_bound_to(cpus: Collection[int]) -> Iterator[None]:
 
 
 def prefer_memory_of(node: int) -> None:
-    """Let this thread, and those that it begins, take memory of one NUMA node while there is some.
+    """Allocate memory of this thread, and of those that it starts, on one NUMA node while it has some.
 
     Raises:
         ConfigError: there is no such node, or the process may not choose.
@@ -78,7 +78,7 @@ def prefer_memory_of(node: int) -> None:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Write ascending numbers as ``0-3,6``."""
+    """Return ascending numbers as ``0-3,6``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -89,10 +89,10 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def keep_large_buffers() -> bool:
-    """Let malloc recycle message-sized buffers instead of mapping fresh pages for each; return whether it agreed.
+    """Make malloc recycle message-sized buffers instead of mapping fresh pages for each; return whether it agreed.
 
-    A reply of 5 MB otherwise costs more page faults than copying. glibc only; the process keeps up to 256 MiB it no
-    longer uses. Row slabs are mapped by themselves and not concerned.
+    Otherwise a reply of 5 MB costs more in page faults than in copying. glibc only; the process keeps up to 256 MiB
+    that it no longer uses. Row slabs are mapped separately and not affected.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -102,8 +102,8 @@ def keep_large_buffers() -> bool:
 
 
 def limit_row_memory(memory_bytes: int | None, share: float = 1.0) -> int:
-    """Bound the memory of the rows of this process, in bytes, and return it. None: by its ``share`` of what the
-    container, or else the machine, has.
+    """Set and return the memory limit of this process's rows, in bytes. None: its ``share`` of the memory of the
+    container, or else the machine.
     """
     if memory_bytes is None:
         memory_bytes = int(default_row_memory(memory_pool().num_bytes) * share)
@@ -112,22 +112,22 @@ def limit_row_memory(memory_bytes: int | None, share: float = 1.0) -> int:
 
 
 def default_row_memory(total: int) -> int:
-    """Return the share of ``total`` bytes for rows: the rest is for the interpreter, messages and the system."""
+    """Return the part of ``total`` bytes for rows: the rest is for the interpreter, messages and the system."""
     return max(total // 2, total * 9 // 10 - _BESIDE_ROWS_BYTES)
 
 
 class MemoryPool(NamedTuple):
-    """Memory that processes share."""
+    """Memory shared by processes."""
 
     num_bytes: int
     name: str
-    """The same for all processes that share it, whatever containers they are in, and no others."""
+    """Name of the memory, the same for all processes that share it, in any container, and for no others."""
 
 
 def memory_pool(root: Path = Path("/")) -> MemoryPool:
-    """Return what this process may have: the memory of the machine, or the least limit of a cgroup that it is in.
+    """Return the memory of this process: that of the machine, or the least limit of a cgroup that it is in.
 
-    ``root`` is where ``proc`` and ``sys`` are.
+    ``root`` is the folder of ``proc`` and ``sys``.
     """
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
@@ -138,7 +138,7 @@ def memory_pool(root: Path = Path("/")) -> MemoryPool:
 
 
 def _cgroup_limits(root: Path, machine: str) -> list[MemoryPool]:
-    """Limits of the memory cgroups (v1 and v2) of this process and of all that they lie in."""
+    """Return the limits of the memory cgroups (v1 and v2) of this process and of all their parents."""
     try:
         entries = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a server counts: of its shards, their calls and their tables."""
+"""Metrics of a server: its shards, their calls and their tables."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from geartrain.ams.observe.metrics import Buckets, Metric
 from geartrain.ams.server.shard import Shard
 
 _TURN_SECONDS = 1.0
-"""For the turn of a shard: one that hangs is to be seen by its queue. Prometheus gives up after ten."""
+"""Longest wait for the turn of a shard: a hanging one shows by its queue. Prometheus gives up after ten."""
 
 
 _STALENESS_BOUNDS = tuple(2**bits - 1 for bits in range(17))
-"""Writes; more are counted together."""
+"""Bounds of the staleness histogram in writes."""
 
 
 class ServedShard(NamedTuple):
-    """A shard of this process, and what its port knows."""
+    """Shard of this process, with the counters of its port."""
 
     shard: Shard
     grpc: CallCounts
@@ -27,7 +27,7 @@ class ServedShard(NamedTuple):
 
 
 def server_metrics(served: Sequence[ServedShard]) -> Iterator[Metric]:
-    """What these shards have counted until now; of one whose turn does not come, all but its tables."""
+    """Yield the metrics of these shards; without its tables if the turn of a shard does not come."""
     calls = [
         ((of.shard.shard,), counted)
         for of in served

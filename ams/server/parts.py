@@ -1,4 +1,4 @@
-"""Writes that are too large for one message: their parts are kept until all are there, then applied as one."""
+"""Buffer of writes too large for one message: parts are held until all are there, then applied as one write."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from geartrain.ams.values.shard_messages import CallContext, jobs_of
 
 MAX_PARTS = 65_536
 STREAM_SHARE = 8
-"""A stream that has a write here already gets room for more only within this share (1/n) of all room."""
+"""Share (1/n) of all room for a stream that already has a write here."""
 RETRY_AFTER_SECONDS = 0.2
 _PART_BYTES = 1024
-"""What a part takes beside its bytes, about: so that those without any have a bound, too."""
+"""Approximate bytes of a part beside its data, so that empty parts are bounded, too."""
 _GROWTH = 2
-"""Parts of an admitted write that are larger than its first one may use this times all room."""
+"""Factor of all room that parts of an admitted write may use if they are larger than its first one."""
 Payload = tuple[npt.NDArray[Any], ...]
-"""Arrays of N ids: the ids, their rows, and what else is said of each."""
+"""Arrays of N ids: the ids, their rows, and other values of each."""
 _Key = tuple[str, int, int]
 """Stream, incarnation, sequence."""
 
@@ -33,19 +33,19 @@ class _Pending:
     count: int
     touched: float
     room: int = 0
-    """Bytes held for it, whether its parts are here or not."""
+    """Bytes reserved for it, with or without its parts."""
     size: int = 0
-    """What the parts that are here take."""
+    """Bytes of the parts that are here."""
     parts: dict[int, Payload] = field(default_factory=dict)
 
 
 class PartBuffer:
     """Parts of unfinished writes of one shard. Thread-safe.
 
-    Room for a whole write is held from its first part on, taking the others to be as large: so a write that was let in
-    can always be completed, and one for which there is no room has nothing here (Busy: its sender sends all of it
-    again). A write whose sender went silent for ``patience_seconds``, or for ``crowded_seconds`` while another lacks
-    room, is forgotten: nothing of it was applied, and a sender that comes back sends all parts again.
+    Room for a whole write is reserved with its first part, as if the others were as large: so an admitted write can
+    always be completed, and one without room has nothing here (Busy: its sender retries all of it). A write whose
+    sender was silent for ``patience_seconds``, or for ``crowded_seconds`` while another lacks room, is dropped: nothing
+    of it was applied, and a sender that comes back sends all parts again.
     """
 
     def __init__(
@@ -65,10 +65,9 @@ class PartBuffer:
         self._lock = threading.Lock()
 
     def add(self, context: CallContext, index: int, count: int, payload: Payload) -> Payload | None:
-        """Keep one part; return the whole write, joined array by array, if it was the last one missing.
+        """Hold one part; return the whole write, joined array by array, if it was the last one missing.
 
-        Raises Busy if there is no room now, MessageTooLarge if there never is, InvalidArgument for a part that cannot
-        be one.
+        Raises Busy if there is no room now, MessageTooLarge if there never is, InvalidArgument for an impossible part.
         """
         if not (1 <= count <= MAX_PARTS and 0 <= index < count):
             raise InvalidArgument(f"part {index} of {count} is not a part; count is 1 … {MAX_PARTS}, index below it")
@@ -95,12 +94,12 @@ class PartBuffer:
         return tuple(np.concatenate(arrays) for arrays in zip(*(pending.parts[i] for i in range(count)), strict=True))
 
     def fence(self, job: str, incarnation: int) -> None:
-        """Forget what streams of ``job`` with a lower incarnation have sent: they may not write any more."""
+        """Drop the parts of streams of ``job`` with a lower incarnation: they may not write any more."""
         with self._lock:
             self._drop([key for key in self._pending if key[1] < incarnation and job in jobs_of(key[0])])
 
     def _let_in(self, key: _Key, count: int, size: int) -> _Pending:
-        """Hold room for a write that begins."""
+        """Reserve room for a new write."""
         if size > self._max_bytes:
             raise MessageTooLarge(
                 f"a write in {count} parts would take {size} bytes; a shard keeps at most {self._max_bytes} of "
@@ -124,7 +123,7 @@ class PartBuffer:
         return is_fair and self._bytes + size <= self._max_bytes
 
     def _grow(self, key: _Key, pending: _Pending) -> None:
-        """Hold more room for a write whose parts turn out to be larger than its first one."""
+        """Reserve more room for a write whose parts are larger than its first one."""
         growth = pending.size - pending.room
         if growth <= 0:
             return

@@ -1,4 +1,4 @@
-"""The server role: a process's shards, their ports and their place in the cluster."""
+"""Server role: a process's shards, their ports and their registration in the cluster."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ REGISTER_TIMEOUT_SECONDS = 60.0
 _CALL_TIMEOUT_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
 _HELD_RETRY_SECONDS = 1.0
-"""Of who waits for a shard that another process holds, which may be for days."""
+"""Retry interval for a shard that another process holds, possibly for days."""
 _PULSES_PER_LEASE = 10
-"""How often a running process says so, at least."""
+"""Least number of pulses of a running process per lease."""
 _BEATS_PER_LEASE = 3
-"""How many heartbeats fit in a lease, at least."""
+"""Least number of heartbeats per lease."""
 
 
 class _HeldShard:
-    """One shard of this process: its port, its service and its place in the cluster."""
+    """One shard of this process: its port, its service and its registration."""
 
     def __init__(
         self,
@@ -75,9 +75,9 @@ class _HeldShard:
         self.config = config
         self.memory_pool = memory_pool
         self.pool_shards = 0
-        """Shards that share the memory, as last heard; 0: not known."""
+        """Shards that share the memory, by the last heartbeat; 0: unknown."""
         self.pause_seconds = 0.0
-        """Between two heartbeats, at least, as last heard."""
+        """Least time between two heartbeats, by the last one."""
         self.models = models
         self.wanted = wanted
         self.service = ShardService(
@@ -95,17 +95,17 @@ class _HeldShard:
         self.shard: Shard | None = None
         self.lease: Lease | None = None
         self.bucket_map: BucketMap | None = None
-        """By which it holds its rows: as it was given when it joined first."""
+        """Map by which it holds its rows, from its first registration."""
         self.tell_readiness()
 
     @property
     def number(self) -> int:
-        """The shard's number, once it has joined."""
+        """Number of the shard, once it is registered."""
         assert self.shard is not None
         return self.shard.shard
 
     def join(self, scheduler: GrpcSchedulerCarrier) -> None:
-        """Register and serve; also how the shard introduces itself to a scheduler that was restarted."""
+        """Register and serve; also register again with a restarted scheduler."""
         known = self.shard
         request = Register(
             address=self.address,
@@ -128,7 +128,7 @@ class _HeldShard:
             self._confirm(began)
             self._hear_revoked(scheduler, reply.revoked)
             return
-        self._hear_revoked(scheduler, reply.revoked)  # before it serves
+        self._hear_revoked(scheduler, reply.revoked)  # before the first call
         self.bucket_map = reply.bucket_map
         self.lease = Lease(reply.shard, reply.lease_seconds)
         self.shard = Shard(
@@ -149,12 +149,12 @@ class _HeldShard:
         logger.info("shard %d of %d serves at %s", reply.shard, reply.num_shards, self.address)
 
     def tell_readiness(self) -> None:
-        """Let health say what the shard is ready for."""
+        """Set health to what the shard is ready for."""
         restored = self.shard is not None and not self.shard.restoring_tables
         try:
             if is_ready := restored and self.lease is not None:
                 self.lease.check()
-        except GeartrainError:  # it was stopped for too long, and waits for the scheduler's word
+        except GeartrainError:  # it was stopped for too long, and waits for the scheduler's confirmation
             is_ready = False
         self.server.tell({"restored": restored, "ready": is_ready})
 
@@ -189,8 +189,8 @@ class _HeldShard:
         return True
 
     def close(self, grace_seconds: float) -> None:
-        """Finish the calls under way, let go of the port. Idempotent."""
-        self.service.close()  # first: it would begin new calls all the while
+        """Finish the calls under way and close the port. Idempotent."""
+        self.service.close()  # first: it would start new calls meanwhile
         self.server.stop(grace_seconds)
         if self.shard is not None:
             self.shard.close()
@@ -212,10 +212,10 @@ def _reachable(bound: str) -> str:
 
 
 class ShardServer:
-    """A process's shards: start, serve until stopped. Not thread-safe; use from one thread."""
+    """Shards of a process: start, serve until stopped. Not thread-safe; use from one thread."""
 
     def __init__(self, config: ServerConfig, models: HostedModels = MappingProxyType({})) -> None:
-        """Hold the shards that ``config`` names; they host ``models``. Raises ConfigError."""
+        """Hold the shards of ``config``; they host ``models``. Raises ConfigError."""
         import_rules(config.rule_modules or ())
         self._config = config
         self._roots = SnapshotRoots("server", config.listen, config.snapshot_roots)
@@ -225,16 +225,16 @@ class ShardServer:
         self._stopping = threading.Event()
         self._ended = threading.Event()
         self._hearts: list[threading.Thread] = []
-        """One for each shard."""
+        """Heartbeat thread of each shard."""
         self._ending = threading.Lock()
         self._sharing = threading.Lock()
         self._pool_shards = 0
-        """By which the memory was last divided; 0: it was not."""
+        """Number of shards by which the memory was last divided; 0: not yet."""
         self._end_reasons: list[str] = []
-        """Why shards are served no more."""
+        """Reasons why shards are no longer served."""
         self._pulse = threading.Thread(target=self._run_pulse, name="pulse", daemon=True)
         self.end_reason: str | None = None
-        """Why it ended by itself; None if it did not."""
+        """Reason why it ended by itself; None if it did not."""
         self._started = False
 
     def start(self) -> list[str]:
@@ -280,16 +280,16 @@ class ShardServer:
 
     @property
     def bound_addresses(self) -> list[str]:
-        """Where each shard listens; clients may know it by another address (``advertise``)."""
+        """Bound address of each shard; clients may use another one (``advertise``)."""
         return [held.server.address for held in self._held]
 
     @property
     def shards(self) -> list[int]:
-        """The numbers of the shards held."""
+        """Numbers of the shards held."""
         return [held.shard.shard for held in self._held if held.shard is not None]
 
     def metrics(self) -> Iterator[Metric]:
-        """What its shards count."""
+        """Yield the metrics of its shards."""
         return server_metrics(
             [
                 ServedShard(held.shard, held.server.counts, held.service.data_plane.num_connections)
@@ -299,13 +299,13 @@ class ShardServer:
         )
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Block until the server has ended by itself or was stopped; False if the time ran out first."""
+        """Block until the server has ended by itself or was stopped; return False if the time ran out first."""
         return self._ended.wait(timeout_seconds)
 
     def stop(self, grace_seconds: float = 5.0) -> None:
-        """Leave the cluster, finish the calls under way, end. Idempotent.
+        """Leave the cluster, finish the calls under way, stop. Idempotent.
 
-        Unless ``grace_seconds`` is 0, jobs that train are waited for first: they take a snapshot. Says what is lost.
+        Unless ``grace_seconds`` is 0, running jobs first take a snapshot. Logs what is lost.
         """
         if grace_seconds > 0 and self._started and not self._ended.is_set():
             shards = [held.shard for held in self._held if held.shard is not None]
@@ -368,7 +368,7 @@ class ShardServer:
                     held.tell_readiness()
 
     def _beat(self, held: _HeldShard) -> None:
-        """Say again and again that one shard lives; what keeps its heartbeats up costs no other shard its lease."""
+        """Send the heartbeats of one shard; a delay of them costs no other shard its lease."""
         assert held.lease is not None
         silent = False
         longest = held.lease.seconds / _BEATS_PER_LEASE
@@ -395,7 +395,7 @@ class ShardServer:
                 logger.exception("heartbeat of shard %d failed", held.number)
 
     def _share_memory(self, pool_shards: int) -> None:
-        """Let rows take this process's share of what they may, unless a setting says how much."""
+        """Set the rows' memory limit to this process's share, unless a setting gives the limit."""
         with self._sharing:
             if self._config.memory_bytes is not None or pool_shards in (0, self._pool_shards):
                 return
@@ -405,7 +405,7 @@ class ShardServer:
         logger.debug("rows may take %s: the memory is that of %s", sized(memory_bytes), counted(pool_shards, "shard"))
 
     def _end(self, held: _HeldShard, reason: str) -> None:
-        """Serve one shard no more and forget its rows, which are nobody's now; the server ends with the last."""
+        """Stop one shard and drop its rows, which are no longer valid; the server ends with the last."""
         assert held.lease is not None
         held.lease.revoke(f"{reason}; ask the scheduler again")
         with self._ending:

@@ -1,4 +1,4 @@
-"""A shard behind gRPC: what its RPCs decode, ask and answer."""
+"""gRPC service of a shard: decoding, dispatch and encoding of its RPCs."""
 
 from __future__ import annotations
 
@@ -67,16 +67,16 @@ from geartrain.ams.values.specs import DTYPES, Ids
 
 _OVERHEAD_BYTES = 1024
 _MOST_WAITING_THREADS = MAX_CONCURRENT_CALLS // 2
-"""Held by synchronous pushes of callers that do not say that they wait."""
+"""Most threads held by synchronous pushes that are not marked as waiting."""
 _HostedHeader = shard_pb2.ComputeHostedRequest | shard_pb2.UpdateHostedRequest
 _SplitHeader = shard_pb2.PushRequest | shard_pb2.AssignRequest | _HostedHeader
-"""Of requests that may come in parts."""
+"""Headers of requests that may come in parts."""
 Raw = Mapping[int, memoryview]
 """Raw fields of a message by number."""
 
 
 class ShardService:
-    """The Shard service of one port: decodes, hands to the shard, encodes."""
+    """Shard service of one port: decodes, calls the shard, encodes."""
 
     def __init__(
         self,
@@ -94,19 +94,19 @@ class ShardService:
         self._threads_that_wait = threading.Semaphore(_MOST_WAITING_THREADS)
         self._shard: Shard | None = None
         self.data_plane = DataPlanePort(lambda: self.shard, host, port, uses_tls=uses_tls, cpus=cpus)
-        """Connections of clients to this shard for pulls, pushes and assigns."""
+        """Port of clients' connections for pulls, pushes and assigns."""
 
     def serve(self, shard: Shard) -> None:
-        """From now on, calls go to ``shard``."""
+        """Direct calls to ``shard`` from now on."""
         self._shard = shard
 
     def close(self) -> None:
-        """End what calls do not: the connections for rows. Idempotent."""
+        """Close the connections for rows. Idempotent."""
         self.data_plane.close()
 
     @cached_property
     def bound(self) -> Bound:
-        """The service with its handlers."""
+        """Service with its handlers."""
         service, methods, *_ = bind(
             SHARD,
             {
@@ -134,17 +134,17 @@ class ShardService:
             },
         )
         held = {name: self._held_to_the_end(method) for name, method in methods.items()}
-        ping = SHARD[Ping].name  # answered by a process whose shard is another's, too
+        ping = SHARD[Ping].name  # answered even if another process holds the shard
         return Bound(service, {**held, ping: methods[ping]})
 
     @property
     def waiting_methods(self) -> dict[str, BeginMethod]:
-        """How those that may wait for other callers are begun, by name."""
+        """Start functions of the methods that may wait for other callers, by name."""
         return {"Push": self.begin_push, "UpdateHosted": self.begin_update_hosted}
 
     @property
     def shard(self) -> Shard:
-        """The shard behind this port. Raises ShardUnavailable before it has registered."""
+        """Shard of this port. Raises ShardUnavailable before it has registered."""
         if self._shard is None:
             raise ShardUnavailable("this shard has not joined its cluster yet; try again")
         return self._shard
@@ -153,7 +153,7 @@ class ShardService:
         return 0 if self._shard is None else self._shard.incarnation
 
     def _ask(self, request: Request, call: Call) -> Any:
-        """What the shard replies."""
+        """Return the shard's reply."""
         return _acknowledged(await_reply(self.shard.run(call.context, request), call.servicer))
 
     def _freeze(self, freeze: Freeze, call: Call) -> Any:
@@ -207,7 +207,7 @@ class ShardService:
         return self._written(*asked, servicer_context)
 
     def begin_push(self, data: bytes, servicer_context: grpc.ServicerContext) -> Begun:  # noqa: ARG002
-        """Begin to apply gradients."""
+        """Start to apply gradients."""
         asked = self._asked_push(data)
         return _incomplete() if asked is None else self._begun_push(*asked)
 
@@ -215,7 +215,7 @@ class ShardService:
         return self._begun(context, _with_distinct_ids(push))
 
     def _asked_push(self, data: bytes) -> tuple[CallContext, Push] | None:
-        """Who asks for which push; None: parts of it are missing."""
+        """Return the caller and its push; None: parts of it are missing."""
         header, raw, context = _split(Push, data)
         with _of_its_past(self.shard, header.table, context):
             dim, dtype = self.shard.spec(header.table).dim, DTYPES[codec.dtype_from_pb(header.gradient_dtype)]
@@ -246,7 +246,7 @@ class ShardService:
         return self._written(context, assign, servicer_context)
 
     def compute_hosted(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
-        """Let a hosted model compute."""
+        """Compute with a hosted model."""
         begun = self._begin_hosted(ComputeHosted, data)
         if begun is None:
             return shard_pb2.ComputeHostedReply(incomplete=True).SerializeToString()
@@ -259,15 +259,15 @@ class ShardService:
         return reply
 
     def update_hosted(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
-        """Let a hosted model update its rows."""
+        """Update rows by a hosted model."""
         return self._finished(self.begin_update_hosted(data, servicer_context), servicer_context)
 
     def begin_update_hosted(self, data: bytes, servicer_context: grpc.ServicerContext) -> Begun:  # noqa: ARG002
-        """Begin to let a hosted model update its rows."""
+        """Start to update rows by a hosted model."""
         return self._begin_hosted(UpdateHosted, data) or _incomplete()
 
     def _begin_hosted(self, kind: type[ComputeHosted | UpdateHosted], data: bytes) -> Begun | None:
-        """Begin what a request to a hosted model asks for; None: parts of it are missing."""
+        """Start a request to a hosted model; None: parts of it are missing."""
         header, raw, context = _split(kind, data)
         with _of_its_past(self.shard, header.table, context):
             self.shard.spec(header.table)
@@ -283,7 +283,7 @@ class ShardService:
         return Begun(self.shard.run(context, request), self._encoded_to_the_end, waits=waits)
 
     def _held_to_the_end(self, method: BytesMethod) -> BytesMethod:
-        """``method``, but what it did is acknowledged only while the shard is surely this process's."""
+        """Return ``method`` with a check before its reply that this process still holds the shard."""
 
         def answer(data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
             reply = method(data, servicer_context)
@@ -293,15 +293,16 @@ class ShardService:
         return answer
 
     def _encoded_to_the_end(self, done: Done) -> bytes:
-        """The reply to a write, if the shard is surely this process's still."""
+        """Return the reply to a write, if this process surely still holds the shard."""
         reply = _encoded(done)
         self.shard.check_lease()
         return reply
 
     def _finished(self, begun: Begun, servicer_context: grpc.ServicerContext) -> bytes:
-        """The reply of a call that holds a thread until it is there.
+        """Return the reply of a call that holds a thread until it is there.
 
-        Raises StepPending if so many do that the others would lack one: it goes on, and the same call joins it.
+        Raises StepPending if so many calls do that the others would lack threads: the call goes on, and a retry joins
+        it.
         """
         if not begun.waits or begun.reply.done():
             return begun.encode(await_reply(begun.reply, servicer_context))
@@ -319,13 +320,13 @@ class ShardService:
         if not header.HasField("part"):
             return payload
         failpoints.reach("shard.parts.before")
-        self.shard.check_meant(header.table, context)  # now, for it is kept until its siblings come
+        self.shard.check_meant(header.table, context)  # now, as the part is held until the others come
         return self._parts.add(context, header.part.index, header.part.count, payload)
 
     def _whole_data(
         self, header: _HostedHeader, context: CallContext, data: memoryview | None
     ) -> tuple[memoryview | None, bool]:
-        """(the data of all parts, True), or (None, False) while some are missing."""
+        """Return (the data of all parts, True), or (None, False) while some are missing."""
         if not header.HasField("part"):
             return data, True
         piece = np.frombuffer(data if data is not None else b"", np.uint8)
@@ -343,10 +344,10 @@ class ShardService:
 
 @contextmanager
 def _of_its_past(shard: Shard, table: str, context: CallContext) -> Iterator[None]:
-    """Where a request cannot be taken, its caller first hears if it means another past, or another table of the name:
-    of a shard that came back empty, "restarted" rather than "no such table".
+    """On an error, first check the incarnations that the caller expects: a shard that came back empty raises
+    "restarted" rather than "no such table".
 
-    Whether a request that can be taken is of this past, the shard sees in the request's turn.
+    The shard checks those of a valid request in the request's turn.
     """
     try:
         yield
@@ -356,13 +357,13 @@ def _of_its_past(shard: Shard, table: str, context: CallContext) -> Iterator[Non
 
 
 def _split(kind: type[Request], data: bytes) -> tuple[Any, Raw, CallContext]:
-    """The header of a request with rows, its raw fields by number, and who calls."""
+    """Return the header of a request with rows, its raw fields by number, and the caller."""
     header, raw = framing.decode_framed(data, SHARD[kind].header.message)
     return header, raw, context_from_pb(header.context)  # type: ignore[attr-defined]
 
 
 def _with_distinct_ids(push: Push) -> Push:
-    """Our own client sends each id once; a foreign one may not."""
+    """Return the push with equal ids merged: foreign clients may repeat them, ours does not."""
     ids, places, gradients = ops.merge_duplicates(push.ids, push.gradients)
     if len(ids) == len(push.ids):
         return push
@@ -375,7 +376,7 @@ def _with_distinct_ids(push: Push) -> Push:
 
 
 def _occurrences(header: shard_pb2.PushRequest, num_ids: int) -> npt.NDArray[np.uint32]:
-    """Those of the ids of one part [N]; of another none may be said. Raises InvalidRows."""
+    """Return the occurrences of the ids of one part [N], 1 where none are given. Raises InvalidRows."""
     said = np.frombuffer(header.batch.occurrences, "<u4") if header.batch.occurrences else np.ones(num_ids, np.uint32)
     _require_one_each(said, num_ids)
     return said
@@ -387,13 +388,13 @@ def _require_one_each(occurrences: npt.NDArray[np.uint32], num_ids: int) -> None
 
 
 def _payload(raw: Raw, dim: int, dtype: np.dtype[Any]) -> tuple[Ids, npt.NDArray[Any]]:
-    """The ids [N] and rows [N, dim] of a write."""
+    """Return the ids [N] and rows [N, dim] of a write."""
     ids = framing.ids_from(raw.get(14))
     return ids, framing.rows_from(raw.get(15), len(ids), dim, dtype)
 
 
 _INCOMPLETE = SHARD[Push].reply.encode(Done(incomplete=True))
-"""The answer to a part of a write whose other parts are missing."""
+"""Reply to a part of a write whose other parts are missing."""
 
 
 def _incomplete() -> Begun:

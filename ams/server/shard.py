@@ -1,4 +1,4 @@
-"""A shard: what it answers to each request.
+"""Shard: the rows of some buckets, and the handling of all its requests.
 
 Requests run one at a time, each to completion (:mod:`single_writer`): so no row is ever torn, no row is locked, and
 writes are applied in one order.
@@ -70,12 +70,12 @@ Clock = Callable[[], float]
 
 
 def new_incarnation() -> int:
-    """Return the incarnation of a shard that begins. Nobody orders those of shards, so that no clock need be right."""
+    """Return a random incarnation for a new shard. They need no order, and so no correct clock."""
     return 1 + secrets.randbelow(2**63 - 1)
 
 
 class Shard:
-    """The rows of some buckets of every table. Thread-safe: any thread may :meth:`submit` or :meth:`run`."""
+    """Rows of some buckets of every table. Thread-safe: any thread may :meth:`submit` or :meth:`run`."""
 
     def __init__(
         self,
@@ -92,20 +92,20 @@ class Shard:
         freeze_lease_seconds: float = FREEZE_LEASE_SECONDS,
         shards_of_process: int = 1,
     ) -> None:
-        """Begin without tables.
+        """Start without tables.
 
         Args:
-            shard: its number in the cluster.
-            owned_buckets: the buckets whose rows it holds.
-            incarnation: which of all processes that ever held the shard this is; see :func:`new_incarnation`.
-            cluster_version: the cluster that it belongs to.
-            sync_timeout_seconds: how long a synchronous write waits for the other ranks.
-            threads: used by a very large request on disjoint rows; requests still run one after the other.
-            lease: until when the shard is its own; None: nobody else can hold it (it is embedded).
-            clock: seconds, monotonic; what time-outs and leases of freezes are counted on.
-            models: what it hosts, by name.
-            freeze_lease_seconds: how long it holds a moment for a snapshot whose owner is silent.
-            shards_of_process: share its memory and CPU.
+            shard: number in the cluster.
+            owned_buckets: buckets whose rows it holds.
+            incarnation: identity among all processes that ever held the shard; see :func:`new_incarnation`.
+            cluster_version: version of its cluster.
+            sync_timeout_seconds: longest wait of a synchronous write for the other ranks.
+            threads: number for a very large request on disjoint rows; requests still run one after the other.
+            lease: time until which this process holds the shard; None: no other can hold it (it is embedded).
+            clock: seconds, monotonic, for time-outs and leases of freezes.
+            models: hosted models by name.
+            freeze_lease_seconds: lease of a freeze whose owner does not renew it.
+            shards_of_process: number of shards that share its memory and CPU.
         """
         self.shard = shard
         self._shards_of_process = shards_of_process
@@ -122,7 +122,7 @@ class Shard:
             completed_writes=self._completed_writes,
             groups=self._groups,
         )
-        """Answers requests for rows, on any thread."""
+        """Engine of row requests, on any thread."""
         self._clock = clock
         self._started = clock()
         self._tables = ShardTables(shard, owned_buckets, threads, self.engine)
@@ -142,7 +142,7 @@ class Shard:
             on_end=self._refuse_all,
         )
         self.end_reason: str | None = None
-        """Why it answers nothing any more, though it was not closed; None: it does."""
+        """Reason why it refuses all calls without having been closed; None: it does not."""
         self._restores = Restores(
             owned_buckets,
             self._tables,
@@ -156,7 +156,7 @@ class Shard:
     def pull(
         self, context: CallContext, request: Pull, waiter: Waiter | None = None, *, has_turn: bool = False
     ) -> Pulled:
-        """Read rows on this thread, in its turn, or in that which it has. What :meth:`submit` answers with is raised;
+        """Read rows on this thread, in its turn, or in a turn that it has. Raises the error of :meth:`submit`;
         ShardUnavailable, too, if ``waiter`` leaves before the turn has come.
         """
         present = request.present
@@ -189,7 +189,7 @@ class Shard:
         ids_are_distinct: bool = False,
         has_turn: bool = False,
     ) -> Done | Future[Done]:
-        """:meth:`pull` for a write. A Future is that of one that waits for other ranks: its arrays are copied.
+        """Do :meth:`pull` for a write. A Future is returned for one that waits for other ranks: its arrays are copied.
 
         Unless ``ids_are_distinct``, equal ids of a push are merged, and those of an assign are refused (InvalidRows).
         """
@@ -223,7 +223,7 @@ class Shard:
         return self._writer.submit(context, request)
 
     def run(self, context: CallContext, request: Request) -> Future[Reply]:
-        """:meth:`submit`, but done on this thread, before it returns, if nothing else is waiting or at work.
+        """Do :meth:`submit` on this thread, before it returns, if nothing else is waiting or at work.
 
         On the main thread it is :meth:`submit`.
         """
@@ -231,7 +231,7 @@ class Shard:
 
     @property
     def cluster_version(self) -> int:
-        """The cluster that it belongs to."""
+        """Version of its cluster."""
         return self.engine.cluster_version
 
     @cluster_version.setter
@@ -239,20 +239,20 @@ class Shard:
         self.engine.cluster_version = version
 
     def spec(self, table: str) -> TableSpec:
-        """Return the spec of a table: which rows have room where. Raises TableNotFound. Any thread."""
+        """Return the spec of a table. Raises TableNotFound. Any thread."""
         return self._tables.spec(table)
 
     def check_meant(self, table: str, context: CallContext) -> None:
-        """Raise what :meth:`check_fence` raises, TableNotFound or TableBeingRestored unless a caller may read or write
-        the table that it means; a request is asked the same in its turn. Any thread."""
+        """Raise as :meth:`check_fence`, and TableNotFound or TableBeingRestored unless a caller may read or write its
+        table; a request is checked again in its turn. Any thread."""
         self.check_fence(context)
         self._tables.check_meant(table, context)
 
     def check_fence(self, context: CallContext) -> None:
         """Raise unless the caller may be answered. Any thread.
 
-        ShardUnavailable: the shard may belong to another process. ShardRestarted, StaleCluster: the caller means
-        another past than this shard's.
+        ShardUnavailable: the shard may belong to another process. ShardRestarted, StaleCluster: the caller expects
+        another incarnation or cluster version.
         """
         self.engine.check_fence(context.shard_incarnation, context.cluster_version)
 
@@ -262,31 +262,33 @@ class Shard:
             self.lease.check()
 
     def hear_incarnation(self, highest: int) -> None:
-        """Note the highest that the scheduler has given out: callers may have numbers up to about that. Any thread."""
+        """Record the highest incarnation that the scheduler has issued: callers may have numbers up to about that. Any
+        thread.
+        """
         self._completed_writes.hear_given(highest)
 
     @property
     def highest_incarnation(self) -> int:
-        """The highest of a job, stream or table that it has seen. Any thread."""
+        """Highest incarnation of a job, stream or table that it has seen. Any thread."""
         return max(self._completed_writes.highest_incarnation, self._tables.highest_incarnation)
 
     @property
     def specs(self) -> tuple[TableSpec, ...]:
-        """The specs of all tables. Any thread."""
+        """Specs of all tables. Any thread."""
         return self._tables.specs
 
     @property
     def restoring_tables(self) -> tuple[str, ...]:
-        """The names of those that are being restored and not published. Any thread."""
+        """Names of tables that are being restored and not published. Any thread."""
         return self._tables.unpublished
 
     @property
     def held_snapshots(self) -> tuple[str, ...]:
-        """The ids of the snapshots that it holds a moment for. Any thread."""
+        """Ids of the snapshots with a freeze here. Any thread."""
         return self._freezes.snapshots
 
     def counted_tables(self, seconds: float) -> list[tuple[TableState, int, dict[str, int]]]:
-        """See :meth:`ShardTables.counted`; nothing, if the turn does not come in so many seconds. Any thread."""
+        """Return :meth:`ShardTables.counted`; nothing if the turn does not come in so many seconds. Any thread."""
         turn = self.engine.turn
         if not turn.acquire_within(seconds):
             return []
@@ -296,7 +298,7 @@ class Shard:
             turn.release()
 
     def close(self) -> None:
-        """Finish the requests that are queued, refuse those that come later, end the thread. Idempotent."""
+        """Finish the queued requests, refuse later ones, stop the thread. Idempotent."""
         self.engine.close()
         self._writer.close()
         with self.engine.turn:
@@ -310,7 +312,7 @@ class Shard:
         self._hosting.close()
 
     def _refuse_all(self, error: GeartrainError) -> None:
-        """Raise ``error`` from every call from now on, and tell it to those who wait for other ranks."""
+        """Fail every call from now on with ``error``, and those that wait for other ranks."""
         self.end_reason = str(error)
         self.engine.fail(str(error))
         with self.engine.turn:
@@ -342,7 +344,7 @@ class Shard:
         elif isinstance(request, WriteFrozen | Restore):
             self._completed_writes.require_current(call.context)
             files = self._restores.begin(request) if isinstance(request, Restore) else self._freezes.write(request)
-            pass_on(files, call.future)  # work on files is done on a thread of its own: the shard goes on
+            pass_on(files, call.future)  # files are handled on a thread of their own: the shard goes on
         else:
             call.future.set_result(self._answer(call.context, request))
 
@@ -405,11 +407,11 @@ class Shard:
             self.engine.update_jointly(call.context, update, call.future, joint)
 
     def _write(self, call: QueuedRequest, table: str, kind: Kind, apply: Callable[[], int]) -> None:
-        """Let the engine do a write: once. ``apply`` returns the rows that came or went."""
+        """Apply a write once, by the engine. ``apply`` returns the number of rows created or removed."""
         self.engine.write(call.context, table, kind, call.future, self._told(apply))
 
     def _told(self, apply: Callable[..., int]) -> Callable[..., int]:
-        """``apply`` for the engine: it takes our errors, as callers are to get them."""
+        """Return ``apply`` with its errors as callers are to get them."""
 
         def told(*arguments: Any) -> int:
             try:
@@ -427,13 +429,13 @@ class Shard:
         if not self._tables.remove(name):
             return Done(duplicate=True)
         self._completed_writes.dropped(name)
-        self._freezes.end_of_table(name)  # whoever took it may be gone, and its rows would be held for good
+        self._freezes.end_of_table(name)  # its owner may be gone, and the rows would be held for ever
         return Done()
 
     def _freeze(self, request: Freeze) -> Done:
         if self._freezes.renewed(request):
             return Done(duplicate=True)
-        # One that was made for a restore belongs to it, and whoever restores it may be gone.
+        # Unpublished tables belong to a restore whose process may be gone.
         all_public = set(self._tables.names).difference(self._tables.unpublished)
         tables = {name: self._tables.find(name) for name in request.tables or all_public}
         for name, table in tables.items():

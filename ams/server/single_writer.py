@@ -1,8 +1,7 @@
-"""The single writer of a shard: one call at a time, each run to completion, in the order in which they came.
+"""Single writer of a shard: one call at a time, each run to completion, in order of arrival.
 
-Whoever has the shard's turn is its writer. Calls wait in the line for it, and are done by the writer's own thread; one
-that finds nobody there may run on the thread that brought it (:meth:`SingleWriter.run`), which saves two changes of
-thread.
+The thread that has the shard's turn is its writer. Calls queue for it, and are done by the writer's own thread; a call
+that finds no other may run on the thread that brought it (:meth:`SingleWriter.run`), which saves two changes of thread.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class QueuedRequest:
-    """A request, who made it, and where its reply is awaited."""
+    """Request with its caller and the future of its reply."""
 
     context: CallContext
     request: Request
@@ -37,12 +36,12 @@ class QueuedRequest:
 
 
 class SingleWriter:
-    """Hands calls to ``perform``, each in its ``turn``; what that raises is the call's reply. Thread-safe.
+    """Queue of calls to ``perform``, each in its ``turn``; an error becomes the call's reply. Thread-safe.
 
-    Between calls the writer's own thread keeps to deadlines: it calls ``expire`` when the earliest, as
-    ``next_deadline`` says it (None: there is none), is over on ``clock``. Both are called by whoever has the turn.
-    ``refusal`` makes the error of calls that come after :meth:`close`. ``on_end`` is told, on that thread, if it ends
-    before: whoever waits for a deadline would wait for ever.
+    Between calls the writer's own thread watches deadlines: it calls ``expire`` when the earliest one, returned by
+    ``next_deadline`` (None: there is none), has passed on ``clock``. Both are called with the turn. ``refusal`` makes
+    the error of calls after :meth:`close`. ``on_end`` is called, on that thread, if it ends early: calls that wait for
+    a deadline would wait for ever.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class SingleWriter:
         on_end: Callable[[GeartrainError], None],
     ) -> None:
         self.turn = turn
-        """Held by the thread at work: whoever holds it owns what ``perform`` changes."""
+        """Turn of the thread at work: its holder owns what ``perform`` changes."""
         self._name = name
         self._perform = perform
         self._next_deadline = next_deadline
@@ -68,13 +67,13 @@ class SingleWriter:
         self._clock = clock
         self._on_end = on_end
         self._alarm = alarm
-        """When the own thread looks at the deadlines next, on the clock."""
+        """Time at which the own thread looks at the deadlines next, on the clock."""
         self._calls: queue.SimpleQueue[tuple[QueuedRequest, Place] | None] = queue.SimpleQueue()
-        """With their places in the line for the turn, in its order. None: look again, at the deadlines and at
-        ``_closed``."""
+        """Calls with their places in the queue for the turn, in its order. None: check the deadlines and ``_closed``
+        again."""
         self._closed = False
         self._gate = threading.Lock()
-        """Guards ``_closed`` and the order of ``_calls``."""
+        """Lock of ``_closed`` and the order of ``_calls``."""
         alarm.on_ring(partial(self._calls.put, None))
         self._thread = threading.Thread(target=self._serve, name=name.replace(" ", "-"), daemon=True)
         self._thread.start()
@@ -90,7 +89,7 @@ class SingleWriter:
         return call.future
 
     def run(self, context: CallContext, request: Request) -> Future[Reply]:
-        """:meth:`submit`, but done on this thread, before it returns, if nothing else is waiting or at work.
+        """Do :meth:`submit` on this thread, before it returns, if nothing else is waiting or at work.
 
         On the main thread it is :meth:`submit`: Python interrupts that one anywhere, also between a change and its
         mark.
@@ -112,14 +111,14 @@ class SingleWriter:
         return call.future
 
     def close(self) -> None:
-        """Finish what is queued, refuse what comes later, end the thread. Idempotent."""
+        """Finish queued calls, refuse later ones, stop the thread. Idempotent."""
         with self._gate:
             self._closed = True
         self._calls.put(None)
         self._thread.join()
 
     def _answer(self, call: QueuedRequest) -> None:
-        # As if it had never come: no mark knows of it yet. A write that has begun goes on without its caller.
+        # A cancelled call leaves no trace. A write that has begun goes on without its caller.
         if not call.future.set_running_or_notify_cancel():
             return
         try:
@@ -129,7 +128,7 @@ class SingleWriter:
                 call.future.set_exception(as_ours(error, self._name))
 
     def _note_deadline(self) -> bool:
-        """Return whether the own thread must look earlier than it means to."""
+        """Return whether the own thread must look earlier than planned."""
         return self._alarm.note(self._next_deadline())
 
     def _serve(self) -> None:
@@ -140,7 +139,7 @@ class SingleWriter:
             self._end(InternalError(f"the writer of {self._name} has ended: {error!r}; its log says where"))
 
     def _end(self, error: GeartrainError) -> None:
-        """Refuse all calls from now on: those in the queue, too."""
+        """Refuse all calls from now on, queued ones, too."""
         self._refusal = lambda: error
         with self._gate:
             self._closed = True
@@ -157,7 +156,7 @@ class SingleWriter:
             call, place = entry
             place.wait()
             try:
-                # Before the call, or a busy shard would never tell those who wait for a deadline.
+                # Before the call, or a busy shard would never handle deadlines.
                 if self._alarm.at <= self._clock():
                     self._keep_deadlines()
                 if call is not None:
@@ -165,20 +164,20 @@ class SingleWriter:
                     self._note_deadline()
             finally:
                 place.leave()
-            del entry, call, place  # the rows of a request are not kept until the next one arrives
+            del entry, call, place  # or the rows of a request stay in memory until the next one arrives
 
     def _keep_deadlines(self) -> None:
         try:
             self._expire()
             deadline = self._next_deadline()
-        except BaseException:  # of one deadline; the others are to be kept
+        except BaseException:  # the other deadlines must still be handled
             logger.exception("%s could not keep a deadline, and tries again in %g s", self._name, _RETRY_SECONDS)
             deadline = self._clock() + _RETRY_SECONDS
         self._alarm.at = math.inf if deadline is None else deadline
 
     def _next_entry(self) -> tuple[QueuedRequest | None, Place] | None:
-        """The next call in the queue; no call but a place, if a deadline is over first; None: it was closed, and
-        nothing is left.
+        """Return the next call in the queue; a place without a call, if a deadline passes first; None: it was closed,
+        and nothing is left.
 
         This thread waits for no other place while calls are queued: the turn may be that of one of them already.
         """
@@ -199,7 +198,7 @@ class SingleWriter:
 
 
 def as_ours(error: BaseException, name: str) -> GeartrainError:
-    """The error as a caller of ``name`` gets it. A defect must reach it, and not end the shard that others rely on."""
+    """Return the error as a caller of ``name`` gets it. A defect must reach it, and not end the shard."""
     if isinstance(error, GeartrainError):
         return _without_frames(error)
     if isinstance(error, MemoryError):
@@ -208,7 +207,7 @@ def as_ours(error: BaseException, name: str) -> GeartrainError:
 
 
 def pass_on(work: Future[Reply], future: Future[Reply]) -> None:
-    """Answer ``future`` as ``work`` ends."""
+    """Complete ``future`` as ``work`` ends."""
 
     def ended(work: Future[Reply]) -> None:
         with contextlib.suppress(InvalidStateError):  # the caller gave up waiting
@@ -224,8 +223,8 @@ def pass_on(work: Future[Reply], future: Future[Reply]) -> None:
 
 
 def _without_frames(error: GeartrainError) -> GeartrainError:
-    """The error without the calls it came through: they hold the request and its table, which would outlive a drop
-    until the garbage collector finds the circle of error, call and future.
+    """Return the error without tracebacks: they hold the request and its table, which would outlive a drop until the
+    garbage collector finds the cycle of error, call and future.
     """
     cause: BaseException | None = error
     while cause is not None:

@@ -1,4 +1,4 @@
-"""The tables of one shard by name: made, found for a call, opened once restored, dropped."""
+"""Tables of one shard by name: created, found for a call, published after a restore, dropped."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from geartrain.ams.values.shard_messages import CallContext, Done, Reply, TableS
 from geartrain.ams.values.specs import Ids, TableSpec
 
 _LATEST_START = 2**61
-"""So that a job that begins there, after a wrong step, has as many to go below the largest that a push may say."""
+"""Largest first step of a job, so that one that starts there, after a wrong step, has as many steps left below the
+largest that a push may have."""
 
 
 @dataclass(frozen=True)
 class RestoreWork:
-    """A request to restore tables, and the work that answers it: a repeated one joins it."""
+    """Restore of tables with its reply: a repeated request joins it."""
 
     folder: str
     tables: frozenset[str]
@@ -32,32 +33,32 @@ class RestoreWork:
 
 
 class ShardTable:
-    """A table of a shard: its rows, and which moment they are of."""
+    """Table of a shard: its rows, and their state of restore and expiry."""
 
     def __init__(self, rows: RowTable, *, for_restore: bool) -> None:
-        """``for_restore``: nobody reads or writes it before it has the rows of a snapshot and is published."""
+        """``for_restore``: reads and writes are refused until it has the rows of a snapshot and is published."""
         self.rows = rows
         self.restored_from = ""
-        """Folder of the snapshot whose rows it was given first; empty: none."""
+        """Folder of the snapshot that its rows were first restored from; empty: none."""
         self.restore: RestoreWork | None = None
-        """What gives, or gave, it the rows of a snapshot."""
+        """Restore of its rows, under way or done."""
         self.expiry_pass: Any = None
-        """The look for rows that are to go that is under way: an :class:`~geartrain.ams.server.expiry.ExpiryPass`."""
+        """Expiry scan under way: an :class:`~geartrain.ams.server.expiry.ExpiryPass`."""
         self.expiry_doubtful = False
-        """See :attr:`ExpiryState.is_doubtful`."""
+        """Value of :attr:`ExpiryState.is_doubtful`."""
         self.expiry_leap = TableClock(0, 0)
-        """That of :class:`ExpiryState`, as far as the rows were asked."""
+        """Value of :attr:`ExpiryState.leap`, up to the last read from the rows."""
         self.expired = 0
-        """Rows that went by a rule, since the table was made here."""
+        """Rows removed by expiry, since the table was made here."""
         self.plan_expiry()
         self.is_whole = self.is_public = not for_restore
-        """Whether it has all rows of ``restored_from``; and whether others may know it: one that was made to be
-        restored is published once all shards have its rows."""
+        """Whether it has all rows of ``restored_from``; and whether others may see it: a table that is being restored
+        is published once all shards have its rows."""
         self.note_state()
 
     @property
     def spec(self) -> TableSpec:
-        """What the table is."""
+        """Spec of the table."""
         return self.rows.spec
 
     @property
@@ -67,11 +68,11 @@ class ShardTable:
 
     @property
     def expiry_state(self) -> ExpiryState:
-        """What a table that is given these rows must know, so as to expire them as this one would."""
+        """Expiry state for a restore of these rows, so that they expire as here."""
         self.expiry_leap = farthest([self.expiry_leap, self.rows.take_leap()])
         served = self.rows.served
         due = TableClock(served.expiry_step, served.expiry_seconds)
-        if self.expiry_pass is not None:  # which begins anew elsewhere
+        if self.expiry_pass is not None:  # after a restore the scan starts anew
             due = TableClock(0, NEVER)
         return ExpiryState(self.expiry_doubtful, self.expiry_leap, due)
 
@@ -81,53 +82,53 @@ class ShardTable:
         self.rows.served.expiry_step, self.rows.served.expiry_seconds = due
 
     def plan_expiry(self) -> None:
-        """Look for rows that are to go when the table's clock has come as far as its rule says."""
+        """Schedule the next expiry scan by the table's clock and rule."""
         expiry, clock, served = self.spec.expiry, self.rows.clock, self.rows.served
         self.expiry_pass, served.expiry_step, served.expiry_seconds = None, NEVER, NEVER
         if expiry is not None:
             served.expiry_step = min(NEVER, (clock.step // expiry.every + 1) * expiry.every)
             if expiry.every_seconds is not None:
-                served.expiry_seconds = clock.seconds + 1  # at first once somebody says what time it is
+                served.expiry_seconds = clock.seconds + 1  # first at the first push with a time
 
     def note_state(self) -> None:
-        """Let the engine know whether it is open."""
+        """Tell the engine whether it is open."""
         self.rows.served.is_open = self.is_open
 
 
 class ShardTables:
-    """Used by the thread that has the shard's turn, but for what says otherwise."""
+    """Tables of one shard. Used by the thread that has the shard's turn, except where noted."""
 
     def __init__(self, shard: int, owned_buckets: Ids, threads: int, engine: Engine) -> None:
-        """``engine`` reads and writes the tables that are here."""
+        """``engine`` reads and writes these tables."""
         self._shard = shard
         self._engine = engine
         self._owned_buckets = owned_buckets
         self._threads = threads
         self._tables: dict[str, ShardTable] = {}
         self.specs: tuple[TableSpec, ...] = ()
-        """Those of all tables. Any thread."""
+        """Specs of all tables. Any thread."""
         self.expiring: tuple[ShardTable, ...] = ()
-        """Those that rows expire in."""
+        """Tables with expiry."""
         self.highest_incarnation = 0
-        """Of a table that was ever here. Any thread."""
+        """Highest incarnation of a table that was ever here. Any thread."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all tables. Any thread."""
+        """Names of all tables. Any thread."""
         return tuple(spec.name for spec in self.specs)
 
     @property
     def unpublished(self) -> tuple[str, ...]:
-        """The names of those that are being restored and not published. Any thread."""
+        """Names of tables that are being restored and not published. Any thread."""
         tables = ((name, self._tables.get(name)) for name in self.names)
         return tuple(name for name, table in tables if table is not None and not table.is_public)
 
     def get(self, name: str) -> ShardTable | None:
-        """The table, whatever state it is in; None: there is none."""
+        """Return the table in any state; None: there is none."""
         return self._tables.get(name)
 
     def spec(self, name: str) -> TableSpec:
-        """The spec of a table, whatever state it is in. Raises TableNotFound. Any thread."""
+        """Return the spec of a table in any state. Raises TableNotFound. Any thread."""
         table = self._tables.get(name)
         if table is None:
             raise self.not_found(name)
@@ -141,7 +142,7 @@ class ShardTables:
         table.rows.served.require_open(context.table_incarnation)
 
     def find(self, name: str) -> ShardTable:
-        """The table. Raises TableNotFound, and InternalError if its rows are not whole."""
+        """Return the table. Raises TableNotFound, and InternalError if its rows are torn."""
         table = self._tables.get(name)
         if table is None:
             raise self.not_found(name)
@@ -149,13 +150,13 @@ class ShardTables:
         return table
 
     def open(self, name: str, context: CallContext) -> ShardTable:
-        """:meth:`find` what the caller means to read or write. Also raises TableBeingRestored."""
+        """Return the table of :meth:`find` if the caller may read or write it. Also raises TableBeingRestored."""
         table = self.find(name)
         table.rows.served.require_open(context.table_incarnation)
         return table
 
     def create(self, spec: TableSpec, *, for_restore: bool) -> Done:
-        """Make a table. Raises SpecMismatch or TableExists if there is another of the name."""
+        """Create a table. Raises SpecMismatch or TableExists if there is another of the name."""
         existing = self._tables.get(spec.name)
         if existing is not None:
             if not existing.spec.is_same_table(spec):
@@ -171,7 +172,7 @@ class ShardTables:
         return Done()
 
     def alter(self, spec: TableSpec) -> Done:
-        """Give a table other settings, unless it was given later ones. Raises TableNotFound, SpecMismatch, and as
+        """Give a table other settings, unless it has later ones. Raises TableNotFound, SpecMismatch, and as
         :meth:`RowTable.alter`."""
         table = self.find(spec.name)
         table.rows.served.require_meant(spec.incarnation)
@@ -180,14 +181,14 @@ class ShardTables:
         if spec.altered <= table.spec.altered:
             return Done(duplicate=True)
         expiry = table.spec.expiry
-        self._engine.expire(spec.name, lambda: table.rows.alter(spec))  # rows that go are a write
+        self._engine.expire(spec.name, lambda: table.rows.alter(spec))  # removed rows are a write
         if table.spec.expiry != expiry:
             table.plan_expiry()
         self._note_specs()
         return Done()
 
     def publish(self, name: str, incarnation: int) -> Done:
-        """Open a table that was made to be restored. Raises TableNotFound and TableBeingRestored."""
+        """Publish a restored table. Raises TableNotFound and TableBeingRestored."""
         table = self.find(name)
         table.rows.served.require_meant(incarnation)
         if not table.is_whole:
@@ -197,14 +198,14 @@ class ShardTables:
         return Done(duplicate=was_public)
 
     def remove(self, name: str) -> bool:
-        """Forget a table and its rows; return whether there was one."""
+        """Remove a table and its rows; return whether there was one."""
         found = self._tables.pop(name, None) is not None
         self._engine.remove_table(name)
         self._note_specs()
         return found
 
     def states(self) -> tuple[TableState, ...]:
-        """Every table as it is now."""
+        """Return the state of every table."""
         return tuple(
             TableState(
                 spec=table.spec,
@@ -223,7 +224,7 @@ class ShardTables:
         )
 
     def counted(self) -> list[tuple[TableState, int, dict[str, int]]]:
-        """Every table as it is now, how many rows pushes and assigns made in it here, and its bytes by part."""
+        """Return the state of every table, the rows created here by pushes and assigns, and its bytes by part."""
         tables = self._tables.values()
         return [
             (state, table.rows.served.created, table.rows.memory_parts)
@@ -231,7 +232,7 @@ class ShardTables:
         ]
 
     def not_found(self, name: str) -> GeartrainError:
-        """The error for a name that has no table."""
+        """Return the error for a name that has no table."""
         error: GeartrainError = self._engine.not_found(name)
         return error
 

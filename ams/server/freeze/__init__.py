@@ -1,1 +1,1 @@
-"""Tables of a shard held for a snapshot, and tables given their rows back from one."""
+"""Freezes of a shard's tables for snapshots, and restores from them."""

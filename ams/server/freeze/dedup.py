@@ -1,21 +1,21 @@
-"""The dedup state of a shard in a snapshot: which writes its rows hold, and which step each sync group and table is at.
+"""Dedup state of a shard in a snapshot: the writes its rows contain, and the step of each sync group and table.
 
-A shard reads that of every shard that wrote rows for it. With the bucket map unchanged that is one, and what holds
-is exact: a write is known to be applied if, and only if, the restored rows hold it. With another map, that of
-another number of shards, each source holds a part of a write's rows:
+A shard reads the state of every shard that wrote rows for it. With the same bucket map that is one shard, and the state
+is exact: a write counts as applied if, and only if, the restored rows contain it. With another map, that of another
+number of shards, each source holds a part of a write's rows:
 
-- At a step boundary, where every write sent was answered, nothing can be sent again and the groups agree.
-- In the middle of a step a write counts as applied only if all sources have it, or were told that it is acknowledged.
-  One that some had and others had not, be it that they had no row of it, is applied anew where it is sent again: the
-  part that was there then counts twice. So take the snapshot at a step boundary.
+- At a step boundary, where every write was answered, nothing can be retried and the groups agree. - In the middle of a
+step a write counts as applied only if all sources have it, or know that it is acknowledged.   One that some have and
+others lack, even if they had no row of it, is applied anew when it is retried: the   part that was there then counts
+twice. So take the snapshot at a step boundary.
 
-A job that goes back and will use numbers anew fences its past first and restores then: what a live shard knows beyond
-the snapshot is kept here.
+A job that goes back and will reuse numbers fences its past first and restores then: what a live shard knows beyond the
+snapshot is kept here.
 
 Steps are those of tables whose untouched rows move. Every shard counts every push, so that at a step boundary all of
-them say the same and a snapshot may go to any number of shards: rows keep their last steps. Taken in the middle of a
-step, shards differ by the pushes under way; the most advanced source counts, and rows of the others are taken to have
-had those steps without a gradient.
+them agree and a snapshot may go to any number of shards: rows keep their last steps. In the middle of a step, shards
+differ by the pushes under way; the most advanced source counts, and rows of the others are taken to have had those
+steps without a gradient.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _EXPIRY = TypeAdapter(ExpiryState)
 
 
 class CompletedWrite(NamedTuple):
-    """A write that was applied."""
+    """Applied write."""
 
     sequence: int
     created: int
@@ -47,7 +47,7 @@ class CompletedWrite(NamedTuple):
 
 
 class StreamWrites(NamedTuple):
-    """What a shard knows of a stream."""
+    """Applied writes of a stream on a shard."""
 
     incarnation: int
     oldest_unacknowledged: int
@@ -55,7 +55,7 @@ class StreamWrites(NamedTuple):
 
 
 class GroupStep(NamedTuple):
-    """The step that a sync group is at."""
+    """Step of a sync group."""
 
     table: str
     job: str
@@ -64,31 +64,33 @@ class GroupStep(NamedTuple):
 
 
 class ShardDedup(BaseModel):
-    """What one shard knew of the writes to some of its tables."""
+    """Dedup state of one shard for some of its tables."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     streams: dict[str, StreamWrites]
     groups: list[GroupStep]
     steps: dict[str, TableSteps]
-    """By table, where untouched rows move."""
+    """Steps by table, where untouched rows move."""
     writes: dict[str, int] = {}
-    """By table, the writes applied to it."""
+    """Number of writes applied, by table."""
     clocks: dict[str, TableClock] = {}
-    """By table, the largest step and time that pushes said, where there are such."""
+    """Largest step and time of any push, by table, where there are such."""
     expiry: dict[str, ExpiryState] = {}
-    """By table, where rows expire."""
+    """Expiry state by table, where rows expire."""
 
 
 class HeldDedup:
-    """That of one moment. Held in the shard's turn; :meth:`to_json` takes 30 times as long, and may follow it."""
+    """Dedup state of one moment. Made in the shard's turn; :meth:`to_json` takes 30 times as long, and may follow
+    it.
+    """
 
     def __init__(self, streams: HeldStreams, others: dict[str, Any]) -> None:
         self._streams = streams
         self._others = others
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values, those of a :class:`ShardDedup`. Any thread."""
+        """Return JSON values of a :class:`ShardDedup`. Any thread."""
         return {"streams": dict(self._streams), **self._others}
 
 
@@ -102,7 +104,7 @@ def held_dedup(
     """Return the dedup state of tables with these ``names``: with the writes, steps and clocks of ``tables``, and with
     ``expiry``, by table.
 
-    A stream that never wrote to one of them is not among them: its numbers are of no concern to who restores these.
+    Streams that never wrote to one of them are left out: a restore of these tables does not need them.
     """
     held = ShardDedup(
         streams={},
@@ -116,12 +118,12 @@ def held_dedup(
 
 
 class RestoredDedup:
-    """What the source shards knew of ``tables``, merged, for a shard that has their rows. Made before its turn: that
-    takes longer than :meth:`apply`.
+    """Merged state of the source shards for ``tables``, for a shard that restores their rows. Made before its turn:
+    that takes longer than :meth:`apply`.
     """
 
     def __init__(self, sources: Sequence[dict[str, Any]], tables: Collection[str]) -> None:
-        """Raises SnapshotDamaged."""
+        """Raise SnapshotDamaged if a source is invalid."""
         try:
             known = [ShardDedup.model_validate(source) for source in sources]
         except ValidationError as exc:
@@ -135,7 +137,7 @@ class RestoredDedup:
         self._steps = [min(found, key=lambda step: step.next_sequence) for found in steps.values()]
 
     def apply(self, completed_writes: CompletedWrites, groups: SyncGroups) -> None:
-        """Let the shard know it, in its turn."""
+        """Apply it to the shard, in its turn."""
         for name, marked in self._streams.items():
             completed_writes.restore(name, marked, self._tables)
         for step in self._steps:
@@ -143,12 +145,12 @@ class RestoredDedup:
 
 
 def writes_before(sources: Sequence[Mapping[str, Any]], table: str) -> int:
-    """Return the writes to a restored table, which count on from there: those of the source shard that had the most."""
+    """Return the number of writes of a restored table, which counts on from there: the largest of its source shards."""
     return max((int(source["writes"].get(table, 0)) for source in sources), default=0)
 
 
 def merged_stream(sources: Sequence[StreamWrites | None], tables: Collection[str]) -> StreamWrites:
-    """Return what holds of a stream on a shard whose rows come from all ``sources`` (None: it never wrote there)."""
+    """Return the state of a stream on a shard whose rows come from all ``sources`` (None: it never wrote there)."""
     known = [source for source in sources if source is not None]
     done_by = [{write.sequence: write for write in source.done} for source in known]
     everywhere = [
@@ -176,7 +178,7 @@ def merged_stream(sources: Sequence[StreamWrites | None], tables: Collection[str
 
 
 def restore_clocks(sources: Sequence[Mapping[str, Any]], tables: Mapping[str, RowTable]) -> None:
-    """Let restored tables go on from the latest of their sources' clocks; at the present, where that has not come."""
+    """Set the clocks of restored tables to the latest of their sources; to the present, if that is in the future."""
     present = int(time.time())
     for source in sources:
         for name, clock in _CLOCKS.validate_python(source["clocks"]).items():
@@ -186,10 +188,10 @@ def restore_clocks(sources: Sequence[Mapping[str, Any]], tables: Mapping[str, Ro
 
 
 def restored_expiry(sources: Sequence[Mapping[str, Any]], name: str, clock: TableClock) -> ExpiryState:
-    """Return what a restored table, whose clock is ``clock`` now, must know: what any of its sources did.
+    """Return the expiry state of a restored table, whose clock is now ``clock``, from its sources.
 
-    A source whose own clock was behind makes a leap to it, as its next push would have been. One that does not say (its
-    rows did not expire then) is in doubt.
+    A source whose own clock was behind jumps to it, as at its next push. One without expiry state (its rows did not
+    expire then) is in doubt.
     """
     known = [_EXPIRY.validate_python(source["expiry"][name]) for source in sources if name in source["expiry"]]
     clocks = [TableClock(*source["clocks"].get(name, (0, 0))) for source in sources]
@@ -204,12 +206,12 @@ def restored_expiry(sources: Sequence[Mapping[str, Any]], name: str, clock: Tabl
 def joint_steps(known: Sequence[TableSteps]) -> TableSteps:
     """Return the steps of the most advanced of several shards, as far back as any of them remembers.
 
-    How far depends on when a shard's oldest rows were last caught up, and rows of several may come together now.
-    Raises InvalidArgument for a step between that none remembers.
+    How far depends on when a shard's oldest rows were last caught up, and rows of several may be joined here. Raises
+    InvalidArgument for a step between that none remembers.
     """
     latest = max(known, key=lambda steps: (steps.now, len(steps.lrs)))
     rates: dict[int, float] = {}
-    for steps in (*known, latest):  # what the latest says holds
+    for steps in (*known, latest):  # the latest overrides the others
         rates.update(enumerate(steps.lrs, steps.now - len(steps.lrs)))
     wanted = range(min(rates, default=latest.now), latest.now)
     if unknown := [step for step in wanted if step not in rates]:
@@ -218,7 +220,7 @@ def joint_steps(known: Sequence[TableSteps]) -> TableSteps:
 
 
 def restore_steps(sources: Sequence[Mapping[str, Any]], tables: Mapping[str, RowTable]) -> None:
-    """Let restored tables count on where the shards that wrote their rows were; ``sources`` are those of the shards.
+    """Set the steps of restored tables to those of the shards that wrote their rows, ``sources``.
 
     Raises SnapshotDamaged.
     """

@@ -1,7 +1,7 @@
-"""A shard's freezes: tables held as they were at one moment, written to a snapshot, let go.
+"""Freezes of a shard: tables held as they were at one moment, written to a snapshot, released.
 
-A freeze is held for as long as its owner renews its lease or its blocks are being written: whoever took it may be gone,
-and every write would copy rows aside for it.
+A freeze lasts while its owner renews its lease or its blocks are being written: the owner may be gone, and every write
+would copy rows for it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from geartrain.ams.values.placement import bucket_ranges, buckets_between
 from geartrain.ams.values.shard_messages import Done, Freeze, Reply, WriteFrozen, Written
 
 _WRITERS = 2
-"""Blocks written side by side: while one waits for the disk another is hashed and copied to it, a third one read."""
+"""Blocks written in parallel: while one waits for the disk another is hashed and copied, and a third one read."""
 
 _READ_BYTES = 2 << 20
-"""Read at a time: a table's writers wait no longer than this takes to copy."""
+"""Bytes read at a time: a table's writers wait no longer than this takes to copy."""
 
 
 _REMEMBERED_FREEZES = 256
@@ -40,8 +40,8 @@ _WRITTEN_SOON_SECONDS = 0.2
 class FrozenTables:
     """Tables of a shard as they were when this was made. Writes go on; :meth:`thaw` ends it.
 
-    Of a table that knows what was written since ``parent_id`` only those rows are held: they are named in ``deltas``.
-    Any other table is held whole, so that a snapshot never rests on rows that its parent has not.
+    If a table knows the rows written since ``parent_id``, only those are held, and ``deltas`` names it. Any other table
+    is held whole, so that a snapshot never depends on rows that its parent lacks.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class FrozenTables:
     ) -> None:
         self.snapshot_id = snapshot_id
         self.export_root = export_root
-        """Of an export its folder."""
+        """Folder of an export; empty for a snapshot."""
         self._dedup = dedup
-        """JSON values that belong to the moment."""
+        """Dedup state of the moment."""
         since = {name: table.moments.number_of(parent_id) for name, table in tables.items()}
         self.deltas = tuple(name for name, moment in since.items() if moment is not None)
         self._parent_id = parent_id
@@ -66,7 +66,9 @@ class FrozenTables:
         self._num_rows: dict[str, int] = {}
         self._is_thawed = False
         self._lock = threading.Lock()
-        """Between a read of rows and the end of the freeze: a table may be frozen anew, for another, right after it."""
+        """Lock between a read of rows and the end of the freeze: a table may be frozen anew, for another snapshot,
+        right after.
+        """
         try:
             for name, table in tables.items():
                 self._num_rows[name] = table.freeze(since=since[name])
@@ -81,7 +83,7 @@ class FrozenTables:
         return frozenset(self._tables)
 
     def write(self, folder: str, shard: int, *, rows_alone: bool = False) -> tuple[FileEntry, ...]:
-        """Write every held row once, and the dedup state, synced; may run beside the shard's work.
+        """Write every held row once, and the dedup state, synced; may run in parallel to the shard's work.
 
         Rows are in blocks of about 8 MiB, each of a range of buckets. ``rows_alone``: without slots and dedup state.
         Raises SnapshotFailed if the disk fails, SnapshotSuperseded if the freeze was ended before or meanwhile.
@@ -101,7 +103,7 @@ class FrozenTables:
                     under_way.append(
                         pool.submit(write, kind=kind, table=name, index=index, arrays=arrays, buckets=buckets)
                     )
-                    if len(under_way) > _WRITERS:  # its memory takes the next block
+                    if len(under_way) > _WRITERS:  # its memory is reused for the next block
                         entries.append(under_way.popleft().result())
                 entries += [block.result() for block in under_way]
                 for index, ids in enumerate(table.frozen_removed()):
@@ -134,7 +136,7 @@ class FrozenTables:
             index += 1
 
     def thaw(self, *, kept: bool) -> None:
-        """Let go of the moment; ``kept`` says whether the snapshot was completed. Idempotent."""
+        """Release the tables; ``kept`` is whether the snapshot was completed. Idempotent."""
         with self._lock:
             if self._is_thawed:
                 return
@@ -154,9 +156,9 @@ class FrozenTables:
     def _blocks(
         self, table: RowTable, *, rows_alone: bool
     ) -> Iterator[tuple[dict[str, npt.NDArray[Any]], tuple[int, int]]]:
-        """The rows in blocks, each with the range of buckets that its rows are of.
+        """Yield the rows in blocks, each with the range of buckets of its rows.
 
-        The memory of a block takes another one once ``_WRITERS`` more were given: fresh pages cost as much as a copy.
+        The memory of a block is reused after ``_WRITERS`` more blocks: fresh pages cost as much as a copy.
         """
         spec = table.spec
         item_bytes = 8 + spec.row_bytes + (0 if rows_alone else spec.slot_bytes + spec.step_bytes + spec.life_bytes)
@@ -184,29 +186,29 @@ class FrozenTables:
 
 
 class Freezes:
-    """The freezes of one shard, by snapshot; no table is in two. Used by the thread that has the shard's turn only."""
+    """Freezes of one shard, by snapshot; no table is in two. Used only by the thread that has the shard's turn."""
 
     def __init__(self, shard: int, lease_seconds: float, clock: Callable[[], float], files: Executor) -> None:
         self._shard = shard
         self._lease_seconds = lease_seconds
         self._clock = clock
         self._files = files
-        """Where blocks are written: the shard goes on."""
+        """Executor that writes blocks, while the shard goes on."""
         self._held: dict[str, FrozenTables] = {}
         self._deadlines: dict[str, float] = {}
-        """When the lease of each is over, on the clock."""
+        """End of each lease, on the clock."""
         self._writing: dict[str, Future[Reply]] = {}
-        """The writing of each: a repeated request joins it."""
+        """Write of each freeze: a repeated request joins it."""
         self._ended: deque[str] = deque(maxlen=_REMEMBERED_FREEZES)
-        """Snapshots that hold nothing here any more: a late request must not make them hold another moment."""
+        """Ids of ended freezes: a late request must not make them hold another moment."""
 
     @property
     def snapshots(self) -> tuple[str, ...]:
-        """The ids of those that something is held for."""
+        """Ids of the present freezes."""
         return tuple(self._held)
 
     def renewed(self, request: Freeze) -> bool:
-        """Whether it is held already; then for another whole lease. Raises SnapshotSuperseded if it has ended."""
+        """Return whether it is held already, and renew its lease then. Raises SnapshotSuperseded if it has ended."""
         if request.snapshot_id in self._ended:
             raise SnapshotSuperseded(
                 f"snapshot {request.snapshot_id} was given up, completed or superseded on shard {self._shard}; take a "
@@ -218,9 +220,8 @@ class Freezes:
         return True
 
     def begin(self, request: Freeze, tables: Mapping[str, RowTable], dedup: HeldDedup) -> Done:
-        """Hold ``tables`` as they are now, with ``dedup``; end other freezes of the same tables, whose
-        owner is gone or has given them up. For an export those alone that the same one left behind; where there is
-        another it is refused (Busy).
+        """Freeze ``tables`` with ``dedup``; end other freezes of the same tables, whose owner is gone or has given them
+        up. An export ends only those that the same export left behind; if there is another it is refused (Busy).
         """
         for other in list(self._held.values()):
             if not request.tables or not other.tables.isdisjoint(tables):
@@ -243,7 +244,7 @@ class Freezes:
         return Done()
 
     def write(self, request: WriteFrozen) -> Future[Reply]:
-        """Begin to write what is held, or join who does it. Raises SnapshotSuperseded if it is not held."""
+        """Start to write a freeze, or join the write under way. Raises SnapshotSuperseded if it is not held."""
         frozen = self._held.get(request.snapshot_id)
         if frozen is None:
             raise SnapshotSuperseded(
@@ -256,7 +257,7 @@ class Freezes:
         return self._writing[request.snapshot_id]
 
     def end(self, snapshot_id: str, *, kept: bool) -> None:
-        """Let go of a freeze, or, if it is not here, of one that is still on the way."""
+        """End a freeze, also one whose request has not arrived yet."""
         frozen = self._held.pop(snapshot_id, None)
         self._deadlines.pop(snapshot_id, None)
         self._writing.pop(snapshot_id, None)
@@ -266,17 +267,17 @@ class Freezes:
             self._ended.append(snapshot_id)
 
     def end_of_table(self, name: str) -> None:
-        """Let go of what holds a table: it is dropped, or gets other rows."""
+        """End the freeze of a table that is dropped, or gets other rows."""
         for frozen in list(self._held.values()):
             if name in frozen.tables:
                 self.end(frozen.snapshot_id, kept=False)
 
     def next_deadline(self) -> float | None:
-        """When the first lease is over, on the clock; None: nothing is held."""
+        """Return the end of the first lease, on the clock; None: nothing is held."""
         return min(self._deadlines.values(), default=None)
 
     def end_silent(self) -> None:
-        """Let go of what nobody has renewed for a whole lease and nobody is writing."""
+        """End freezes whose lease is over, unless they are being written."""
         now = self._clock()
         for snapshot_id in [held_id for held_id, deadline in self._deadlines.items() if deadline <= now]:
             writing = self._writing.get(snapshot_id)

@@ -1,4 +1,4 @@
-"""Tables of a shard restored from a snapshot: blocks read and checked beside its work, rows written in its turn."""
+"""Restore of a shard's tables from a snapshot: blocks are read in the background, rows are written in its turn."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from geartrain.ams.values.specs import Ids, TableSpec
 
 
 class Restores:
-    """Gives tables of one shard the rows of snapshots, its completed writes and groups what is known of them."""
+    """Restores of one shard: rows of tables, completed writes and sync groups."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Restores:
         turn: Turn,
         files: Executor,
     ) -> None:
-        """``turn`` is the shard's, ``files`` where blocks are read."""
+        """``turn`` is the shard's, ``files`` the executor that reads blocks."""
         self._owned_buckets = owned_buckets
         self._tables = tables
         self._freezes = freezes
@@ -57,7 +57,7 @@ class Restores:
         self._files = files
 
     def begin(self, request: Restore) -> Future[Reply]:
-        """Begin to restore tables, or join who does it or did it already, unless they were written to since.
+        """Start to restore tables, or join the same restore, under way or done, unless they were written to since.
 
         Called by the thread that has the turn. Raises TableNotFound, and InvalidArgument unless each table or none has
         an incarnation.
@@ -90,7 +90,7 @@ class Restores:
 
         num_read = restore_tables(folder, rows, self._owned_buckets, turn, begin)
         sources = dedup_for(folder, self._owned_buckets)
-        if not tables:  # asked whether it can be read here
+        if not tables:  # only a check whether it can be read here
             return Done()
         dedup = RestoredDedup(sources, rows)
         with turn:
@@ -116,8 +116,8 @@ class Restores:
         for name, table in tables.items():
             if table.restored_from and table.is_whole:
                 continue
-            # Whoever holds or has kept it from before means a table without these rows; a restore that failed in
-            # another table has noted a moment of this one, which is read again.
+            # Freezes and moments from before are of a table without these rows; a restore that failed in
+            # another table has recorded a moment of this one, which is read again.
             self._freezes.end_of_table(name)
             table.rows.moments.forget_all()
             table.restored_from, table.is_whole = folder, False
@@ -125,17 +125,17 @@ class Restores:
 
 
 class _TurnUnlessWritten:
-    """A shard's turn, for rows read back. Raises TableExists once a table has been written to, TableNotFound once it
-    was dropped.
+    """Turn of a shard for restored rows. Raises TableExists once a table has been written to, TableNotFound once it was
+    dropped.
 
-    A repeated request to restore may arrive when training has long gone on; it must not undo that.
+    A repeated restore request may arrive long after training has continued; it must not undo that.
     """
 
     def __init__(self, turn: Turn, tables: dict[str, ShardTable], held: ShardTables) -> None:
         self._turn = turn
         self._tables = tables
         self._held = held
-        """All tables that the shard holds now."""
+        """All present tables of the shard."""
 
     def __enter__(self) -> None:
         self._turn.acquire()
@@ -162,9 +162,9 @@ def restore_tables(
     turn: AbstractContextManager[Any],
     begin: Callable[[], None],
 ) -> int:
-    """Write the rows of ``tables`` that a snapshot, and those it adds to, have and this shard owns.
+    """Write this shard's rows of ``tables`` from a snapshot and those it adds to.
 
-    Returns the number of owned rows that it read: of a chain, some of them are superseded by others. Every block is
+    Returns the number of owned rows that were read: in a chain, some of them are superseded by others. Every block is
     checked before any of its rows is written, and written while holding ``turn``. ``begin`` is called once it is known
     that they can be written. Raises SnapshotError, SpecMismatch, and what ``turn`` and ``begin`` raise.
     """
@@ -176,7 +176,7 @@ def restore_tables(
             raise SpecMismatch(f"table {name!r} is not in the snapshot {str(folder)!r}; it has {sorted(specs)}")
         if other := table.spec.fixed_unlike(specs[name]):
             raise SpecMismatch(f"table {name!r} is not as in the snapshot: its {other}")
-    for spec in specs.values() if not tables else ():  # what is to be replaced is there still: see that all can be made
+    for spec in specs.values() if not tables else ():  # only a check: the tables to be replaced still exist
         if spec.expiry is not None:
             spec.expiry.require_usable()
     begin()
@@ -189,8 +189,8 @@ def restore_tables(
             with turn:
                 table.restore_admission(counted, owned)
         with turn:
-            # A table that was kept before may hold other rows, which count as written only since then; one that has no
-            # room for all rows has not what the snapshot has.
+            # A table with moments may hold other rows, which count as written only since then; one that evicted rows
+            # lacks some of the snapshot's.
             if not table.moments and not table.num_evicted:
                 table.moments.note(snapshot.manifest.moment_id, table.note_moment())
     return num_read
@@ -201,8 +201,8 @@ def _restore_layers(
 ) -> int:
     """Write the rows of a chain, of the newest layer first, in buckets ``owned`` [4096]; return how many were read.
 
-    The oldest go first, and what comes later holds; but where rows may have to go for others, none is written that does
-    not count.
+    Without ``max_bytes`` the oldest are written first, and later ones overwrite them; with it, where rows may be
+    evicted, superseded rows are not written at all.
     """
     is_dense, is_bounded = table.spec.num_rows is not None, table.spec.max_bytes is not None
     superseded, num_read = np.empty(0, np.int64), 0
@@ -233,7 +233,7 @@ def _restore_layers(
 
 
 def counted_ids(snapshot: Snapshot, table: str) -> Iterator[CountedIds]:
-    """What the admission of a table had counted, block by block. Raises SnapshotError."""
+    """Yield the counters of a table's admission, block by block. Raises SnapshotError."""
     for entry in snapshot.manifest.files:
         if entry.kind == ADMISSION and entry.table == table:
             arrays = snapshot.read(entry)
