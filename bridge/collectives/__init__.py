@@ -1,1 +1,1 @@
-"""What the ranks of a job say to each other over torch.distributed (gloo, NCCL)."""
+"""Collectives of a job's ranks over torch.distributed (gloo, NCCL), and losses and means over them."""

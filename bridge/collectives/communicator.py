@@ -1,9 +1,9 @@
-"""What the ranks of a job say to each other, over torch.distributed (gloo, NCCL): the only place that asks it,
-but for what DDP and FSDP2 do by themselves (``bridge/parallel/averaging.py``).
+"""Communicator of a job's ranks over torch.distributed (gloo, NCCL): all collectives except those of DDP and FSDP2
+(``bridge/parallel/averaging.py``).
 
-Numbers that decide shapes travel between the hosts (gloo), so that nobody waits for a device; tensors travel between
-the devices. One rank, or none of torch.distributed, says nothing. What travels is counted. A collective that a lost
-rank ends raises RankLost: on gloo at once where its process died, else after the time limit of the group.
+Numbers that decide shapes travel between the hosts (gloo), so that no device is waited for; tensors travel between the
+devices. With one rank, or without torch.distributed, nothing travels. Traffic is counted. A collective that fails by a
+lost rank raises RankLost: on gloo at once if its process died, else after the time limit of the group.
 
 Legend: R ranks, B samples of all ranks, D width.
 """
@@ -33,39 +33,39 @@ T = TypeVar("T")
 _HOST = torch.device("cpu")
 _PIECE_BYTES = 8 << 20
 
-# PyTorch 2.13 gave them these names, and warns of the older ones.
+# PyTorch 2.13 renamed them, and warns of the older names.
 all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 _SHOWN = 5
-"""Of what ranks disagree on."""
+"""Most differences between ranks in an error."""
 
 
 @dataclass
 class Traffic:
-    """What one rank took part in, by kind of operation ("all-gather", "all-reduce", ...). Not thread-safe."""
+    """Traffic of one rank, by kind of operation ("all-gather", "all-reduce", ...). Not thread-safe."""
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
-    """Of the tensor on one rank: of an all-gather what it gets, of a reduce-scatter what it gives."""
+    """Bytes of the tensor on one rank: of an all-gather the received one, of a reduce-scatter the sent one."""
 
     def count(self, operation: str, num_bytes: int) -> None:
-        """Note one operation."""
+        """Count one operation."""
         self.calls[operation] += 1
         self.bytes[operation] += num_bytes
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Reset all counts."""
         self.calls.clear()
         self.bytes.clear()
 
 
 @contextlib.contextmanager
 def lost_ranks_named(operation: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Turn what torch.distributed raises when a rank is gone or silent into RankLost, which names group and operation.
+    """Turn errors of torch.distributed about a lost or silent rank into RankLost, which names group and operation.
 
-    ``group`` (None: all ranks) is the one that ``operation`` is of.
+    ``group`` is that of ``operation``; None: all ranks.
     """
     try:
         yield
@@ -82,12 +82,12 @@ def lost_ranks_named(operation: str, group: dist.ProcessGroup | None = None) -> 
 
 
 class Pending(Generic[T]):
-    """The result of a collective that was begun; every rank asks for it, or none does."""
+    """Result of a started collective; every rank asks for it, or none does."""
 
     def __init__(
         self, work: dist.Work | None, take: Callable[[], T], operation: str, group: dist.ProcessGroup | None = None
     ) -> None:
-        """``work`` is waited for once, then ``take()`` makes the result. ``operation`` and ``group`` are for errors."""
+        """``take()`` makes the result once ``work`` is done. ``operation`` and ``group`` are for errors."""
         self._work = work
         self._take: Callable[[], T] | None = take
         self._operation, self._group = operation, group
@@ -95,11 +95,11 @@ class Pending(Generic[T]):
 
     @staticmethod
     def done(result: T) -> Pending[T]:
-        """One that needs no waiting."""
+        """Return a completed one."""
         return Pending(None, lambda: result, "")
 
     def result(self) -> T:
-        """Wait for it (on CUDA: let the current stream wait). Raises RankLost."""
+        """Wait for the result (on CUDA: let the current stream wait). Raises RankLost."""
         if self._take is not None:
             if self._work is not None:
                 with lost_ranks_named(self._operation, self._group):
@@ -110,7 +110,7 @@ class Pending(Generic[T]):
 
 
 def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Keys whose values differ, those of mappings within by "key['inner']", with both values; None: not there."""
+    """Yield keys with different values, those of inner mappings as "key['inner']", and both values; None: absent."""
     for key in sorted({*first, *other}):
         ours, theirs = first.get(key), other.get(key)
         if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
@@ -120,9 +120,9 @@ def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator
 
 
 class Communicator:
-    """The ranks of ``process_group`` (None: all of them); every rank makes the same calls in the same order.
+    """Communication of the ranks of ``process_group`` (None: all); every rank makes the same calls in the same order.
 
-    Attributes: ``world_size``, ``rank``, ``traffic`` (what this rank took part in), ``is_alone`` (nothing travels).
+    Attributes: ``world_size``, ``rank``, ``traffic`` (of this rank), ``is_alone`` (nothing travels).
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
@@ -139,19 +139,19 @@ class Communicator:
         if self.rank < 0:
             raise InvalidArgument("this process is not of process_group; make the head on its ranks only")
         self._is_gloo = str(dist.get_backend(process_group)) == "gloo"
-        # One card holds one rank of NCCL: a rank that is alone makes its collectives if told so, to try them there.
+        # NCCL allows one rank per card: a single rank makes its collectives on request, to test them there.
         self.is_alone = self.world_size == 1 and os.environ.get("GEARTRAIN_COLLECTIVES_OF_ONE") != "1"
 
     @functools.cached_property
     def _host_group(self) -> dist.ProcessGroup | None:
-        """The group of the host's tensors, which NCCL does not carry; made where it is first needed."""
+        """Group for tensors of the host, which NCCL does not carry; made on first use."""
         if self.is_alone or "gloo" in str(dist.get_backend(self._group)):
             return self._group
         with lost_ranks_named("beginning of a gloo group", self._group):
             return _gloo_group(dist.get_process_group_ranks(self._group or dist.group.WORLD), self._group)
 
     def require_capturable(self) -> None:
-        """Raise InvalidArgument if what travels goes by way of the host, where no CUDA graph does."""
+        """Raise InvalidArgument if collectives go by way of the host, where no CUDA graph can capture them."""
         if not self.is_alone and self._is_gloo:
             raise InvalidArgument(
                 "the ranks talk over gloo, between the hosts, which no CUDA graph holds; begin with "
@@ -159,9 +159,9 @@ class Communicator:
             )
 
     def apart(self) -> Communicator:
-        """The same ranks over a gloo group of their own, for a thread beside the training. Every rank calls it.
+        """Return the same ranks over a gloo group of their own, for a thread beside the training. Every rank calls it.
 
-        It has the time limit of theirs.
+        It has the time limit of this group.
         """
         if self.is_alone:
             return self
@@ -170,21 +170,21 @@ class Communicator:
 
     @property
     def device(self) -> torch.device:
-        """Where rows begin: the current CUDA device if the group cannot carry the host's tensors, else the host."""
+        """Device of new rows: the current CUDA device if the group cannot carry the host's tensors, else the host."""
         if not self.is_alone and not self._is_gloo and torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
         return torch.empty(0).device
 
     def barrier(self, name: str) -> None:
-        """Return once every rank came here; ``name`` is told of a rank that did not. One all-gather of a byte."""
+        """Return once every rank came here; errors have ``name``. One all-gather of a byte."""
         self.start_exchange([0], f"barrier ({name})").result()
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
-        """The numbers of every rank, in rank order; as many on each. One all-gather between the hosts."""
+        """Return the numbers of every rank, in rank order; as many on each. One all-gather between the hosts."""
         return self.start_exchange(values).result()
 
     def start_exchange(self, values: Sequence[int], operation: str = "all-gather") -> Pending[list[list[int]]]:
-        """Begin :meth:`exchange`; it goes on beside what is computed until its result is asked for."""
+        """Start :meth:`exchange`, which runs in the background until its result is asked for."""
         if self.is_alone:
             return Pending.done([list(values)])
         mine = torch.tensor(values, dtype=torch.int64, device=_HOST)
@@ -198,11 +198,11 @@ class Communicator:
         return Pending(work, take, operation, self._group)
 
     def gather_json(self, value: Any) -> list[Any]:
-        """The JSON value of every rank, in rank order. Two all-gathers between the hosts."""
+        """Return the JSON value of every rank, in rank order. Two all-gathers between the hosts."""
         return [json.loads(text) for text in self.gather_bytes(json.dumps(value).encode())]
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """The ``data`` of every rank, in rank order; lengths may differ. Two all-gathers between the hosts."""
+        """Return the ``data`` of every rank, in rank order; lengths may differ. Two all-gathers between the hosts."""
         if self.is_alone:
             return [data]
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
@@ -210,7 +210,7 @@ class Communicator:
         return [part.numpy().tobytes() for part in torch.split(self.gather(own, sizes), sizes)]
 
     def share(self, value: int) -> int:
-        """Rank 0's ``value`` (below 2^63), on every rank. One broadcast between the hosts."""
+        """Return rank 0's ``value`` (below 2^63), on every rank. One broadcast between the hosts."""
         shared = torch.tensor([value], device=_HOST)
         self.take_from_first(shared)
         return int(shared.item())
@@ -231,9 +231,9 @@ class Communicator:
     def fail_together(
         self, failure: Exception | None, what: str, error: Callable[[str], GeartrainError] = SyncError
     ) -> None:
-        """Raise on every rank if any gives a ``failure``: its own there, elsewhere ``error``, which names the rank.
+        """Raise on every rank if any has a ``failure``: its own there, elsewhere ``error``, which names the rank.
 
-        One exchange. ``what`` did not happen, as the start of a sentence.
+        One exchange. ``what`` says what did not happen, as the start of a sentence.
         """
         sound = [good for (good,) in self.exchange([failure is None])]
         if failure is not None:
@@ -247,17 +247,19 @@ class Communicator:
         failure: Exception | None = None
         try:
             results.append(action())
-        except Exception as exc:  # of any kind: the others wait for this rank
+        except Exception as exc:  # any kind: the other ranks wait for this one
             failure = exc
         self.fail_together(failure, what)
         return results[0]
 
     def gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
-        """The tensors [n_r, …] of all ranks, one behind the other: [Σ n_r, …]. One all-gather of R · max(n_r) rows."""
+        """Return the tensors [n_r, …] of all ranks, one after the other: [Σ n_r, …]. One all-gather of R · max(n_r)
+        rows.
+        """
         return self.start_gather(tensor, sizes).result()
 
     def start_gather(self, tensor: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
-        """Begin :meth:`gather`; it goes on beside what is computed until its result is asked for."""
+        """Start :meth:`gather`, which runs in the background until its result is asked for."""
         if self.is_alone:
             return Pending.done(tensor)
         most = max(sizes)
@@ -284,10 +286,10 @@ class Communicator:
         return Pending(work, take, "all-gather", self._group)
 
     def pass_on(self, block_LD: Tensor, room_LD: Tensor, num_expected: int, via: torch.device) -> None:
-        """Send ``block_LD`` to the next rank; write the ``num_expected`` rows of the previous one's to ``room_LD``.
+        """Send ``block_LD`` to the next rank; write the ``num_expected`` rows from the previous one to ``room_LD``.
 
-        Tensors of one dtype, which may lie in the same memory: they travel between the ranks' devices ``via`` (on gloo
-        between the hosts), in pieces of 8 MiB, with one of room.
+        Tensors of one dtype, which may share memory: they travel between the ranks' devices ``via`` (on gloo between
+        the hosts), in pieces of 8 MiB, with one piece of extra memory.
         """
         via = self._wire(via)
         rows = max(1, _PIECE_BYTES // max(1, block_LD.element_size() * block_LD.shape[1]))
@@ -301,10 +303,10 @@ class Communicator:
     def start_transfers(
         self, leaving: Sequence[tuple[Tensor, int]], arriving: Sequence[tuple[Tensor, int]]
     ) -> Pending[None]:
-        """Begin to send each tensor of ``leaving`` to its rank, and to fill each of ``arriving`` from its rank.
+        """Start to send each tensor of ``leaving`` to its rank, and to fill each of ``arriving`` from its rank.
 
-        They are contiguous, on one device, none of them empty, and left alone until the result was asked for. What one
-        rank sends to another arrives in the order it was sent.
+        They are contiguous, on one device, not empty, and not used until the result was asked for. Tensors from one
+        rank to another arrive in the order they were sent.
         """
         what = "exchange between two ranks"
         wires = [tensor.detach().to(self._wire(tensor.device)) for tensor, _ in leaving]
@@ -338,28 +340,28 @@ class Communicator:
         return Pending(None, take, what, self._group)
 
     def agree(self, value: bool) -> bool:
-        """Whether every rank says so."""
+        """Return whether ``value`` is true on every rank."""
         return all(values for (values,) in self.exchange([value]))
 
     def any(self, value: bool) -> bool:
-        """Whether some rank says so."""
+        """Return whether ``value`` is true on some rank."""
         return self.any_of(value)[0]
 
     def any_of(self, *values: bool) -> tuple[bool, ...]:
-        """For each value, whether it is true on some rank."""
+        """Return for each value whether it is true on some rank."""
         return tuple(map(any, zip(*self.exchange(values), strict=True)))
 
     def max(self, tensor: Tensor) -> Tensor:
-        """Elementwise maximum over the ranks: one all-reduce."""
+        """Return the elementwise maximum over the ranks: one all-reduce."""
         return self._reduced(tensor, dist.ReduceOp.MAX)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks: one all-reduce."""
+        """Return the sum over the ranks: one all-reduce."""
         return self._reduced(tensor, dist.ReduceOp.SUM)
 
     def start_sum(self, tensor: Tensor) -> Pending[Tensor]:
-        """Begin to sum a contiguous tensor over the ranks: one all-reduce. It is read and written until the result is
-        asked for, and is the result itself where the ranks can reach its memory."""
+        """Start to sum a contiguous tensor over the ranks: one all-reduce. Its memory is in use until the result is
+        asked for, and is that of the result where the ranks can reach it."""
         if self.is_alone:
             return Pending.done(tensor)
         wire = tensor.detach().to(self._wire(tensor.device))
@@ -369,11 +371,11 @@ class Communicator:
         return Pending(work, lambda: wire.to(device), "all-reduce", self._group)
 
     def sum_to_owners(self, tensor_BD: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Sum over the ranks of [B, D], of which each rank gets its own samples [n_r, D]: one reduce-scatter."""
+        """Return this rank's samples [n_r, D] of the sum over the ranks of [B, D]: one reduce-scatter."""
         return self.start_sum_to_owners(tensor_BD, sizes).result()
 
     def start_sum_to_owners(self, tensor_BD: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
-        """Begin :meth:`sum_to_owners`; ``tensor_BD`` must not be written before its result was asked for."""
+        """Start :meth:`sum_to_owners`; ``tensor_BD`` must not be written before its result was asked for."""
         if self.is_alone:
             return Pending.done(tensor_BD)
         most, own = max(sizes), sizes[self.rank]
@@ -398,7 +400,7 @@ class Communicator:
     def all_to_all(self, values: Tensor, leaving: Sequence[int], arriving: Sequence[int]) -> Tensor:
         """Send the first ``leaving[0]`` of ``values`` [N, …] to rank 0, the next to rank 1, …; one all-to-all.
 
-        Returns what arrives, ``arriving[r]`` of each rank r in rank order: [Σ arriving, …].
+        Returns the received values, ``arriving[r]`` of each rank r in rank order: [Σ arriving, …].
         """
         if self.is_alone:
             return values
@@ -426,7 +428,7 @@ class Communicator:
             tensor.detach().copy_(wire)
 
     def deal(self, whole_ND: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Rank 0's rows [N, …], of which each rank gets its ``sizes[r]``, one behind the other: point to point."""
+        """Distribute rank 0's rows [N, …]: return this rank's ``sizes[r]``, taken in rank order. Point to point."""
         if self.is_alone:
             return whole_ND
         parts = torch.split(whole_ND.detach(), list(sizes))
@@ -456,11 +458,11 @@ class Communicator:
         return action()
 
     def write_together(self, action: Callable[[], None], what: str) -> None:
-        """Let every rank write the rows that it holds; raise as :meth:`fail_together` if it fails on any."""
+        """Write rows on every rank that holds some; raise as :meth:`fail_together` if it fails on any."""
         self.run_together(action, what)
 
     def array_from_first(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The array itself: every rank has made the same."""
+        """Return the array: every rank has made the same."""
         return array
 
     def _reduced(self, tensor: Tensor, operation: Any) -> Tensor:
@@ -483,16 +485,18 @@ class Communicator:
         return dist.get_global_rank(group, rank % self.world_size)
 
     def _carrier(self, wire: Tensor) -> dist.ProcessGroup | None:
-        """NCCL carries no tensors of the host, such as labels."""
+        """Return the group for a tensor: NCCL carries none of the host, such as labels."""
         return self._host_group if wire.device.type == "cpu" else self._group
 
     def _wire(self, device: torch.device) -> torch.device:
-        """Where a tensor of ``device`` is sent from: gloo carries the host's only."""
+        """Return the device that a tensor is sent from: gloo carries only the host's."""
         return _HOST if self._is_gloo else device
 
 
 def time_limit(group: dist.ProcessGroup | None = None) -> timedelta | None:
-    """How long collectives of ``group`` (None: of all ranks) wait for a rank; torch does not hand it on to others."""
+    """Return how long collectives of ``group`` (None: of all ranks) wait for a rank; torch does not pass it to new
+    groups.
+    """
     of: Any = group or dist.group.WORLD
     device = torch.device("cuda") if "nccl" in str(dist.get_backend(group)) else _HOST
     limit: timedelta | None = getattr(getattr(of._get_backend(device), "options", None), "_timeout", None)
@@ -500,6 +504,6 @@ def time_limit(group: dist.ProcessGroup | None = None) -> timedelta | None:
 
 
 def _gloo_group(members: Sequence[int], like: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A new group with the time limit of ``like``."""
+    """Return a new group with the time limit of ``like``."""
     made: dist.ProcessGroup = dist.new_group(members, time_limit(like), backend="gloo", use_local_synchronization=True)
     return made

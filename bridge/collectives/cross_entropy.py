@@ -1,4 +1,4 @@
-"""Cross entropy over classes that lie on several ranks: one maximum and one sum over the ranks, per sample.
+"""Cross entropy over classes on several ranks: one maximum and one sum over the ranks, per sample.
 
 Of a [B, C] matrix of logits only some numbers a sample travel (PLSC, section 2; partial FC): the largest logit, the sum
 of exponentials and the logit of the target, which one rank has.
@@ -28,12 +28,12 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.collectives.communicator import Communicator
 
 _CHUNK = {"cpu": 1 << 19}
-"""Logits that are worked on at a time: on a CPU they stay in its cache."""
+"""Number of logits of a chunk: on a CPU it fits its cache."""
 _DEVICE_CHUNK = 1 << 26
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Every operation inside computes in the type that it is given."""
+    """Return a context in which every operation computes in its operands' type."""
     if not torch.amp.is_autocast_available(device.type):
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
@@ -49,11 +49,11 @@ def joint_sums(
     shifted: bool = True,
     highest_B: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor], Tensor | None]:
-    """Sums over the classes of all ranks, of those that each rank took of ``exp``(logit − its own shift).
+    """Return joint sums over the classes of all ranks, from each rank's sums of ``exp``(logit − its own shift).
 
     Returns the joint shift [B]; the sums [B] under it and of each of ``others``, in the type of ``sum_B``; and the
     maximum of ``highest_B`` [B], if that is given. ``shifted``: whether the shifts differ. Two all-reduces (one, where
-    there is no maximum to find); None: this process has all classes.
+    there is no maximum to find); ``link`` None: this process has all classes.
     """
     if link is None or link.world_size == 1:
         return shift_B, [sum_B, *others], highest_B
@@ -67,21 +67,21 @@ def joint_sums(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LocalLabels:
-    """The labels of all samples, as the rank sees them that has the classes of the logits."""
+    """Labels of all samples, as columns of the logits on this rank."""
 
     places_B: Tensor
-    """Columns of the labels, int64; outside of them: another rank has the class."""
+    """Columns of the labels, int64; outside of the logits if another rank has the class."""
     counts_B: Tensor
     """Whether the sample is not ignored, bool."""
     weights_B: Tensor
-    """What each sample counts, in the dtype of the losses; 0 where it is ignored."""
+    """Weight of each sample, in the dtype of the losses; 0 where it is ignored."""
     smoothing: float = 0.0
     num_classes: int = 1
-    """Of all ranks, over which labels are smoothed."""
+    """Number of classes of all ranks, over which labels are smoothed."""
     weight_L: Tensor | None = None
-    """What each class here counts in smoothed labels; None: 1."""
+    """Weight of each class here in smoothed labels; None: 1."""
     total_weight: Tensor | float = 1.0
-    """Of all classes."""
+    """Sum of the weights of all classes."""
 
 
 def split_cross_entropy(
@@ -91,11 +91,11 @@ def split_cross_entropy(
     *,
     takes_memory: Callable[[], bool] = lambda: False,
 ) -> Tensor:
-    """The losses [B] over the classes of all ranks, the same on each; NaN where no rank has a label that counts.
+    """Return the losses [B] over the classes of all ranks, the same on each; NaN where no rank has a label that counts.
 
-    ``local_BL`` are the logits of the classes that are here. Two all-reduces, of B and of 3·B numbers (4·B with
-    smoothing); None: all classes are here. The backward pass asks ``takes_memory()`` whether it may write the gradient
-    over the logits, which nobody may read then.
+    ``local_BL`` are the logits of the classes here. Two all-reduces, of B and of 3·B numbers (4·B with smoothing);
+    ``link`` None: all classes are here. The backward pass calls ``takes_memory()`` to learn whether it may overwrite
+    the logits by the gradient, after which they must not be read.
     """
     losses: Tensor = _SplitCrossEntropy.apply(local_BL, labels, link, takes_memory)  # type: ignore[no-untyped-call]
     return losses
@@ -132,7 +132,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
 
 class SplitSamples:
-    """The samples of one loss, as this rank sees them."""
+    """Samples of one loss on this rank."""
 
     def __init__(self, local_BL: Tensor, labels: LocalLabels, link: Communicator | None) -> None:
         self._labels, self._link = labels, link
@@ -142,16 +142,17 @@ class SplitSamples:
         self._is_here_B = self._counts_B & (labels.places_B >= 0) & (labels.places_B < num_local)
         self._places_B = labels.places_B.clamp(0, max(0, num_local - 1))
         self._spread_B = self._counts_B.to(self._sum_dtype) * (labels.smoothing / labels.num_classes)
-        """What of a sample goes to each class."""
+        """Part of each sample that smoothing gives to each class."""
         self._top_B = self._sum_B = self._spread_B
-        """The largest logit of each sample, and the sum of exponentials over it, over all classes."""
+        """Largest logit of each sample, and the sum of exponentials over it, over all classes."""
         self._kept_B: Tensor | None = None
-        """The shift of each sample's exponentials, where the logits' memory holds those."""
+        """Shift of each sample's exponentials, if the logits' memory holds these."""
 
     def losses(self, local_BL: Tensor, *, keeps_exponentials: bool = False) -> Tensor:
-        """The losses [B].
+        """Return the losses [B].
 
-        ``keeps_exponentials``: write these over the logits, of the type of the losses, for :meth:`write_gradient`.
+        ``keeps_exponentials``: overwrite the logits, of the type of the losses, by exponentials for
+        :meth:`write_gradient`.
         """
         labels = self._labels
         if not len(local_BL):
@@ -171,7 +172,7 @@ class SplitSamples:
         return torch.where(self._counts_B, losses_B, 0.0)
 
     def write_gradient(self, local_BL: Tensor, upstream_B: Tensor, out_BL: Tensor) -> None:
-        """Write the derivative by the logits to ``out_BL``, which may be their own memory, with what that holds now."""
+        """Write the derivative by the logits to ``out_BL``, which may be their own memory."""
         labels, upstream_B = self._labels, upstream_B.to(self._sum_dtype)
         own_B = (1 - labels.smoothing) * labels.weights_B * upstream_B
         spread_B = self._spread_B * upstream_B if labels.smoothing else own_B
@@ -198,7 +199,7 @@ class SplitSamples:
                 out_BL[rows] = work_NL
 
     def _local_sums(self, local_BL: Tensor, *, in_place: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each sample over the classes here: the largest logit, Σ exp(z − largest), Σ w·z."""
+        """Return for each sample, over the classes here: the largest logit, Σ exp(z − largest), Σ w·z."""
         highest_B = local_BL.new_full(local_BL.shape[:1], -torch.inf, dtype=self._sum_dtype)
         sums_B, weighted_B = torch.zeros_like(highest_B), torch.zeros_like(highest_B)
         weight_L = self._labels.weight_L
@@ -215,7 +216,7 @@ class SplitSamples:
         return highest_B, sums_B, weighted_B
 
     def _target_logits(self, local_BL: Tensor) -> Tensor:
-        """That of each sample's label where it is here, else 0."""
+        """Return the logit of each sample's label if it is here, else 0."""
         if not local_BL.shape[1]:
             return torch.zeros_like(self._spread_B)
         target_B = local_BL.detach().gather(1, self._places_B.unsqueeze(1)).squeeze(1).to(self._sum_dtype)

@@ -1,4 +1,4 @@
-"""Find where to cut an order of which each rank holds some places, by counts alone: no rank sees another's places."""
+"""Cut of an order whose places are spread over the ranks, found by counts alone: no rank sees another's places."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ def joint_limit(
 ) -> tuple[Tensor, Tensor]:
     """Return the limit below which the first ``wanted`` places of all ranks lie, and how many lie there.
 
-    Each place in [0, ``size``) is held by one rank at most; ``count_below`` [n] int64 -> [n] int32 tells how many of
-    this rank's lie below each of the rising numbers given. ``wanted`` is int32 (0-dim). Where there are fewer in all,
-    the limit is ``size`` or more; ``are_there`` says that this cannot be.
+    Each place in [0, ``size``) is held by at most one rank; ``count_below`` [n] int64 -> [n] int32 counts this rank's
+    places below each of the ascending numbers. ``wanted`` is int32 (0-dim). With fewer places in all, the limit is
+    ``size`` or more; ``are_there`` rules this out.
 
-    Every round sums over the ranks what lies below the ends of some intervals, and goes on inside the one where the cut
-    lies; the last one sends a bit for each place. Some all-reduces, of ``most_bytes`` together where that is possible
-    in 8, and 4 launches beside each but the last, of 16. Nobody waits for a device.
+    Every round sums over the ranks the counts below the ends of some intervals, and continues inside the one with the
+    cut; the last one sends a bit for each place. Some all-reduces, of ``most_bytes`` together where that is possible in
+    8, with 4 launches beside each but the last, which has 16. The host waits for no device.
     """
     rounds, num_words = _rounds(size, most_bytes, are_there=are_there)
     ends = torch.arange(max(num_words * _WORD, *(num for num, _ in rounds), 0) + 1, device=wanted.device)
     low, left, total = torch.zeros_like(wanted, dtype=torch.int64), wanted, wanted
     for number, (num, width) in enumerate(rounds):
         is_first, is_last = number == 0, number == len(rounds) - 1
-        # An interval's own end is known to lie behind the cut, if anything does; what lies before the last tells bits.
+        # The end of the present interval is known to lie behind the cut, if any end does; the last round also counts
+        # below its start.
         of_round = ends[0 if is_last else 1 : num + (is_first and not are_there)]
         sums = link.start_sum(count_below(torch.add(low, of_round, alpha=width))).result()
         if is_first and not are_there:
@@ -56,9 +57,9 @@ def joint_limit(
 
 
 def _rounds(size: int, most_bytes: int, *, are_there: bool) -> tuple[list[tuple[int, int]], int]:
-    """Intervals and their width, round by round, and the words of bits of the last one.
+    """Return intervals and their width, round by round, and the words of bits of the last round.
 
-    As few rounds as keep to ``most_bytes``; where none do, those of the fewest bytes.
+    As few rounds as fit ``most_bytes``; if none do, those of the fewest bytes.
     """
     whole = max(1, -(-size // _WORD))
     ways: list[tuple[float, int, list[tuple[int, int]], int]] = []

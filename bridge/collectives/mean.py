@@ -1,4 +1,4 @@
-"""A mean over what all ranks have, whose gradients are averaged over the ranks (by DDP, FSDP2, synchronous pushes).
+"""Mean over all ranks whose gradients are averaged over the ranks (by DDP, FSDP2, synchronous pushes).
 
 Legend: R ranks.
 """
@@ -16,7 +16,7 @@ from geartrain.bridge.collectives.communicator import Communicator
 class _MeanOfRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own_sum: Tensor, amount: Tensor | None, link: Communicator) -> Tensor:
-        # Of one type, for a rank without samples does not know what the others' losses are of.
+        # One dtype, since a rank without samples does not know that of the others' losses.
         own = own_sum.detach().double()
         amounts = torch.zeros_like(own) if amount is None else amount.to(own)
         total, divisor = link.sum(torch.stack([own, amounts])).unbind()
@@ -29,9 +29,10 @@ class _MeanOfRanks(torch.autograd.Function):
 
 
 def mean_of_ranks(own_sum: Tensor, amount: Tensor | None, link: Communicator) -> Tensor:
-    """Σ ``own_sum`` / Σ ``amount`` over the ranks (None: 1), the same number on each: one all-reduce of two numbers.
+    """Return Σ ``own_sum`` / Σ ``amount`` over the ranks (None: 1), the same number on each: one all-reduce of two
+    numbers.
 
-    Backward gives R times the derivative, for the gradients of replicated parts are averaged over the R ranks.
+    Backward gives R times the derivative, as gradients of replicated parts are averaged over the R ranks.
     """
     mean: Tensor = _MeanOfRanks.apply(own_sum, amount, link)  # type: ignore[no-untyped-call]
     return mean

@@ -1,7 +1,7 @@
-"""Rows of all ranks that travel part by part, beside what is computed: a batch that is worked on as micro-batches.
+"""Gather and sum of rows over all ranks part by part, overlapped with computation: a batch as micro-batches.
 
-The whole is as if it had been gathered at once: in rank order, the parts of a rank one behind the other. At most two
-collectives are on their way at a time.
+The whole is as if gathered at once: in rank order, the parts of a rank one after the other. At most two collectives are
+under way at a time.
 
 Legend: R ranks, P parts, B rows of all ranks and parts, S of one part of this rank, D width.
 """
@@ -23,7 +23,7 @@ MOST_ON_THEIR_WAY = 2
 
 
 class PartSizes:
-    """How many rows each part of each rank has, and where they lie in the whole."""
+    """Number of rows of each part of each rank, and their places in the whole."""
 
     def __init__(self, sizes_RP: Sequence[Sequence[int]], rank: int) -> None:
         self.sizes_RP = [list(sizes) for sizes in sizes_RP]
@@ -38,24 +38,24 @@ class PartSizes:
 
     @property
     def num_parts(self) -> int:
-        """P."""
+        """Number P of parts."""
         return len(self.sizes_RP[0])
 
     def of(self, part: int) -> list[int]:
-        """Rows of each rank in one part."""
+        """Return the rows of each rank in one part."""
         return [sizes[part] for sizes in self.sizes_RP]
 
     def places(self, part: int) -> list[slice]:
-        """Where those of each rank are in the whole."""
+        """Return the places of each rank's rows of a part in the whole."""
         return self._places[part]
 
     def own(self, part: int) -> slice:
-        """Where this rank's are."""
+        """Return the place of this rank's rows of a part in the whole."""
         return self._places[part][self.rank]
 
 
 class GatheredParts:
-    """The rows of all ranks, gathered part by part: one all-gather each, and one copy of what it brings."""
+    """Rows of all ranks, gathered part by part: one all-gather each, and one copy of its result."""
 
     def __init__(self, link: Communicator, sizes: PartSizes, *, overlap: bool = True) -> None:
         """Without ``overlap`` each part is waited for at once."""
@@ -64,10 +64,10 @@ class GatheredParts:
         self._on_their_way: deque[tuple[int, Pending[Tensor]]] = deque()
         self._whole: Tensor | None = None
         self._told: tuple[int, Pending[list[list[int]]]] | None = None
-        """The last part in which ranks say whether they failed, and what they say."""
+        """Last part of :meth:`begin_or_fail`, with the exchange of failures."""
 
     def begin(self, part: int, rows_SD: Tensor) -> None:
-        """Let the rows of this rank's part travel; wait for the one before the last. Raises RankLost."""
+        """Start to gather this rank's rows of a part; wait for the one before the last. Raises RankLost."""
         if self._whole is None:
             self._whole = rows_SD.new_empty(self._sizes.total, *rows_SD.shape[1:])
         while len(self._on_their_way) >= max(1, self._most):
@@ -77,9 +77,10 @@ class GatheredParts:
             self._take()
 
     def begin_or_fail(self, part: int, rows_SD: Tensor, failure: Exception | None) -> None:
-        """:meth:`begin`, and an exchange of one number: whether this rank has a ``failure``, and gives any rows.
+        """Do :meth:`begin` with an exchange of one number: whether this rank has a ``failure``, and still gives some
+        rows.
 
-        It is looked at with the next part, or in :meth:`whole`: then every rank raises, that failure there, SyncError
+        It is checked with the next part, or in :meth:`whole`: then every rank raises, that failure there, SyncError
         elsewhere.
         """
         told = self._link.start_exchange([failure is None])
@@ -88,14 +89,14 @@ class GatheredParts:
         self.begin(part, rows_SD)
 
     def whole(self, failure: Exception | None = None) -> Tensor:
-        """All rows [B, D], once every part was begun. Raises RankLost, and as :meth:`begin_or_fail`."""
+        """Return all rows [B, D], once every part was started. Raises RankLost, and as :meth:`begin_or_fail`."""
         self._take_all()
         self._require_sound(failure, None)
         assert self._whole is not None
         return self._whole
 
     def _require_sound(self, failure: Exception | None, last: Pending[list[list[int]]] | None) -> None:
-        """Raise if a rank failed in the part before, when nothing, the ``last`` exchange either, is on its way."""
+        """Raise if a rank failed in the part before, once no collective, the ``last`` exchange either, is under way."""
         if self._told is None:
             return
         part, told = self._told
@@ -120,10 +121,10 @@ class GatheredParts:
 
 
 class SummedParts:
-    """Sums over the ranks of ``whole_BD``, of which each rank takes its own rows: one reduce-scatter a part.
+    """Sums over the ranks of ``whole_BD``, of which each rank gets its own rows: one reduce-scatter a part.
 
-    Every rank begins the parts in the same ``order``, in which it should take them, too: while one is used, the next
-    two are on their way. ``whole_BD`` must not be written meanwhile.
+    Every rank starts the parts in the same ``order``, in which it should take them, too: while one is used, the next
+    two are under way. ``whole_BD`` must not be written meanwhile.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class SummedParts:
                 pending.result()
 
     def take(self, part: int) -> Tensor:
-        """The sum of this rank's rows of a part [S, D], once. Raises RankLost."""
+        """Return the sum of this rank's rows of a part [S, D], once. Raises RankLost."""
         while part not in self._begun:
             self._begin_next()
         own_SD = self._begun.pop(part).result()
@@ -152,7 +153,7 @@ class SummedParts:
         rows = torch.cat([self._whole_BD[place] for place in self._sizes.places(part)])
         self._begun[part] = pending = self._link.start_sum_to_owners(rows, self._sizes.of(part))
         if not self._waiting:
-            self._whole_BD = rows[:0]  # its memory is needed no more
+            self._whole_BD = rows[:0]  # to release its memory
         return pending
 
 
@@ -170,6 +171,6 @@ class _Travelled(torch.autograd.Function):
 
 
 def with_travelled_gradient(rows_SD: Tensor, take: Callable[[], Tensor]) -> Tensor:
-    """The rows; their gradient is not what comes from behind, but what has travelled: ``take()``."""
+    """Return the rows with ``take()``, received from other ranks, as their gradient instead of the upstream one."""
     travelled: Tensor = _Travelled.apply(rows_SD, take)  # type: ignore[no-untyped-call]
     return travelled

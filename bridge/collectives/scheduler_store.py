@@ -1,7 +1,7 @@
-"""The store by which ranks of several machines find each other, kept by the scheduler: behind its certificates, where
-torch's own TCPStore believes whoever reaches its port.
+"""Rendezvous store of ranks at the scheduler, protected by its certificates; torch's own TCPStore trusts any peer that
+reaches its port.
 
-``torchrun --rdzv-backend geartrain`` (``workers/rendezvous.py``) tells ranks of it by an environment variable.
+``torchrun --rdzv-backend geartrain`` (``workers/rendezvous.py``) announces it to ranks by an environment variable.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ VARIABLE = "GEARTRAIN_RANKS_STORE"
 
 
 def ranks_key(master_port: int | str) -> str:
-    """Where the name of the store of one start of the ranks is, among the values of the job."""
+    """Return the key, among the values of the job, of the store's name for one start of the ranks."""
     return f"ranks/{master_port}"
 
 
 _store: Store | None = None
-"""torch.distributed keeps what is C++ of it, and would find the Python part gone."""
+"""Reference that keeps the Python part of the store alive; torch.distributed holds only the C++ part."""
 
 
 class SchedulerStore(Store):
-    """A store of torch.distributed. Thread-safe. Each call is one to the scheduler, those that wait are more.
+    """Store of torch.distributed. Thread-safe. Each call is one to the scheduler, waits are several.
 
-    Raises torch's DistStoreError where a wait takes too long, SchedulerUnavailable.
+    Raises torch's DistStoreError after too long a wait, SchedulerUnavailable.
     """
 
     timeout: timedelta  # torch's
@@ -85,16 +85,16 @@ class SchedulerStore(Store):
 def init_process_group(backend: str | None = None, *, timeout: timedelta | None = None) -> None:
     """Join the ranks that torchrun started, as ``torch.distributed.init_process_group(backend)`` does.
 
-    Under ``torchrun --rdzv-backend geartrain`` they find each other by the scheduler, under the certificates of the
-    cluster (``security.folder``), and rank 0 opens no port for it. Under any other rendezvous it is the same as
-    torch's. What ranks then say to each other is encrypted by neither gloo nor NCCL.
+    Under ``torchrun --rdzv-backend geartrain`` ranks find each other by the scheduler, under the certificates of the
+    cluster (``security.folder``), and rank 0 opens no port for it. Any other rendezvous works as torch's. Neither gloo
+    nor NCCL encrypts the traffic between ranks.
 
     Args:
         backend: ``"gloo"``, ``"nccl"``, or what else torch has.
-        timeout: How long ranks wait for one another; None: torch's own.
+        timeout: Longest wait of ranks for one another; None: torch's own.
 
     Raises:
-        SchedulerUnavailable: Nobody answers there.
+        SchedulerUnavailable: It does not answer.
         AccessDenied: The scheduler does not know this process by its certificate.
     """
     scheduler, _, job = os.environ.get(VARIABLE, "").partition("/")

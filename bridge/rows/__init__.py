@@ -1,1 +1,1 @@
-"""What every module with rows shares: its pending updates, their optimizer, and its saved state."""
+"""Common parts of modules with rows: pending updates, their optimizer, and saved state."""

@@ -1,4 +1,4 @@
-"""Work that torch.compile must leave alone: compiled kernels, threads, requests to shards."""
+"""Exclusion of functions from torch.compile: compiled kernels, threads, requests to shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ R = TypeVar("R")
 def runs_eagerly(function: Callable[P, R]) -> Callable[P, R]:
     """Break the graph before ``function``, and trace nothing that it calls.
 
-    As ``torch.compiler.disable``, but importing this costs nothing: that loads the compiler, for about a second.
+    Like ``torch.compiler.disable``, whose import loads the compiler, for about a second; importing this costs nothing.
     """
     disabled: list[Callable[P, R]] = []
 

@@ -1,8 +1,8 @@
-"""What PyTorch sees of row gradients: the gradient of a stand-in, one number for the rows of a module.
+"""Gradient of a stand-in: one number that represents the row gradients of a module in PyTorch.
 
-Where the row gradients lie in this process's memory it is their 2-norm, so that a clipper by that norm counts and
-scales them as it should. Elsewhere nobody but the rows' own code knows the norm: there it is 1, and only GradScaler may
-multiply it. Everything else that would change gradients in a way that one number cannot tell is refused.
+It is their 2-norm if they lie in this process's memory, so that a clipper by that norm counts and scales them
+correctly. Elsewhere only the rows' own code knows the norm: there it is 1, and only GradScaler may multiply it. Every
+other change of gradients that one number cannot represent is refused.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ _MAY_DESCRIBE = frozenset(
 )
 _MAY_SCALE = frozenset(["mul_", "div_", "__imul__", "__itruediv__", "__idiv__", "_foreach_mul_", "_foreach_div_"])
 _MAY_MEASURE = frozenset(["norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "_foreach_norm", "square", "pow"])
-"""With 2 for the kind of norm, or the power."""
+"""Functions allowed with 2 as the order of the norm, or the power."""
 _TWOS = (2, "fro", None)
 _FORGETS = frozenset(["zero_", "_foreach_zero_"])
 _GRAD_SCALER = "_amp_foreach_non_finite_check_and_unscale_"
 _SAME_MEMORY = frozenset({"detach", "__get__"})
 _ROWS_PER_SUM = 4096
 LEAST_SQUARES = 1e-24
-"""Below this float32 may have lost squares altogether."""
+"""Sum of squares below which float32 may have lost terms."""
 
 
 class StandInGradient(Tensor):
-    """The gradient [1] of the stand-in for the rows of ``table``: their 2-norm if it ``is_norm``, else 1.
+    """Gradient [1] of the stand-in for the rows of ``table``: their 2-norm if it ``is_norm``, else 1.
 
-    GradScaler may unscale it, zeroing it drops the row gradients, and where it is the norm it may be measured as a
-    2-norm and multiplied. Any other operation raises InvalidArgument: what a clipper by value, or by another norm, does
-    to each row cannot be told by one number.
+    GradScaler may unscale it, zeroing it drops the row gradients, and the norm may be measured as a 2-norm and
+    multiplied. Any other operation raises InvalidArgument: one number cannot represent the effect of a clipper by
+    value, or by another norm, on each row.
     """
 
     table: str
     is_norm: bool
     forget: Callable[[], None]
     is_unscaled_elsewhere: bool
-    """Whether GradScaler is to leave it alone: it unscales the rows by their own optimizer."""
+    """Whether GradScaler must skip it, because it unscales the rows by their own optimizer."""
 
     @staticmethod
     def of(
         gradient: Tensor, table: str, forget: Callable[[], None], *, is_norm: bool, is_unscaled_elsewhere: bool = False
     ) -> StandInGradient:
-        """``gradient`` [1], the same memory; ``forget`` drops the row gradients."""
+        """Return ``gradient`` [1] in the same memory; ``forget`` drops the row gradients."""
         guarded: StandInGradient = gradient.as_subclass(StandInGradient)
         guarded.table, guarded.is_norm, guarded.forget = table, is_norm, forget
         guarded.is_unscaled_elsewhere = is_unscaled_elsewhere
@@ -73,7 +73,7 @@ class StandInGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let those pass whose effect on the rows is known."""
+        """Allow functions with a known effect on the rows."""
         del types
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
@@ -102,18 +102,18 @@ class StandInGradient(Tensor):
 
 
 def _scales(name: str, gradient: Tensor, args: Any) -> bool:
-    """Whether it is multiplied, and multiplies nothing."""
+    """Return whether it is only multiplied, and is no factor itself."""
     return name in _MAY_SCALE and all(item is not gradient for item in _flat(list(args[1:])))
 
 
 def _measures(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether its 2-norm, or its square, is taken."""
+    """Return whether its 2-norm, or its square, is computed."""
     kinds = [kwargs[key] for key in ("ord", "p", "exponent") if key in kwargs] or list(args[1:2]) or [None]
     return name in _MAY_MEASURE and kinds[0] in _TWOS
 
 
 def not_for_clippers(table: str, what: str) -> InvalidArgument:
-    """The error for an operation on a stand-in's gradient that would not reach the rows as it is meant."""
+    """Return the error for an operation on a stand-in's gradient that would not reach the rows correctly."""
     return InvalidArgument(
         f"{what} met the stand-in gradient of the rows of table {table!r}, which is one number: it can be scaled, or "
         "measured as a 2-norm, where one process pulls the rows at once, and by torch.amp.GradScaler alone where they "
@@ -129,14 +129,14 @@ def _flat(values: Any) -> list[Any]:
 
 
 def squared_sum(values_ND: Tensor) -> Tensor:
-    """Σ v² (0-dim, float64) of [N, D] of any floating type, on its device; reads them once."""
+    """Return Σ v² (0-dim, float64) of [N, D] of any floating type, on its device; reads them once."""
     if values_ND.device.type != "cpu":
         lengths_N: Tensor = torch.linalg.vector_norm(values_ND, dim=1, dtype=torch.float64)
         return lengths_N.square_().sum()
     total = torch.zeros((), dtype=torch.float64)
     is_narrow = values_ND.dtype not in (torch.float32, torch.float64)
     for part in torch.split(values_ND, _ROWS_PER_SUM // 8 if is_narrow else _ROWS_PER_SUM):
-        wide = part.float() if is_narrow else part  # small copies: each thread that makes one keeps the memory
+        wide = part.float() if is_narrow else part  # small copies: each thread keeps the memory of its own
         squares = torch.linalg.vector_norm(wide, dim=1).double().square_().sum()
         if not LEAST_SQUARES < float(squares) < torch.inf:
             squares = torch.linalg.vector_norm(wide, dim=1, dtype=torch.float64).square_().sum()

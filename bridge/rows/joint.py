@@ -1,4 +1,4 @@
-"""One ``torch.optim.Optimizer`` for the parameters of a model and for its rows."""
+"""Joint ``torch.optim.Optimizer`` of a model's parameters and its rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def joint(
         optimizer.step()
         optimizer.zero_grad()
 
-    What takes an optimizer takes this one as it is: LR schedulers (OneCycleLR cycles momentum or betas of both, where
+    It works wherever an optimizer does: LR schedulers (OneCycleLR cycles momentum or betas of both, where
     both have the one or the other), GradScaler, Lightning, Accelerate, the Trainer of transformers. Its
     ``param_groups`` are those of ``optimizer``, the same dictionaries, and one for each module with the numbers of its
     rows' optimizer and ``table``, the name of its table; parameter groups that are added later come last.
@@ -35,17 +35,17 @@ def joint(
 
     Clip with ``gt.clip_grad_norm_(model.parameters(), optimizer, max_norm)``, wherever the rows are.
     ``torch.nn.utils.clip_grad_norm_`` over the parameters of all groups, or of a model that has the modules with rows,
-    is as exact where one worker pulls rows at once, and raises InvalidArgument elsewhere.
+    is just as exact where one worker pulls rows at once, and raises InvalidArgument elsewhere.
 
     Args:
-        optimizer: Of the dense parameters, of any kind that steps without a closure; what :func:`geartrain.attach`
-            made, too. Parameters that stand for rows (of ``model.parameters()``) are taken out of its groups.
-        modules: Those with rows: class heads, slow gears, or of your own.
+        optimizer: Optimizer of the dense parameters, of any kind that steps without a closure, also of
+            :func:`geartrain.attach`. Parameters that stand for rows (of ``model.parameters()``) are removed from it.
+        modules: Modules with rows: class heads, slow gears, or of your own.
         row_lr: Learning rate of all rows; None: that of their tables.
 
     Raises:
         InvalidArgument: ``optimizer`` is no optimizer, holds rows itself or needs a closure; a module has no rows or is
-            given twice; there is none.
+            given twice; no module is given.
     """
     if isinstance(optimizer, RowOptimizer | JointOptimizer):
         raise InvalidArgument(
@@ -72,7 +72,7 @@ def joint(
 
 
 class JointOptimizer(torch.optim.Optimizer):
-    """See :func:`joint`, which makes it. Not thread-safe."""
+    """Optimizer of dense parameters and rows, made by :func:`joint`. Not thread-safe."""
 
     def __init__(self, dense: torch.optim.Optimizer, rows: RowOptimizer) -> None:
         """Step ``rows`` before ``dense``. Raises InvalidArgument."""
@@ -87,11 +87,11 @@ class JointOptimizer(torch.optim.Optimizer):
         self._dense = dense
         self._rows = rows
         self._left: list[tuple[object, int]] | None = None
-        """After a step that moved the parameters and not all rows: what of these was left pending."""
+        """Rows left pending by a step that moved the parameters and not all rows."""
         self._unscaled: torch.Tensor | None = None
-        """The first of the parameters' gradients that GradScaler's scale was taken off by a step that failed then."""
+        """First of the parameters' gradients that a failed step has unscaled for GradScaler."""
         self._num_first = len(dense.param_groups)
-        """Groups that come before those of the rows."""
+        """Number of groups before those of the rows."""
         self._step_supports_amp_scaling = bool(getattr(dense, "_step_supports_amp_scaling", False))
         """Whether GradScaler leaves unscaling and skipping to :meth:`step`."""
         defaults = {name: value for name, value in dense.defaults.items() if name in rows.defaults}
@@ -99,37 +99,39 @@ class JointOptimizer(torch.optim.Optimizer):
 
     @property
     def dense(self) -> torch.optim.Optimizer:
-        """The torch optimizer of the parameters."""
+        """Torch optimizer of the parameters."""
         return self._dense
 
     @property
     def rows(self) -> RowOptimizer:
-        """That of the rows."""
+        """Optimizer of the rows."""
         return self._rows
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """A new list of the groups of both. Schedulers know groups by their places, which never change."""
+        """New list of the groups of both. Schedulers identify groups by their places, which never change."""
         dense, first = self._dense.param_groups, self._num_first
         return [*dense[:first], *self._rows.param_groups, *dense[first:]]
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        """torch's constructor begins with none of its own."""
+        """Ignore the groups that torch's constructor sets."""
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
-        """That of the dense parameters; rows keep theirs where they are."""
+        """State of the dense parameters; that of rows is where the rows are."""
         return self._dense.state
 
     @state.setter
     def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
-        """As for ``param_groups``."""
+        """Ignore the state that torch's constructor sets."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add dense parameters, behind all groups there are. Rows are given at construction: else InvalidArgument."""
+        """Add dense parameters, after all present groups. Raises InvalidArgument for rows, which are given at
+        construction.
+        """
         if any(param_group is group for group in self.param_groups):
-            return  # torch's constructor adds those that are there
+            return  # torch's constructor adds the present ones
         params = param_group["params"]
         params = [params] if isinstance(params, torch.Tensor) else list(params)
         if _ids_of(self._rows.param_groups) & set(map(id, params)):
@@ -141,12 +143,12 @@ class JointOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the dense parameters, then push the rows' gradients; ``closure`` is called once, before both.
 
-        The rows' gradients are checked first: an error of theirs before any push (see :meth:`RowOptimizer.step`), and
-        whatever the dense optimizer raises, leaves the rows as they are and their gradients pending. After a later
-        error call step() again, which goes on where it stopped and applies nothing twice, or zero_grad(), which drops
+        The rows' gradients are checked first: an error before any push (see :meth:`RowOptimizer.step`), and
+        any error of the dense optimizer, leaves the rows unchanged and their gradients pending. After a later
+        error call step() again, which continues where it stopped and applies nothing twice, or zero_grad(), which drops
         the rest. A step that GradScaler skips steps neither.
 
-        Raises InvalidArgument for a backward pass between such an error and the step that goes on.
+        Raises InvalidArgument for a backward pass between such an error and the step that continues.
         """
         loss = None
         if closure is not None:
@@ -179,7 +181,7 @@ class JointOptimizer(torch.optim.Optimizer):
         return loss
 
     def _has_stepped_dense(self, left: list[tuple[object, int]]) -> bool:
-        """Whether a step that failed has left rows to push, and nothing else has come since."""
+        """Return whether a failed step has left rows to push, and nothing has been added since."""
         pairs = list(zip(left, self._rows.pending(), strict=True))
         if not any(was is not None and was is its for (was, _), (its, _) in pairs):
             return False  # or it was dropped
@@ -191,7 +193,7 @@ class JointOptimizer(torch.optim.Optimizer):
         return True
 
     def _unscale(self, grad_scale: torch.Tensor) -> None:
-        """Take GradScaler's scale off, once, however often a step that fails is called again."""
+        """Divide by GradScaler's scale, once, even if a failed step is called again."""
         self._rows.unscale_once(grad_scale)
         gradients = [item.grad for group in self._dense.param_groups for item in group["params"]]
         gradients = [gradient for gradient in gradients if gradient is not None]
@@ -207,7 +209,7 @@ class JointOptimizer(torch.optim.Optimizer):
         self._left = self._unscaled = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` gave. Groups of rows are known by the name of their table.
+        """Load a ``state_dict``. Groups of rows are identified by the name of their table.
 
         Raises InvalidArgument if it has other tables or is of another kind of optimizer, and what the dense optimizer
         raises: nothing is loaded then.
@@ -229,10 +231,10 @@ class JointOptimizer(torch.optim.Optimizer):
         self._rows.load_state_dict({"state": {}, "param_groups": rows})
 
     def _load_dense(self, state_dict: dict[str, Any]) -> None:
-        """torch takes the state of any kind of optimizer, and fails in the step. What a scheduler has added to groups
-        (``initial_lr``) is no part of a kind."""
+        """Load the dense state. torch accepts that of any kind of optimizer, and fails in the step; so the numbers of
+        the groups are checked here, without those that a scheduler adds (``initial_lr``)."""
         before, needed = self._dense.state_dict(), {"params", *self._dense.defaults}
-        self._dense.load_state_dict(state_dict)  # which fills in what a state of an older torch lacks
+        self._dense.load_state_dict(state_dict)  # it adds numbers that a state of an older torch lacks
         missing = sorted(set().union(*(needed - group.keys() for group in self._dense.param_groups)))
         if missing:
             held = sorted(set().union(*state_dict["param_groups"]) - needed)
@@ -245,12 +247,12 @@ class JointOptimizer(torch.optim.Optimizer):
 
 
 def _ids_of(groups: Iterable[dict[str, Any]]) -> set[int]:
-    """Which parameters groups have."""
+    """Return the ids of the parameters in groups."""
     return {id(item) for group in groups for item in group["params"]}
 
 
 def _step_unless(found_inf: torch.Tensor, optimizer: Any) -> None:
-    """Step an optimizer that skips by itself what GradScaler found infinity in."""
+    """Step an optimizer that skips by itself steps in which GradScaler found infinity."""
     optimizer.found_inf = found_inf
     try:
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Rows of an AMS table as a ``torch.optim.Optimizer``."""
+"""Optimizer of rows as a ``torch.optim.Optimizer``, and clipping of rows together with dense parameters."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from geartrain.bridge.rows.pending import Pace, PendingUpdate, Replayed, RowModu
 from geartrain.bridge.rows.stand_in import StandIn
 
 CheckedUpdate = tuple[RowOptimizerSpec, PendingUpdate[Any]]
-"""By which optimizer which update is to be applied."""
+"""Optimizer of a step and the update that it is to apply."""
 
 
 class RowOptimizer(torch.optim.Optimizer):
-    """Applies the row gradients that modules have collected; the arithmetic runs where the rows are.
+    """Optimizer that applies the row gradients of modules; the arithmetic runs where the rows are.
 
-    A module is anything that meets :class:`~geartrain.bridge.rows.pending.RowModule`: a class head; a slow gear, whose
-    feature gradients are delivered to the dense part; one of your own. One param_group per module with the numbers of
-    the table's optimizer (``lr``, ``momentum`` or ``betas``, ``weight_decay``, ...) and ``table`` (its name): what a
-    scheduler makes of them travels with each push. A number that cannot change, as ``initial_accumulator_value``,
+    A module is any :class:`~geartrain.bridge.rows.pending.RowModule`: a class head; a slow gear, whose feature
+    gradients are delivered to the dense part; one of your own. There is one param_group per module with the numbers of
+    the table's optimizer (``lr``, ``momentum`` or ``betas``, ``weight_decay``, ...) and ``table`` (its name): their
+    values, as set by a scheduler, travel with each push. A number that cannot change, as ``initial_accumulator_value``,
     raises InvalidArgument at the step if it did. The group's parameter is a stand-in of one element. Its gradient is
-    the 2-norm of the rows' gradients if they lie in this process, and what multiplies it multiplies them: so
+    the 2-norm of the rows' gradients if they lie in this process, and a factor on it multiplies them: so
     ``torch.amp.GradScaler`` unscales and skips (``scaler.step(rows)``, ``scaler.unscale_(rows)``). Elsewhere (streamed,
-    hosted, on ranks, summed over ranks) GradScaler alone may change it, and a clipper of PyTorch's raises
+    hosted, on ranks, summed over ranks) only GradScaler may change it, and a clipper of PyTorch's raises
     InvalidArgument: :func:`clip_grad_norm_` clips rows wherever they are.
     """
 
     _step_supports_amp_scaling = True
-    """GradScaler calls :meth:`step` also where it found infinity, and says so in ``found_inf`` and ``grad_scale``."""
+    """Whether GradScaler calls :meth:`step` also after infinity, with ``found_inf`` and ``grad_scale`` set."""
 
     def __init__(self, *modules: RowModule | Iterable[RowModule], lr: float | None = None) -> None:
         """Train the rows of one or several modules; ``lr`` replaces that of their tables. Raises InvalidArgument."""
@@ -60,19 +60,19 @@ class RowOptimizer(torch.optim.Optimizer):
         for name in ("params", "table"):
             del self.defaults[name]
         self._unscaled: list[object] = []
-        """What GradScaler's scale was taken off by a step that failed then."""
+        """Pending gradients that a failed step has unscaled for GradScaler."""
         for update in updates:
             update.is_optimized = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only the modules given at construction can be trained: anything else is InvalidArgument."""
+        """Raise InvalidArgument for anything but the modules given at construction."""
         params = param_group["params"]
         if len(params) != 1 or id(params[0]) not in self._updates:
             raise InvalidArgument("RowOptimizer trains rows only; give dense parameters to an optimizer of their own")
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See the base class. Numbers of the optimizer that an older state lacks stay as they are."""
+        """Load a state. Numbers of the optimizer that an older state lacks stay unchanged."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             for name, value in self._updates[id(group["params"][0])].param_group().items():
@@ -80,17 +80,17 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push the pending row gradients: one request to each shard, with a push per table, each applied once by itself
-        (rows that are streamed: one for each block; a hosted head: one of its own).
+        (streamed rows: one request for each block; a hosted head: one of its own).
 
         Raises before any push: NonFinite if a gradient is not finite, InvalidArgument for a number of a param_group
         that is out of range or cannot change, TableNotFound if a table was restored since the forward pass (call
         zero_grad()). After an error the gradients that were not pushed are still pending: call step() again, or
         zero_grad() to drop them. A step that GradScaler skips pushes nothing and drops them: they could not be pushed
-        later either. Of embeddings with ``mode=gt.SSP(s)`` it returns once no other worker is more than s steps behind.
+        later either. With embeddings of ``mode=gt.SSP(s)`` it returns once no other worker is more than s steps behind.
 
-        Pushes that :func:`gt.prefetch` sends in the background are under way when it returns. An error of theirs is
-        raised by the next step, once, before that step pushes; the one after it sends again what was not applied, and
-        zero_grad() drops that.
+        Pushes that :func:`gt.prefetch` sends in the background are under way when it returns. Their error is
+        raised by the next step, once, before that step pushes; the one after it retries the pushes that were not
+        applied, and zero_grad() drops them.
         """
         loss = None
         if closure is not None:
@@ -113,15 +113,17 @@ class RowOptimizer(torch.optim.Optimizer):
         return loss
 
     def unscale_once(self, grad_scale: Tensor) -> None:
-        """Take GradScaler's scale off: once, however often a step that fails is called again."""
+        """Divide by GradScaler's scale, once, even if a failed step is called again."""
         now = [update.pending for update in self._updates.values()]
         if not any(was is not None and was is its for was, its in zip(self._unscaled, now, strict=False)):
             self.multiply_gradients(1.0 / float(grad_scale))
             self._unscaled = now
 
     def check(self) -> list[CheckedUpdate]:
-        """What :meth:`push` is to apply. Raises what :meth:`step` raises before any push; nothing travels."""
-        for update in self._updates.values():  # of earlier steps first
+        """Return the updates that :meth:`push` is to apply. Raises the errors of :meth:`step` before any push; nothing
+        travels.
+        """
+        for update in self._updates.values():  # pushes of earlier steps first
             if update.background is not None:
                 update.background.settle()
                 if update.background.is_closed and update.background.is_clean:
@@ -135,7 +137,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return steps
 
     def push(self, checked: Sequence[CheckedUpdate]) -> None:
-        """Apply what was checked, each once. After an error check and push again, or drop the rest."""
+        """Apply the checked updates, each once. After an error check and push again, or drop the rest."""
         prepared: list[tuple[RowOptimizerSpec, PendingUpdate[Any], Sequence[RowWrite]]] = []
         together: list[RowWrite] = []
         later: dict[int, list[RowWrite]] = {}
@@ -143,7 +145,7 @@ class RowOptimizer(torch.optim.Optimizer):
             writes = update.prepare(optimizer)
             prepared.append((optimizer, update, writes))
             (together if update.background is None else later.setdefault(id(update.background), [])).extend(writes)
-        error = _send_together(together) if len(together) > 1 else None  # one is left to whoever applies it
+        error = _send_together(together) if len(together) > 1 else None  # a single write is sent by its own update
         for optimizer, update, writes in prepared:
             if update.background is not None:
                 if waiting := later.pop(id(update.background), None):
@@ -169,11 +171,11 @@ class RowOptimizer(torch.optim.Optimizer):
                 images.copy_(batch.images); labels.copy_(batch.labels)
                 rows.replay(graph)                      # in the place of graph.replay()
 
-        Learning rates are those of the groups as they are now; what else is in them must be as it was captured. Steps
-        are counted as :meth:`step` does, samples and rounding go on as they would have: the rows are those that steps
-        without a graph would have made. Not for GradScaler. With several ranks every rank calls it, over NCCL; one
-        exchange between the hosts. Raises InvalidArgument (something that the graph holds has changed; see there for
-        what cannot be captured), and as a head's next call would, NonFinite and InvalidIds of steps before.
+        Learning rates are the present ones of the groups; their other values must be as captured. Steps
+        are counted as by :meth:`step`, samples and rounding continue as without a graph: the rows are the same.
+        Not for GradScaler. With several ranks every rank calls it, over NCCL; one
+        exchange between the hosts. Raises InvalidArgument (a captured setting has changed; the error says
+        which steps cannot be captured), and as a head's next call would, NonFinite and InvalidIds of earlier steps.
         """
         for group in self.param_groups:
             update = self._updates[id(group["params"][0])]
@@ -183,11 +185,11 @@ class RowOptimizer(torch.optim.Optimizer):
             update.after_replay(graph)
 
     def pending(self) -> list[tuple[object, int]]:
-        """Of each update what is pending, and of how many backward passes it is."""
+        """Return what is pending of each update, and its number of backward passes."""
         return [(update.pending, update.num_passes) for update in self._updates.values()]
 
     def keep_pace(self) -> None:
-        """Tell those that wait for this worker of a step."""
+        """Report a step of this worker to the others that wait for it."""
         told: list[Pace] = []
         for update in self._updates.values():
             if update.pace is not None and update.pace not in told:
@@ -209,11 +211,15 @@ class RowOptimizer(torch.optim.Optimizer):
             update.multiply(factor)
 
     def squared_norm(self) -> float:
-        """Σ g² of the pending row gradients of all modules, as the step would apply them; costs: clip_grad_norm_."""
+        """Return Σ g² of the pending row gradients of all modules, as the step would apply them. Cost: see
+        clip_grad_norm_.
+        """
         return math.fsum(update.squared_norm() for update in self._updates.values())
 
     def squares_on_device(self) -> list[Tensor] | None:
-        """Terms of :meth:`squared_norm` (0-dim, float64) on the devices of the rows; None: a host has some."""
+        """Return the terms of :meth:`squared_norm` (0-dim, float64) on the devices of the rows; None: some are on a
+        host.
+        """
         found = [update.squares_on_device() for update in self._updates.values()]
         return None if any(squares is None for squares in found) else [item for item in found if item is not None]
 
@@ -223,26 +229,30 @@ class RowOptimizer(torch.optim.Optimizer):
 
 
 def forget_scale(optimizer: Any) -> None:
-    """Let GradScaler call a step that failed again: what it left there would count as a further scale."""
+    """Remove GradScaler's attributes, so that it may call a failed step again: it would count them as a further
+    scale.
+    """
     for name in ("grad_scale", "found_inf"):
         optimizer.__dict__.pop(name, None)
 
 
 @runtime_checkable
 class Clippable(Protocol):
-    """An optimizer of its own that trains parameters, as a DenseTable is."""
+    """Optimizer of its own parameters that can be clipped, such as a DenseTable."""
 
     def clippable(self) -> list[Tensor]:
-        """The parameters whose ``grad`` counts and is scaled in place. May raise InvalidArgument: nobody can clip."""
+        """Return the parameters whose ``grad`` counts and is scaled in place. Raises InvalidArgument if it cannot be
+        clipped.
+        """
 
 
 @runtime_checkable
 class HoldsRows(Protocol):
-    """An optimizer of dense parameters and rows, as :func:`geartrain.joint` makes it."""
+    """Optimizer of dense parameters and rows, as made by :func:`geartrain.joint`."""
 
     @property
     def rows(self) -> RowOptimizer:
-        """That of the rows."""
+        """Optimizer of the rows."""
 
 
 Clipped = RowOptimizer | HoldsRows | Clippable
@@ -257,9 +267,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients, of dense parameters and of rows, so that their joint 2-norm is at most ``max_norm``.
 
-    What :func:`torch.nn.utils.clip_grad_norm_` does for a model whose rows are parameters, wherever they are: the norm
-    of the rows is that of what the step would apply, summed by id, over micro-batches and over ranks, after the inverse
-    loss scale. Gradients of parameters are scaled in place, the rows' step carries the factor.
+    It equals :func:`torch.nn.utils.clip_grad_norm_` of a model whose rows are parameters, wherever they are: the norm
+    of the rows is that of the gradient that the step would apply, summed by id, over micro-batches and over ranks,
+    after the inverse loss scale. Gradients of parameters are scaled in place, the rows' step carries the factor.
 
         scaler.unscale_(optimizer); scaler.unscale_(rows)          # with torch.amp.GradScaler, first
         gt.clip_grad_norm_(model.parameters(), rows, max_norm=5.0)
@@ -272,10 +282,10 @@ def clip_grad_norm_(
     Args:
         parameters: Dense parameters, or one; those without a gradient are left out. Gradients have any dtype and device
             and may be DTensors (FSDP2); under DDP they are equal on all ranks.
-        rows: What :func:`geartrain.joint` made, the RowOptimizer, or several of them. Of a SlowGear the gradients of
+        rows: Optimizer of :func:`geartrain.joint`, RowOptimizer, or several of them. Of a SlowGear the gradients of
             its features count. A DenseTable stands for the parameters it trains (in mode "sync" it is refused: its
-            ranks' mean is made in the shards).
-        max_norm: > 0; may be infinite, to know the norm.
+            ranks' mean is computed in the shards).
+        max_norm: > 0; may be infinite, to measure the norm only.
         error_if_nonfinite: Raise NonFinite, and scale nothing, if the norm is not finite.
 
     Returns:
@@ -283,8 +293,8 @@ def clip_grad_norm_(
 
     Raises:
         InvalidArgument: ``max_norm`` or ``rows`` are something else.
-        NonFinite: see ``error_if_nonfinite``.
-        ShardUnavailable, SyncError: the norm of rows elsewhere could not be had; nothing was scaled.
+        NonFinite: the norm is not finite, with ``error_if_nonfinite``.
+        ShardUnavailable, SyncError: the norm of rows elsewhere could not be computed; nothing was scaled.
     """
     if not real_number("max_norm", max_norm) > 0:
         raise InvalidArgument(f"max_norm is {max_norm!r}; it must be > 0")
@@ -328,7 +338,7 @@ def _require_finite(norm: float) -> None:
 
 
 def _on_one_device(grads: list[Tensor], optimizers: list[RowOptimizer]) -> list[Tensor] | None:
-    """Σ g² of all rows and all parameters, 0-dim, if they are on one device that is no CPU; else None."""
+    """Return Σ g² of all rows and all parameters, 0-dim, if they are on one device other than a CPU; else None."""
     if not optimizers or any(grad.device.type == "cpu" for grad in grads):
         return None
     of_rows = [optimizer.squares_on_device() for optimizer in optimizers]
@@ -347,9 +357,9 @@ def _on_one_device(grads: list[Tensor], optimizers: list[RowOptimizer]) -> list[
 def _clip_on_device(
     squares: list[Tensor], grads: list[Tensor], optimizers: list[RowOptimizer], max_norm: float, must_be_finite: bool
 ) -> Tensor:
-    """:func:`clip_grad_norm_` where nobody waits for the norm, unless it ``must_be_finite``.
+    """Do :func:`clip_grad_norm_` without waiting for the norm, unless it ``must_be_finite``.
 
-    Rows whose gradient is not finite stay as they are, and are told of later: parameters are clipped without them.
+    Rows with a gradient that is not finite stay unchanged, and are reported later: parameters are clipped without them.
     """
     terms = torch.stack(squares)
     norm = terms.sum().sqrt_()
@@ -365,11 +375,11 @@ def _clip_on_device(
 
 
 def _squared_norms(grads: list[Tensor]) -> list[float]:
-    """Σ g² of each. The host waits once for each device, not for every parameter."""
+    """Return Σ g² of each. The host waits once for each device, not for every parameter."""
     norms: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         norm = torch.linalg.vector_norm(grad, dtype=torch.float64 if grad.dtype == torch.float64 else torch.float32)
-        if hasattr(norm, "full_tensor"):  # a DTensor, of which this rank has a part
+        if hasattr(norm, "full_tensor"):  # a DTensor: this rank has a part
             norm = norm.full_tensor()
         norms.setdefault((norm.device, norm.dtype), []).append(norm)
     return [norm * norm for alike in norms.values() for norm in torch.stack(alike).tolist()]

@@ -1,4 +1,4 @@
-"""What every module with rows collects between two steps, and RowOptimizer applies.
+"""Pending row gradients of a module between two steps, applied by RowOptimizer.
 
 A :class:`RowModule` has one :class:`PendingUpdate`: its backward passes :meth:`~PendingUpdate.add` row gradients to it.
 """
@@ -28,98 +28,100 @@ from geartrain.bridge.rows.transfers import read
 
 
 class CollectedGradient(Protocol):
-    """The row gradients of one or several micro-batches."""
+    """Row gradients of one or several micro-batches."""
 
     def merge(self, other: Any) -> None:
-        """Add the gradient of another micro-batch, of the same kind, which is used up."""
+        """Add the gradient of another micro-batch, of the same kind, which must not be used after."""
 
     @property
     def squares(self) -> Tensor | None:
-        """Σ g² over all rows (0-dim, float64) if they lie in this process's memory."""
+        """Σ g² over all rows (0-dim, float64) if they lie in this process's memory, else None."""
 
     def squared_norm(self) -> float:
-        """Σ g² over all rows, in float64."""
+        """Return Σ g² over all rows, in float64."""
 
     def discard(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
 
 
 class Replayed(Protocol):
-    """What of a ``torch.cuda.CUDAGraph`` is asked."""
+    """Interface of a ``torch.cuda.CUDAGraph``."""
 
     def replay(self) -> None:
-        """Let the device do its work once more."""
+        """Replay the graph on the device."""
 
 
 G = TypeVar("G", bound=CollectedGradient)
 
 PulledVersion = tuple[int, object]
-"""A generation of classes, and which table of its name (or which tables of theirs) it was."""
+"""Generation of classes, and incarnation of the table (or of several tables)."""
 _MOST_LR = float(np.finfo(np.float32).max)
 _FORGOTTEN_AFTER = 3
-"""Backward passes without a RowOptimizer: more than somebody tries by hand."""
+"""Backward passes without a RowOptimizer that trigger a warning: more than an experiment by hand."""
 
 
 class PendingUpdate(ABC, Generic[G]):
-    """Pending row gradients of one table, and the tensors through which PyTorch sees them.
+    """Pending row gradients of one table, and the tensors that represent them in PyTorch.
 
     ``stand_in`` is what autograd reaches, and a parameter of the module. ``carrier``, a tensor of one element, stands
     for the rows in the ``param_groups`` of RowOptimizer. After a backward pass the gradient of both is the 2-norm of
     the row gradients if they lie in this process's memory, else 1; NaN if they are not finite
-    (:class:`StandInGradient`). Whatever multiplies it (GradScaler's unscaling, clipping) multiplies the rows' gradients
-    at the step.
+    (:class:`StandInGradient`). Every factor on it (GradScaler's unscaling, clipping) multiplies the rows' gradients at
+    the step.
     """
 
     table: ReadableTable
     ranks: SyncRanks | None = None
     pace: Pace | None = None
-    """Told of every step, once for all updates that have the same; None: nobody waits."""
+    """Notified of every step, once for all updates that share it; None: no worker waits."""
     background: Background | None = None
-    """Sends the pushes of a step while the next one is computed; None: the step sends them."""
+    """Sender of a step's pushes while the next one is computed; None: the step sends them."""
 
     def __init__(self) -> None:
         self.carrier = torch.zeros(1, requires_grad=True)
         self.stand_in = StandIn(self)
         self._passes: list[tuple[int, ref[BackwardCall], Any]] = []
-        """Of backward passes that autograd may yet accumulate: its graph task, what is to queue, and its upstream."""
+        """Backward passes that autograd may still accumulate: graph task, call to queue, and upstream of each."""
         self.step = 0
-        """Updates applied."""
+        """Number of updates applied."""
         self.frozen_steps = 0
-        """Steps of RowOptimizer while the rows were frozen."""
+        """Number of steps of RowOptimizer while the rows were frozen."""
         self.generation = 0
-        """Raised when the classes change: a backward pass must be of this one."""
+        """Counter of changes of the classes: a backward pass must be of the present one."""
         self._pending: G | None = None
         self._samples = 0
         self._unchanged = torch.ones(1)
-        """The carrier's gradient if nothing had multiplied it."""
+        """Gradient of the carrier before any factor."""
         self._known_factor: float | None = None
-        """What :meth:`check_finite` read last, if nothing has changed since."""
+        """Last value read by :meth:`check_finite`; None if it may have changed since."""
         self._is_norm = False
-        """Whether that is the norm of what is pending."""
+        """Whether the carrier's gradient is the norm of the pending gradient."""
         self._rows_version: PulledVersion = (0, 0)
-        """:attr:`rows_version` of what is pending."""
+        """Value of :attr:`rows_version` for the pending gradient."""
         self.is_optimized = False
-        """Whether a RowOptimizer applies what is pending."""
+        """Whether a RowOptimizer applies the pending gradient."""
         self._version = 0
-        """Of the carrier's gradient before anybody changed it."""
+        """Version of the carrier's gradient before any change."""
         self.num_passes = 0
-        """Whose gradients nobody has taken."""
+        """Number of backward passes since the last step or drop."""
         self.applied_lr: float | None = None
-        """Learning rate of the last step that was asked for; None before the first."""
+        """Learning rate of the last requested step; None before the first."""
 
     @property
     def first_optimizer(self) -> RowOptimizerSpec:
-        """The optimizer that the table was opened with, whichever the table has by now; rows on ranks have but one."""
+        """Optimizer that the table was opened with, even if it was altered since; rows on ranks have only one."""
         optimizer: RowOptimizerSpec = getattr(self.table, "optimizer", self.table.spec.optimizer)
         return optimizer
 
     def param_group(self) -> dict[str, Any]:
-        """What stands for the rows in a torch.optim.Optimizer: the carrier, the numbers of their optimizer, the table's
-        name."""
+        """Return the group of the rows in a torch.optim.Optimizer: the carrier, the numbers of their optimizer, the
+        table's name."""
         return {"params": [self.carrier], **self.first_optimizer.settings(), "table": self.name}
 
     def optimizer_of(self, group: Mapping[str, Any]) -> RowOptimizerSpec:
-        """The table's optimizer with the numbers of such a group. Raises InvalidArgument that names what cannot be."""
+        """Return the table's optimizer with the numbers of such a group. Raises InvalidArgument that names an invalid
+        one.
+        """
         try:
             made = optimizer_with(self.table.spec.optimizer, group)
             if not made.lr <= _MOST_LR:
@@ -131,17 +133,17 @@ class PendingUpdate(ABC, Generic[G]):
 
     @property
     def name(self) -> str:
-        """Of the rows, in a param_group and in errors: that of their table."""
+        """Name of the rows in a param_group and in errors: that of their table."""
         return self.table.spec.name
 
     @property
     def rows_version(self) -> PulledVersion:
-        """Of which classes and of which table a forward pass is: its gradients are applied to no others."""
+        """Classes and table of a forward pass: its gradients are applied to no others."""
         return self.generation, self.table.incarnation
 
     @property
     def pending(self) -> G | None:
-        """The row gradients that wait for the step; None: there are none."""
+        """Row gradients that wait for the step; None: there are none."""
         return None if self.carrier.grad is None else self._pending
 
     @property
@@ -156,11 +158,13 @@ class PendingUpdate(ABC, Generic[G]):
 
     @property
     def draw(self) -> int:
-        """With the seed it decides which classes are sampled; goes on at every step, of frozen rows, too."""
+        """Number that, with the seed, decides which classes are sampled; it rises at every step, also with frozen
+        rows.
+        """
         return self.step + self.frozen_steps
 
     def on(self, device: torch.device) -> StandIn:
-        """The stand-in, to be joined to a graph; it and the carrier go to the device of the features."""
+        """Return the stand-in for a graph, moved with the carrier to the device of the features."""
         if self.carrier.device != device:
             grad = self._shown()
             self.carrier.data = self.carrier.data.to(device)
@@ -169,15 +173,16 @@ class PendingUpdate(ABC, Generic[G]):
         return self.stand_in_on(device)
 
     def stand_in_on(self, device: torch.device) -> StandIn:
-        """The stand-in alone, where the row gradients stay on the host."""
+        """Return the stand-in alone on ``device``, if the row gradients stay on the host."""
         if self.stand_in.device != device:
             self.stand_in.data = self.stand_in.data.to(device)
         return self.stand_in
 
     def defer(self, call: BackwardCall, upstream: Any) -> Tensor:
-        """Have ``call`` queue its row gradients once autograd accumulates into the stand-in; return its gradient [0].
+        """Register ``call`` to queue its row gradients once autograd accumulates into the stand-in; return its gradient
+        [0].
 
-        What the call deferred earlier was of ``torch.autograd.grad``, which accumulates nothing, and is dropped.
+        An earlier registration of the call was from ``torch.autograd.grad``, which accumulates nothing, and is dropped.
         """
         if self._passes:
             self._passes = [item for item in self._passes if item[1]() not in (None, call)]
@@ -209,7 +214,7 @@ class PendingUpdate(ABC, Generic[G]):
             self._rows_version = self.rows_version
         else:
             self._require_unscaled()
-            mark = mark * (self._unchanged * 0 + 1)  # what was not finite stays so
+            mark = mark * (self._unchanged * 0 + 1)  # NaN stays
             self._pending.merge(gradient)
         self._samples += samples
         self._take_norm(mark)
@@ -224,12 +229,12 @@ class PendingUpdate(ABC, Generic[G]):
             )
 
     def _require_unscaled(self) -> None:
-        """Raise InvalidArgument if what is pending was multiplied: one factor is kept for a step."""
+        """Raise InvalidArgument if the pending gradient was multiplied: a step has one factor."""
         grad = self._shown()
         if grad is None:
             return
         is_changed = grad._version != self._version
-        if grad.device.type == "cpu":  # by way of .data, which counts no version, too
+        if grad.device.type == "cpu":  # also by way of .data, which counts no version
             is_changed |= not torch.allclose(grad, self._unchanged, rtol=0, atol=0, equal_nan=True)
         if is_changed:
             raise InvalidArgument(
@@ -238,7 +243,7 @@ class PendingUpdate(ABC, Generic[G]):
             )
 
     def _take_norm(self, mark: Tensor) -> None:
-        """Show what is pending anew: its norm, or 1, times ``mark`` (1 or NaN)."""
+        """Set the carrier's gradient anew: the norm, or 1, times ``mark`` (1 or NaN)."""
         assert self._pending is not None
         squares = None if self.ranks is not None else self._pending.squares
         self._is_norm = squares is not None
@@ -246,7 +251,7 @@ class PendingUpdate(ABC, Generic[G]):
         self._show(self._unchanged.clone())
 
     def _show(self, grad: Tensor | None) -> None:
-        """Make ``grad`` [1] the carrier's gradient."""
+        """Set ``grad`` [1] as the carrier's gradient."""
         self._known_factor = None
         if grad is None:
             self.carrier.grad = None
@@ -255,7 +260,9 @@ class PendingUpdate(ABC, Generic[G]):
         self.carrier.grad = StandInGradient.of(grad, self.name, self.stand_in.forget, is_norm=self._is_norm)
 
     def gradient_of_module(self) -> Tensor | None:
-        """What the module's parameter shows of the row gradients [1], in the memory of what the carrier shows."""
+        """Return the gradient [1] of the module's parameter, in the memory of the carrier's; None without row
+        gradients.
+        """
         grad = self.carrier.grad
         if self._pending is None or grad is None:
             return None
@@ -263,7 +270,9 @@ class PendingUpdate(ABC, Generic[G]):
         return StandInGradient.of(own, self.name, forget, is_norm=self._is_norm, is_unscaled_elsewhere=True)
 
     def _shown(self) -> Tensor | None:
-        """The carrier's gradient [1], a plain tensor in the same memory. InvalidArgument if it is somebody else's."""
+        """Return the carrier's gradient [1] as a plain tensor in the same memory. Raises InvalidArgument if it was
+        replaced.
+        """
         grad = self.carrier.grad
         if grad is None:
             return None
@@ -272,26 +281,26 @@ class PendingUpdate(ABC, Generic[G]):
         return grad.as_subclass(Tensor)
 
     def _factor(self) -> Tensor:
-        """What the pending gradients are multiplied by, [1]."""
+        """Return the factor of the pending gradients, [1]."""
         grad = self._shown()
         assert grad is not None
         if not self._is_norm:
             return grad / self._unchanged
-        are_zero = (self._unchanged == 0) & (grad == 0)  # the norm: then it does not matter by what
+        are_zero = (self._unchanged == 0) & (grad == 0)  # the norm: then the factor does not matter
         return torch.where(are_zero, torch.ones_like(grad), grad / self._unchanged)
 
     def factor(self) -> float:
-        """What the pending gradients are multiplied by; :meth:`check_finite` has read it, or the host waits for it."""
+        """Return the factor of the pending gradients; :meth:`check_finite` has read it, or the host waits for it."""
         return float(self._factor()) if self._known_factor is None else self._known_factor
 
     def multiply(self, factor: float | Tensor) -> None:
-        """Multiply what is pending."""
+        """Multiply the pending gradients."""
         if self._pending is not None and (grad := self._shown()) is not None:
             self._known_factor = None
             grad.mul_(factor)
 
     def require_present(self) -> None:
-        """Raise TableNotFound if the table was restored since the forward pass of what is pending."""
+        """Raise TableNotFound if the table was restored since the forward pass of the pending gradients."""
         if self._pending is not None and self._rows_version[1] != self.rows_version[1]:
             raise TableNotFound(
                 f"the pending gradients are of rows of table {self.name!r} from before it was restored; "
@@ -299,7 +308,7 @@ class PendingUpdate(ABC, Generic[G]):
             )
 
     def check_finite(self) -> None:
-        """Raise NonFinite if the pending gradients, or what they are multiplied by, are not finite."""
+        """Raise NonFinite if the pending gradients, or their factor, are not finite."""
         if self.carrier.grad is None:
             return
         self._known_factor = float(self._factor())
@@ -311,30 +320,32 @@ class PendingUpdate(ABC, Generic[G]):
             )
 
     def prepare(self, optimizer: RowOptimizerSpec) -> Sequence[RowWrite]:  # noqa: ARG002
-        """Make ready what :meth:`apply` sends; return it if it is pushes that can be sent together with others."""
+        """Prepare the pushes of :meth:`apply`; return them if they can be sent together with others."""
         return ()
 
     def hand_over(self) -> None:
-        """The pushes of :meth:`prepare` are sent by others: forget what is pending."""
+        """Drop the pending gradients after others have taken over the pushes of :meth:`prepare`."""
         self.step += 1
         self.discard()
 
     @abstractmethod
     def apply(self, optimizer: RowOptimizerSpec) -> None:
-        """Let ``optimizer``, as :meth:`optimizer_of` made it, apply what is pending; then forget it."""
+        """Apply the pending gradients by ``optimizer`` of :meth:`optimizer_of`; then drop them."""
 
     def before_replay(self, graph: Replayed, optimizer: RowOptimizerSpec) -> None:  # noqa: ARG002
-        """Make ready for the next step, that of ``graph``, by ``optimizer``. Raises InvalidArgument if it has none."""
+        """Prepare for the next step, that of ``graph``, by ``optimizer``. Raises InvalidArgument if it has none."""
         raise InvalidArgument(
             f"the rows of table {self.name!r} are trained by no CUDA graph: they are in a cluster, or in a module of "
             "another kind; steps of ClassHead(rows='ranks') on a GPU can be captured"
         )
 
     def after_replay(self, graph: Replayed) -> None:
-        """``graph`` was replayed: count its step."""
+        """Count the step of a replayed ``graph``."""
 
     def squared_norm(self) -> float:
-        """Σ g² of the pending gradients as they would be applied; 0 if there are none, NaN if one is not finite."""
+        """Return Σ g² of the pending gradients as they would be applied; 0 if there are none, NaN if one is not
+        finite.
+        """
         grad = self._shown()
         if self._pending is None or grad is None:
             return 0.0
@@ -342,33 +353,33 @@ class PendingUpdate(ABC, Generic[G]):
         return self._squared_norm(self._pending, factor) if finite else math.nan
 
     def squares_on_device(self) -> Tensor | None:
-        """:meth:`squared_norm` (0-dim, float64) on the device of the rows, for which nobody waits; None: a host has
-        to."""
+        """Return :meth:`squared_norm` (0-dim, float64) on the device of the rows, without waiting; None: only a host
+        can compute it."""
         return None
 
     def _squared_norm(self, pending: G, factor: float) -> float:
-        """Σ g² of ``factor`` · what is pending."""
+        """Return Σ g² of ``factor`` · the pending gradient."""
         return pending.squared_norm() * factor**2
 
     def go_on_at(self, step: int) -> None:
-        """The rows are those of that step now: what is pending counts no more."""
+        """Reset to a step whose rows were loaded: drop the pending gradients."""
         self.discard()
         self.step = step
         self.generation += 1
 
     def flush(self) -> None:
-        """Wait for pushes that are under way in the background. Raises an error of theirs that is news."""
+        """Wait for pushes in the background. Raises an error of theirs that was not raised yet."""
         if self.background is not None:
             self.background.wait()
 
     def forget(self) -> None:
-        """Drop what is pending, as where a parameter's ``grad`` is set to None."""
+        """Drop the pending gradients, as when a parameter's ``grad`` is set to None."""
         self.carrier.grad = None
         self.discard()
 
     def discard(self) -> None:
-        """Forget what is pending."""
-        if torch._C._current_graph_task_id() < 0:  # else some may be of the backward pass around this one
+        """Drop the pending gradients."""
+        if torch._C._current_graph_task_id() < 0:  # else some may belong to the surrounding backward pass
             self._passes.clear()
         if self._pending is not None:
             self._pending.discard()
@@ -379,59 +390,61 @@ class PendingUpdate(ABC, Generic[G]):
 
 
 class BackwardCall(Protocol):
-    """One forward pass, that its graph keeps."""
+    """Forward pass, held by its graph."""
 
     def queue_row_gradients(self, upstream: Any, update: Any) -> None:
-        """Make the row gradients from the derivatives by what the pass returned, and add those of ``update`` to it."""
+        """Compute the row gradients from the derivatives by the pass's outputs, and add those of ``update`` to it."""
 
 
 class Pace(Protocol):
-    """What keeps the workers of one job near one another."""
+    """Barrier that keeps the workers of one job near one another."""
 
     def step_done(self) -> None:
-        """A step of this worker was applied, or skipped. May wait for others."""
+        """Record that a step of this worker was applied, or skipped. May wait for others."""
 
 
 class Background(Protocol):
-    """What sends pushes after the step that made them."""
+    """Sender of pushes after their step."""
 
     is_closed: bool
-    """Whether the step is to send its own."""
+    """Whether steps must send their own pushes."""
 
     @property
     def is_clean(self) -> bool:
         """Whether every push was applied, or given up."""
 
     def submit(self, writes: Sequence[RowWrite]) -> None:
-        """Send the pushes of one step, some time."""
+        """Queue the pushes of one step."""
 
     def wait(self, most: int = 0) -> None:
-        """Wait until the pushes of at most so many steps are under way. Raises an error that is news."""
+        """Wait until the pushes of at most so many steps are under way. Raises an error that was not raised yet."""
 
     def settle(self) -> None:
-        """Raise an error that is news; after one that was raised, send again what is left."""
+        """Raise an error that was not raised yet; after a raised one, retry the remaining pushes."""
 
     def drop(self) -> None:
-        """Give up what is left after an error that was raised."""
+        """Give up the pushes that remain after a raised error."""
 
 
 @runtime_checkable
 class RowModule(Protocol):
-    """A module whose trained rows are in no parameter of it: a class head, a slow gear, or one of your own.
+    """Module whose trained rows are in no parameter of it: a class head, a slow gear, or one of your own.
 
     Its forward passes join :meth:`PendingUpdate.on` to the graph while :attr:`PendingUpdate.is_trained`; their backward
-    passes call :meth:`~PendingUpdate.defer`, which lets them :meth:`~PendingUpdate.add` the row gradients.
+    passes call :meth:`~PendingUpdate.defer`, and then :meth:`~PendingUpdate.add` the row gradients.
     :class:`~geartrain.bridge.rows.optimizer.RowOptimizer` does the rest. As a :class:`~.stand_in.ModuleWithRows` it has
-    the stand-in among its parameters. A state_dict that is to go on counting steps holds ``row_update.step``.
+    the stand-in among its parameters. A state_dict that continues the count of steps holds ``row_update.step``.
     """
 
     @property
     def row_update(self) -> PendingUpdate[Any]:
-        """What waits for the step; the same object for the module's whole life."""
+        """Pending update; the same object for the module's whole life."""
 
 
 def require_row_module(module: object) -> PendingUpdate[Any]:
-    """The module's pending update. Raises InvalidArgument that says what ``module`` lacks of a :class:`RowModule`."""
+    """Return the module's pending update. Raises InvalidArgument that says what ``module`` lacks of a
+    :class:`RowModule`.
+    """
     update = getattr(module, "row_update", None)
     if isinstance(update, PendingUpdate):
         return update

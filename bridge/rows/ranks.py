@@ -1,4 +1,4 @@
-"""Synchronous data parallel training: what the ranks of one head tell each other, and the numbering of their pushes.
+"""Synchronous data parallel training: communication of the ranks of one head, and the numbering of their pushes.
 
 Per training forward: two all-gathers (batch sizes, labels; 8 bytes a sample) and an all-reduce of the loss. Per
 backward: one all-reduce of one number. Rows and their gradients travel between ranks only through the shards.
@@ -26,22 +26,22 @@ from geartrain.bridge.collectives.communicator import Communicator
 T = TypeVar("T")
 
 TELL_SECONDS = 5.0
-"""How often rank 0 tells those who wait for it that it is at work: below any sensible time limit of a group."""
+"""Interval at which rank 0 tells waiting ranks that it is at work: below any sensible time limit of a group."""
 _FAILED, _SUCCEEDED, _AT_WORK = range(3)
 
 
 def float_bits(value: float) -> int:
-    """An int64 that stands for the number among integers that are exchanged."""
+    """Return the bits of the number as an int64, to be exchanged among integers."""
     return int(np.float64(value).view(np.int64))
 
 
 def float_of(bits: int) -> float:
-    """The number of :func:`float_bits`."""
+    """Return the number of :func:`float_bits`."""
     return float(np.int64(bits).view(np.float64))
 
 
 class SyncRanks(Communicator):
-    """The ranks that train rows of a cluster in step; every rank makes the same calls in the same order.
+    """Ranks that train rows of a cluster in step; every rank makes the same calls in the same order.
 
     Attributes: ``job`` (a name no other run has), ``sequence`` (of the next push, from 1).
     """
@@ -52,7 +52,7 @@ class SyncRanks(Communicator):
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Push as a run that no shard has heard of: the table is another one. Every rank calls it; one broadcast."""
+        """Start a new job name and sequence, for another table. Every rank calls it; one broadcast."""
         nonce = self.share(secrets.randbits(62))
         self.job = f"{self._name}/{nonce:016x}"
         self.sequence = 1
@@ -83,13 +83,13 @@ class SyncRanks(Communicator):
         return self.rank == 0
 
     def write_together(self, action: Callable[[], None], what: str) -> None:
-        """Let rank 0 write rows of all; raise on every rank if that fails."""
+        """Write the rows of all by rank 0; raise on every rank if that fails."""
         del what
         self.first_then_others(action, lambda: None)
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
-        """Tell the other ranks now and then, on a thread, that they are still to wait."""
+        """During the block, tell the other ranks from a thread to go on waiting."""
         ended = threading.Event()
 
         def tell() -> None:
@@ -106,7 +106,7 @@ class SyncRanks(Communicator):
             thread.join()
 
     def array_from_first(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Rank 0's vector of int64 or int32, on every rank; the others give one of any length."""
+        """Return rank 0's vector of int64 or int32, on every rank; the others give one of any length."""
         length, is_wide = self.share(len(array)), self.share(int(array.itemsize == 8))
         shared = torch.empty(length, dtype=torch.int64 if is_wide else torch.int32, device="cpu")
         if self.rank == 0:
@@ -115,7 +115,7 @@ class SyncRanks(Communicator):
         return np.asarray(shared.numpy())
 
     def gather_labels(self, labels: Ids) -> Ids:
-        """Labels of all ranks in rank order; batches may differ in size."""
+        """Return the labels of all ranks in rank order; batches may differ in size."""
         return np.concatenate(self.gather_rows(labels))
 
     def gather_samples(
@@ -127,10 +127,10 @@ class SyncRanks(Communicator):
         classes: int = 0,
         settings: str = "",
     ) -> tuple[list[Ids], list[float]]:
-        """Labels and ``amount`` of each rank; batches may differ in size.
+        """Return the labels and the ``amount`` of each rank; batches may differ in size.
 
-        If any rank gives a ``failure`` every rank raises, its own there and SyncError elsewhere; if ``classes``, the
-        fingerprint of what the labels are numbers of, or ``settings`` are not the same on all, SpecMismatch.
+        If any rank has a ``failure`` every rank raises, its own there and SyncError elsewhere. Raises SpecMismatch if
+        ``classes``, the fingerprint of the classes that labels number, or ``settings`` differ between ranks.
         """
         digest = xxhash.xxh3_64_intdigest(settings.encode()) >> 2
         numbers = [len(labels), failure is None, classes, digest, float_bits(amount)]
@@ -151,12 +151,12 @@ class SyncRanks(Communicator):
         return [part.numpy() for part in parts], [float_of(bits) for bits in amounts]
 
     def gather_rows(self, rows: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-        """The rows [N, …] of every rank, in rank order; N may differ. Two all-gathers, of R · max(N) rows."""
+        """Return the rows [N, …] of every rank, in rank order; N may differ. Two all-gathers, of R · max(N) rows."""
         counts = [count for (count,) in self.exchange([len(rows)])]
         return [part.numpy() for part in torch.split(self.gather(torch.from_numpy(rows), counts), counts)]
 
     def sync_group(self, sample_count: int) -> SyncGroup:
-        """This rank's part of the next write."""
+        """Return this rank's part of the next write."""
         return SyncGroup(
             job=self.job,
             world_size=self.world_size,

@@ -1,4 +1,4 @@
-"""The update of rows that lie in the shards of a cluster: pushed at the step, each shard's part exactly once."""
+"""Update of rows in a cluster's shards: pushed at the step, each shard's part exactly once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from geartrain.bridge.rows.ranks import SyncRanks
 
 
 class PushSettings(TypedDict):
-    """What all pushes of a step have in common, by the names that tables and hosted calls take."""
+    """Settings of all pushes of a step, by the argument names of tables and hosted calls."""
 
     lr: float
     optimizer_scalars: Mapping[str, float]
@@ -27,25 +27,27 @@ class PushSettings(TypedDict):
 
 
 class RowGradient(CollectedGradient, Protocol):
-    """Those of rows in a cluster."""
+    """Gradient of rows in a cluster."""
 
     @property
     def is_one_push(self) -> bool:
         """Whether it is one push of rows, which can be sent together with those of other tables."""
 
     prepared: int
-    """So much of it was prepared, as the last :meth:`RowUpdate.prepare_push` said; 0 at first."""
+    """Prepared part of it, as set by the last :meth:`RowUpdate.prepare_push`; 0 at first."""
 
     def push(self, update: RowUpdate) -> None:
-        """Prepare each push of it by ``update``, which sends the last; a second call after an error goes on behind what
-        was prepared."""
+        """Prepare each push of it by ``update``, which sends the last; a second call after an error continues after the
+        prepared part."""
 
     def joint_squared_norm(self, ranks: SyncRanks, weight: float) -> float:
-        """Σ g² over all rows of the sum over the ranks of ``weight`` · gradient, the same on each. Collective."""
+        """Return Σ g² over all rows of the sum over the ranks of ``weight`` · gradient, the same on each.
+        Collective.
+        """
 
 
 class RowUpdate(PendingUpdate[RowGradient]):
-    """See the module. ``ranks`` train the rows together; None: this process alone.
+    """Pending update of rows in a cluster. ``ranks`` train the rows together; None: this process alone.
 
     A step is one push or several, one after the other. Its settings hold from its first prepared push to its end.
     """
@@ -57,14 +59,14 @@ class RowUpdate(PendingUpdate[RowGradient]):
         self.table = table
         self.ranks = ranks
         self._optimizer: RowOptimizerSpec = table.spec.optimizer
-        """That of a step which is yet to begin."""
+        """Optimizer of the next step."""
         self._settings: dict[str, Any] | None = None
-        """Those of the step that has begun, but the group: a push of it is prepared."""
+        """Settings, without the group, of the step under way, of which a push is prepared."""
         self._write: Write | None = None
-        """The push that is prepared and not known to be applied."""
+        """Push that is prepared and not known to be applied."""
         self._sending: Future[Done] | None = None
         self._sender: ThreadPoolExecutor | None = None
-        """Of this step alone: a forked child would have none of its threads."""
+        """Executor of this step alone: a forked child would have none of its threads."""
 
     def prepare(self, optimizer: RowOptimizerSpec) -> Sequence[RowWrite]:
         pending = self._pending
@@ -75,24 +77,24 @@ class RowUpdate(PendingUpdate[RowGradient]):
         return () if self._write is None else (cast("RowWrite", self._write),)
 
     def apply(self, optimizer: RowOptimizerSpec) -> None:
-        """Push what is pending to be applied by ``optimizer``, then forget it.
+        """Push the pending gradient, to be applied by ``optimizer``, then drop it.
 
-        After an error a second call goes on where the first stopped, with its optimizer; no shard applies twice.
+        After an error a second call continues where the first stopped, with its optimizer; no shard applies twice.
         """
         if self._pending is None or self.carrier.grad is None:
             return
         self._optimizer = optimizer
         self._pending.push(self)
         self.settle()
-        pending, self._pending = self._pending, None  # before it is counted, so that it is counted once
+        pending, self._pending = self._pending, None  # before the step is counted, so that it counts once
         self.step += 1
         pending.discard()
         self.discard()
 
     def prepare_push(self, make: Callable[..., Write], prepared: int = 1) -> None:
-        """Settle the last push, then have ``make``, given :class:`PushSettings` by name, check and number the next.
+        """Settle the last push, then make, check and number the next by ``make``, given :class:`PushSettings` by name.
 
-        Behind it so much of the gradient is ``prepared``; if it was already, nothing is made."""
+        ``prepared`` is the part of the gradient after it; if that is prepared already, nothing is made."""
         pending = self._pending
         assert pending is not None
         if pending.prepared >= prepared:
@@ -104,25 +106,25 @@ class RowUpdate(PendingUpdate[RowGradient]):
             "scale": self.factor(),
         }
         write = make(**settings, group=None if self.ranks is None else self.ranks.sync_group(self._samples))
-        # In one assignment, as Ctrl-C comes between two calls: a push that is not marked would be made again.
+        # In one assignment, since Ctrl-C comes between two calls: an unmarked push would be made again.
         self._write, self._settings, pending.prepared = write, settings, prepared
 
     def send_behind(self) -> None:
-        """Begin to send the prepared push in the background."""
+        """Start to send the prepared push in the background."""
         if self._write is not None:
             if self._sender is None:
                 self._sender = ThreadPoolExecutor(1, thread_name_prefix="geartrain-push")
             self._sending = self._sender.submit(self._write.send)
 
     def settle(self) -> None:
-        """Return once the prepared push is applied; after an error it is still prepared, to be sent again."""
+        """Return once the prepared push is applied; after an error it stays prepared, for a retry."""
         if self._write is None:
             return
         if (sending := self._sending) is not None:
             try:
                 sending.result()
             finally:
-                if sending.done():  # else it is under way yet, and is waited for again
+                if sending.done():  # else it is still under way, and is waited for again
                     self._sending = None
         elif not self._write.is_sent:
             self._write.send()
@@ -144,7 +146,7 @@ class RowUpdate(PendingUpdate[RowGradient]):
         return pending.joint_squared_norm(self.ranks, weight)
 
     def discard(self) -> None:
-        """Forget what is pending, and give up what was not sent of it."""
+        """Drop the pending gradient, and abandon its unsent pushes."""
         write, self._write, self._settings = self._write, None, None
         sending, self._sending, self._sender = self._sending, None, None
         if sending is not None:

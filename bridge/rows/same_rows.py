@@ -1,4 +1,4 @@
-"""How a saved module knows its rows again: by the writes that the table has had while it lives, else by some rows."""
+"""Identity of a saved module's rows: the writes of its table in one cluster, else hashes of some rows."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from geartrain.ams.values.specs import Ids
 from geartrain.bridge.rows.tables import ReadableTable
 
 LABELS, OTHERS = 64, 64
-"""Rows that are looked at: of classes of the last batch, which have certainly moved, and of any."""
+"""Number of hashed rows: of classes of the last batch, which have certainly moved, and of any."""
 
 
 def identity_of(table: ReadableTable, recent_labels: Ids) -> dict[str, Any]:
-    """What :func:`require_same_rows` compares, as JSON values: the table's writes, and of some ids a hash of the row. A
-    small request per shard, and one pull of up to 128 rows.
+    """Return the identity for :func:`require_same_rows`, as JSON values: the table's writes, and hashes of some rows by
+    id. A small request per shard, and one pull of up to 128 rows.
 
-    Where rows cannot be read (the cluster is closed) it is the incarnation alone: the rest of a model can be saved.
+    If rows cannot be read (the cluster is closed) it is the incarnation alone: the rest of a model can be saved.
     """
     ids = _looked_at(table, recent_labels)
     try:
@@ -33,7 +33,9 @@ def identity_of(table: ReadableTable, recent_labels: Ids) -> dict[str, Any]:
 
 
 def identities_of(tables: Sequence[Table], recent_ids: Sequence[Ids]) -> list[dict[str, Any]]:
-    """:func:`identity_of` each of several tables of a cluster, in one pull: so a dead shard is waited for once."""
+    """Return :func:`identity_of` each of several tables of a cluster, in one pull: so a dead shard is waited for
+    once.
+    """
     looked_at = [_looked_at(table, recent) for table, recent in zip(tables, recent_ids, strict=True)]
     rows = [_room(table, ids) for table, ids in zip(tables, looked_at, strict=True)]
     try:
@@ -44,7 +46,7 @@ def identities_of(tables: Sequence[Table], recent_ids: Sequence[Ids]) -> list[di
 
 
 def _looked_at(table: ReadableTable, recent_labels: Ids) -> Ids:
-    num_rows = table.spec.num_rows  # of a hashed table nobody here knows which others there are
+    num_rows = table.spec.num_rows  # the other ids of a hashed table are unknown here
     others = np.arange(OTHERS) if num_rows is None else sample_ids(num_rows, min(OTHERS, num_rows), 0, 0)
     return np.unique(np.concatenate([recent_labels[:LABELS], others]))
 
@@ -59,21 +61,21 @@ def _identity(table: ReadableTable, ids: Ids, rows: npt.NDArray[Any]) -> dict[st
 
 
 def _writes_of(table: ReadableTable) -> list[int] | None:
-    """None where writes are not counted."""
+    """Return the writes on each shard; None where writes are not counted."""
     return list(table.versions()) if isinstance(table, Table) else None
 
 
 def require_same_rows(table: ReadableTable, identity: Mapping[str, Any] | None) -> None:
-    """Raise SpecMismatch unless the table is the one of ``identity`` and had no write since, or is another that has its
-    rows. None: of an earlier version, and nothing is known. A small request per shard, or one pull of up to 128 rows
-    where the table is another.
+    """Raise SpecMismatch unless the table is that of ``identity`` without a write since, or another one with the same
+    rows. None: of an earlier version, and not checked. A small request per shard, or for another table one pull of up
+    to 128 rows.
     """
     if identity is None:
         return
     if identity["incarnation"] and identity["incarnation"] == table.incarnation:
         try:
             has_moved = identity.get("writes") not in (None, _writes_of(table))
-        except GeartrainError:  # the cluster is closed: nothing is trained any more
+        except GeartrainError:  # the cluster is closed, so training is over
             return
         if has_moved:
             raise moved_rows(table.spec.name)
@@ -84,12 +86,12 @@ def require_same_rows(table: ReadableTable, identity: Mapping[str, Any] | None) 
 
 
 def row_digests(rows: npt.NDArray[Any]) -> list[str]:
-    """A hash of each of the rows [N, D]."""
+    """Return a hash of each of the rows [N, D]."""
     return [xxhash.xxh3_64_hexdigest(row.tobytes()) for row in rows]
 
 
 def moved_rows(name: str) -> SpecMismatch:
-    """The error for a state of rows that table ``name`` had, and that were trained since."""
+    """Return the error for a state of earlier rows of table ``name``, which were trained since."""
     return SpecMismatch(
         f"rows of table {name!r} have moved since the state was taken, and a state_dict holds no rows to go back to. "
         "Save a model with geartrain.save(model, path), which keeps its rows, and go back by geartrain.load(model, "
@@ -99,7 +101,7 @@ def moved_rows(name: str) -> SpecMismatch:
 
 
 def other_rows(name: str) -> SpecMismatch:
-    """The error for a state of other rows than those of table ``name``."""
+    """Return the error for a state of other rows than those of table ``name``."""
     return SpecMismatch(
         f"the saved state is of other rows than table {name!r} has here: rows are in no state_dict. Save a "
         "model with geartrain.save(model, path), which keeps its rows, and load it with geartrain.load(model, path). "

@@ -1,8 +1,8 @@
-"""Rows as autograd and the idioms of modules see them: a parameter without elements in the place of all rows.
+"""Stand-in of rows for autograd and module idioms: a parameter without elements in the place of all rows.
 
-Autograd reaches it, or does not: where a backward pass accumulates a gradient into it, and there alone, row gradients
-count (``backward()``, but not ``torch.autograd.grad``, nor ``backward(inputs=...)`` of others). Its ``requires_grad``
-says whether rows are trained, and ``grad = None`` drops what they have collected.
+Row gradients count only where a backward pass accumulates a gradient into it (``backward()``, but not
+``torch.autograd.grad``, nor ``backward(inputs=...)`` of others). Its ``requires_grad`` says whether rows are trained,
+and ``grad = None`` drops the collected gradients.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StandIn(nn.Parameter):
     _update: ref[RowsStoodFor]
 
     def __new__(cls, update: RowsStoodFor) -> StandIn:
-        """Stand for the rows of ``update``, which keeps it."""
+        """Return the stand-in for the rows of ``update``, which owns it."""
         made: StandIn = super().__new__(cls, torch.empty(0, device="cpu"))
         made._update = ref(update)
         made.register_post_accumulate_grad_hook(StandIn._collect)  # type: ignore[no-untyped-call]
@@ -65,9 +65,9 @@ class StandIn(nn.Parameter):
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
-        """None drops the row gradients. Raises InvalidArgument for anything but what it is already."""
+        """Drop the row gradients if None. Raises InvalidArgument for anything but the present gradient."""
         update = self._update()
-        if update is None or _is_asked_by(_CHECKPOINT):  # which gives every parameter one, to make optimizer states
+        if update is None or _is_asked_by(_CHECKPOINT):  # it sets one for every parameter, to make optimizer states
             return
         if grad is None:
             update.forget()
@@ -82,7 +82,7 @@ class StandIn(nn.Parameter):
         )
 
     def register_hook(self, hook: Any) -> Any:
-        """Raises InvalidArgument: a hook would be given no row gradient."""
+        """Raise InvalidArgument: a hook would get no row gradient."""
         update = self._update()
         raise not_for_clippers("" if update is None else update.name, f"The hook {hook!r}")
 
@@ -91,7 +91,7 @@ class StandIn(nn.Parameter):
         self.grad = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A parameter that stands for nothing: rows are trained in one place."""
+        """Return a parameter without rows: rows are trained in one place."""
         return nn.Parameter(torch.empty(0), self.requires_grad)
 
 
@@ -99,17 +99,17 @@ _CHECKPOINT = "torch.distributed.checkpoint."
 
 
 def _place(gradient: Tensor) -> int:
-    """In memory."""
+    """Return its address in memory."""
     return gradient.as_subclass(Tensor).data_ptr()
 
 
 def _is_asked_by(package: str) -> bool:
-    """Whether a module of ``package`` asks."""
+    """Return whether the caller is a module of ``package``."""
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(package)
 
 
 def _is_asked_by_optimizer() -> bool:
-    """Whether an optimizer of parameters asks: it is to step and to zero its own alone."""
+    """Return whether the caller is an optimizer of parameters, which must not step or zero rows."""
     frame = sys._getframe(2)
     if frame.f_code.co_name in ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>") and frame.f_back is not None:
         frame = frame.f_back
@@ -117,14 +117,14 @@ def _is_asked_by_optimizer() -> bool:
 
 
 def named_dense_parameters(module: nn.Module, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """``module.named_parameters()`` without those that stand for rows."""
+    """Yield ``module.named_parameters()`` without stand-ins for rows."""
     for name, parameter in module.named_parameters(**options):
         if not isinstance(parameter, StandIn):
             yield name, parameter
 
 
 def drop_stand_ins(group: dict[str, Any]) -> None:
-    """Leave out of a group of an optimizer what stands for rows."""
+    """Remove stand-ins for rows from a group of an optimizer."""
     kept = [not isinstance(item, StandIn) for item in group["params"]]
     for key in ("params", "param_names"):
         if key in group:
@@ -135,11 +135,13 @@ class ModuleWithRows(nn.Module):
     """Base of modules whose rows are trained: the rows' stand-in is a parameter, but in no state_dict."""
 
     def register_stand_in(self, update: RowsStoodFor) -> None:
-        """Make the stand-in of ``update`` a parameter."""
+        """Register the stand-in of ``update`` as a parameter."""
         self.register_parameter("stand_in", update.stand_in)
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, *arguments: Any, **options: Any) -> Any:
-        """See ``nn.Module``. Without ``recurse`` no stand-in: so do DDP and FSDP2 ask for what they manage."""
+        """Yield parameters as ``nn.Module`` does. Without ``recurse`` no stand-in: DDP and FSDP2 so list what they
+        manage.
+        """
         for name, parameter in super().named_parameters(prefix, recurse, *arguments, **options):
             if recurse or not isinstance(parameter, StandIn):
                 yield name, parameter

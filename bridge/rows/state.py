@@ -1,8 +1,8 @@
-"""State of PyTorch objects as bytes, for ``files=`` of ``Cluster.snapshot``: safetensors, no pickle.
+"""Serialization of PyTorch state to bytes, for ``files=`` of ``Cluster.snapshot``: safetensors, no pickle.
 
-Whatever ``state_dict()`` of a module, an optimizer, an LR scheduler or a GradScaler returns: nested dicts, lists and
-tuples of tensors, arrays of numpy, numbers, strings and None. Tensors are stored once each, on the host; the rest, and
-where each tensor belongs, is JSON in the file's metadata.
+State is the ``state_dict()`` of a module, an optimizer, an LR scheduler or a GradScaler: nested dicts, lists and tuples
+of tensors, arrays of numpy, numbers, strings and None. Tensors are stored once each, on the host; the rest, and the
+place of each tensor, is JSON in the file's metadata.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _TENSOR, _ARRAY, _TUPLE, _PAIRS, _FLOAT, _APART = "$tensor", "$array", "$tuple",
 
 @dataclass(frozen=True)
 class ShardedTensorRef:
-    """What a state has in place of a tensor that lies in other files, as one does of which each rank has some rows."""
+    """Reference in a state to a tensor in other files, for example one whose rows are spread over ranks."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """As "float32"."""
+    """Name of the dtype, as "float32"."""
 
 
 @dataclass(frozen=True)
 class RowsOfRank:
-    """What this rank has of a tensor [``total``, …] whose rows lie on several: those from ``first`` on."""
+    """This rank's rows of a tensor [``total``, …] spread over several ranks: those from ``first`` on."""
 
     rows: Tensor
     first: int
@@ -46,8 +46,8 @@ class RowsOfRank:
 def state_to_bytes(state: Any) -> bytes:
     """Return ``state`` as the bytes of a safetensors file.
 
-    Dtypes, shapes, tuples and integer keys are kept; tensors that share memory are stored apart, and a number of numpy
-    becomes Python's. Raises InvalidArgument naming the place of a value of any other type.
+    Dtypes, shapes, tuples and integer keys are kept; tensors that share memory are stored separately, and a number of
+    numpy becomes Python's. Raises InvalidArgument naming the place of a value of any other type.
     """
     tensors: dict[str, Tensor] = {}
     tree = _packed(state, "state", tensors)
@@ -55,7 +55,7 @@ def state_to_bytes(state: Any) -> bytes:
 
 
 def state_from_bytes(data: bytes) -> Any:
-    """Return what :func:`state_to_bytes` was given, with its tensors on the host. Raises InvalidArgument."""
+    """Return the state of :func:`state_to_bytes`, with its tensors on the host. Raises InvalidArgument."""
     try:
         length = int.from_bytes(data[:8], "little")
         tree = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_TREE])
@@ -83,7 +83,7 @@ def _packed(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
         case float():
             return value if math.isfinite(value) else {_FLOAT: repr(value)}
         case dict():
-            # Optimizers number their parameters, and JSON knows no keys but strings.
+            # Optimizers number their parameters, and keys of JSON are strings.
             for key in value:
                 if not isinstance(key, str | int) or isinstance(key, bool):
                     raise InvalidArgument(f"{place} has the key {key!r}; keys must be str or int")
@@ -133,7 +133,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
-    """Put back what :func:`random_state` returned; a CUDA state is passed over on a machine without the device."""
+    """Restore the state of :func:`random_state`; a CUDA state is ignored on a machine without the device."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)

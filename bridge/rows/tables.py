@@ -1,4 +1,4 @@
-"""What a head needs of a table, numpy views of tensors so that rows reach it without a copy, and how long is waited."""
+"""Interface of a table for a head, numpy views of tensors without copies, and time spent waiting for rows."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from geartrain.ams.values.specs import DTYPES, SCALED, Ids, TableSpec
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TORCH_DTYPES |= {name: TORCH_DTYPES[read_as] for name, read_as in SCALED.items()}
-"""In which rows and slots are read and written."""
+"""Types in which rows and slots are read and written."""
 
 
 class ReadableTable(Protocol):
-    """Rows that can be read and overwritten. Ids are distinct int64; arrays are C-contiguous."""
+    """Table of rows that can be read and overwritten. Ids are distinct int64; arrays are C-contiguous."""
 
     @property
     def spec(self) -> TableSpec:
-        """What the table is."""
+        """Spec of the table."""
 
     @property
     def incarnation(self) -> int:
-        """Which table of its name it is; 0 where tables are not numbered."""
+        """Incarnation of the table; 0 where tables are not numbered."""
 
     def pull_into(self, ids: Ids, out: npt.NDArray[Any], *, required_sync: SyncGroup | None = None) -> None:
         """Write the rows of ``ids`` to ``out`` [N, D]."""
@@ -38,14 +38,14 @@ class ReadableTable(Protocol):
     def pull_into_async(
         self, ids: Ids, out: npt.NDArray[Any], *, required_sync: SyncGroup | None = None
     ) -> Future[None]:
-        """Begin :meth:`pull_into`."""
+        """Start :meth:`pull_into`."""
 
     def assign(self, ids: Ids, rows: npt.NDArray[Any]) -> Done:
         """Overwrite rows."""
 
 
 def as_numpy(tensor: Tensor) -> npt.NDArray[Any]:
-    """The same memory as a numpy array; the tensor lies on the host. bfloat16 becomes that of ml_dtypes."""
+    """Return a host tensor's memory as a numpy array. bfloat16 becomes that of ml_dtypes."""
     tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(DTYPES["bfloat16"])
@@ -53,7 +53,7 @@ def as_numpy(tensor: Tensor) -> npt.NDArray[Any]:
 
 
 def gradient_view(rows: Tensor) -> Tensor:
-    """The memory of pulled rows in the type their gradient is kept in: 16-bit rows have bfloat16 gradients.
+    """Return the memory of pulled rows in their gradient's type: 16-bit rows have bfloat16 gradients.
 
     float16 would lose the small gradients of the negatives; bfloat16 has the range of float32.
     """
@@ -61,12 +61,12 @@ def gradient_view(rows: Tensor) -> Tensor:
 
 
 ROW_SECONDS: dict[str, float] = {"pull": 0.0, "push": 0.0}
-"""Spent by this process waiting for rows. Pulls that run while something else is computed are not counted."""
+"""Seconds that this process has waited for rows. Pulls that overlap with computation are not counted."""
 
 
 @contextmanager
 def counted_as(name: str) -> Iterator[None]:
-    """Count what happens inside."""
+    """Add the time of the block to ``ROW_SECONDS[name]``."""
     started = time.perf_counter()
     try:
         yield

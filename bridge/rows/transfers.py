@@ -1,4 +1,4 @@
-"""What goes between host and device without either waiting for more than it needs."""
+"""Asynchronous copies between host and device."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from geartrain.bridge.kernels.launch import is_capturing
 from geartrain.bridge.rows.tables import as_numpy
 
 _ALIGNED = 16
-"""Bytes at whose multiples tensors begin that travel together."""
+"""Alignment, in bytes, of tensors that travel together."""
 
 
 def upload(array: npt.NDArray[Any] | Tensor, device: torch.device) -> Tensor:
-    """The array as a tensor on ``device``. On a CPU the same memory; to a CUDA device a copy by way of pinned memory,
-    for which the host does not wait. A tensor that is there already is returned as it is.
+    """Return the array as a tensor on ``device``: on a CPU the same memory; on a CUDA device a copy by way of pinned
+    memory, without waiting. A tensor that is there already is returned unchanged.
     """
     host = array if isinstance(array, Tensor) else torch.from_numpy(array)
     travels = host.device.type == "cpu" and device.type == "cuda"
-    if travels and is_capturing(device):  # each replay would read memory that is somebody else's by then
+    if travels and is_capturing(device):  # each replay would read memory that was reused by then
         raise InvalidArgument(
             f"{host.dtype} {list(host.shape)} of the host would be copied in a CUDA graph; give what a captured step "
             "reads on the device, in tensors that are written before each replay"
@@ -34,8 +34,8 @@ def upload(array: npt.NDArray[Any] | Tensor, device: torch.device) -> Tensor:
 
 
 def upload_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of the host on ``device``, for which the host does not wait: one copy by way of pinned memory. On a CPU
-    they themselves.
+    """Return tensors of the host on ``device``, in one copy by way of pinned memory, without waiting. On a CPU they are
+    returned unchanged.
     """
     if device.type == "cpu":
         return list(tensors)
@@ -50,7 +50,7 @@ def _packed_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def packed_views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors like these, one behind the other in ``flat`` uint8 with room for them."""
+    """Return tensors like these, one after the other in ``flat`` uint8 with room for them."""
     views, start = [], 0
     for tensor in like:
         views.append(flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
@@ -59,7 +59,9 @@ def packed_views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def begin_download(tensor: Tensor) -> Tensor:
-    """A copy on the host, which is there when a :class:`Moment` from now on is over. Of a CPU's tensor itself."""
+    """Start a copy to the host and return it; it is complete once a :class:`Moment` made after is over. A CPU tensor is
+    returned itself.
+    """
     tensor = tensor.detach()
     if tensor.device.type == "cpu":
         return tensor
@@ -68,21 +70,21 @@ def begin_download(tensor: Tensor) -> Tensor:
 
 
 def download(tensor: Tensor) -> Tensor:
-    """The tensor on the host, which waits for it."""
+    """Return the tensor on the host, after waiting for it."""
     host = begin_download(tensor)
     Moment(tensor.device).wait()
     return host
 
 
 def read(*numbers: Tensor) -> list[float]:
-    """Tensors of one element on the host, which waits once for all of them."""
+    """Return tensors of one element as numbers, after one wait for all of them."""
     if numbers[0].device.type != "cpu":
         numbers = tuple(download(torch.stack([number.detach().reshape(()).double() for number in numbers])))
     return list(map(float, numbers))
 
 
 class Moment:
-    """When all is done that ``device`` was given so far by the current stream. On a CPU it is over at once."""
+    """Moment at which the present work of ``device``'s current stream is done. On a CPU it is over at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -92,20 +94,20 @@ class Moment:
 
     @property
     def is_over(self) -> bool:
-        """Whether :meth:`wait` need not wait."""
+        """Whether :meth:`wait` returns at once."""
         if self._event is not None and self._event.query():  # type: ignore[no-untyped-call]
             self._event = None
         return self._event is None
 
     def wait(self) -> None:
-        """Let the host wait for it."""
+        """Wait for it on the host."""
         if self._event is not None and not self.is_over:
             self._event.synchronize()
             self._event = None
 
 
 def downloaded(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors in host memory: those of a device in one copy, for which the host waits."""
+    """Return the tensors in host memory: those of a device in one copy, after waiting for it."""
     found = [tensor.detach() for tensor in tensors]
     rows = [tensor if tensor.ndim else tensor.reshape(1) for tensor in found]
     alike: dict[tuple[torch.dtype, torch.Size], list[int]] = {}
@@ -116,8 +118,8 @@ def downloaded(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.cpu() for tensor in found]
     if not alike:
         return found
-    order = sorted(alike.values(), key=lambda places: -found[places[0]].itemsize)  # each begins at a multiple of that
-    # Views of one tensor, as the parts of a gradient are, are joined as they are: none is copied before.
+    order = sorted(alike.values(), key=lambda places: -found[places[0]].itemsize)  # each starts aligned to that
+    # Views of one tensor, such as the parts of a gradient, are joined directly, without a copy before.
     joined = [torch.cat([rows[place] for place in places]) for places in order]
     parts = [tensor.view(-1).view(torch.uint8) for tensor in joined]
     whole = (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu()
@@ -128,8 +130,8 @@ def downloaded(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def packed(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The numbers of all tensors, one behind the other, on ``device``: those of the host in one copy by way of pinned
-    memory, for which it does not wait. Of ``dtype``, or where all lie on the device of what they have in common.
+    """Return the numbers of all tensors, one after the other, on ``device``: those of the host in one copy by way of
+    pinned memory, without waiting. Of ``dtype``, or, where all lie on the device, of their common type.
     """
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
     host = [tensor for tensor in flat if tensor.device.type == "cpu"]
@@ -145,38 +147,38 @@ def packed(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) 
 
 
 def put(target_ND: Tensor, places: Ids, rows: npt.NDArray[Any]) -> None:
-    """Overwrite the rows of ``target`` at ``places``, wherever it is."""
+    """Overwrite the rows of ``target`` at ``places``, on any device."""
     device = target_ND.device
-    if device.type == "cpu":  # torch would call several threads for it
+    if device.type == "cpu":  # torch would start several threads for it
         as_numpy(target_ND)[places] = rows
         return
     rows = np.require(rows, requirements=["C", "W"])
-    is_plain = target_ND.dtype != torch.bfloat16  # which numpy has not
+    is_plain = target_ND.dtype != torch.bfloat16  # numpy has no bfloat16
     bits = upload(rows if is_plain else rows.view(np.int16), device)
     target_ND[upload(places, device)] = bits if is_plain else bits.view(torch.bfloat16)
 
 
 def take(source_ND: Tensor, places: Ids) -> Tensor:
-    """The rows of ``source`` at ``places``, on its device."""
+    """Return the rows of ``source`` at ``places``, on its device."""
     if source_ND.device.type == "cpu" and source_ND.dtype != torch.bfloat16:
         return torch.from_numpy(as_numpy(source_ND).take(places, axis=0))
     return source_ND.index_select(0, upload(places, source_ND.device))
 
 
 class Readback:
-    """A small tensor on its way to the host, which asks whether it is there and never waits."""
+    """Small tensor on its way to the host, which can be polled without waiting."""
 
     def __init__(self, values: Tensor) -> None:
-        """Ask for ``values``, as the device will have them by what it was given so far."""
+        """Start to copy ``values``, as they will be after the present work of the device."""
         self._host = begin_download(values)
         self._arrival = Moment(values.device)
 
     @property
     def is_here(self) -> bool:
-        """Whether :meth:`values` need not wait."""
+        """Whether :meth:`values` returns at once."""
         return self._arrival.is_over
 
     def values(self) -> Tensor:
-        """What was asked for, on the host; waits until it :attr:`is_here`."""
+        """Return the values on the host; waits until it :attr:`is_here`."""
         self._arrival.wait()
         return self._host
