@@ -1,1 +1,1 @@
-"""The C++ kernels by subject, behind typed functions."""
+"""Typed functions of the C++ kernels, by subject."""

@@ -1,4 +1,4 @@
-"""Which cached entries may still be used: the compiled inner loop of a cache, typed.
+"""Freshness check of cached entries: the compiled inner loop of a cache, typed.
 
 ``judge`` of ``tests/specification/position_lru.py`` is the specification. C entries of the cache, N of one call.
 """
@@ -14,19 +14,19 @@ from geartrain.ams.kernels import _core
 
 
 class Judged(NamedTuple):
-    """What was found of N entries."""
+    """Result of the check of N entries."""
 
     versions: npt.NDArray[np.int64]
-    """[N]"""
+    """[N] version of each entry."""
     times: npt.NDArray[np.float64]
-    """[N]"""
+    """[N] time of each entry."""
     hits: npt.NDArray[np.bool_]
-    """[N]"""
+    """[N] whether each entry is a hit."""
     num_hits: int
     num_absent: int
-    """Misses whose time is -inf."""
+    """Number of misses with time -inf."""
     num_lagging: int
-    """Misses that are young enough, but too many versions away."""
+    """Number of misses that are young enough, but too many versions away."""
 
 
 def judge(
@@ -42,10 +42,10 @@ def judge(
     age_counts: npt.NDArray[np.int64],
     lag_counts: npt.NDArray[np.int64],
 ) -> Judged:
-    """Look at entries ``positions`` [N] of ``versions`` and ``times`` [C]; None: at all.
+    """Check entries ``positions`` [N] of ``versions`` and ``times`` [C]; None: all.
 
-    An entry is a hit if |now − time| < expire_seconds and |dense_version − version| <= max_version_lag (None: any).
-    Its age and lag are counted, in place: ages in ``age_counts`` [E + 1] between ascending ``age_edges`` [E], lags in
+    An entry is a hit if |now − time| < expire_seconds and |dense_version − version| <= max_version_lag (None: any). Its
+    age and lag are counted, in place: ages in ``age_counts`` [E + 1] between ascending ``age_edges`` [E], lags in
     ``lag_counts`` [L] by their number of bits, the last for L − 1 bits and more. About 5 ns an entry.
     """
     count = len(versions) if positions is None else len(positions)

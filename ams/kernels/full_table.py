@@ -1,4 +1,4 @@
-"""What a dense table takes once all of its rows were written, told without making it."""
+"""Memory of a dense table once all of its rows were written, computed without making it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from geartrain.ams.values.specs import Ids, TableSpec
 class FullDenseTable:
     """Sizes of a dense table on the shard that owns some buckets, once every row of those was written.
 
-    The layout itself says them (``csrc/index/dense_items.cpp``), so ``memory_bytes`` is that of the
-    ``RowTable``.
+    They come from the layout itself (``csrc/index/dense_items.cpp``), so ``memory_bytes`` is that of the ``RowTable``.
     """
 
     rows: int
     items: int
-    """Rows that there is memory for: it comes in chunks."""
+    """Rows that have memory: it is allocated in chunks."""
     index_bytes: int
     item_bytes: int
-    """Of a row and all that belongs to it."""
+    """Bytes of a row with its slots, step and life."""
 
     @classmethod
     def of(cls, spec: TableSpec, owned_buckets: Ids) -> FullDenseTable:
-        """Tell it of a table with ``num_rows``; ``owned_buckets`` ascending, are the shard's."""
+        """Return the sizes of a table with ``num_rows``; ``owned_buckets``, ascending, are the shard's."""
         assert spec.num_rows is not None
         item_bytes = spec.row_bytes + spec.slot_bytes + spec.step_bytes + spec.life_bytes
         rows, items, index_bytes = _core.full_dense_table(owned_buckets, spec.num_rows, item_bytes)
@@ -33,10 +32,10 @@ class FullDenseTable:
 
     @property
     def spare_bytes(self) -> int:
-        """Of chunks, beside the rows."""
+        """Bytes of chunks that hold no rows."""
         return (self.items - self.rows) * self.item_bytes
 
     @property
     def memory_bytes(self) -> int:
-        """All of it."""
+        """Bytes of rows, chunks and index."""
         return self.items * self.item_bytes + self.index_bytes

@@ -1,12 +1,12 @@
-"""The largest few of many gradients on a CPU, and what gathers until it is among them: compiled, typed.
+"""Selection of the largest few of many gradients on a CPU, and accumulation of the rest: compiled, typed.
 
-``tests/specification/gradients.py`` is the specification. Arrays are C-contiguous vectors; N elements of one of them,
-T of them, K = Σ k selected elements of all. Each function releases the GIL, works on up to ``threads`` threads, and
-gives the same bits on every instruction set and for any number of threads.
+``tests/specification/gradients.py`` is the specification. Arrays are C-contiguous vectors; N elements of one of them, T
+of them, K = Σ k selected elements of all. Each function releases the GIL, uses up to ``threads`` threads, and gives the
+same bits on every instruction set and for any number of threads.
 
-A tensor is swept once: what exceeds a limit survives, and the k largest come from the survivors. ``estimates`` float32
-[T] are the limits to begin with: zeros at first, then what the last call left there. They decide how long a call takes,
-never what it returns.
+A tensor is read once: elements above a limit are kept, and the k largest are chosen from them. ``estimates`` float32
+[T] are the initial limits: zeros at first, then the values that the last call left there. They affect the time of a
+call, never its result.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ def accumulate_and_take(
     nesterov: bool = False,
     threads: int = 1,
 ) -> tuple[Indices, Floats]:
-    """Add gradients to what has gathered, take the k largest magnitudes of it, and set their places to 0.
+    """Add gradients to the accumulated ones, return the k largest magnitudes, and set their places to 0.
 
     u = momentum · u + scale · g;  v = v + u, with ``nesterov`` v = v + (scale · g + momentum · u); in float32, as
-    written. At the places taken u = v = 0. State is read and written once: 20 bytes an element.
+    written. At the returned places u = v = 0. State is read and written once: 20 bytes an element.
 
     Args:
         gradients: g, float32, float16 or bfloat16 [N] each.
         velocities: u, float32 [N] each; changed in place.
         residuals: v, float32 [N] each; changed in place.
-        ks: how many of each, 0 <= k <= N < 2**31.
-        estimates: float32 [T], see above.
-        momentum: of u.
-        scale: of g.
+        ks: number to return of each, 0 <= k <= N < 2**31.
+        estimates: initial limits, float32 [T], updated.
+        momentum: factor of u.
+        scale: factor of g.
         nesterov: look ahead.
-        threads: at most so many; few tensors get fewer.
+        threads: most threads; few tensors use fewer.
 
     Returns:
-        The indices [K] within each tensor, one tensor after the other, rising in each, and the elements of v [K]. Where
-        magnitudes are equal, those of lower index.
+        The indices [K] within each tensor, one tensor after the other, ascending in each, and the elements of v [K]. Of
+        equal magnitudes those of lower index.
 
     Raises:
-        NonFinite: a tensor of which something is taken has NaN or infinity in g, u or v, or v would have. All state was
-            changed by then, but for places that are not finite, which stay so: put back a copy of it.
+        NonFinite: a tensor with k > 0 has NaN or infinity in g, u or v, or v would have. All state was changed by then,
+            except places that are not finite: restore it from a copy.
         ValueError: arrays contradict each other.
     """
     bits = [as_bits(gradient, "gradient") for gradient in gradients]

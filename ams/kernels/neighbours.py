@@ -1,11 +1,11 @@
-"""The kernels that find nearest rows, typed; formulas stand in ``csrc/neighbours/neighbour_recall.hpp``.
+"""Kernels that find nearest rows, typed; formulas are in ``csrc/neighbours/neighbour_recall.hpp``.
 
-Shapes: M, N rows of two blocks, D width, W candidates a row may have at most, k neighbours. Unit rows are float32
-[., D]. Every function releases the GIL and works on up to ``threads`` threads.
+Shapes: M, N rows of two blocks, D width, W candidates a row may have at most, k neighbours. Unit rows are float32 [.,
+D]. Every function releases the GIL and uses up to ``threads`` threads.
 
 make_unit_rows  divides each row [N, D] by its length, in place, zeros stay; returns the first that is not finite, or -1
 recall_pairs    offers the products of a [M, D] and b [N, D] to the best of both, of a block with itself once
-recall_strays   as recall_pairs for rows a [M, D] of any classes ids_a [M]; b is only looked at
+recall_strays   as recall_pairs for rows a [M, D] of any classes ids_a [M]; the best of b do not change
 trim_best       leaves the ``keep`` best of each row
 exact_scores    writes the exact scores [M, W] of each row of a [M, D] and its candidates [M, W] that lie in b
 exact_best      offers the exact scores of all pairs to the k best of each row of a: scores and ids are [M, k]
@@ -36,28 +36,28 @@ Doubles = npt.NDArray[np.float64]
 Ids32 = npt.NDArray[np.int32]
 
 PANEL_ROWS = 16
-"""Rows of a panel."""
+"""Number of rows of a panel."""
 
 
 @dataclass(frozen=True, eq=False)
 class RunningBestArrays:
-    """The candidates of M rows: at least the ``keep`` best offered to each, unordered, and a floor for the others."""
+    """Candidates of M rows: at least the ``keep`` best offered to each, unordered, and a floor for the others."""
 
     scores: Floats
     """[M, W], W = 2 · keep: trimmed to ``keep`` whenever it is full."""
     ids: Ids32
     """[M, W] class ids."""
     counts: Ids32
-    """[M] how many there are."""
+    """[M] number of candidates."""
     floors: Floats
-    """[M] no product left out is above it."""
+    """[M] upper bound of the products left out."""
     locks: npt.NDArray[np.uint8]
     """[M] 0 between calls."""
     keep: int
 
     @classmethod
     def empty(cls, num_rows: int, keep: int) -> RunningBestArrays:
-        """Nothing was offered yet."""
+        """Return arrays to which nothing was offered yet."""
         return cls(
             np.zeros((num_rows, 2 * keep), np.float32),
             np.zeros((num_rows, 2 * keep), np.int32),
@@ -68,7 +68,7 @@ class RunningBestArrays:
         )
 
     def rows(self, start: int, stop: int) -> RunningBestArrays:
-        """A view of some rows."""
+        """Return a view of the rows ``start`` … ``stop`` - 1."""
         at = slice(start, stop)
         return RunningBestArrays(
             self.scores[at], self.ids[at], self.counts[at], self.floors[at], self.locks[at], self.keep
@@ -78,14 +78,14 @@ class RunningBestArrays:
 def rank_candidates(
     scores: Doubles, ids: Ids32, counts: Ids32, floors: Floats, error_bound: float, k: int, *, threads: int
 ) -> tuple[Ids32, npt.NDArray[np.bool_]]:
-    """Return the k best [M, k] by (score falling, id rising) and whether they are certain [M]."""
+    """Return the k best [M, k] by (score descending, id ascending) and whether they are certain [M]."""
     out, accepted = np.empty((len(scores), k), np.int32), np.empty(len(scores), np.uint8)
     _core.rank_candidates(scores, ids, counts, floors, error_bound, out, accepted, threads=threads)
     return out, accepted.astype(np.bool_)
 
 
 def make_panels(rows: Floats, *, threads: int) -> npt.NDArray[np.uint8] | None:
-    """The panels of rows [S, D]; None: a row is not finite, and cannot be searched."""
+    """Return the panels of rows [S, D]; None: a row is not finite, and cannot be searched."""
     panels = np.empty((-(-len(rows) // PANEL_ROWS), panel_bytes(rows.shape[1])), np.uint8)
     encode_rows(rows, panels, threads=threads)
     lengths = panels[:, -4 * PANEL_ROWS :].view(np.float32)
@@ -103,7 +103,7 @@ def best_classes(
     largest_bias: float = 0.0,
     threads: int,
 ) -> tuple[Floats, npt.NDArray[np.int64]]:
-    """Exact scores [N, k'], falling, and numbers [N, k'] of the best classes for finite features [N, D].
+    """Return exact scores [N, k'], descending, and numbers [N, k'] of the best classes for finite features [N, D].
 
     Of equal scores the lower number is first; k' = min(k, classes). A class has ``centers`` of the rows, one after the
     other, and the score of the best of them, to which its bias [classes] is added.
@@ -119,7 +119,9 @@ def best_classes(
 def first_of_each(
     scores: Floats, rows: npt.NDArray[np.int64], k: int, centers: int
 ) -> tuple[Floats, npt.NDArray[np.int64]]:
-    """Of sorted scores of rows, ``centers`` of which are a class at most, those of the k best classes and these."""
+    """Return the scores and numbers of the k best classes, from sorted scores of rows with up to ``centers`` rows a
+    class.
+    """
     if centers == 1:
         return scores, rows
     classes = rows // centers

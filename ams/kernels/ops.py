@@ -1,4 +1,4 @@
-"""The compiled kernels, typed. Arrays are checked here; ``tests/specification/ops.py`` is the specification.
+"""Compiled kernels, typed. Arrays are checked here; ``tests/specification/ops.py`` is the specification.
 
 Shapes: N ids of one call, U distinct ids, D width of a row. Ids are int64 [N]. Rows are float32, float16 or bfloat16
 (ml_dtypes). Every function releases the GIL, keeps no state, and gives the same bits on every instruction set.
@@ -20,19 +20,21 @@ from geartrain.ams.values.specs import DTYPES, Ids
 
 NUM_BUCKETS = 4096
 DTYPE_CODES: dict[np.dtype[Any], int] = {dtype: code for code, dtype in enumerate(DTYPES.values())}
-"""How the compiled module names a storage type: float32 0, float16 1, bfloat16 2."""
+"""Codes of storage types in the compiled module: float32 0, float16 1, bfloat16 2."""
 _LABEL_FAULT = 1
 _UINT16 = np.dtype(np.uint16)
 _INT64 = np.dtype(np.int64)
 
 
 def isa() -> str:
-    """Name the instruction set in use: ``baseline``, ``avx2``, ``avx512`` or ``amx`` (``GEARTRAIN_ISA`` forces one)."""
+    """Return the instruction set in use: ``baseline``, ``avx2``, ``avx512`` or ``amx`` (``GEARTRAIN_ISA`` forces
+    one).
+    """
     return _core.isa
 
 
 def lookahead() -> str:
-    """Name the way rows to read are asked for ahead: ``bursts`` or ``window`` (``GEARTRAIN_LOOKAHEAD`` forces one)."""
+    """Return the method of prefetching rows: ``bursts`` or ``window`` (``GEARTRAIN_LOOKAHEAD`` forces one)."""
     return _core.lookahead
 
 
@@ -55,12 +57,12 @@ def checked_ids(ids: Any, label: str = "ids") -> Ids:
 
 
 def _native(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Copy into aligned, contiguous memory."""
+    """Return a copy in aligned, contiguous memory."""
     return np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
 
 
 def as_bits(rows: Any, label: str = "rows") -> tuple[npt.NDArray[Any], int]:
-    """Return an array as the compiled module takes it (half types as uint16) with its dtype code.
+    """Return an array in the compiled module's form (half types as uint16) with its dtype code.
 
     An array that is not C-contiguous and aligned is copied. Raises :class:`InvalidRows` for another dtype.
     """
@@ -86,8 +88,8 @@ def merge_duplicates(ids: Ids, rows: npt.NDArray[Any] | None = None) -> tuple[Id
         rows: [N, D] or None.
 
     Returns:
-        The distinct ids [U] in order of first appearance; for each id its place among them [N]; and the sums, float32
-        [U, D] (None without ``rows``). With nothing to merge, ``ids`` and ``rows`` are returned as they are.
+        The distinct ids [U] in order of first appearance; for each id its index among them [N]; and the sums, float32
+        [U, D] (None without ``rows``). With nothing to merge, ``ids`` and ``rows`` are returned unchanged.
 
     Raises:
         InvalidIds: ``ids`` is not an int64 vector.
@@ -97,7 +99,7 @@ def merge_duplicates(ids: Ids, rows: npt.NDArray[Any] | None = None) -> tuple[Id
     bits, code = (None, 0) if rows is None else as_bits(rows)
     if bits is not None and (bits.ndim != 2 or len(bits) != len(ids)):
         raise InvalidRows(f"rows has shape {list(bits.shape)}; it must be [{len(ids)}, D], one row per id")
-    if _core.is_rising(ids):  # as those of our own clients often do
+    if _core.is_rising(ids):  # often true of our own clients
         return ids, np.arange(len(ids)), rows
     distinct, inverse = np.empty_like(ids), np.empty_like(ids)
     num_distinct = _core.merge_ids(ids, distinct, inverse)
@@ -111,7 +113,7 @@ def merge_duplicates(ids: Ids, rows: npt.NDArray[Any] | None = None) -> tuple[Id
 
 
 def num_distinct(ids: Ids) -> int:
-    """Count the distinct ids. One look at each where they rise."""
+    """Return the number of distinct ids. One comparison each if they ascend."""
     return len(ids) if _core.is_rising(checked_ids(ids)) else len(merge_duplicates(ids)[0])
 
 
@@ -122,7 +124,7 @@ def first_non_finite(values: npt.NDArray[Any]) -> int:
 
 
 def all_finite(values: npt.NDArray[Any]) -> bool:
-    """Tell whether no value is NaN or infinite. Any shape; float32, float16 or bfloat16."""
+    """Return whether no value is NaN or infinite. Any shape; float32, float16 or bfloat16."""
     return first_non_finite(values) < 0
 
 
@@ -132,14 +134,14 @@ def route(
     """Group ids by the shard that owns them.
 
     Args:
-        ids: [N], any int64 (whether an id is legal is the shard's to say).
+        ids: [N], any int64 (the shard checks whether an id is legal).
         bucket_to_shard: uint16 [4096].
         dense: The bucket of an id is ``id % 4096`` if true, else ``splitmix64(id) >> 52``.
         num_shards: Length of the counts; None: the largest shard of the map plus one.
 
     Returns:
-        The order [N] in which to take the ids so that shard 0's come first, then shard 1's, …, each in the caller's
-        order; and how many each shard has [num_shards].
+        The order [N] of the ids by which shard 0's come first, then shard 1's, …, each in the caller's
+        order; and the number of ids of each shard [num_shards].
     """
     if bucket_to_shard.dtype != _UINT16 or bucket_to_shard.shape != (NUM_BUCKETS,):
         raise InvalidArgument(
@@ -161,10 +163,9 @@ def sample_ids(num_ids: int, count: int, seed: int, step: int, first: int = 0) -
     """Return places ``first`` … ``first + count - 1`` of the keyed permutation of [0, num_ids) under (seed, step).
 
     A Feistel network walked until it falls inside the range (Black and Rogaway, "Ciphers with arbitrary finite
-    domains", CT-RSA 2002): O(count), no state, the same wherever it is computed; a larger ``count`` only appends. See
-    ``sample_permutation`` of ``tests/specification/ops.py`` for the definition.
-    ``seed`` and ``step`` count modulo 2**64. Raises :class:`InvalidArgument` unless 0 <= first and
-    first + count <= num_ids <= 2**62.
+    domains", CT-RSA 2002): O(count), no state, the same in every process; a larger ``count`` only appends.
+    ``sample_permutation`` of ``tests/specification/ops.py`` is the definition. ``seed`` and ``step`` count modulo
+    2**64. Raises :class:`InvalidArgument` unless 0 <= first and first + count <= num_ids <= 2**62.
     """
     if not 1 <= num_ids <= 2**62:
         raise InvalidArgument(f"num_ids is {num_ids}; it must lie in [1, 2**62]")
@@ -186,11 +187,11 @@ def select_neighbours(
     seed: int,
     step: int,
 ) -> Ids:
-    """Choose the active classes for ``labels`` [B] from lists of neighbours.
+    """Return the active classes for ``labels`` [B] from lists of neighbours.
 
-    See ``select_neighbours`` of ``tests/specification/ops.py`` for the definition and
-    ``NeighbourTable.select`` of ``ams/graph/building`` for the arguments. O(budget + B) time and memory, but
-    for sorting the labels (and the answer, where the table has more than 64 classes for each chosen one).
+    ``select_neighbours`` of ``tests/specification/ops.py`` is the definition;
+    ``NeighbourTable.select`` of ``ams/graph/building`` has the arguments. O(budget + B) time and memory, except
+    for sorting the labels (and the answer, if the table has more than 64 classes for each chosen one).
 
     Raises:
         InvalidArgument: ``budget`` is below 1, or the table names a class that it does not have.
@@ -214,7 +215,7 @@ def select_neighbours(
 
 
 def splitmix64(values: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-    """Hash 64-bit integers [N] (signed ones as their two's complement) to uint64 [N]."""
+    """Return the hashes of 64-bit integers [N] (signed ones as their two's complement), uint64 [N]."""
     x = values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -222,8 +223,8 @@ def splitmix64(values: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
 
 
 def bytes_with_room(head: bytes, room: int) -> tuple[bytes, npt.NDArray[np.uint8]]:
-    """Make a message in place: bytes that begin with ``head``, and a view [room] of the rest for the caller to fill.
+    """Return bytes that begin with ``head``, and a view [room] of the rest for the caller to fill in place.
 
-    Fill the view before anybody else gets the bytes; from then on they are immutable like all bytes.
+    Fill the view before other code gets the bytes; from then on they are immutable like all bytes.
     """
     return _core.bytes_with_room(head, room)

@@ -1,7 +1,6 @@
-"""Which position of a slab an id has, and which ids were used least recently: the index of caches and queues.
+"""LRU index of slab positions by id, for caches and queues.
 
-``tests/specification/position_lru.py`` is the specification. N ids of one call;
-positions are int64 [N].
+``tests/specification/position_lru.py`` is the specification. N ids of one call; positions are int64 [N].
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ MOST_POSITIONS = 2**31 - 2
 
 
 class PositionLru:
-    """id → position in [0, capacity), in order of last use.
+    """Index id → position in [0, capacity), in order of last use.
 
     Each id costs O(1); an entry takes 48 to 64 bytes. Each call is atomic for the threads of a process: it holds the
     GIL, about 10 µs for 1,000 ids.
     """
 
     def __init__(self, capacity: int) -> None:
-        """Raises InvalidArgument unless 1 <= capacity <= 2**31 - 2."""
+        """Raise InvalidArgument unless 1 <= capacity <= 2**31 - 2."""
         self._index = _core.PositionLru(_checked(capacity))
 
     def __len__(self) -> int:
@@ -34,20 +33,20 @@ class PositionLru:
 
     @property
     def capacity(self) -> int:
-        """How many ids can have a position."""
+        """Most ids that can have a position."""
         return self._index.capacity
 
     def find(self, ids: Ids, *, touch: bool) -> Positions:
-        """Return the position of each id [N], or -1. ``touch``: what is found counts as used now, in order."""
+        """Return the position of each id [N], or -1. ``touch``: found ids count as used now, in order."""
         ids = checked_ids(ids)
         positions = np.empty_like(ids)
         self._index.find(ids, positions, touch)
         return positions
 
     def place(self, ids: Ids) -> tuple[Positions, int]:
-        """Give each id its position [N] and make it the most recently used, in order.
+        """Assign each id its position [N] and make it the most recently used, in order.
 
-        Where no position is free, the least recently used id loses its own; returns how many did.
+        If no position is free, the least recently used id loses its own; also returns the number of ids that did.
 
         Args:
             ids: [N] distinct (the caller's duty), at most ``capacity``.
@@ -76,7 +75,7 @@ class PositionLru:
         return ids, positions
 
     def grow(self, capacity: int) -> None:
-        """Have at least this many positions; those given stay. O(capacity) where it is more than before."""
+        """Grow to at least this many positions; present ones stay. O(capacity) where it is more than before."""
         self._index.grow(_checked(capacity))
 
 

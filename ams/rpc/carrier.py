@@ -27,7 +27,7 @@ class NotSent(AttemptFailed):
 
 
 class NotBelieved(NotSent):
-    """One end rejected the certificate of the other, or has none, or requires one."""
+    """The certificate of one end was rejected by the other, or is missing where one is required."""
 
 
 class NobodyThere(NotSent):

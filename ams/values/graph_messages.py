@@ -69,7 +69,7 @@ class GraphsState:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildProgress:
-    """One reply to :class:`BuildGraph`."""
+    """Progress reply to :class:`BuildGraph`."""
 
     building: GraphBuilding | None = None
     built: GraphInfo | None = None

@@ -118,7 +118,7 @@ def build_graph(
 
 @dataclass(frozen=True)
 class _Plan:
-    """How rows are divided: the running best of one part is in memory at a time."""
+    """Division of the rows into parts: the running best of one part is in memory at a time."""
 
     num_rows: int
     keep: int

@@ -22,7 +22,7 @@ NO_SCALARS: Mapping[str, float] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Slot:
-    """One number of an optimizer's state beside each number of a row, or beside the row.
+    """State of an optimizer: one number beside each number of a row, or beside the row.
 
     It is zero before the row's first update.
     """
