@@ -55,8 +55,8 @@ class Lookup:
     def __init__(self, features: Sequence[FeatureIds], num_rows: Sequence[int | None], threads: int) -> None:
         """Merge the ids of tables with so many rows each (None: any id >= 0).
 
-        Raises BadId with the feature and the index of an id that is out of range, and ValueError for arrays that
-        contradict each other.
+        Raises BadId, whose args are the feature and the index of an id that is out of range, and ValueError for arrays
+        that contradict each other.
         """
         self._lookup = _core.Lookup(list(features), list(num_rows), threads)
         self.ids: list[Ids] = self._lookup.distinct_ids()

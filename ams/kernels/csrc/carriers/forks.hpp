@@ -1,5 +1,5 @@
-// Descriptors and shared memory that a forked child must not have of its parent's: it would keep connections open that the parent's
-// end should close, and write into memory that the parent works in.
+// Descriptors and shared memory that a forked child must not inherit: it would keep connections open after the parent
+// closes them, and write into the parent's memory.
 #pragma once
 
 #include <cstddef>
@@ -8,10 +8,10 @@
 
 namespace geartrain {
 
-// Rises in every forked child.
+// Returns a number that rises in every forked child.
 uint64_t fork_generation();
 
-// A descriptor that is closed with this object, and in every forked child at once.
+// Descriptor that is closed with this object, and in every forked child at once.
 class OwnedFd {
  public:
   OwnedFd() = default;
@@ -28,7 +28,7 @@ class OwnedFd {
   uint64_t generation_ = 0;
 };
 
-// Memory of a file, shared with whoever else maps it; a forked child does not have it.
+// Mapped memory of a file, shared with other processes; a forked child does not have it.
 class SharedMapping {
  public:
   SharedMapping() = default;

@@ -1,4 +1,4 @@
-// How a client's end of a connection begins: it shows the secret that it was told, and is greeted.
+// Handshake of a client: it sends the secret from the shard's offer, and is greeted.
 #pragma once
 
 #include <array>

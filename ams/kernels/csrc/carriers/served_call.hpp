@@ -1,4 +1,4 @@
-// One frame at a shard: its operations, done in order, and its reply, written where the carrier wants it.
+// Call served at a shard: one frame with its operations, done in order, and its reply, written to the carrier's memory.
 #pragma once
 
 #include <chrono>
@@ -14,43 +14,44 @@
 
 namespace geartrain {
 
-// Where the reply to one frame goes, if it is written.
+// Destination of the reply to one frame.
 class ReplyPlace {
  public:
   virtual ~ReplyPlace() = default;
-  // Once or twice, the first time before anything is begun: room for a reply of at least so many bytes, and of up to `most_bytes` with whatever may be refused. It stays until the
-  // answer. Throws a Fault if there is none.
+  // Called once or twice, the first time before anything is begun: returns room for a reply of at least `least_bytes`,
+  // and of up to `most_bytes` with all possible refusals. It stays until the answer. Throws a Fault if there is none.
   virtual std::span<char> room(size_t least_bytes, size_t most_bytes) = 0;
-  // Once: the reply is there, in the room's first bytes. What is destroyed without it tells the caller, if it can, that none comes.
+  // Called once: the reply is in the room's first bytes. If it is destroyed without this, the caller learns, if
+  // possible, that no reply comes.
   virtual void answer(size_t bytes) noexcept = 0;
   virtual Carrier carrier() const = 0;
 };
 
-// When a call is performed.
+// Circumstances in which a call is performed.
 struct ServingTurn {
-  OtherCallers* others = nullptr;  // as in Asker; null: this is between two blocks of another's request
+  OtherCallers* others = nullptr;  // as in Asker; null: this is between two blocks of another request
   bool has_turn = false;           // as in Asker
-  bool looks_first = false;        // whether whoever asked has left
+  bool looks_first = false;        // whether to check first that the caller has not left
   bool is_between() const { return others == nullptr; }
 };
 
-// Thread-safe. Some operations have their outcome later, on another thread: it lives until then. All memory that an answer takes is
-// taken before anything is begun: a write that was done is never answered as if it were not.
+// Thread-safe. Some operations complete later, on another thread: it lives until then. All memory of an answer is
+// allocated before anything is begun, so that the outcome of an applied write can always be reported.
 class ServedCall : public std::enable_shared_from_this<ServedCall> {
  public:
-  // `has_left` is asked until perform() returns. The frame must have begun with `header`. `place` is asked and told by whoever brings the last
-  // outcome.
+  // `has_left` is called until perform() returns. The frame must have begun with `header`. `place` is used by the
+  // thread of the last outcome.
   ServedCall(std::shared_ptr<Handler> handler, const FrameHeader& header, std::unique_ptr<ReplyPlace> place, HasLeft has_left);
-  // Reads what the frame asks for; its rows stay there until perform() returns. False: it cannot be read, and was refused.
+  // Decodes the frame; its rows stay there until perform() returns. False: it is invalid, and was refused.
   bool read(const char* frame, size_t bytes) noexcept;
-  // Whether all that it asks for are pulls, together no larger than a block, and of no step of a group.
+  // Returns whether all operations are pulls, together no larger than a block, and of no step of a group.
   bool is_brief_reading() const;
-  // Does what was read, unless whoever asked has left. Returns whether outcomes are still due.
+  // Performs the operations, unless the caller has left. Returns whether outcomes are still due.
   bool perform(const ServingTurn& serving) noexcept;
   bool is_waiting();
-  // Answers now; what has no outcome yet is StepPending.
+  // Answers now; operations without an outcome get StepPending.
   void answer_now() noexcept;
-  // Answers so, in the place of perform().
+  // Answers with `fault`, instead of perform().
   void refuse(const Fault& fault) noexcept;
   double seconds() const { return header_.seconds; }
 
@@ -81,13 +82,13 @@ class ServedCall : public std::enable_shared_from_this<ServedCall> {
   ReplyLayout layout_;
   std::vector<ReplyResult> results_;
   std::mutex mutex_;
-  std::vector<bool> is_due_;  // of each operation
+  std::vector<bool> is_due_;  // whether each operation has no outcome yet
   RowsAfter after_;
-  size_t written_after_ = 0;  // the pull whose rows its push has brought; 0: none
+  size_t written_after_ = 0;  // index of the pull whose rows its push has written; 0: none
   size_t num_due_ = 0;
   bool has_writes_ = false, is_answered_ = false;
-  bool is_lost_ = false;  // an outcome is not known here
-  std::optional<std::string> ended_with_;  // the name of a fault; none: it ended well
+  bool is_lost_ = false;  // whether an outcome is unknown here
+  std::optional<std::string> ended_with_;  // name of a fault; none: success
 };
 
 }  // namespace geartrain

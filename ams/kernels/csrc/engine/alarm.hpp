@@ -1,4 +1,4 @@
-// When somebody has to look at deadlines, and how to tell him that it is earlier than he means to.
+// Alarm of a shard's deadlines: wakes the thread that watches them when one is earlier than its next look.
 #pragma once
 
 #include <atomic>
@@ -11,13 +11,13 @@ namespace geartrain {
 
 class Alarm {
  public:
-  // `ring` tells who looks that `at()` is earlier now. It may take the interpreter lock.
+  // `ring` wakes the watching thread, as `at()` is earlier now. It may take the interpreter lock.
   void on_ring(std::function<void()> ring) { ring_ = std::move(ring); }
 
-  // When he looks next, in seconds on a clock of his; infinite: never. Set by whoever has the shard's turn.
+  // Time of its next look, in seconds on its clock; infinite: never. Set by the thread that has the shard's turn.
   double at() const { return at_; }
   void set(double seconds) { at_ = seconds; }
-  // Whether `deadline` is earlier; then that is when. By whoever has the turn; rings nothing.
+  // Returns whether `deadline` is earlier, and sets the next look to it then. Called with the turn; does not ring.
   bool note(std::optional<double> deadline) {
     if (!deadline || *deadline >= at_) return false;
     at_ = *deadline;

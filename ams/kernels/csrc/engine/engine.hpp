@@ -1,5 +1,5 @@
-// What a shard does with requests for rows, without the interpreter. Python makes, opens and drops tables, freezes, restores and
-// hosts programs in turns of the same line.
+// Engine of a shard: handles requests for rows without the interpreter. Python makes, publishes and drops tables,
+// freezes, restores and hosts programs in turns of the same queue.
 #pragma once
 
 #include <atomic>
@@ -23,81 +23,83 @@
 
 namespace geartrain {
 
-// Who waits for a request to be done.
+// Caller that waits for a request.
 struct Caller {
-  const std::atomic<bool>* has_left = nullptr;  // nothing is begun for one who has
+  const std::atomic<bool>* has_left = nullptr;  // set: nothing is begun for it
   Turn::Look look;                              // see Turn::Look
-  bool has_turn = false;                        // has it already, and keeps it
-  OtherCallers* others = nullptr;               // whom else the thread serves
+  bool has_turn = false;                        // it has the turn already, and keeps it
+  OtherCallers* others = nullptr;               // other callers of its thread
 };
 
-// A write that was applied, as it left the engine.
+// Applied write, for observers of the engine.
 struct RowChange {
   enum class Kind { push, assign, remove, expire, hosted };
   Kind kind;
   const std::string& table;
-  int64_t rows = 0;     // that a write created, or that went
-  int64_t evicted = 0;  // that went to make room for it
+  int64_t rows = 0;     // created or removed
+  int64_t evicted = 0;  // evicted to make room for it
 };
 
-// Thread-safe but for what says otherwise. No interpreter lock is needed, and who calls must not have it unless he has the turn.
+// Thread-safe except where noted. The interpreter lock is not needed, and the caller must not hold it unless it has the
+// turn.
 class Engine {
  public:
-  // `lease`: until when the shard is its own; null: nobody else can hold it.
+  // `lease`: time until which this process holds the shard; null: no other can hold it.
   Engine(int64_t shard, int64_t incarnation, int64_t cluster_version, std::shared_ptr<Lease> lease,
          std::shared_ptr<CompletedWrites> completed_writes, std::shared_ptr<SyncGroups> groups);
 
   Turn& turn() { return turn_; }
-  // Of the deadlines of groups, rung when one waits that did not before.
+  // Alarm of the deadlines of sync groups, rung when a group starts to wait.
   Alarm& alarm() { return alarm_; }
   std::atomic<int64_t>& cluster_version() { return cluster_version_; }
-  // Of calls that its carriers brought.
+  // Counters of the calls of its carriers.
   CallCounters& counters() { return counters_; }
 
-  // Throws the Faults ShardUnavailable: the shard may belong to another process; ShardRestarted, StaleCluster: another past than
-  // this shard's is meant.
+  // Throws the Faults ShardUnavailable: the shard may belong to another process; ShardRestarted, StaleCluster: the
+  // caller expects another incarnation or cluster version.
   void check_fence(int64_t shard_incarnation, int64_t cluster_version);
-  // Throws the first of those.
+  // Throws ShardUnavailable as above.
   void check_lease() {
     if (lease_) lease_->check();
   }
 
-  // A large request is done in blocks. Between two of them come pulls that are brief (no larger than a block, and of no step of a
-  // group), for no longer than it has worked itself; everything else waits until it is done.
+  // A large request is done in blocks. Between two of them brief pulls are served (no larger than a block, and of no
+  // step of a group), for no longer than it has worked itself; all other requests wait until it is done.
 
-  // Writes rows to where the request says, and returns the writes that the table has had, those before a restore, too. Throws
-  // Faults; nothing was written then.
+  // Writes rows to the request's memory, and returns the number of writes to the table, including those before a
+  // restore. Throws Faults; nothing was written then.
   int64_t pull(const CallContext& context, const std::string& table, const PullRequest& request, const Caller& caller = {});
 
-  // Each is applied once, whole or not at all. `completion` is called once, here or, of a write that waits for other ranks, later:
-  // its arrays are copied. Only what the caller's look throws is thrown, and then nothing was begun. Equal ids of a push are merged
-  // first, unless `ids_are_distinct` says that there are none; those of an assign are refused. `after`: see RowsAfter; not of groups,
-  // and not where ids are equal.
+  // Both apply a write once, whole or not at all. `completion` is called once, here or, for a write that waits for
+  // other ranks, later: its arrays are copied. Only errors of the caller's look are thrown, before anything is begun.
+  // Equal ids of a push are merged first, unless `ids_are_distinct`; those of an assign are refused. `after`: see
+  // RowsAfter; not for groups, and not with equal ids.
   void push(const CallContext& context, const std::string& table, const PushRequest& request, bool ids_are_distinct,
             const Completion& completion, const Caller& caller = {}, RowsAfter* after = nullptr);
   void assign(const CallContext& context, const std::string& table, const AssignRequest& request, bool ids_are_distinct,
               const Completion& completion, const Caller& caller = {});
 
-  // Writes of which Python knows how they are done, in a turn: `apply` changes rows and returns how many came or went.
+  // Applies a write by Python code, in a turn: `apply` changes rows and returns the number created or removed.
   using Kind = RowChange::Kind;
   using Apply = std::function<int64_t()>;
   void write(const CallContext& context, const std::string& table, Kind kind, const Completion& completion, const Apply& apply);
-  // One rank's part of a write by a hosted model. The last one applies those of all, `parts` in rank order.
+  // Applies one rank's part of a write by a hosted model. The last part applies those of all, `parts` in rank order.
   using Parts = std::vector<const RankWrite*>;
   void update_jointly(const CallContext& context, const std::string& table, const RankWrite& part, const Completion& completion,
                       const std::function<int64_t(const Parts& parts)>& apply);
-  // Rows that go by a rule of the table, without a caller. If none does it is no write. Returns how many. Throws ShardUnavailable, and what `apply` does.
+  // Removes expired rows of a table, without a caller, and returns their number; without any it is no write. Throws
+  // ShardUnavailable, and the errors of `apply`.
   int64_t expire(const std::string& table, const Apply& apply);
-  // Tell those that wait for other ranks that they wait no more: whose time is up; of streams that a fence shuts out, see
-  // CompletedWrites::fence; in a table.
+  // Fail calls that wait for other ranks: overdue ones; those of streams that a fence shuts out, see
+  // CompletedWrites::fence; those of a table.
   void expire_groups();
   void fence(const std::string& job, int64_t incarnation, bool forget);
   void fail_waiting(const std::string& table, const Fault& fault);
-  // Told of every change of rows, in the order in which they are applied: pushes by ranks once, as one.
+  // Sets the observer of every change of rows, in the order of application: pushes by ranks once, as one.
   void observe(std::function<void(const RowChange&)> observer) { observer_ = std::move(observer); }
 
-  // Those of one table, of several in one turn, on up to `threads` threads: of no groups, of distinct ids, no larger than a block,
-  // and pushes to different tables.
+  // Pulls or pushes of one table each, several in one turn, on up to `threads` threads: of no groups, of distinct ids,
+  // no larger than a block, and pushes to different tables.
   struct TablePull {
     const CallContext* context;
     const std::string* table;
@@ -113,17 +115,17 @@ class Engine {
   };
   void push_beside(std::span<const TablePush> pushes, int64_t threads, const Caller& caller);
 
-  // Refuses requests that come from now on (ShardUnavailable); those that wait for the turn are done.
+  // Refuses later requests (ShardUnavailable); those that wait for the turn are done.
   void close() { is_closed_ = true; }
-  // Refuses those, too. By whoever has the turn.
+  // Refuses waiting ones, too. Called with the turn.
   void end() { has_ended_ = true; }
-  // Refuses all of them so (InternalError): something of the shard is broken.
+  // Fails all requests with this reason (InternalError): the shard is broken.
   void fail(std::string reason);
 
-  // Tables are changed by whoever has the turn and the interpreter lock, and read by whoever has either.
+  // Tables are changed by a thread with both the turn and the interpreter lock, and read with either.
   void add_table(std::shared_ptr<ServedTable> table);
   void remove_table(const std::string& name);
-  // What is told of a name that no table has.
+  // Returns the fault for a name without a table.
   Fault not_found(const std::string& name) const;
 
  private:

@@ -1,4 +1,4 @@
-// The engine of a shard as its data plane sees it.
+// Handler of a shard's data plane that calls its engine.
 #pragma once
 
 #include <memory>
@@ -18,7 +18,7 @@ class EngineHandler final : public Handler {
   int64_t pull(const CallContext& context, const std::string& table, const PullRequest& request, const Asker& asker) override {
     return engine_->pull(context, table, request, caller_of(asker));
   }
-  // The ids of a caller of somebody's own may be any.
+  // Foreign clients may send any ids, so they are not taken as distinct.
   void push(const CallContext& context, const std::string& table, const PushRequest& request, const Asker& asker,
             Completion completion, RowsAfter* after) override {
     engine_->push(context, table, request, false, completion, caller_of(asker), after);

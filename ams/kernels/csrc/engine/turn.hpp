@@ -1,5 +1,5 @@
-// The turn of a shard: whoever has it is the shard's single writer. A lock that is given in the order in which it was asked for;
-// who has it for long may let in those that only read.
+// Turn of a shard: the thread that has it is the shard's single writer. A lock granted in the order of requests; its
+// holder may let brief readers in during long work.
 #pragma once
 
 #include <atomic>
@@ -11,18 +11,19 @@
 
 namespace geartrain {
 
-// Thread-safe. Nobody who has the turn waits for the interpreter lock on the way of a pull, push or assign, and nobody who has
-// the interpreter lock waits for the turn.
+// Thread-safe. A thread that has the turn does not wait for the interpreter lock during a pull, push or assign, and a
+// thread that has the interpreter lock does not wait for the turn.
 class Turn {
  public:
-  // Asked about every 100 ms by who waits: whether to give up. It may throw, which gives up, too, and may ask for the turn itself.
+  // Called about every 100 ms by a waiting thread; true gives up. It may throw, which gives up, too, and may take the
+  // turn itself.
   using Look = std::function<bool()>;
 
-  // What the turn is wanted for.
+  // Purpose of the turn.
   enum class Use { anything, brief_reading };
 
-  // A place in the line, from when it is made; it ends with this object, and with it the turn if it has come. For brief reading, it
-  // counts as having come while who has the turn lets readers in.
+  // Place in the queue, from its construction; it ends with this object, and with it the turn if it has come. For brief
+  // reading it also counts as having come while the holder of the turn lets readers in.
   class Place {
    public:
     explicit Place(Turn& turn, Use use = Use::anything);
@@ -30,7 +31,7 @@ class Turn {
     Place(const Place&) = delete;
     Place& operator=(const Place&) = delete;
 
-    // Waits for the turn. False: `look`, if there is one, gave up, and the place with it.
+    // Waits for the turn. False: `look`, if given, gave up, and with it the place.
     bool wait(const Look& look = nullptr);
     // Idempotent.
     void leave();
@@ -44,8 +45,8 @@ class Turn {
     std::condition_variable changed_;
     bool is_in_line_ = true;
     bool has_turn_ = false;
-    bool is_guest_ = false;  // the turn is another's, who waits for this place to end
-    bool is_away_ = false;  // looking: others may go first
+    bool is_guest_ = false;  // the turn is another thread's, which waits for this place to end
+    bool is_away_ = false;  // in `look`: others may go first
     std::list<Place*>::iterator at_;
   };
 
@@ -53,14 +54,14 @@ class Turn {
   Turn(const Turn&) = delete;
   Turn& operator=(const Turn&) = delete;
 
-  // Takes the turn if nobody has it, so that nobody waits for it either.
+  // Takes the turn if it is free, so that there is no queue either.
   bool try_acquire();
-  // Gives back what try_acquire took, or a place kept.
+  // Releases the turn of try_acquire, or of a kept place.
   void release();
-  // By who has the turn: lets in those that wait for brief reading, and waits until they have read.
+  // Lets in the places that wait for brief reading, and waits until they have read. Called with the turn.
   void let_readers_in();
   bool has_readers() const { return num_readers_.load(std::memory_order_relaxed) != 0; }
-  // How many wait for it.
+  // Number of places that wait.
   size_t num_waiting() const {
     const std::lock_guard lock(mutex_);
     return line_.size();
@@ -71,9 +72,9 @@ class Turn {
   std::list<Place*>::iterator take_from_line(std::list<Place*>::iterator at);
 
   mutable std::mutex mutex_;
-  std::list<Place*> line_;  // those that wait, and none that has the turn
+  std::list<Place*> line_;  // waiting places, without the one that has the turn
   bool is_taken_ = false;
-  std::atomic<size_t> num_readers_{0};  // of the line, for brief reading; changed with the mutex
+  std::atomic<size_t> num_readers_{0};  // places of line_ for brief reading; changed with the mutex
   size_t num_guests_ = 0;
   std::condition_variable guests_have_left_;
 };

@@ -1,4 +1,4 @@
-// What a table that lets rows go knows of each: when it was last pushed, on the clock that pushes carry, and how often.
+// Life of a row in a table with expiry or eviction: last push, on the clock of pushes, and number of occurrences.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 
 namespace geartrain {
 
-// The largest step and time that pushes said. Nobody looks at a clock here.
+// Largest step and time of any push. No system clock is read here.
 struct LifeClock {
   int64_t step = 0;
   int64_t seconds = 0;  // since 1970
@@ -18,19 +18,19 @@ struct LifeClock {
   }
 };
 
-// As it lies in memory, and in the arrays that Python reads.
+// Layout in memory, and in the arrays that Python reads.
 struct RowLife {
   int64_t step;      // last seen
-  uint32_t seconds;  // the same, since 1970
-  uint32_t count;    // occurrences; ends at 2**32 - 1
+  uint32_t seconds;  // last seen, since 1970
+  uint32_t count;    // occurrences; saturates at 2**32 - 1
 };
 static_assert(sizeof(RowLife) == 16);
 
-// A row that may have to go: those that were seen least go first, then those that were seen longest ago, then the lower ids.
+// Candidate for eviction: rows seen least often go first, of these the ones seen longest ago, then lower ids.
 struct Candidate {
   RowLife life;
   int64_t id;
-  int64_t place;  // its position, or of a row that is not there yet -1 - its place in the request
+  int64_t place;  // its position, or for a new row -1 - its index in the request
 
   bool operator<(const Candidate& other) const {
     const auto key = [](const Candidate& candidate) { return std::tuple(candidate.life.count, candidate.life.step, candidate.life.seconds, candidate.id); };

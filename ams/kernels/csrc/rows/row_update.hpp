@@ -1,4 +1,4 @@
-// One update of a row by its table's optimizer, wherever the row lies: with untouched rows that move, it is caught up first.
+// Update of one row by its table's optimizer, in any memory; where untouched rows move, the row is caught up first.
 #pragma once
 
 #include "optimizers/optimizer.hpp"
@@ -9,11 +9,12 @@ namespace geartrain {
 
 struct RowUpdate {
   Magnitudes largest;
-  int64_t number;  // of the row from now on: how many updates it had, with a CatchUp its last step
-  bool is_late;    // a further gradient of a step in which the row had one
+  int64_t number;  // new number of the row: its update count, with a CatchUp its last step
+  bool is_late;    // whether the row had a gradient in this step already
 };
 
-// Updates a float32 row and its slots, whose number is `number`. `catch_up`: where untouched rows move; it reaches back to the row.
+// Updates a float32 row and its slots, whose number is `number`. `catch_up`: where untouched rows move; it reaches back
+// to the row.
 inline RowUpdate update_row(const Optimizer& optimizer, const CatchUp* catch_up, Ranges ranges, float* row, float* slots,
                             const float* gradient, size_t dim, const PushFactors& push, int64_t number) {
   if (catch_up == nullptr)

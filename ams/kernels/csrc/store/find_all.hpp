@@ -1,4 +1,4 @@
-// Where the rows of many ids lie, found while the index lines travel.
+// Lookup of the rows of many ids with prefetch of the index lines.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,8 @@ namespace geartrain {
 
 enum class Find { position, item };
 
-// found[i] = the position, or the item, of ids[i], or -1. Calls between(begin, end) for bursts of them, which has the time the
-// index takes to arrive.
+// found[i] = the position, or the item, of ids[i], or -1. Calls between(begin, end) for bursts of ids, to use the time
+// in which the index lines arrive.
 template <Find what, class Between>
 void find_all(const Directory& any_directory, const int64_t* ids, int64_t count, int64_t* found, Between&& between) {
   std::visit(

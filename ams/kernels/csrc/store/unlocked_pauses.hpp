@@ -1,16 +1,16 @@
-// Pauses in which others may use a store.
+// Pauses that release a store's lock.
 #pragma once
 
 #include "machine/pauses.hpp"
 
 namespace geartrain {
 
-// Lets go of a store's lock for each pause: whoever has a turn in one reads rows, too.
+// Releases the lock for each pause: a thread that gets the turn in it reads rows, too.
 template <class Lock>
 class UnlockedPauses final : public Pauses {
  public:
   UnlockedPauses(Pauses* pauses, Lock& lock) : pauses_(pauses), lock_(lock) {}
-  // Null: there are none.
+  // Returns null without pauses.
   Pauses* get() { return pauses_ != nullptr ? this : nullptr; }
   bool are_wanted() override { return pauses_->are_wanted(); }
   void pause() noexcept override {
