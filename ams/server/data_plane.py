@@ -57,7 +57,7 @@ class DataPlanePort:
         self._is_closed = False
 
     def offer(self, grant: _core.Grant | None = None) -> DataPlaneOffer:
-        """Return a client's secret for one connection with the rights of ``grant`` (None: all), or why there is none.
+        """Return the offer of one connection with the rights of ``grant`` (None: all), or the reason why there is none.
 
         Raises what ``shard`` raises.
         """

@@ -48,7 +48,7 @@ def as_array(value: Any, error: type[GeartrainError], what: str) -> npt.NDArray[
 
 def _require_unmasked(value: Any, error: type[GeartrainError], what: str) -> None:
     """Raise ``error`` for masked arrays, and lists of them: numpy would read the numbers beneath their masks."""
-    # Not np.ma, which would import it for everybody; while another thread does, the module has no class yet.
+    # Not np.ma, which would always import it; while another thread does, the module has no class yet.
     kind = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
     if kind is None:
         return

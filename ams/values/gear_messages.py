@@ -100,7 +100,7 @@ class GearAccount:
     """Gradients whose sample or backward pass failed."""
     non_finite: int = 0
     lost: int = 0
-    """Gradients of a slow gear that died before they, or their receipt, were acknowledged as applied or received."""
+    """Gradients lost with a slow gear that died with them, or before it acknowledged them as received or applied."""
 
     @property
     def adds_up(self) -> bool:

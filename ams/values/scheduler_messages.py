@@ -264,7 +264,7 @@ class JobReport:
     metric: str = ""
     """Name of the validation metric, as ``accuracy``; empty: no validation yet."""
     metric_value: float | None = None
-    """Its newest value."""
+    """Newest value of that metric."""
     samples_per_second: float = 0.0
     pull_ms: float | None = None
     """Wait of a step for rows."""

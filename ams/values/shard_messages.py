@@ -330,7 +330,7 @@ class WriteFrozen(Rpc[Written]):
 
     snapshot_id: str
     folder: str
-    """Path that means the same folder to client and shard."""
+    """Folder as a path that is valid on client and shard alike."""
     rows_alone: bool = False
     """Whether, for an export, rows are written without optimizer state and dedup state."""
 

@@ -109,7 +109,7 @@ class NeighbourTable:
         """Return the active classes of a batch: a pure function, the same wherever it is computed.
 
         The distinct labels are always chosen and enlarge the budget if they are more. Then come their neighbours in
-        order of rank (rank 0 of every distinct label, labels rising, then rank 1 of every one, …), each class once,
+        order of rank (rank 0 of every distinct label, labels ascending, then rank 1 of every one, …), each class once,
         until ``budget`` are chosen; then ``ams.kernels.ops.sample_ids`` of all classes under (seed, step)
         fills up. From Algorithm 1 of the 100-million-class paper, section 3.2.1; the ranks, so that a cut takes the
         least similar.

@@ -51,7 +51,7 @@ _TOKEN_READERS = frozenset({"server", "graph", "slowgear"})
 _SCHEDULER = frozenset({"scheduler"})
 _CLIENTS = frozenset({"client"})
 
-# RPCs of each service by who may call them.
+# RPCs of each service by the roles that may call them.
 _LISTS: dict[str, dict[frozenset[str], str]] = {
     SCHEDULER.name: {
         _ALL: "Ping DescribeCluster",

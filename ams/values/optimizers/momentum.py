@@ -81,7 +81,7 @@ class SparseMomentum(RowOptimizerSpec):
     weight_decay: float = 0.0
     """L2 coefficient λ added to the gradient as λ·w."""
     untouched: Untouched = "freeze"
-    """What happens to rows outside a push."""
+    """Treatment of rows outside a push."""
 
     name: ClassVar[str] = "sparse_momentum"
     slots: ClassVar[tuple[Slot, ...]] = (Slot("momentum"),)
