@@ -194,7 +194,7 @@ class ParallelModel(nn.Module):
 
     def _logits_of_parts(self, layer: SplitLinear, inputs: Any, options: Mapping[str, Any]) -> SplitLogits:
         """The logits of the batch, whose micro-batches' features travel while others are computed."""
-        count, samples = self.micro_batches, _num_samples(inputs)
+        count, samples = self.micro_batches, num_samples(inputs)
         batches = [
             micro_batch([inputs, dict(options)], part, count, samples, with_settings=True) for part in range(count)
         ]
@@ -210,7 +210,7 @@ class ParallelModel(nn.Module):
     def _loss_of_ranks(self, output: Any, labels: Tensor) -> Tensor:
         """Of outputs that are whole, of the own samples alone."""
         assert self.loss is not None
-        link, reduction = self.mesh.whole.link, getattr(self.loss, "reduction", "mean")
+        link, reduction = self.mesh.stage.link, getattr(self.loss, "reduction", "mean")
         own: list[tuple[Tensor, Tensor]] = []
 
         def compute() -> None:
@@ -262,7 +262,7 @@ def _with_labels(inputs: Any, labels: Tensor) -> Any:
             return (inputs, labels)
 
 
-def _num_samples(inputs: Any) -> int:
+def num_samples(inputs: Any) -> int:
     """Entries of the first tensor among ``inputs``. Raises InvalidArgument."""
     found = next((leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim), None)
     if found is None:

@@ -50,8 +50,8 @@ def parallelize(
 
     Args:
         model: An ``nn.Module``, on its device or on the meta device. Move it before, not after.
-        mesh: See :func:`geartrain.mesh`. With stages the ranks of the first have the replicated parts and the samples,
-            those of the second the one split layer, an ``nn.Linear``; they call ``model(None, None)``
+        mesh: See :func:`geartrain.mesh`. With stages the ranks of the first have the samples; those of each other one
+            have the scopes with its number, called in their order, and call ``model(None, None)``
             (:class:`~geartrain.bridge.parallel.staged.staged_model.StagedModel`).
         scopes: By name of a module, ``gt.Replicate()`` or ``gt.Split()``. Every parameter is in one. A split layer may
             lie inside a replicated part. None: what :func:`geartrain.replicate` and :func:`geartrain.split` marked.
@@ -59,7 +59,8 @@ def parallelize(
             samples of all ranks. None: the model returns its loss itself.
         seed: Of first values on the meta device.
         micro_batches: Into how many each batch is divided, so that features travel while the rest of the model works
-            on others (4 to 8): of models that return the logits of one split ``nn.Linear``, with a ``loss``. Loss and
+            on others (4 to 8), or with stages each stage on another: of models that return the logits of one split
+            ``nn.Linear``, with a ``loss``, and of any model in stages. Loss and
             gradients are the same to rounding, but for what batch norm and dropout make of a smaller batch. Memory is
             that of the whole batch. With class heads :class:`geartrain.MicroBatches` does it.
 
@@ -87,7 +88,7 @@ def parallelize(
         let_optimizers_mix()
     if mesh.stages:
         assert loss is not None
-        return stage(model, mesh, found, loss, seed)
+        return stage(model, mesh, found, loss, seed, micro_batches)
     plans = ModelPlans(model)
     group = mesh.whole
     agreement = StepAgreement(link)
@@ -134,19 +135,19 @@ def _looked_up(
         check_can_split(name, module, mesh.whole.ranks)
     require_first_values(found.replicated, found.split.values())
     if mesh.stages:
-        check_stages(mesh, found, loss)
+        check_stages(model, mesh, found, loss)
     return found
 
 
 def _check_micro_batches(count: int, found: ScopedModel, mesh: Mesh, loss: LossFunction | None) -> None:
-    if integer("micro_batches", count, 1) == 1:
+    if integer("micro_batches", count, 1) == 1 or mesh.stages:
         return
     others = [name for name, module in found.split.items() if type(module) is not nn.Linear]
-    if mesh.stages or loss is None or others or len(found.split) != 1:
+    if loss is None or others or len(found.split) != 1:
         raise InvalidArgument(
-            f"micro_batches is {count}; it takes one split nn.Linear, whose logits the model returns, a loss, and a "
-            f"mesh without stages: here are split {sorted(found.split)}, {'no' if loss is None else 'a'} loss and "
-            f"{'stages' if mesh.stages else 'no stages'}. Leave it out; with a class head take gt.MicroBatches"
+            f"micro_batches is {count}; without stages it takes one split nn.Linear, whose logits the model returns, "
+            f"and a loss: here are split {sorted(found.split)} and {'no' if loss is None else 'a'} loss. Leave it out; "
+            "with a class head take gt.MicroBatches"
         )
 
 
@@ -154,6 +155,7 @@ def _description(model: nn.Module, found: ScopedModel, loss: LossFunction | None
     """What the ranks must agree on."""
     return {
         "scopes": {name: repr(scope) for name, scope in found.scopes.items()},
+        "stages": {name: scope.stage for name, scope in found.scopes.items()},
         "parameters": {
             name: f"{tuple(part.shape)} {part.dtype} {part.device.type} {'trained' if part.requires_grad else 'frozen'}"
             for name, part in model.named_parameters()

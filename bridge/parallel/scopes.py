@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from geartrain.ams.values.arguments import boolean
+from geartrain.ams.values.arguments import boolean, integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.rows.stand_in import named_dense_parameters
@@ -22,18 +22,35 @@ class Replicate:
 
     ``shard=False``: whole on every rank (DistributedDataParallel). ``shard=True``: its parameters, gradients and
     optimizer state lie in parts on the ranks, and travel when they are needed (FSDP2, ``fully_shard``).
+    ``stage``: on a mesh with stages, the number of the one whose ranks have it; None: the first.
     """
 
     shard: bool = False
+    stage: int | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
-        """Raise InvalidArgument for what is no bool."""
+        """Raise InvalidArgument for what is no bool, or no stage."""
         boolean("shard", self.shard)
+        _check_stage(self.stage)
 
 
 @dataclass(frozen=True)
 class Split:
-    """A part of a model whose rows are divided among the ranks: every rank works on its rows, for all samples."""
+    """A part of a model whose rows are divided among the ranks: every rank works on its rows, for all samples.
+
+    ``stage``: on a mesh with stages, the number of the one whose ranks divide it; None: the last.
+    """
+
+    stage: int | None = field(default=None, kw_only=True, repr=False)
+
+    def __post_init__(self) -> None:
+        """Raise InvalidArgument for what is no stage."""
+        _check_stage(self.stage)
+
+
+def _check_stage(stage: int | None) -> None:
+    if stage is not None:
+        integer("stage", stage, 0)
 
 
 Scope = Replicate | Split
@@ -42,17 +59,17 @@ _marks: weakref.WeakKeyDictionary[nn.Module, Scope] = weakref.WeakKeyDictionary(
 _open: list[Scope] = []
 
 
-def replicate(*, shard: bool = False) -> contextlib.AbstractContextManager[None]:
+def replicate(*, shard: bool = False, stage: int | None = None) -> contextlib.AbstractContextManager[None]:
     """Mark the modules that are made inside as :class:`Replicate`; nothing else happens to them.
 
     ``gt.parallelize(model, mesh, loss=...)`` without a dict reads the marks. Of nested blocks the innermost counts.
     """
-    return _marking(Replicate(shard=shard))
+    return _marking(Replicate(shard=shard, stage=stage))
 
 
-def split() -> contextlib.AbstractContextManager[None]:
+def split(*, stage: int | None = None) -> contextlib.AbstractContextManager[None]:
     """Mark the modules that are made inside as :class:`Split`, as :func:`replicate` does."""
-    return _marking(Split())
+    return _marking(Split(stage=stage))
 
 
 @contextlib.contextmanager
@@ -139,7 +156,7 @@ def scoped(model: nn.Module, scopes: Mapping[str, Scope]) -> ScopedModel:
                     f"the scope of {name!r} is {quoted(scope)}; it must be gt.Replicate() or gt.Split()"
                 )
     for name in scopes:
-        outer = next((scope for scope in scopes if scope != name and _is_inside(name, scope)), None)
+        outer = next((scope for scope in scopes if scope != name and is_inside(name, scope)), None)
         if outer is not None and not (name in split and outer in replicated and not replicated[outer][0].shard):
             raise InvalidArgument(
                 f"scope {name!r} lies inside scope {outer!r}; only a split part may, inside gt.Replicate() without "
@@ -158,7 +175,8 @@ def called_parts(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]
         yield from called_parts(f"{name}.{key}", child)
 
 
-def _is_inside(name: str, outer: str) -> bool:
+def is_inside(name: str, outer: str) -> bool:
+    """Whether ``name`` is of a module or a parameter in the module ``outer``."""
     return not outer or name.startswith(f"{outer}.")
 
 
@@ -173,14 +191,14 @@ def _require_all_named(
     kinds: dict[int, set[bool]] = {}
     first_names: dict[int, str] = {}
     for name, parameter in named_dense_parameters(model, remove_duplicate=False):
-        is_split = any(name == part or _is_inside(name, part) for part in split)
-        if not is_split and not any(_is_inside(name, part) for part in replicated):
+        is_split = any(name == part or is_inside(name, part) for part in split)
+        if not is_split and not any(is_inside(name, part) for part in replicated):
             raise InvalidArgument(
                 f"parameter {name!r} is in no scope; name its module: "
                 f'{{"{name.rpartition(".")[0]}": gt.Replicate()}} keeps it whole on every rank'
             )
         kinds.setdefault(id(parameter), set()).add(is_split)
-        scope = next((part for part in replicated if _is_inside(name, part)), None)
+        scope = next((part for part in replicated if is_inside(name, part)), None)
         if scope is not None and not is_split:
             other, tied = owners.setdefault(id(parameter), (scope, name))
             if other != scope and (replicated[other][0].shard or replicated[scope][0].shard):

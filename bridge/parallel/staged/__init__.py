@@ -1,1 +1,1 @@
-"""Stages of a model on ranks of their own: senders of features, and owners of the split layer."""
+"""Stages of a model on ranks of their own: each works on what the stage before gives."""

@@ -1,10 +1,10 @@
-"""What senders and owners say to each other in a step.
+"""What the ranks of two neighbouring stages say to each other in a step: senders, and the owners of the next stage.
 
-Every step has two exchanges of a few integers between all hosts: one when the senders have their features, by which the
-owners learn how many come and of what dtype, one when the owners have their answer. Whoever fails before says so there,
-so that every rank raises. Samples and their gradients go point to point.
+For every micro-batch they have an exchange of a few integers between their hosts, when the senders have their rows; by
+it the owners learn how many come, of what dtype and shape. Whoever fails before says so there, so that every rank of
+both raises. Samples and their gradients go point to point.
 
-Legend: B samples of all senders, D width.
+Legend: S samples of a sender, D what follows them in the shape.
 """
 
 from __future__ import annotations
@@ -16,11 +16,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from geartrain.ams.values.errors import SpecMismatch, SyncError
+from geartrain.ams.values.errors import RankLost, SpecMismatch, SyncError
 from geartrain.bridge.collectives.communicator import Communicator
-from geartrain.bridge.parallel.mesh import Mesh
+from geartrain.bridge.parallel.staged.distant import MOST_DIMENSIONS
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+KIND = MOST_DIMENSIONS
+"""Integers that :func:`kind_of` makes."""
+
+
+def kind_of(rows: Tensor) -> list[int]:
+    """Dtype and shape of one sample of ``rows`` [S, …], as integers."""
+    shape = list(rows.shape[1:])
+    return [_DTYPES.index(rows.dtype), *shape, *[0] * (KIND - 1 - len(shape))]
+
+
+def kind_from(numbers: Sequence[int]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """What :func:`kind_of` was of."""
+    return _DTYPES[numbers[0]], tuple(size for size in numbers[1:] if size)
 
 
 @dataclass(frozen=True)
@@ -39,98 +52,96 @@ class SampleSpan:
 
 @dataclass(frozen=True)
 class StagedBatch:
-    """The samples of one step, as all ranks agreed on them."""
+    """The samples of one micro-batch, as the ranks of two stages agreed on them."""
 
     asks_for_loss: bool
-    """Else for logits."""
+    """Else for what the last stage makes of them."""
+    is_last: bool
+    """Of the step."""
     dtype: torch.dtype
-    """Of the features."""
+    shape: tuple[int, ...]
+    """Of one sample."""
     spans: Sequence[SampleSpan]
     """Those that this rank sends or takes."""
     num_taken: int
     """Samples that this owner takes."""
     wants_gradient: bool
-    """Whether the features are to have one."""
+    """Whether they are to have one."""
 
 
-@dataclass(frozen=True)
 class StageLink:
-    """Senders and owners of one model: the first and the second stage of ``mesh``."""
+    """Senders and owners: the ranks of a stage and those of the next. Not thread-safe.
 
-    mesh: Mesh
+    Attributes: ``link``, of both; ``senders``, ``owners``, their numbers among all ranks; ``culprit``, the rank that
+    the others here have heard a failure of in this step.
+    """
 
-    @property
-    def link(self) -> Communicator:
-        """All ranks."""
-        return self.mesh.whole.link
+    def __init__(self, link: Communicator, rank: int, senders: Sequence[int], owners: Sequence[int]) -> None:
+        """``rank`` is this one; ``link`` is of all of them, in the order of their numbers."""
+        self.link, self.senders, self.owners = link, senders, owners
+        self._rank, self._ranks = rank, sorted([*senders, *owners])
+        self.open()
 
-    @property
-    def senders(self) -> Sequence[int]:
-        """Ranks of the first stage."""
-        return self.mesh.stages[0]
-
-    @property
-    def owners(self) -> Sequence[int]:
-        """Ranks of the second one."""
-        return self.mesh.stages[1]
+    def open(self) -> None:
+        """A step begins."""
+        self.culprit: int | None = None
+        self._is_awaited = True
+        """Whether the other stage comes to another exchange in this step."""
 
     @property
     def is_sender(self) -> bool:
         """Whether this rank is."""
-        return self.mesh.own_stage == 0
+        return self._rank in self.senders
 
-    def begin(
-        self, failure: Exception | None, features_SD: Tensor | None, *, asks_for_loss: bool = False
-    ) -> StagedBatch:
-        """Agree on the samples of a step: one exchange. Owners give no features, and learn what is asked for.
+    def begin(self, rows_SD: Tensor | None, *, asks_for_loss: bool = False, is_last: bool = True) -> StagedBatch:
+        """Agree on a micro-batch: one exchange. Owners give no rows, and learn what is asked for.
 
         Raises:
-            SyncError: another rank gave a ``failure``; it is raised here if it is this one's.
+            SyncError: another rank failed.
             SpecMismatch: the ranks disagree.
         """
-        numbers = [0, 0, 0]
-        if features_SD is not None:
-            numbers = [len(features_SD), _DTYPES.index(features_SD.dtype), features_SD.requires_grad]
-        answers = self.link.exchange([failure is None, asks_for_loss, torch.is_grad_enabled(), *numbers])
-        if failure is not None:
-            raise failure
-        sound, purposes, modes, lengths, dtypes, wanted = zip(*answers, strict=True)
-        if 0 in sound:
-            raise SyncError(f"the step did not begin: rank {sound.index(0)} failed; its error tells why")
-        first = self.senders[0]
-        _require_one("whether labels are given", purposes, self.senders)
-        _require_one("the dtype of features", dtypes, self.senders)
+        numbers = [0] * (2 + KIND)
+        if rows_SD is not None:
+            numbers = [len(rows_SD), rows_SD.requires_grad, *kind_of(rows_SD)]
+        answers = self._exchange(0, [asks_for_loss, is_last, torch.is_grad_enabled(), *numbers])
+        givers = [self._ranks.index(rank) for rank in self.senders]
+        purposes, lasts, modes, lengths, wanted, *kinds = zip(*answers, strict=True)
+        first = givers[0]
+        self._require_one("whether labels are given", purposes, givers)
+        self._require_one("the dtype of features", kinds[0], givers)
+        for sizes in kinds[1:]:
+            self._require_one("the shape of features", sizes, givers)
         if purposes[first]:
-            _require_one("torch.no_grad()", modes, range(len(answers)))
-            _require_one("whether features have a gradient", wanted, self.senders)
-        sizes = [lengths[rank] for rank in self.senders]
-        number = (self.senders if self.is_sender else self.owners).index(self.link.rank)
-        spans = deal(sizes, len(self.owners))
+            self._require_one("torch.no_grad()", modes, range(len(answers)))
+            self._require_one("whether features have a gradient", wanted, givers)
+        self._is_awaited = not lasts[first]
+        dtype, shape = kind_from([numbers[first] for numbers in kinds])
+        number = (self.senders if self.is_sender else self.owners).index(self._rank)
+        spans = deal([lengths[giver] for giver in givers], len(self.owners))
         return StagedBatch(
             asks_for_loss=bool(purposes[first]),
-            dtype=_DTYPES[dtypes[first]],
+            is_last=bool(lasts[first]),
+            dtype=dtype,
+            shape=shape,
             spans=[span for span in spans if (span.sender if self.is_sender else span.owner) == number],
             num_taken=sum(span.num for span in spans if span.owner == number),
             wants_gradient=bool(purposes[first] and modes[first] and wanted[first]),
         )
 
-    def tell(self, failure: Exception) -> None:
-        """Tell the others, who wait for this rank in :meth:`begin`, that it failed."""
-        with contextlib.suppress(type(failure)):
-            self.begin(failure, None)
+    def tell(self, culprit: int) -> None:
+        """Tell the others of the failure of a rank, if they come to another exchange in this step."""
+        if self._is_awaited:
+            with contextlib.suppress(SyncError, RankLost):  # the caller raises what it tells of
+                self._exchange(culprit + 1, [0] * (5 + KIND))
 
-    def answer(self, failure: Exception | None, dtype: torch.dtype | None) -> torch.dtype:
-        """Wait until the owners have what the senders asked for; its dtype, which owners give. One exchange.
-
-        Raises SyncError if an owner gave a ``failure``, which it raises itself.
-        """
-        answers = self.link.exchange([failure is None, 0 if dtype is None else _DTYPES.index(dtype)])
-        if failure is not None:
-            raise failure
-        sound = [good for good, _ in answers]
-        if 0 in sound:
-            raise SyncError(f"the step did not end: rank {sound.index(0)} failed; its error tells why")
-        return _DTYPES[answers[self.owners[0]][1]]
+    def _exchange(self, failed: int, numbers: Sequence[int]) -> list[list[int]]:
+        self._is_awaited = False
+        answers = self.link.exchange([failed, *numbers])
+        culprits = [failed - 1 for failed, *_ in answers if failed]
+        if culprits:
+            self.culprit = culprits[0]
+            raise SyncError(f"the step did not begin: rank {self.culprit} failed; its error tells why")
+        return [numbers for _, *numbers in answers]
 
     def give(self, spans: Sequence[SampleSpan], *rows: Tensor) -> None:
         """Send the rows of the spans, of each tensor [S, …], to those at their other ends."""
@@ -143,24 +154,20 @@ class StageLink:
         self.link.start_transfers([], cut).result()
 
     def _cut(self, spans: Sequence[SampleSpan], rows: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
-        places = [span.at_sender if self.is_sender else span.at_owner for span in spans]
-        return [
-            (tensor[place : place + span.num], rank)
-            for span, place, rank in zip(spans, places, self._others(spans), strict=True)
-            for tensor in rows
-        ]
+        found = []
+        for span in spans:
+            place = span.at_sender if self.is_sender else span.at_owner
+            other = self.owners[span.owner] if self.is_sender else self.senders[span.sender]
+            found += [(tensor[place : place + span.num], self._ranks.index(other)) for tensor in rows]
+        return found
 
-    def _others(self, spans: Sequence[SampleSpan]) -> list[int]:
-        return [self.owners[span.owner] if self.is_sender else self.senders[span.sender] for span in spans]
-
-
-def _require_one(what: str, values: Sequence[int], ranks: Sequence[int]) -> None:
-    unlike = [rank for rank in ranks if values[rank] != values[ranks[0]]]
-    if unlike:
-        raise SpecMismatch(
-            f"rank {ranks[0]} and rank {unlike[0]} disagree on {what}; call the model in the same way on every "
-            "rank of a stage"
-        )
+    def _require_one(self, what: str, values: Sequence[int], places: Sequence[int]) -> None:
+        unlike = [place for place in places if values[place] != values[places[0]]]
+        if unlike:
+            raise SpecMismatch(
+                f"rank {self._ranks[places[0]]} and rank {self._ranks[unlike[0]]} disagree on {what}; call the model "
+                "in the same way on every rank of a stage"
+            )
 
 
 def deal(sizes: Sequence[int], num_owners: int) -> list[SampleSpan]:

@@ -1,121 +1,263 @@
-"""A model in two stages: the first ranks send features, the last ones hold the split layer and answer."""
+"""A model in stages: ranks of the first have the samples, each other stage works on what the one before gives."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from geartrain.ams.values.errors import InvalidArgument
+from geartrain.ams.values.errors import InvalidArgument, SyncError
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.parallel.global_mean import LossFunction
 from geartrain.bridge.parallel.mesh import Mesh
-from geartrain.bridge.parallel.parallel_model import ParallelModel
+from geartrain.bridge.parallel.overlap.inputs import micro_batch
+from geartrain.bridge.parallel.parallel_model import ParallelModel, num_samples
 from geartrain.bridge.parallel.replicated import Replicas
 from geartrain.bridge.parallel.scopes import ScopedModel
-from geartrain.bridge.parallel.split.agreement import StepAgreement
-from geartrain.bridge.parallel.split.linear import SplitLinear
+from geartrain.bridge.parallel.split.agreement import END, StepAgreement
 from geartrain.bridge.parallel.split.logits import check_labels
-from geartrain.bridge.parallel.staged.owner import answer
-from geartrain.bridge.parallel.staged.sender import DistantLinear, DistantLogits, ask_for_logits, ask_for_loss
-from geartrain.bridge.parallel.staged.stage_link import StageLink
+from geartrain.bridge.parallel.staged.distant import DistantOutput, rows_to_send
+from geartrain.bridge.parallel.staged.stage_link import KIND, StagedBatch, StageLink, kind_from, kind_of
+from geartrain.bridge.parallel.staged.travel import arrived, departed
 from geartrain.bridge.rows.eager import runs_eagerly
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """Where a rank stands among the stages."""
+
+    previous: StageLink | None
+    """To the stage before; None in the first one."""
+    next: StageLink | None
+    """To the stage behind; None in the last one."""
+    later: Mapping[str, nn.Module]
+    """The layers of all stages but the first, as they were, in the order in which they are to be called."""
+
+    @property
+    def num_classes(self) -> int:
+        """Of the last layer, if it is one that has classes."""
+        last = list(self.later.values())[-1]
+        return last.out_features if isinstance(last, nn.Linear) else sys.maxsize
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A micro-batch, as a stage has it before its layers."""
+
+    inputs: Any
+    options: Mapping[str, Any]
+    labels: Tensor | None
+    """None: the step asks for outputs, not for a loss."""
+    is_last: bool
+    batch: StagedBatch | None
+    """What was agreed on with the stage before; None in the first one."""
 
 
 class StagedModel(ParallelModel):
     """What :func:`geartrain.parallelize` returns on a mesh with stages.
 
-    Senders hold the replicated parts, owners the split layer: ``parameters()`` and ``state_dict()`` are those of this
-    rank's stage. All else is as of a model without stages, and so are values and gradients.
+    ``parameters()`` and ``state_dict()`` are those of this rank's stage, by the names of the whole model. All else is
+    as of a model without stages, and so are values and gradients.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        layer: DistantLinear | SplitLinear,
         mesh: Mesh,
         found: ScopedModel,
         loss: LossFunction,
         replicas: Replicas,
         agreement: StepAgreement,
+        neighbours: Neighbours,
+        micro_batches: int,
     ) -> None:
         super().__init__(module, mesh, found.scopes, loss, replicas, agreement)
-        self._layer = [layer]  # in a list, for it is part of the module, whose names are those of the state
-        self._stages = StageLink(mesh)
+        self.micro_batches = micro_batches
+        self._at = neighbours
+        self._links = [link for link in (neighbours.next, neighbours.previous) if link is not None]
+        self._has_answered = False
 
     @property
     def saving_ranks(self) -> NoReturn:
         """Raise InvalidArgument: no rank knows all parts."""
         raise InvalidArgument(
-            "geartrain.save and load do not take a model in two stages, for each rank has only the parts of its own: "
+            "geartrain.save and load do not take a model in stages, for each rank has only the parts of its own: "
             "save model.state_dict() of every rank with torch.distributed.checkpoint"
         )
 
     @runs_eagerly
     def forward(self, inputs: Any = None, labels: Tensor | None = None, **options: Any) -> Any:
-        """Loss (0-dim) over the samples of all senders, the same number on every rank; every rank calls it.
+        """Loss (0-dim) over the samples of all ranks, the same number on every rank; every rank calls it.
 
-        A sender gives its samples and labels, an owner neither: ``model(None, None)``. Every rank goes backward from
-        the loss, with the same factor. Where senders give no labels, in ``eval()`` or ``torch.no_grad()``, each gets
-        all logits [S, C] of its samples, and owners get None.
+        A rank of the first stage gives its samples and labels [S], the others neither: ``model(None, None)``. Every
+        rank goes backward from the loss, with the same factor. Where no labels are given, in ``eval()`` or
+        ``torch.no_grad()``, a rank of the first stage gets the last one's output [S, …] of its samples, the others
+        None.
 
-        Per training step: two exchanges of five and two integers between all hosts; features, labels and the features'
-        gradients travel once between their sender and an owner; the owners do among themselves what the ranks of a
-        model without stages do.
+        With ``micro_batches`` a stage works on one while the next works on the one before. The last stage works on all
+        of them at once, so that loss and gradients are those of the batch.
+
+        Per training step: for each micro-batch an exchange of ten integers between the hosts of neighbouring stages,
+        and one of five between all; samples, labels and gradients travel once between each two stages; the ranks of a
+        stage do among themselves what those of a model without stages do.
 
         Raises InvalidArgument, InvalidRows, InvalidIds, SpecMismatch where ranks differ, SyncError where another rank
         failed, RankLost where one is gone.
         """
-        if self._stages.is_sender:
-            return self.replicas.run(lambda: self._ask(inputs, labels, options))
-        failure = None
-        if inputs is not None or labels is not None or options:
-            failure = InvalidArgument(
-                f"rank {self.mesh.rank} holds a part of the split layer and takes no samples of its own; call "
-                "model(None, None) there. Those with samples are the ranks of the first stage, mesh.stages[0]"
-            )
-        layer = self._layer[0]
-        assert isinstance(layer, SplitLinear)
-        return answer(self._stages, layer, self._loss_of_taken, self.mesh.stage.device, failure)
-
-    def _ask(self, inputs: Any, labels: Tensor | None, options: Mapping[str, Any]) -> Tensor:
+        for link in self._links:
+            link.open()
+        self._has_answered = False
         try:
-            features_SD = self._features(inputs, labels, options)
-        except Exception as exc:  # of any kind: the other ranks wait for this one
-            self._stages.tell(exc)
+            if self._at.previous is not None and (inputs is not None or labels is not None or options):
+                raise InvalidArgument(
+                    f"rank {self.mesh.rank} is of stage {self.mesh.own_stage} and takes no samples of its own; call "
+                    "model(None, None) there. Those with samples are the ranks of the first stage, mesh.stages[0]"
+                )
+            if self._at.previous is not None and self._at.next is None:
+                return self._end(self._at.previous)
+            return self.replicas.run(lambda: self._pass_on(inputs, labels, options))
+        except Exception:  # of any kind: the other ranks wait for this one
+            self._tell()
             raise
-        if labels is None:
-            return ask_for_logits(self._stages, features_SD, self._layer[0].out_features)
-        return ask_for_loss(self._stages, features_SD, labels)
 
-    def _features(self, inputs: Any, labels: Tensor | None, options: Mapping[str, Any]) -> Tensor:
-        name = self._layer[0].layer_name
+    def _pass_on(self, inputs: Any, labels: Tensor | None, options: Mapping[str, Any]) -> Tensor | None:
+        """Give the next stage what this one makes of its samples; take back the loss, or the output of the last."""
+        before, behind = self._at.previous, self._at.next
+        assert behind is not None
+        tokens = []
+        for samples in self._own(inputs, labels, options) if before is None else self._taken(before):
+            rows_SD, labels_S = self._rows(samples), samples.labels
+            batch = behind.begin(rows_SD, asks_for_loss=labels_S is not None, is_last=samples.is_last)
+            behind.give(batch.spans, rows_SD.detach(), *([] if labels_S is None else [labels_S.to(rows_SD.device)]))
+            tokens.append(departed(rows_SD, behind, batch))
+        dtype, shape = kind_from(self._answer(0, []))
+        if labels_S is None:
+            output_SC = rows_SD.new_empty(len(rows_SD), *shape, dtype=dtype)
+            behind.take(batch.spans, output_SC)
+            if before is None:
+                return output_SC
+            assert samples.batch is not None
+            before.give(samples.batch.spans, output_SC)
+            return None
+        loss = torch.empty((), dtype=dtype, device=rows_SD.device)
+        self.mesh.whole.link.start_transfers([], [(loss, self._teller_of(self.mesh.rank))]).result()
+        return loss + torch.stack(tokens).sum().to(dtype) if torch.is_grad_enabled() else loss
+
+    def _end(self, before: StageLink) -> Tensor | None:
+        """What the last stage does: the loss over the samples of all, or the output, which goes back."""
+        parts = list(self._taken(before))
+        rows_TD = torch.cat([part.inputs for part in parts])
+        labels = [part.labels for part in parts if part.labels is not None]
+        if not labels:
+            with torch.no_grad():
+                output_TC = rows_to_send(super().forward(rows_TD), "the output of the last stage")
+            self._answer(0, kind_of(output_TC))
+            assert parts[0].batch is not None
+            before.give(parts[0].batch.spans, output_TC)
+            return None
+        loss: Tensor = super().forward(rows_TD, torch.cat(labels))
+        self._answer(0, kind_of(loss.detach()[None, None]))
+        asking = [rank for stage in self.mesh.stages[:-1] for rank in stage]
+        told = [(loss.detach(), rank) for rank in asking if self._teller_of(rank) == self.mesh.rank]
+        self.mesh.whole.link.start_transfers(told, []).result()
+        return loss
+
+    def _teller_of(self, rank: int) -> int:
+        """The rank of the last stage that tells ``rank`` the loss."""
+        return self.mesh.stages[-1][rank % len(self.mesh.stages[-1])]
+
+    def _own(self, inputs: Any, labels: Tensor | None, options: Mapping[str, Any]) -> Iterator[Samples]:
+        """The micro-batches of a rank of the first stage."""
         if labels is None and self.training and torch.is_grad_enabled():
             raise InvalidArgument(
-                "no labels were given, and the logits of another stage have no gradients here; give labels, or call "
+                "no labels were given, and the output of another stage has no gradients here; give labels, or call "
                 "model.eval() first"
             )
-        output = self.output(inputs, options)
-        if not isinstance(output, DistantLogits):
-            raise InvalidArgument(
-                f"the model returned {quoted(output)}; with stages it returns what its split layer {name!r} gave, and "
-                "loss= does the rest"
-            )
-        if labels is not None:
-            ignored = getattr(self.loss, "ignore_index", -100)
-            check_labels(labels, len(output.features_SD), self._layer[0].out_features, ignored)
-        return output.features_SD
+        if labels is None or self.micro_batches == 1:
+            yield Samples(inputs, options, labels, is_last=True, batch=None)
+            return
+        count, size = self.micro_batches, num_samples(inputs)
+        for part in range(count):
+            its_inputs, its_options = micro_batch([inputs, dict(options)], part, count, size, with_settings=True)
+            yield Samples(its_inputs, its_options, torch.tensor_split(labels, count)[part], part == count - 1, None)
 
-    def _loss_of_taken(self, features_TD: Tensor, labels_T: Tensor) -> Tensor:
-        """That of what this owner was given, and the others."""
-        layer = self._layer[0]
-        self._agreement.begin()
+    def _taken(self, before: StageLink) -> Iterator[Samples]:
+        """The micro-batches that the stage before gives."""
+        is_last = False
+        while not is_last:
+            batch = before.begin(None)
+            is_last = batch.is_last
+            rows_TD = torch.empty(batch.num_taken, *batch.shape, dtype=batch.dtype, device=self.mesh.device)
+            labels_T = torch.empty(batch.num_taken, dtype=torch.int64, device=rows_TD.device)
+            before.take(batch.spans, rows_TD, *([labels_T] if batch.asks_for_loss else []))
+            if batch.wants_gradient:
+                rows_TD = arrived(rows_TD, before, batch)
+            yield Samples(rows_TD, {}, labels_T if batch.asks_for_loss else None, is_last, batch)
+
+    def _rows(self, samples: Samples) -> Tensor:
+        """What this stage gives the next one. The ranks of a stage with split layers meet behind it."""
+        if not self._agreement.has_layers:
+            return self._made_of(samples)
+        self._agreement.begin(has_labels=samples.labels is not None, trains=self.training)
         try:
-            return self.loss_of_split(layer(features_TD), labels_T)
-        except Exception as exc:  # of any kind: the other owners wait for this one
+            rows_SD = self._made_of(samples)
+            self._agreement.meet(END)
+        except Exception as exc:  # of any kind: the other ranks of the stage wait for this one
             self._agreement.tell(exc)
             raise
         finally:
             self._agreement.end()
+        return rows_SD
+
+    def _made_of(self, samples: Samples) -> Tensor:
+        output = self.output(samples.inputs, samples.options)
+        if samples.batch is not None:
+            rows_TD = rows_to_send(output, f"the output of stage {self.mesh.own_stage}")
+            if len(rows_TD) != samples.batch.num_taken:
+                raise InvalidArgument(
+                    f"stage {self.mesh.own_stage} made {len(rows_TD)} rows of {samples.batch.num_taken} samples; a "
+                    "stage gives one row for each, so put layers that change their number into the first stage"
+                )
+            return rows_TD
+        names = tuple(self._at.later)
+        if not isinstance(output, DistantOutput):
+            raise InvalidArgument(
+                f"the model returned {quoted(output)}; with stages it returns what its last layer {names[-1]!r} gave, "
+                "and loss= does the rest"
+            )
+        if output.passed != names:
+            raise InvalidArgument(
+                f"the model calls the layers of its later stages as {list(output.passed)}, and their scopes are "
+                f"{list(names)}; name each once, in the order of the calls"
+            )
+        if samples.labels is not None:
+            ignored = getattr(self.loss, "ignore_index", -100)
+            check_labels(samples.labels, len(output.rows_SD), self._at.num_classes, ignored)
+        return output.rows_SD
+
+    def _answer(self, failed: int, kind: list[int]) -> list[int]:
+        """Wait until the last stage has what was asked for; its kind, which the last stage gives. One exchange.
+
+        ``failed`` is 1 and the number of a rank that failed, or 0. Raises SyncError if another rank failed.
+        """
+        self._has_answered = True
+        answers = self.mesh.whole.link.exchange([failed, *(kind or [0] * KIND)])
+        culprits = [failed - 1 for failed, *_ in answers if failed]
+        if culprits:
+            raise SyncError(f"the step did not end: rank {culprits[0]} failed; its error tells why")
+        return answers[self.mesh.stages[-1][0]][1:]
+
+    def _tell(self) -> None:
+        """Tell the ranks that wait for this one; the later stages first, so that no two wait for each other."""
+        heard = [link.culprit for link in self._links if link.culprit is not None]
+        culprit = heard[0] if heard else self.mesh.rank
+        for link in self._links:
+            link.tell(culprit)
+        if not self._has_answered:
+            with contextlib.suppress(SyncError):  # the caller raises what it tells of
+                self._answer(culprit + 1, [])

@@ -152,7 +152,7 @@ def test_what_fails_on_a_rank_in_a_micro_batch_fails_on_all(rank: int, ranks: in
 def test_micro_batches_of_what_cannot_come_in_parts_are_refused() -> None:
     loss = nn.CrossEntropyLoss()
     for scopes, given in (({"": gt.Replicate()}, loss), (FUSION, None), ({**FUSION, "backbone.0": gt.Split()}, loss)):
-        with pytest.raises(InvalidArgument, match=r"micro_batches is 4; it takes one split nn\.Linear"):
+        with pytest.raises(InvalidArgument, match=r"micro_batches is 4; without stages it takes one split nn\.Linear"):
             gt.parallelize(Classifier(), gt.mesh(), scopes, loss=given, micro_batches=4)
     with pytest.raises(InvalidArgument, match="micro_batches is 0"):
         gt.parallelize(Classifier(), gt.mesh(), FUSION, loss=loss, micro_batches=0)

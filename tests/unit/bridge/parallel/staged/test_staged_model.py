@@ -1,4 +1,4 @@
-"""A model in two stages: what a model in one piece computes, on senders and owners; and what they say of errors."""
+"""A model in stages: what a model in one piece computes, on the ranks of each; and what they say of errors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from geartrain.ams.values.errors import InvalidArgument, InvalidIds, RankLost, SpecMismatch, SyncError
+from geartrain.ams.values.errors import InvalidArgument, InvalidIds, InvalidRows, RankLost, SpecMismatch, SyncError
 from geartrain.bridge.parallel.mesh import mesh
 from geartrain.bridge.parallel.parallelize import parallelize
-from geartrain.bridge.parallel.scopes import Replicate, Split
+from geartrain.bridge.parallel.scopes import Replicate, Scope, Split
 from geartrain.bridge.parallel.staged.staged_model import StagedModel
 from tests.support.rank_processes import on_ranks, run_ranks
 
@@ -34,6 +34,20 @@ class Classifier(nn.Module):
 class Scaled(Classifier):
     def forward(self, inputs: Tensor) -> Any:
         return super().forward(inputs) * 2
+
+
+class Deep(nn.Module):
+    """Layers whose outputs are maps, pooled and flat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 1), nn.Tanh())
+        self.neck = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 7), nn.Tanh())
+        self.mid = nn.Linear(7, DIM)
+        self.head = nn.Linear(DIM, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.head(self.mid(self.neck(self.body(inputs))))
 
 
 def made(kind: Callable[[], nn.Module] = Classifier) -> nn.Module:
@@ -61,13 +75,20 @@ def own_samples(model: StagedModel, sizes: list[int], step: int) -> tuple[Any, A
     return batches(sizes, step)[stages[0].index(rank)] if rank in stages[0] else (None, None)
 
 
-def train_as_one(rank: int, stages: list[list[int]], sizes: list[int], is_sharded: bool) -> None:
-    """Two steps of accumulated batches, then logits, beside the same model in one piece."""
-    scopes = {**SCOPES, "backbone": Replicate(shard=is_sharded)}
-    model = parallelize(made(), mesh(stages), scopes, loss=criterion())
+def train_as_one(
+    stages: list[list[int]],
+    sizes: list[int],
+    kind: Callable[[], nn.Module],
+    scopes: dict[str, Scope],
+    firsts: list[tuple[str, ...]],
+    micro_batches: int,
+) -> None:
+    """Two steps of accumulated batches, then logits, beside the same model in one piece; ``firsts`` of each stage."""
+    model = parallelize(made(kind), mesh(stages), scopes, loss=criterion(), micro_batches=micro_batches)
     assert isinstance(model, StagedModel)
-    whole, loss_of = made(), criterion()
+    whole, loss_of = made(kind), criterion()
     optimizers = [torch.optim.SGD(item.parameters(), lr=0.5, momentum=0.9) for item in (model, whole)]
+    exactly = {"rtol": 1e-12, "atol": 1e-14}
     for step in range(2):
         for part in range(2):
             seed = 2 * step + part
@@ -77,24 +98,25 @@ def train_as_one(rank: int, stages: list[list[int]], sizes: list[int], is_sharde
             inputs, labels = (torch.cat(item) for item in zip(*batches(sizes, seed), strict=True))
             expected = loss_of(whole(inputs), labels)
             (expected / 2).backward()
-            torch.testing.assert_close(loss, expected.detach(), check_dtype=False)
+            torch.testing.assert_close(loss, expected.detach(), check_dtype=False, **exactly)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     own = dict(model.state_dict())
     expected_state = whole.state_dict()
-    first = "backbone" if rank in stages[0] else "head"
-    assert sorted(own) == sorted(name for name in expected_state if name.startswith(first))
+    own_stage = model.mesh.own_stage
+    assert own_stage is not None
+    assert sorted(own) == sorted(name for name in expected_state if name.startswith(firsts[own_stage]))
     for name, value in own.items():
         value = value.full_tensor() if hasattr(value, "full_tensor") else value
-        torch.testing.assert_close(value, expected_state[name])
+        torch.testing.assert_close(value, expected_state[name], **exactly)
     model.eval()
     inputs, _ = own_samples(model, sizes, 9)
     logits = model(inputs)
     if inputs is None:
         assert logits is None
     else:
-        torch.testing.assert_close(logits, whole(inputs).detach())
+        torch.testing.assert_close(logits, whole(inputs).detach(), **exactly)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +126,32 @@ def train_as_one(rank: int, stages: list[list[int]], sizes: list[int], is_sharde
 def test_values_and_gradients_are_those_of_a_model_in_one_piece(
     tmp_path: Path, stages: list[list[int]], sizes: list[int], is_sharded: bool
 ) -> None:
-    run_ranks(train_as_one, sum(map(len, stages)), tmp_path, stages, sizes, is_sharded)
+    scopes = {**SCOPES, "backbone": Replicate(shard=is_sharded)}
+    ranks = sum(map(len, stages))
+    run_ranks(train_as_one, ranks, tmp_path, stages, sizes, Classifier, scopes, [("backbone",), ("head",)], 1)
+
+
+THREE: dict[str, Scope] = {
+    "body": Replicate(),
+    "neck": Replicate(stage=1),
+    "mid": Split(stage=1),
+    "head": Split(),
+}
+
+
+@pytest.mark.parametrize(
+    ("stages", "sizes", "scopes", "micro_batches"),
+    [
+        ([[0, 3], [2], [1]], [5, 3], THREE, 3),
+        ([[1], [0, 3], [2]], [6], THREE, 1),
+        ([[1], [2], [3, 0]], [3], {**THREE, "mid": Replicate(stage=1), "head": Replicate(stage=2)}, 4),
+    ],
+)
+def test_three_stages_are_a_model_in_one_piece_however_they_are_held_and_batches_divided(
+    tmp_path: Path, stages: list[list[int]], sizes: list[int], scopes: dict[str, Scope], micro_batches: int
+) -> None:
+    firsts = [("body",), ("neck", "mid"), ("head",)]
+    run_ranks(train_as_one, 4, tmp_path, stages, sizes, Deep, scopes, firsts, micro_batches)
 
 
 def staged(kind: Callable[[], nn.Module] = Classifier, stages: tuple[tuple[int, ...], ...] = ((0, 1), (2,))) -> Any:
@@ -144,19 +191,64 @@ def test_a_mistake_of_one_rank_is_an_error_on_every_rank(rank: int) -> None:
     model(inputs, labels).backward()
 
 
+def failing(module: nn.Module, at_call: int) -> Any:
+    """Let ``module`` fail in a forward pass from now on; a handle to remove that."""
+    calls = iter(range(at_call + 1))
+
+    def count(*_: Any) -> None:
+        if next(calls) == at_call:
+            raise ValueError("out of order")
+
+    return module.register_forward_pre_hook(count)
+
+
+@on_ranks(4)
+def test_a_failure_in_any_micro_batch_of_any_of_three_stages_is_an_error_on_every_rank(rank: int) -> None:
+    model = parallelize(made(Deep), mesh([[0], [1, 2], [3]]), THREE, loss=nn.CrossEntropyLoss(), micro_batches=3)
+    inputs, labels = own_samples(model, [6], 0)
+    for culprit, layer in ((0, "body"), (1, "neck"), (2, "mid"), (3, "head")):
+        handle = failing(model.module.get_submodule(layer), 0 if culprit == 3 else 1) if rank == culprit else None
+        with raises(rank == culprit, ValueError, "out of order", "failed; its error tells why"):  # type: ignore[arg-type]
+            model(inputs, labels)
+        if handle is not None:
+            handle.remove()
+    wrong = None if labels is None else labels.clone().fill_(CLASSES)
+    with raises(rank == 0, InvalidIds, "11 is no class", "rank 0 failed"):
+        model(inputs, wrong)
+    model(inputs, labels).backward()
+
+
 @on_ranks(3)
 def test_what_cannot_be_staged_is_refused_by_name_and_each_stage_makes_its_part(rank: int) -> None:
     """What cannot be; then a model on the meta device, of which no rank makes the other stage's part."""
-    two, loss = mesh([[0], [1, 2]]), nn.CrossEntropyLoss()
+    two, three, loss = mesh([[0], [1, 2]]), mesh([[0], [1], [2]]), nn.CrossEntropyLoss()
     for on, scopes, named in (
-        (mesh([[0], [1], [2]]), SCOPES, "3 stages"),
-        (two, {"": Replicate()}, "one nn.Linear is split, and these are: none"),
-        (two, {"backbone.0": Split(), "head": Split()}, "backbone.0"),
+        (three, {**THREE, "neck": Replicate(), "mid": Replicate()}, r"stage 1 \(ranks \[1\]\) has no layer"),
+        (two, {"": Replicate()}, r"stage 1 \(ranks \[1, 2\]\) has no layer.*gt\.Replicate\(stage=1\)"),
+        (two, {**THREE, "head": Split(stage=2)}, "'head' has stage=2, and the mesh has stages 0 to 1"),
+        (three, {**THREE, "neck.2": Split()}, "'neck.2' lies inside 'neck', which is of stage 1"),
     ):
         with pytest.raises(InvalidArgument, match=named):
-            parallelize(made(), on, scopes, loss=loss)
+            parallelize(made(Deep), on, scopes, loss=loss)
+    tied = Deep()
+    tied.mid = nn.Linear(7, 7)
+    tied.neck[2].bias = tied.mid.bias
+    with pytest.raises(InvalidArgument, match=r"'neck.2.bias' and 'mid.bias' are one, in stages 1 and 2"):
+        parallelize(tied, three, {**THREE, "mid": Replicate(stage=2)}, loss=loss)
+    with pytest.raises(InvalidArgument, match="stage is -1"):
+        Replicate(stage=-1)
+    with pytest.raises(InvalidArgument, match=r"'ids' is an nn\.Embedding.*gt\.Split\(stage=0\)"):
+        parallelize(nn.ModuleDict({"ids": nn.Embedding(3, 2)}), two, {"ids": Split()}, loss=loss)
     with pytest.raises(InvalidArgument, match="give loss="):
         parallelize(made(), two, SCOPES)
+    unshaped = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4), nn.Linear(4, 4))
+    model = parallelize(unshaped, three, {str(n): Replicate(stage=n) for n in range(3)}, loss=loss)
+    with raises(rank == 1, InvalidRows, r"output of stage 1 is tuple; .* Pool or flatten", "rank 1 failed"):
+        model(*((torch.ones(2, 4), torch.ones(2).long()) if rank == 0 else (None, None)))
+    model = parallelize(made(Deep), two, {"body": Replicate(), "mid": Split(), "neck": Replicate(stage=1),
+                                         "head": Split()}, loss=loss)  # fmt: skip
+    with raises(rank == 0, InvalidArgument, r"in the order of the calls", "rank 0 failed"):
+        model(*((torch.ones(2, 4).double(), torch.ones(2).long()) if rank == 0 else (None, None)))
     with torch.device("meta"):
         blank = Classifier()
     model = parallelize(blank, two, SCOPES, loss=loss)
