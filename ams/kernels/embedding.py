@@ -19,9 +19,7 @@ from geartrain.ams.values.specs import Ids
 
 PoolingName = Literal["sum", "mean", "sqrtn", "max"]
 POOLINGS: tuple[PoolingName | None, ...] = (None, "sum", "mean", "sqrtn", "max")
-"""Poolings in the order of the compiled module. With weights w: Σ w·x, Σ w·x / Σ w, Σ w·x / √Σ w², and the largest
-x.
-"""
+"""Poolings by the numbers of the compiled module. With weights w: Σ w·x, Σ w·x / Σ w, Σ w·x / √Σ w², largest x."""
 Floats = npt.NDArray[np.float32]
 Bags = Ids | int
 """Starts of the bags among the ids, and the end [bags + 1]; or the number of ids of each."""
@@ -67,9 +65,7 @@ class Lookup:
         return self._lookup.places_of(feature)
 
     def places_among(self, table: int, ids: Ids) -> npt.NDArray[np.int32]:
-        """Return the indices, among the distinct ids of a table, of those ``ids`` [K] that are there. One lookup
-        each.
-        """
+        """Return the indices, among the distinct ids of a table, of those ``ids`` [K] that are there."""
         places = np.empty(len(ids), np.int32)
         return places[: self._lookup.places_among(table, ids, places)]
 
@@ -113,11 +109,10 @@ class MappedRows:
     def pull(
         self, tables: Sequence[int], ids: Sequence[Ids], *, out: Sequence[npt.NDArray[Any]]
     ) -> dict[int, npt.NDArray[np.int64]]:
-        """Write the rows of the ``ids`` [N] of each of ``tables``, given by number, to its ``out`` [N, D], which may be
-        columns of a wider array.
+        """Write the rows of ``ids`` [N] of each of ``tables``, given by number, to its ``out`` [N, D].
 
-        Returns, by index in ``tables``, the ascending indices of ids without a row, where there are any; ``out`` stays
-        unchanged there.
+        ``out`` may be columns of a wider array. Returns, by index in ``tables``, the ascending indices of ids without a
+        row, where there are any; ``out`` stays unchanged there.
         """
         missing, counts = np.empty(sum(map(len, ids)), np.int64), np.empty(len(tables), np.int64)
         bits = [rows if rows.dtype == np.float32 else rows.view(np.uint16) for rows in out]

@@ -119,9 +119,7 @@ def best_classes(
 def first_of_each(
     scores: Floats, rows: npt.NDArray[np.int64], k: int, centers: int
 ) -> tuple[Floats, npt.NDArray[np.int64]]:
-    """Return the scores and numbers of the k best classes, from sorted scores of rows with up to ``centers`` rows a
-    class.
-    """
+    """Return the scores and numbers of the k best classes, from sorted scores of rows, up to ``centers`` a class."""
     if centers == 1:
         return scores, rows
     classes = rows // centers

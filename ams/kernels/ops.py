@@ -27,9 +27,7 @@ _INT64 = np.dtype(np.int64)
 
 
 def isa() -> str:
-    """Return the instruction set in use: ``baseline``, ``avx2``, ``avx512`` or ``amx`` (``GEARTRAIN_ISA`` forces
-    one).
-    """
+    """Return the instruction set in use: ``baseline``, ``avx2``, ``avx512``, ``amx`` (``GEARTRAIN_ISA`` forces one)."""
     return _core.isa
 
 

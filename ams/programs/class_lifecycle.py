@@ -115,9 +115,7 @@ class LiveClasses:
         return ids
 
     def free_ids(self, count: int) -> Ids:
-        """Return the lowest ``count`` ids without a living class, ascending. Raises InvalidArgument if there are
-        fewer.
-        """
+        """Return the lowest ``count`` ids without a living class, ascending. Raises InvalidArgument if too few."""
         free = self.num_classes - self.num_living
         if count > free:
             raise InvalidArgument(
@@ -133,9 +131,7 @@ class LiveClasses:
         return LiveClasses(self.num_classes, _complement(living, self.num_classes))
 
     def without(self, ids: Ids) -> LiveClasses:
-        """Return these classes without the living ``ids``, which are distinct. Raises InvalidArgument if none would be
-        left.
-        """
+        """Return these classes without the living ``ids``, distinct. Raises InvalidArgument if none would be left."""
         return LiveClasses(self.num_classes, _joined(self.retired_runs, ids))
 
     def select(self, select: Selection, labels: Ids, step: int) -> ActiveClasses:

@@ -52,9 +52,7 @@ class HostedRows(Protocol):
         """Return whether this shard owns each of ``ids`` [N], bool [N]."""
 
     def read(self, ids: Ids) -> Float32:
-        """Return the rows [N, D] of owned ``ids`` [N] as a float32 copy; rows never written have their initial
-        value.
-        """
+        """Return the rows [N, D] of owned ``ids`` [N] as a float32 copy; unwritten rows have their initial value."""
 
     def side_by_side(self, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """Return the results of ``function(item)`` in order, computed on the threads that the shard may use."""
@@ -69,8 +67,7 @@ class Gradients:
     ids: Callable[[Any], Ids]
     """Function from a chunk to its ids [N], distinct."""
     make: Callable[[Any], Float32]
-    """Function from a chunk to its gradients [N, D]: the same each time while its rows do not change. Called on several
-    threads."""
+    """Function from a chunk to its gradients [N, D], which follow from its rows. Called on several threads."""
     num_rows: int
     """Number of rows of all chunks."""
     largest: float

@@ -272,9 +272,7 @@ class SamplingCorrection:
 
 
 def positives_and_sample(labels: Ids, num_classes: int, budget: int, seed: int, step: int) -> ActiveClasses:
-    """Return the distinct labels, filled up to ``budget`` with the first others of the keyed permutation of (seed,
-    step).
-    """
+    """Return the distinct labels, filled up to ``budget`` from the keyed permutation of (seed, step)."""
     positives = np.unique(labels)
     budget = max(budget, len(positives))
     if budget >= num_classes:

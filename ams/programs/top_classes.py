@@ -40,7 +40,7 @@ class SearchedRows:
 
     @classmethod
     def of(cls, rows_SD: Float32, ids: Ids, centers: int = 1, *, normalised: bool, threads: int) -> SearchedRows:
-        """Return an index that owns ``rows_SD``, normalised in place if ``normalised``. Raises NonFinite, naming a
+        """Return an index that owns ``rows_SD``, normalised in place if ``normalised``. Raises NonFinite: names a
         class.
         """
         if normalised:
@@ -68,11 +68,11 @@ def top_classes(
     chunks: Sequence[tuple[int, int]],
     parts: int,
 ) -> Arrays:
-    """Return ``scores`` float32, ``ids`` int64 [B, k'] of the best living classes here, best first, k' = min(k, those
-    here).
+    """Return ``scores`` float32, ``ids`` int64 [B, k'] of the best living classes here, best first.
 
-    The score of a class is the largest of its ``centers``, which lie one after the other in its row [``centers`` · D].
-    ``chunks`` of the owned rows are processed in ``parts``, in parallel. Raises InvalidArgument for an impossible k.
+    k' = min(k, those here). The score of a class is the largest of its ``centers``, which lie one after the other in
+    its row [``centers`` · D]. ``chunks`` of the owned rows are processed in ``parts``, in parallel. Raises
+    InvalidArgument for an impossible k.
     """
     size = len(features_BD)
     if k < 1 or k * size > MOST_ANSWERS:

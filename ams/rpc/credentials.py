@@ -85,8 +85,8 @@ class Credentials:
     """Factory of the channels and ports of this process, with its certificates or without any. Thread-safe."""
 
     def __init__(self, folder: str | None, role: str, token: str | None = None) -> None:
-        """Read the certificate of ``role`` in ``folder``, and the token in a file. Raises ConfigError if it is not
-        usable."""
+        """Read the certificate of ``role`` in ``folder``, and the token in a file. Raises ConfigError for unusable
+        ones."""
         if token is not None and folder is None:
             raise ConfigError(
                 "security.token is set, and security.folder is not: a token goes under TLS alone; name the folder of "
@@ -118,8 +118,8 @@ class Credentials:
         return () if files is None else files.names
 
     def believes(self, certificate: bytes, chain: bytes = b"") -> bool:
-        """Return whether a peer's certificate (PEM, with its intermediates) is still trusted: connections may be older
-        than ``ca.pem``."""
+        """Return whether a peer's certificate (PEM, with intermediates) is still trusted, as ``ca.pem`` may be
+        newer."""
         files = self._current()
         return files is not None and _is_believed(files.authorities, certificate, chain)
 
@@ -180,8 +180,7 @@ class Credentials:
         return secure
 
     def https(self, *, shows_certificate: bool) -> tuple[ssl.SSLContext, Callable[[], None]]:
-        """Return the TLS context of an HTTPS port; with ``shows_certificate`` each client must show one of this
-        cluster.
+        """Return the TLS context of an HTTPS port; ``shows_certificate``: each client must show one of this cluster.
 
         The returned function, called from time to time, loads changed files; a removed authority is trusted until a
         restart.

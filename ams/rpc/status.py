@@ -1,6 +1,4 @@
-"""Conversion of Geartrain's errors to gRPC status and back: a standard code, and the error's name in the trailing
-metadata.
-"""
+"""Conversion between Geartrain's errors and gRPC status: a standard code, with the error's name in the metadata."""
 
 from __future__ import annotations
 

@@ -1,3 +1,1 @@
-"""Server role: shards that run one request at a time, apply each write exactly once, and freeze tables for
-snapshots.
-"""
+"""Server role: shards that run one request at a time, apply each write exactly once, and are saved in snapshots."""

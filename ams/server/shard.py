@@ -262,9 +262,7 @@ class Shard:
             self.lease.check()
 
     def hear_incarnation(self, highest: int) -> None:
-        """Record the highest incarnation that the scheduler has issued: callers may have numbers up to about that. Any
-        thread.
-        """
+        """Record the highest incarnation issued by the scheduler, an approximate bound for callers. Any thread."""
         self._completed_writes.hear_given(highest)
 
     @property

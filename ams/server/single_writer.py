@@ -69,8 +69,7 @@ class SingleWriter:
         self._alarm = alarm
         """Time at which the own thread looks at the deadlines next, on the clock."""
         self._calls: queue.SimpleQueue[tuple[QueuedRequest, Place] | None] = queue.SimpleQueue()
-        """Calls with their places in the queue for the turn, in its order. None: check the deadlines and ``_closed``
-        again."""
+        """Calls with their places in the queue for the turn, in order. None: check deadlines and ``_closed`` again."""
         self._closed = False
         self._gate = threading.Lock()
         """Lock of ``_closed`` and the order of ``_calls``."""
@@ -176,8 +175,8 @@ class SingleWriter:
         self._alarm.at = math.inf if deadline is None else deadline
 
     def _next_entry(self) -> tuple[QueuedRequest | None, Place] | None:
-        """Return the next call in the queue; a place without a call, if a deadline passes first; None: it was closed,
-        and nothing is left.
+        """Return the next call in the queue; a place without a call, if a deadline passes first; None: closed, and
+        empty.
 
         This thread waits for no other place while calls are queued: the turn may be that of one of them already.
         """

@@ -180,8 +180,8 @@ def _target_address(value: str) -> str:
 
 
 def _text_list(value: object) -> object:
-    """Split ``"7001,7002"`` or ``"my_package.rules,other.rules"``, the form of a flag or an environment variable; one
-    number is a list, too."""
+    """Split ``"7001,7002"`` or ``"my_package.rules,other.rules"``, of a flag or an environment variable; accept one
+    number."""
     if isinstance(value, int):
         return (value,)
     return value.strip("[]").split(",") if isinstance(value, str) else value
@@ -306,9 +306,7 @@ class RoleConfig(Section):
 
 
 def require_private(key: str, address: str, insecure: bool) -> None:
-    """Raise ConfigError if other machines could reach ``address``, the setting ``key``, unprotected and without
-    ``insecure``.
-    """
+    """Raise ConfigError if other machines could reach ``address``, the setting ``key``, without ``insecure`` or TLS."""
     if not (insecure or is_loopback(address) or identity(address)[0]):
         raise ConfigError(
             f"{key} {address!r} can be reached from other machines, and traffic would be neither encrypted "
@@ -364,8 +362,8 @@ class ServerConfig(RoleConfig):
     memory_bytes: int | None = Field(default=None, ge=MIB)
     """Most bytes of rows, slots and indexes; writes beyond are refused. None: a share of the container or machine."""
     cpus: Cpus | None = None
-    """CPUs of all threads of the process, as 0-3,6. Each shard's row threads keep to its share of them; with as many
-    CPUs as shards each thread has a core. None: all CPUs of the process."""
+    """CPUs of all threads of the process, as 0-3,6. Row threads keep to their shard's share; with one CPU a shard each
+    has a core of its own. None: all CPUs of the process."""
     memory_node: int | None = Field(default=None, ge=0, lt=64)
     """NUMA node that rows are allocated on while it has memory; None: that of the allocating CPU."""
     threads: int | None = Field(default=None, ge=1, le=256)
@@ -463,23 +461,19 @@ class ServeConfig(RoleConfig):
     """Running training to follow, as NAME=RUN or RUN: a folder or URL of its snapshots, or its scheduler's HOST:PORT or
     HOST:PORT/JOB. Each new snapshot is served; of a folder of exported models, each new model."""
     versions: str | None = Field(default=None, min_length=1)
-    """Folder for the versions of the followed model, which are served at once after a restart. None: a temporary one.
-    """
+    """Folder for the versions of the followed model, served at once after a restart. None: a temporary one."""
     keep: int = Field(default=3, ge=2)
     """Number of followed versions that are kept for a rollback."""
     recall: float = Field(default=1.0, gt=0, le=1)
-    """Least recall of a followed classifier: the share of requests whose best class must be found; below 1 many classes
-    get an index."""
+    """Least share of requests whose best class a followed classifier must find; below 1 many classes get an index."""
     part: Annotated[str, AfterValidator(_part)] | None = None
     """Part of the followed model's classes: 2/3 serves the second of three equal parts. None: all of them."""
     parts: Annotated[tuple[TargetAddress, ...], BeforeValidator(_words)] = ()
     """HOST:PORT of the services of all parts, which search the classes for this one; it has no class rows itself."""
     backbone: str | None = Field(default=None, min_length=1)
-    """Function of yours that builds the network of the followed model (package.module:function); only then is it run.
-    """
+    """Function of yours that builds the followed model's network (package.module:function); no code runs without it."""
     preprocessing: str | None = Field(default=None, min_length=1)
-    """Function of yours that turns the inputs of requests into tensors (package.module:function); only then is it run.
-    """
+    """Function of yours from inputs of requests to tensors (package.module:function); no code runs without it."""
     grpc: ListenAddress | None = None
     """Address for gRPC (KServe's v2 protocol); None: HTTP alone."""
     workers: int = Field(default=1, ge=1, le=256)
@@ -505,8 +499,7 @@ class ServeConfig(RoleConfig):
     body_seconds: Seconds = 10.0
     """Longest time for the headers, and for the body, of a request to arrive (408)."""
     requests_per_second: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Most requests a second of one client (a token, else an address), over more than a second (429). None: no limit.
-    """
+    """Most requests a second of one client (a token, else an address), over a second or more (429). None: no limit."""
     origins: TextList = ()
     """Origins of other web pages that may send requests, as https://example.com (CORS). None by default."""
 

@@ -252,8 +252,7 @@ class StepPartlyApplied(SyncError):
 
 
 class WorkerStalled(SyncError):
-    """A worker waited too long for slower ones of its job, which are alive (see ``gt.SSP``). The message names the
-    slowest.
+    """A worker waited too long for slower ones of its job, which are alive (see ``gt.SSP``): names the slowest.
 
     The pushes of the step are applied. Another ``step()`` continues to wait.
     """
@@ -341,9 +340,7 @@ class StateDamaged(StateError):
 
 
 class StateFailed(StateError):
-    """A change of the state could not be written. It may or may not be there after a restart; it was not
-    acknowledged.
-    """
+    """A change of the state could not be written. A restart may find it or not; it was not acknowledged."""
 
 
 class OutOfMemory(GeartrainError, MemoryError):
@@ -354,8 +351,7 @@ class OutOfMemory(GeartrainError, MemoryError):
 
 
 class TableFull(OutOfMemory):
-    """A write has more new rows than fit below the table's ``max_bytes`` beside its others. The message has both
-    numbers.
+    """A write has more new rows than fit below the table's ``max_bytes`` beside its others: says both numbers.
 
     The shard that raises this has applied nothing of it, and evicted nothing.
     """

@@ -32,8 +32,7 @@ class GraphInfo:
     shard_bytes: tuple[int, ...] = ()
     """Bytes of each shard's part, if the graph is cut to the classes of each; empty if the cluster did not answer."""
     age_writes: int | None = None
-    """Writes to the rows since; None: not known, as the table is gone or was made anew, or the cluster did not
-    answer."""
+    """Writes to the rows since; None: not known, as the table is gone or new, or the cluster did not answer."""
 
 
 @dataclass(frozen=True, kw_only=True)

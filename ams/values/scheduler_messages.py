@@ -331,8 +331,7 @@ class DescribeCluster(Rpc[ClusterView]):
 
 @dataclass(frozen=True, kw_only=True)
 class CreateClusterTable(Rpc[TableSpec]):
-    """Create a table on all shards; the reply is the table as it is now. Raises StaleClient if ``caller`` belongs to a
-    job that was taken over."""
+    """Create a table on all shards; the reply is the present table. Raises StaleClient after a takeover of the job."""
 
     spec: TableSpec
     reuse: bool = False
@@ -345,8 +344,7 @@ class CreateClusterTable(Rpc[TableSpec]):
 
 @dataclass(frozen=True, kw_only=True)
 class AlterClusterTable(Rpc[TableSpec]):
-    """Give an existing table the ``settings`` of ``spec``; the reply is the table as it is now. Raises StaleClient as
-    CreateClusterTable does."""
+    """Change ``settings`` of a table to those of ``spec``; the reply is the table. Raises StaleClient likewise."""
 
     spec: TableSpec
     settings: tuple[str, ...]
@@ -355,9 +353,7 @@ class AlterClusterTable(Rpc[TableSpec]):
 
 @dataclass(frozen=True, kw_only=True)
 class PublishClusterTables(Rpc[None]):
-    """Publish restored tables, all at once. Raises as Scheduler.publish_tables, and StaleClient as
-    CreateClusterTable.
-    """
+    """Publish restored tables, all at once. Raises as Scheduler.publish_tables, StaleClient as CreateClusterTable."""
 
     tables: tuple[str, ...]
     incarnations: tuple[int, ...]
@@ -537,9 +533,7 @@ class ReadRendezvous(Rpc[tuple[RendezvousValue, ...]]):
 
 @dataclass(frozen=True, kw_only=True)
 class WriteRendezvous(Rpc[RendezvousValue]):
-    """Set, add to, or remove a value. Idempotent. The reply is the value after it: written if it has this
-    ``version``.
-    """
+    """Set, add to, or remove a value. Idempotent. The reply is the value then: written if it has this ``version``."""
 
     job: str
     key: str

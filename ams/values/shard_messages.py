@@ -109,8 +109,7 @@ class TableState:
     refused_ids: int = 0
     """Approximate number of ids that are counted and not admitted so far: see ``gt.MinCount``."""
     refused_gradients: int = 0
-    """Dropped gradients of ids that were not admitted: one for each id and push, since the table was made on this
-    shard."""
+    """Dropped gradients of ids that were not admitted: one for each id and push, since the table was made here."""
     refused_occurrences: int = 0
     """Occurrences of those ids in those pushes."""
     next_step: int = 0
@@ -308,8 +307,7 @@ class Describe(Rpc[ShardState]):
 
 @dataclass(frozen=True, kw_only=True)
 class Freeze(Rpc[Done]):
-    """Freeze tables for a snapshot or an export, while writes go on. Ends other freezes of the same tables, unless it
-    is for an export.
+    """Freeze tables for a snapshot or an export. A snapshot ends other freezes of the same tables. Writes go on.
 
     A repeated call renews the freeze's lease of FREEZE_LEASE_SECONDS; the owner repeats it.
     """

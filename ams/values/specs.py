@@ -127,8 +127,8 @@ class TableSpec:
     seed: int = 0
     """Seed of the initial values and of stochastic rounding, an unsigned 64-bit integer."""
     dtype: DTypeName = "float32"
-    """Storage type of the rows; arithmetic is float32. An update is rounded to 16 bits stochastically, an assigned
-    value to the nearest."""
+    """Storage type of the rows; arithmetic is float32. 16-bit updates are rounded stochastically, assigns to
+    nearest."""
     slot_dtype: DTypeName = "float32"
     """Storage type of the slots (momentum), rounded as the rows are; some optimizers' are float32."""
     admission: Admission | None = None
@@ -291,9 +291,7 @@ class TableSpec:
         return replace(self, **settings, altered=other.altered)
 
     def fixed_unlike(self, other: TableSpec) -> str:
-        """Return :meth:`unlike` of the fields that cannot change; empty: it is the same table, maybe with other
-        settings.
-        """
+        """Return :meth:`unlike` of the fields that cannot change; empty: the same table, maybe with other settings."""
         return self.with_settings(other).unlike(other)
 
     def is_same_table(self, other: TableSpec) -> bool:

@@ -44,9 +44,7 @@ def printable(text: str) -> str:
 
 
 def shown_url(url: str) -> str:
-    """Return the part of a URL that messages may show: scheme, host, port and path; the scheme alone if there may be a
-    password.
-    """
+    """Return the scheme, host, port and path of a URL for messages; the scheme alone if there may be a password."""
     found = _SHOWN_URL.fullmatch(url)
     if found is not None:
         return printable(found[1] + found[2])

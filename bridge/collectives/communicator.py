@@ -253,9 +253,7 @@ class Communicator:
         return results[0]
 
     def gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return the tensors [n_r, …] of all ranks, one after the other: [Σ n_r, …]. One all-gather of R · max(n_r)
-        rows.
-        """
+        """Return the tensors [n_r, …] of all ranks, in rank order, [Σ n_r, …]. One all-gather of R · max(n_r) rows."""
         return self.start_gather(tensor, sizes).result()
 
     def start_gather(self, tensor: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
@@ -494,9 +492,7 @@ class Communicator:
 
 
 def time_limit(group: dist.ProcessGroup | None = None) -> timedelta | None:
-    """Return how long collectives of ``group`` (None: of all ranks) wait for a rank; torch does not pass it to new
-    groups.
-    """
+    """Return the time limit of collectives of ``group`` (None: all ranks), which torch does not pass to new groups."""
     of: Any = group or dist.group.WORLD
     device = torch.device("cuda") if "nccl" in str(dist.get_backend(group)) else _HOST
     limit: timedelta | None = getattr(getattr(of._get_backend(device), "options", None), "_timeout", None)

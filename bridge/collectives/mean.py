@@ -29,8 +29,7 @@ class _MeanOfRanks(torch.autograd.Function):
 
 
 def mean_of_ranks(own_sum: Tensor, amount: Tensor | None, link: Communicator) -> Tensor:
-    """Return Σ ``own_sum`` / Σ ``amount`` over the ranks (None: 1), the same number on each: one all-reduce of two
-    numbers.
+    """Return Σ ``own_sum`` / Σ ``amount`` over the ranks (None: 1), the same on each: one all-reduce of two numbers.
 
     Backward gives R times the derivative, as gradients of replicated parts are averaged over the R ranks.
     """

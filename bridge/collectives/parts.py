@@ -77,8 +77,7 @@ class GatheredParts:
             self._take()
 
     def begin_or_fail(self, part: int, rows_SD: Tensor, failure: Exception | None) -> None:
-        """Do :meth:`begin` with an exchange of one number: whether this rank has a ``failure``, and still gives some
-        rows.
+        """Do :meth:`begin` with an exchange of one number: whether this rank has a ``failure``. It still gives rows.
 
         It is checked with the next part, or in :meth:`whole`: then every rank raises, that failure there, SyncError
         elsewhere.

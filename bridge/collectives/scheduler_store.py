@@ -1,7 +1,9 @@
-"""Rendezvous store of ranks at the scheduler, protected by its certificates; torch's own TCPStore trusts any peer that
-reaches its port.
+"""Rendezvous store of ranks at the scheduler, protected by its certificates.
 
-``torchrun --rdzv-backend geartrain`` (``workers/rendezvous.py``) announces it to ranks by an environment variable.
+torch's own TCPStore trusts any peer that reaches its port.
+
+``torchrun --rdzv-backend geartrain`` (``workers/rendezvous.py``) announces this store to ranks by an environment
+variable.
 """
 
 from __future__ import annotations

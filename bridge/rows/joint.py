@@ -127,9 +127,7 @@ class JointOptimizer(torch.optim.Optimizer):
         """Ignore the state that torch's constructor sets."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add dense parameters, after all present groups. Raises InvalidArgument for rows, which are given at
-        construction.
-        """
+        """Add dense parameters, after all present groups. Raises InvalidArgument for rows."""
         if any(param_group is group for group in self.param_groups):
             return  # torch's constructor adds the present ones
         params = param_group["params"]

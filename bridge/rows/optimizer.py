@@ -120,9 +120,7 @@ class RowOptimizer(torch.optim.Optimizer):
             self._unscaled = now
 
     def check(self) -> list[CheckedUpdate]:
-        """Return the updates that :meth:`push` is to apply. Raises the errors of :meth:`step` before any push; nothing
-        travels.
-        """
+        """Return the updates for :meth:`push`. Raises the errors of :meth:`step` before any push; nothing travels."""
         for update in self._updates.values():  # pushes of earlier steps first
             if update.background is not None:
                 update.background.settle()
@@ -211,15 +209,11 @@ class RowOptimizer(torch.optim.Optimizer):
             update.multiply(factor)
 
     def squared_norm(self) -> float:
-        """Return Σ g² of the pending row gradients of all modules, as the step would apply them. Cost: see
-        clip_grad_norm_.
-        """
+        """Return Σ g² of all pending row gradients, as the step would apply them; costs as :func:`clip_grad_norm_`."""
         return math.fsum(update.squared_norm() for update in self._updates.values())
 
     def squares_on_device(self) -> list[Tensor] | None:
-        """Return the terms of :meth:`squared_norm` (0-dim, float64) on the devices of the rows; None: some are on a
-        host.
-        """
+        """Return the terms of :meth:`squared_norm` (0-dim, float64) on the rows' devices; None: some are on a host."""
         found = [update.squares_on_device() for update in self._updates.values()]
         return None if any(squares is None for squares in found) else [item for item in found if item is not None]
 
@@ -229,9 +223,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
 
 def forget_scale(optimizer: Any) -> None:
-    """Remove GradScaler's attributes, so that it may call a failed step again: it would count them as a further
-    scale.
-    """
+    """Remove GradScaler's attributes after a failed step: at a retry they would count as a further scale."""
     for name in ("grad_scale", "found_inf"):
         optimizer.__dict__.pop(name, None)
 
@@ -241,9 +233,7 @@ class Clippable(Protocol):
     """Optimizer of its own parameters that can be clipped, such as a DenseTable."""
 
     def clippable(self) -> list[Tensor]:
-        """Return the parameters whose ``grad`` counts and is scaled in place. Raises InvalidArgument if it cannot be
-        clipped.
-        """
+        """Return the parameters whose ``grad`` is clipped in place. Raises InvalidArgument if it cannot be."""
 
 
 @runtime_checkable

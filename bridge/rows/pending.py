@@ -114,14 +114,11 @@ class PendingUpdate(ABC, Generic[G]):
         return optimizer
 
     def param_group(self) -> dict[str, Any]:
-        """Return the group of the rows in a torch.optim.Optimizer: the carrier, the numbers of their optimizer, the
-        table's name."""
+        """Return the rows' group in a torch.optim.Optimizer: carrier, numbers of their optimizer, name of the table."""
         return {"params": [self.carrier], **self.first_optimizer.settings(), "table": self.name}
 
     def optimizer_of(self, group: Mapping[str, Any]) -> RowOptimizerSpec:
-        """Return the table's optimizer with the numbers of such a group. Raises InvalidArgument that names an invalid
-        one.
-        """
+        """Return the table's optimizer with the numbers of such a group. Raises InvalidArgument for an invalid one."""
         try:
             made = optimizer_with(self.table.spec.optimizer, group)
             if not made.lr <= _MOST_LR:
@@ -158,9 +155,7 @@ class PendingUpdate(ABC, Generic[G]):
 
     @property
     def draw(self) -> int:
-        """Number that, with the seed, decides which classes are sampled; it rises at every step, also with frozen
-        rows.
-        """
+        """Number that, with the seed, decides which classes are sampled; rises at every step, also of frozen rows."""
         return self.step + self.frozen_steps
 
     def on(self, device: torch.device) -> StandIn:
@@ -179,8 +174,7 @@ class PendingUpdate(ABC, Generic[G]):
         return self.stand_in
 
     def defer(self, call: BackwardCall, upstream: Any) -> Tensor:
-        """Register ``call`` to queue its row gradients once autograd accumulates into the stand-in; return its gradient
-        [0].
+        """Register ``call`` to queue its row gradients once autograd reaches the stand-in; return its gradient [0].
 
         An earlier registration of the call was from ``torch.autograd.grad``, which accumulates nothing, and is dropped.
         """
@@ -260,9 +254,7 @@ class PendingUpdate(ABC, Generic[G]):
         self.carrier.grad = StandInGradient.of(grad, self.name, self.stand_in.forget, is_norm=self._is_norm)
 
     def gradient_of_module(self) -> Tensor | None:
-        """Return the gradient [1] of the module's parameter, in the memory of the carrier's; None without row
-        gradients.
-        """
+        """Return the gradient [1] of the module's parameter, in the memory of the carrier's; None without one."""
         grad = self.carrier.grad
         if self._pending is None or grad is None:
             return None
@@ -270,9 +262,7 @@ class PendingUpdate(ABC, Generic[G]):
         return StandInGradient.of(own, self.name, forget, is_norm=self._is_norm, is_unscaled_elsewhere=True)
 
     def _shown(self) -> Tensor | None:
-        """Return the carrier's gradient [1] as a plain tensor in the same memory. Raises InvalidArgument if it was
-        replaced.
-        """
+        """Return the carrier's gradient [1] as a plain tensor in its memory. Raises InvalidArgument for another one."""
         grad = self.carrier.grad
         if grad is None:
             return None
@@ -343,9 +333,7 @@ class PendingUpdate(ABC, Generic[G]):
         """Count the step of a replayed ``graph``."""
 
     def squared_norm(self) -> float:
-        """Return Σ g² of the pending gradients as they would be applied; 0 if there are none, NaN if one is not
-        finite.
-        """
+        """Return Σ g² of the pending gradients as they would be applied; 0 without any, NaN if one is not finite."""
         grad = self._shown()
         if self._pending is None or grad is None:
             return 0.0
@@ -353,8 +341,7 @@ class PendingUpdate(ABC, Generic[G]):
         return self._squared_norm(self._pending, factor) if finite else math.nan
 
     def squares_on_device(self) -> Tensor | None:
-        """Return :meth:`squared_norm` (0-dim, float64) on the device of the rows, without waiting; None: only a host
-        can compute it."""
+        """Return :meth:`squared_norm` (0-dim, float64) on the rows' device, without waiting; None: only a host can."""
         return None
 
     def _squared_norm(self, pending: G, factor: float) -> float:
@@ -442,9 +429,7 @@ class RowModule(Protocol):
 
 
 def require_row_module(module: object) -> PendingUpdate[Any]:
-    """Return the module's pending update. Raises InvalidArgument that says what ``module`` lacks of a
-    :class:`RowModule`.
-    """
+    """Return the module's pending update. Raises InvalidArgument with what a :class:`RowModule` has and it lacks."""
     update = getattr(module, "row_update", None)
     if isinstance(update, PendingUpdate):
         return update

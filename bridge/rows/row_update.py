@@ -37,13 +37,10 @@ class RowGradient(CollectedGradient, Protocol):
     """Prepared part of it, as set by the last :meth:`RowUpdate.prepare_push`; 0 at first."""
 
     def push(self, update: RowUpdate) -> None:
-        """Prepare each push of it by ``update``, which sends the last; a second call after an error continues after the
-        prepared part."""
+        """Prepare each push of it by ``update``, which sends the last; after an error a second call resumes."""
 
     def joint_squared_norm(self, ranks: SyncRanks, weight: float) -> float:
-        """Return Σ g² over all rows of the sum over the ranks of ``weight`` · gradient, the same on each.
-        Collective.
-        """
+        """Return Σ g² of the sum over the ranks of ``weight`` · gradient, over all rows, on each rank. Collective."""
 
 
 class RowUpdate(PendingUpdate[RowGradient]):

@@ -33,9 +33,7 @@ def identity_of(table: ReadableTable, recent_labels: Ids) -> dict[str, Any]:
 
 
 def identities_of(tables: Sequence[Table], recent_ids: Sequence[Ids]) -> list[dict[str, Any]]:
-    """Return :func:`identity_of` each of several tables of a cluster, in one pull: so a dead shard is waited for
-    once.
-    """
+    """Return :func:`identity_of` each of a cluster's tables, in one pull: so a dead shard is waited for once."""
     looked_at = [_looked_at(table, recent) for table, recent in zip(tables, recent_ids, strict=True)]
     rows = [_room(table, ids) for table, ids in zip(tables, looked_at, strict=True)]
     try:

@@ -34,9 +34,7 @@ def upload(array: npt.NDArray[Any] | Tensor, device: torch.device) -> Tensor:
 
 
 def upload_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return tensors of the host on ``device``, in one copy by way of pinned memory, without waiting. On a CPU they are
-    returned unchanged.
-    """
+    """Return tensors of the host on ``device``, in one copy by pinned memory, without waiting. On a CPU themselves."""
     if device.type == "cpu":
         return list(tensors)
     host = torch.empty(_packed_bytes(tensors), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
@@ -59,9 +57,7 @@ def packed_views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def begin_download(tensor: Tensor) -> Tensor:
-    """Start a copy to the host and return it; it is complete once a :class:`Moment` made after is over. A CPU tensor is
-    returned itself.
-    """
+    """Return a copy on the host, complete once a :class:`Moment` made after is over; a CPU tensor itself."""
     tensor = tensor.detach()
     if tensor.device.type == "cpu":
         return tensor

@@ -131,9 +131,7 @@ class Refiner:
         return np.concatenate(uncertain)
 
     def _redo_exactly(self, rows: Floats, first: int, places: Places, lists: Lists) -> None:
-        """Compute the exact scores of rows with all others; copies of one row, which tie everywhere, are computed
-        once.
-        """
+        """Compute the exact scores of rows with all others; copies of one row, which tie everywhere, share theirs."""
         kinds, kind_of = _kinds(rows, places)
         by_kind = places[np.argsort(kind_of, kind="stable")]
         ends = np.cumsum(np.bincount(kind_of, minlength=len(kinds)))

@@ -44,9 +44,7 @@ class NeighbourTable:
 
     @staticmethod
     def bytes_for(num_classes: int, k: int, parts: int = 1) -> int:
-        """Return the bytes of the graph of ``num_classes`` with ``k`` neighbours each, or of the largest of ``parts``
-        parts.
-        """
+        """Return the bytes of a graph of ``num_classes`` with ``k`` neighbours each, or of its largest of ``parts``."""
         num_lists = -(-num_classes // parts)
         entries = num_lists * min(k, num_classes - 1)
         return entries * np.dtype(id_dtype(num_classes)).itemsize + (num_lists + 1) * 8

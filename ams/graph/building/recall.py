@@ -83,9 +83,7 @@ class _Block(NamedTuple):
 
 
 class CoreProducts:
-    """Engine for float32 products by compiled kernels: 2 · M · N · D operations a pair of blocks, no matrix of
-    scores.
-    """
+    """Engine for float32 products by compiled kernels: 2 · M · N · D operations a pair of blocks, scores not stored."""
 
     name = "core float32"
 

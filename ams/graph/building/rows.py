@@ -37,9 +37,7 @@ class RowSource(Protocol):
         """Width D of a row."""
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """Return rows ``start`` … ``stop`` - 1 as floats [stop - start, D] of any length; the caller does not change
-        them.
-        """
+        """Return rows ``start`` … ``stop`` - 1 as floats [stop - start, D] of any length, read-only."""
 
 
 class ArrayRows:

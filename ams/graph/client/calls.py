@@ -65,10 +65,10 @@ class GraphCalls(Protocol):
         """Return all graphs, with their age, and all builds under way. One request to each shard."""
 
     def load(self, table: str) -> tuple[NeighbourTable, GraphInfo]:
-        """Return the whole graph of a table, for a client that selects by itself: 8 · (C + 1) + 4 · C · min(k, C - 1)
-        bytes.
+        """Return the whole graph of a table, for a client that selects by itself.
 
-        Its age is not set. Raises GraphNotFound, StateDamaged, ProtocolError if it arrived damaged.
+        It has 8 · (C + 1) + 4 · C · min(k, C - 1) bytes. Its age is not set. Raises GraphNotFound, StateDamaged,
+        ProtocolError if it arrived damaged.
         """
 
     def forget(self, table: str) -> None:

@@ -131,9 +131,7 @@ class RemoteGraphs:
     def _until_answered(
         self, call: Callable[[], T], recovery_seconds: float | None = None, heard: Callable[[], float] = lambda: 0.0
     ) -> T:
-        """Retry until there is an answer; ``heard`` returns the time (time.monotonic) of the last message on the
-        way.
-        """
+        """Retry until there is an answer; ``heard`` returns the time (time.monotonic) of the last sign of life."""
         wait = self._config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds
         patience = Patience(wait)
         patience.count_from(time.monotonic())

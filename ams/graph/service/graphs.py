@@ -64,9 +64,7 @@ class RowCluster(Protocol):
         """Return its state, without retries. Raises Unavailable."""
 
     def table_incarnations(self) -> Mapping[str, int]:
-        """Return the incarnations of its tables by name, without retries: one request to the scheduler. Raises
-        Unavailable.
-        """
+        """Return its tables' incarnations by name: one request to the scheduler, no retries. Raises Unavailable."""
 
     def close(self) -> None:
         """Close connections that stay open between builds. Idempotent."""
@@ -308,8 +306,7 @@ class Graphs:
         return version
 
     def _keep(self, graph: NeighbourTable, version: RowsVersion, check: Callable[[], None] = lambda: None) -> None:
-        """Replace the older graph, unless ``check`` raises: after a cancelled build the caller may have forgotten or
-        restored the graph."""
+        """Replace the older graph, unless ``check`` raises: a cancelled build must not undo a forget or a restore."""
         with self._store_lock:
             check()
             if self._store is not None:
@@ -353,9 +350,7 @@ class Graphs:
         logger.info("table %r: its graph was of an earlier table of this name, and is dropped", table)
 
     def _incarnations(self) -> Mapping[str, int]:
-        """Return the incarnations of the present tables; none while the cluster does not answer, or does not know them
-        yet.
-        """
+        """Return the incarnations of the present tables; none while the cluster does not answer or know them."""
         try:
             return self._cluster.table_incarnations()
         except GeartrainError as exc:

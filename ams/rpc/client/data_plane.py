@@ -42,8 +42,7 @@ class DataPlane:
         shares_memory: bool = True,
         needs_tls: bool = False,
     ) -> None:
-        """``ask`` requests an offer from the shard within a number of seconds; it raises AttemptFailed, or the shard's
-        error.
+        """``ask`` requests an offer from the shard within some seconds; it raises AttemptFailed, or the shard's error.
 
         ``shares_memory``: use shared memory with a shard of this machine; False: TCP there, too. ``needs_tls``: refuse
         TCP without TLS; TLS is used in any case with a shard that offers it.

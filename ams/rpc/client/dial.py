@@ -12,10 +12,9 @@ from geartrain.ams.values.errors import ConfigError
 def dial(
     address: str, config: ClientConfig, *, once: bool = False
 ) -> tuple[SchedulerCarrier, Callable[[str, int], ShardCarrier]]:
-    """Return a carrier to the scheduler at ``address`` ("host:port"), and a function that opens one to a shard. Sends
-    nothing.
+    """Return a carrier to the scheduler at ``address`` ("host:port"), and a function that opens one to a shard.
 
-    With ``once``, calls are not retried: they wait for a connection for ``connect_timeout_seconds``.
+    Nothing is sent. With ``once``, calls are not retried: they wait for a connection for ``connect_timeout_seconds``.
 
     Raises ConfigError if the address is malformed.
     """

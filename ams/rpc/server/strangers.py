@@ -16,8 +16,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS, _LOOK_SHARE = 1.0, 0.02
-"""Least interval of looks, and their largest share of time: a look takes some microseconds per connection of the
-machine."""
+"""Least interval of looks, and their largest share of time: one takes some microseconds a connection of the machine."""
 _GONE_SECONDS = 10.0
 """gRPC's time limit of a handshake."""
 _WARN_SECONDS = 60.0

@@ -81,9 +81,7 @@ class ShardDedup(BaseModel):
 
 
 class HeldDedup:
-    """Dedup state of one moment. Made in the shard's turn; :meth:`to_json` takes 30 times as long, and may follow
-    it.
-    """
+    """Dedup state of one moment, made in the shard's turn; :meth:`to_json` takes 30 times as long, outside of it."""
 
     def __init__(self, streams: HeldStreams, others: dict[str, Any]) -> None:
         self._streams = streams
@@ -101,8 +99,7 @@ def held_dedup(
     tables: Mapping[str, RowTable] = MappingProxyType({}),
     expiry: Mapping[str, ExpiryState] = MappingProxyType({}),
 ) -> HeldDedup:
-    """Return the dedup state of tables with these ``names``: with the writes, steps and clocks of ``tables``, and with
-    ``expiry``, by table.
+    """Return the dedup state of the tables ``names``, with the writes, steps and clocks of ``tables``, and ``expiry``.
 
     Streams that never wrote to one of them are left out: a restore of these tables does not need them.
     """

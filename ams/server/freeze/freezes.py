@@ -66,9 +66,7 @@ class FrozenTables:
         self._num_rows: dict[str, int] = {}
         self._is_thawed = False
         self._lock = threading.Lock()
-        """Lock between a read of rows and the end of the freeze: a table may be frozen anew, for another snapshot,
-        right after.
-        """
+        """Lock between a read of rows and the end of the freeze, right after which a table may be frozen anew."""
         try:
             for name, table in tables.items():
                 self._num_rows[name] = table.freeze(since=since[name])

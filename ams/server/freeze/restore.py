@@ -125,8 +125,7 @@ class Restores:
 
 
 class _TurnUnlessWritten:
-    """Turn of a shard for restored rows. Raises TableExists once a table has been written to, TableNotFound once it was
-    dropped.
+    """Turn of a shard for restored rows. Raises TableExists for a table written to, TableNotFound for one dropped.
 
     A repeated restore request may arrive long after training has continued; it must not undo that.
     """

@@ -93,9 +93,7 @@ class MinCount:
 
     @property
     def capacity(self) -> int:
-        """Number of ids that can be counted before more than ``false_positive_rate`` of new ones are admitted too
-        early.
-        """
+        """Number of ids that can be counted before ``false_positive_rate`` of new ones are admitted too early."""
         return int(best(self.block_counters, self.false_positive_rate).ids_of_block * self.num_blocks)
 
     def false_positive_rate_at(self, num_ids: int) -> float:

@@ -190,9 +190,7 @@ class Rule(Expiry):
         return both if self._is_entry_point else [name for name in both if name in self.rule]
 
     def expired(self, rows: RowBlock) -> Mask:
-        """Return whether each row expires, [N]. Raises InvalidArgument if a user's function does not return a bool for
-        each.
-        """
+        """Return whether each row expires, [N]. Raises InvalidArgument if a user's function returns anything else."""
         if not self._is_entry_point:
             return Expression.of(self.rule).evaluate(rows)
         found = _function(self.rule)(rows)

@@ -46,8 +46,7 @@ class Drift(NamedTuple):
 
 
 class RowOptimizerSpec:
-    """Base of row optimizers: a frozen dataclass of numbers, on the wire and in snapshots :attr:`name` and
-    :meth:`scalars`.
+    """Base of row optimizers: a frozen dataclass of numbers; on the wire and in snapshots its name and scalars.
 
     Compiled code (``optimizers/`` of the core) and tensor operations (for rows on ranks) know it by the same name.
     """
@@ -97,16 +96,13 @@ class RowOptimizerSpec:
 
     @classmethod
     def from_scalars(cls, scalars: Mapping[str, float]) -> Self:
-        """Return the optimizer of :meth:`scalars`; missing ones have their defaults. Raises TypeError,
-        InvalidArgument.
-        """
+        """Return the optimizer of :meth:`scalars`, by default where missing. Raises TypeError, InvalidArgument."""
         flags = {setting.name for setting in fields(cls) if setting.default is False}  # type: ignore[arg-type]
         return cls(**{name: flag(name, value) if name in flags else value for name, value in scalars.items()})
 
     @lru_cache(maxsize=1024)  # noqa: B019 (specs are small and compared by value; every push asks for the same ones)
     def scalars_of_push(self, optimizer: RowOptimizerSpec) -> Mapping[str, float]:
-        """Return the scalars that a push carries beside ``optimizer.lr``, so that this table is trained by
-        ``optimizer``.
+        """Return the scalars by which a push, beside ``optimizer.lr``, has this table trained by ``optimizer``.
 
         They are those of its :meth:`scalars` that differ from this one's. Raises InvalidArgument for another kind, and
         for a value of :attr:`fixed` that is not the table's.
