@@ -40,9 +40,7 @@ class SearchedRows:
 
     @classmethod
     def of(cls, rows_SD: Float32, ids: Ids, centers: int = 1, *, normalised: bool, threads: int) -> SearchedRows:
-        """Return an index that owns ``rows_SD``, normalised in place if ``normalised``. Raises NonFinite: names a
-        class.
-        """
+        """Return an index that owns ``rows_SD``, if ``normalised`` scaled in place. Raises NonFinite: names a class."""
         if normalised:
             make_unit_rows(rows_SD, threads=threads)
         panels = make_panels(rows_SD, threads=threads)

@@ -85,8 +85,7 @@ class Credentials:
     """Factory of the channels and ports of this process, with its certificates or without any. Thread-safe."""
 
     def __init__(self, folder: str | None, role: str, token: str | None = None) -> None:
-        """Read the certificate of ``role`` in ``folder``, and the token in a file. Raises ConfigError for unusable
-        ones."""
+        """Read the certificate of ``role`` in ``folder``, and the token in a file. Raises ConfigError for bad ones."""
         if token is not None and folder is None:
             raise ConfigError(
                 "security.token is set, and security.folder is not: a token goes under TLS alone; name the folder of "
@@ -118,8 +117,7 @@ class Credentials:
         return () if files is None else files.names
 
     def believes(self, certificate: bytes, chain: bytes = b"") -> bool:
-        """Return whether a peer's certificate (PEM, with intermediates) is still trusted, as ``ca.pem`` may be
-        newer."""
+        """Return whether a peer's certificate (PEM, with intermediates) is trusted by the present ``ca.pem``."""
         files = self._current()
         return files is not None and _is_believed(files.authorities, certificate, chain)
 

@@ -175,8 +175,7 @@ class SingleWriter:
         self._alarm.at = math.inf if deadline is None else deadline
 
     def _next_entry(self) -> tuple[QueuedRequest | None, Place] | None:
-        """Return the next call in the queue; a place without a call, if a deadline passes first; None: closed, and
-        empty.
+        """Return the next call in the queue; a place without a call, if a deadline passes first; None: closed, empty.
 
         This thread waits for no other place while calls are queued: the turn may be that of one of them already.
         """

@@ -172,8 +172,10 @@ class ShardTables:
         return Done()
 
     def alter(self, spec: TableSpec) -> Done:
-        """Change a table's settings, unless it has later ones. Raises TableNotFound, SpecMismatch; see
-        RowTable.alter."""
+        """Change a table's settings, unless it has later ones.
+
+        Raises TableNotFound, SpecMismatch, and as :meth:`RowTable.alter`.
+        """
         table = self.find(spec.name)
         table.rows.served.require_meant(spec.incarnation)
         if other := table.spec.fixed_unlike(spec):

@@ -180,7 +180,7 @@ def _target_address(value: str) -> str:
 
 
 def _text_list(value: object) -> object:
-    """Split ``"7001,7002"`` or ``"my_package.rules,other.rules"``, of a flag or an environment variable; accept one
+    """Split ``"7001,7002"`` or ``"my_package.rules,other.rules"``, of a flag or an environment variable; or one
     number."""
     if isinstance(value, int):
         return (value,)

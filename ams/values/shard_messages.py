@@ -140,7 +140,7 @@ class Written:
     """Reply to :class:`WriteFrozen`."""
 
     files: tuple[str, ...]
-    """Written files, each as JSON of ``storage.snapshot_manifest.FileEntry``."""
+    """Written files, each as JSON of :class:`geartrain.ams.storage.snapshot.manifest.FileEntry`."""
     deltas: tuple[str, ...] = ()
     """Tables of which only the rows written since the parent were held; all rows of the others."""
 

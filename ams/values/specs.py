@@ -127,8 +127,7 @@ class TableSpec:
     seed: int = 0
     """Seed of the initial values and of stochastic rounding, an unsigned 64-bit integer."""
     dtype: DTypeName = "float32"
-    """Storage type of the rows; arithmetic is float32. 16-bit updates are rounded stochastically, assigns to
-    nearest."""
+    """Storage type of the rows; arithmetic is float32. Updates round to 16 bits stochastically, assigns to nearest."""
     slot_dtype: DTypeName = "float32"
     """Storage type of the slots (momentum), rounded as the rows are; some optimizers' are float32."""
     admission: Admission | None = None

@@ -139,9 +139,7 @@ class ModuleWithRows(nn.Module):
         self.register_parameter("stand_in", update.stand_in)
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, *arguments: Any, **options: Any) -> Any:
-        """Yield parameters as ``nn.Module``; no stand-in without ``recurse``, as DDP and FSDP2 list what they
-        manage.
-        """
+        """Yield parameters as ``nn.Module``; no stand-in without ``recurse``, as for DDP and FSDP2."""
         for name, parameter in super().named_parameters(prefix, recurse, *arguments, **options):
             if recurse or not isinstance(parameter, StandIn):
                 yield name, parameter
