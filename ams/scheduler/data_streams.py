@@ -425,7 +425,7 @@ class StreamLeases:
             for name in [name for name in self._jobs if job in jobs_of(name)]:
                 changed = self._jobs[name].copy()
                 for worker in [name for name, held in changed.workers.items() if held.incarnation < incarnation]:
-                    changed.drop(worker)
+                    changed.lose(worker)
                 self._keep(name, changed)
 
     def require_current(self, caller: CallContext | None) -> None:

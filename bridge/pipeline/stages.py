@@ -189,6 +189,8 @@ class _Queue:
     def reserve(self) -> bool:
         """Wait for room for one more. False: stopped."""
         self._room.get()
+        if self._is_stopped:
+            self._room.put(None)  # for the others that wait
         return not self._is_stopped
 
     def place(self) -> queue.SimpleQueue[Any]:

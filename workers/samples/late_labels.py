@@ -132,7 +132,8 @@ class LabelledBatches:
         """See StreamBatches. Where nothing comes now, what is ready makes a batch, full or not; at the end of the
         streams all that waits does.
         """
-        self._epoch = epoch
+        if epoch != self._epoch:  # nothing waits by now, and times begin anew
+            self._epoch, self._waiting = epoch, {stream: _Waiting() for stream in self._waiting}
         while sum((ready := self._ready()).values()) < self._batch_size:
             if (batch := self._reader.next_batch(epoch)) is None:
                 if not self._reader.has_more:

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -299,7 +300,7 @@ class LeasedSamples(Iterator[SampleBatch]):
             self._renew(NOTHING)
         if self._renewal is not None and self._renewal.release:
             self._release()
-        if self._renewal is not None and self._renewal.can_lease:
+        if self._renewal is not None and self._renewal.can_lease and self._applying is None:
             self._lease_more()
         return self._renewal
 
@@ -335,10 +336,13 @@ class LeasedSamples(Iterator[SampleBatch]):
         try:
             lease = self._repeated(self._streams.lease)
         except Busy:  # the next commit says why
+            assert self._renewal is not None
+            self._renewal = replace(self._renewal, can_lease=False)
             return
         self._spoke = time.monotonic()
         known = self._reader.positions
-        if set(known) - set(lease.cursors):  # some were lost with a lease that ended unnoticed
+        # With a lease that ended unnoticed some are lost, or were put back, or read by another worker meanwhile.
+        if any(lease.cursors.get(stream) != self._committed[stream] for stream in known):
             self._lose()
             return
         new = {stream: cursor for stream, cursor in lease.cursors.items() if stream not in known}

@@ -72,7 +72,7 @@ class JobRestorer:
                 try:
                     self._look_at(name, job)
                     self._failed.pop(name, None)
-                except (GeartrainError, OSError) as exc:
+                except Exception as exc:  # whatever it is, others are to be looked at, and this one again
                     if self._failed.get(name) != str(exc) and not self._stopping.is_set():
                         self._failed[name] = str(exc)
                         logger.warning("job %r is neither saved nor restored now; tried again: %s", name, exc)
@@ -83,7 +83,7 @@ class JobRestorer:
             return  # whoever is away may come back with its rows
         tables = set(job.order.tables)
         if job.due != "restore" and tables.intersection(view.incomplete_tables):
-            if self._saved(job):
+            if not job.due or self._saved(job):  # nothing is due: it has had its first snapshot
                 logger.warning("job %r has lost rows of a shard: it goes back to its newest snapshot", name)
                 self._streams.set_due(name, "restore")
             else:

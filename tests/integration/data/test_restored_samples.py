@@ -128,3 +128,47 @@ def test_apply_is_for_jobs_that_are_restored_and_an_embedded_cluster_restores_no
             batches.apply(next(batches), lambda: None)
         with pytest.raises(gt.errors.InvalidArgument, match="start it with --data FOLDER"):
             next(roles.samples.shared(cluster, "other", worker="w", restore=roles.order("t")))
+
+
+def test_a_job_that_went_back_unnoticed_reads_again_what_its_rows_lack(roles: Roles) -> None:
+    with gt.connect(roles.address) as cluster, gt.connect(roles.address) as others:
+        table, order = counts(cluster, "t"), roles.order("t")
+        shared = {"epochs": 1, "restore": order, "num_streams": 4, "num_workers": 2}
+        ours = roles.samples.shared(cluster, "job", worker="ours", **shared)
+        theirs = roles.samples.shared(others, "job", worker="theirs", **shared)
+        first = next(ours)
+        next(theirs)
+        assert ours.apply(first, lambda: count(table, first["id"]))
+        theirs.close()
+        ours._renew({})  # hears that there is more to lease
+        lost = others.streams("job", worker="lost", num_streams=4, data=ours._streams._lease.data, restore=order)
+        lost.lease()
+        lost.release(lost=True)
+        while True:
+            try:
+                lost.lease()
+                break
+            except gt.errors.Busy:
+                pass
+        lost.release()
+        for batch in ours:
+            ours.apply(batch, lambda ids=batch["id"]: count(table, ids))
+        ours.close()
+        assert np.all(table.pull(np.arange(COUNT)) == 1)
+
+
+def test_snapshots_that_are_away_for_a_moment_are_not_given_up(roles: Roles, tmp_path: Path) -> None:
+    with gt.connect(roles.address) as cluster:
+        table = counts(cluster, "t")
+        with roles.samples.shared(cluster, "job", worker="w", epochs=1, restore=roles.order("t")) as batches:
+            batch = next(batches)
+            assert batches.apply(batch, lambda: count(table, batch["id"]))
+            roles.root.rename(tmp_path / "away")
+            roles.lose_shard()
+            batch = next(batches)
+            assert not batches.apply(batch, lambda: count(table, batch["id"]))
+            assert batches.next_batch() is None  # it waits for them
+            (tmp_path / "away").rename(roles.root)
+            for batch in batches:
+                batches.apply(batch, lambda ids=batch["id"]: count(table, ids))
+        assert np.all(table.pull(np.arange(COUNT)) == 1)

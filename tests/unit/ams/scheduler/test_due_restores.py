@@ -121,3 +121,10 @@ def test_an_order_that_cannot_be_is_refused(job: str, changes: dict[str, object]
 def test_a_scheduler_that_keeps_nothing_restores_nothing() -> None:
     with pytest.raises(InvalidArgument, match="start it with --data FOLDER"):
         StreamLeases(MemoryStore(), 10.0).lease("a", "w", 1, 4, restore=ORDER)
+
+
+def test_a_fenced_worker_that_may_be_in_a_step_takes_the_job_back() -> None:
+    job = Clocked()
+    job.lease("w")
+    job.streams.fence("a", 2)
+    assert job.due == "restore"

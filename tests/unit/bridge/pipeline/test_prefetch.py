@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.values.errors import InvalidArgument, InvalidIds
-from geartrain.bridge.pipeline.stages import _taken
+from geartrain.bridge.pipeline.stages import Pipeline, Stage, StageTime, _taken
 
 DIM, ROWS, BATCH, STEPS = 4, 60, 16, 12
 Batch = dict[str, Any]
@@ -414,3 +414,11 @@ def test_with_a_bounded_lead_no_step_sees_less_of_the_others_than_without(
         rows.step()
         rows.zero_grad()
     assert max(missing) == staleness
+
+
+def test_all_threads_of_a_stage_end_where_nobody_takes_what_they_have() -> None:
+    pipeline = Pipeline(["read", "work"], 2, [Stage(lambda item: item, 4)])
+    pipeline.start(0, iter(range(1, 1000)), [StageTime(), StageTime()])
+    assert [pipeline.next(), pipeline.next()] == [0, 1]
+    pipeline.stop(5.0)
+    assert not any(thread.is_alive() for thread in pipeline._threads)

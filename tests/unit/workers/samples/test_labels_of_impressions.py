@@ -134,3 +134,14 @@ def test_rows_out_of_order_and_without_the_columns_are_refused(tmp_path: Path) -
         list(gt.ParquetSamples(tmp_path / "a.parquet", batch_size=4, fill={"user": -1}, late_labels=late))
     with pytest.raises(gt.errors.InvalidArgument, match="seed is 3, and labels that come late need rows in their"):
         gt.ParquetSamples(tmp_path / "a.parquet", batch_size=4, seed=3, late_labels=late)
+
+
+def test_each_epoch_of_a_job_has_the_same_labels(tmp_path: Path) -> None:
+    table, labels = day(300)
+    reader = samples(tmp_path, table)
+    found: list[tuple[int, float]] = []
+    with gt.local() as cluster, reader.shared(cluster, "job", worker="w", num_streams=1, epochs=3) as batches:
+        for batch in batches:
+            found += labels_of([batch])
+            batches.commit(batch)
+    assert [dict(found[start : start + 300]) for start in (0, 300, 600)] == [labels] * 3
