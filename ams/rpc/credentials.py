@@ -106,7 +106,7 @@ class Credentials:
 
     @staticmethod
     def mine(address: str) -> Credentials:
-        """Return those of this process for an end of ``"host:port"``. Raises ConfigError."""
+        """Return the credentials of this process for an end of ``"host:port"``. Raises ConfigError."""
         folder, role = identity(address)
         return _credentials(folder, role, token_path() if role == CLIENT else None)
 

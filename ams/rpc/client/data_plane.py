@@ -118,7 +118,7 @@ class DataPlane:
         try:
             return self._by_tcp(offer)
         except (OSError, RuntimeError):
-            offer = self._offer(seconds)  # a shard that has died meanwhile makes none
+            offer = self._offer(seconds)  # a shard that has died meanwhile gives no offer
         try:
             return self._by_tcp(offer)
         except (OSError, RuntimeError) as exc:
