@@ -46,7 +46,7 @@ class Neighbours:
 
 
 @dataclass(frozen=True)
-class Samples:
+class StageInput:
     """A micro-batch, as a stage has it before its layers."""
 
     inputs: Any
@@ -171,7 +171,7 @@ class StagedModel(ParallelModel):
         """The rank of the last stage that tells ``rank`` the loss."""
         return self.mesh.stages[-1][rank % len(self.mesh.stages[-1])]
 
-    def _own(self, inputs: Any, labels: Tensor | None, options: Mapping[str, Any]) -> Iterator[Samples]:
+    def _own(self, inputs: Any, labels: Tensor | None, options: Mapping[str, Any]) -> Iterator[StageInput]:
         """The micro-batches of a rank of the first stage."""
         if labels is None and self.training and torch.is_grad_enabled():
             raise InvalidArgument(
@@ -179,14 +179,14 @@ class StagedModel(ParallelModel):
                 "model.eval() first"
             )
         if labels is None or self.micro_batches == 1:
-            yield Samples(inputs, options, labels, is_last=True, batch=None)
+            yield StageInput(inputs, options, labels, is_last=True, batch=None)
             return
         count, size = self.micro_batches, num_samples(inputs)
         for part in range(count):
             its_inputs, its_options = micro_batch([inputs, dict(options)], part, count, size, with_settings=True)
-            yield Samples(its_inputs, its_options, torch.tensor_split(labels, count)[part], part == count - 1, None)
+            yield StageInput(its_inputs, its_options, torch.tensor_split(labels, count)[part], part == count - 1, None)
 
-    def _taken(self, before: StageLink) -> Iterator[Samples]:
+    def _taken(self, before: StageLink) -> Iterator[StageInput]:
         """The micro-batches that the stage before gives."""
         is_last = False
         while not is_last:
@@ -197,9 +197,9 @@ class StagedModel(ParallelModel):
             before.take(batch.spans, rows_TD, *([labels_T] if batch.asks_for_loss else []))
             if batch.wants_gradient:
                 rows_TD = arrived(rows_TD, before, batch)
-            yield Samples(rows_TD, {}, labels_T if batch.asks_for_loss else None, is_last, batch)
+            yield StageInput(rows_TD, {}, labels_T if batch.asks_for_loss else None, is_last, batch)
 
-    def _rows(self, samples: Samples) -> Tensor:
+    def _rows(self, samples: StageInput) -> Tensor:
         """What this stage gives the next one. The ranks of a stage with split layers meet behind it."""
         if not self._agreement.has_layers:
             return self._made_of(samples)
@@ -214,7 +214,7 @@ class StagedModel(ParallelModel):
             self._agreement.end()
         return rows_SD
 
-    def _made_of(self, samples: Samples) -> Tensor:
+    def _made_of(self, samples: StageInput) -> Tensor:
         output = self.output(samples.inputs, samples.options)
         if samples.batch is not None:
             rows_TD = rows_to_send(output, f"the output of stage {self.mesh.own_stage}")

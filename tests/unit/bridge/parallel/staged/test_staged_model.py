@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,32 @@ def test_a_failure_in_any_micro_batch_of_any_of_three_stages_is_an_error_on_ever
     with raises(rank == 0, InvalidIds, "11 is no class", "rank 0 failed"):
         model(inputs, wrong)
     model(inputs, labels).backward()
+
+
+def wait_for(path: Path) -> None:
+    for _ in range(400):
+        if path.exists():
+            return
+        time.sleep(0.05)
+    raise TimeoutError(path.name)
+
+
+@on_ranks(3)
+def test_a_stage_works_on_a_micro_batch_while_the_one_before_works_on_the_next(rank: int, folder: Path) -> None:
+    """Each stage ends the first micro-batch only when the stage before has begun the second."""
+    scopes = {**THREE, "mid": Replicate(stage=1)}
+    model = parallelize(made(Deep), mesh([[0], [1], [2]]), scopes, loss=nn.CrossEntropyLoss(), micro_batches=2)
+    passes = iter(range(1, 3))
+
+    def meet(*_: Any) -> None:
+        if next(passes) == 2:
+            (folder / f"second-{rank}").touch()
+        elif rank:
+            wait_for(folder / f"second-{rank - 1}")
+
+    if rank < 2:
+        model.module.get_submodule(("body", "neck")[rank]).register_forward_pre_hook(meet)
+    model(*own_samples(model, [4], 0)).backward()
 
 
 @on_ranks(3)
