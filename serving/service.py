@@ -14,6 +14,7 @@ from geartrain.serving.answers import Servable
 from geartrain.serving.batching import Batcher
 from geartrain.serving.catalog import Catalog
 from geartrain.serving.folder import load_folder, load_newest, versions_in
+from geartrain.serving.index.parts import parts_in_use
 from geartrain.serving.metrics import ServingCounts, following_metrics, serving_metrics, told_by
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -79,6 +80,11 @@ class ModelService:
             if "error" in answer:
                 raise error_named(answer["error"])(answer["message"])
         return [answer["said"] for answer in told]
+
+    def why_not_ready(self) -> str:
+        """What is missing until questions can be answered, such as a service of ``--parts``; empty: nothing."""
+        parts = parts_in_use()
+        return self.catalog.why_not_ready() or ("" if parts is None else parts.why_not_ready())
 
     def rollback(self, model: str, to: int | None = None) -> int:
         """Make an older version current in every process, or in none: see :meth:`Catalog.rollback`."""

@@ -75,7 +75,7 @@ class InferenceRoutes:
         return json_response({"name": "geartrain", "version": own_version(), "extensions": EXTENSIONS})
 
     async def _ready(self, _: Request) -> Response:
-        ready = not self._service.catalog.why_not_ready()
+        ready = not await self._on_thread(self._service.why_not_ready)
         return json_response({"ready": ready}, 200 if ready else 503)
 
     async def _index(self, _: Request) -> Response:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from geartrain.ams.values.errors import Busy, ConfigError, NotServed
+from geartrain.ams.values.errors import Busy, ConfigError, GeartrainError, NotServed
 from geartrain.ams.values.specs import Ids
 from geartrain.serving.http.client import ask_over, connection_to
 from geartrain.serving.index.exact import Answers, Floats, best_of
@@ -76,6 +76,18 @@ class Parts:
             return ask_over(connection, address, method, path, body, headers)
         finally:
             idle.append(connection)
+
+    def why_not_ready(self) -> str:
+        """Why one of them cannot be asked, with its address; empty: all can. Costs a request each."""
+
+        def why(address: str) -> str:
+            try:
+                self.ask(address, "GET", "/readyz")
+            except GeartrainError as exc:
+                return str(exc)
+            return ""
+
+        return next(filter(None, self.threads.map(why, self.addresses)), "")
 
     def versions(self, created: float) -> list[_Version]:
         """Where each part of the moment ``created`` is asked.

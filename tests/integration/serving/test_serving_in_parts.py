@@ -70,6 +70,9 @@ def test_parts_answer_as_one_index_and_a_lost_one_is_named(running: ExitStack, t
     for _ in range(2):
         status, said = group.front.ask("POST", "/v1/nearest", questions["nearest"])
         assert status == 503 and lost.address in said["error"]["message"]
+    status, said = group.front.ask("GET", "/readyz")
+    assert status == 503 and f"not ready: no service of models answers at {lost.address}" in said["error"]["message"]
+    assert group.front.ask("GET", "/v2/health/ready") == (503, {"ready": False})
     group.start(f"--part=2/{PARTS}", listen=lost.address)
 
     def again() -> tuple[int, Any]:
@@ -77,6 +80,7 @@ def test_parts_answer_as_one_index_and_a_lost_one_is_named(running: ExitStack, t
 
     group.front.wait_for(lambda: again()[0] == 200)
     assert again() == one.ask("POST", "/v1/nearest", questions["nearest"])
+    assert group.front.ask("GET", "/readyz")[0] == 200
 
 
 @pytest.mark.parametrize(
