@@ -14,7 +14,7 @@ from typing import Literal
 from geartrain.ams.kernels.embedding import PoolingName
 from geartrain.ams.values.admission.rules import Admission, MinCount, Probability
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
-from geartrain.ams.values.expiry.rules import Expiry, Rule, Unseen
+from geartrain.ams.values.expiry.rules import DEFAULT_EVERY, Expiry, Rule, Unseen
 from geartrain.ams.values.text import quoted
 from geartrain.workers.ctr.samples.kinds import BOOLEAN, INTEGER, TEXT
 
@@ -72,7 +72,8 @@ class FeatureSettings:
     admission: float | None = None
     """An id gets rows when it comes for so many times, or, of a number below 1, each time with that probability."""
     expiry: int | str | None = None
-    """Rows go that were not pushed for so many steps, or those that an expression names, as of ``gt.Rule``."""
+    """Rows go that were not pushed for so many steps, a quarter of these later at most, or those that an expression
+    names, as of ``gt.Rule``."""
     max_bytes: int | None = None
     """Of memory for the rows of its embedding."""
 
@@ -104,7 +105,9 @@ class FeatureSettings:
         """That of the tables. Raises InvalidArgument."""
         if self.expiry is None:
             return None
-        return Rule(self.expiry) if isinstance(self.expiry, str) else Unseen(steps=self.expiry)
+        if isinstance(self.expiry, str):
+            return Rule(self.expiry)
+        return Unseen(steps=self.expiry, every=min(DEFAULT_EVERY, max(1, self.expiry // 4)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from geartrain.workers import jobs
 from geartrain.workers.ctr.designs import Design, layout_of
 from geartrain.workers.ctr.recipe import CtrRecipe, recipe_for
 from geartrain.workers.ctr.samples.own import OwnSamples
+from geartrain.workers.ctr.samples.settings import FeatureSettings
 from geartrain.workers.ctr.streamed import StreamedBatches
 from geartrain.workers.ctr.trainer import ClickTrainer
 from geartrain.workers.job import job, ranks
@@ -180,6 +181,11 @@ def test_features_are_written_down_and_other_samples_are_read_by_them(tmp_path: 
     assert typed("predict", str(out), place, "--out", str(tmp_path / "scores.parquet")).returncode == 0
     changed = typed("worker", "ctr", "--resume", str(out), "--set", "features.item.admission=3")
     assert "features.item.admission is 3.0, but the run in" in changed.stderr
+
+
+@pytest.mark.parametrize(("steps", "every"), [(0, 1), (120, 30), (500_000, 1000)])
+def test_rows_are_looked_at_so_often_that_those_that_expire_go_soon(steps: int, every: int) -> None:
+    assert FeatureSettings(expiry=steps).expiry_rule() == gt.Unseen(steps=steps, every=every)
 
 
 def test_a_time_that_is_no_number_is_refused_with_its_sample(tmp_path: Path) -> None:
