@@ -22,6 +22,7 @@ from geartrain.workers.ctr.recipe import recipe_for
 from geartrain.workers.ctr.trainer import ClickTrainer
 from geartrain.workers.job.job import run_job
 from geartrain.workers.job.options import JobOptions
+from tests.support.command_line import typed
 from tests.support.forkserver import FORKSERVER
 
 pa = pytest.importorskip("pyarrow", reason="needs pip install 'geartrain[data]'")
@@ -67,7 +68,8 @@ def join(out: Path, batches: Connection) -> None:
         return make(design, batch, negatives)
 
     shared.click_batch = told
-    run_job(ClickTrainer, JobOptions(job="ctr", out=out, recipe=None, joins=True, loggers=()), Console(quiet=True))
+    done = typed("worker", "ctr", "--join", str(out), "--logger=none")
+    assert done.returncode == 0, done.stderr
     batches.send(None)
 
 
@@ -116,8 +118,12 @@ def test_a_worker_that_joins_takes_a_share_and_one_that_dies_leaves_its_own(
 
 def test_a_run_of_one_worker_cannot_be_joined(data: Path) -> None:
     run_job(ClickTrainer, options_of(data, None, mode="sync", steps=2), Console(quiet=True))
-    joins = JobOptions(job="ctr", out=data.parent / "run", recipe=None, joins=True, loggers=())
-    with pytest.raises(ConfigError, match=r"is of one worker; begin one that others join with --scheduler"):
-        run_job(ClickTrainer, joins, Console(quiet=True))
+    run = str(data.parent / "run")
+    for flags, sentence in (
+        ((), "is of one worker; begin one that others join with --scheduler"),
+        (("--set", "lr=1"), f"--join {run} takes all from that run; leave --out,"),
+    ):
+        done = typed("worker", "ctr", "--join", run, *flags)
+        assert done.returncode == 2 and sentence in " ".join(done.stderr.split()), done.stderr
     with pytest.raises(ConfigError, match="mode is 'ssp'; it must be sync, async, or ssp:N"):
         options_of(data, None, mode="ssp")
