@@ -77,7 +77,7 @@ class Delivery:
     """[K]: dense version of the feature of each gradient."""
     lr: float | None
     """Learning rate of the dense update that they become part of; None: that of the dense table."""
-    table: int = 0
+    table_incarnation: int = 0
     """Incarnation of the dense table that the fast gear knows: another one after a restore. 0: any."""
     lost: int = 0
     """Number of gradients that the fast gear counts as lost so far; see :class:`GearAccount`."""

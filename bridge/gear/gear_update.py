@@ -147,7 +147,7 @@ class GearUpdate(PendingUpdate[GearGradient]):
                 gradients_KD=gradients_KD.numpy(),
                 versions=self._pending.versions,
                 lr=optimizer.lr,
-                table=self.table.incarnation,
+                table_incarnation=self.table.incarnation,
             )
         self._port.deliver(self._delivery)
         self._delivery = None

@@ -148,12 +148,12 @@ class SlowGearHandler:
         """
         if sent_to not in ("", self._process, *self._predecessors):
             raise NotHolder(f"this slow gear is {self._process}; nobody knows whether {sent_to} had taken it")
-        if delivery.table > self._engine.table_incarnation:
+        if delivery.table_incarnation > self._engine.table_incarnation:
             self._go_back(self._engine)
         with self._counted():
             try:
                 with self._taking:
-                    if delivery.table and delivery.table != self._engine.table_incarnation:
+                    if delivery.table_incarnation and delivery.table_incarnation != self._engine.table_incarnation:
                         raise TableNotFound(
                             f"the gradients are of a dense table {self.name!r} from before a restore; compute them anew"
                         )

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from geartrain.ams.pb.v1 import types_pb2 as geartrain_dot_ams_dot_pb_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1egeartrain/ams/pb/v1/gear.proto\x12\x10geartrain.ams.v1\x1a\x1fgeartrain/ams/pb/v1/types.proto\"\x91\x01\n\x0bGearAccount\x12\x10\n\x08received\x18\x01 \x01(\x04\x12\x0f\n\x07waiting\x18\x02 \x01(\x04\x12\x0b\n\x03\x64ue\x18\x03 \x01(\x04\x12\x0f\n\x07\x61pplied\x18\x04 \x01(\x04\x12\x15\n\rdropped_stale\x18\x05 \x01(\x04\x12\x16\n\x0e\x64ropped_failed\x18\x06 \x01(\x04\x12\x12\n\nnon_finite\x18\x07 \x01(\x04\";\n\x0e\x46\x65\x61tureFailure\x12\n\n\x02id\x18\x01 \x01(\x03\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\xa1\x01\n\x0f\x46\x65\x61turesRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1c\n\x0fmax_age_seconds\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x1c\n\x0fmax_version_lag\x18\x03 \x01(\x04H\x01\x88\x01\x01\x12\x0f\n\x07padding\x18\r \x01(\x0c\x12\x0b\n\x03ids\x18\x0e \x01(\x0c\x42\x12\n\x10_max_age_secondsB\x12\n\x10_max_version_lag\"\x8c\x01\n\rFeaturesReply\x12\x15\n\rdense_version\x18\x01 \x01(\x04\x12\x32\n\x08\x66\x61ilures\x18\x02 \x03(\x0b\x32 .geartrain.ams.v1.FeatureFailure\x12\x0f\n\x07padding\x18\r \x01(\x0c\x12\x0e\n\x06stamps\x18\x0e \x01(\x0c\x12\x0f\n\x07vectors\x18\x0f \x01(\x0c\"\xe8\x01\n\x1bPushFeatureGradientsRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x0f\n\x02lr\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04wait\x18\x06 \x01(\x08\x12\x0f\n\x07sent_to\x18\x07 \x01(\t\x12\x0c\n\x04lost\x18\x08 \x01(\x04\x12\r\n\x05table\x18\t \x01(\x04\x12\x0f\n\x07padding\x18\r \x01(\x0c\x12\x0c\n\x04keys\x18\x0e \x01(\x0c\x12\x11\n\tgradients\x18\x0f \x01(\x0c\x42\x05\n\x03_lr\"\x86\x01\n\x19PushFeatureGradientsReply\x12.\n\x07\x61\x63\x63ount\x18\x01 \x01(\x0b\x32\x1d.geartrain.ams.v1.GearAccount\x12\x15\n\rdense_version\x18\x02 \x01(\x04\x12\x0f\n\x07process\x18\x03 \x01(\t\x12\x11\n\tis_repeat\x18\x04 \x01(\x08\"%\n\x15\x46lushGradientsRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\",\n\x13\x46lushGradientsReply\x12\x15\n\rdense_version\x18\x01 \x01(\x04\"&\n\x13\x44\x65scribeGearRequest\x12\x0f\n\x07sources\x18\x01 \x03(\t\"\xc7\x03\n\x11\x44\x65scribeGearReply\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03\x64im\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07process\x18\x04 \x01(\t\x12\x12\n\npartitions\x18\x05 \x03(\r\x12\x15\n\rdense_version\x18\x06 \x01(\x04\x12\x12\n\ncache_hits\x18\x07 \x01(\x04\x12\x14\n\x0c\x63\x61\x63he_misses\x18\x08 \x01(\x04\x12\x12\n\nqueued_ids\x18\t \x01(\x04\x12.\n\x07\x61\x63\x63ount\x18\n \x01(\x0b\x32\x1d.geartrain.ams.v1.GearAccount\x12\x16\n\x0euptime_seconds\x18\x0b \x01(\x01\x12\r\n\x05\x65rror\x18\x0c \x01(\t\x12\x12\n\ntaken_over\x18\x0e \x03(\t\x12\x18\n\x10gradients_per_id\x18\x0f \x01(\r\x12;\n\x04lost\x18\x10 \x03(\x0b\x32-.geartrain.ams.v1.DescribeGearReply.LostEntry\x12\x17\n\x0fkeeps_gradients\x18\x11 \x01(\x08\x1a+\n\tLostEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01J\x04\x08\r\x10\x0e\"O\n\rSourceAccount\x12\x0e\n\x06source\x18\x01 \x01(\t\x12.\n\x07\x61\x63\x63ount\x18\x02 \x01(\x0b\x32\x1d.geartrain.ams.v1.GearAccount\"c\n\x0fHandOverRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07process\x18\x02 \x01(\t\x12\x31\n\x08\x61\x63\x63ounts\x18\x03 \x03(\x0b\x32\x1f.geartrain.ams.v1.SourceAccount\"\x0f\n\rHandOverReply2\x9c\x04\n\x04Gear\x12\x42\n\x04Ping\x12\x1d.geartrain.ams.v1.PingRequest\x1a\x1b.geartrain.ams.v1.PingReply\x12N\n\x08\x46\x65\x61tures\x12!.geartrain.ams.v1.FeaturesRequest\x1a\x1f.geartrain.ams.v1.FeaturesReply\x12r\n\x14PushFeatureGradients\x12-.geartrain.ams.v1.PushFeatureGradientsRequest\x1a+.geartrain.ams.v1.PushFeatureGradientsReply\x12`\n\x0e\x46lushGradients\x12\'.geartrain.ams.v1.FlushGradientsRequest\x1a%.geartrain.ams.v1.FlushGradientsReply\x12Z\n\x0c\x44\x65scribeGear\x12%.geartrain.ams.v1.DescribeGearRequest\x1a#.geartrain.ams.v1.DescribeGearReply\x12N\n\x08HandOver\x12!.geartrain.ams.v1.HandOverRequest\x1a\x1f.geartrain.ams.v1.HandOverReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1egeartrain/ams/pb/v1/gear.proto\x12\x10geartrain.ams.v1\x1a\x1fgeartrain/ams/pb/v1/types.proto\"\x91\x01\n\x0bGearAccount\x12\x10\n\x08received\x18\x01 \x01(\x04\x12\x0f\n\x07waiting\x18\x02 \x01(\x04\x12\x0b\n\x03\x64ue\x18\x03 \x01(\x04\x12\x0f\n\x07\x61pplied\x18\x04 \x01(\x04\x12\x15\n\rdropped_stale\x18\x05 \x01(\x04\x12\x16\n\x0e\x64ropped_failed\x18\x06 \x01(\x04\x12\x12\n\nnon_finite\x18\x07 \x01(\x04\";\n\x0e\x46\x65\x61tureFailure\x12\n\n\x02id\x18\x01 \x01(\x03\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\xa1\x01\n\x0f\x46\x65\x61turesRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1c\n\x0fmax_age_seconds\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x1c\n\x0fmax_version_lag\x18\x03 \x01(\x04H\x01\x88\x01\x01\x12\x0f\n\x07padding\x18\r \x01(\x0c\x12\x0b\n\x03ids\x18\x0e \x01(\x0c\x42\x12\n\x10_max_age_secondsB\x12\n\x10_max_version_lag\"\x8c\x01\n\rFeaturesReply\x12\x15\n\rdense_version\x18\x01 \x01(\x04\x12\x32\n\x08\x66\x61ilures\x18\x02 \x03(\x0b\x32 .geartrain.ams.v1.FeatureFailure\x12\x0f\n\x07padding\x18\r \x01(\x0c\x12\x0e\n\x06stamps\x18\x0e \x01(\x0c\x12\x0f\n\x07vectors\x18\x0f \x01(\x0c\"\xf4\x01\n\x1bPushFeatureGradientsRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x0f\n\x02lr\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04wait\x18\x06 \x01(\x08\x12\x0f\n\x07sent_to\x18\x07 \x01(\t\x12\x0c\n\x04lost\x18\x08 \x01(\x04\x12\x19\n\x11table_incarnation\x18\t \x01(\x04\x12\x0f\n\x07padding\x18\r \x01(\x0c\x12\x0c\n\x04keys\x18\x0e \x01(\x0c\x12\x11\n\tgradients\x18\x0f \x01(\x0c\x42\x05\n\x03_lr\"\x86\x01\n\x19PushFeatureGradientsReply\x12.\n\x07\x61\x63\x63ount\x18\x01 \x01(\x0b\x32\x1d.geartrain.ams.v1.GearAccount\x12\x15\n\rdense_version\x18\x02 \x01(\x04\x12\x0f\n\x07process\x18\x03 \x01(\t\x12\x11\n\tis_repeat\x18\x04 \x01(\x08\"%\n\x15\x46lushGradientsRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\",\n\x13\x46lushGradientsReply\x12\x15\n\rdense_version\x18\x01 \x01(\x04\"&\n\x13\x44\x65scribeGearRequest\x12\x0f\n\x07sources\x18\x01 \x03(\t\"\xc7\x03\n\x11\x44\x65scribeGearReply\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03\x64im\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07process\x18\x04 \x01(\t\x12\x12\n\npartitions\x18\x05 \x03(\r\x12\x15\n\rdense_version\x18\x06 \x01(\x04\x12\x12\n\ncache_hits\x18\x07 \x01(\x04\x12\x14\n\x0c\x63\x61\x63he_misses\x18\x08 \x01(\x04\x12\x12\n\nqueued_ids\x18\t \x01(\x04\x12.\n\x07\x61\x63\x63ount\x18\n \x01(\x0b\x32\x1d.geartrain.ams.v1.GearAccount\x12\x16\n\x0euptime_seconds\x18\x0b \x01(\x01\x12\r\n\x05\x65rror\x18\x0c \x01(\t\x12\x12\n\ntaken_over\x18\x0e \x03(\t\x12\x18\n\x10gradients_per_id\x18\x0f \x01(\r\x12;\n\x04lost\x18\x10 \x03(\x0b\x32-.geartrain.ams.v1.DescribeGearReply.LostEntry\x12\x17\n\x0fkeeps_gradients\x18\x11 \x01(\x08\x1a+\n\tLostEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01J\x04\x08\r\x10\x0e\"O\n\rSourceAccount\x12\x0e\n\x06source\x18\x01 \x01(\t\x12.\n\x07\x61\x63\x63ount\x18\x02 \x01(\x0b\x32\x1d.geartrain.ams.v1.GearAccount\"c\n\x0fHandOverRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07process\x18\x02 \x01(\t\x12\x31\n\x08\x61\x63\x63ounts\x18\x03 \x03(\x0b\x32\x1f.geartrain.ams.v1.SourceAccount\"\x0f\n\rHandOverReply2\x9c\x04\n\x04Gear\x12\x42\n\x04Ping\x12\x1d.geartrain.ams.v1.PingRequest\x1a\x1b.geartrain.ams.v1.PingReply\x12N\n\x08\x46\x65\x61tures\x12!.geartrain.ams.v1.FeaturesRequest\x1a\x1f.geartrain.ams.v1.FeaturesReply\x12r\n\x14PushFeatureGradients\x12-.geartrain.ams.v1.PushFeatureGradientsRequest\x1a+.geartrain.ams.v1.PushFeatureGradientsReply\x12`\n\x0e\x46lushGradients\x12\'.geartrain.ams.v1.FlushGradientsRequest\x1a%.geartrain.ams.v1.FlushGradientsReply\x12Z\n\x0c\x44\x65scribeGear\x12%.geartrain.ams.v1.DescribeGearRequest\x1a#.geartrain.ams.v1.DescribeGearReply\x12N\n\x08HandOver\x12!.geartrain.ams.v1.HandOverRequest\x1a\x1f.geartrain.ams.v1.HandOverReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,25 +43,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FEATURESREPLY']._serialized_start=459
   _globals['_FEATURESREPLY']._serialized_end=599
   _globals['_PUSHFEATUREGRADIENTSREQUEST']._serialized_start=602
-  _globals['_PUSHFEATUREGRADIENTSREQUEST']._serialized_end=834
-  _globals['_PUSHFEATUREGRADIENTSREPLY']._serialized_start=837
-  _globals['_PUSHFEATUREGRADIENTSREPLY']._serialized_end=971
-  _globals['_FLUSHGRADIENTSREQUEST']._serialized_start=973
-  _globals['_FLUSHGRADIENTSREQUEST']._serialized_end=1010
-  _globals['_FLUSHGRADIENTSREPLY']._serialized_start=1012
-  _globals['_FLUSHGRADIENTSREPLY']._serialized_end=1056
-  _globals['_DESCRIBEGEARREQUEST']._serialized_start=1058
-  _globals['_DESCRIBEGEARREQUEST']._serialized_end=1096
-  _globals['_DESCRIBEGEARREPLY']._serialized_start=1099
-  _globals['_DESCRIBEGEARREPLY']._serialized_end=1554
-  _globals['_DESCRIBEGEARREPLY_LOSTENTRY']._serialized_start=1505
-  _globals['_DESCRIBEGEARREPLY_LOSTENTRY']._serialized_end=1548
-  _globals['_SOURCEACCOUNT']._serialized_start=1556
-  _globals['_SOURCEACCOUNT']._serialized_end=1635
-  _globals['_HANDOVERREQUEST']._serialized_start=1637
-  _globals['_HANDOVERREQUEST']._serialized_end=1736
-  _globals['_HANDOVERREPLY']._serialized_start=1738
-  _globals['_HANDOVERREPLY']._serialized_end=1753
-  _globals['_GEAR']._serialized_start=1756
-  _globals['_GEAR']._serialized_end=2296
+  _globals['_PUSHFEATUREGRADIENTSREQUEST']._serialized_end=846
+  _globals['_PUSHFEATUREGRADIENTSREPLY']._serialized_start=849
+  _globals['_PUSHFEATUREGRADIENTSREPLY']._serialized_end=983
+  _globals['_FLUSHGRADIENTSREQUEST']._serialized_start=985
+  _globals['_FLUSHGRADIENTSREQUEST']._serialized_end=1022
+  _globals['_FLUSHGRADIENTSREPLY']._serialized_start=1024
+  _globals['_FLUSHGRADIENTSREPLY']._serialized_end=1068
+  _globals['_DESCRIBEGEARREQUEST']._serialized_start=1070
+  _globals['_DESCRIBEGEARREQUEST']._serialized_end=1108
+  _globals['_DESCRIBEGEARREPLY']._serialized_start=1111
+  _globals['_DESCRIBEGEARREPLY']._serialized_end=1566
+  _globals['_DESCRIBEGEARREPLY_LOSTENTRY']._serialized_start=1517
+  _globals['_DESCRIBEGEARREPLY_LOSTENTRY']._serialized_end=1560
+  _globals['_SOURCEACCOUNT']._serialized_start=1568
+  _globals['_SOURCEACCOUNT']._serialized_end=1647
+  _globals['_HANDOVERREQUEST']._serialized_start=1649
+  _globals['_HANDOVERREQUEST']._serialized_end=1748
+  _globals['_HANDOVERREPLY']._serialized_start=1750
+  _globals['_HANDOVERREPLY']._serialized_end=1765
+  _globals['_GEAR']._serialized_start=1768
+  _globals['_GEAR']._serialized_end=2308
 # @@protoc_insertion_point(module_scope)

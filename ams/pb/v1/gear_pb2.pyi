@@ -179,7 +179,7 @@ class PushFeatureGradientsRequest(_message.Message):
     WAIT_FIELD_NUMBER: _builtins.int
     SENT_TO_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
-    TABLE_FIELD_NUMBER: _builtins.int
+    TABLE_INCARNATION_FIELD_NUMBER: _builtins.int
     PADDING_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     GRADIENTS_FIELD_NUMBER: _builtins.int
@@ -197,7 +197,7 @@ class PushFeatureGradientsRequest(_message.Message):
     """Process of the slow gear that was sent this before and may have counted it: another one refuses."""
     lost: _builtins.int
     """Gradients that the fast gear has to count as lost so far, for whoever asks the slow gears."""
-    table: _builtins.int
+    table_incarnation: _builtins.int
     """Incarnation of the dense table that the fast gear knows: another one than the slow gear's after a restore. 0: any."""
     padding: _builtins.bytes
     keys: _builtins.bytes
@@ -215,14 +215,14 @@ class PushFeatureGradientsRequest(_message.Message):
         wait: _builtins.bool = ...,
         sent_to: _builtins.str = ...,
         lost: _builtins.int = ...,
-        table: _builtins.int = ...,
+        table_incarnation: _builtins.int = ...,
         padding: _builtins.bytes = ...,
         keys: _builtins.bytes = ...,
         gradients: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "lr", b"lr"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "gradients", b"gradients", "incarnation", b"incarnation", "keys", b"keys", "lost", b"lost", "lr", b"lr", "name", b"name", "padding", b"padding", "sent_to", b"sent_to", "sequence", b"sequence", "source", b"source", "table", b"table", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "gradients", b"gradients", "incarnation", b"incarnation", "keys", b"keys", "lost", b"lost", "lr", b"lr", "name", b"name", "padding", b"padding", "sent_to", b"sent_to", "sequence", b"sequence", "source", b"source", "table_incarnation", b"table_incarnation", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lr: _TypeAlias = _typing.Literal["lr"]  # noqa: Y015
     _WhichOneofArgType__lr: _TypeAlias = _typing.Literal["_lr", b"_lr"]  # noqa: Y015

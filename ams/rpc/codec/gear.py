@@ -61,7 +61,7 @@ def encode_delivery(push: PushFeatureGradients) -> bytes:
         wait=push.wait,
         sent_to=push.sent_to,
         lost=delivery.lost,
-        table=delivery.table,
+        table_incarnation=delivery.table_incarnation,
     )
     keys = np.concatenate([delivery.ids.astype("<i8"), delivery.versions.astype("<i8")])
     gradients_KD = np.ascontiguousarray(delivery.gradients_KD, _FLOAT32)
@@ -97,7 +97,7 @@ def decode_delivery(data: bytes) -> PushFeatureGradients:
         versions=versions,
         lr=header.lr if header.HasField("lr") else None,
         lost=header.lost,
-        table=header.table,
+        table_incarnation=header.table_incarnation,
     )
     return PushFeatureGradients(name=header.name, delivery=delivery, wait=header.wait, sent_to=header.sent_to)
 
