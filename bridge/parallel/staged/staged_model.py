@@ -183,8 +183,9 @@ class StagedModel(ParallelModel):
             return
         count, size = self.micro_batches, num_samples(inputs)
         for part in range(count):
-            its_inputs, its_options = micro_batch([inputs, dict(options)], part, count, size, with_settings=True)
-            yield StageInput(its_inputs, its_options, torch.tensor_split(labels, count)[part], part == count - 1, None)
+            batch = [inputs, dict(options), labels]
+            mine, settings, own_labels = micro_batch(batch, part, count, size, with_settings=True)
+            yield StageInput(mine, settings, own_labels, is_last=part == count - 1, batch=None)
 
     def _taken(self, before: StageLink) -> Iterator[StageInput]:
         """The micro-batches that the stage before gives."""

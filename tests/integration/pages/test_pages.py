@@ -6,6 +6,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.pages import Block, blocks_of, losses_in, program_of, run
+from tests.support.rank_processes import run_ranks
 from tests.support.served_models import require_onnx
 
 
@@ -83,6 +85,19 @@ def test_class_centers_of_plsc_are_those_of_the_head(tmp_path: Path) -> None:
     printed = run(file_of("how-to/from-plsc.md", "centers.py"), tmp_path)
     centers = np.load(tmp_path / "centers_1.npy").astype(np.float32)
     assert str(centers[0, :4].tolist()) in printed
+
+
+def train_page_of_stages(rank: int) -> None:
+    page: dict[str, Any] = {"__name__": "page"}
+    exec(file_of("how-to/stages.md", "train_in_stages.py"), page)
+    train = page["train"]
+    losses = train()
+    assert losses[-1] < losses[0] - 0.02, (rank, losses)
+    assert losses[:3] == pytest.approx(train(None, 3), abs=1e-5)
+
+
+def test_a_model_in_stages_learns_as_its_page_says(tmp_path: Path) -> None:
+    run_ranks(train_page_of_stages, 3, tmp_path)
 
 
 def test_classes_come_and_go_as_their_page_says(tmp_path: Path) -> None:

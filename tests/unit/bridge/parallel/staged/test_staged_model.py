@@ -51,6 +51,18 @@ class Deep(nn.Module):
         return self.head(self.mid(self.neck(self.body(inputs))))
 
 
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids = nn.Embedding(9, DIM)
+        self.mid = nn.Sequential(nn.ReLU(), nn.Linear(DIM, DIM))
+        self.head = nn.Linear(DIM, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Any:
+        pooled = self.ids((4 * inputs).abs().long().clamp(max=8)).mean(1)
+        return self.head(self.mid(pooled))
+
+
 def made(kind: Callable[[], nn.Module] = Classifier) -> nn.Module:
     torch.manual_seed(0)
     return kind().double()
@@ -138,11 +150,13 @@ THREE: dict[str, Scope] = {
     "mid": Split(stage=1),
     "head": Split(),
 }
+POOLED: dict[str, Scope] = {"ids": Split(stage=0), "mid": Replicate(stage=1), "head": Replicate(stage=2)}
 
 
 @pytest.mark.parametrize(
     ("stages", "sizes", "scopes", "micro_batches"),
     [
+        ([[0, 3], [1], [2]], [2, 3], POOLED, 2),
         ([[0, 3], [2], [1]], [5, 3], THREE, 3),
         ([[1], [0, 3], [2]], [6], THREE, 1),
         ([[1], [2], [3, 0]], [3], {**THREE, "mid": Replicate(stage=1), "head": Replicate(stage=2)}, 4),
@@ -151,8 +165,10 @@ THREE: dict[str, Scope] = {
 def test_three_stages_are_a_model_in_one_piece_however_they_are_held_and_batches_divided(
     tmp_path: Path, stages: list[list[int]], sizes: list[int], scopes: dict[str, Scope], micro_batches: int
 ) -> None:
-    firsts = [("body",), ("neck", "mid"), ("head",)]
-    run_ranks(train_as_one, 4, tmp_path, stages, sizes, Deep, scopes, firsts, micro_batches)
+    kind, firsts = Deep, [("body",), ("neck", "mid"), ("head",)]
+    if scopes is POOLED:
+        kind, firsts = Pooled, [("ids",), ("mid",), ("head",)]
+    run_ranks(train_as_one, 4, tmp_path, stages, sizes, kind, scopes, firsts, micro_batches)
 
 
 def staged(kind: Callable[[], nn.Module] = Classifier, stages: tuple[tuple[int, ...], ...] = ((0, 1), (2,))) -> Any:
@@ -284,9 +300,11 @@ def test_what_cannot_be_staged_is_refused_by_name_and_each_stage_makes_its_part(
     assert torch.isfinite(model(torch.ones(2, 4), torch.ones(2).long()) if rank == 0 else model(None, None))
 
 
-def die_before_the_step(rank: int, victim: int) -> None:
-    model = staged()
-    inputs, labels = own_samples(model, [2, 3], 0)
+def die_before_the_step(rank: int, victim: int, three: bool) -> None:
+    scopes = {**THREE, "mid": Replicate(stage=1)}
+    on, loss = mesh([[0], [1], [2]]), nn.CrossEntropyLoss()
+    model = parallelize(made(Deep), on, scopes, loss=loss, micro_batches=2) if three else staged()
+    inputs, labels = own_samples(model, [5] if three else [2, 3], 0)
     model(inputs, labels).backward()
     if rank == victim:
         return
@@ -304,6 +322,6 @@ def test_an_owner_that_dies_before_the_backward_pass_is_a_typed_error(rank: int)
         loss.backward()
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_that_dies_is_a_typed_error_on_the_others(tmp_path: Path, victim: int) -> None:
-    run_ranks(die_before_the_step, 3, tmp_path, victim)
+@pytest.mark.parametrize(("victim", "three"), [(0, False), (2, False), (1, True)])
+def test_a_rank_that_dies_is_a_typed_error_on_the_others(tmp_path: Path, victim: int, three: bool) -> None:
+    run_ranks(die_before_the_step, 3, tmp_path, victim, three)
