@@ -19,7 +19,7 @@ from geartrain.bridge.parallel.mixed_optimizers import let_optimizers_mix
 from geartrain.bridge.parallel.parallel_model import ParallelModel
 from geartrain.bridge.parallel.plan.build import ModelPlans
 from geartrain.bridge.parallel.replicated import replicated, require_first_values
-from geartrain.bridge.parallel.scopes import Scope, ScopedModel, marked_scopes, scoped
+from geartrain.bridge.parallel.scopes import Scope, ScopedModel, marked_scopes, replaced, scoped
 from geartrain.bridge.parallel.split.agreement import StepAgreement
 from geartrain.bridge.parallel.split.layer import SplitLayer
 from geartrain.bridge.parallel.split.registry import SplitPlace, check_can_split, split_layer
@@ -98,10 +98,7 @@ def parallelize(
             continue
         layer = split_layer(SplitPlace(name, group, agreement, seed), module)
         layer.train(module.training)
-        if name:
-            model.set_submodule(name, layer)
-        else:
-            model = layer
+        model = replaced(model, name, layer)
         split_parameters.update(id(parameter) for parameter in layer.parameters())
     replicas = replicated(model, found.replicated, group, seed, split_parameters)
     return ParallelModel(model, mesh, found.scopes, loss, replicas, agreement, plans, micro_batches)

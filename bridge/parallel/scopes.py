@@ -175,6 +175,14 @@ def called_parts(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]
         yield from called_parts(f"{name}.{key}", child)
 
 
+def replaced(model: nn.Module, name: str, layer: nn.Module) -> nn.Module:
+    """``model`` with ``layer`` in the place ``name``; ``layer`` itself in that of the whole model."""
+    if not name:
+        return layer
+    model.set_submodule(name, layer)
+    return model
+
+
 def is_inside(name: str, outer: str) -> bool:
     """Whether ``name`` is of a module or a parameter in the module ``outer``."""
     return not outer or name.startswith(f"{outer}.")

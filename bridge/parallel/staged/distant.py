@@ -31,18 +31,8 @@ class DistantOutput:
 
     def __init__(self, rows_SD: Tensor, passed: tuple[str, ...]) -> None:
         """``rows_SD`` are given to the next stage; ``passed`` are the layers that the model has called since."""
-        self._rows_SD = rows_SD
-        self._passed = passed
-
-    @property
-    def rows_SD(self) -> Tensor:
-        """What the second stage is given."""
-        return self._rows_SD
-
-    @property
-    def passed(self) -> tuple[str, ...]:
-        """Names of the layers of later stages, in the order of their calls."""
-        return self._passed
+        self.rows_SD = rows_SD
+        self.passed = passed
 
     def _refuse_operator(self, *_: object) -> NoReturn:
         _refuse("an operator")

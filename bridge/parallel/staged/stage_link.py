@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from geartrain.ams.values.errors import RankLost, SpecMismatch, SyncError
+from geartrain.ams.values.errors import SpecMismatch, SyncError
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.parallel.staged.distant import MOST_DIMENSIONS
 
@@ -93,7 +93,7 @@ class StageLink:
         """Whether this rank is."""
         return self._rank in self.senders
 
-    def begin(self, rows_SD: Tensor | None, *, asks_for_loss: bool = False, is_last: bool = True) -> StagedBatch:
+    def agree(self, rows_SD: Tensor | None, *, asks_for_loss: bool = False, is_last: bool = True) -> StagedBatch:
         """Agree on a micro-batch: one exchange. Owners give no rows, and learn what is asked for.
 
         Raises:
@@ -128,10 +128,10 @@ class StageLink:
             wants_gradient=bool(purposes[first] and modes[first] and wanted[first]),
         )
 
-    def tell(self, culprit: int) -> None:
+    def report(self, culprit: int) -> None:
         """Tell the others of the failure of a rank, if they come to another exchange in this step."""
         if self._is_awaited:
-            with contextlib.suppress(SyncError, RankLost):  # the caller raises what it tells of
+            with contextlib.suppress(SyncError):  # the caller raises what it tells of
                 self._exchange(culprit + 1, [0] * (5 + KIND))
 
     def _exchange(self, failed: int, numbers: Sequence[int]) -> list[list[int]]:

@@ -40,7 +40,7 @@ class Neighbours:
 
     @property
     def num_classes(self) -> int:
-        """Of the last layer, if it is one that has classes."""
+        """Outputs of the last layer; more than any label where that is no nn.Linear."""
         last = list(self.later.values())[-1]
         return last.out_features if isinstance(last, nn.Linear) else sys.maxsize
 
@@ -59,7 +59,7 @@ class StageInput:
 
 
 class StagedModel(ParallelModel):
-    """What :func:`geartrain.parallelize` returns on a mesh with stages.
+    """A model in stages, as one of its ranks has it; :func:`geartrain.parallelize` makes it on a mesh with stages.
 
     ``parameters()`` and ``state_dict()`` are those of this rank's stage, by the names of the whole model. All else is
     as of a model without stages, and so are values and gradients.
@@ -119,20 +119,20 @@ class StagedModel(ParallelModel):
                     "model(None, None) there. Those with samples are the ranks of the first stage, mesh.stages[0]"
                 )
             if self._at.previous is not None and self._at.next is None:
-                return self._end(self._at.previous)
-            return self.replicas.run(lambda: self._pass_on(inputs, labels, options))
+                return self._last_stage(self._at.previous)
+            return self.replicas.run(lambda: self._send_on(inputs, labels, options))
         except Exception:  # of any kind: the other ranks wait for this one
-            self._tell()
+            self._report_failure()
             raise
 
-    def _pass_on(self, inputs: Any, labels: Tensor | None, options: Mapping[str, Any]) -> Tensor | None:
-        """Give the next stage what this one makes of its samples; take back the loss, or the output of the last."""
+    def _send_on(self, inputs: Any, labels: Tensor | None, options: Mapping[str, Any]) -> Tensor | None:
+        """Send what this stage makes of its samples to the next one; receive the loss, or the output of the last."""
         before, behind = self._at.previous, self._at.next
         assert behind is not None
         tokens = []
-        for samples in self._own(inputs, labels, options) if before is None else self._taken(before):
-            rows_SD, labels_S = self._rows(samples), samples.labels
-            batch = behind.begin(rows_SD, asks_for_loss=labels_S is not None, is_last=samples.is_last)
+        for samples in self._own_batches(inputs, labels, options) if before is None else self._received_batches(before):
+            rows_SD, labels_S = self._run_stage(samples), samples.labels
+            batch = behind.agree(rows_SD, asks_for_loss=labels_S is not None, is_last=samples.is_last)
             behind.give(batch.spans, rows_SD.detach(), *([] if labels_S is None else [labels_S.to(rows_SD.device)]))
             tokens.append(departed(rows_SD, behind, batch))
         dtype, shape = kind_from(self._answer(0, []))
@@ -148,9 +148,9 @@ class StagedModel(ParallelModel):
         self.mesh.whole.link.start_transfers([], [(loss, self._teller_of(self.mesh.rank))]).result()
         return loss + torch.stack(tokens).sum().to(dtype) if torch.is_grad_enabled() else loss
 
-    def _end(self, before: StageLink) -> Tensor | None:
-        """What the last stage does: the loss over the samples of all, or the output, which goes back."""
-        parts = list(self._taken(before))
+    def _last_stage(self, before: StageLink) -> Tensor | None:
+        """Compute the loss over the samples of all ranks, or the output, and send it back."""
+        parts = list(self._received_batches(before))
         rows_TD = torch.cat([part.inputs for part in parts])
         labels = [part.labels for part in parts if part.labels is not None]
         if not labels:
@@ -171,7 +171,7 @@ class StagedModel(ParallelModel):
         """The rank of the last stage that tells ``rank`` the loss."""
         return self.mesh.stages[-1][rank % len(self.mesh.stages[-1])]
 
-    def _own(self, inputs: Any, labels: Tensor | None, options: Mapping[str, Any]) -> Iterator[StageInput]:
+    def _own_batches(self, inputs: Any, labels: Tensor | None, options: Mapping[str, Any]) -> Iterator[StageInput]:
         """The micro-batches of a rank of the first stage."""
         if labels is None and self.training and torch.is_grad_enabled():
             raise InvalidArgument(
@@ -187,11 +187,11 @@ class StagedModel(ParallelModel):
             mine, settings, own_labels = micro_batch(batch, part, count, size, with_settings=True)
             yield StageInput(mine, settings, own_labels, is_last=part == count - 1, batch=None)
 
-    def _taken(self, before: StageLink) -> Iterator[StageInput]:
+    def _received_batches(self, before: StageLink) -> Iterator[StageInput]:
         """The micro-batches that the stage before gives."""
         is_last = False
         while not is_last:
-            batch = before.begin(None)
+            batch = before.agree(None)
             is_last = batch.is_last
             rows_TD = torch.empty(batch.num_taken, *batch.shape, dtype=batch.dtype, device=self.mesh.device)
             labels_T = torch.empty(batch.num_taken, dtype=torch.int64, device=rows_TD.device)
@@ -200,13 +200,13 @@ class StagedModel(ParallelModel):
                 rows_TD = arrived(rows_TD, before, batch)
             yield StageInput(rows_TD, {}, labels_T if batch.asks_for_loss else None, is_last, batch)
 
-    def _rows(self, samples: StageInput) -> Tensor:
-        """What this stage gives the next one. The ranks of a stage with split layers meet behind it."""
+    def _run_stage(self, samples: StageInput) -> Tensor:
+        """Compute the rows [S, …] for the next stage. The ranks of a stage with split layers meet behind it."""
         if not self._agreement.has_layers:
-            return self._made_of(samples)
+            return self._checked_rows(samples)
         self._agreement.begin(has_labels=samples.labels is not None, trains=self.training)
         try:
-            rows_SD = self._made_of(samples)
+            rows_SD = self._checked_rows(samples)
             self._agreement.meet(END)
         except Exception as exc:  # of any kind: the other ranks of the stage wait for this one
             self._agreement.tell(exc)
@@ -215,7 +215,7 @@ class StagedModel(ParallelModel):
             self._agreement.end()
         return rows_SD
 
-    def _made_of(self, samples: StageInput) -> Tensor:
+    def _checked_rows(self, samples: StageInput) -> Tensor:
         output = self.output(samples.inputs, samples.options)
         if samples.batch is not None:
             rows_TD = rows_to_send(output, f"the output of stage {self.mesh.own_stage}")
@@ -253,12 +253,12 @@ class StagedModel(ParallelModel):
             raise SyncError(f"the step did not end: rank {culprits[0]} failed; its error tells why")
         return answers[self.mesh.stages[-1][0]][1:]
 
-    def _tell(self) -> None:
+    def _report_failure(self) -> None:
         """Tell the ranks that wait for this one; the later stages first, so that no two wait for each other."""
         heard = [link.culprit for link in self._links if link.culprit is not None]
         culprit = heard[0] if heard else self.mesh.rank
         for link in self._links:
-            link.tell(culprit)
+            link.report(culprit)
         if not self._has_answered:
             with contextlib.suppress(SyncError):  # the caller raises what it tells of
                 self._answer(culprit + 1, [])

@@ -14,7 +14,7 @@ from geartrain.bridge.collectives.communicator import Communicator, time_limit
 from geartrain.bridge.parallel.global_mean import LossFunction
 from geartrain.bridge.parallel.mesh import Mesh
 from geartrain.bridge.parallel.replicated import replicated
-from geartrain.bridge.parallel.scopes import Scope, ScopedModel, Split, called_parts, is_inside
+from geartrain.bridge.parallel.scopes import Scope, ScopedModel, Split, called_parts, is_inside, replaced
 from geartrain.bridge.parallel.split.agreement import StepAgreement
 from geartrain.bridge.parallel.split.registry import SplitPlace, backend_of, split_layer
 from geartrain.bridge.parallel.staged.distant import DistantLayer
@@ -99,13 +99,13 @@ def stage(
     if own:
         model = parts[own][""] if "" in parts[own] else StagePart(parts[own])
     for name in {} if own else later:
-        model = _replaced(model, name, DistantLayer(name))
+        model = replaced(model, name, DistantLayer(name))
     own_scopes = {name for name, scope in found.scopes.items() if _stage_of(scope, len(mesh.stages) - 1) == own}
     split_parameters: set[int] = set()
     for name, module in found.split.items():
         if name in own_scopes:
             layer = split_layer(SplitPlace(name, group, agreement, seed), module)
-            model = _replaced(model, name, layer)
+            model = replaced(model, name, layer)
             split_parameters.update(id(parameter) for parameter in layer.parameters())
     scopes = {name: scope for name, scope in found.replicated.items() if name in own_scopes}
     replicas = replicated(model, scopes, group, seed, split_parameters)
@@ -147,10 +147,3 @@ def _layers_of_stages(mesh: Mesh, found: ScopedModel) -> list[dict[str, nn.Modul
         if not any(is_inside(name, other) for other in parts[number] if other != name):
             parts[number].update(called_parts(name, modules[name]))
     return parts
-
-
-def _replaced(model: nn.Module, name: str, layer: nn.Module) -> nn.Module:
-    if not name:
-        return layer
-    model.set_submodule(name, layer)
-    return model

@@ -158,7 +158,7 @@ POOLED: dict[str, Scope] = {"ids": Split(stage=0), "mid": Replicate(stage=1), "h
     [
         ([[0, 3], [1], [2]], [2, 3], POOLED, 2),
         ([[0, 3], [2], [1]], [5, 3], THREE, 3),
-        ([[1], [0, 3], [2]], [6], THREE, 1),
+        ([[1], [0, 3], [2]], [6], {**THREE, "neck": Replicate(shard=True, stage=1)}, 2),
         ([[1], [2], [3, 0]], [3], {**THREE, "mid": Replicate(stage=1), "head": Replicate(stage=2)}, 4),
     ],
 )
