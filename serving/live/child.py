@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import select
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from geartrain.ams.values.errors import ConfigError
 
@@ -35,3 +39,52 @@ def run_child(what: str, *arguments: str, is_ending: Callable[[], bool]) -> None
             said.seek(0)
             lines = said.read().decode(errors="replace").strip().splitlines()
             raise ConfigError(f"{what} was not made: {lines[-1] if lines else f'exit code {child.returncode}'}")
+
+
+class Exporter:
+    """A process with torch that exports one snapshot after another: loading torch and the exporter takes most of the
+    time of the first. It ends by itself when none comes for a while. Used from one thread."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def export(self, snapshot: str, out: str, *, is_ending: Callable[[], bool]) -> None:
+        """Write the ``snapshot`` as the folder ``out``. Raises ConfigError: it was not made, and why."""
+        what, may_be_over = f"the model of {snapshot} was not made", self._child is not None
+        answer = self._ask([snapshot, out], is_ending)
+        if answer is None and may_be_over and not is_ending():
+            answer = self._ask([snapshot, out], is_ending)
+        if answer is None:
+            raise ConfigError(f"{what}: {'the service ends' if is_ending() else 'its process died, the log says why'}")
+        if answer:
+            raise ConfigError(f"{what}: {answer}")
+
+    def _ask(self, question: list[str], is_ending: Callable[[], bool]) -> str | None:
+        """What went wrong; None: the process is over, or nobody waits for its answer any more."""
+        if self._child is None:
+            command, pipe = [sys.executable, "-P", "-m", "geartrain.workers.live.export"], subprocess.PIPE
+            self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)  # no Ctrl-C
+        child, line = self._child, b""
+        assert child.stdin is not None and child.stdout is not None
+        with suppress(BrokenPipeError):
+            child.stdin.write(json.dumps(question).encode() + b"\n")
+            child.stdin.flush()
+            while not is_ending():
+                if select.select([child.stdout], [], [], _LOOK_SECONDS)[0]:
+                    line = child.stdout.readline()
+                    break
+        if not line:
+            self.close()
+            return None
+        with suppress(OSError):  # answers come first, once there is a version
+            for thread in Path(f"/proc/{child.pid}/task").iterdir():
+                os.setpriority(os.PRIO_PROCESS, int(thread.name), NICE)
+        return str(json.loads(line))
+
+    def close(self) -> None:
+        """End the process."""
+        if self._child is not None:
+            self._child.kill()
+            with suppress(BrokenPipeError):
+                self._child.communicate()
+            self._child = None

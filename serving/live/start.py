@@ -76,7 +76,7 @@ def follow(service: ModelService, told: ServeConfig, client: ClientConfig, clean
     served = _newest_that_is_whole(service, name, versions)
     follower = Follower(training_of(training, client), versions, serve, served=served, held_at=held_at, tell=tell)
     tell(follower.facts)
-    cleanup.callback(versions.index.close)
+    cleanup.callback(versions.close)
     cleanup.callback(follower.close)
     follower.start()
     logger.info("%s follows %s; its versions are in %s", name, training, out)

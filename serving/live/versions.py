@@ -24,7 +24,7 @@ from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.values.errors import ConfigError, ModelDamaged, SnapshotDamaged
 from geartrain.serving.index.parts import bounds
 from geartrain.serving.live.centers import LiveCenters, centers_of
-from geartrain.serving.live.child import run_child
+from geartrain.serving.live.child import Exporter, run_child
 from geartrain.serving.live.index import LiveIndex
 from geartrain.serving.live.training import ExportedModel
 from geartrain.workers.atomic import replacing_folder
@@ -45,7 +45,7 @@ from geartrain.workers.models.saved_model import (
 )
 
 _EXPORTED = ("ctr", "tdm")
-"""Jobs of which each version is an export of some ten seconds."""
+"""Jobs of which each version is an export as a whole: ten seconds of the first, two of the next."""
 _STATE, _CLASSES = "training.safetensors", "classes.json"
 
 
@@ -92,6 +92,7 @@ class LiveVersions:
         self._keep, self._own, self._has_rows = keep, backbone, has_rows
         self._part = None if part is None else [int(number) for number in part.split("/")]
         self._said_part = {} if part is None else {"part": self._part}
+        self._exporter = Exporter()
         self._graphs: dict[str, _Graph] = {}
         self._centers: LiveCenters | None = None
         self._last = -1
@@ -99,6 +100,11 @@ class LiveVersions:
     def written(self) -> list[LiveVersion]:
         """Those that are there, the newest first."""
         return [found for path in reversed(self._folders()) if (found := _version_in(path)) is not None]
+
+    def close(self) -> None:
+        """End the processes that write versions."""
+        self.index.close()
+        self._exporter.close()
 
     def prune(self, served: Collection[int | None] = ()) -> list[int]:
         """Remove all but those that stay, and those that are ``served``; return their numbers."""
@@ -188,8 +194,7 @@ class LiveVersions:
         made = self.out / ".export"
         shutil.rmtree(made, ignore_errors=True)
         try:
-            module, what = "geartrain.workers.live.export", f"the model of {snapshot.path}"
-            run_child(what, module, str(snapshot.path), str(made), is_ending=is_ending)
+            self._exporter.export(str(snapshot.path), str(made), is_ending=is_ending)
             config = unseal_folder(made)
             config["version"] = self._number(int(config["training"]["step"]))
             (made / CONFIG).unlink()
