@@ -206,7 +206,7 @@ class SlowGearRole:
                     "--listen or --advertise a port that stays",
                     *(config.listen, shown_url(config.store), address),
                 )
-        store = open_store(config.store, namespace=place, record_seconds=None, synced=False)
+        store = open_store(config.store, namespace=place, record_seconds=None)
         self._opened.callback(store.close)
         return GradientJournal(store, max_bytes=config.store_bytes)
 

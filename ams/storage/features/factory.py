@@ -16,7 +16,6 @@ def open_store(
     max_bytes: int | None = None,
     record_seconds: float | None = DEFAULT_RECORD_SECONDS,
     timeout_seconds: float = 5.0,
-    synced: bool = True,
 ) -> FeatureStore:
     """Open ``"memory"``, ``"lmdb:FOLDER"`` or ``"redis://HOST:PORT/DB"`` (``rediss://``, ``unix://SOCKET?db=0`` too).
 
@@ -31,7 +30,6 @@ def open_store(
             server bounds itself (``maxmemory``), so there it must be None.
         record_seconds: Redis only: a record goes so long after it was written; None: never.
         timeout_seconds: Redis only: longest wait for the server to connect, and for each reply.
-        synced: LMDB only: False saves an fsync a write; a loss of power may damage the folder then.
 
     Raises:
         ConfigError: the URL names no store, the folder cannot be used, or the package is missing.
@@ -49,7 +47,7 @@ def open_store(
     if url.startswith("lmdb:") and len(url) > len("lmdb:"):
         from geartrain.ams.storage.features.lmdb_features import LmdbFeatures
 
-        return LmdbFeatures(url.removeprefix("lmdb:"), namespace, max_bytes=max_bytes, synced=synced)
+        return LmdbFeatures(url.removeprefix("lmdb:"), namespace, max_bytes=max_bytes)
     if url.startswith(("redis://", "rediss://", "unix://")):
         if max_bytes is not None:
             raise InvalidArgument(

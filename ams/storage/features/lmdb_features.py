@@ -1,7 +1,7 @@
 """Feature store in an LMDB file, held by one process.
 
-One write transaction a call, with one fsync (``metasync=False``): the file stays whole through a loss of power, the
-last calls before it may be missing. Each record is sealed.
+One write transaction a call, not synced to the disk: an fsync takes milliseconds, and who asks for features would wait
+for it. What was written outlives the process; a loss of power may damage the file. Each record is sealed.
 """
 
 from __future__ import annotations
@@ -43,10 +43,8 @@ class LmdbFeatures:
     about 1.5 × ``max_bytes`` at most for records of a few hundred bytes.
     """
 
-    def __init__(
-        self, folder: str | Path, namespace: str, *, max_bytes: int | None = None, synced: bool = True
-    ) -> None:
-        """Open the store, or create it. Not ``synced``, a loss of power may damage it; the end of a process does not.
+    def __init__(self, folder: str | Path, namespace: str, *, max_bytes: int | None = None) -> None:
+        """Open the store, or create it.
 
         Raises ConfigError (not a folder that can be used, or in use), StateDamaged. O(records) where it exists.
         """
@@ -55,7 +53,6 @@ class LmdbFeatures:
         self._folder = Path(folder) / quote(namespace, safe="")
         self._path = self._folder / _FILE
         self._lru = ByteLru(max_bytes)
-        self._synced = synced
         self._counters = Counters()
         self._tick = 0
         self._mutex = threading.Lock()
@@ -115,9 +112,7 @@ class LmdbFeatures:
     def _open(self) -> None:
         check_structure(self._path, _REMEDY, first_map_bytes=_FIRST_MAP_BYTES)
         try:
-            self._environment = open_environment(
-                self._path, first_map_bytes=_FIRST_MAP_BYTES, metasync=False, sync=self._synced
-            )
+            self._environment = open_environment(self._path, first_map_bytes=_FIRST_MAP_BYTES, sync=False)
             ids, ticks, sizes = _records(self._environment)
         except lmdb.Error as exc:
             raise StateDamaged(f"{self._path}: {exc}; {_REMEDY}") from exc

@@ -42,7 +42,7 @@ def lock_folder(folder: Path, remedy: str) -> int:
 
 
 def open_environment(
-    path: Path, *, first_map_bytes: int, readonly: bool = False, metasync: bool = True, sync: bool = True
+    path: Path, *, first_map_bytes: int, readonly: bool = False, sync: bool = True
 ) -> lmdb.Environment:
     """Open the file, or create it. Raises lmdb.Error."""
     size = path.stat().st_size if path.exists() else 0
@@ -52,7 +52,6 @@ def open_environment(
         map_size=max(first_map_bytes, size),
         lock=False,
         readonly=readonly,
-        metasync=metasync,
         sync=sync,
     )
 

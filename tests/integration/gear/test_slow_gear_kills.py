@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import geartrain as gt
 from geartrain.ams.client.cluster_status import slow_gear_status
@@ -51,7 +52,9 @@ def ended(pipe: Connection) -> tuple[list[int], GearAccount]:
 class Run:
     """A cluster with two slow and two fast gears."""
 
-    def __init__(self, stack: ExitStack, nursery: Nursery, stores: Sequence[str] = ("memory", "memory")) -> None:
+    def __init__(
+        self, stack: ExitStack, nursery: Nursery, stores: Sequence[str] = ("memory", "memory"), num_fast: int = 2
+    ) -> None:
         self.nursery = nursery
         scheduler = Child(
             serve,
@@ -70,7 +73,7 @@ class Run:
             pid, pipe = nursery.start(slow_gear, self.address, store)
             self.addresses.append(heard(pipe))
             self.slow.append(pid)
-        self.fast = [nursery.start(fast_gear, self.address, number, STEPS)[1] for number in range(2)]
+        self.fast = [nursery.start(fast_gear, self.address, number, STEPS)[1] for number in range(num_fast)]
 
     def train(self, number: int) -> tuple[list[GearAccount], np.ndarray, list[list[str]]]:
         """End a slow gear in mid-run by a signal.
@@ -149,6 +152,29 @@ def test_gradients_in_a_store_outlive_a_slow_gear(
     assert total.lost == lost_gradients(gears) == 0
     assert total.applied == total.received == delivered.sum()
     assert (applied == delivered).all()
+
+
+def test_a_restore_drops_the_gradients_that_a_store_has_of_before(nursery: Nursery, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        store = f"lmdb:{tmp_path}/gear"
+        run = Run(stack, nursery, [store], num_fast=0)
+        cluster = stack.enter_context(gt.connect(run.address, config=CLIENT, stream="job/fast"))
+        image = gt.SlowGear(cluster, "image", dim=DIM, gradients_per_id=3, expire_seconds=0.0)
+        rows = gt.RowOptimizer(image)
+
+        def step(ids: range) -> None:
+            image(torch.tensor(ids)).sum().backward()
+            rows.step()
+
+        step(range(IDS))
+        taken = cluster.snapshot(tmp_path / "snapshots").result()
+        step(range(IDS))
+        cluster.restore(taken, replace=True)
+        step(range(8))
+        assert image.account().waiting == 8  # the first two of each id are gone
+        nursery.end(run.slow[0])
+        heard(nursery.start(slow_gear, run.address, store)[1])
+        assert run.applied().tolist() == [1] * 8 + [0] * (IDS - 8)
 
 
 def test_one_that_only_seemed_dead_goes_on_and_doubles_nothing(nursery: Nursery) -> None:

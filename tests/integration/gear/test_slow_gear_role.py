@@ -22,8 +22,10 @@ from geartrain.ams.values.errors import (
     SampleNotFound,
     SpecMismatch,
     StaleClient,
+    StoreUnavailable,
+    TableNotFound,
 )
-from geartrain.ams.values.gear_messages import GearState
+from geartrain.ams.values.gear_messages import Delivery, GearState
 from geartrain.bridge.gear.batch_state import BatchState
 from geartrain.cli.main import build_app
 from geartrain.launch.slowgear_role import SlowGearRole
@@ -198,8 +200,23 @@ def test_what_does_not_fit_is_refused(gears: GearCluster) -> None:
             SlowGearRole(gear_config(gears.address, **settings), CLIENT)
 
 
-def test_flush_before_a_snapshot_puts_all_gradients_into_it(gears: GearCluster, tmp_path: Any) -> None:
-    gears.start_gear(gradients_per_id=8)
+def test_a_port_that_changes_would_lose_gradients_on_a_shared_server(
+    gears: GearCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(StoreUnavailable):  # there is no server
+        gears.start_gear(store="redis://127.0.0.1:1/0")
+    [said] = [line for line in caplog.messages if "give --listen or --advertise a port that stays" in line]
+    assert "listen is '127.0.0.1:0'" in said and "redis://127.0.0.1:1/0" in said
+    caplog.clear()
+    with pytest.raises(StoreUnavailable):
+        gears.start_gear(store="redis://127.0.0.1:1/0", advertise="127.0.0.1:7171")
+    assert not any("a port that stays" in line for line in caplog.messages)
+
+
+def test_flush_before_a_snapshot_puts_all_gradients_into_it(
+    gears: GearCluster, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    role, _ = gears.start_gear(gradients_per_id=8)
     with connected(gears) as cluster:
         image = gt.SlowGear(cluster, "image", dim=DIM, expire_seconds=0.0)
         rows = gt.RowOptimizer(image)
@@ -216,6 +233,20 @@ def test_flush_before_a_snapshot_puts_all_gradients_into_it(gears: GearCluster, 
         image.flush()
         cluster.restore(taken, replace=True)
         torch.testing.assert_close(image(torch.arange(IDS)).detach(), trained)  # the slow gear went back by itself
+        assert "dense table 'image' was restored: its slow gear goes on from there" in caplog.text
+        late = Delivery(
+            source="late",
+            incarnation=1,
+            sequence=1,
+            ids=np.arange(1),
+            gradients_KD=np.ones((1, DIM), np.float32),
+            versions=np.zeros(1, np.int64),
+            lr=None,
+            table=1,
+        )
+        assert role._handler is not None
+        with pytest.raises(TableNotFound, match=r"'image' from before a restore; compute them anew"):
+            role._handler.deliver(late, wait=False, sent_to="")
         image(torch.arange(IDS)).sum().backward()
         rows.step()
         image.flush()

@@ -39,6 +39,12 @@ def test_records_and_the_order_of_their_writing_outlive_the_process(tmp_path: Pa
     smaller.close()
 
 
+def test_no_write_waits_for_the_disk(tmp_path: Path) -> None:
+    store = LmdbFeatures(tmp_path, "features")
+    assert not store._opened().flags()["sync"]
+    store.close()
+
+
 def test_a_large_store_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feature_lmdb, "_FIRST_MAP_BYTES", 1 << 20)
     store = LmdbFeatures(tmp_path, "features")

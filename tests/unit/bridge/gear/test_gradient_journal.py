@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ from torch import nn
 
 import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.storage.features.lmdb_features import LmdbFeatures
 from geartrain.ams.storage.features.memory_features import MemoryFeatures
+from geartrain.ams.values.errors import StateDamaged
 from geartrain.ams.values.gear_messages import Delivery
 from geartrain.bridge.gear.engine import DenseEngine
 from geartrain.bridge.gear.factory import open_engine, open_pass
@@ -141,6 +144,18 @@ def test_gradients_from_before_a_restore_are_dropped(cluster: Cluster, tmp_path:
     again.deliver(delivery(1, [3]))
     again.flush()
     assert applied(cluster) == [0, 0, 0, 1, 0, 0, 0, 0]
+
+
+def test_a_damaged_head_is_named_with_the_store_to_empty(tmp_path: Path) -> None:
+    store = LmdbFeatures(tmp_path, "gradients")
+    GradientJournal(store, max_bytes=1 << 30).joined("gear:1")
+    store.close()
+    file = tmp_path / "gradients" / "features.lmdb"
+    file.write_bytes(file.read_bytes().replace(b'"gear:1"', b'"gear:2"'))
+    store = LmdbFeatures(tmp_path, "gradients")
+    with pytest.raises(StateDamaged, match="head of the gradients in store 'gradients' is damaged; empty the store"):
+        GradientJournal(store, max_bytes=1 << 30)
+    store.close()
 
 
 def test_updates_go_on_where_numbers_were_before_the_end() -> None:
