@@ -133,6 +133,7 @@ NEEDS = {
     "serve_start": SERVES,
     "sparse_compression": {"pyarrow"},
     "sparse_workers": {"pyarrow"},
+    "stream_day": {*SERVES, "confluent_kafka", "pyarrow"},
 }
 """Packages that a bench starts nothing without."""
 
