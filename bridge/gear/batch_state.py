@@ -144,16 +144,20 @@ class BatchState:
         """The clock was set back: nothing came later than it says now."""
         np.minimum(self._first_times, now, out=self._first_times)
 
-    def take(self, *, mean: bool) -> None:
-        """Take the due batches out, the first that became so first; there must be none out. One whose sum is beyond
-        float32 is dropped as not finite."""
+    def take(self, only: Ids | None = None, *, mean: bool) -> None:
+        """Take the due batches out, ``only`` those of these ids, the first that became so first; there must be none
+        out. One whose sum is beyond float32 is dropped as not finite, whatever its id."""
         assert self.taken is None
-        ids = self._ids[np.concatenate([np.empty(0, np.int64), *self._due])]
+        due = np.concatenate([np.empty(0, np.int64), *self._due])
+        self._due = []
+        if only is not None:
+            is_taken = np.isin(self._ids[due], only) | ~np.isfinite(self._sums[due]).all(1)
+            self._due, due = [due[~is_taken]], due[is_taken]
+        ids = self._ids[due]
         if not len(ids):
             return
         positions = self._index.remove(ids)
         self._is_due[positions] = False
-        self._due = []
         counts, gradients = self._counts[positions], self._sums[positions]
         if mean:
             gradients /= counts.sum(1).astype(np.float32)[:, None]

@@ -119,7 +119,7 @@ class DenseEngine:
         self._asked = Coalescer(
             self._compute, _part_of, max_ids=config.max_batch, max_wait_seconds=config.max_wait_seconds
         )
-        self._is_closed = False
+        self._is_closed = self._is_dropped = False
         self._features_since = -math.inf
         self._updates = None
         if mode == "async":
@@ -281,6 +281,8 @@ class DenseEngine:
         self._is_closed = True
         if self._updates is not None:
             self._updates.stop()
+        with self._applying:  # by the thread of a delivery
+            self._is_dropped = True
 
     def abandon(self) -> None:
         """End without :meth:`close`; what was left is logged."""
@@ -291,7 +293,10 @@ class DenseEngine:
             logger.warning("%s will not be applied: nobody called close() of the slow gear", counted(left, "gradient"))
 
     def _take_due(self) -> tuple[DueBatch | None, int | None]:
-        """What is due, and the number of its update in the journal."""
+        """What is due, and the number of its update in the journal. Raises TableNotFound after :meth:`drop`: the
+        journal is another engine's."""
+        if self._is_dropped:
+            raise TableNotFound(f"dense table {self._dense.name!r} was restored, and another engine goes on from there")
         with self._adding:  # so that the journal has both in the order in which they happen
             if self._journal is not None and self._journal.is_full:
                 self.batcher.flush()

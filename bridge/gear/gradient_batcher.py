@@ -132,10 +132,11 @@ class GradientBatcher:
             self._state.restore(accounts, sequences)
 
     def take_again(self, ids: Ids) -> DueBatch | None:
-        """Take the batches of these ids out, as :meth:`due` did in another process after the same adds."""
+        """Take the batches of these ids out, as :meth:`due` did in another process after the same adds. Others that are
+        due here, since M was larger there, stay."""
         with self._changing():
             self._state.close(ids)
-            self._state.take(mean=self._config.reduction == "mean")
+            self._state.take(ids, mean=self._config.reduction == "mean")
             return self._state.taken
 
     def settle(self, failed: Collection[int] = ()) -> None:

@@ -62,8 +62,9 @@ class GradientJournal:
         self._bytes = 0
         self._taken: DueBatch | None = None
         self._number: int = self._head["updates"]
-        self._mark: tuple[int, dict[str, Any]] | None = None
-        """Where records begin once the batch that is out is settled, and the head then: no gradient waits beside it."""
+        self._mark: tuple[int, int, dict[str, Any]] | None = None
+        """Where records begin once the batch that is out is settled, the bytes of those before, and the head then: no
+        gradient waits beside it."""
         self._incarnations: dict[str, int] = self._head["incarnations"]
 
     @property
@@ -96,6 +97,7 @@ class GradientJournal:
             self._begin(self._next, self._head | fresh | {"table": table})
             self.acknowledge(updates + 1)
             return self._incarnations
+        self._next, self._bytes, self._taken, self._mark = self._head["first"], 0, None, None
         batcher.restore(
             {source: GearAccount(**account) for source, account in self._head["accounts"].items()},
             self._head["sequences"],
@@ -131,7 +133,8 @@ class GradientJournal:
             self._append({"taken": self._number + 1}, batch.ids.astype("<i8").tobytes())
             self._taken, self._number = batch, self._number + 1
             is_short = self._next - self._head["first"] < _SHORT and not self.is_full
-            self._mark = None if is_short or not batcher.is_all_taken else (self._next, self._head_now(batcher))
+            if not is_short and batcher.is_all_taken:
+                self._mark = self._next, self._bytes, self._head_now(batcher)
         return self._number
 
     def settled(self, failed: list[int]) -> None:
@@ -141,8 +144,9 @@ class GradientJournal:
         self._append({"settled": failed}, b"")
         self.acknowledge(self._number + 1)
         if self._mark is not None:
-            first, head = self._mark
-            self._begin(first, head | {"accounts": _settled(head["accounts"], batch, failed)})
+            first, gone_bytes, head = self._mark
+            kept_bytes = self._bytes - gone_bytes
+            self._begin(first, head | {"accounts": _settled(head["accounts"], batch, failed)}, kept_bytes)
         self._taken = self._mark = None
 
     def _play(self, record: bytes, batcher: GradientBatcher) -> None:
@@ -183,12 +187,12 @@ class GradientJournal:
         now = {"accounts": accounts, "sequences": batcher.last_sequences(), "incarnations": dict(self._incarnations)}
         return self._head | now | {"updates": self._number}
 
-    def _begin(self, first: int, head: dict[str, Any]) -> None:
-        """Let records begin at ``first``, and remove those before."""
+    def _begin(self, first: int, head: dict[str, Any], kept_bytes: int = 0) -> None:
+        """Let records begin at ``first``, which have ``kept_bytes``, and remove those before."""
         gone = np.arange(self._head["first"], first)
         self._write_head(head | {"first": first})
         self._store.remove(gone)
-        self._bytes = 0
+        self._bytes = kept_bytes
 
     def _write_head(self, head: dict[str, Any]) -> None:
         self._store.write(np.zeros(1, np.int64), [json.dumps(head).encode()])

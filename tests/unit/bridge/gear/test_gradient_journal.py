@@ -15,10 +15,11 @@ import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.storage.features.lmdb_features import LmdbFeatures
 from geartrain.ams.storage.features.memory_features import MemoryFeatures
-from geartrain.ams.values.errors import StateDamaged
+from geartrain.ams.values.errors import StateDamaged, TableNotFound
 from geartrain.ams.values.gear_messages import Delivery
 from geartrain.bridge.gear.engine import DenseEngine
 from geartrain.bridge.gear.factory import open_engine, open_pass
+from geartrain.bridge.gear.gradient_batcher import GradientBatcher
 from geartrain.bridge.gear.gradient_journal import GradientJournal
 
 DIM, IDS = 2, 8
@@ -55,11 +56,18 @@ def cluster() -> Iterator[Cluster]:
         yield made
 
 
-def engine_on(cluster: Cluster, store: MemoryFeatures, max_bytes: int = 1 << 30) -> DenseEngine:
+def engine_on(
+    cluster: Cluster,
+    store: MemoryFeatures,
+    max_bytes: int = 1 << 30,
+    *,
+    gradients_per_id: int = 2,
+    journal: GradientJournal | None = None,
+) -> DenseEngine:
     dense_pass = open_pass(build, torch.eye(IDS), None, DIM, CONFIG)
-    journal = GradientJournal(store, max_bytes=max_bytes)
+    journal = journal or GradientJournal(store, max_bytes=max_bytes)
     settings: dict[str, Any] = {"optimizer": gt.SGD(1.0), "reuse": True, "mode": "sync", "journal": journal}
-    return open_engine(cluster, "image", dense_pass, CONFIG, gradients_per_id=2, **settings)
+    return open_engine(cluster, "image", dense_pass, CONFIG, gradients_per_id=gradients_per_id, **settings)
 
 
 def applied(cluster: Cluster) -> list[int]:
@@ -167,3 +175,60 @@ def test_updates_go_on_where_numbers_were_before_the_end() -> None:
                 engine.deliver(delivery(number, [0]))
                 engine.flush()
             assert applied(cluster)[0] == (deliveries - 1 if cluster_run == 0 else 2)
+
+
+def test_one_that_goes_on_with_fewer_gradients_per_id_makes_the_same_updates(cluster: Cluster) -> None:
+    store = MemoryFeatures("gradients")
+    engine = engine_on(cluster, store, gradients_per_id=4)
+    for number, ids in enumerate(([5, 7], [5, 7], [5], [5]), 1):
+        engine.deliver(delivery(number, ids))
+    assert applied(cluster) == [0, 0, 0, 0, 0, 4, 0, 0]
+    again = engine_on(cluster, store)
+    assert (again.account().due, again.account().applied) == (2, 4)  # those of 7 had no part in the update
+    again.flush()
+    assert applied(cluster) == [0, 0, 0, 0, 0, 4, 0, 2]
+    assert again.account().applied == again.account().received == 6
+
+
+def test_what_waits_for_a_table_that_is_still_there_goes_on_in_the_next_engine(cluster: Cluster) -> None:
+    store = MemoryFeatures("gradients")
+    journal = GradientJournal(store, max_bytes=1 << 30)
+    engine = engine_on(cluster, store, journal=journal, gradients_per_id=4)
+    for number in (1, 2):
+        engine.deliver(delivery(number, [5]))
+    engine.drop()
+    engine_on(cluster, store, journal=journal, gradients_per_id=4).deliver(delivery(3, [6]))
+    killed = engine_on(cluster, store)
+    assert killed.account().received == 3
+    killed.flush()
+    assert applied(cluster) == [0, 0, 0, 0, 0, 2, 1, 0]
+
+
+def test_an_engine_that_was_dropped_makes_no_update_any_more(cluster: Cluster) -> None:
+    store = MemoryFeatures("gradients")
+    engine = engine_on(cluster, store)
+    engine.deliver(delivery(1, [5]))
+    engine.drop()
+    with pytest.raises(TableNotFound, match="another engine goes on"):
+        engine.flush()
+    engine_on(cluster, store).flush()
+    assert applied(cluster) == [0, 0, 0, 0, 0, 1, 0, 0]
+
+
+def test_deliveries_that_came_during_an_update_count_as_kept() -> None:
+    store, batcher = MemoryFeatures("gradients"), GradientBatcher(DIM, 1, CONFIG)
+    journal = GradientJournal(store, max_bytes=300)
+    journal.open(0, batcher)
+
+    def deliver(steps: list[Delivery]) -> None:
+        for step in steps:
+            journal.delivered(step, 0)
+            batcher.add(step, 0)
+
+    deliver(STEPS[:4])
+    batch = batcher.due()
+    assert batch is not None
+    journal.taken(batch, batcher)
+    deliver(STEPS[4:8])
+    journal.settled([])
+    assert journal.is_full
