@@ -41,7 +41,7 @@ def run_child(what: str, *arguments: str, is_ending: Callable[[], bool]) -> None
             raise ConfigError(f"{what} was not made: {lines[-1] if lines else f'exit code {child.returncode}'}")
 
 
-class Exporter:
+class ExportProcess:
     """A process with torch that exports one snapshot after another: loading torch and the exporter takes most of the
     time of the first. It ends by itself when none comes for a while. Used from one thread."""
 

@@ -24,7 +24,7 @@ from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.values.errors import ConfigError, ModelDamaged, SnapshotDamaged
 from geartrain.serving.index.parts import bounds
 from geartrain.serving.live.centers import LiveCenters, centers_of
-from geartrain.serving.live.child import Exporter, run_child
+from geartrain.serving.live.child import ExportProcess, run_child
 from geartrain.serving.live.index import LiveIndex
 from geartrain.serving.live.training import ExportedModel
 from geartrain.workers.atomic import replacing_folder
@@ -92,7 +92,7 @@ class LiveVersions:
         self._keep, self._own, self._has_rows = keep, backbone, has_rows
         self._part = None if part is None else [int(number) for number in part.split("/")]
         self._said_part = {} if part is None else {"part": self._part}
-        self._exporter = Exporter()
+        self._exporter = ExportProcess()
         self._graphs: dict[str, _Graph] = {}
         self._centers: LiveCenters | None = None
         self._last = -1

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from geartrain.ams.values.errors import ConfigError
-from geartrain.serving.live.child import Exporter
+from geartrain.serving.live.child import ExportProcess
 
 
 def test_a_process_exports_one_snapshot_after_another_and_another_goes_on_where_it_died() -> None:
-    exporter, pids = Exporter(), []
+    exporter, pids = ExportProcess(), []
 
     def refused(name: str) -> None:
         with pytest.raises(ConfigError, match=f"the model of {name} was not made: .*{name}"):
