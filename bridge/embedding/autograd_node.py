@@ -1,4 +1,4 @@
-"""Where the vectors of a look-up are in autograd's graph: backward has the gradients of their rows queued."""
+"""Autograd node of a look-up: its backward queues the gradients of the rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from geartrain.bridge.rows.pending import BackwardCall, PendingUpdate
 
 
 class Vectors(torch.autograd.Function):
-    """Vectors of all fields, which ``look_up`` computes; ``call`` is told of their gradients."""
+    """Vectors of all fields, computed by ``look_up``; ``call`` receives their gradients."""
 
     @staticmethod
     def forward(
@@ -23,7 +23,7 @@ class Vectors(torch.autograd.Function):
         look_up: Callable[[], Sequence[Tensor]],
         *stand_ins: Tensor,
     ) -> tuple[Tensor, ...]:
-        """``stand_ins`` of the ``trained``: where autograd reaches them, row gradients count."""
+        """Return the vectors; row gradients count for those ``stand_ins`` of ``trained`` that autograd reaches."""
         del stand_ins
         ctx.call, ctx.trained = call, trained
         ctx.set_materialize_grads(False)
@@ -31,7 +31,7 @@ class Vectors(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Have the row gradients queued once autograd accumulates them. InvalidArgument by create_graph=True."""
+        """Queue the row gradients when autograd accumulates. Raises InvalidArgument with create_graph=True."""
         if torch.is_grad_enabled():  # the gradient would count as a constant
             raise InvalidArgument(
                 "embeddings have no second derivatives: create_graph=True cannot go through their rows; take the "

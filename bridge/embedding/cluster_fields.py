@@ -1,4 +1,4 @@
-"""The rows of a group in the tables of a cluster: pulled, or pooled by the shards where a field is hosted."""
+"""Storage of a group's rows in a cluster: rows are pulled, or pooled by the shards for hosted fields."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 
 class ClusterFields(GroupRows):
-    """Implements :class:`GroupRows`."""
+    """:class:`GroupRows` in the tables of a cluster."""
 
     summary = "the rows that a batch needs travel; any id"
 
     def __init__(self, settings: GroupSettings) -> None:
-        """Raises as :class:`~geartrain.bridge.embedding.group.EmbeddingGroup` says."""
+        """Create or open the tables. Raises as :class:`~geartrain.bridge.embedding.group.EmbeddingGroup`."""
         cluster = settings.cluster
         if cluster is None:
             raise InvalidArgument(f"{settings.name!r} has no cluster and rows='pull'; give one, or rows='ranks'")
@@ -162,7 +162,7 @@ class ClusterFields(GroupRows):
 
 
 def _cache_places(settings: GroupSettings, joined: bool, specs: Mapping[str, TableSpec]) -> dict[str, int]:
-    """How many rows of each table are kept, by :attr:`Field.table_name`. Raises InvalidArgument."""
+    """Return the rows to cache of each table, by :attr:`Field.table_name`. Raises InvalidArgument."""
     left = settings.device_cache_bytes
     if not left:
         return {}
@@ -177,7 +177,7 @@ def _cache_places(settings: GroupSettings, joined: bool, specs: Mapping[str, Tab
         raise InvalidArgument(f"{what} a field has pooling 'max' or where='hosted'; put it into a group of its own")
     need = {name: (spec.num_rows or 2**31 - 2) * bytes_of_place(spec) for name, spec in specs.items()}
     places: dict[str, int] = {}
-    for name in sorted(need, key=need.__getitem__):  # equal shares; what one does not need is for those behind
+    for name in sorted(need, key=need.__getitem__):  # equal shares; a table's unused share goes to the next ones
         item = bytes_of_place(specs[name])
         places[name] = min(left // (len(need) - len(places)), need[name]) // item
         if not places[name]:
@@ -198,7 +198,7 @@ class _ClusterTables(ClusterPlacement):
 def _made_by_all(
     cluster: Cluster, specs: Mapping[str, TableSpec], ranks: SyncRanks | None, *, reuse: bool
 ) -> dict[str, Table]:
-    """Where ranks step together the first makes the tables, and the others open them."""
+    """Create or open the tables; if ranks step together, rank 0 creates them and the others open them."""
     make = partial(_made, cluster, specs)
     if ranks is None:
         return make(reuse=reuse)
@@ -206,7 +206,7 @@ def _made_by_all(
 
 
 def _first_step(tables: Sequence[Table], ranks: SyncRanks | None) -> int:
-    """Where tables that go by steps have come to, or rows would age at no step until a new job has made as many."""
+    """Return the latest step of tables that count steps; starting lower, rows would not age until it is reached."""
     clocked = [table for table in tables if table.spec.asks_for_clock]
     if ranks is None or not clocked:
         return next_step(clocked) if clocked else 0
@@ -232,7 +232,7 @@ def _made(cluster: Cluster, specs: Mapping[str, TableSpec], *, reuse: bool) -> d
                 reuse=reuse,
             )
     except BaseException:
-        if not reuse:  # then all of them are of this call
+        if not reuse:  # then this call created all of them
             for item in made.values():
                 cluster.drop_table(item.spec.name)
         raise

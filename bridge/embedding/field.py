@@ -1,4 +1,4 @@
-"""What an input feature of a model is, and the table that its ids have rows in."""
+"""Input features of a model, and the specs of their tables."""
 
 from __future__ import annotations
 
@@ -19,37 +19,38 @@ from geartrain.ams.values.text import counted, quoted
 
 Where = Literal["pull", "hosted"]
 DEFAULT_OPTIMIZER = Adagrad(lr=0.05)
-"""Its steps are long for ids that are seldom seen, and its slots as many as the rows."""
+"""Makes large steps for rare ids; its slots take as much memory as the rows."""
 
 
 @dataclass(frozen=True)
 class Field:
     """An input feature: a vector for each bag of its ids, or for each id.
 
-    Fields that name the same ``table`` share its rows; what they do not say of it they take from the one that does.
+    Fields that name the same ``table`` share its rows; a setting of the table needs to be given by one of them only.
     """
 
     name: str
-    """The key in a batch, and of the vectors."""
+    """Key of the ids in a batch, and of the vectors in the result."""
     dim: int | None = None
     """Width of the vectors, >= 1; needed once for each table."""
     table: str | None = None
-    """Where its rows are; None: in a table of its own name. The group's name comes before it: ``ctr/item``."""
+    """Table of its rows; None: one of the field's name. The group's name is its prefix: ``ctr/item``."""
     pooling: PoolingName | None = "sum"
-    """Of a bag of ids: "sum", "mean", "sqrtn" (the sum over the root of how many), "max"; None: a vector for each id.
-    With weights w of the ids: Σ w·x, Σ w·x / Σ w, Σ w·x / √Σ w². Of an empty bag it is 0."""
+    """Pooling of a bag of ids: "sum", "mean", "sqrtn" (sum / √count), "max"; None: a vector for each id.
+    With weights w of the ids: Σ w·x, Σ w·x / Σ w, Σ w·x / √Σ w². An empty bag gives 0. With "max" equal largest values
+    of computed ``features`` share the gradient."""
     where: Where = "pull"
-    """Where ids are pooled: "pull": here, the rows travel; "hosted": beside the rows, and one vector a bag travels,
-    which pays where bags are long. The same to rounding; with pooling "sum", "mean" or "sqrtn"."""
+    """Place of pooling. "pull": here, and rows are sent; "hosted": in the shards, and one vector a bag is sent, which
+    pays for long bags. Both give the same up to rounding; "hosted" needs pooling "sum", "mean" or "sqrtn"."""
     features: nn.Module | None = None
-    """What computes the vectors, in the place of a table: a :class:`geartrain.SlowGear`, whose module makes them of an
-    image of each id, and gets their gradients; or a module of one's own: ids int64 [N] in, [N, dim] out, with ``dim``
-    and the ``row_update`` of a :class:`~geartrain.bridge.rows.pending.RowModule`. Nothing of a table is said beside it.
-    Of equal largest values under pooling "max" each has its share of the gradient."""
+    """Module that computes the vectors, in place of a table: a :class:`geartrain.SlowGear`, whose module computes them
+    from an image of each id and receives their gradients; or a module of your own: ids int64 [N] in, [N, dim] out,
+    with ``dim`` and the ``row_update`` of a :class:`~geartrain.bridge.rows.pending.RowModule`. Settings of a table are
+    refused beside it."""
     padding_id: int | None = None
-    """An id that stands for none: passed over, and a zero vector where ids are not pooled."""
+    """Id of padding: skipped in pooling, a zero vector without pooling."""
     optimizer: RowOptimizerSpec | None = None
-    """Of the table; None: the group's, or Adagrad at 0.05."""
+    """Optimizer of the table; None: the group's, or Adagrad at 0.05."""
     initializer: Initializer | None = None
     """Value of a row that was never pushed; None: normal, std 0.01."""
     num_rows: int | None = None
@@ -59,15 +60,15 @@ class Field:
     slot_dtype: DTypeName | None = None
     """Storage type of the optimizer's state of each row; None: float32."""
     admission: Admission | None = None
-    """Which ids without a row get one at a push; None: every id."""
+    """Rule for the ids that get a row at a push; None: every id."""
     expiry: Expiry | None = None
-    """Which rows of the table go when nobody needs them; None: none does by itself."""
+    """Rule for the rows that are removed as unused; None: none."""
     max_bytes: int | None = None
-    """Of memory for all rows of the table, with their slots and index; None: any number. Rows that were pushed least
-    often go first where new ones need room."""
+    """Memory limit of the table's rows with slots and index; None: no limit. If new rows need room, the least often
+    pushed rows are evicted first."""
 
     def __post_init__(self) -> None:
-        """Raises InvalidArgument that names the field."""
+        """Check the settings. Raises InvalidArgument, naming the field."""
         if not isinstance(self.name, str) or not self.name:
             raise InvalidArgument(
                 f"the name of a field is {quoted(self.name)}; it must be a string, as gt.Field('user', dim=16)"
@@ -110,7 +111,7 @@ class Field:
 
     @property
     def table_name(self) -> str:
-        """Of the table, without the group's."""
+        """Name of the table, without the group's prefix."""
         return self.name if self.table is None else self.table
 
 
@@ -121,8 +122,10 @@ assert set(_OF_TABLE) < {field.name for field in fields(Field)}
 def table_specs(
     members: Sequence[Field], names: Mapping[str, str], optimizer: RowOptimizerSpec | None, seed: int
 ) -> dict[str, TableSpec]:
-    """The tables of the fields by :attr:`Field.table_name`, in order of first appearance; ``names`` are those in the
-    cluster. Raises InvalidArgument for names that occur twice, what is missing, and fields that contradict each other.
+    """Return the specs of the fields' tables by :attr:`Field.table_name`, in order of first appearance.
+
+    ``names`` maps these to names in the cluster. Raises InvalidArgument for names that occur twice, missing settings,
+    and fields that contradict each other.
     """
     if not members:
         raise InvalidArgument("a group of embeddings needs at least one field: [gt.Field('user', dim=16)]")

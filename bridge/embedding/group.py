@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 GROUP_ROWS: dict[str, type[GroupRows]] = {"pull": ClusterFields, "ranks": RankFields}
-"""Where rows may lie, by the names of ``rows=``; one of your own may be put in beside these."""
+"""Kinds of row storage, by the names of ``rows=``; a kind of your own may be added."""
 
 
 class EmbeddingGroup(nn.Module):
@@ -41,10 +41,10 @@ class EmbeddingGroup(nn.Module):
         vectors = fields({"user": users, "item": (items, offsets)})
         model(vectors).backward(); rows.step(); rows.zero_grad()
 
-    The rows are in tables of the cluster, ``ctr/user`` and ``ctr/item``; the parameters have no elements, and stand for
-    the rows of one optimizer each (``requires_grad_(False)`` freezes them). An id that was never pushed has its initial
-    value, and no row is made by looking it up. Ids are merged across the fields of a table, gradients summed by the
-    same index. The gradient that reaches the rows is exact; in ``torch.no_grad()`` nothing is queued. Not thread-safe.
+    The rows are in tables of the cluster, ``ctr/user`` and ``ctr/item``. Each parameter has no elements and stands for
+    the rows of one optimizer (``requires_grad_(False)`` freezes them). An id that was never pushed has its initial
+    value; a look-up creates no row. Ids are merged across the fields of a table, and gradients summed by the same
+    index. The gradient that reaches the rows is exact; in ``torch.no_grad()`` nothing is queued. Not thread-safe.
 
     Cost of a step with N ids, U of them distinct: O(N·D) here; 8·U bytes of ids and 4·U·D of rows each way.
     """
@@ -64,43 +64,43 @@ class EmbeddingGroup(nn.Module):
         rows: str = "pull",
         device_cache_bytes: int = 0,
     ) -> None:
-        """Make the tables.
+        """Create the tables, or open them with ``reuse``.
 
         Args:
-            cluster: Where the rows are; None with ``rows="ranks"``.
-            name: Comes before the names of the tables.
-            fields: Of the model; those that name one table share its rows.
-            optimizer: Of every table whose fields name none; None: ``Adagrad(lr=0.05)``.
-            seed: Of the initial values.
-            reuse: Open tables that are there with equal specs, and count steps on from those that pushes told them.
-            mode: What several workers wait for. ``"async"``: nothing, a push applies when it arrives. ``"sync"``: the
+            cluster: Holds the rows; None with ``rows="ranks"``.
+            name: Prefix of the names of the tables.
+            fields: Input features of the model; fields that name one table share its rows.
+            optimizer: Optimizer of tables whose fields name none; None: ``Adagrad(lr=0.05)``.
+            seed: Seed of the initial values.
+            reuse: Open existing tables of equal specs, and continue the count of steps at their latest push.
+            mode: Consistency among several workers. ``"async"``: a push applies when it arrives. ``"sync"``: the
                 ranks step together; rows change once by the average of their gradients, all ranks alike as in DDP and
-                FSDP2, and every rank sees them at its next look-up. With a loss by
+                FSDP2, and every rank sees the change at its next look-up. With a loss by
                 :func:`geartrain.mean_over_ranks` that is a step of one worker with the joint batch, up to rounding.
-                :class:`geartrain.SSP`: those that are more than some steps behind.
+                :class:`geartrain.SSP`: a worker waits for those that are more than some steps behind.
             process_group: The ranks that step together; None: those of torch.distributed, if it is initialised, else
                 this process alone.
-            per_node: Of a batch with levels (``gt.TreeSamples``, or samples with ``dedup``) ids are looked up and
-                pooled once for each of the N nodes of a level, and every sample is given its node's vector. True: the
-                vectors stay those of the nodes, [N, D], for ``gt.per_level`` and ``gt.LevelLinear``.
+            per_node: In a batch with levels (``gt.TreeSamples``, or samples with ``dedup``) ids are looked up and
+                pooled once for each of the N nodes of a level. False: every sample receives its node's vector. True:
+                the result holds one vector a node, [N, D], for ``gt.per_level`` and ``gt.LevelLinear``.
             rows: ``"pull"``: the rows are in the cluster, and those of a batch travel. ``"ranks"``: they are on the
                 devices of the ranks (``process_group``; without torch.distributed this process alone), each table split
-                by its rows, and there is no cluster. Where a field says no ``num_rows``, look-ups that train make rows,
-                and room for them doubles as they come. Every rank looks up its own batch and goes backward, and all
+                by its rows, and there is no cluster. Without ``num_rows`` of a field, look-ups in training create rows,
+                and the room for them doubles as needed. Every rank runs forward and backward on its own batch, and all
                 step together: rows change once, by the average of the ranks' gradients, as in mode "sync". Rows move
                 with ``.to(device)``. Cost of a step for N ids on a rank, whatever the number of
                 fields: one exchange of counts between the hosts, three all-to-alls (16·N bytes of ids, 4·D for
                 each bag and rank that has ids of it, and as much for its gradient) and an all-reduce of one number.
-            device_cache_bytes: Memory on the module's device for rows that are looked up again and again: those that
-                are there need not be pulled. Every row is what the shards hold, as without it; under SSP as old as that
-                allows. Not where ranks step together (``mode="sync"``), nor with fields of pooling "max" or
-                ``where="hosted"``. 0: none. See :attr:`cache`.
+            device_cache_bytes: Memory on the module's device to cache rows of frequent ids, which need no pull then.
+                Cached rows equal those of the shards; under SSP they are as old as it allows. Not available where
+                ranks step together (``mode="sync"``), nor with fields of pooling "max" or ``where="hosted"``. 0: no
+                cache. Its counters are :attr:`cache`.
 
         Raises:
             InvalidArgument: The fields contradict each other, or lack something.
-            TableExists: A table is there, and not ``reuse``: a script that runs twice never trains on yesterday's rows
-                by accident.
-            SpecMismatch: A table is there with another spec.
+            TableExists: A table exists and ``reuse`` is False: a script that runs twice never trains on old rows by
+                accident.
+            SpecMismatch: A table exists with another spec.
         """
         super().__init__()
         self.name = name
@@ -110,7 +110,7 @@ class EmbeddingGroup(nn.Module):
         self.cluster = cluster
         self.per_node = per_node
         self.features = nn.ModuleList(distinct_features(self.fields))
-        """Modules that some fields have their vectors from."""
+        """Modules that compute the vectors of some fields."""
         settings = GroupSettings(
             cluster=cluster,
             name=name,
@@ -126,28 +126,29 @@ class EmbeddingGroup(nn.Module):
             device_cache_bytes=integer("device_cache_bytes", device_cache_bytes, 0),
         )
         self.rows = GROUP_ROWS[_checked_rows(rows)](settings)
-        """Where the rows are, and how they are looked up."""
+        """Storage of the rows, which looks them up."""
         self.parts = nn.ModuleList(self.rows.parts)
         self._with_rows = [field.name for field in self.fields if field.features is None]
-        self.register_buffer("_place", torch.empty(0), persistent=False)  # says where the vectors are wanted
+        self.register_buffer("_place", torch.empty(0), persistent=False)  # its device is that of the vectors
 
     def _full_name(self, table: str) -> str:
         return f"{self.name}/{table}"
 
     def __iter__(self) -> Iterator[RowModule]:
-        """What RowOptimizer trains: the tables of one optimizer each, and modules that compute features."""
+        """Iterate over the parts that RowOptimizer trains: the tables of each optimizer, and feature modules."""
         yield from self.trained
         yield from cast("Iterator[RowModule]", iter(self.features))
 
     @property
     def trained(self) -> list[TrainedTables[Any]]:
-        """The tables, those of one optimizer together."""
+        """The tables, grouped by optimizer."""
         return list(self.rows.parts)
 
     def table(self, field: str) -> Any:
-        """The table of a field: a :class:`~geartrain.ams.client.table.Table`, for pulls, pushes and assigns of one's
-        own; with ``rows="ranks"`` its ``pull`` and ``assign``, which every rank calls, and
-        ``num_present``, its rows on this rank. Raises InvalidArgument.
+        """Return the table of a field, for direct pulls, pushes and assigns.
+
+        It is a :class:`~geartrain.ams.client.table.Table`. With ``rows="ranks"`` it has ``pull`` and ``assign``, which every rank calls, and ``num_present``, its rows on
+        this rank. Raises InvalidArgument.
         """
         names = {field.name: field.table_name for field in self.fields if field.features is None}
         if field not in names:
@@ -158,17 +159,18 @@ class EmbeddingGroup(nn.Module):
 
     @property
     def cache(self) -> dict[str, dict[str, Any]]:
-        """Of each table's device cache: ``hits`` and ``misses`` (distinct ids of look-ups), ``hit_rate``, ``entries``,
-        ``capacity``, ``evicted``, ``cleared`` (how often all rows were dropped, for somebody else had written),
+        """Counters of each table's device cache: ``hits`` and ``misses`` (distinct ids of look-ups), ``hit_rate``,
+        ``entries``, ``capacity``, ``evicted``, ``cleared`` (times that all rows were dropped after writes of others),
         ``saved_bytes`` (of pulls), ``bytes`` and ``host_bytes``. Empty without ``device_cache_bytes``.
         """
         return self.rows.cache_report()
 
     @property
     def worker_steps(self) -> JobSteps | None:
-        """With ``mode=gt.SSP(...)`` how far this worker is among the others. ``worker_steps.leave()`` has none of them
-        wait for it any more, until its next training batch: before a long evaluation, or at its end; closing the
-        cluster does so, too.
+        """Steps of this worker and the others with ``mode=gt.SSP(...)``, else None.
+
+        After ``worker_steps.leave()`` the others do not wait for this worker until its next training batch: call it
+        before a long evaluation, or at the end. Closing the cluster does the same.
         """
         return self.rows.worker_steps
 
@@ -177,21 +179,21 @@ class EmbeddingGroup(nn.Module):
         """Look the ids of a batch up.
 
         Args:
-            batch: A mapping with the ids of every field under its name (others are left alone): integers [B] or [B, L];
+            batch: A mapping with the ids of every field under its name (others are ignored): integers [B] or [B, L];
                 ``(values, offsets)`` or ``(values, offsets, weights)`` with B + 1 offsets; a jagged nested tensor;
-                something with ``values()`` and ``lengths()``. Or something with ``keys()``, ``values()`` and
-                ``lengths()``, as TorchRec's KeyedJaggedTensor. Of a batch with levels (``gt.TreeSamples``, or samples
+                an object with ``values()`` and ``lengths()``. Or an object with ``keys()``, ``values()`` and
+                ``lengths()``, as TorchRec's KeyedJaggedTensor. In a batch with levels (``gt.TreeSamples``, or samples
                 with ``dedup``) ids are looked up and pooled once a node.
 
         Returns:
-            Of each pooled field [B, D], float32, on the module's device (``.to("cuda")``). Without pooling [B, D] of
-            ids [B], [B, L, D] of [B, L], else a jagged nested tensor [B, ?, D].
+            The vectors of each field, float32, on the module's device (``.to("cuda")``): [B, D] with pooling. Without
+            it [B, D] for ids [B], [B, L, D] for [B, L], else a jagged nested tensor [B, ?, D].
 
         Raises:
             InvalidArgument: A field is not in the batch, or weights are no numbers.
             InvalidIds: Ids are no integers, negative or out of range, or offsets fall: names field, row and value.
-            OutOfMemory: On ranks, for new rows; then no row has changed.
-            ShardUnavailable, ShardRestarted: see ``Table.pull``.
+            OutOfMemory: No memory for new rows on ranks; no row has changed then.
+            ShardUnavailable, ShardRestarted: As ``Table.pull``.
         """
         merged = self.rows.merged(batch)
         for part in self.rows.parts:
@@ -203,14 +205,15 @@ class EmbeddingGroup(nn.Module):
         return self._vectors(merged)
 
     def merged(self, batch: Any) -> Any:
-        """The ids of a batch as :meth:`forward` takes it, whose rows may be pulled before :meth:`vectors_of`. Raises as
-        forward does. Any thread may call it.
+        """Return the merged ids of a batch, whose rows may be pulled ahead of :meth:`vectors_of`.
+
+        Batch and errors are those of :meth:`forward`. Any thread may call it.
         """
         return self.rows.merged(batch)
 
     @runs_eagerly
     def vectors_of(self, merged: Any) -> Any:
-        """What :meth:`forward` returns, from rows that were pulled."""
+        """Return the result of :meth:`forward` from merged ids whose rows were pulled."""
         return self._vectors(merged)
 
     def _vectors(self, merged: Any) -> dict[str, Tensor]:
@@ -234,14 +237,14 @@ class EmbeddingGroup(nn.Module):
         return self
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Neither copy nor pickle: rows are trained in one place."""
+        """Refuse to copy or pickle: rows are trained in one place."""
         raise InvalidArgument(
             f"{type(self).__name__} {self.name!r} cannot be copied or pickled: its rows are not in the module. "
             "geartrain.save(model, folder) saves a model with its rows"
         )
 
     def extra_repr(self) -> str:
-        """The fields, for print()."""
+        """Return the fields, for print()."""
         widths: dict[str, Any] = {field.name: field.features.dim for field in self.fields if field.features is not None}
         widths |= {field.name: self.rows.specs[field.table_name].dim for field in self.fields if field.features is None}
         return "\n".join(
@@ -250,7 +253,7 @@ class EmbeddingGroup(nn.Module):
 
 
 class Embedding(EmbeddingGroup):
-    """The embedding of one field: its ids in, its vectors out. See :class:`EmbeddingGroup`.
+    """Embedding of one field: its ids in, its vectors out. An :class:`EmbeddingGroup` of one.
 
     users = gt.Embedding(cluster, "user", dim=18)
     vectors_BD = users(ids_B)
@@ -273,21 +276,21 @@ class Embedding(EmbeddingGroup):
         device_cache_bytes: int = 0,
         **settings: Any,
     ) -> None:
-        """Make its table. Raises as the group does.
+        """Create the table, or open it with ``reuse``. Raises as :class:`EmbeddingGroup`.
 
         Args:
-            cluster: Where the rows are; None with ``rows="ranks"``.
-            name: Of the table.
+            cluster: Holds the rows; None with ``rows="ranks"``.
+            name: Name of the table.
             dim: Width of the vectors.
-            optimizer: Of the rows; None: ``Adagrad(lr=0.05)``.
-            seed: Of the initial values.
-            reuse: Open the table if it is there with an equal spec.
-            mode: What several workers wait for, as of :class:`EmbeddingGroup`.
+            optimizer: Optimizer of the rows; None: ``Adagrad(lr=0.05)``.
+            seed: Seed of the initial values.
+            reuse: Open an existing table of an equal spec.
+            mode: Consistency among several workers, as in :class:`EmbeddingGroup`.
             process_group: The ranks that step together, as there.
-            rows: Where the rows are, as there.
-            include_last_offset: Whether ``offsets`` of a call end with the number of ids, as of ``nn.EmbeddingBag``.
-            device_cache_bytes: As there.
-            settings: Those of a :class:`Field`.
+            rows: Storage of the rows, as there.
+            include_last_offset: Whether ``offsets`` of a call end with the number of ids, as in ``nn.EmbeddingBag``.
+            device_cache_bytes: Size of the cache, as there.
+            settings: Arguments of :class:`Field`.
         """
         field = Field(name, dim, **settings)
         self.include_last_offset = boolean("include_last_offset", include_last_offset)
@@ -308,19 +311,19 @@ class Embedding(EmbeddingGroup):
         return table
 
     def forward(self, ids: Any, offsets: Any = None, per_sample_weights: Any = None) -> Tensor:  # type: ignore[override]
-        """Look ids up; returns vectors as :class:`EmbeddingGroup` does, and raises what it does.
+        """Look ids up; returns and raises as :class:`EmbeddingGroup`.
 
         Args:
             ids: In any form that a field of a group takes.
-            offsets: Where each bag of ids [N] begins, [B] (with ``include_last_offset`` B + 1).
-            per_sample_weights: A number for each id, in their shape.
+            offsets: Start of each bag in ids [N], [B] (with ``include_last_offset`` B + 1).
+            per_sample_weights: A weight for each id, in the shape of ``ids``.
         """
         name = self.fields[0].name
         given = bags_as_torch(ids, offsets, per_sample_weights, ends=self.include_last_offset, name=name)
         return super().forward({name: given})[name]
 
     def vectors_of(self, merged: Any) -> Any:
-        """The vectors of the field."""
+        """Return the vectors of the field."""
         return super().vectors_of(merged)[self.fields[0].name]
 
 

@@ -1,4 +1,4 @@
-"""The vectors of exported embeddings, without a cluster: for those who serve a model that is still trained."""
+"""Read-only embeddings from an export, without a cluster: for serving a model that is still trained."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GroupFollower(nn.Module):
         vectors = fields(batch)                                         # as the group's in torch.no_grad()
         fields.refresh()                                                # now and then
 
-    All tables are of one version, which was one moment of the cluster. No gradient comes from it.
+    All tables are of one version, a consistent cut of the cluster. It gives no gradients.
     """
 
     def __init__(self, root: str | Path, name: str, fields: Sequence[Field]) -> None:
@@ -51,20 +51,20 @@ class GroupFollower(nn.Module):
             dim = self._followed.specs[f"{name}/{item.table_name}"].dim
             if item.dim not in (None, dim):
                 raise SpecMismatch(f"field {item.name!r} has dim {item.dim}, its table in {root} {dim}; leave it out")
-        self.register_buffer("_place", torch.empty(0), persistent=False)  # says where the vectors are wanted
+        self.register_buffer("_place", torch.empty(0), persistent=False)  # its device is that of the vectors
 
     @property
     def version(self) -> int:
-        """The number of the version that the rows are of."""
+        """Number of the version of the rows."""
         return self._followed.version
 
     @property
     def created(self) -> float:
-        """When that version was written, Unix time in seconds."""
+        """Unix time, in seconds, at which that version was written."""
         return self._followed.created
 
     def refresh(self) -> int | None:
-        """Go on to the newest version, as :meth:`.TableFollower.refresh`; any thread may call it."""
+        """Switch to the newest version, as :meth:`.TableFollower.refresh`; any thread may call it."""
         return self._followed.refresh()
 
     @runs_eagerly
@@ -88,6 +88,6 @@ class GroupFollower(nn.Module):
         }
 
     def extra_repr(self) -> str:
-        """The fields, for print()."""
+        """Return the fields, for print()."""
         lines = [f"{field.name}: {field.pooling}" for field in self.fields]
         return "\n".join([f"{self.name!r}, version {self.version} of {str(self._followed.root)!r}", *lines])

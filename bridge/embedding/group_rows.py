@@ -1,4 +1,4 @@
-"""What a group of embeddings asks of its rows, wherever they lie."""
+"""Interface between a group of embeddings and the storage of its rows."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSettings:
-    """What a group was made of."""
+    """Settings of a group."""
 
     cluster: Cluster | None
     name: str
     fields: Sequence[Field]
-    """All of them."""
+    """All fields of the group."""
     names: Mapping[str, str]
     """Names of the tables, by :attr:`Field.table_name`."""
     optimizer: RowOptimizerSpec | None
@@ -51,57 +51,59 @@ class GroupSettings:
 
 
 class GroupRows(ABC):
-    """The rows of a group in one place. A way of one's own is a subclass in ``GROUP_ROWS``."""
+    """Storage of a group's rows. For a kind of your own put a subclass into ``GROUP_ROWS``."""
 
     summary: ClassVar[str]
-    """For whoever gave a name that is none."""
+    """Short description, for the error about an unknown name."""
     parts: Sequence[TrainedTables[Any]]
-    """The tables of one optimizer together."""
+    """The tables, grouped by optimizer."""
     specs: dict[str, TableSpec]
-    """By :attr:`Field.table_name`."""
+    """Specs of the tables by :attr:`Field.table_name`."""
     write_logs: list[WriteLog]
-    """Which rows of clusters this process writes."""
+    """Logs of the rows that this process writes to clusters."""
     pushes_rows_alone = False
-    """Whether a step sends nothing but pushes of rows, which may be sent in the background."""
+    """Whether a step sends only pushes of rows, which may go in the background."""
     is_bounded = False
-    """Whether the look-up of a step must see what others have pushed by then."""
+    """Whether a look-up must see the pushes of other workers up to its step."""
     worker_steps: JobSteps | None = None
-    """How far this worker is among others that wait for one another."""
+    """Steps of this worker and of the others, if they wait for one another."""
 
     @abstractmethod
     def __init__(self, settings: GroupSettings) -> None:
-        """Make or open the tables."""
+        """Create or open the tables."""
 
     @abstractmethod
     def table(self, name: str) -> Any:
-        """The table of this :attr:`Field.table_name`."""
+        """Return the table of this :attr:`Field.table_name`."""
 
     @abstractmethod
     def merged(self, batch: Any) -> Any:
-        """The ids of a batch. ``given`` of it are those of all fields as the batch had them, or None where each field's
-        vectors are to be as they come. Any thread may call it."""
+        """Return the merged ids of a batch. Any thread may call it.
+
+        The result's ``given`` holds the ids of all fields as in the batch, or None if vectors need no shaping.
+        """
 
     @abstractmethod
     def pull(self, merged: Any) -> None:
-        """Read rows that have to be here before :meth:`vectors`."""
+        """Read the rows that :meth:`vectors` needs here."""
 
     @abstractmethod
     def vectors(self, merged: Any, device: torch.device) -> Sequence[Tensor]:
-        """The vectors [V, D] of the fields that have rows, in their order, float32; gradients go to the rows."""
+        """Return the vectors, float32 [V, D], of the fields with rows, in their order; gradients go to the rows."""
 
     def join(self) -> None:  # noqa: B027
-        """Rows are about to be looked up to be trained: others that wait for one another wait for this worker."""
+        """Join the workers that wait for one another, before the first look-up of training."""
 
     def move_to(self, device: torch.device) -> None:  # noqa: B027
-        """The module goes to a device."""
+        """Follow the module to a device."""
 
     def cache_report(self) -> dict[str, dict[str, Any]]:
-        """Of each table with a cache, what came of it."""
+        """Return the counters of every table's cache."""
         return {}
 
 
 def by_optimizer(specs: Mapping[str, TableSpec]) -> list[list[str]]:
-    """The tables of each optimizer, in order of first appearance."""
+    """Return the tables of each optimizer, in order of first appearance."""
     found: dict[RowOptimizerSpec, list[str]] = {}
     for table, spec in specs.items():
         found.setdefault(spec.optimizer, []).append(table)
@@ -115,24 +117,24 @@ class TrainedTables(ModuleWithRows, Generic[U]):
     """A :class:`~geartrain.bridge.rows.pending.RowModule` of several tables with one optimizer."""
 
     def __init__(self, update: U, placement: Placement) -> None:
-        """Both of the same tables."""
+        """``update`` and ``placement`` are of the same tables."""
         super().__init__()
         self.row_update = update
         self.register_stand_in(update)
         self.row_placement = placement
         self._specs = placement.specs()
         self.recent: Sequence[Ids] = [np.empty(0, np.int64) for _ in self._specs]
-        """Of each table the ids of the last batch that trains, whose rows have certainly moved."""
+        """Ids of the last training batch for each table: their rows have certainly moved."""
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Names, step, and what tells the rows from others, which are in snapshots. One small pull of all tables."""
+        """Return names, step and identity of the rows, which are in snapshots. Costs one small pull of all tables."""
         self.row_update.flush()
         rows = self.row_placement.identities(self.recent)
         named = {spec.name: {"dim": spec.dim, "rows": own} for spec, own in zip(self._specs, rows, strict=True)}
         return {"step": self.row_update.step, "tables": named}
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        """Raises SpecMismatch if it was saved with other rows than are here, whatever ``strict``."""
+        """Raise SpecMismatch if the state was saved with other rows than these, whatever ``strict``."""
         state = state_dict.get(f"{prefix}_extra_state")
         if isinstance(state, Mapping):
             self._require_tables(state)
@@ -141,7 +143,7 @@ class TrainedTables(ModuleWithRows, Generic[U]):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Go on at the saved step. Raises SpecMismatch for other tables."""
+        """Continue at the saved step. Raises SpecMismatch for other tables."""
         self._require_tables(state)
         self.row_update.go_on_at(int(state["step"]))
 
@@ -154,5 +156,5 @@ class TrainedTables(ModuleWithRows, Generic[U]):
             )
 
     def extra_repr(self) -> str:
-        """The tables, for print()."""
+        """Return the tables, for print()."""
         return self.row_update.name

@@ -1,4 +1,4 @@
-"""The forms in which a batch gives the ids of a field, made one: ids in a row, and where bags begin."""
+"""Conversion of a batch's ids from every accepted form to flat ids with offsets of bags."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def _is_jagged(given: Any) -> bool:
-    """Whether it is ids with lengths, of one field or of several: TorchRec's JaggedTensor and KeyedJaggedTensor."""
+    """Return whether it is a JaggedTensor or KeyedJaggedTensor of TorchRec: ids with lengths."""
     return callable(getattr(given, "lengths", None)) and callable(getattr(given, "values", None))
 
 
@@ -32,27 +32,27 @@ class FieldIds:
     """The ids of one field: arrays of the host (:func:`batch_ids`), or tensors on one device (:func:`tensor_ids`)."""
 
     values: Any
-    """[N] int64, C-contiguous."""
+    """Ids [N] int64, C-contiguous."""
     bags: Any
-    """Offsets [B + 1], or how many ids each bag has."""
+    """Offsets [B + 1], or the number of ids in every bag."""
     weights: Any = None
-    """[N] float32, or None."""
+    """Weights [N] float32, or None."""
     given_weights: Tensor | None = None
-    """The tensor that they were, where it needs a gradient."""
+    """The tensor of weights as it was given, if it needs a gradient."""
     is_vector: bool = False
-    """One id a bag, given as a vector: not pooled, there is no dimension for a bag's ids."""
+    """Whether ids were given as a vector, one a bag: without pooling the result has no dimension for a bag's ids."""
 
     nodes: Nodes | None = None
-    """Of the level whose nodes these are the ids of; None: each sample has its own."""
+    """Nodes of the level that the ids belong to; None: each sample has its own ids."""
 
     @property
     def num_samples(self) -> int:
-        """B."""
+        """Number of samples (B)."""
         return self.num_bags if self.nodes is None else len(self.nodes.index)
 
     @property
     def num_bags(self) -> int:
-        """One a sample, or a node."""
+        """Number of bags: one a sample, or a node."""
         return len(self.values) // self.bags if isinstance(self.bags, int) else len(self.bags) - 1
 
 
@@ -61,8 +61,9 @@ FieldKind = tuple[str, int, PoolingName | None, int | None]
 
 
 def plain_features(batch: Any, fields: Sequence[FieldKind]) -> list[FeatureIds] | None:
-    """What compiled code looks up where each field has int64 ids [B], or [B, L] that are pooled, in host memory and no
-    level. None: they are for :func:`ids_of_batch` to take, or to find out what is wrong.
+    """Return the features for compiled code if each field has int64 ids [B], or pooled ones [B, L], in host memory.
+
+    None: another form, a level, or an error, all of which :func:`ids_of_batch` handles.
     """
     if not isinstance(batch, Mapping) or getattr(batch, "level_of", None):
         return None
@@ -82,10 +83,10 @@ def plain_features(batch: Any, fields: Sequence[FieldKind]) -> list[FeatureIds] 
 
 
 def ids_of_batch(batch: Any, names: list[str], parse: Callable[[Any, str], FieldIds]) -> list[FieldIds]:
-    """The ids of the fields ``names`` in a batch: a mapping, or something with keys(), values() and lengths().
+    """Return the ids of the fields ``names`` in a batch: a mapping, or an object with keys(), values() and lengths().
 
-    ``parse`` makes those of one field: :func:`batch_ids`, for which those on a device are fetched in one copy, or
-    :func:`tensor_ids`. Raises InvalidArgument for a batch without one of them, InvalidIds for ids of another kind.
+    ``parse`` converts one field: :func:`batch_ids`, for which ids on a device are copied to the host at once, or
+    :func:`tensor_ids`. Raises InvalidArgument for a batch without one of the fields, InvalidIds for other ids.
     """
     if not isinstance(batch, Mapping) and _is_jagged(batch):
         batch = _by_key(batch)
@@ -125,10 +126,10 @@ def _of_level(ids: FieldIds, nodes: Nodes | None, name: str) -> FieldIds:
 
 
 def bags_as_torch(ids: Any, offsets: Any, weights: Any, *, ends: bool, name: str) -> Any:
-    """What a batch gives of one field, of the arguments of ``nn.EmbeddingBag``; ``ends``: the last offset ends the ids.
+    """Convert arguments of ``nn.EmbeddingBag`` to the form of one field; ``ends``: the last offset ends the ids.
 
-    Offsets [B] are where bags begin. Without them ids [B, L] may have weights [B, L], and ids [B] weights [B]. Raises
-    InvalidIds, and InvalidArgument for weights of another shape.
+    Offsets [B] are the starts of bags. Without them ids [B, L] may have weights [B, L], and ids [B] weights [B].
+    Raises InvalidIds, and InvalidArgument for weights of another shape.
     """
     if offsets is None and weights is None:
         return ids
@@ -152,8 +153,10 @@ def bags_as_torch(ids: Any, offsets: Any, weights: Any, *, ends: bool, name: str
 
 
 def batch_ids(given: Any, name: str) -> FieldIds:
-    """The ids of one field: integers [B], or [B, L]; a jagged nested tensor; (values, offsets) or (values, offsets,
-    weights) with B + 1 offsets; something with values() and lengths(). Raises InvalidIds that names the field.
+    """Return the ids of one field as arrays, given in any form.
+
+    The forms: integers [B], or [B, L]; a jagged nested tensor; (values, offsets) or (values, offsets, weights) with
+    B + 1 offsets; an object with values() and lengths(). Raises InvalidIds, naming the field.
     """
     parts = _parts_of(given, name)
     if len(parts) > 1:
@@ -170,7 +173,7 @@ def batch_ids(given: Any, name: str) -> FieldIds:
 
 
 def _parts_of(given: Any, name: str) -> tuple[Any, ...]:
-    """As they were given: ids, and of jagged ones offsets and weights (None: there are none)."""
+    """Return the ids as given, and offsets and weights of jagged ones (None: no weights)."""
     if isinstance(given, Tensor) and given.is_nested:
         if given.layout is not torch.jagged:
             raise InvalidIds(
@@ -190,8 +193,9 @@ def _parts_of(given: Any, name: str) -> tuple[Any, ...]:
 
 
 def tensor_ids(given: Any, name: str) -> FieldIds:
-    """What :func:`batch_ids` makes, as tensors where they lie. Whatever else they are, or lack, is for
-    :func:`batch_ids` to take or to name; but tensors on a device are not looked at, since the host would wait.
+    """Return the ids of one field as tensors on their device.
+
+    Other forms and errors are left to :func:`batch_ids`; values on a device are not checked, as the host would wait.
     """
     values, *jagged = _parts_of(given, name)
     offsets: Any = jagged[0] if jagged else None
@@ -220,8 +224,9 @@ def _rises(offsets: Tensor, end: int) -> bool:
 
 
 def on_host(parts: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-    """The parts of fields with what lies on a device in host memory: one copy, for which the host waits once. Weights
-    that need a gradient stay.
+    """Return the parts of fields in host memory, by one copy for which the host waits once.
+
+    Weights that need a gradient stay on their device.
     """
     own = {
         id(item): item
@@ -236,7 +241,7 @@ def on_host(parts: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
 
 
 def _is_several(given: Any) -> bool:
-    """Whether it is a tuple, or the list that a torch DataLoader makes of one."""
+    """Return whether it is a tuple, or the list that a torch DataLoader makes of one."""
     is_list = isinstance(given, list) and all(isinstance(item, Tensor | np.ndarray) for item in given)
     return is_list or isinstance(given, tuple)
 
@@ -247,7 +252,7 @@ def _ragged(values: Any, offsets: Any, weights: Any, name: str) -> FieldIds:
         raise InvalidIds(
             f"the ids of field {name!r} have shape {list(ids.shape)}; beside offsets they must be a vector [N]"
         )
-    bounds = _integers(offsets, name, "the offsets").copy()  # the backward pass looks at them, too
+    bounds = _integers(offsets, name, "the offsets").copy()  # the backward pass reads them, too
     if bounds.ndim != 1 or not len(bounds):
         raise InvalidIds(
             f"the offsets of field {name!r} have shape {list(bounds.shape)}; they must be a vector [B + 1]"
@@ -277,7 +282,7 @@ def _weights(weights: Any, count: int, name: str) -> Weights:
             f"the weights of field {name!r} are {array.dtype} {list(array.shape)}; they must be [{count}], a "
             "number for each id"
         )
-    floats = np.array(array, np.float32, order="C")  # the backward pass looks at them, too
+    floats = np.array(array, np.float32, order="C")  # the backward pass reads them, too
     bad = np.flatnonzero(~np.isfinite(floats))
     if len(bad):
         raise InvalidArgument(
@@ -306,7 +311,7 @@ def _by_key(jagged: Any) -> dict[str, Any]:
 
 
 def _offsets_of(lengths: Any, name: str) -> Any:
-    """Offsets of bags of these lengths: a tensor of one, else an array."""
+    """Return the offsets of bags of these lengths: a tensor for a tensor, else an array."""
     if (
         isinstance(lengths, Tensor)
         and lengths.dtype in _INTEGERS

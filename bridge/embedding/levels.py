@@ -1,6 +1,6 @@
-"""Batches in which several samples share a node: computed once a node, then given to each sample.
+"""Batches with levels, in which samples share nodes: compute once a node, then expand to the samples.
 
-Shapes: B samples, N nodes of a level. Where the idea is from: XDL, section 4.1 (sample trees); RecD.
+Shapes: B samples, N nodes of a level. The idea is from XDL, section 4.1 (sample trees), and RecD.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Nodes:
 
     @property
     def by_node(self) -> tuple[Tensor, Tensor]:
-        """The samples [B] in the order of their nodes, and where those of each node begin [N]."""
+        """Return the samples [B] in the order of their nodes, and the start of each node's samples [N]."""
         if self._by_node is None:
             counts = torch.bincount(self.index, minlength=self.count)
             order = torch.argsort(self.index, stable=True)
@@ -43,7 +43,7 @@ class Nodes:
         return self._by_node
 
     def expand(self, vectors: Tensor) -> Tensor:
-        """Of the vectors [N, ...] of the nodes, that of each sample [B, ...]; gradients are summed by node.
+        """Return each sample's vector [B, ...] from the nodes' vectors [N, ...]; gradients are summed by node.
 
         Jagged vectors [N, ?, D] give jagged ones [B, ?, D]. Raises InvalidArgument for another number of nodes.
         """
@@ -86,7 +86,7 @@ class _Expand(torch.autograd.Function):
 
 
 def nodes_of(batch: Any, name: str) -> Nodes | None:
-    """The nodes that the column ``name`` of a batch has its values for; None: each sample has its own."""
+    """Return the nodes of the level of column ``name`` in a batch; None: each sample has its own value."""
     level = getattr(batch, "level_of", {}).get(name)
     return None if level is None else getattr(batch, "nodes", NO_NODES)[level]
 
@@ -124,19 +124,19 @@ class LevelLinear(nn.Module):
         first = gt.LevelLinear({"user": 16, "history": 16, "item": 16}, 200)
         hidden = first(fields(batch), batch)             # [B, 200]; fields with per_node=True
 
-    The part of the weights that a level's fields meet is multiplied once a node. The same numbers, to rounding, as
-    ``nn.Linear`` over ``torch.cat`` of the vectors of all samples; ``weight`` and ``bias`` are as there.
+    The columns of a level's fields are multiplied once a node. Up to rounding the result is that of ``nn.Linear`` over
+    ``torch.cat`` of the vectors of all samples; ``weight`` and ``bias`` are as there.
     """
 
     def __init__(self, widths: Mapping[str, int], out_features: int, *, bias: bool = True) -> None:
-        """``widths`` of the fields, in the order of the columns of the weights."""
+        """``widths`` holds the width of each field, in the order of the weights' columns."""
         super().__init__()
         self.widths = dict(widths)
         linear = nn.Linear(sum(self.widths.values()), out_features, bias=bias)
         self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, vectors: Mapping[str, Tensor], batch: Any) -> Tensor:
-        """Of vectors [N, width] of the fields, N that of their level (or B), the result [B, out_features].
+        """Return [B, out_features] from the fields' vectors [N, width]; N is that of the field's level, or B.
 
         Raises InvalidArgument.
         """
@@ -149,7 +149,7 @@ class LevelLinear(nn.Module):
             by_level.setdefault(getattr(batch, "level_of", {}).get(name), []).append(name)
         total: Tensor | None = None
         bias: Tensor | None = self.bias
-        for level in sorted(by_level, key=lambda one: one is None):  # samples last: what they share is added by the way
+        for level in sorted(by_level, key=lambda one: one is None):  # samples last, so that their product adds to the expanded ones
             weight = torch.cat([parts[name] for name in by_level[level]], dim=1)
             inputs = torch.cat([vectors[name] for name in by_level[level]], dim=1)
             if level is None and total is not None:
@@ -161,12 +161,12 @@ class LevelLinear(nn.Module):
         return total
 
     def extra_repr(self) -> str:
-        """The fields and widths, for print()."""
+        """Return the fields and widths, for print()."""
         return f"{self.widths} -> {len(self.weight)}"
 
 
 def jagged_tensor(values: Tensor, offsets: Tensor) -> Tensor:
-    """A nested tensor of layout torch.jagged [B, ?, ...] that is a view of ``values`` [N, ...].
+    """Return a nested tensor of layout torch.jagged [B, ?, ...] that is a view of ``values`` [N, ...].
 
     ``offsets`` [B + 1] on the same device go from 0 to N; they are not checked.
     """

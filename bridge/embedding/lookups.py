@@ -1,4 +1,4 @@
-"""The look-up of one batch in a cluster, from its ids to the gradients of its rows, and its node of autograd."""
+"""Look-up of one batch in a cluster, from its ids to the gradients of its rows."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LookupPlan:
-    """What stays the same from batch to batch."""
+    """The part of a look-up that is equal for all batches."""
 
     updates: Sequence[EmbeddingUpdate]
     tables: Sequence[Table]
-    """Those of all updates, one after the other."""
+    """Tables of all updates, in order."""
     dims: list[int]
-    """Widths of the rows of each."""
+    """Row width of each table."""
     dtypes: Sequence[np.dtype[Any]]
     is_bounded: bool
-    """Whether the writes of other workers count, too, as far as those of this one do."""
+    """Whether pulled rows are also outdated by writes of other workers, as under SSP."""
 
 
 class BatchRows:
-    """The ids of a batch, merged; the rows of each table; and what their gradients are. For one thread at a time."""
+    """Merged ids of a batch, the rows of each table, and their gradients. For one thread at a time."""
 
     def __init__(
         self,
@@ -66,29 +66,29 @@ class BatchRows:
             np.empty((len(own), dim), dtype) for own, dim, dtype in zip(self.ids, plan.dims, plan.dtypes, strict=True)
         ]
         self.pulled_at: list[tuple[int, ...] | None] = [None] * len(self.ids)
-        """Of each table the writes that it had had on each shard when the oldest of these rows were read; None: no row
-        of it was."""
+        """Write counts of each table by shard, when the oldest of these rows was read; None: none of its rows was
+        read."""
         self.is_pulled = False
         self._incarnations = [table.incarnation for table in plan.tables]
         self.on_device: Sequence[Tensor] = ()
-        """Rows [U, D] of all tables, with caches on a device; those of ``rows`` are scratch then."""
+        """Rows [U, D] of all tables if caches on a device hold them; ``rows`` is scratch then."""
         self._made: tuple[object, dict[EmbeddingUpdate, tuple[EmbeddingGradient, Tensor]]] | None = None
-        """The row gradients by what upstream, and of each update those that it has not taken."""
+        """The upstream gradients, and the row gradients made of them that updates have not taken yet."""
 
     def outdated(self, number: int, touched: Sequence[Ids]) -> npt.NDArray[np.intp]:
-        """The places of rows of a table that may be others now, after writes of the ids ``touched`` by this process."""
+        """Return the places of a table's rows that may have changed, after this process wrote the ids ``touched``."""
         table, own = self.tables[number], self.ids[number]
         is_another = table.incarnation != self._incarnations[number]  # it was restored
         self._incarnations[number] = table.incarnation
         if is_another or not self.is_pulled or (touched and (self.is_bounded or table.spec.counts_steps)):
-            return np.arange(len(own))  # also of all others there may have been writes, or they move with every step
+            return np.arange(len(own))  # others may have written any row, or rows move with every step
         is_touched = np.zeros(len(own), np.bool_)
         for ids in touched:
             is_touched[self.lookup.places_among(number, ids)] = True
         return np.flatnonzero(is_touched)
 
     def vectors(self, device: torch.device, *, want_gradient: bool) -> tuple[Tensor, ...]:
-        """The vectors [V, D] of each feature, and of each hosted one, float32, on ``device``. To be asked once."""
+        """Return the vectors, float32 [V, D], of each feature and hosted feature, on ``device``. Call it once."""
         self._device, self._rows_versions = device, [update.rows_version for update in self.plan.updates]
         rows, self.rows = self.rows, []  # none of them is needed again
         if self.on_device:
@@ -103,21 +103,21 @@ class BatchRows:
         return tuple([upload(item, device) for item in out])
 
     def queue_row_gradients(self, upstream: Sequence[Tensor | None], update: EmbeddingUpdate) -> None:
-        """Add the gradients of the rows of ``update``; those of all updates are made at once."""
+        """Queue the row gradients of ``update``; the first call computes those of all updates."""
         if self._made is None or self._made[0] is not upstream:
             self._made = upstream, self._gradients(upstream)
         if (made := self._made[1].pop(update, None)) is not None:
             update.add(*made, 1)  # ranks weigh alike, as in DDP's average
 
     def _gradients(self, upstream: Sequence[Tensor | None]) -> dict[EmbeddingUpdate, tuple[EmbeddingGradient, Tensor]]:
-        """What each update is to add, from the gradients of the vectors (None: of one that was not used)."""
+        """Return the gradient for each update, from those of the vectors (None: the vector was not used)."""
         for update, version in zip(self.plan.updates, self._rows_versions, strict=True):
             if update.rows_version != version:
                 raise InvalidArgument(
                     f"rows of {update.name} were loaded or restored between this forward pass and its backward; look "
                     "the ids up again"
                 )
-            update.require_no_step()  # of all of them, before any takes something
+            update.require_no_step()  # check all updates before any receives a gradient
         if self._device.type != "cpu":
             host = iter(downloaded([item for item in upstream if item is not None]))
             upstream = [None if item is None else next(host) for item in upstream]
@@ -129,7 +129,7 @@ class BatchRows:
         if self.hosted is not None:
             bags = self.hosted.updates(of_bags)
             of_bag_squares = sum(squares_of(bag) for bag in of_bags if bag is not None)
-        # One number says of all whether they are finite; an optimizer that trains some of them hears it of all.
+        # One checksum tells whether all are finite; each optimizer sees that of all tables.
         checksum = torch.tensor(squares + of_bag_squares)
         found, first = {}, 0
         for update in self.plan.updates:
@@ -146,7 +146,7 @@ class BatchRows:
     def _of_tables(
         self, update: EmbeddingUpdate, first: int, sums: list[npt.NDArray[np.float32]], unused: list[int]
     ) -> dict[int, TableGradient]:
-        """Gradients of the tables of ``update``, the ``first`` of which has this number here, by their place in it."""
+        """Return gradients by place in ``update``; ``first`` is the number here of the first of its tables."""
         tables, facts = {}, update.facts()
         for place, number in enumerate(range(first, first + len(update.tables))):
             ids, rows, counts = self.ids[number], sums[number], None
@@ -157,13 +157,13 @@ class BatchRows:
             if unused:
                 is_used, has_any = self._used(number, unused)
                 ids, rows, counts = ids[is_used], rows[is_used], None if counts is None else counts[is_used]
-            # Rows that move at every step do so where a batch has no id, too.
+            # Rows that move at every step also move if a batch has none of their ids.
             if len(ids) or (has_any and place in facts.moving):
                 tables[place] = TableGradient(ids, rows, counts, self.pulled_at[number])
         return tables
 
     def _used(self, number: int, unused: list[int]) -> tuple[npt.NDArray[np.bool_] | slice, bool]:
-        """Which distinct ids of a table are in features that are not ``unused``, and whether it has such a feature."""
+        """Return a mask of the table's distinct ids in features that are not ``unused``, and whether there are any."""
         own = [feature for feature, ids in enumerate(self.features) if ids.table == number]
         used = [feature for feature in own if feature not in unused]
         if len(used) == len(own):
@@ -176,7 +176,7 @@ class BatchRows:
 
 
 def pull(all_pulled: Iterable[BatchRows]) -> None:
-    """Read the rows of all of them: tables of one cluster in one request to each shard. Raises what Table.pull does."""
+    """Pull the rows of several batches: one request to each shard of a cluster. Raises as Table.pull."""
     pulls, places = [], []
     for pulled in all_pulled:
         for number, one in enumerate(zip(pulled.tables, pulled.ids, pulled.rows, strict=True)):
@@ -189,9 +189,9 @@ def pull(all_pulled: Iterable[BatchRows]) -> None:
 
 
 def pull_again(all_pulled: Sequence[BatchRows], touched: Callable[[Table], Sequence[Ids]]) -> int:
-    """The same for the rows that writes since may have changed; ``touched`` says which ids of a table those wrote.
+    """Pull the rows again that later writes may have changed; return their number.
 
-    Returns how many rows.
+    ``touched`` returns the ids of a table that were written.
     """
     pulls, places_of = [], []
     for pulled in all_pulled:

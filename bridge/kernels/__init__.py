@@ -1,1 +1,1 @@
-"""What GPUs compute in one pass: a kernel, and in tensor operations the reference that it equals, for each function."""
+"""Triton kernels, each with a reference in tensor operations that computes the same."""

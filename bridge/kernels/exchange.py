@@ -1,8 +1,7 @@
-"""Ids on their way to the ranks of their rows, sums and gradients of vectors on their way back: those of all fields and
-ranks in one pass each.
+"""Layout of all-to-all buffers: ids for the ranks of their rows, sums and gradients of vectors for the way back.
 
-A pair is a vector and a rank that has rows of it. RankPairs are numbered rank by rank and in each by vector, field by
-field: in this order sums and gradients lie in one buffer, whatever the widths of the fields.
+One pass covers all fields and ranks. A pair is a vector and a rank that has rows of it. Pairs are numbered by rank,
+then field, then vector; in this order one buffer holds the sums, or the gradients, of fields of any width.
 
 Legend: R ranks, F fields, Q = R · F pieces, N ids, V vectors of all fields, D width of a field.
 """
@@ -24,23 +23,23 @@ from geartrain.bridge.kernels.lookup import PLACE_BITS, BagPiece, Entries, addre
 _BLOCK = 512
 _VECTOR = (1 << PLACE_BITS) - 1
 _ALIGNED = 4
-"""Numbers at whose multiples gradients begin behind the flags."""
+"""Alignment of the gradients behind the flags, in numbers."""
 
 
 class Routed(NamedTuple):
     """Ids sorted by the ranks of their rows."""
 
     words: Tensor
-    """int64: the key, or the id where some have no bound; the number of the pair in the low half, the weight's bits in
-    the high one. Ids that count for nothing come last, and do not travel."""
+    """int64: the key (or the id, where some tables have no bound); the pair's number in the low half and the weight's
+    bits in the high one. Ids that count for nothing come last, and are not sent."""
     pairs_RV: Tensor
-    """int32 [1 + R · V]: 0, and how many pairs there are up to each rank and vector."""
+    """int32 [1 + R · V]: 0, then the running count of pairs up to each rank and vector."""
     starts_Q: Tensor
-    """int64 [2, Q + 1]: where the ids of each rank and field begin, and which is its first pair; and the ends."""
+    """int64 [2, Q + 1]: the start of each rank and field's ids, and the number of its first pair; the ends last."""
 
 
 def route(asked: Entries, shares: Sequence[int], num_ranks: int) -> Routed:
-    """Sort what is ``asked`` by rank: the row of an id is on rank id // share, with the ``shares`` of its table."""
+    """Sort the ids ``asked`` by rank: an id's row is on rank id // share, with the ``shares`` of its table."""
     device, num_ids, num_fields = asked.key_N.device, len(asked.key_N), len(asked.pieces)
     first_vectors, num_parts = asked.first_vectors, num_ranks * num_fields
     num_vectors = first_vectors[-1]
@@ -130,13 +129,13 @@ def arrived(
     *,
     are_weighted: bool,
 ) -> Entries:
-    """What the ranks ask for.
+    """Return the ids that all ranks ask of this one.
 
     Args:
-        words: As of :class:`Routed`, those for this rank of rank 0, then 1, ….
-        asked: Of this rank; the tables are the same.
-        pieces: For each rank and field how many ids and vectors came.
-        first_pairs: For each rank and field the number that its first pair has there.
+        words: :attr:`Routed.words` for this rank from rank 0, then rank 1, ….
+        asked: The ids of this rank; only their tables are used here.
+        pieces: Numbers of ids and vectors that came from each rank and field.
+        first_pairs: Number of the first pair of each rank and field, as counted there.
         are_weighted: Whether any rank's ids have weights.
     """
     device, num_ids = words.device, len(words)
@@ -187,30 +186,30 @@ def arrived(
 
 @dataclass(frozen=True)
 class RankPairs:
-    """Which vectors have rows on which ranks, and where their numbers lie in a buffer that travels."""
+    """Pairs of vectors and ranks, and their places in the buffers that are sent."""
 
     pairs_RV: Tensor
-    """As of :class:`Routed`."""
+    """:attr:`Routed.pairs_RV`."""
     counts_RF: Sequence[Sequence[int]]
-    """RankPairs of each rank and field."""
+    """Number of pairs of each rank and field."""
     num_vectors: Sequence[int]
-    """[F]."""
+    """Vectors of each field [F]."""
     dims: Sequence[int]
-    """[F]."""
+    """Widths of the fields [F]."""
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Numbers for each rank [R], without flags."""
+        """Numbers (elements) for each rank [R], without flags."""
         return [sum(num * dim for num, dim in zip(own, self.dims, strict=True)) for own in self.counts_RF]
 
     @property
     def num_flags(self) -> int:
-        """Numbers in front of each rank's gradients: 1 for each field that has some, 0 for others; padded."""
+        """Number of flags before each rank's gradients, padded: a field's flag is 1 if it has gradients, else 0."""
         return -(-len(self.dims) // _ALIGNED) * _ALIGNED
 
     @cached_property
     def _vectors_RF(self) -> list[Tensor]:
-        """The vectors of each rank and field, counted in the field; in tensor operations."""
+        """Return the vectors of each rank and field, as positions in the field; in tensor operations."""
         num_vectors, counts = sum(self.num_vectors), [num for own in self.counts_RF for num in own]
         found = torch.nonzero_static(self.pairs_RV.diff(), size=sum(counts))[:, 0]
         firsts = [0, *accumulate(self.num_vectors)]
@@ -218,8 +217,8 @@ class RankPairs:
         return [own - start for own, start in zip(found.split_with_sizes(counts), starts, strict=True)]
 
     def _numbers(self, tensors: Sequence[Tensor | None], num_flags: int) -> Tensor:
-        """Of each field its vectors, their first, D, and the tensor; and for each rank where pair 0 would be. Then
-        where each rank's part begins."""
+        """Return the arguments of the kernels: for each field its number of vectors, the first one, D and the tensor's
+        address, and for each rank where pair 0 would be; then the start of each rank's part."""
         starts = [0, *accumulate(size + num_flags for size in self.sizes)]
         shifts_FR: list[list[int]] = [[] for _ in self.dims]
         pair = 0
@@ -258,9 +257,9 @@ class RankPairs:
         )
 
     def join(self, flat: Tensor, factor_V: Tensor | None) -> list[Tensor]:
-        """factor · Σ of what the ranks, in their order, have summed: of each field [V, D], float32.
+        """Return factor · Σ over the ranks' sums, added in rank order: float32 [V, D] for each field.
 
-        ``flat`` [Σ sizes] has the numbers of all pairs, one behind the other.
+        ``flat`` [Σ sizes] holds the sums of all pairs, one after another.
         """
         shapes = list(zip(self.num_vectors, self.dims, strict=True))
         if runs_kernels(flat.device):
@@ -278,9 +277,9 @@ class RankPairs:
         return found
 
     def spread(self, upstream: Sequence[Tensor | None], factor_V: Tensor | None) -> Tensor:
-        """factor · gradient of the vectors of each pair: [Σ (num_flags + sizes)], float32, rank by rank behind flags.
+        """Return factor · gradient for each pair, float32 [Σ (num_flags + sizes)]: by rank, each part behind its flags.
 
-        ``upstream`` are those of each field [V, D]; None: zero.
+        ``upstream`` holds the gradients of each field's vectors [V, D]; None: zero.
         """
         device, num_flags = self.pairs_RV.device, self.num_flags
         if runs_kernels(device):

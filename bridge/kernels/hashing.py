@@ -1,9 +1,9 @@
-"""A hash table on a device that grows: int64 ids to slot numbers, for tables of rows whose ids have no bound.
+"""Growing hash table on a device, from int64 ids to slot numbers: for tables whose ids have no bound.
 
-Slots are numbers handed out in the order in which ids first occur, and not where the index keeps them: rows stay where
-they are when the table grows, and the slots are the same on every device. The index is that of HierarchicalKV (Wang et
-al. 2022): buckets of 128 entries whose digests, a byte each, are one line of the cache, so an id costs a line and, most
-often, one entry. Entries are never taken out and fill a bucket from its front: a last digest of 0 ends a search.
+Slots are numbered in the order in which ids first occur, not by their place in the index: rows stay where they are when
+the table grows, and the slots are the same on every device. The index is that of HierarchicalKV (Wang et al. 2022):
+buckets of 128 entries whose digests, a byte each, fill one cache line, so a search reads a line and, most often, one
+entry. Entries are never removed and fill a bucket from its front: a last digest of 0 ends a search.
 
 Legend: N ids, C slots, B buckets, E = 128·B entries.
 """
@@ -23,12 +23,12 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.kernels.launch import Cost, address, launch, on_device, runs_kernels
 
 NO_ID = -(2**63)
-"""Stands for no id: the only int64 that a table does not take."""
+"""Marker for no id: the only int64 that a table does not accept."""
 NUMBER_BITS = 31
-"""Of a slot, at most."""
+"""Most bits of a slot number."""
 _BUCKET = 128
 _SLOTS = 96
-"""A bucket's share of the slots: three quarters full, a table seldom needs a second bucket, and searches end."""
+"""Slots for each bucket: at three quarters full a search seldom needs a second bucket, and it ends."""
 _MOST_SLOTS = _SLOTS * 2**24  # entries are counted in int32
 
 
@@ -41,42 +41,43 @@ class HashTable:
         slots_N = table.find_or_insert(ids_N)   # rows of a table with table.capacity of them
 
     The same ids in the order of their slots, inserted into another table, have the same slots there: so it is saved.
-    On a CUDA device with Triton it takes 15 bytes a slot, and the host waits at most when the table is about to grow.
-    Elsewhere the index is the compiled one of the host, 56 to 72 bytes a slot.
-    The hash has no key: whoever chooses ids can put many into a bucket, which costs time and no more.
+    On a CUDA device with Triton it takes 15 bytes a slot, and the host waits only when the table may have to grow.
+    Elsewhere a compiled index on the host serves it, at 56 to 72 bytes a slot.
+    The hash has no key: chosen ids can collide in one bucket, which only costs time.
     """
 
     _index: PositionLru
-    """Of the host, where no kernels run."""
+    """Index on the host, where no kernels run."""
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
-        """Room for ``num_slots`` at least."""
+        """Make room for at least ``num_slots``."""
         self.ids_C = torch.empty(0, dtype=torch.int64, device=device)
-        """The id of each slot; ``NO_ID`` where none was handed out."""
+        """Id of each slot; ``NO_ID`` in a free one."""
         self.num_ids, self.num_refused = torch.zeros(2, dtype=torch.int64, device=device)
-        """int64 (0-dim): slots handed out; new ids that got none, counted again in each call."""
+        """Used slots; and new ids refused for want of a slot, counted again in each call: int64 (0-dim)."""
         self._num_read = torch.zeros((), dtype=torch.int64, device="cpu")
         self._reading: torch.cuda.Event | None = None
-        self._since = 0  # ids of calls after the one whose number is read
-        self._most = 0  # ids that may be in the table, for all that the host knows
+        self._since = 0  # ids of calls after the one whose count is being read
+        self._most = 0  # upper bound of the ids in the table
         self.grow(num_slots)
 
     @property
     def capacity(self) -> int:
-        """Slots (C): 96 times a power of two."""
+        """Number of slots (C): 96 times a power of two."""
         return len(self.ids_C)
 
     def find(self, ids_N: Tensor) -> Tensor:
-        """Slots, int64 [N], of ids, int64 [N]; -1 where an id is unknown or ``NO_ID``."""
+        """Return the slots, int64 [N], of ids, int64 [N]; -1 where an id is unknown or ``NO_ID``."""
         if not runs_kernels(ids_N.device):
             return torch.from_numpy(self._index.find(ids_N.cpu().numpy(), touch=False)).to(ids_N.device)
         key_N, numbers = (ids_N == NO_ID).to(torch.int64), on_device(_numbers(self), ids_N.device)
         return _find(numbers, 1, ids_N, key_N, 0).clamp_(min=-1)
 
     def find_or_insert(self, ids_N: Tensor) -> Tensor:
-        """The same, and each unknown id gets the next slot: -1 if there is none, and ``num_refused`` rises.
+        """Return the slots of ids as :meth:`find` does, and insert unknown ids: each gets the next slot.
 
-        None is refused after :meth:`make_room`. The host does not wait.
+        Without a free slot an id gets -1 and ``num_refused`` rises, which :meth:`make_room` prevents. The host does
+        not wait.
         """
         if not runs_kernels(ids_N.device):
             self._add(ids_N[(self.find(ids_N) < 0) & (ids_N != NO_ID)])
@@ -86,7 +87,7 @@ class HashTable:
         return number_ids([self], ids_N, key_N, torch.zeros_like(ids_N), 0, pieces, makes=True).slots_N.clamp_(min=-1)
 
     def _add(self, new_N: Tensor) -> None:
-        """Number unknown ids, which may occur again and again, by the index of the host."""
+        """Insert unknown ids, which may repeat, by the index of the host."""
         own = new_N.cpu().numpy()
         distinct = own[np.sort(np.unique(own, return_index=True)[1])]
         taken = distinct[: self.capacity - self._most]
@@ -97,31 +98,31 @@ class HashTable:
         self.num_refused += len(distinct) - len(taken)
 
     def make_room(self, num_ids: int) -> None:
-        """Grow unless ``num_ids`` new ids surely fit: to twice the capacity, or more if these need it."""
+        """Grow unless ``num_ids`` new ids surely fit: to twice the capacity, or more if they need it."""
         self.grow(self.needed(num_ids))
 
     @property
     def most(self) -> int:
-        """Ids that may be in the table, for all that the host knows: it counts with their number after an earlier call,
-        and as if all ids since were new. Waits for nothing."""
+        """Upper bound of the ids in the table, read without waiting: the count after an earlier call, plus all ids
+        since then as if they were new."""
         if self._reading is not None and self._reading.query():  # type: ignore[no-untyped-call]
             self._count()
         return self._most
 
     @property
     def room(self) -> int:
-        """New ids that surely fit."""
+        """Number of new ids that surely fit."""
         return self.capacity - self.most
 
     def _count(self) -> None:
-        """What was asked for is here."""
+        """Use the count of an earlier call, which has arrived on the host."""
         self._reading = None
         self._most = int(self._num_read) + self._since
 
     def needed(self, num_ids: int) -> int:
-        """Slots that surely take ``num_ids`` new ids: the capacity, or else at least twice as many.
+        """Return a number of slots that surely takes ``num_ids`` new ids: the capacity, or at least twice as many.
 
-        The host waits for an earlier call where otherwise the table might grow for nothing.
+        The host waits for the count of an earlier call if the table might otherwise grow for nothing.
         """
         if self.most + num_ids > self.capacity and self._reading is not None:
             self._reading.synchronize()
@@ -130,7 +131,7 @@ class HashTable:
         return self.capacity if wanted <= self.capacity else _capacity_for(max(2 * self.capacity, wanted))
 
     def grow(self, num_slots: int) -> None:
-        """Room for ``num_slots`` at least. Ids keep their slots; the index is made anew, in one pass of the device."""
+        """Grow to at least ``num_slots``. Ids keep their slots; one pass of the device rebuilds the index."""
         capacity = _capacity_for(num_slots)
         if capacity <= self.capacity:
             return
@@ -149,7 +150,7 @@ class HashTable:
         fill_B = torch.zeros(num_buckets, dtype=torch.int32, device=device)
         from geartrain.bridge.kernels.triton import hashing as kernels
 
-        # Only once there is memory for all: where there is not, the table stays as it was.
+        # Assigned only after every allocation: if one fails, the table is unchanged.
         self.ids_C, self._digests_E, self._slots_E, self._fill_B = ids_C, digests_E, slots_E, fill_B
         launch(
             kernels.rehash,
@@ -177,14 +178,14 @@ def _capacity_for(num_slots: int) -> int:
 
 
 class Numbered(NamedTuple):
-    """What :func:`number_ids` finds."""
+    """Result of :func:`number_ids`."""
 
     slots_N: Tensor
-    """int64; -2: none is asked for; -1: there was no room."""
+    """Slots, int64; -2: not asked for; -1: no room."""
     made_N: Tensor
-    """int64: the same of new ids, where each first occurs; else -1."""
+    """Slots of new ids where each first occurs, int64; else -1."""
     key_N: Tensor
-    """int64: keys with slots in them."""
+    """Keys with slots in the place of ids, int64."""
 
 
 def number_ids(
@@ -200,14 +201,14 @@ def number_ids(
     """Find or insert the ids of many tables at once, by kernels.
 
     Args:
-        tables: None: its ids are not asked for.
+        tables: The tables; None: its ids are not asked for.
         ids_N: int64.
-        key_N: Table << bits, and below what is the same for the same id; of none: len(tables) << bits.
-        place_N: int64: piece << 40, and what you like.
-        bits: Of keys.
-        pieces: Of each the table and how many ids it has; they lie one behind the other.
-        makes: Whether unknown ids are inserted. If not, each of them, also if it occurs again, has a slot that is free,
-            for whatever the caller does before the next call.
+        key_N: Table << bits, with equal lower bits for equal ids; without a table: len(tables) << bits.
+        place_N: int64: piece << 40, with any lower bits.
+        bits: Lower bits of a key.
+        pieces: Table and number of ids of each piece; the pieces follow one another.
+        makes: Whether unknown ids are inserted. If not, each occurrence of one gets a free slot, for the caller's use
+            until the next call.
 
     The host does not wait.
     """
@@ -228,7 +229,7 @@ def number_ids(
     numbers = on_device([*_numbers(*tables, spans=spans), *offsets], device)
     slots_N = _find(numbers, num_tables, ids_N, key_N, bits)
     grid, common = (-(-num // kernels.INSERTED),), {"MAKES": makes, "BLOCK": kernels.INSERTED, "num_warps": 4}
-    first, claimed_N = slots_N, slots_N  # of no use
+    first, claimed_N = slots_N, slots_N  # unused
     if makes:
         size = 1 << (2 * num - 1).bit_length()
         first = torch.full((size,), num, dtype=torch.int32, device=device)
@@ -253,7 +254,7 @@ def number_ids(
 
 
 def _numbers(*tables: HashTable | None, spans: Sequence[tuple[int, int]] | None = None) -> list[int]:
-    """What kernels are told of tables, and of what is behind them: nothing is asked of it."""
+    """Return the kernels' arguments for the tables, and for none behind them, of which no id is asked."""
     found: list[int] = []
     for table, span in zip(tables, spans or [(0, 0)] * len(tables), strict=True):
         if table is None:
@@ -289,7 +290,7 @@ def _find(numbers: Tensor, num_tables: int, ids_N: Tensor, key_N: Tensor, bits: 
 
 
 def _count(tables: Sequence[HashTable | None], asked: Sequence[int], counts_T: Tensor) -> None:
-    """Have the host know, once the device is there, how many ids the tables have now."""
+    """Start copying the tables' counts of ids to the host; it does not wait."""
     late = [table for table in tables if table is not None and table._reading is None]
     host, event = torch.empty(0), None
     if late:
@@ -309,9 +310,9 @@ def _count(tables: Sequence[HashTable | None], asked: Sequence[int], counts_T: T
 
 
 def owners(ids_N: Tensor, ranks: int) -> Tensor:
-    """Which of ``ranks`` (below 2^31) an id's row is on, int64 [N], the same everywhere: ranks · splitmix64(id) / 2^64.
+    """Return the rank (of ``ranks``, below 2^31) of each id's row, int64 [N]: ranks · splitmix64(id) / 2^64.
 
-    By the upper 32 bits of that hash, and so apart from the buckets of an index, which go by another one.
+    It is the same on every device. It uses the upper 32 bits of that hash; buckets of an index use another hash.
     """
     word = ids_N + _GOLDEN  # wraps, as all that follows
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
@@ -320,9 +321,9 @@ def owners(ids_N: Tensor, ranks: int) -> Tensor:
 
 
 def _right(word: Tensor, shift: int) -> Tensor:
-    """A shift of unsigned numbers."""
+    """Shift right as unsigned numbers."""
     return (word >> shift) & ((1 << (64 - shift)) - 1)
 
 
 _GOLDEN, _FIRST, _SECOND = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-"""Of Steele, Lea and Flood (OOPSLA 2014), as the core has them."""
+"""Constants of splitmix64 (Steele, Lea and Flood, OOPSLA 2014), as in the compiled core."""

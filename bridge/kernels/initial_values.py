@@ -1,4 +1,4 @@
-"""The values of rows that nobody wrote, made where they are: those of ``csrc/values/initial_values.hpp``, bit by bit.
+"""Initial values of rows, computed on their device; bit-identical to ``csrc/values/initial_values.hpp``.
 
 Philox4x32-10 of (id, column / 4, hash of the table's name) under the seed, uniform or through the inverse of the
 normal distribution.
@@ -24,20 +24,20 @@ _BLOCK_NUMBERS = 1 << 20
 
 
 class FirstValues(NamedTuple):
-    """Of what the first values of a table are a function, beside id and column."""
+    """Parameters of a table's initial values, which depend on these, id and column alone."""
 
     distribution: int
     """CONSTANT (``first``), UNIFORM on [first, second) or NORMAL (mean and standard deviation)."""
     first: float
     second: float
     seed: int
-    """The table's, 64 bits."""
+    """Seed of the table, 64 bits."""
     table_hash: int
-    """Of its name, 32 bits."""
+    """Hash of the table's name, 32 bits."""
 
     @property
     def numbers(self) -> tuple[int, int, float]:
-        """The bits of both parameters as float64, for a kernel takes numbers as float32; and the largest value."""
+        """Return the float64 bits of both parameters, as kernels take floats as float32; and the largest value."""
         low, high = struct.unpack("qq", struct.pack("dd", self.first, self.second))
         return low, high, _largest_below(self.second, self.first)
 
@@ -47,8 +47,8 @@ def write_initial_values(rows_ND: Tensor, first_id: int, values: FirstValues) ->
 
     Args:
         rows_ND: float32, bfloat16 or float16, contiguous; overwritten.
-        first_id: Of row 0.
-        values: Of the table.
+        first_id: Id of row 0.
+        values: Parameters of the table.
 
     One kernel, or tensor operations on blocks of 8 MiB.
     """
@@ -99,14 +99,14 @@ def write_initial_values(rows_ND: Tensor, first_id: int, values: FirstValues) ->
 def write_new_rows(
     tables: Sequence[tuple[Tensor, FirstValues] | None], key_N: Tensor, bits: int, ids_N: Tensor, numbers_N: Tensor
 ) -> None:
-    """Write the first values of rows of many tables, by kernels: one for each width and type of rows.
+    """Write the initial values of rows of many tables, by one kernel for each width and type of rows.
 
     Args:
-        tables: Rows [L, D] and what their values are of; None: not of this.
-        key_N: int64: table << bits, and what you like.
-        bits: Of keys.
+        tables: Rows [L, D] and parameters of each table; None: no rows of it are written.
+        key_N: int64: table << bits, with any lower bits.
+        bits: Lower bits of a key.
         ids_N: int64.
-        numbers_N: int64, of the rows; -1: there is none.
+        numbers_N: Row numbers, int64; -1: none.
     """
     from geartrain.bridge.kernels.triton import initial_values as kernels
 
@@ -146,7 +146,7 @@ def write_new_rows(
 
 
 def _largest_below(high: float, low: float) -> float:
-    """The largest float32 below ``high``, or ``low``: rounding must not reach the end of the interval."""
+    """Return the largest float32 below ``high``, or ``low``: rounding must not reach the end of the interval."""
     value = np.float32(high)
     if float(value) >= high:
         value = np.nextafter(value, np.float32(-math.inf))

@@ -1,8 +1,8 @@
-"""Where kernels run and how they are started.
+"""Launch of Triton kernels, and the choice between a kernel and its reference.
 
-On a CUDA device functions of :mod:`geartrain.bridge.kernels` start a Triton kernel; elsewhere, and where Triton is not
-installed, they are the tensor operations of their reference. Tests run the kernels on a CPU, in Triton's interpreter
-(``TRITON_INTERPRET=1`` before Triton is imported). An observer is told of each start and what it costs.
+On a CUDA device functions of :mod:`geartrain.bridge.kernels` start a Triton kernel; elsewhere, and without Triton, they
+run their reference in tensor operations. Tests run the kernels on a CPU, in Triton's interpreter
+(``TRITON_INTERPRET=1`` before Triton is imported). An observer receives each start with its cost.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from torch._subclasses import FakeTensor
 
 @dataclass(frozen=True)
 class Cost:
-    """What one start of a kernel moves and computes: what a model of a device needs."""
+    """Bytes and operations of one kernel start, for a model of a device."""
 
     num_bytes: float
-    """Read from and written to the device's memory, each once."""
+    """Bytes read from and written to the device's memory, each counted once."""
     flops: float = 0.0
-    """Of products on matrix units."""
+    """Operations of products on matrix units."""
     dtype: torch.dtype = torch.float32
-    """Of their operands."""
+    """Type of the operands of these products."""
 
 
 Observer = Callable[[Any, Cost, Callable[[], None]], None]
-"""Is told the kernel, its cost, and what starts it: a recorder lets it be, a stopwatch starts it between two events."""
+"""Receives a kernel, its cost and a function that starts it: a recorder starts nothing, a timer starts it."""
 
 _observer: Observer | None = None
 _interpreted = False
 _captures = False
-# Of the process, not of a thread: autograd works on threads of its own.
+# Per process, not per thread: autograd works on threads of its own.
 
 
 @cache
@@ -46,12 +46,12 @@ def _has_triton() -> bool:
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether tensors of this device are worked on by kernels; if not, by the reference."""
+    """Return whether kernels, not the reference, work on tensors of this device."""
     return (device.type == "cuda" and _has_triton()) or _interpreted
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what this device is given becomes a part of a CUDA graph, to be done at each replay, and not now."""
+    """Return whether this device is capturing a CUDA graph: work is recorded for replays, not done now."""
     return _captures or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
@@ -72,13 +72,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, cost: Cost, **options
 
 
 def run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """What starts a kernel; tests on a machine with a GPU bring the CPU's tensors there first."""
+    """Start a kernel. Tests replace this on a machine with a GPU, to move the CPU's tensors there first."""
     with _on_device_of(args):
         kernel[grid](*args, **options)
 
 
 def _on_device_of(args: tuple[Any, ...]) -> contextlib.AbstractContextManager[object]:
-    """Triton starts on the current device, on which a pointer to another's memory is none."""
+    """Make the tensors' device the current one: Triton starts there, where pointers of other devices are invalid."""
     index = next(
         (arg.device.index for arg in args if isinstance(arg, torch.Tensor) and arg.device.type == "cuda"), None
     )
@@ -88,19 +88,19 @@ def _on_device_of(args: tuple[Any, ...]) -> contextlib.AbstractContextManager[ob
 
 
 def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """int64, by way of pinned memory: the host does not wait."""
+    """Return the numbers as int64 on the device, through pinned memory: the host does not wait."""
     host = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def address(tensor: Tensor | None) -> int:
-    """Of its first element on its device; 0 of none, and of a tensor without memory."""
+    """Return the address of a tensor's first element; 0 for None and for a tensor without memory."""
     return 0 if tensor is None or isinstance(tensor, FakeTensor) else tensor.data_ptr()
 
 
 @contextlib.contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Inside, ``observer`` is told of each kernel and starts it, or not."""
+    """Inside, ``observer`` receives each kernel and decides whether to start it."""
     global _observer
     before, _observer = _observer, observer
     try:
@@ -111,7 +111,7 @@ def observed(observer: Observer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """Inside, tensors of the CPU go through the kernels, too: in Triton's interpreter, for tests."""
+    """Inside, kernels also work on tensors of the CPU, in Triton's interpreter; for tests."""
     global _interpreted
     before, _interpreted = _interpreted, True
     try:
@@ -122,7 +122,7 @@ def interpreted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def captured() -> Iterator[None]:
-    """Inside, every device :func:`is_capturing`: for tests, where nothing can be captured."""
+    """Inside, :func:`is_capturing` is true for every device; for tests, where nothing can be captured."""
     global _captures
     before, _captures = _captures, True
     try:
