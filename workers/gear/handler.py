@@ -122,10 +122,11 @@ class SlowGearHandler:
                 "for fewer at once (lower the client's part_bytes), or raise max_message_bytes on both ends"
             )
         self._partitions.require(ask.ids)
+        engine = self._engine
         try:
-            return self._engine.features(ask.ids, Freshness(age, lag))
+            return engine.features(ask.ids, Freshness(age, lag))
         except TableNotFound:
-            self._go_back(self._engine)
+            self._go_back(engine)
             return self._engine.features(ask.ids, Freshness(age, lag))
 
     def _push(self, push: PushFeatureGradients, _: Call) -> Taken:
@@ -148,8 +149,9 @@ class SlowGearHandler:
         """
         if sent_to not in ("", self._process, *self._predecessors):
             raise NotHolder(f"this slow gear is {self._process}; nobody knows whether {sent_to} had taken it")
-        if delivery.table_incarnation > self._engine.table_incarnation:
-            self._go_back(self._engine)
+        engine = self._engine
+        if delivery.table_incarnation > engine.table_incarnation:
+            self._go_back(engine)
         with self._counted():
             try:
                 with self._taking:
@@ -180,8 +182,9 @@ class SlowGearHandler:
 
     def go_back_if_restored(self) -> None:
         """Begin anew over a restored dense table, if an update has found one."""
-        if isinstance(self._engine.update_error, TableNotFound):
-            self._go_back(self._engine)
+        engine = self._engine
+        if isinstance(engine.update_error, TableNotFound):
+            self._go_back(engine)
 
     def _go_back(self, engine: DenseEngine) -> None:
         """Go on with the rows of a restore; the gradients of ``engine`` and its features are of before."""

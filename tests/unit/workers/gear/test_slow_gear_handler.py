@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.rpc.carrier import AttemptFailed
-from geartrain.ams.values.errors import GearUnavailable, MessageTooLarge, NotHolder, StaleClient
+from geartrain.ams.values.errors import GearUnavailable, MessageTooLarge, NotHolder, StaleClient, TableNotFound
 from geartrain.ams.values.gear_messages import AskFeatures, Delivery, GearAccount, HandOver
 from geartrain.ams.values.scheduler_messages import StreamHolders
 from geartrain.ams.values.specs import Ids
@@ -111,7 +111,9 @@ class Handlers:
         self.taken: dict[str, Mapping[str, GearAccount]] = {}
         self.holders: tuple[str | None, ...] = ("me", "dead", "other")
 
-    def make(self, engine: DenseEngine, held: Held) -> SlowGearHandler:
+    def make(
+        self, engine: DenseEngine, held: Held, open_engine: Callable[[], DenseEngine] | None = None
+    ) -> SlowGearHandler:
         handler = SlowGearHandler(
             "image",
             "me",
@@ -122,6 +124,7 @@ class Handlers:
             max_message_bytes=4096,
             holders=lambda: StreamHolders(lease_seconds=1.0, holders=self.holders, incarnations={}),
             open_peer=lambda address: Peer(self.taken, address == "dead"),
+            open_engine=open_engine,
         )
         self.made.append(handler)
         return handler
@@ -237,3 +240,21 @@ def test_more_features_than_a_message_holds_are_refused_before_they_are_computed
     handler = handlers.make(engine_on(cluster), Held())
     with pytest.raises(MessageTooLarge, match="features of 200 ids"):
         handler.features(AskFeatures(name="image", ids=np.arange(200)))
+
+
+def test_calls_that_meet_a_restore_together_go_back_once(cluster: Cluster, handlers: Handlers) -> None:
+    first, opened = engine_on(cluster), []
+
+    def open_another() -> DenseEngine:
+        opened.append(engine_on(cluster))
+        return opened[-1]
+
+    handler = handlers.make(first, Held(), open_another)
+
+    def fail(*_: Any) -> Any:
+        handler._go_back(first)  # another call was faster
+        raise TableNotFound("restored")
+
+    first.features = fail  # type: ignore[method-assign]
+    assert len(handler.features(AskFeatures(name="image", ids=np.arange(IDS))).vectors_KD) == IDS
+    assert len(opened) == 1
