@@ -158,6 +158,9 @@ class SlowGearRole:
             engine.flush()  # what was left: its ids may be another one's by now
             journal.joined(process_at(address, incarnation))
         self._handler = handler
+        # Beside the other ticks: it may wait for a table while the lease has to go on.
+        going_back = Ticker(handler.go_back_if_restored, lambda: partitions.tick_seconds, self._end)
+        self._opened.callback(going_back.stop)
         self._server.add(bind(GEAR, handler.by_request))
         self._server.start()
         self._server.ready()
@@ -177,7 +180,6 @@ class SlowGearRole:
     def _tick(self, partitions: HeldPartitions) -> None:
         if (handler := self._handler) is not None:
             handler.require_whole()
-            handler.go_back_if_restored()
         partitions.tick()
 
     def _flush(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
+from geartrain.ams.gear.held_partitions import HeldPartitions
 from geartrain.ams.rpc.client.gear import GrpcGearCarrier
 from geartrain.ams.values.errors import (
     ConfigError,
@@ -29,6 +31,7 @@ from geartrain.ams.values.gear_messages import Delivery, GearState
 from geartrain.bridge.gear.batch_state import BatchState
 from geartrain.cli.main import build_app
 from geartrain.launch.slowgear_role import SlowGearRole
+from geartrain.workers.gear.handler import SlowGearHandler
 from tests.integration.gear.gear_cluster import CLIENT, GearCluster, gear_cluster, gear_config
 from tests.integration.gear.gear_part import DAMAGED, DIM, IDS, SAMPLES, build
 
@@ -269,3 +272,26 @@ def test_one_that_lost_count_leaves_its_ids_to_others(gears: GearCluster, monkey
         image(torch.tensor([1, 2])).sum().backward()
         rows.step()
         assert image.account().applied == 2
+
+
+def test_its_lease_goes_on_while_it_goes_back(gears: GearCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    going_back, go_on, ticks = threading.Event(), threading.Event(), threading.Semaphore(0)
+    tick = HeldPartitions.tick
+
+    def go_back(_: SlowGearHandler) -> None:
+        going_back.set()
+        assert go_on.wait(30)
+
+    def counted(partitions: HeldPartitions) -> None:
+        tick(partitions)
+        if going_back.is_set():
+            ticks.release()
+
+    monkeypatch.setattr(SlowGearHandler, "go_back_if_restored", go_back)
+    monkeypatch.setattr(HeldPartitions, "tick", counted)
+    gears.start_gear()
+    try:
+        assert going_back.wait(20)
+        assert all(ticks.acquire(timeout=10) for _ in range(3))
+    finally:
+        go_on.set()
