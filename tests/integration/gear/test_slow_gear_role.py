@@ -245,7 +245,7 @@ def test_flush_before_a_snapshot_puts_all_gradients_into_it(
             gradients_KD=np.ones((1, DIM), np.float32),
             versions=np.zeros(1, np.int64),
             lr=None,
-            table=1,
+            table_incarnation=1,
         )
         assert role._handler is not None
         with pytest.raises(TableNotFound, match=r"'image' from before a restore; compute them anew"):
