@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,15 +65,20 @@ class ClickBatches(ABC):
         """Whether no further batch comes, now that :meth:`is_ready` has said no."""
         return False
 
-    def done(self) -> None:  # noqa: B027
-        """The newest batch is in the model."""
+    def apply(self, step: Callable[[], object]) -> bool:
+        """Have ``step`` train on the batch that is ready; False: the job goes back, and the samples come again."""
+        step()
+        return True
 
     def where(self) -> Mapping[int, tuple[int, int]]:
-        """Where each data stream goes on behind what is :meth:`done`; none where that follows from the step."""
+        """Where each data stream goes on behind what was trained on; none where that follows from the step."""
         return {}
 
     def go_on(self, cursors: Mapping[int, tuple[int, int]]) -> None:  # noqa: B027
         """Read on from :meth:`where` it was."""
+
+    def settle(self) -> None:  # noqa: B027
+        """Wait until the scheduler saves the job no more."""
 
     def close(self) -> None:  # noqa: B027
         """Leave what is not read to other workers."""

@@ -1,14 +1,17 @@
-"""Batches of files whose data streams several workers share: each leases some, and commits what it is done with."""
+"""Batches of files whose data streams several workers share: each leases some, and commits what it is done with.
+
+In a cluster the scheduler saves the job and takes it back, tables and cursors together, when something is lost."""
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.jobs.worker_steps import worker_name
-from geartrain.ams.values.errors import StaleClient
+from geartrain.ams.values.errors import Busy
+from geartrain.ams.values.scheduler_messages import RestoreOrder
 from geartrain.workers.ctr.batches import ClickBatch, ClickBatches
 from geartrain.workers.ctr.designs import Design
 from geartrain.workers.ctr.recipe import CtrRecipe
@@ -21,13 +24,21 @@ from geartrain.workers.samples.leased import LeasedSamples
 from geartrain.workers.samples.order import EpochOrder
 from geartrain.workers.samples.reader import FileBatches
 
-logger = logging.getLogger(__name__)
+_POLL_SECONDS = 0.2
 
 
 class SharedBatches(ClickBatches):
     """This worker's share of the samples of a job, in whole epochs. A batch costs an RPC to the scheduler."""
 
-    def __init__(self, samples: OwnSamples, recipe: CtrRecipe, design: Design, cluster: Cluster, job: str) -> None:
+    def __init__(
+        self,
+        samples: OwnSamples,
+        recipe: CtrRecipe,
+        design: Design,
+        cluster: Cluster,
+        job: str,
+        restore: RestoreOrder | None,
+    ) -> None:
         self._files = files = StreamedBatches(samples, recipe, design)
         self.num_trained, self.num_validated, self.num_tested = files.num_trained, files.num_validated, files.num_tested
         self.identity = files.identity
@@ -35,10 +46,14 @@ class SharedBatches(ClickBatches):
         order = EpochOrder(files.part_rows, seed=recipe.seed, num_streams=NUM_STREAMS, window_rows=recipe.window_rows)
         epochs = math.ceil(recipe.epochs)
         reader = FileBatches(files, order, batch_size=recipe.batch_size, drop_last=False, epochs=epochs)
-        streams = cluster.streams(job, worker=worker_name(job, None), num_streams=NUM_STREAMS, data=self.identity)
-        self._leased = LeasedSamples(reader, streams)
+        self._leased = LeasedSamples(
+            reader,
+            cluster.streams(
+                job, worker=worker_name(job, None), num_streams=NUM_STREAMS, data=self.identity, restore=restore
+            ),
+        )
+        self._is_restored, self._cluster, self._job = restore is not None, cluster, job
         self._next: SampleBatch | None = None
-        self._newest: SampleBatch | None = None
 
     def is_ready(self) -> bool:
         """See ClickBatches."""
@@ -53,17 +68,22 @@ class SharedBatches(ClickBatches):
     def trained(self, step: int) -> ClickBatch:
         """See ClickBatches: the next one, whichever the step is."""
         del step
-        self._newest, self._next = self._next, None
-        assert self._newest is not None  # of is_ready
-        return click_batch(self._design, self._newest, self._negatives)
+        batch, self._next = self._next, None
+        assert batch is not None  # of is_ready
+        return click_batch(self._design, batch, self._negatives)
 
-    def done(self) -> None:
+    def apply(self, step: Callable[[], object]) -> bool:
         """See ClickBatches."""
-        assert self._newest is not None
-        try:
-            self._leased.commit(self._newest)
-        except StaleClient as exc:
-            logger.warning("a batch is trained on twice, as this worker was silent for too long: %s", exc)
+        batch = self._next
+        assert batch is not None  # of is_ready
+        if self._is_restored:
+            try:
+                return self._leased.apply(batch, step)
+            finally:
+                self._next = None
+        step()
+        self._leased.commit(batch)
+        return True
 
     def go_on(self, cursors: Mapping[int, tuple[int, int]]) -> None:
         """See ClickBatches."""
@@ -72,6 +92,11 @@ class SharedBatches(ClickBatches):
     def where(self) -> Mapping[int, tuple[int, int]]:
         """See ClickBatches: behind all that the workers of the job have committed."""
         return self._leased.cursors()
+
+    def settle(self) -> None:
+        """See ClickBatches. Two snapshots of the same tables at once would end one of them."""
+        self._leased.close()
+        is_kept(self._cluster, self._job)
 
     def close(self) -> None:
         """See ClickBatches."""
@@ -88,3 +113,16 @@ class SharedBatches(ClickBatches):
     def tested(self) -> Iterator[ClickBatch]:
         """See ClickBatches."""
         return self._files.tested()
+
+
+def is_kept(cluster: Cluster, job: str) -> bool:
+    """Whether the scheduler restores the job, as it is now or, once that is done, as it was saved."""
+    streams = cluster.streams(job, worker=worker_name(job, None), num_streams=NUM_STREAMS)
+    while True:
+        try:
+            lease = streams.lease()
+        except Busy:
+            time.sleep(_POLL_SECONDS)
+            continue
+        streams.release()
+        return bool(lease.tables)

@@ -13,8 +13,10 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from geartrain.ams.storage.snapshot.store import place
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.optimizers.registry import Adam
+from geartrain.ams.values.scheduler_messages import RestoreOrder
 from geartrain.ams.values.text import counted
 from geartrain.bridge.dense.dense_table import DenseTable, attach
 from geartrain.bridge.embedding.group import EmbeddingGroup
@@ -50,6 +52,9 @@ if TYPE_CHECKING:
 
 _TRAINED_PER_LOOKED_AT = 8
 """Samples to train on for each one that is looked at, which costs less than 0.4 of a training sample: 5 % in all."""
+
+_SAVED_SECONDS = 60.0
+"""Between two snapshots by the scheduler, for which all workers wait."""
 
 
 class EmbeddingTrainer(Trainer):
@@ -125,21 +130,27 @@ class ClickTrainer(EmbeddingTrainer):
     def __init__(self, attempt: Attempt, data: tuple[str, Any]) -> None:
         source, samples = data
         recipe: CtrRecipe = attempt.options.recipe
+        if isinstance(samples, ClickSamples) and recipe.shares:
+            raise ConfigError(
+                f"mode is {recipe.mode}, and these samples are in the memory of one worker; give files of your own "
+                "without history=N, or mode=sync"
+            )
         if not isinstance(samples, ClickSamples) and not is_topic(source):
             private = tuple({**dict.fromkeys(recipe.private), **recipe.history_columns})
             recipe = replace(recipe, features=samples.features(recipe.features), private=private)
         self.design = design = Design(recipe, layout_of(samples))
         assert attempt.cluster is not None
-        self.samples = _batches(source, samples, recipe, design, attempt.cluster, attempt.progress.table)
-        self._validation = list(self.samples.validated())
+        goes_on, job = attempt.state is not None, attempt.progress.table
         torch.manual_seed(recipe.seed)
         network = design.network()
-        goes_on, job = attempt.state is not None, attempt.progress.table
         fields = design.fields(attempt.cluster, job, reuse=goes_on)
         if recipe.shares:
             self.dense = attach(
                 network, attempt.cluster, name=f"{job}/network", optimizer=Adam(recipe.lr), reuse=goes_on
             )
+        self.fields = fields
+        self.samples = self._batches(source, samples, recipe, attempt)
+        self._validation = list(self.samples.validated())
         super().__init__(attempt, source, self.samples.num_trained, network, fields, recipe, self.samples.some())
         least = math.ceil(_TRAINED_PER_LOOKED_AT * self.samples.num_validated / recipe.batch_size)
         steps = self.progress.stage_steps
@@ -157,6 +168,26 @@ class ClickTrainer(EmbeddingTrainer):
         self._looked_at = -1
         self._progressive: dict[str, Any] | None = None
         """What was measured of the latest samples before they were learned from."""
+
+    def _batches(self, source: str, samples: Any, recipe: CtrRecipe, attempt: Attempt) -> ClickBatches:
+        design, options, cluster = self.design, attempt.options, attempt.cluster
+        assert cluster is not None
+        if isinstance(samples, ClickSamples):
+            return BatchesInMemory(samples, recipe, design)
+        if is_topic(source):
+            from geartrain.workers.ctr.topic import TopicBatches  # needs confluent-kafka
+
+            return TopicBatches(samples, recipe, design)
+        from geartrain.workers.ctr import shared, streamed  # need pyarrow
+
+        if not recipe.shares:
+            return streamed.StreamedBatches(samples, recipe, design)
+        restore = None
+        if options.scheduler is not None:
+            root = str(place(options.snapshot_root)) if attempt.state is None else read_run(options.out).snapshots
+            seconds = _SAVED_SECONDS if recipe.snapshots.minutes is None else 60 * recipe.snapshots.minutes
+            restore = RestoreOrder(root=f"{root}.shared", tables=tuple(self.tables()), every_seconds=seconds)
+        return shared.SharedBatches(samples, recipe, design, cluster, attempt.progress.table, restore)
 
     @classmethod
     def usual_recipe(cls, data: str | None, stated: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,7 +229,10 @@ class ClickTrainer(EmbeddingTrainer):
 
     def restore(self, state: JobState) -> None:
         """See Trainer."""
-        super().restore(state)
+        if self.attempt.is_kept:
+            self.phases.seconds = {**state.phases}  # all else is in the cluster
+        else:
+            super().restore(state)
         if self.samples.identity and "files" not in state.data:
             raise ConfigError(
                 "the run was begun by a version that held other samples of files out: go on with that one, or start a "
@@ -209,7 +243,8 @@ class ClickTrainer(EmbeddingTrainer):
                 "the samples are not those that the run was begun with, or window_rows and held_out are others: bring "
                 "the old ones back, or start a new run"
             )
-        self.samples.go_on({int(stream): tuple(at) for stream, at in state.data.get("cursors", {}).items()})
+        if not self.attempt.is_kept:
+            self.samples.go_on({int(stream): tuple(at) for stream, at in state.data.get("cursors", {}).items()})
 
     def start(self, stop: Callable[[], bool]) -> None:
         """Say what begins."""
@@ -245,10 +280,27 @@ class ClickTrainer(EmbeddingTrainer):
             self.progress = replace(self.progress, stage_steps=self.progress.part[0])
         return False
 
-    def update(self) -> None:
+    def step(self, step: int) -> Tensor | None:
         """See Trainer."""
-        super().update()
-        self.samples.done()
+        losses: list[Tensor | None] = []
+
+        def train() -> None:
+            if self.dense is not None:
+                self.optimizer.zero_grad()  # what a lost step has left is of other rows,
+                self.rows.zero_grad()
+                self.dense.refresh()  # and so are these weights
+            losses.append(super(ClickTrainer, self).step(step))
+
+        return losses[0] if self.samples.apply(train) else None
+
+    @staticmethod
+    def is_kept(options: JobOptions, cluster: Cluster, job: str) -> bool:
+        """See Trainer."""
+        if not options.recipe.shares or options.scheduler is None:
+            return False
+        from geartrain.workers.ctr.shared import is_kept  # needs pyarrow
+
+        return is_kept(cluster, job)
 
     def leave(self) -> None:
         """See Trainer."""
@@ -273,6 +325,7 @@ class ClickTrainer(EmbeddingTrainer):
 
     def trained(self) -> None:
         """Look at the end."""
+        self.samples.settle()
         if not self._was_complete:
             self._look()
             self._look_back()
@@ -339,6 +392,10 @@ class ClickTrainer(EmbeddingTrainer):
         snapshot = best_snapshot(read_run(self.attempt.options.out).snapshots)
         if snapshot.manifest.step != self.progress.step:
             assert self.cluster is not None
+            if self.recipe.shares:  # the scheduler must not take it for a loss: it restores dropped tables no more
+                for name in self.tables():
+                    self.cluster.drop_table(name)
+                self.samples.settle()
             self.cluster.restore(snapshot.path, replace=True)
             state = JobState.read(snapshot, self.job, self.recipe_class)
             self.network.load_state_dict(state.tensors["network"])
@@ -390,25 +447,6 @@ def scored(
     finally:
         network.train(was_training)
     return Scores.joined(found)
-
-
-def _batches(source: str, samples: Any, recipe: CtrRecipe, design: Design, cluster: Cluster, job: str) -> ClickBatches:
-    if isinstance(samples, ClickSamples):
-        if recipe.shares:
-            raise ConfigError(
-                f"mode is {recipe.mode}, and these samples are in the memory of one worker; give files of your own "
-                "without history=N, or mode=sync"
-            )
-        return BatchesInMemory(samples, recipe, design)
-    if is_topic(source):
-        from geartrain.workers.ctr.topic import TopicBatches  # needs confluent-kafka
-
-        return TopicBatches(samples, recipe, design)
-    from geartrain.workers.ctr import shared, streamed  # need pyarrow
-
-    if recipe.shares:
-        return shared.SharedBatches(samples, recipe, design, cluster, job)
-    return streamed.StreamedBatches(samples, recipe, design)
 
 
 def _topic_samples(source: str, recipe: CtrRecipe) -> TopicSamples:

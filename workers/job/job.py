@@ -277,7 +277,8 @@ def _run_on(
         cluster = (
             stack.enter_context(_open_cluster(options, ranks, job, goes_on=again)) if not _on_ranks(options) else None
         )
-        if cluster is not None and snapshot is not None and ranks.is_first:
+        is_kept = cluster is not None and snapshot is not None and trainer_class.is_kept(options, cluster, job)
+        if cluster is not None and snapshot is not None and ranks.is_first and not is_kept:
             # A process of this job that was only stopped must not go on beside it.
             stop.doing = "restored its rows"
             cluster.fence(job, cluster.write_stream.incarnation)
@@ -290,6 +291,7 @@ def _run_on(
             progress=_progress(options, state, job, again=again),
             snapshot=snapshot,
             state=state,
+            is_kept=is_kept,
             cluster=cluster,
             ranks=ranks,
             console=console,

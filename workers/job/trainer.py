@@ -79,6 +79,8 @@ class Attempt:
     """Its rows are in the cluster again."""
     state: JobState | None = None
     """That of ``snapshot``."""
+    is_kept: bool = False
+    """The scheduler keeps rows and cursors, which may be of later steps."""
     cluster: Cluster | None
     """None: the ranks have the rows."""
     ranks: JobRanks
@@ -268,6 +270,12 @@ class Trainer:
     def saved(self) -> None:
         """The last snapshot of this process is there."""
 
+    @staticmethod
+    def is_kept(options: JobOptions, cluster: Cluster, job: str) -> bool:
+        """Whether the scheduler keeps rows and cursors of the job, so that a run that goes on restores none."""
+        del options, cluster, job
+        return False
+
     def leave(self) -> None:
         """Leave what is not read to the other workers."""
 
@@ -332,6 +340,8 @@ class Trainer:
             self._timer = StepTimer()
             with traces.span("step", step=self.progress.step):
                 loss = self.step(self.progress.step)
+            if loss is None:
+                continue
             self._timer.ended("update")
             step = self.progress.step + 1
             before, batches = self.batches_before(step - 1), self.batches_before(step)
@@ -356,8 +366,8 @@ class Trainer:
             self.wants_snapshot = False
         return True
 
-    def step(self, step: int) -> Tensor:
-        """One update; return the loss."""
+    def step(self, step: int) -> Tensor | None:
+        """One update; return the loss. None: the job was taken back, and the samples come again."""
         factor = self.recipe.rate_factor(*self.progress.part)
         self.optimizer.param_groups[0]["lr"] = self.recipe.lr * factor
         for group in self.rows.param_groups:
