@@ -1,4 +1,4 @@
-"""The folder of a saved model.
+"""Folder format of a saved model.
 
     PATH/model.json                the modules, tables, and the other files with their checksums (XXH3); sealed
     PATH/state-ID.safetensors      parameters, buffers and other state, see geartrain.bridge.rows.state
@@ -34,7 +34,7 @@ from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
 
 MODEL = "model.json"
 FORMAT = 2
-"""Of what is here; 1 had no pieces."""
+"""Version of the folder format; 1 had no pieces."""
 _ID = r"[0-9a-f]{32}"
 _OURS = re.compile(
     rf"(?:state|rows|rank)-({_ID})(?:\.safetensors|-\d+|-\d+\.json|-\d+-\d+\.safetensors)|\.(?:staging|trash|part)-.*"
@@ -45,12 +45,12 @@ _REMEDY = f"bring the folder back from a copy, or {_AGAIN}"
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRows:
-    """One snapshot of the folder."""
+    """Entry of one snapshot in the folder."""
 
     folder: str
-    """Its name."""
+    """Name of its folder."""
     id: str
-    """Of its manifest."""
+    """Id in its manifest."""
     modules: list[str]
     """Names of the modules whose rows it holds."""
 
@@ -63,14 +63,14 @@ class ModelRecord:
     """32 hexadecimal digits, new for every save."""
     state_bytes: int
     state_xxh3_128: str
-    """Of the file of the state."""
+    """Checksum of the file of the state."""
     rows: list[SavedRows]
     modules: dict[str, list[str]]
-    """Names of the tables by that of the module."""
+    """Names of the tables, by name of the module."""
     pieces: list[RankFile] = field(default_factory=list)
-    """The files that ranks wrote of tensors which are divided among them."""
+    """Files of tensors that are divided among ranks."""
     about: dict[str, Any] = field(default_factory=dict)
-    """JSON values for people, and for whoever rebuilds the model."""
+    """JSON values for people, and for tools that rebuild the model."""
 
     @property
     def state_file(self) -> str:
@@ -79,7 +79,7 @@ class ModelRecord:
 
 
 def model_folder(path: str | Path) -> Path:
-    """The folder that ``path`` names. Raises InvalidArgument."""
+    """Return ``path`` as a folder. Raises InvalidArgument."""
     path = path_name("path", path, "the name of a folder")
     if isinstance(path, str) and "://" in path:
         raise InvalidArgument(
@@ -89,7 +89,7 @@ def model_folder(path: str | Path) -> Path:
 
 
 def require_ours(folder: Path) -> None:
-    """Raise InvalidArgument unless a model may be saved there: nothing is there, or a saved model."""
+    """Raise InvalidArgument unless a model may be saved there: the folder is absent, empty, or a saved model."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -108,7 +108,7 @@ def write_state(folder: Path, model_id: str, state: Any) -> tuple[int, str]:
 
 
 def publish(folder: Path, record: ModelRecord) -> None:
-    """Make what was written the model of the folder, in one step. Raises InvalidArgument, OSError."""
+    """Publish the written files as the model of the folder, in one step. Raises InvalidArgument, OSError."""
     content = {
         "format": FORMAT,
         "created": time.time(),
@@ -145,7 +145,7 @@ def sweep(folder: Path) -> None:
 
 
 def read_record(folder: Path) -> ModelRecord:
-    """Raises ConfigError if no model was saved there, or in another format; ModelDamaged."""
+    """Return the record. Raises ConfigError if no model was saved there, or in another format; ModelDamaged."""
     path = folder / MODEL
     content = read_sealed(path, FORMAT, f"is {folder} the folder that geartrain.save wrote?", _AGAIN)
     try:
@@ -163,7 +163,7 @@ def read_record(folder: Path) -> ModelRecord:
 
 
 def read_state(folder: Path, record: ModelRecord) -> Any:
-    """What :func:`write_state` was given, its tensors on the host. Raises ModelDamaged."""
+    """Return the state that :func:`write_state` wrote, its tensors on the host. Raises ModelDamaged."""
     path = folder / record.state_file
     try:
         data = path.read_bytes()
@@ -175,7 +175,7 @@ def read_state(folder: Path, record: ModelRecord) -> Any:
 
 
 def open_rows(folder: Path, rows: SavedRows) -> Snapshot:
-    """One of the snapshots of the folder. Raises ModelDamaged, SnapshotDamaged."""
+    """Open one of the snapshots of the folder. Raises ModelDamaged, SnapshotDamaged."""
     try:
         snapshot = open_snapshot(folder / rows.folder)
     except SnapshotError as exc:

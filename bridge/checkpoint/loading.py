@@ -1,4 +1,4 @@
-"""``gt.load``: a saved model into a module that was made like the saved one."""
+"""Loading of a saved model into a module of the same structure (``gt.load``)."""
 
 from __future__ import annotations
 
@@ -44,31 +44,31 @@ def load(
 ) -> dict[str, Any]:
     """Read what :func:`save` wrote to ``path`` into ``model``; return the plain values of its ``state``.
 
-    ``model`` was made like the saved one: the same modules and parameters, tables of the same names and settings. Rows,
-    with their slots, go to where the model has them: a cluster of any number of shards, or any number of ranks, be the
-    rows saved from a cluster or from ranks. Training goes on as it would have. A model of :func:`geartrain.parallelize`
-    may have other scopes and any number of ranks, or be the plain one; an optimizer's state is divided as its
-    parameters are, and each rank reads its own rows. Where ranks train together, every rank calls it.
+    ``model`` has the structure of the saved one: the same modules and parameters, tables of the same names and
+    settings. Rows, with their slots, go to the model's placement: a cluster of any number of shards, or any number of
+    ranks, whether a cluster or ranks saved them. Training continues as without the interruption. A model of
+    :func:`geartrain.parallelize` may have other scopes and any number of ranks, or be the plain one; an optimizer's
+    state is divided as its parameters are, and each rank reads its own rows. Where ranks train together, every rank
+    calls it.
 
     Args:
-        model: A module; DistributedDataParallel, torch.compile and geartrain.parallelize around it are looked through.
+        model: A module; wrappers of DistributedDataParallel, torch.compile and geartrain.parallelize are ignored.
         path: The folder.
-        state: Objects with ``load_state_dict()``, by the names they were saved under; names that are left out are not
-            loaded.
-        replace: Also where rows of the model were trained since their tables were made: those rows are lost.
+        state: Objects with ``load_state_dict()``, by the names they were saved under; other names are not loaded.
+        replace: True: also load if rows of the model were trained since their tables were created; they are lost.
         strict: False: the model may have other fields and layers than the saved one (a warm start). Tables and tensors
-            that both have, tensors of the same shape, are loaded; new ones stay as they were made, and a warning names
-            these and what was left out. ``state`` of an optimizer fits only the parameters that it was saved with.
+            that both have, tensors of the same shape, are loaded; new ones keep their values, and a warning names them
+            and what was left out. ``state`` of an optimizer fits only the parameters that it was saved with.
 
     Raises:
         ConfigError: No model was saved there.
-        ModelDamaged, SnapshotDamaged: A file is missing or changed; the message names it.
+        ModelDamaged, SnapshotDamaged: A file is missing or changed; the error names it.
         SpecMismatch: The model has other modules, parameters or tables; nothing was changed. If not ``strict``: a
             table has other settings, or the two have nothing in common.
-        TableExists: Rows were trained, and not ``replace``; nothing was changed.
+        TableExists: Rows were trained and ``replace`` is False; nothing was changed.
         InvalidArgument: Gradients wait for a step, or ``state`` has a name that was not saved.
-        ShardUnavailable, SyncError: A shard was lost, or another rank failed: load again, with ``replace``, for rows
-            may have been read already.
+        ShardUnavailable, SyncError: A shard was lost, or another rank failed: load again, with ``replace``, as rows may
+            have been loaded already.
     """
     folder, placements = model_folder(path), placements_of(model)
     group = group_of(model, placements, state)
@@ -99,12 +99,12 @@ class _Saved(NamedTuple):
     record: ModelRecord
     content: Any
     common: CommonParts | None
-    """What both have, of a warm start."""
+    """Tables and tensors of both models, in a warm start."""
 
 
 @dataclass(frozen=True)
 class _Loading:
-    """What one rank does of a load beside the rows."""
+    """One rank's part of a load, without the rows."""
 
     folder: Path
     model: nn.Module
@@ -118,7 +118,7 @@ class _Loading:
         return PlainNames(self.model)
 
     def read(self) -> _Saved:
-        """Read all but the rows, and see that it fits; nothing is changed."""
+        """Read all but the rows and check that it fits; change nothing."""
         require_between_steps(self.model)
         record = read_record(self.folder)
         content = read_state(self.folder, record)
@@ -141,7 +141,7 @@ class _Loading:
             _require_same_tables(open_rows(self.folder, rows), [self.placements[name] for name in rows.modules])
 
     def fill(self, saved: _Saved) -> None:
-        """Give the model its graphs and tensors."""
+        """Load graphs and tensors into the model."""
         tensors, common = saved.content["model"], saved.common
         rows_of_ranks = DividedRows(self.folder, saved.record.pieces)
         here = self.model.state_dict(keep_vars=True)
@@ -239,7 +239,7 @@ def _require_same_tables(snapshot: Snapshot, placements: list[Placement]) -> Non
 
 
 def _remedy(saved: TableSpec, mine: TableSpec) -> str:
-    """What to do about what differs, in the words of who makes a head."""
+    """Return the remedy for different specs, in terms of a head's arguments."""
     remedies = ["Make it with the saved settings"]
     if saved.num_rows != mine.num_rows:
         remedies.append(

@@ -1,4 +1,4 @@
-"""The parts of a model that keep rows, and doing something on all ranks that train them."""
+"""Parts of a model that hold rows, and actions on all ranks that train them."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from geartrain.bridge.placements.placement import Placement
 T = TypeVar("T")
 
 _links: weakref.WeakKeyDictionary[Any, Communicator] = weakref.WeakKeyDictionary()
-"""By DeviceMesh, for making one makes a process group where the ranks' own is NCCL's."""
+"""Communicators by DeviceMesh: creating one creates a process group where the ranks' own uses NCCL."""
 
 
 @runtime_checkable
 class DividedState(Protocol):
-    """What has a ``state_dict()`` of which each rank has a part, until all have merged theirs."""
+    """Object whose ``state_dict()`` is divided among ranks until it is merged."""
 
     @property
     def saving_ranks(self) -> Communicator:
-        """Those ranks."""
+        """Return the ranks that hold the parts."""
 
     def merge(self) -> None:
-        """Give every rank the parts of all; every rank calls it."""
+        """Exchange the parts, so that every rank has all of them; every rank calls it."""
 
 
 class PlainNames:
     """Names within a model as they are without DistributedDataParallel, torch.compile and gt.parallelize around it."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Raises InvalidArgument for what is no module."""
+        """Raise InvalidArgument if ``model`` is no module."""
         if not isinstance(model, nn.Module):
             raise InvalidArgument(f"model is {quoted(model)}; it must be a torch.nn.Module")
         wrapped = []
@@ -50,7 +50,7 @@ class PlainNames:
         self._wrapped = sorted(wrapped, key=lambda pair: -len(pair[0]))  # the innermost first
 
     def __call__(self, name: str) -> str:
-        """The plain name of a module or of a key of the model's ``state_dict``."""
+        """Return the plain name of a module or of a key of the model's ``state_dict``."""
         for outer, inner in self._wrapped:
             prefix = f"{outer}.{inner}" if outer else inner
             if name == prefix or name.startswith(f"{prefix}."):
@@ -59,9 +59,9 @@ class PlainNames:
 
 
 def placements_of(model: nn.Module) -> dict[str, Placement]:
-    """Who keeps rows of the model, by the name of its module, each once.
+    """Return the placements of the model's rows by name of the module, each once.
 
-    Raises InvalidArgument for a module that trains rows and does not say where they are.
+    Raises InvalidArgument for a module that trains rows but has no placement.
     """
     found: dict[str, Placement] = {}
     plain = PlainNames(model)
@@ -78,7 +78,7 @@ def placements_of(model: nn.Module) -> dict[str, Placement]:
 
 
 def require_between_steps(model: nn.Module) -> None:
-    """Raise InvalidArgument if row gradients wait: they are in nothing that is saved."""
+    """Raise InvalidArgument if row gradients are pending: they would not be saved."""
     for name, module in model.named_modules():
         update = getattr(module, "row_update", None)
         if update is not None and update.is_pending:
@@ -89,16 +89,16 @@ def require_between_steps(model: nn.Module) -> None:
 
 
 def divided_states(state: Mapping[str, Any] | None) -> list[DividedState]:
-    """Those objects of ``state`` of which each rank has a part."""
+    """Return the objects of ``state`` that are divided among ranks."""
     return [item for item in state.values() if isinstance(item, DividedState)] if isinstance(state, Mapping) else []
 
 
 def group_of(
     model: nn.Module, placements: dict[str, Placement], state: Mapping[str, Any] | None = None
 ) -> Communicator | None:
-    """The ranks that save and load together: those that train rows or parameters together; None: this process alone.
+    """Return the ranks that save and load together, as they train rows or parameters together; None: no others.
 
-    Those of a parallel model (``saving_ranks``), of DTensors, or of what ``state`` has. Every rank calls it.
+    They come from a parallel model (``saving_ranks``), DTensors, or ``state``. Every rank calls it.
     """
     for placement in placements.values():
         if placement.peers is not None:
@@ -117,10 +117,10 @@ def group_of(
 
 
 def together(group: Communicator | None, action: Callable[[], T], what: str) -> T:
-    """Run ``action``, without collectives, on every rank; if it fails on one, all raise that ``what``."""
+    """Run ``action``, without collectives, on every rank; if it fails on one, all raise, naming ``what``."""
     return action() if group is None else group.run_together(action, what)
 
 
 def on_first(group: Communicator | None, action: Callable[[], object], what: str) -> None:
-    """:func:`together`, on the first rank alone; all wait for it."""
+    """Run ``action`` on the first rank alone, as :func:`together`; all wait for it."""
     together(group, action if group is None or group.rank == 0 else lambda: None, what)

@@ -1,10 +1,9 @@
-"""Tensors of which each rank has some rows (DTensors of FSDP2 and of split layers, cut graphs), in files that each rank
-writes.
+"""Files of tensors that are divided by rows among ranks (DTensors of FSDP2 and split layers, divided graphs).
 
     PATH/rank-ID-RANK-N.safetensors    rows of some tensors, 64 MiB at most
-    PATH/rank-ID-RANK.json             which, until ``model.json`` says it
+    PATH/rank-ID-RANK.json             index of these rows, until ``model.json`` has it
 
-No rank sees a tensor whole, and whoever reads looks only into files that hold rows of its own.
+Each rank writes its own files. No rank holds a whole tensor, and a reader opens only files with rows that it needs.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ PIECE_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class RankFile:
-    """One file."""
+    """Entry of one file."""
 
     file: str
     bytes: int
     xxh3_128: str
     rows: dict[str, list[int]]
-    """By name of the tensor, the first row and the one behind the last."""
+    """First row and the one behind the last, by name of the tensor."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +45,15 @@ class _OwnRows:
 
 
 def is_divided(value: Any) -> bool:
-    """Whether it is a DTensor."""
+    """Return whether it is a DTensor."""
     return isinstance(value, Tensor) and hasattr(value, "device_mesh")
 
 
 def set_apart(content: Any) -> tuple[Any, dict[str, _OwnRows]]:
-    """``content`` (nested dicts, lists and tuples) with a mark in place of each DTensor and RowsOfRank, and this rank's
-    rows of them.
+    """Return ``content`` with a mark in place of each DTensor and RowsOfRank, and this rank's rows of them.
 
-    No copies, no collectives. Raises InvalidArgument for one that is not divided by rows over one group of ranks.
+    ``content`` is nested dicts, lists and tuples. No copies, no collectives. Raises InvalidArgument for a tensor that
+    is not divided by rows over one group of ranks.
     """
     own: dict[str, _OwnRows] = {}
 
@@ -84,7 +83,7 @@ def _mark(place: str, shape: tuple[int, ...], dtype: torch.dtype) -> ShardedTens
 
 
 def _rows_here(tensor: Any, place: str) -> range | None:
-    """The rows of a DTensor that are here; None if all are on every rank. Raises InvalidArgument."""
+    """Return this rank's rows of a DTensor; None if every rank has all rows. Raises InvalidArgument."""
     mesh, placements = tensor.device_mesh, tensor.placements
     if mesh.ndim == 1 and placements[0].is_replicate():
         return None
@@ -132,7 +131,7 @@ def _index(folder: Path, model_id: str, rank: int) -> Path:
 
 
 def collect_pieces(folder: Path, model_id: str, content: Any) -> list[RankFile]:
-    """The files that all ranks wrote. Raises SpecMismatch unless they hold every row of ``content`` once."""
+    """Return the files of all ranks. Raises SpecMismatch unless they hold every row of ``content`` once."""
     pieces: list[RankFile] = []
     for path in sorted(folder.glob(f"rank-{model_id}-*.json")):
         pieces += [RankFile(**piece) for piece in unseal_json(path.read_bytes())["pieces"]]
@@ -152,7 +151,7 @@ def collect_pieces(folder: Path, model_id: str, content: Any) -> list[RankFile]:
 
 
 class DividedRows:
-    """What :func:`write_rows` wrote, for whoever has any rows of it."""
+    """Reader of the files that :func:`write_rows` wrote, for any rows."""
 
     def __init__(self, folder: Path, pieces: Iterable[RankFile]) -> None:
         self._folder = folder
@@ -160,7 +159,7 @@ class DividedRows:
         self._last: tuple[str, dict[str, Tensor]] = ("", {})
 
     def like(self, here: Any, value: Any) -> Any:
-        """``value``, a tensor or the mark of one, divided as ``here`` is: on the host a whole one, or own rows."""
+        """Return ``value`` (a tensor or its mark) divided as ``here`` is: on the host, whole or this rank's rows."""
         if not isinstance(value, Tensor | ShardedTensorRef):
             return value
         if not is_divided(here):
@@ -180,11 +179,11 @@ class DividedRows:
         )
 
     def some(self, value: Tensor | ShardedTensorRef, rows: range) -> Tensor:
-        """Those rows of a tensor, or of one that is marked."""
+        """Return ``rows`` of a tensor, or of the one that a mark names."""
         return self._rows(value, rows) if isinstance(value, ShardedTensorRef) else value[rows.start : rows.stop]
 
     def whole(self, content: Any) -> Any:
-        """``content`` with all rows of its tensors, whole."""
+        """Return ``content`` with whole tensors."""
         return tree_map_only(ShardedTensorRef, lambda apart: self._rows(apart, range(apart.shape[0])), content)
 
     def _rows(self, apart: ShardedTensorRef, wanted: range) -> Tensor:
@@ -198,7 +197,7 @@ class DividedRows:
         return out
 
     def _read(self, piece: RankFile) -> dict[str, Tensor]:
-        """The tensors of a file; the last one is kept. Raises ModelDamaged."""
+        """Return the tensors of a file; the last file read is cached. Raises ModelDamaged."""
         if self._last[0] != piece.file:
             path = self._folder / piece.file
             try:
@@ -215,12 +214,12 @@ class DividedRows:
 
 
 def state_like(one: Any, state: Any, rows: DividedRows) -> Any:
-    """A saved ``state_dict`` for ``one``: an optimizer's tensors divided as its parameters are, all others whole."""
+    """Return the saved ``state_dict`` for ``one``: an optimizer's tensors as its parameters are, others whole."""
     if not isinstance(state, Mapping) or not hasattr(one, "param_groups") or "param_groups" not in state:
         return rows.whole(state)
     parameters = [parameter for group in one.param_groups for parameter in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    if len(parameters) != len(numbers):  # the optimizer says so itself
+    if len(parameters) != len(numbers):  # the optimizer raises for it
         return rows.whole(state)
     parameter_of = dict(zip(numbers, parameters, strict=True))
 

@@ -1,4 +1,4 @@
-"""``gt.save``: a module with its rows, and what trains it, as one folder."""
+"""Saving of a model with its rows and training state as one folder (``gt.save``)."""
 
 from __future__ import annotations
 
@@ -42,35 +42,34 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _HALF = 2**62 - 1
-"""Numbers travel between ranks as int64."""
+"""Mask of half an id: ranks exchange int64."""
 
 
 def save(model: nn.Module, path: str | Path, *, state: Mapping[str, Any] | None = None) -> Path:
     """Write ``model`` with all of its rows to the folder ``path``; return it. :func:`load` reads it. No pickle.
 
-    In it are the ``state_dict`` of the module and, as snapshots, every table of its parts: class heads with momentum or
-    other slots, slow gears, modules under :func:`geartrain.attach`. All files have checksums. A model that is there is
-    replaced in one step: a crash leaves the old one or the new one. Call it between two steps. Where ranks train rows
-    together, have parts of one model (:func:`geartrain.parallelize`, FSDP2), or of ``state``
+    The folder holds the ``state_dict`` of the module and, as snapshots, every table of its parts: class heads with
+    momentum or other slots, slow gears, modules under :func:`geartrain.attach`. All files have checksums. An existing
+    model is replaced in one step: a crash leaves the old one or the new one. Call it between two steps. Where ranks
+    train rows together, have parts of one model (:func:`geartrain.parallelize`, FSDP2), or of ``state``
     (:class:`geartrain.TopKGradients`, which is merged), every rank calls it with the same folder, which all of them and
-    all shards see. DistributedDataParallel, torch.compile and geartrain.parallelize around the model are looked
-    through.
+    all shards see. Wrappers of DistributedDataParallel, torch.compile and geartrain.parallelize are ignored.
 
-    Rows are streamed: 16 MiB for each shard or rank, whatever their number. Of DTensors, in the model and in ``state``,
-    and of the graph of KNN softmax of rows on ranks each rank writes what it has, 64 MiB at a time; nothing is
-    gathered. What else is in the ``state_dict`` is held in memory twice.
+    Rows are streamed: 16 MiB for each shard or rank, whatever their number. Each rank writes its own parts of DTensors,
+    in the model and in ``state``, and of the KNN softmax graph of rows on ranks, 64 MiB at a time; nothing is
+    gathered. The rest of the ``state_dict`` is held in memory twice.
 
     Args:
         model: A module; it need not have rows.
         path: A folder that does not exist, is empty, or holds a saved model.
-        state: More to keep, by names of yours: whatever has ``state_dict()`` (optimizers, RowOptimizer, LR schedulers,
-            GradScaler), and numbers, strings, tensors, arrays, dicts and lists of them (the epoch,
+        state: More values to save, by names of yours: objects with ``state_dict()`` (optimizers, RowOptimizer, LR
+            schedulers, GradScaler), and numbers, strings, tensors, arrays, dicts and lists of them (the epoch,
             ``torch.get_rng_state()``, ``numpy.random.get_state()``).
 
     Raises:
-        InvalidArgument: Gradients wait for a step, a value cannot be kept, the folder holds something else, a module
-            with rows does not say where they are, or a DTensor is divided other than by rows.
-        SnapshotFailed: The disk fails; the old model is as it was.
+        InvalidArgument: Gradients wait for a step, a value cannot be saved, the folder holds something else, a module
+            with rows has no placement, or a DTensor is divided other than by rows.
+        SnapshotFailed: The disk failed; the old model is unchanged.
         SnapshotRefused, ShardUnavailable: A shard cannot write its rows.
         SyncError: Another rank failed.
     """
@@ -101,7 +100,7 @@ def save(model: nn.Module, path: str | Path, *, state: Mapping[str, Any] | None 
         item.merge()
     rows: list[SavedRows] = []
     try:
-        # Every rank gathers, for the state of some modules is of all ranks; the first one writes.
+        # Every rank gathers, as some modules have state on all ranks; the first one writes.
         content = together(group, partial(_on_disk, write_own, what), what)
         for name, placement in placements.items():
             if placement.cluster is None:
@@ -155,7 +154,7 @@ def _rows_name(model_id: str, before: list[SavedRows]) -> str:
 
 
 def _new_id(group: Communicator | None) -> str:
-    """32 hexadecimal digits, the same on every rank."""
+    """Return 32 hexadecimal digits, the same on every rank."""
     number = uuid.uuid4().int
     halves = [number >> 64 & _HALF, number & _HALF]
     first, second = halves if group is None else group.exchange(halves)[0]
@@ -163,7 +162,7 @@ def _new_id(group: Communicator | None) -> str:
 
 
 def _by_cluster(placements: Mapping[str, Placement]) -> list[tuple[Cluster, list[str]]]:
-    """The clusters that hold rows, each with the names of its modules."""
+    """Return the clusters that hold rows, each with the names of its modules."""
     found: dict[int, tuple[Cluster, list[str]]] = {}
     for name, placement in placements.items():
         if placement.cluster is not None:
@@ -172,7 +171,7 @@ def _by_cluster(placements: Mapping[str, Placement]) -> list[tuple[Cluster, list
 
 
 def _split(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What has a state_dict, and what is a value itself. Raises InvalidArgument."""
+    """Split ``state`` into objects with a state_dict and plain values. Raises InvalidArgument."""
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise InvalidArgument(f"state is {quoted(state)}; it must be a dict with names for keys")
     objects = {name: value.state_dict() for name, value in state.items() if hasattr(value, "state_dict")}

@@ -1,4 +1,4 @@
-"""What a model takes of a saved one that had other fields or layers: the tables and tensors that both have."""
+"""Warm start of a model from a saved one of other fields or layers: loads the tables and tensors of both."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _EXTRA_STATE = "_extra_state"
 
 @dataclass(frozen=True)
 class CommonParts:
-    """What both have, and, in words, what only one has."""
+    """Tables and tensors of both models, and descriptions of those that only one has."""
 
     unchanged: Collection[str]
-    """Modules whose tables are those of the saved ones of their names."""
+    """Modules whose tables equal those of the saved module of the same name."""
     tables: Mapping[str, Sequence[str]]
     """Names of the tables to restore, by the folder of their rows."""
     tensors: Mapping[str, Any]
-    """To load, by the names they have in this model."""
+    """Tensors to load, by their names in this model."""
     new: Sequence[str]
-    """Of this model; they stay as they are."""
+    """Descriptions of what only this model has; it is unchanged."""
     left_out: Sequence[str]
-    """Of the saved one."""
+    """Descriptions of what only the saved model has."""
 
     def __str__(self) -> str:
         new, left_out = (", ".join(item) or "nothing" for item in (self.new, self.left_out))
@@ -102,7 +102,7 @@ def common_parts(
 def restore_tables(
     path: Path, names: Sequence[str], placements: Iterable[Placement], group: Communicator | None, what: str
 ) -> None:
-    """Put the rows of the tables ``names`` of one snapshot into the clusters where the modules have theirs."""
+    """Restore the tables ``names`` of one snapshot in the clusters of the modules."""
     clusters: dict[int, tuple[Cluster, set[str]]] = {}
     for placement in placements:
         if placement.cluster is not None:
@@ -118,7 +118,7 @@ def restore_tables(
 def adopt_states(
     record: ModelRecord, saved: Mapping[str, Any], placements: Mapping[str, Placement], common: CommonParts
 ) -> None:
-    """Let modules whose tables were in others go on from the states of those."""
+    """Let modules whose tables belonged to other saved modules continue from the states of those."""
     for name, placement in placements.items():
         own = {spec.name for spec in placement.specs()}
         if name not in common.unchanged:
@@ -130,7 +130,7 @@ def adopt_states(
 def _tensors(
     saved: Mapping[str, Any], model: nn.Module, apart: Collection[str], plain: PlainNames
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Those to load but for the names ``apart``, and of those that both have in two shapes these, in words."""
+    """Return the tensors to load, without the names ``apart``, and descriptions of those with different shapes."""
     tensors: dict[str, Any] = {}
     other: dict[str, str] = {}
     for name, here in model.state_dict(keep_vars=True).items():

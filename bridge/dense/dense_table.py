@@ -1,4 +1,4 @@
-"""A module whose weights are in the AMS: the dense table of gear training, and of any ``nn.Module``.
+"""Dense table: the weights of an ``nn.Module``, held and trained by the shards.
 
 Legend: P values of all trained parameters, B values beside them, D width of a row, R = ceil(P / D) rows, S shards.
 """
@@ -42,23 +42,22 @@ class DenseTable(torch.optim.Optimizer):
 
     The one param_group holds the trained parameters and ``lr``, so that LR schedulers, ``clip_grad_norm_``,
     ``torch.amp.GradScaler`` and ``zero_grad`` work as ever (with ranks a clipper sees the gradients of its own rank,
-    not their mean); momentum, betas and weight decay belong to the table. Not
-    thread-safe.
+    not their mean); momentum, betas and weight decay belong to the table. Not thread-safe.
     """
 
     _step_supports_amp_scaling = True
-    """GradScaler leaves its scale and what it found to :meth:`step`: ranks have to skip a step together."""
+    """Lets GradScaler pass its scale and found infinities to :meth:`step`, as ranks skip a step together."""
 
     def __init__(
         self, cluster: Cluster, tensors: ModuleTensors, weights: Store, buffers: Store | None, ranks: SyncRanks | None
     ) -> None:
-        """Take the server's values. Use :func:`attach`."""
+        """Pull the values of the shards. Use :func:`attach`."""
         self.row_placement = _DenseRows(self, cluster, [weights] if buffers is None else [weights, buffers], ranks)
         """The tables, for :func:`geartrain.save` and :func:`geartrain.load`."""
         self._versions: tuple[int, ...] = (0,)
-        """Writes applied to the parameters by shard, as asked for before they were pulled."""
+        """Writes applied to the parameters by shard, read before they were pulled."""
         self._incarnation = 0
-        """Of the table they were asked for."""
+        """Incarnation of the table at that time."""
         self._tensors = tensors
         self._weights = weights
         self._buffers = None if buffers is None else ModuleBuffers(buffers, tensors)
@@ -69,7 +68,7 @@ class DenseTable(torch.optim.Optimizer):
         self._has_pushed = False
         """Whether this process has trained the table."""
         self._pull_is_due = False
-        """Whether a step was pushed whose new weights could not be pulled."""
+        """Whether a step was pushed but its new weights could not be pulled."""
         group = {"params": list(tensors.trained.values()), "lr": weights.table.optimizer.lr, "table": self.name}
         super().__init__([group], {})
         self._pull()
@@ -81,17 +80,17 @@ class DenseTable(torch.optim.Optimizer):
 
     @property
     def incarnation(self) -> int:
-        """Of the table whose weights are held: another one after a restore."""
+        """Incarnation of the table of the held weights; a restore changes it."""
         return self._incarnation
 
     @property
     def version(self) -> int:
-        """Dense version of the weights held now: the writes applied to the table, the first values included (the lowest
-        over its shards, asked for before they were pulled)."""
+        """Dense version of the held weights: the writes applied to the table, the first values included (the lowest
+        over its shards, read before the weights were pulled)."""
         return min(self._versions)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only the parameters that were attached can be trained here: anything else is InvalidArgument."""
+        """Raise InvalidArgument for parameters other than the attached ones."""
         if self.param_groups:
             raise InvalidArgument(
                 f"dense table {self.name!r} trains the parameters of the module it was attached to, with one lr; give "
@@ -140,7 +139,7 @@ class DenseTable(torch.optim.Optimizer):
     def push(
         self, sequence: int | None = None, *, lr: float | None = None, scale: float = 1.0, samples: int = 1
     ) -> Done:
-        """The push of :meth:`step` alone: ``scale`` · gradients with ``lr`` (that of the param_group if None).
+        """Push as :meth:`step`, without a pull: ``scale`` · gradients with ``lr`` (None: that of the param_group).
 
         ``sequence`` numbers it, as the only one of that number to this table: sent again under the same number and
         stream name (``gt.connect(stream=)``), by this process or one started in its place, it changes nothing and
@@ -175,7 +174,7 @@ class DenseTable(torch.optim.Optimizer):
         for name, mine in self._tensors.trained.items():
             given = state.get(prefix + name)
             if not isinstance(given, Tensor) or given.shape != mine.shape:
-                continue  # which torch tells
+                continue  # torch reports it
             if not torch.equal(given.detach().to(mine), mine.detach()):
                 raise SpecMismatch(
                     f"the state has another {name!r} than dense table {self.name!r}, whose values the next step would "
@@ -184,8 +183,10 @@ class DenseTable(torch.optim.Optimizer):
                 )
 
     def clippable(self) -> list[Tensor]:
-        """The trained parameters, for :func:`geartrain.clip_grad_norm_`. InvalidArgument with ranks: what is applied is
-        the mean of their gradients, which the shards make."""
+        """Return the trained parameters, for :func:`geartrain.clip_grad_norm_`.
+
+        Raises InvalidArgument with ranks: the shards apply the mean of their gradients, which no rank has.
+        """
         if self._ranks is not None:
             raise InvalidArgument(
                 f"the gradients of dense table {self.name!r} are averaged over {self._ranks.world_size} ranks in the "
@@ -194,8 +195,10 @@ class DenseTable(torch.optim.Optimizer):
         return list(self._tensors.trained.values())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, and a push that is still pending after an error: the shards that have it keep it. With
-        ranks the next :meth:`step` completes one that some shard has."""
+        """Drop the gradients, and a push that is pending after an error; shards that have applied it keep it.
+
+        With ranks the next :meth:`step` completes a push that some shard has.
+        """
         super().zero_grad(set_to_none=set_to_none)
         self._pull_is_due = False
         if self._update is None:
@@ -211,7 +214,7 @@ class DenseTable(torch.optim.Optimizer):
     def _push(
         self, sequence: int | None, lr: float, scale: float, samples: int, *, skips: bool, pulls: bool
     ) -> Done | None:
-        """Make a push, or go on with the one that is pending; None if there was nothing to push. ``pulls``: with the
+        """Push, or resume the pending push; None if there was nothing to push. ``pulls``: with the
         weights after it.
         """
         if self._update is not None and self._update.is_dropped:
@@ -256,7 +259,7 @@ class DenseTable(torch.optim.Optimizer):
         return done
 
     def _send_and_pull(self, write: RowWrite) -> tuple[Done, tuple[int, tuple[int, ...]]]:
-        """Send the parameters' push, and take the weights after it; return also their incarnation and versions."""
+        """Send the parameters' push and pull the weights after it; return also their incarnation and versions."""
         table = self._weights.table
         incarnation = table.incarnation
         with self._values.coming(list(self._tensors.trained.values())) as rows_RD:
@@ -267,7 +270,7 @@ class DenseTable(torch.optim.Optimizer):
         return done, (incarnation, versions)
 
     def _agreed(self, sequence: int | None, lr: float, scale: float, samples: int, *, skips: bool) -> _Push | None:
-        """The prepared push, if no rank skips the step. Raises if any rank cannot make its part."""
+        """Return the prepared push; None if a rank skips the step. Raises if any rank cannot prepare its part."""
         if self._ranks is None:
             has_gradient = any(item.grad is not None for item in self._tensors.trained.values())
             return self._prepared(sequence, lr, scale, samples) if has_gradient and not skips else None
@@ -294,7 +297,7 @@ class DenseTable(torch.optim.Optimizer):
         return None
 
     def _prepared(self, sequence: int | None, lr: float, scale: float, samples: int) -> _Push:
-        """Check and number the push; nothing travels yet."""
+        """Check and number the push; send nothing yet."""
         if self._weights.table.incarnation != self._incarnation:
             raise TableNotFound(
                 f"dense table {self.name!r} was restored since its weights were pulled, and the gradients are of those "
@@ -367,7 +370,7 @@ def attach(
     wait_seconds: float = 60.0,
     wire_dtype: DTypeName | None = None,
 ) -> DenseTable:
-    """Put the weights of ``module`` into ``cluster`` and train them there; return what steps them.
+    """Move the weights of ``module`` to ``cluster`` and train them there; return their optimizer.
 
     The parameters, in the order of ``named_parameters()``, are one float32 vector cut into rows of ``dim``: a table
     ``name`` of dense ids, spread evenly over the shards, with pushes, snapshots and guarantees like any other. Modules
@@ -381,14 +384,14 @@ def attach(
     as much for their gradients; on the wire see :meth:`DenseTable.step`.
 
     Args:
-        module: Load its weights before: what it is given afterwards is overwritten by the next pull.
-        cluster: Where the weights lie.
-        name: Of the table. The first to come makes it from its own values.
-        optimizer: Runs in the shards.
+        module: The module. Load its weights before: the next pull overwrites later changes.
+        cluster: Holds the weights.
+        name: Name of the table. The first worker creates it from its own values.
+        optimizer: Optimizer that runs in the shards.
         mode: With ``"async"`` every push applies when it arrives, no worker waits for another. With ``"sync"`` the
             ranks step together: with a loss by :func:`geartrain.mean_over_ranks` that equals one worker with the joint
             batch up to rounding, but for batch statistics.
-        reuse: Wait for the tables of another worker (also after ``Cluster.restore``), and take their values.
+        reuse: Wait for the tables of another worker (also after ``Cluster.restore``), and use their values.
         dim: Width of a row of the table; None: that of the table that ``reuse`` finds, or 4,096.
         process_group: The ranks that step together; None: those of torch.distributed, if it is initialised, else this
             process alone.
@@ -397,11 +400,11 @@ def attach(
             shards keep float32, the module has what arrives. Buffers travel as they are.
 
     Raises:
-        TableExists: The name is taken, and not ``reuse``.
+        TableExists: The name is taken and ``reuse`` is False.
         SpecMismatch: The table is of a module of other names, shapes or requires_grad, or has another optimizer.
         InvalidArgument: A value outside its range.
         NonFinite: A weight is NaN or infinite.
-        ClusterNotReady: Nobody has made the tables in time.
+        ClusterNotReady: No worker created the tables in time.
     """
     if mode not in ("async", "sync"):
         raise InvalidArgument(f"mode is {mode!r}; it must be 'async' or 'sync'")
@@ -445,14 +448,14 @@ def _require_same(
 
 
 def placement_of(module: nn.Module) -> Placement | None:
-    """Where the weights of ``module`` are; None: it is not attached."""
+    """Return the placement of the weights of ``module``; None: it is not attached."""
     noted = _attached.get(module)
     dense = None if noted is None else noted()
     return None if dense is None else dense.row_placement
 
 
 class _DenseRows(ClusterPlacement):
-    """The tables of one module, of parameters and of what is not trained."""
+    """Placement of one module's tables: of parameters, and of what is not trained."""
 
     first_writes = 1  # that of the first values
 
@@ -461,24 +464,24 @@ class _DenseRows(ClusterPlacement):
         self._dense = dense
 
     def go_on(self) -> None:
-        """Pull the values; what the module changed before is dropped."""
+        """Pull the values; drop earlier changes of the module."""
         super().go_on()
         self._dense.refresh()
 
 
 @dataclass
 class _Push:
-    """One push under way: sent again after an error, it reaches only the shards that have not answered."""
+    """Push in progress: a retry after an error reaches only the shards that have not answered."""
 
     sequence: int | None
     buffers: Write | None
     weights: RowWrite
     is_refused: bool = False
-    """A shard refused it, as it would a repeat."""
+    """Whether a shard refused it, as it will refuse a retry."""
     is_dropped: bool = False
-    """Its gradients were dropped, but some shards have applied it."""
+    """Whether its gradients were dropped although some shards have applied it."""
     is_begun: bool = False
-    """It was sent before, and has gradients of its own since."""
+    """Whether it was sent before, and has its own copy of the gradients since."""
 
     @property
     def is_on_a_shard(self) -> bool:
@@ -490,6 +493,6 @@ class _Push:
                 write.abandon()
 
     def keep(self) -> None:
-        """Let the gradients be changed: what was not sent is the same when it is sent again."""
+        """Copy the gradients, so that a retry sends the same values if they are changed."""
         self.weights.keep_rows()
         self.is_begun = True

@@ -147,8 +147,8 @@ class EmbeddingGroup(nn.Module):
     def table(self, field: str) -> Any:
         """Return the table of a field, for direct pulls, pushes and assigns.
 
-        It is a :class:`~geartrain.ams.client.table.Table`. With ``rows="ranks"`` it has ``pull`` and ``assign``, which every rank calls, and ``num_present``, its rows on
-        this rank. Raises InvalidArgument.
+        It is a :class:`~geartrain.ams.client.table.Table`. With ``rows="ranks"`` it has ``pull`` and ``assign``, which
+        every rank calls, and ``num_present``, its rows on this rank. Raises InvalidArgument.
         """
         names = {field.name: field.table_name for field in self.fields if field.features is None}
         if field not in names:

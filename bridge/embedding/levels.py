@@ -149,7 +149,7 @@ class LevelLinear(nn.Module):
             by_level.setdefault(getattr(batch, "level_of", {}).get(name), []).append(name)
         total: Tensor | None = None
         bias: Tensor | None = self.bias
-        for level in sorted(by_level, key=lambda one: one is None):  # samples last, so that their product adds to the expanded ones
+        for level in sorted(by_level, key=lambda one: one is None):  # samples last: their total exists by then
             weight = torch.cat([parts[name] for name in by_level[level]], dim=1)
             inputs = torch.cat([vectors[name] for name in by_level[level]], dim=1)
             if level is None and total is not None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SSP:
-    """Mode in which workers run at most ``staleness`` steps ahead of the slowest (stale synchronous parallel, Ho et al.,
+    """Mode of workers that run at most ``staleness`` steps ahead of the slowest (stale synchronous parallel, Ho et al.,
     "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013).
 
         fields = gt.EmbeddingGroup(cluster, "ctr", [...], mode=gt.SSP(3), reuse=True)

@@ -1,1 +1,1 @@
-"""Where trained rows lie: pulled from a cluster, hosted by its shards, or on the devices of the ranks."""
+"""Placement of trained rows: in a cluster (pulled or hosted), or on the devices of the ranks."""

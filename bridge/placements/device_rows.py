@@ -1,7 +1,7 @@
-"""Rows and their slots in the memory of the ranks' devices: consecutive ids on each, or any, by a hash.
+"""Rows and slots in the memory of the ranks' devices: each rank has consecutive ids, or those that a hash gives it.
 
 Legend: C rows in all, L of them on this rank, D width, N rows of a call. Rows are numbered from the rank's first id, or
-as their ids came (``row_ids.py``).
+in the order in which their ids came (``row_ids.py``).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
 BLOCK_BYTES = 8 << 20
 _HUGE_PAGE = 2 << 20
 _ROUNDING_WIDTHS = 7
-"""Chunks of float32 that random bits and what they round take on a device, at most."""
+"""Most float32 chunks that rounding takes on a device, random bits included."""
 _ELAPSED_WIDTHS = 8
-"""Chunks of float32 that catching up rows and slots takes on a device: four of float64."""
+"""Float32 chunks that catching up rows and slots takes on a device: four of float64."""
 
 
 _OF_EACH_ROW = ("rows_LD", "slots_LD", "steps_L", "row_scales_LK", "slot_scales_LK")
@@ -57,28 +57,28 @@ class DeviceRows:
     """The rows of ids ``first`` … ``stop`` − 1, or, of a table without ``num_rows``, of those that came and that a hash
     gives this rank, with their slots, on ``device``.
 
-    Such a table has room for L rows, of which some are free; their slots and steps are zero. It doubles when new ids
-    may not fit: rows keep their numbers, 15 bytes a row more are taken (64 on a host).
+    A table without ``num_rows`` has room for L rows, of which some are free; their slots and steps are zero. It doubles
+    when new ids may not fit: rows keep their numbers. Its index takes 15 bytes a row more (64 on a host).
 
-    Memory: L · D · (bytes of a row's value + bytes of its slots'), and 8 · L with Adam, with 16 bits, and where rows
-    move that a step does not touch: those are kept as of their last step. The first values are those of an AMS table of
-    the same specification, whatever the number of ranks.
+    Memory: L · D · (bytes of a row's value + bytes of its slots'), and 8 · L with Adam, with 16 bits, and where
+    untouched rows move: such rows are stored as of their last step. The first values equal those of an AMS table of
+    the same spec, whatever the number of ranks.
     """
 
     incarnation = 0
-    """No other is made in its place."""
+    """Always 0: the table is never created anew."""
 
     def __init__(self, spec: TableSpec, link: Communicator, device: torch.device) -> None:
         self.spec = spec
         self.link = link
         self.row_dtype = TORCH_DTYPES[spec.dtype]
-        """In which rows are read and written: the storage type, or of 8 bits the one that holds them."""
+        """Type in which rows are read and written: the storage type, or with 8 bits the one that holds their values."""
         self.ids = (
             HashedIds(link.world_size, link.rank, device)
             if spec.num_rows is None
             else IdRange(spec.num_rows, link.world_size, link.rank)
         )
-        """Which ids have rows here."""
+        """Map of ids to row numbers of this rank."""
         with torch.inference_mode(False):
             self.rows_LD = _empty(self.num_local, spec.dim, _STORED.get(spec.dtype, self.row_dtype), device)
             slot_dtype = _STORED.get(spec.slot_dtype, TORCH_DTYPES[spec.slot_dtype])
@@ -89,29 +89,29 @@ class DeviceRows:
                 else _empty(self.num_local, num_scales(stored.dtype, stored.shape[1]), torch.bfloat16, device)
                 for stored in (self.rows_LD, self.slots_LD)
             )
-            """Those of 8 bits: see ``kernels/scaled.py``."""
+            """Scales of 8-bit rows (``kernels/scaled.py``)."""
             self.clock = torch.zeros((), dtype=torch.int64, device=device) if spec.is_scaled else None
-            """How many steps there were since the rows were made, which rounding to 8 bits draws by."""
+            """Steps since the rows were created; seeds the stochastic rounding to 8 bits."""
             self.steps_L = torch.zeros(self.num_local, dtype=torch.int64, device=device) if spec.step_bytes else None
-            """How often each row was updated, where that counts: with Adam, and for the rounding of 16 bits. Where
-            untouched rows move, the last step of each."""
+            """Number of updates of each row, for Adam and for the rounding to 16 bits; the last step of each row where
+            untouched rows move."""
         self.steps = ElapsedSteps(spec, self.share, device) if spec.counts_steps else None
-        """Those that untouched rows move in; None where they are frozen."""
+        """Steps in which untouched rows move; None: they do not move."""
         self.refused = torch.zeros((), dtype=torch.int64, device=device)
-        """Rows that an update would have carried beyond their type since the last look; they were left as they were."""
+        """Number of row updates refused since the last read, as they would leave the range of the type."""
         self.pool = BufferPool()
-        """Of memory beside the rows, on their device."""
+        """Pool of scratch memory on the rows' device."""
         self.lr, self.step = DeviceNumber(torch.float32), DeviceNumber(torch.int64)
-        """Those of an update, for kernels."""
+        """Learning rate and step of an update, for kernels."""
         self.is_written = False
-        """Whether rows were changed here since they had their initial values, or were restored."""
+        """Whether rows were changed here since they got their initial values or were restored."""
         self._key = rounding_key(spec.seed, table_hash(spec.name))
         self._counting = threading.Lock()
         self.write_initial_values()
 
     @staticmethod
     def chunk_copies(spec: TableSpec, device: torch.device, *, picked: bool) -> float:
-        """Chunks of float32 that a thread holds in a step, and half a one for what the allocator keeps.
+        """Return the float32 chunks that a thread holds in a step, and half a one for the allocator's cache.
 
         By compiled code of a CPU or one kernel, which update rows where they lie: rows, which become their gradient.
         Elsewhere those of the step too: rows and slots, what 16 bits are rounded with, and what rows are caught up
@@ -129,32 +129,32 @@ class DeviceRows:
 
     @property
     def device(self) -> torch.device:
-        """Where the rows are."""
+        """Device of the rows."""
         return self.rows_LD.device
 
     @property
     def first(self) -> int:
-        """The first id here; 0 where any may be here."""
+        """First id of this rank; 0 where ids have no bound."""
         return self.ids.first
 
     @property
     def stop(self) -> int:
-        """The id after the last one here."""
+        """Id after the last one of this rank."""
         return self.ids.stop
 
     @property
     def share(self) -> int:
-        """Rows of each rank, fewer on the last; 1 where any id may be here."""
+        """Rows of each rank, fewer on the last; 1 where ids have no bound."""
         return self.ids.share
 
     @property
     def num_local(self) -> int:
-        """L."""
+        """Number of rows on this rank (L)."""
         return self.ids.capacity
 
     @property
     def stored(self) -> row_update.RowArrays:
-        """As kernels take them."""
+        """The rows' arrays as kernels take them."""
         return row_update.RowArrays(
             rows_LD=self.rows_LD,
             slots_LS=self.slots_LD,
@@ -169,7 +169,7 @@ class DeviceRows:
         )
 
     def move_to(self, device: torch.device) -> None:
-        """Take the rows to another device."""
+        """Move the rows to another device."""
         self.ids.move_to(device)
         self.refused = self.refused.to(device)
         self.pool = BufferPool()
@@ -180,7 +180,7 @@ class DeviceRows:
             self.steps.move_to(device)
 
     def make_room(self, num_ids: int) -> None:
-        """Have room for ``num_ids`` new rows, where ids have no bound. Raises OutOfMemory; then nothing has changed."""
+        """Make room for ``num_ids`` new rows, where ids have no bound. Raises OutOfMemory; nothing changes then."""
         table = self.ids.table
         if table is None or (wanted := table.needed(num_ids)) == table.capacity:
             return
@@ -195,7 +195,7 @@ class DeviceRows:
                         new[len(held) :] = 0
                         grown[name] = new
                 table.grow(wanted)
-        except (MemoryError, RuntimeError) as exc:  # torch's are of the latter
+        except (MemoryError, RuntimeError) as exc:  # torch raises the latter
             row_bytes = self.spec.row_bytes + self.spec.slot_bytes + self.spec.step_bytes
             raise OutOfMemory(
                 f"table {self.spec.name!r} has room for {table.capacity:,} rows on rank {self.link.rank} and would "
@@ -207,7 +207,7 @@ class DeviceRows:
             setattr(self, name, tensor)
 
     def _first_values(self, ids: Ids) -> Tensor:
-        """Of rows [N, D] that nobody wrote, on the host: those of a shard."""
+        """Return initial values [N, D] of rows, computed on the host as a shard does."""
         read_as: Any = SCALED.get(self.spec.dtype, self.spec.dtype)
         table = RowTable(replace(self.spec, dtype=read_as, slot_dtype="float32"), np.arange(4096, dtype=np.int64))
         out = np.empty((len(ids), self.spec.dim), self.spec.numpy_dtype)
@@ -216,7 +216,7 @@ class DeviceRows:
 
     @property
     def first_values(self) -> FirstValues:
-        """What the first values of its rows are a function of."""
+        """Parameters of the initial values of the rows."""
         return FirstValues(*distribution_of(self.spec.initializer)[:3], self.spec.seed, table_hash(self.spec.name))
 
     def number(self, ids_N: Tensor, *, makes: bool) -> Tensor:
@@ -228,7 +228,7 @@ class DeviceRows:
         is_new_N = (numbers_N < 0) & (ids_N != NO_ID)
         if not bool(is_new_N.any()):
             return numbers_N
-        # Before the ids have rows: there may be no memory for these.
+        # Computed before the ids get rows: the allocation may fail.
         first_ND = self._first_values(ids_N[is_new_N].cpu().numpy())
         if makes:
             numbers_N = table.find_or_insert(ids_N)
@@ -269,18 +269,20 @@ class DeviceRows:
         return self.ids.num_rows
 
     def present_ids(self) -> Ids:
-        """Ids of the :attr:`num_present` rows, in their order, on the host."""
+        """Return the ids of the :attr:`num_present` rows, in their order, on the host."""
         return as_numpy(self.stored.ids(torch.arange(self.num_present, device=self.device)).cpu())
 
     def _places(self, ids: Ids) -> Ids:
-        """Where among the ids [N] those are that are here. Raises InvalidIds for negative ids without a bound."""
+        """Return the places of this rank's ids among the ids [N]. Raises InvalidIds if ids without a bound are < 0."""
         if self.ids.table is not None and len(ids) and ids.min() < 0:
             raise InvalidIds(f"ids for table {self.spec.name!r} hold {ids.min()}; ids must be >= 0")
         return torch.nonzero(self.ids.are_here(torch.from_numpy(ids)))[:, 0].numpy()
 
     def local(self, ids: Ids) -> tuple[Ids, Tensor]:
-        """Which of the ids [N] are here (places among them), and their row numbers on the device; where ids have no
-        bound they have rows from now on. Raises InvalidIds, OutOfMemory."""
+        """Return the places among the ids [N] of this rank's ids, and their row numbers on the device.
+
+        Where ids have no bound, rows are created. Raises InvalidIds, OutOfMemory.
+        """
         places = self._places(ids)
         ids_N = torch.from_numpy(ids[places]).to(self.device)
         if self.ids.table is None:
@@ -289,7 +291,7 @@ class DeviceRows:
         return places, number_rows([self], ids_N, zeros_N, zeros_N, NUMBER_BITS, pieces, makes=True)
 
     def _rows_of(self, ids: Ids) -> Tensor:
-        """Rows [N, D] of ids that are here, on the device, as :meth:`current_rows`; makes none."""
+        """Return rows [N, D] of this rank's ids, on the device, as :meth:`current_rows`; creates none."""
         given = torch.from_numpy(ids).to(self.device)
         if self.ids.table is None:
             return self.current_rows(given - self.first)
@@ -299,14 +301,14 @@ class DeviceRows:
         return rows
 
     def identity(self) -> dict[str, Any]:
-        """What :meth:`require_same` compares, as JSON values: some ids of this rank, and a hash of the row of each."""
+        """Return some ids of this rank and hashes of their rows, as JSON values, for :meth:`require_same`."""
         num = self.num_present
         numbers = sample_ids(num, min(OTHERS, num), 0, 0) if num else np.empty(0, np.int64)
         ids = as_numpy(self.stored.ids(torch.from_numpy(numbers).to(self.device)).cpu())
         return {"incarnation": 0, "ids": ids.tolist(), "row_digests": self._digests(ids)}
 
     def require_same(self, identity: Mapping[str, Any] | None) -> None:
-        """Raise SpecMismatch unless those rows of ``identity`` that lie on this rank are as they were. None: any."""
+        """Raise SpecMismatch if a row of ``identity`` on this rank has changed. None: nothing is compared."""
         known = identity or {}
         given = dict(zip(known.get("ids", ()), known.get("row_digests", ()), strict=False))
         ids = np.array(list(given), np.int64)
@@ -315,11 +317,11 @@ class DeviceRows:
             raise other_rows(self.spec.name)
 
     def _digests(self, ids: Ids) -> list[str]:
-        """Of ids that are here."""
+        """Return hashes of the rows of this rank's ids."""
         return row_digests(as_numpy(self._rows_of(ids).cpu()))
 
     def pull(self, ids: Any) -> Tensor:
-        """The rows [N, D] of ``ids`` [N], the same on every rank, on the host. Every rank calls it; one all-reduce."""
+        """Return rows [N, D] of ``ids`` [N] (equal on every rank) on the host. Every rank calls it; one all-reduce."""
         given = np.asarray(ids, np.int64)
         out = np.empty((len(given), self.spec.dim), self.spec.numpy_dtype)
         self.pull_into(given, out)
@@ -341,14 +343,14 @@ class DeviceRows:
     def pull_into_async(
         self, ids: Ids, out: npt.NDArray[Any], *, required_sync: SyncGroup | None = None
     ) -> Future[None]:
-        """:meth:`pull_into`, done at once: collectives have one order."""
+        """Run :meth:`pull_into` at once, as collectives have one order; the future is done."""
         done: Future[None] = Future()
         self.pull_into(ids, out, required_sync=required_sync)
         done.set_result(None)
         return done
 
     def assign(self, ids: Ids, rows: npt.NDArray[Any]) -> Done:
-        """Overwrite those of the rows [N, D] that are here; their slots become zero."""
+        """Overwrite the rows [N, D] of this rank's ids; their slots become zero."""
         values = as_tensor(np.ascontiguousarray(rows), self.row_dtype)
         if not bool(torch.isfinite(values).all()):
             raise NonFinite(f"rows for table {self.spec.name!r} hold NaN or infinity; nothing was changed")
@@ -375,11 +377,11 @@ class DeviceRows:
         _write(self.rows_LD, self.row_scales_LK, index, rows_ND.to(self.device))
 
     def reads_in_place(self, dtype: torch.dtype) -> bool:
-        """Whether ``rows_LD`` are the rows as they are now, in ``dtype``."""
+        """Return whether ``rows_LD`` holds the current rows, in ``dtype``."""
         return self.steps is None and self.rows_LD.dtype == dtype
 
     def current_rows(self, index: RowIndex) -> Tensor:
-        """A copy of rows [N, D] as they are now, in their storage type: what a shard's pull gives."""
+        """Return a copy of the current rows [N, D] in their storage type, as a shard's pull does."""
         if self.steps is None or self.slots_LD is None or self.steps_L is None:
             return self.stored.rows(index, self.row_dtype)
         numbers_N = self._numbers(index)
@@ -395,7 +397,7 @@ class DeviceRows:
         return torch.arange(*index.indices(self.num_local), device=self.device) if isinstance(index, slice) else index
 
     def load(self, work: Workspace, index: RowIndex, *, name: str) -> Tensor:
-        """A copy of rows [N, D] as they are now, in the compute dtype, as scratch called ``name``."""
+        """Return a copy of the current rows [N, D] in the compute dtype, in scratch memory called ``name``."""
         if self.row_scales_LK is not None:
             rows_ND = self.current_rows(index)
             return work.empty(name, *rows_ND.shape).copy_(rows_ND)
@@ -426,11 +428,11 @@ class DeviceRows:
         return work.empty(name, *shape).copy_(torch.index_select(stored_LD, 0, index, out=narrow_ND))
 
     def update(self, index: RowIndex, gradient_ND: Tensor, optimizer: RowOptimizerSpec, scale: Tensor) -> None:
-        """One step of ``optimizer`` (the table's, or it with other numbers) with ``scale`` (0-dim) times the gradient.
+        """Apply a step of ``optimizer`` (the table's, or with other numbers) with ``scale`` (0-dim) times the gradient.
 
         The gradient is overwritten. The formulas are those of ``ams/values/optimizers``, in the compute dtype; 16 bits
-        are rounded by chance, as on a shard. A row that would leave the range of its storage type stays as it is, with
-        its slot, and is counted in ``refused``.
+        are rounded stochastically, as on a shard. A row that would leave the range of its storage type is unchanged,
+        with its slot, and is counted in ``refused``.
         """
         if self.device.type == "cpu" and gradient_ND.dtype == torch.float32 and not self.spec.is_scaled:
             self._update_compiled(index, gradient_ND, optimizer, float(scale))
@@ -447,15 +449,15 @@ class DeviceRows:
         row_update.store(self.stored, numbers_N, rows_ND, slots_ND, torch.full_like(last_N, self.steps.now + 1))
 
     def lr_of(self, optimizer: RowOptimizerSpec) -> float | Tensor:
-        """The learning rate as ``row_update.update`` takes it: on the device where its kernel does."""
+        """Return the learning rate as ``row_update.update`` takes it: on the device where its kernel runs."""
         if row_update.is_one_kernel(optimizer, self.spec.dim, self.device) or is_capturing(self.device):
             return self.lr.on(optimizer.lr, self.device)
         return optimizer.lr
 
     def end_step(self, lr: float) -> None:
-        """One step is over, that of all updates since the last one: where untouched rows move, by ``lr``, they do.
+        """End the step of all updates since the last call; untouched rows move by ``lr``, if the optimizer moves them.
 
-        Every rank calls it, with the same ``lr``. Looks at a few rows for those that nobody has touched for long.
+        Every rank calls it, with the same ``lr``. It sweeps a few rows, to catch up those untouched for long.
         """
         if self.clock is not None:
             self.clock.add_(1)
@@ -466,11 +468,11 @@ class DeviceRows:
         self.steps.end_step(lr)
 
     def _bring_up(self, steps: ElapsedSteps, index: slice) -> None:
-        """Write what those of the rows have become whose last step is long ago."""
+        """Catch up the rows whose last step is long ago."""
         assert self.slots_LD is not None and self.steps_L is not None
         last_N = self.steps_L[index]
         overdue_N = steps.are_overdue(last_N)
-        if self.device.type == "cpu" and not bool(overdue_N.any()):  # to look would make the host wait for a device
+        if self.device.type == "cpu" and not bool(overdue_N.any()):  # on a device the host would wait for the answer
             return
         old_ND, old_slots_ND = self.rows_LD[index], self.slots_LD[index]
         rows_ND, slots_ND = steps.moved(old_ND, old_slots_ND, last_N)
@@ -486,7 +488,7 @@ class DeviceRows:
     def _arrays_of(
         self, index: RowIndex
     ) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None, Ids | None, Ids | None, int]:
-        """Rows, slots and steps for compiled code, which rows of them (None: all), and the id of the first."""
+        """Return rows, slots and steps for compiled code, the row numbers (None: all), and the id of the first."""
         rows_LD, slots_LD, steps_L, numbers, first = self.rows_LD, self.slots_LD, self.steps_L, None, self.first
         if isinstance(index, slice):
             first += index.indices(self.num_local)[0]
@@ -528,19 +530,19 @@ def number_rows(
     *,
     makes: bool,
 ) -> Tensor:
-    """Keys [N] with the numbers of the rows of ids on this rank, where these have no bound; others stay as they are.
+    """Return keys [N] with row numbers in place of ids, where ids have no bound; other keys are unchanged.
 
     Args:
-        tables: By their numbers in keys.
+        tables: The tables, by their numbers in keys.
         ids_N: int64.
-        key_N: int64: table << bits, and what is the same for the same id; of none: len(tables) << bits.
-        place_N: int64: piece << 40, and what you like.
-        bits: Of keys.
-        pieces: Of each the table and how many ids it has; they lie one behind the other.
-        makes: Whether ids that have no row get one, with its first values. If not, these are written into free rows,
-            where they are until the next call.
+        key_N: int64: table << bits, with equal lower bits for equal ids; without a table: len(tables) << bits.
+        place_N: int64: piece << 40, with any lower bits.
+        bits: Lower bits of a key.
+        pieces: Table and number of ids of each piece; the pieces follow one another.
+        makes: Whether ids without a row get one, with its first values. If not, the first values are written to free
+            rows, where they stay until the next call.
 
-    The host waits for the device at most when a table grows. Raises OutOfMemory; then no row has changed.
+    The host waits for the device only when a table grows. Raises OutOfMemory; no row has changed then.
     """
     for number, rows in enumerate(tables):
         rows.make_room(sum(count for table, count in pieces if table == number))
@@ -563,7 +565,7 @@ _STORED = {"float8_e4m3fn": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def _write(stored: Tensor, scales: Tensor | None, index: RowIndex, values_ND: Tensor) -> None:
-    """Overwrite rows, those of 8 bits by the nearest, which of what was read is the same."""
+    """Overwrite rows; 8 bits are rounded to the nearest, which reproduces rows that were read before."""
     if scales is not None:
         values_ND, scales[index] = narrowed(values_ND, stored.dtype)
     bits = torch.uint8 if stored.itemsize == 1 else stored.dtype  # not every device indexes in float8
@@ -571,12 +573,12 @@ def _write(stored: Tensor, scales: Tensor | None, index: RowIndex, values_ND: Te
 
 
 def _is_compiled(tensor: Tensor) -> bool:
-    """Whether compiled code reads it; PyTorch does what is on a device, or in 16 bits."""
+    """Return whether compiled code handles the tensor; PyTorch handles tensors on a device, or of 16 bits."""
     return tensor.device.type == "cpu" and tensor.dtype == torch.float32
 
 
 def _empty(num_rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[num_rows, dim]; on a host in whole huge pages of numpy's, which asks for them: random rows cost half."""
+    """Return an empty [num_rows, dim]; on a host in whole huge pages by numpy: random rows cost half."""
     if device.type != "cpu":
         return torch.empty(num_rows, dim, dtype=dtype, device=device)
     num_bytes = num_rows * dim * dtype.itemsize
@@ -586,7 +588,7 @@ def _empty(num_rows: int, dim: int, dtype: torch.dtype, device: torch.device) ->
 
 
 def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
-    """The same memory as a tensor of ``dtype``, which is that of the array."""
+    """Return the array's memory as a tensor of ``dtype``, the type of the array."""
     if dtype == torch.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)

@@ -1,4 +1,4 @@
-"""Where the trained rows of a module lie, and what saving, loading and a state_dict ask of them.
+"""Placement of a module's trained rows, as saving, loading and a state_dict use it.
 
 Every module with rows has one: those in the tables of a cluster (pulled, or hosted: computed with by the shards) have a
 :class:`ClusterPlacement`, those on the ranks' devices a ``DevicePlacement`` (``device_snapshot.py``).
@@ -25,23 +25,24 @@ if TYPE_CHECKING:
 
 
 class Placement(ABC):
-    """The rows of one module, which says where they are by a property ``row_placement``."""
+    """The rows of one module, which returns this object as its property ``row_placement``."""
 
     cluster: Cluster | None = None
-    """Where the tables are; None: in this process and its peers, who :meth:`snapshot` and :meth:`restore` them."""
+    """Cluster of the tables; None: this process and its peers hold them, and :meth:`snapshot` and :meth:`restore`
+    them."""
     peers: Communicator | None = None
     """The ranks that train the rows together."""
 
     @abstractmethod
     def specs(self) -> list[TableSpec]:
-        """The tables."""
+        """Return the specs of the tables."""
 
     @abstractmethod
     def is_trained(self) -> bool:
-        """Whether somebody has written to the tables since they were made: rows that loading would take away."""
+        """Return whether the tables were written since they were created: loading would lose these rows."""
 
     def identities(self, recent: Sequence[Ids]) -> list[dict[str, Any]]:
-        """What tells the rows of each table from others, as JSON values; ``recent`` are ids that were trained."""
+        """Return the identity of each table's rows, as JSON values; ``recent`` are ids that were trained."""
         raise InternalError(f"the rows of {self.specs()} are known by snapshots alone, not by {recent}")
 
     def require_same(self, identities: Mapping[str, Any], step: int) -> None:
@@ -55,28 +56,28 @@ class Placement(ABC):
         """Raise SpecMismatch if the extra state of a saved module is of another kind than this one's."""
 
     def settle(self) -> None:  # noqa: B027
-        """Write to the tables what waits elsewhere, before they are saved."""
+        """Flush pending values to the tables, before they are saved."""
 
     def go_on(self) -> None:  # noqa: B027
-        """The tables were replaced: train their rows from now on. Every rank calls it."""
+        """Continue training with tables that were replaced. Every rank calls it."""
 
     def adopt_states(self, states: Sequence[Mapping[str, Any]]) -> None:  # noqa: B027
-        """Some of the tables were given the rows of modules saved with these extra states, others are new."""
+        """Continue from the extra states of saved modules whose rows some of the tables received; others are new."""
 
     def graph_state(self) -> dict[str, Any] | None:
-        """What was made of the rows and is to be used again, of which each rank has its part; None: nothing."""
+        """Return what was built from the rows and is worth saving, this rank's part of it; None: nothing."""
         return None
 
     def load_graph(self, state: Any, own: Callable[[Any, range], Tensor]) -> None:  # noqa: B027
-        """Use what :meth:`graph_state` returned, or the bytes that were saved before there were parts; ``own`` reads
-        some rows of a tensor in it."""
+        """Load the result of :meth:`graph_state`, or bytes of the format without parts; ``own`` reads some rows of a
+        tensor in it."""
 
     def snapshot(self, root: Path, name: str) -> None:
-        """Write rows that are here as a snapshot. Every rank calls it."""
+        """Write the rows on the ranks as a snapshot. Every rank calls it."""
         raise InternalError(f"the rows for {name} in {root} are in a cluster, whose snapshots hold them")
 
     def restore(self, path: Path) -> None:
-        """Read rows that are here from a snapshot. Every rank calls it."""
+        """Read the rows on the ranks from a snapshot. Every rank calls it."""
         raise InternalError(f"the rows of {path} belong into a cluster, which restores them")
 
 
@@ -84,7 +85,7 @@ class ClusterPlacement(Placement):
     """Rows in tables of a cluster; ``peers`` push them together."""
 
     first_writes = 0
-    """Of a table that nobody has trained."""
+    """Number of writes of a table before any training."""
 
     def __init__(self, cluster: Cluster, tables: Sequence[Table], peers: SyncRanks | None) -> None:
         self.cluster, self.peers = cluster, peers

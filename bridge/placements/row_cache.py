@@ -1,7 +1,7 @@
-"""Hot rows of a table in a cluster, kept on the device of the module that looks them up: a copy of what shards hold.
+"""LRU cache of a table's hot rows on the device of the module that looks them up: exact copies of the shards' rows.
 
-Which id has which place is known on the host, where ids are merged and where a pull begins and ends anyway: so a device
-is never asked what it lacks. Legend: C places, D width, U distinct ids of a look-up, W numbers of a row's state.
+The host keeps the index of ids to places, as ids are merged there and pulls begin and end there: so no look-up waits
+for a device. Legend: C places, D width, U distinct ids of a look-up, W numbers of a row's state.
 """
 
 from __future__ import annotations
@@ -30,58 +30,58 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 _LONGEST_REST = 63
 _INDEX_BYTES = 128
-"""Of the host's memory for each place: what is where, and which other ids were seen."""
+"""Host memory for each place: the index, and other ids that were seen."""
 _NONE = np.empty(0, np.int64)
 
 
 def bytes_of_place(spec: TableSpec) -> int:
-    """Of memory for each row, with its slots."""
+    """Return the bytes of each place: a row with its slots."""
     return spec.row_bytes + spec.slot_bytes + spec.step_bytes
 
 
 @dataclass
 class CacheCounts:
-    """What came of the distinct ids that were looked up."""
+    """Counters of distinct ids that were looked up."""
 
     hits: int = 0
     misses: int = 0
     evicted: int = 0
-    """Rows that gave way to others."""
+    """Rows that were evicted for others."""
     cleared: int = 0
-    """How often all rows were dropped: somebody else had written to the table, or it was restored."""
+    """Times that all rows were dropped, after another's write to the table or its restore."""
     saved_bytes: int = 0
-    """Of rows that did not travel, less what the states of rows took that were taken in."""
+    """Bytes of rows that were not sent, less those of the states of inserted rows."""
 
 
 class RowCache:
-    """Which rows of one table have one of ``capacity`` places. For one thread.
+    """Cache of one table's rows, with ``capacity`` places. For one thread.
 
-    A row that is here is used if it is what the shard holds. The shard says with every pull how many writes the table
-    has had there; those of this process are counted, and what they make of a row is computed here, too, by the shard's
-    own formula, from the row's state (slots, updates), which is pulled when a row is taken in. Where the counts are
-    equal, nobody else has written, and the rows here are those of the shard. Where they are not, all rows here are
-    dropped and those of the look-up pulled, and for a while nothing is kept: the more often that comes, the longer.
+    A cached row is used only if it equals the shard's. With every pull the shard returns the table's number of writes
+    there. This process counts its own writes, and applies them to cached rows by the shard's formula, from the row's
+    state (slots, updates), which is pulled when a row is inserted. Equal counts mean that nobody else has written, so
+    the cached rows are those of the shard. Otherwise all cached rows are dropped and those of the look-up pulled, and
+    nothing is cached for a while, the longer the more often this occurs.
 
-    With ``oldest`` (:class:`gt.SSP`) it is by the clock instead: a row is used while all that was written before that
-    step is in it.
+    With ``oldest`` (:class:`gt.SSP`) the clock decides instead: a row is used while it contains all writes before that
+    step.
 
-    Least recently used rows give way; where there is no room, an id is taken in when it is looked up a second time.
+    Least recently used rows are evicted. When the cache is full, an id is inserted at its second look-up.
     """
 
     def __init__(
         self, table: Table, capacity: int, store: CachedRows, first_place: int, *, by_clock: bool = False
     ) -> None:
-        """The places are those of ``store`` from ``first_place`` on. ``by_clock``: :meth:`find` is told ``oldest``."""
+        """Use the places of ``store`` from ``first_place`` on. ``by_clock``: :meth:`find` receives ``oldest``."""
         self.table = table
         self.store = store
         self.counts = CacheCounts()
         self._first = first_place
         self._index = PositionLru(capacity)
         self._seen = PositionLru(capacity)
-        """Ids that were looked up and have no place."""
+        """Ids that were looked up but are not cached."""
         self._table_is = self._table_now()
         self._writes = np.full(table.num_shards, -1, np.int64)
-        """The writes that the table has had on each shard; -1: it is not known."""
+        """Number of the table's writes on each shard; -1: unknown."""
         self._is_pushing = False
         self._rest = self._resting = 0
         self._reader = table.write_log.reader() if by_clock else None
@@ -89,7 +89,7 @@ class RowCache:
         tell_of(self)
 
     def metrics(self) -> Iterator[Metric]:
-        """Hits and misses."""
+        """Yield the metrics of hits and misses."""
         name = self.table.spec.name
         yield from cache_metrics(name, "rows", self.counts.hits, self.counts.misses)
 
@@ -97,12 +97,12 @@ class RowCache:
         return self.table.incarnation, self.table.spec
 
     def _is_altered(self) -> bool:
-        """Whether the table is another than when this was asked last, or has other settings."""
+        """Return whether the table was replaced, or its settings changed, since the last call."""
         before, self._table_is = self._table_is, self._table_now()
         return before != self._table_is
 
     def clear(self) -> None:
-        """Drop all rows; the counts stay."""
+        """Drop all rows; keep the counters."""
         self._is_pushing = False
         self._writes[:] = -1
         if len(self._index):
@@ -110,7 +110,7 @@ class RowCache:
             self._index.remove(self._index.oldest(len(self._index))[0])
 
     def report(self) -> dict[str, Any]:
-        """Hits and misses (distinct ids of look-ups), and more; plain numbers, for metrics and JSON."""
+        """Return hits, misses (distinct ids of look-ups) and more, as plain numbers for metrics and JSON."""
         counts = vars(self.counts)
         looked_up = self.counts.hits + self.counts.misses
         return {
@@ -123,10 +123,11 @@ class RowCache:
         }
 
     def find(self, ids: Ids, *, oldest: int | None, clock: int) -> Found:
-        """What of ``ids`` [U], distinct, is here, and what is to be pulled. ``clock``: the step before which all writes
-        are in what is pulled now; ``oldest``: see the class.
+        """Split distinct ``ids`` [U] into cached ones and ones to pull.
+
+        ``clock``: step before which all writes are in rows pulled now; ``oldest``: as in the class.
         """
-        if self._is_altered() or self._is_pushing:  # a step stopped half way
+        if self._is_altered() or self._is_pushing:  # a step stopped midway
             self.clear()
         self.drop_written()
         if self._resting:
@@ -144,7 +145,7 @@ class RowCache:
         taken, others = taken[:room], np.concatenate([others, taken[room:]])
         self._seen.place(ids[others[-self._seen.capacity :]])
         shards, probes = None, _NONE
-        if oldest is None and len(hits):  # of each shard that hits are of something is asked, for its count
+        if oldest is None and len(hits):  # every shard with hits gets a request, for its count
             asked = {shard for shard, _ in self.table.shards_of(ids[missing])} if len(missing) else set()
             owners = [(shard, 0 if of is None else int(of[0])) for shard, of in self.table.shards_of(ids[hits])]
             probes = hits[[first for shard, first in owners if shard not in asked]]
@@ -152,8 +153,9 @@ class RowCache:
         return Found(self, ids, hits, self._first + positions[hits], taken, others, probes, shards, clock)
 
     def drop_written(self) -> None:
-        """By the clock no count tells of what this process has written otherwise than by a step. Called at each step,
-        too, for else what the log tells would pile up where nothing is looked up here.
+        """Drop rows that this process wrote other than by a step, which no count shows under the clock.
+
+        Each step calls it, too, or the log would grow while nothing is looked up.
         """
         while self._reader is not None and self._reader.entries:
             number, name, ids = self._reader.entries.popleft()
@@ -161,7 +163,7 @@ class RowCache:
                 self._index.remove(ids)
 
     def is_current(self, found: Found, writes: npt.NDArray[np.int64]) -> bool:
-        """Whether what was found is what the shards hold, which have had so many ``writes`` (-1: not known)."""
+        """Return whether the found rows equal the shards', given their numbers of ``writes`` (-1: unknown)."""
         if found.shards is None:
             self._rest = self._rest if len(found.hits) == 0 else 0
             return True
@@ -174,7 +176,7 @@ class RowCache:
         return False
 
     def settle(self, found: Found | None, out_UD: Array) -> CachedRead:
-        """What a look-up reads here, and what of it is kept. Without ``found`` all rows of ``out`` were pulled."""
+        """Return the reads and inserts of a look-up. Without ``found`` all rows of ``out`` were pulled."""
         if found is None:
             return CachedRead(out_UD, _NONE, _NONE, _NONE, _NONE, None, np.arange(len(out_UD)))
         writes, known = found.writes, found.writes >= 0
@@ -191,15 +193,15 @@ class RowCache:
         return CachedRead(out_UD, *hits, taken, places, found.states, others)
 
     def begin_push(self) -> None:
-        """A step of this process is about to be pushed."""
+        """Mark that a step's push begins."""
         self._is_pushing = True
 
     def pushed(self, push: CachedPush, optimizer: RowOptimizerSpec, write: WrittenPart) -> CachedPush | None:
-        """What a push of gradients of distinct ids, which all shards have applied, does to rows here; None: nothing.
+        """Return the update of cached rows for a push of distinct ids that all shards have applied; None: no update.
 
-        What cannot follow is dropped. ``positions`` of the push are still to be found.
+        Rows that cannot be updated are dropped. The ``positions`` of the push are still to be found.
         """
-        makes_way = self.table.spec.max_bytes is not None and write.created > 0  # who knows which rows have gone
+        makes_way = self.table.spec.max_bytes is not None and write.created > 0  # unknown which rows were evicted
         if self._is_altered() or not self._is_pushing or makes_way:
             self.clear()
             return None
@@ -210,7 +212,7 @@ class RowCache:
         is_here = positions >= 0
         positions += self._first
         follows = is_here & self.store.can_follow(optimizer)
-        if self.table.spec.admission is not None:  # whether the shard has made a row it does not say
+        if self.table.spec.admission is not None:  # the shard does not report whether it created a row
             follows &= self.store.is_there_C[positions]
         self._index.remove(push.ids[is_here & ~follows])
         positions = positions[follows]
@@ -222,30 +224,30 @@ class RowCache:
 
 @dataclass
 class Found:
-    """What a cache has of the ids of one look-up; places are those among the ids."""
+    """Result of :meth:`RowCache.find` for one look-up; places are positions among its ids."""
 
     cache: RowCache
     ids: Ids
     hits: Ids
     positions: Ids
-    """Of the hits in the cache."""
+    """Positions of the hits in the cache."""
     taken: Ids
-    """To be pulled with their state, and kept."""
+    """Places of rows to pull with their state, and insert."""
     others: Ids
-    """To be pulled."""
+    """Places of rows to pull."""
     probes: Ids
-    """Hits that are pulled for what their shards say."""
+    """Places of hits that are pulled only for their shard's count of writes."""
     shards: Ids | None
-    """Of the hits; None: they are taken as they are."""
+    """Shards of the hits; None: hits are used without a check."""
     clock: int
     states: Array = field(init=False)
-    """[A, W] of what was taken, or [A, D]."""
+    """States [A, W] of the inserted rows, or [A, D]."""
     writes: npt.NDArray[np.int64] = field(init=False)
-    """That the table had had on each shard; -1: it is not known."""
+    """Number of the table's writes on each shard; -1: unknown."""
     _rows: Array = field(init=False)
 
     def pulls(self) -> list[tuple[Table, Ids, Array]]:
-        """What :func:`pull_together` is to read: two entries."""
+        """Return the two entries that :func:`pull_together` is to read."""
         table, spec = self.cache.table, self.cache.table.spec
         width = table.state_width or spec.dim
         self.states = np.empty((len(self.taken), width), spec.numpy_dtype)
@@ -254,15 +256,17 @@ class Found:
         return [(table, self.ids[self.taken], self.states), (table, self.ids[narrow], self._rows)]
 
     def arrived(self, writes: Sequence[Sequence[int]], out_UD: Array) -> tuple[int, ...] | None:
-        """Write the pulled rows to their places of ``out``. Returns the writes that the table had had on each shard
-        when the oldest of all rows were read (-1: not known); None: what was found is outdated, pull all.
+        """Write the pulled rows to their places of ``out``.
+
+        Returns the table's number of writes on each shard when the oldest row was read (-1: unknown); None: found rows
+        are outdated, pull all.
         """
         one, other = (np.array(each, np.int64) for each in writes)
         cache = self.cache
         counts, spec = cache.counts, cache.table.spec
         self.writes = both = np.where(one < 0, other, one)
         if bool(((one >= 0) & (other >= 0) & (one != other)).any()):
-            both[:] = -1  # somebody has written in between
+            both[:] = -1  # another write came in between
         if not cache.is_current(self, both):
             counts.misses += len(self.ids)
             return None
@@ -278,7 +282,8 @@ class Found:
 
 
 def row_caches(tables: Mapping[str, Table], places: Mapping[str, int], *, by_clock: bool) -> dict[str, RowCache]:
-    """A cache of so many places for each table; of those with equal rows, slots and optimizer in one array."""
+    """Return a cache for each table with its number of ``places``; tables of equal rows, slots and optimizer share an
+    array."""
     alike: dict[Any, list[str]] = {}
     for name in places:
         spec = tables[name].spec
@@ -303,7 +308,7 @@ def _by_store(caches: Sequence[RowCache]) -> list[tuple[CachedRows, list[int]]]:
 
 @contextmanager
 def _whole(caches: Sequence[RowCache]) -> Iterator[None]:
-    """What stops half way, for memory maybe, leaves no rows here that are not those of the shards."""
+    """Clear the caches if the block fails midway, so that no cached row differs from the shards'."""
     try:
         yield
     except BaseException:
@@ -318,8 +323,9 @@ def push_through(
     optimizer: RowOptimizerSpec,
     scale: float,
 ) -> None:
-    """Make the rows here what shards hold now that all have applied ``write``: pushes of gradients [U, D] of distinct
-    ids [U], in the order of its tables.
+    """Update cached rows after all shards have applied ``write``.
+
+    ``pushes`` are gradients [U, D] of distinct ids [U], in the order of its tables.
     """
     moved: list[tuple[RowCache, CachedPush]] = []
     with _whole([cache for cache, *_ in pushes]):
@@ -340,10 +346,10 @@ def pull_through(
     oldest: int | None = None,
     clock: int = 0,
 ) -> tuple[list[tuple[int, ...] | None], list[Tensor]]:
-    """:func:`pull_together` of (table, distinct ids [U], out [U, D]) each, with what ``caches`` have of it.
+    """Pull (table, distinct ids [U], out [U, D]) each, as :func:`pull_together`, through ``caches``.
 
-    Returns of each the writes as pull_together does (None: there were no ids), and where the caches are on a device
-    other than the host the rows there, [U, D] of the table's type: ``out`` is scratch then. See :meth:`RowCache.find`.
+    Returns the writes of each as pull_together does (None: no ids), and, if the caches are on a device other than the
+    host, the rows there, [U, D] of the table's type: ``out`` is scratch then. Arguments as of :meth:`RowCache.find`.
     """
     found = [
         cache.find(ids, oldest=oldest, clock=clock) if len(ids) else None
