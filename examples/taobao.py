@@ -41,6 +41,8 @@ def main() -> None:
     parser.add_argument("--shares", type=int, default=64)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
+    if any(given.out.glob("*.parquet")):
+        parser.error(f"{given.out} has files of samples already, which would be read beside these; give another folder")
     with tempfile.TemporaryDirectory(dir=given.out) as scratch:
         tables = (ad_samples if given.what == "ads" else next_items)(given.folder, Path(scratch), given.shares)
         for share, table in enumerate(tables):

@@ -71,7 +71,10 @@ class Parts:
     ) -> tuple[HTTPMessage, bytes]:
         """Headers and body of what one service answers. Raises as :func:`ask_service`."""
         idle = self._idle[address]
-        connection = idle.pop() if idle else connection_to(address, _ANSWER_SECONDS)
+        try:
+            connection = idle.pop()  # another thread may have taken the last one
+        except IndexError:
+            connection = connection_to(address, _ANSWER_SECONDS)
         try:
             return ask_over(connection, address, method, path, body, headers)
         finally:

@@ -110,7 +110,7 @@ class BatchesInMemory(ClickBatches):
             validation=recipe.validation,
         )
         if recipe.negatives < 1:
-            ids = self._trained.fields.values()
+            ids = (*self._trained.fields.values(), np.arange(len(self._trained.clicks)))
             self._trained = self._trained.subset(learned_from(ids, self._trained.clicks, recipe.negatives))
         self._validated, self._tested = part_validation(held_out, recipe.seed)
         self.num_trained, self.num_validated, self.num_tested = map(len, (self._trained, self._validated, self._tested))

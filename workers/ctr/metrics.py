@@ -77,12 +77,22 @@ def log_loss(probabilities: npt.ArrayLike, clicks: npt.ArrayLike, weights: Float
     return float(np.average(-np.where(np.asarray(clicks) > 0, np.log(sure), np.log1p(-sure)), weights=weights))
 
 
-def calibration(probabilities: npt.ArrayLike, clicks: npt.ArrayLike) -> list[dict[str, float]]:
-    """Of samples by rising probability, in :data:`BINS` equal parts: the mean predicted, and the part clicked."""
+def calibration(
+    probabilities: npt.ArrayLike, clicks: npt.ArrayLike, weights: npt.ArrayLike | None = None
+) -> list[dict[str, float]]:
+    """Return, of samples by rising probability in :data:`BINS` equal parts, the mean predicted and the part clicked.
+
+    A sample counts ``weights`` times (None: once).
+    """
+    counts = np.ones(np.shape(clicks)) if weights is None else np.asarray(weights, np.float64)
     predicted, clicked = np.asarray(probabilities, np.float64), np.asarray(clicks, np.float64)
     parts = [part for part in np.array_split(np.argsort(predicted, kind="stable"), BINS) if len(part)]
     return [
-        {"predicted": float(predicted[part].mean()), "clicked": float(clicked[part].mean()), "samples": len(part)}
+        {
+            "predicted": float(np.average(predicted[part], weights=counts[part])),
+            "clicked": float(np.average(clicked[part], weights=counts[part])),
+            "samples": len(part),
+        }
         for part in parts
     ]
 
@@ -105,7 +115,7 @@ def measured(scores: Scores, negatives: float = 1.0) -> dict[str, Any]:
         "log_loss_of_the_mean": log_loss(np.full(np.shape(clicks), rate), clicks, weights),
         "predicted_per_clicked": mean / rate if rate else None,
         "samples": len(clicks),
-        "calibration": calibration(probabilities, clicks),
+        "calibration": calibration(probabilities, clicks, weights),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from geartrain.ams.observe.metrics import Metric, tell_of
 from geartrain.ams.values.arguments import integer, real_number
-from geartrain.ams.values.errors import ColumnMismatch, InvalidArgument
+from geartrain.ams.values.errors import ColumnMismatch, InvalidArgument, SourceDamaged
+from geartrain.ams.values.specs import Ids
 from geartrain.workers.data.streams import Position
 from geartrain.workers.samples.batches import SampleBatch, joined
 from geartrain.workers.samples.reader import StreamBatches
@@ -43,8 +45,8 @@ class LateLabels:
 
     def __post_init__(self) -> None:
         """Raises InvalidArgument that names the value."""
-        if not real_number("window_seconds", self.window_seconds) > 0:
-            raise InvalidArgument(f"window_seconds is {self.window_seconds}; it must be above 0")
+        if not 0 < real_number("window_seconds", self.window_seconds) < math.inf:
+            raise InvalidArgument(f"window_seconds is {self.window_seconds}; it must be above 0, and finite")
         integer("most_waiting", self.most_waiting, 1)
 
 
@@ -168,6 +170,11 @@ class LabelledBatches:
         ids, times, clicks = (
             np.asarray(batch[name])[rows] for name in (self._labels.id, self._labels.time, self._labels.click)
         )
+        if len(bad := np.flatnonzero(~np.isfinite(times.astype(np.float64)))):
+            raise SourceDamaged(
+                f"{self._labels.time!r} is {times[bad[0]]} at position {places[bad[0]]} of a stream: labels that "
+                "come late need finite times"
+            )
         newest = np.maximum.accumulate(np.append(waiting.newest, times.astype(np.float64)))
         number = waiting.first + len(waiting.times)
         is_click = clicks > 0
@@ -201,13 +208,22 @@ class LabelledBatches:
     def _batch(self, ready: Mapping[int, int]) -> SampleBatch | None:
         parts: list[SampleBatch] = []
         cursors: dict[int, Any] = {}
+        streams: list[Ids] = []
+        places: list[Ids] = []
         missing, read = self._batch_size, self._reader.positions
         for stream, count in ready.items():
             if count and missing:
-                parts.append(self._given_of(self._waiting[stream], min(count, missing)))
-                missing -= parts[-1].num_samples
+                given = min(count, missing)
+                streams.append(np.full(given, stream))
+                places.append(self._waiting[stream].places[:given])
+                parts.append(self._given_of(self._waiting[stream], given))
+                missing -= given
                 cursors[stream] = self._position(stream, read[stream])
-        return self._finish(joined(parts, cursors)) if parts else None
+        if not parts:
+            return None
+        batch = joined(parts, cursors)
+        batch.places = np.concatenate(streams), np.concatenate(places)
+        return self._finish(batch)
 
     def _given_of(self, waiting: _Waiting, count: int) -> SampleBatch:
         """The ``count`` oldest, which wait no more."""

@@ -1,4 +1,4 @@
-"""Which samples without a click are learned from: a part of them, the same ones whoever reads them, and when."""
+"""Choice of the samples without a click that are learned from, by a hash: the same whichever worker reads them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def learned_from(
 
 
 def columns_of(batch: SampleBatch) -> Iterable[Hashes]:
-    """What is hashed of each sample of a batch, by the names of its columns."""
+    """Yield what is hashed of each sample of a batch: its columns by name, and its place in the data, as other samples
+    may have the same values.
+    """
+    yield from batch.places or ()
     for name in sorted(batch):
         hashes, level = _hashed(batch[name]), batch.level_of.get(name)
         yield hashes if level is None else hashes[batch.index[level].numpy()]

@@ -16,7 +16,7 @@ from geartrain.bridge.embedding.levels import Nodes
 from geartrain.workers import jobs
 from geartrain.workers.ctr.designs import Design, SampleLayout, layout_of
 from geartrain.workers.ctr.export import NETWORK, export_clicks
-from geartrain.workers.ctr.metrics import LatestScores, Scores
+from geartrain.workers.ctr.metrics import LatestScores, Scores, measured
 from geartrain.workers.ctr.predict import predict_clicks
 from geartrain.workers.ctr.recipe import CtrRecipe
 from geartrain.workers.ctr.samples.negatives import learned_from
@@ -133,3 +133,23 @@ def test_a_window_keeps_the_latest_samples_alone() -> None:
 def test_a_part_that_is_none_is_refused(value: float) -> None:
     with pytest.raises(ConfigError, match=r"negatives is .*; it must lie in \(0, 1\], as 0.1 for every tenth"):
         CtrRecipe(negatives=value)
+
+
+def test_of_equal_samples_a_part_is_learned_from(tmp_path: Path) -> None:
+    item = np.repeat(np.arange(10), 2000)
+    pq.write_table(pa.table({"click": np.zeros(20_000, np.int64), "item": item}), tmp_path / "few.parquet")
+    samples = OwnSamples(str(tmp_path / "few.parquet"), times=False)
+    recipe = CtrRecipe(**SMALL, negatives=0.5, features=samples.features({}))
+    batches = StreamedBatches(samples, recipe, Design(recipe, layout_of(samples)))
+    steps = range(batches.num_trained // 250)
+    kept = np.bincount(np.concatenate([np.asarray(batches.trained(step).ids["item"]) for step in steps]), minlength=10)
+    assert kept / batches.num_trained * 10 == pytest.approx(np.full(10, 0.5), abs=0.1)
+
+
+def test_the_calibration_of_a_part_of_the_samples_is_that_of_all() -> None:
+    random = np.random.default_rng(0)
+    rates = random.uniform(0.02, 0.3, 200_000)
+    clicks = (random.random(len(rates)) < rates).astype(float)
+    kept = (clicks > 0) | (random.random(len(rates)) < 0.1)
+    found = measured(Scores(rates[kept], clicks[kept], None), 0.1)["calibration"]
+    assert [part["clicked"] for part in found] == pytest.approx([part["predicted"] for part in found], rel=0.1)

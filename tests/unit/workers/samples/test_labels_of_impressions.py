@@ -145,3 +145,11 @@ def test_each_epoch_of_a_job_has_the_same_labels(tmp_path: Path) -> None:
             found += labels_of([batch])
             batches.commit(batch)
     assert [dict(found[start : start + 300]) for start in (0, 300, 600)] == [labels] * 3
+
+
+def test_times_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    table = rows((0, 0.0, 0), (1, float("nan"), 0), (0, 2.0, 1))
+    with pytest.raises(gt.errors.SourceDamaged, match="'time' is nan at position 1 of a stream"):
+        labels_of(samples(tmp_path, table))
+    with pytest.raises(gt.errors.InvalidArgument, match="window_seconds is inf; it must be above 0, and finite"):
+        gt.LateLabels(window_seconds=float("inf"))
