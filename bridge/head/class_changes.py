@@ -1,6 +1,6 @@
-"""Classes that come and go while a head trains: their rows are written, and then all ranks go on with the same ones.
+"""Adding and retiring classes during training: write their rows, then switch all ranks to the same set.
 
-Nothing is changed before every rank has said that it can go on and is asked the same.
+Nothing is changed before every rank has confirmed that it can, with equal arguments.
 Legend: N classes of a call, D width.
 """
 
@@ -40,7 +40,7 @@ def add_classes(
     backbone: nn.Module | None,
     sub_centers: int = 1,
 ) -> Ids:
-    """See ``ClassHead.add_classes``, whose features have width ``dim``; returns the new ids."""
+    """Add classes as ``ClassHead.add_classes``, of features of width ``dim``; return the new ids."""
     table = backend.table
 
     def prepare() -> tuple[Ids, Tensor | None]:
@@ -76,7 +76,7 @@ def add_classes(
 
 
 def retire_classes(backend: RowBackend, ids: Tensor) -> None:
-    """See ``ClassHead.retire_classes``."""
+    """Retire classes as ``ClassHead.retire_classes``."""
     table = backend.table
 
     def prepare() -> tuple[Ids, LiveClasses]:
@@ -91,7 +91,7 @@ def retire_classes(backend: RowBackend, ids: Tensor) -> None:
     def write(part: slice) -> None:
         rows = np.empty((len(wanted[part]), table.spec.dim), table.spec.numpy_dtype)
         table.pull_into(wanted[part], rows)
-        table.assign(wanted[part], rows)  # which makes their momentum zero
+        table.assign(wanted[part], rows)  # sets their momentum to zero
 
     _write(backend, len(wanted), write)
     _follow(backend, live_classes, np.empty(0, np.int64))
@@ -104,7 +104,7 @@ def _follow(backend: RowBackend, live_classes: LiveClasses, added: Ids) -> None:
 
 
 def wanted_and_rest(live_classes: LiveClasses, ids: Tensor) -> tuple[Ids, LiveClasses]:
-    """Checked ids [N], rising, and the living classes without them. Raises InvalidIds, InvalidArgument."""
+    """Return checked ids [N], rising, and the classes that remain. Raises InvalidIds, InvalidArgument."""
     if not isinstance(ids, Tensor) or ids.ndim != 1:
         raise InvalidIds(f"ids are {ids!r:.80}; they must be a torch.int64 tensor [N]")
     given = check_labels(ids, len(ids), live_classes.num_classes)
@@ -134,7 +134,7 @@ def _checked_rows(rows: Tensor, shapes: list[tuple[int, ...]], dtype: torch.dtyp
 
 
 def _centers(backend: RowBackend, sums: Tensor) -> tuple[Tensor, Imprinted | None]:
-    """Rows of new classes from the :func:`feature_sums` of all ranks, and what the head then remembers of them."""
+    """Return rows of new classes from the :func:`feature_sums` of all ranks, and the head's record of imprinting."""
     sums_ND, of_examples = sums[:, :-1], float(sums[:, -1].sum())
     lengths_N = torch.linalg.vector_norm(sums_ND, dim=1)
     if not bool(torch.isfinite(lengths_N).all()):
@@ -153,7 +153,7 @@ def _centers(backend: RowBackend, sums: Tensor) -> tuple[Tensor, Imprinted | Non
 
 
 def _write(backend: RowBackend, num: int, write: Callable[[slice], None]) -> None:
-    """Write rows block by block: rank 0 those in a cluster, every rank those that it holds itself."""
+    """Write rows block by block: rank 0 writes rows in a cluster, every rank those that it holds."""
     step = block_rows_for(backend.table.spec.row_bytes)
 
     def all_blocks() -> None:
@@ -167,7 +167,7 @@ def _write(backend: RowBackend, num: int, write: Callable[[slice], None]) -> Non
 
 
 def _agreed(peers: Communicator | None, prepare: Callable[[], T], summary: Callable[[T], list[int]], what: str) -> T:
-    """What ``prepare`` makes, once every rank has made it and their summaries are equal: two exchanges."""
+    """Return the result of ``prepare`` once it succeeded on every rank with equal summaries. Costs two exchanges."""
     if peers is None:
         return prepare()
     prepared = peers.run_together(prepare, f"{what} could not go on")

@@ -60,13 +60,13 @@ if TYPE_CHECKING:
 
 
 class ClassHead(ModuleWithRows):
-    """Class centers in the AMS; ``head(features, labels)`` is the loss, its backward the exact feature gradient.
+    """Class centers in the AMS: ``head(features, labels)`` returns the loss, its backward the exact feature gradient.
 
-    The rows are trained by :class:`geartrain.RowOptimizer`; a parameter without elements, ``stand_in``, stands for them
-    (``requires_grad_(False)`` freezes them, ``grad = None`` drops their gradients). The classes sampled
-    for a batch are a function of (seed, ``step``), and ``step`` counts the updates applied. So the micro-batches
-    between two steps share their negative classes, a skipped step tries the same ones again, and a resumed head goes on
-    as it would have. In ``eval()`` the loss is over the same selection; features get their gradient, rows get none.
+    :class:`geartrain.RowOptimizer` trains the rows; a parameter without elements, ``stand_in``, stands for them
+    (``requires_grad_(False)`` freezes them, ``grad = None`` drops their gradients). The classes sampled for a batch
+    are a function of (seed, ``step``), and ``step`` counts the updates applied. So micro-batches between two steps
+    share their negative classes, a skipped step retries the same ones, and a resumed head continues identically. In
+    ``eval()`` the loss is over the same selection; features get a gradient, rows none.
 
     With ranks (a ``process_group``, or ``sync=True`` under an initialised torch.distributed) labels are gathered so
     that all ranks share the active classes, and the loss is that of one worker with the joint batch, the same number on
@@ -96,36 +96,36 @@ class ClassHead(ModuleWithRows):
         """Create the table ``name`` of ``num_classes`` rows of width ``dim`` (or open it with ``reuse``).
 
         Args:
-            cluster: Where the rows are (``gt.local()``, ``gt.connect(...)``); None with ``rows="ranks"``.
+            cluster: Holds the rows (``gt.local()``, ``gt.connect(...)``); None with ``rows="ranks"``.
             name: Name of the table.
-            num_classes: Rows of the table. A row that was never written takes no memory on a shard, so this may well
-                exceed what is there today.
+            num_classes: Rows of the table. A row that was never written takes no memory on a shard, so this may exceed
+                the number of classes of today.
             dim: Width of features and rows.
-            num_living: The first so many classes live (all, unless given); :meth:`add_classes` and
-                :meth:`retire_classes` change that while training goes on, and every step is over the living ones alone.
-            select: Chooses the active classes: ``FullSoftmax``, ``PartialFC``, ``KNNSoftmax``, or one of your own,
-                derived from :class:`.Selection`. Unless given: all of up to 65,536 living classes, or a tenth.
+            num_living: Number of classes that exist at first, from id 0 on (None: all); :meth:`add_classes` and
+                :meth:`retire_classes` change it during training. Every step is over existing classes only.
+            select: Selection of the active classes: ``FullSoftmax``, ``PartialFC``, ``KNNSoftmax``, or a subclass of
+                :class:`.Selection`. None: all of up to 65,536 existing classes, or a tenth.
             margin: The loss: ``ArcFace``, ``CosFace``, ``SphereFace``, ``CombinedMargin``, ``AdaFace``, ``MagFace``,
                 ``ElasticArcFace``, ``ElasticCosFace``, ``CurricularFace`` (not hosted), a ``FilteredMargin``
                 around one (not hosted), or one of your own that has ``scale`` and ``target``
                 (:class:`.Margin`); ``scale=None`` becomes that of ``num_classes``. None: plain linear, cross entropy.
-            sub_centers: Centers of each class, at most 32. The one nearest to a feature counts and learns (sub-center
-                ArcFace): room for wrong labels and for several looks. With a margin only, and not with KNN softmax or
-                smoothed labels. Rows and slots take so many times the memory.
+            sub_centers: Centers of each class, at most 32. Only the one nearest to a feature counts and learns
+                (sub-center ArcFace), which tolerates wrong labels and classes of several modes. With a margin only,
+                and not with KNN softmax or smoothed labels. Multiplies the memory of rows and slots.
             bias: Whether each class has a bias, as in ``nn.Linear``: a last column of its row. Without a margin only.
-            optimizer: Applied where the rows are. None: AdamW at 1e-3, or where a sample of the classes is drawn (and
-                none come and go) at 1e-3 times ``num_classes`` / active ones; its slots are twice the rows. None with a
-                margin whose scale is at most the automatic one (and no ``reduction="sum"``): SparseMomentum at 0.2, of
-                C < 4,000 living classes at C / 20,000.
-            rows: Where the work on them is done. ``"pull"``: here, rows travel from the cluster. ``"hosted"``: beside
-                the rows; features travel to the shards (costs: ``hosted_rows.py``). ``"ranks"``: the ranks of
-                ``process_group`` hold C / ranks classes each on their devices; labels and features are all-gathered.
-                Such rows are in no snapshot of a cluster: :meth:`snapshot` and :meth:`restore` are theirs.
-            initializer: Gives their first values; None: those of ``nn.Linear``, uniform in ±1/√dim.
-            reuse: Open a table that is there, if it has these settings. ``step`` is 0 until a state is loaded.
+            optimizer: Optimizer of the rows, applied at their place. None: AdamW at 1e-3, or with sampled classes (and
+                a fixed set of them) at 1e-3 times ``num_classes`` / active ones; its slots are twice the rows. None
+                with a margin whose scale is at most the automatic one (and no ``reduction="sum"``): SparseMomentum at
+                0.2, for C < 4,000 existing classes at C / 20,000.
+            rows: Place of the rows and their products. ``"pull"``: rows are pulled from the cluster and used here.
+                ``"hosted"``: features are sent to the shards, which compute (costs: ``hosted_rows.py``). ``"ranks"``:
+                the ranks of ``process_group`` hold C / ranks classes each on their devices; labels and features are
+                all-gathered. Snapshots of a cluster do not hold such rows: use :meth:`snapshot` and :meth:`restore`.
+            initializer: First values of the rows; None: those of ``nn.Linear``, uniform in ±1/√dim.
+            reuse: Open an existing table, if it has these settings. ``step`` is 0 until a state is loaded.
             sync: Train together with the other ranks of torch.distributed, if that is initialised.
-            config: What is seldom given: types of rows and slots, reduction, ignored and smoothed labels, seed, process
-                group, caches (:class:`geartrain.HeadConfig`).
+            config: Rarely changed settings: types of rows and slots, reduction, ignored and smoothed labels, seed,
+                process group, caches (:class:`geartrain.HeadConfig`).
 
         Raises TableExists, SpecMismatch, InvalidArgument.
         """
@@ -164,7 +164,7 @@ class ClassHead(ModuleWithRows):
         self.register_stand_in(self._backend.update)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse what would be taken and change nothing: InvalidArgument."""
+        """Raise InvalidArgument for attributes whose assignment would have no effect."""
         if name in FIXED_SETTINGS and "_backend" in self.__dict__:
             raise InvalidArgument(f"{name} of ClassHead {self.name!r} cannot be set: {FIXED_SETTINGS[name]}")
         super().__setattr__(name, value)
@@ -173,8 +173,8 @@ class ClassHead(ModuleWithRows):
     def margin(self) -> AnyMargin | None:
         """The margin. It may be set between two steps, on every rank alike.
 
-        It counts from the next forward pass on. ``state_dict()`` names it, and holds what it learned: a head that loads
-        the state goes on with the same settings, and raises SpecMismatch if its margin is of another kind.
+        It takes effect at the next forward pass. ``state_dict()`` names it, and holds what it learned: a head that
+        loads the state continues with the same settings, and raises SpecMismatch if its margin is of another kind.
         """
         return self._backend.margins.margin
 
@@ -190,12 +190,12 @@ class ClassHead(ModuleWithRows):
 
     @property
     def backend(self) -> RowBackend:
-        """The rows and the way they are worked on."""
+        """Backend that holds the rows and computes with them."""
         return self._backend
 
     @property
     def _local(self) -> LocalRows:
-        """The rows, if they are here. Raises InvalidArgument for rows in a cluster."""
+        """Rows on this process and its peers. Raises InvalidArgument for rows in a cluster."""
         if self._backend.local is None:
             raise InvalidArgument(
                 f"the rows of {self.name!r} are in a cluster, and none of these processes has them; save the model "
@@ -206,22 +206,22 @@ class ClassHead(ModuleWithRows):
 
     @property
     def table(self) -> ReadableTable:
-        """The rows themselves."""
+        """Table of the rows."""
         return self._backend.table
 
     @property
     def select(self) -> Selection:
-        """The selection; with :class:`KNNSoftmax` the object that holds its graph."""
+        """Selection of active classes; with :class:`KNNSoftmax` the object that holds its graph."""
         return self._backend.select
 
     @property
     def row_update(self) -> PendingUpdate[Any]:
-        """Row gradients that wait for :class:`geartrain.bridge.rows.optimizer.RowOptimizer`."""
+        """Pending row gradients, for :class:`geartrain.bridge.rows.optimizer.RowOptimizer`."""
         return self._backend.update
 
     @property
     def row_placement(self) -> Placement:
-        """The rows, for :func:`geartrain.save` and :func:`geartrain.load`."""
+        """Placement of the rows, for :func:`geartrain.save` and :func:`geartrain.load`."""
         return head_rows(self._backend)
 
     @property
@@ -231,12 +231,12 @@ class ClassHead(ModuleWithRows):
 
     @property
     def num_living(self) -> int:
-        """How many classes live."""
+        """Number of classes that exist."""
         return self._backend.live_classes.num_living
 
     @property
     def retired(self) -> Tensor:
-        """Ids [N] int64 of the classes that do not live, rising: retired, or never added."""
+        """Ids [N] int64 of the classes that do not exist, rising: retired, or never added."""
         return torch.from_numpy(self._backend.live_classes.free_ids(self.num_classes - self.num_living))
 
     def add_classes(
@@ -247,44 +247,44 @@ class ClassHead(ModuleWithRows):
         examples: Loader | None = None,
         backbone: nn.Module | None = None,
     ) -> Tensor:
-        """Let ``num`` more classes live, between two steps; return their ids [num] int64, the lowest free ones.
+        """Add ``num`` classes between two steps; return their ids [num] int64, the lowest free ones.
 
-        Their centers are ``rows`` [num, D] (or [num, sub_centers, D]); or made of the mean features that ``backbone``
-        gives of ``examples``, batches as :meth:`imprint` takes them with labels 0 … num − 1 for the classes to be; or,
-        without either, the initial values of their ids. Those of ``examples`` are placed as :meth:`imprint` places a
-        few classes, so that the others keep their samples. Momentum is zero. Ids of retired classes are given out
-        again. They take part from the next step on, in the graph of KNN softmax too. Of several centers a class a
-        single one is the first, and the others have their initial values. With ranks, every rank calls it with equal
+        Their centers are ``rows`` [num, D] (or [num, sub_centers, D]); or mean features of ``backbone`` over
+        ``examples``, batches as of :meth:`imprint` with labels 0 … num − 1 for the new classes; or, without either, the
+        initial values of their ids. Centers from ``examples`` are placed as :meth:`imprint` places a few classes, so
+        that the others keep their samples. Momentum is zero. Ids of retired classes are reused. New classes take part
+        from the next step on, in the graph of KNN softmax too. With several centers a class, a single given one
+        becomes the first, and the others have their initial values. With ranks, every rank calls it with equal
         ``num`` and ``rows`` (its own ``examples``); several workers without a process group each call it, in the same
-        order, and train on when all have: each writes the rows anew, and what another had trained of them is lost.
+        order, and resume training when all have: each overwrites the rows, so training of them in between is lost.
 
         Costs an assign of the rows, with ranks one exchange, with ``examples`` a pull of up to 32 MiB; for KNN softmax
         see :meth:`KNNSelection.follow`. Raises InvalidArgument (no ids free, an update pending, a class without an
         example, a batch of another form than :meth:`imprint` takes), InvalidRows, NonFinite, SpecMismatch (ranks
-        disagree), SyncError (another rank failed); then nothing lives that did not before.
+        disagree), SyncError (another rank failed); then no class was added.
         """
         return torch.from_numpy(add_classes(self._backend, self.dim, num, rows, examples, backbone, self.sub_centers))
 
     def retire_classes(self, ids: Tensor) -> None:
-        """Let the classes ``ids`` [N] int64 take no part any more, between two steps.
+        """Retire the classes ``ids`` [N] int64, between two steps.
 
-        Their labels are refused from then on, no selection chooses them, no softmax sums them, no prediction names
-        them. Their rows stay as they are and readable (:meth:`weights`) until :meth:`add_classes` gives the ids out
-        again; their momentum becomes zero. With ranks every rank calls it. Costs a pull and an assign of the rows.
+        From then on their labels are refused, and they are in no selection, softmax or prediction. Their rows stay
+        unchanged and readable (:meth:`weights`) until :meth:`add_classes` reuses the ids; their momentum becomes zero.
+        With ranks every rank calls it. Costs a pull and an assign of the rows.
 
-        Raises InvalidIds (outside the table, twice, not living), InvalidArgument (none would be left, an update
+        Raises InvalidIds (outside the table, twice, already retired), InvalidArgument (none would be left, an update
         pending), SpecMismatch, SyncError.
         """
         retire_classes(self._backend, ids)
 
     @property
     def step(self) -> int:
-        """Row updates applied so far; decides, with the seed, which classes are sampled next."""
+        """Number of row updates applied; with the seed it determines the sampled classes."""
         return self.row_update.step
 
     @runs_eagerly
     def forward(self, features: Tensor, labels: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Mean loss (0-dim, float32 or float64) of features [B, D] with labels [B] int64, both on any device.
+        """Return the mean loss (0-dim, float32 or float64) of features [B, D] with labels [B] int64, on any device.
 
         ``weight`` [B], finite and >= 0, says how much each sample counts (None: 1): the mean is Σ w·loss / Σ w, of the
         losses that ``torch.nn.functional.cross_entropy`` has with ``reduction="none"``. ``weight_of_class[labels]`` is
@@ -305,7 +305,7 @@ class ClassHead(ModuleWithRows):
         ``torch.compile`` breaks its graph here.
         """
         training = self._collects_gradients()
-        # What is pulled outlives this call: it must not become an inference tensor.
+        # Pulled rows outlive this call, so they must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             call = self._backend.begin(features, labels, weight, in_training=self.training, want_rows=training)
         stand_in = self._backend.update.on(features.device)
@@ -315,20 +315,20 @@ class ClassHead(ModuleWithRows):
 
     @property
     def adds_up(self) -> bool:
-        """Whether the losses of micro-batches, weighted by their samples, add up to that of their batch."""
+        """Whether the losses of micro-batches, weighted by samples, add up to that of the batch."""
         return self.backend.settings.config.reduction != "none"
 
     @property
     def takes_parts(self) -> bool:
-        """Whether :meth:`loss_of_parts` can be asked: where several ranks hold the rows."""
+        """Whether :meth:`loss_of_parts` is available: where several ranks hold the rows."""
         local, peers = self._backend.local, self._backend.peers
         return local is not None and peers is not None and peers.world_size > 1
 
     @runs_eagerly
     def loss_of_parts(self, parts: FeatureParts, labels: Tensor, weight: Tensor | None = None) -> Tensor:
-        """As ``head(features, labels, weight)``, for features that ``parts`` compute and that travel meanwhile.
+        """Return ``head(features, labels, weight)`` for features that ``parts`` compute while earlier ones are sent.
 
-        :class:`geartrain.MicroBatches` asks it. Raises what a call of the head does, and what computing them raises;
+        :class:`geartrain.MicroBatches` uses it. Raises as a call of the head, and what computing the features raises;
         SyncError where that happened on another rank.
         """
         training = self._collects_gradients()
@@ -340,7 +340,7 @@ class ClassHead(ModuleWithRows):
         return loss
 
     def _collects_gradients(self) -> bool:
-        """Whether rows are trained by this pass."""
+        """Return whether this pass trains rows."""
         return self.training and torch.is_grad_enabled() and self._backend.update.is_trained
 
     def _note(self, call: HeadCall, training: bool) -> None:
@@ -350,9 +350,9 @@ class ClassHead(ModuleWithRows):
 
     @property
     def stats(self) -> StepStatistics | None:
-        """What the last forward pass has seen: loss, mean cosine of the targets, accuracy over the active classes.
+        """Statistics of the last forward pass: loss, mean cosine of the targets, accuracy over the active classes.
 
-        None before the first. Costs nothing until a number is read, which waits for the device.
+        None before the first. They cost nothing until a number is read, which waits for the device.
         """
         return self._watch.last
 
@@ -363,19 +363,22 @@ class ClassHead(ModuleWithRows):
         return f"{self.name!r} (margin {margin}, scale {scale:g}, {rate})"
 
     def next_epoch(self) -> None:
-        """Say, on every rank, that a pass over the data has ended: KNN softmax builds its graph anew by it."""
+        """Signal the end of an epoch, on every rank: KNN softmax schedules rebuilds of its graph by it."""
         self.select.next_epoch()
 
     def rebuild_graph(self) -> None:
-        """Build the graph of KNN softmax now, from the rows as they are; every rank calls it. InvalidArgument without
-        one."""
+        """Rebuild the graph of KNN softmax now, from the current rows; every rank calls it.
+
+        Raises InvalidArgument without a graph.
+        """
         self.select.rebuild_graph()
 
     def predict(self, features: Tensor, k: int = 5) -> tuple[Tensor, Tensor]:
-        """The ``k`` best classes of features [B, D]: scores [B, k] (cos θ; x·w without a margin) and ids [B, k] int64.
+        """Return the ``k`` best classes of features [B, D]: scores [B, k] and ids [B, k] int64, best first.
 
-        Best first; the margin plays no part. Pulled rows are kept until they change if 5 · C · D bytes are within
-        ``rows_cache_bytes``; else all C travel, for each 1,024 samples on a GPU. Hosted rows do not travel. Raises
+        Scores are cos θ (x·w without a margin); the margin is not applied. Pulled rows are cached until they change if
+        5 · C · D bytes are within ``rows_cache_bytes``; else all C are pulled, for each 1,024 samples on a GPU. Hosted
+        rows are not sent. Raises
         InvalidRows, InvalidArgument, and NonFinite for rows or features on the CPU, unless
         ranks hold the rows: there the scores are NaN.
         """
@@ -395,40 +398,41 @@ class ClassHead(ModuleWithRows):
         """Make each class center the unit-length mean feature of its images; return how many were changed.
 
         If the means of at least half of the living classes have an average cosine above 0.5 to each other, as an
-        untrained backbone's have, the direction that they share is taken off first: it tells none from another. It is
-        part of the state, and is taken off the means of classes that come later, too. A mean that has nothing else, or
-        is zero, changes nothing.
+        untrained backbone's have, their shared direction is subtracted first, as it distinguishes no class. It is
+        part of the state, and is also subtracted from the means of later classes. A mean that has no other direction,
+        or is zero, changes nothing.
 
-        Fewer than half are placed among the others once these have trained, where they score on their own samples as
-        the best other center does. Without a margin: the mean of the others, its bias too, and so much of a class's own
-        direction. Under a margin a quarter more: a center is turned away from the mean of the others, to a cosine of
-        0.8 with its own mean at least. The others are up to 32 MiB of rows, evenly spread.
+        If fewer than half are imprinted after the others have trained, they are placed among these, so that they score
+        on their own samples as the best other center does. Without a margin a center is the mean of the others, with
+        its bias, plus as much of the class's own direction as that needs. Under a margin it scores a quarter more: it
+        is turned away from the mean of the others, to a cosine of at least 0.8 with its own mean. The others are up to
+        32 MiB of rows, evenly spread.
 
-        ``loader`` yields (images, labels [N] int64) or (images, labels, weights [N]), as a step takes them: images are
-        what ``backbone`` takes, a tensor, a tuple of its arguments or a dict of them; weights weigh the mean; samples
+        ``loader`` yields (images, labels [N] int64) or (images, labels, weights [N]), as in a step: images are the
+        input of ``backbone``, a tensor, a tuple of its arguments or a dict of them; weights weigh the mean; samples
         of weight 0 or of the head's ``ignore_index`` do not count. ``backbone`` runs in eval() without gradients, on
-        its own device, and is put back in its mode. Classes without images keep their row; an imprinted row's momentum
-        becomes zero. Of several centers a class the mean is the first, and the others get their initial values.
+        its own device; its mode is restored. Classes without images keep their row; an imprinted row's momentum
+        becomes zero. With several centers a class the mean becomes the first, and the others get initial values.
         ``loader`` is read once. Sums of all classes take up to ``memory_bytes``, one byte a class, and 384 MiB while
         they become rows; if they need more, they are in a file without a name in ``tempfile.gettempdir()``
         (``TMPDIR``), 4·dim bytes of disk for each class with images. Rows are assigned when all images were read.
-        ``progress`` is called with the images so far that count; without it a bar appears after two seconds. With
-        ranks, every rank gives its own images, and they exchange which classes have any, and the sums of those.
+        ``progress`` is called with the number of counted images; without it a bar appears after two seconds. With
+        ranks, every rank gives its own images, and they exchange the set of classes with images and their sums.
 
         Raises InvalidIds for a label that is no class, NonFinite for a feature that is NaN or infinite and
-        InvalidArgument for a batch of another form, for weights, and where the file finds no room: no class was changed
+        InvalidArgument for a batch of another form, for weights, and where the file has no room: no class was changed
         then.
         """
         return imprint_rows(self._backend, loader, backbone, memory_bytes, progress)
 
     @torch.no_grad()
     def dominant_centers(self, loader: Loader, backbone: nn.Module) -> Tensor:
-        """The number [C] int64 of each class's center that is nearest to most of its images; 0 without images.
+        """Return the number [C] int64 of each class's dominant center: nearest to most of its images; 0 without images.
 
-        What other centers have drawn to themselves is mostly mislabelled or hard (sub-center ArcFace, section 3.3).
+        Images nearest to other centers are mostly mislabelled or hard (sub-center ArcFace, section 3.3).
         ``gt.export_class_weights(head, path, dominant=...)`` writes these centers alone, for a head with one a class.
         ``loader`` and ``backbone`` are those of :meth:`imprint`. Pulls the rows of each batch's classes; memory 4
-        bytes a center. No ranks take part: it is of the images that this process gives. Raises InvalidIds,
+        bytes a center. No other ranks take part: it is over the images of this process. Raises InvalidIds,
         InvalidRows, and InvalidArgument for rows that lie on several ranks (save the model, and load it on one).
         """
         peers = self._backend.peers
@@ -444,7 +448,7 @@ class ClassHead(ModuleWithRows):
 
     @torch.no_grad()
     def weights(self, ids: Tensor | None = None) -> Tensor:
-        """Rows [N, D] on the host: of the classes ``ids`` [N] int64 (any order, duplicates allowed), or of all.
+        """Return rows [N, D] on the host, of the classes ``ids`` [N] int64 (any order, duplicates allowed), or of all.
 
         With several centers a class [N, sub_centers, D].
         """
@@ -455,7 +459,7 @@ class ClassHead(ModuleWithRows):
 
     @torch.no_grad()
     def biases(self, ids: Tensor | None = None) -> Tensor:
-        """Biases [N] on the host, of the classes ``ids`` as in :meth:`weights`; zeros without ``bias=True``."""
+        """Return biases [N] on the host, of the classes ``ids`` as in :meth:`weights`; zeros without ``bias=True``."""
         if not self.bias:
             return torch.zeros(self.num_classes if ids is None else len(ids))
         return self._rows(ids)[:, self.dim].contiguous()
@@ -481,8 +485,8 @@ class ClassHead(ModuleWithRows):
         Every rank calls it between two steps and waits; ``root`` is the same folder for all, a URL included. ``step``
         is :attr:`step` and ``name`` ``step-000000042`` unless given (``step-000000042-2`` if an earlier run has left
         that); ``values`` (JSON) and ``files`` of rank 0 travel with the rows: put ``state_to_bytes(head.state_dict())``
-        and the backbone there. All rows are written, there are no increments. Warns of bad labels, and of rows that
-        were left as they were, which no call of the head has raised yet. :meth:`restore` reads it on any number of
+        and the backbone there. All rows are written, there are no increments. Warns of bad labels and refused row
+        updates that no call of the head has raised yet. :meth:`restore` reads it on any number of
         ranks, and ``Cluster.restore`` into any number of shards.
         Raises SnapshotFailed on every rank if one of them fails, and InvalidArgument for rows in a cluster:
         ``Cluster.snapshot`` is theirs.
@@ -501,7 +505,7 @@ class ClassHead(ModuleWithRows):
         return self._local.restore(path)
 
     def sharded_rows(self) -> Stateful:
-        """Rows that lie on ranks, with their slots and the head's state, for ``torch.distributed.checkpoint``.
+        """Return rows on ranks, with slots and the head's state, for ``torch.distributed.checkpoint``.
 
             dcp.save({"model": model.state_dict(), "rows": head.sharded_rows()}, checkpoint_id=path)
 
@@ -513,41 +517,43 @@ class ClassHead(ModuleWithRows):
         return self._local.sharded_rows(self)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Neither copy nor pickle: rows are trained in one place."""
+        """Refuse to copy or pickle: rows are trained in one place."""
         raise InvalidArgument(
             f"ClassHead {self.name!r} cannot be copied or pickled: its rows are not in the module. Copy the "
             "backbone alone (for averaged weights, too); geartrain.save(model, folder) saves a head with its rows"
         )
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Table name, size, step, retired classes, settings, and what tells the rows from others; the rows themselves
-        are in snapshots. One pull of up to 128 rows from a cluster. Warns of bad labels, and of rows of this rank
-        that were left as they were, which no call of the head has raised yet."""
+        """Return table name, size, step, retired classes, settings and identity of the rows, which are in snapshots.
+
+        Costs one pull of up to 128 rows from a cluster. Warns of bad labels and refused updates of this rank's rows
+        that no call of the head has raised yet.
+        """
         return state_of(self._backend)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        """Of a state_dict; raises SpecMismatch if it was saved with other rows than are here, whatever ``strict``."""
+        """Load a state_dict. Raises SpecMismatch if it was saved with other rows than these, whatever ``strict``."""
         state = state_dict.get(f"{prefix}_extra_state")
         if isinstance(state, Mapping):
             require_loadable(self._backend, state)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Go on at the saved step. SpecMismatch for another table or size, or for rows on ranks of another step.
+        """Continue at the saved step. Raises SpecMismatch for another table, size, or step of rows on ranks.
 
-        Rows in a cluster are not looked at here, as ``load_state_dict`` does: whoever calls this has restored them.
+        Unlike ``load_state_dict`` it does not check rows in a cluster: the caller has restored them.
         """
         resume_state(self._backend, state)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ClassHead:
-        """Rows that are here go with ``head.to(device)``."""
+        """Move rows of this process with ``head.to(device)``."""
         if self._backend.local is not None:
             self._backend.local.move_with(fn)
         super()._apply(fn, recurse)
         return self
 
     def extra_repr(self) -> str:
-        """Settings for print()."""
+        """Return the settings, for print()."""
         return (
             f"{self.name!r}, num_classes={self.num_classes}, dim={self.dim}, select={self.select}, margin={self.margin}"
             f"{', bias=True' if self.bias else ''}{f', sub_centers={self.sub_centers}' if self.sub_centers > 1 else ''}"

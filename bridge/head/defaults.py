@@ -1,4 +1,4 @@
-"""What a head does where its caller says nothing: what ``nn.Linear`` under cross entropy and AdamW does.
+"""Defaults of a head, which match ``nn.Linear`` under cross entropy and AdamW.
 
 With a margin the rows learn by momentum. ``geartrain bench defaults`` compares both.
 """
@@ -12,15 +12,15 @@ from geartrain.ams.values.optimizers.registry import AdamW, SparseMomentum
 from geartrain.ams.values.specs import Uniform
 
 DEFAULT_SELECT = PartialFC(sample_rate=0.1, min_active=65_536)
-"""The full softmax while that is affordable; beyond, its loss is estimated without bias, or with the margin sampled."""
+"""Full softmax for up to 65,536 classes; beyond, an unbiased estimate of its loss, or with a margin a sample."""
 DEFAULT_OPTIMIZER = AdamW(lr=1e-3)
-"""Where every class is active in every step."""
+"""Optimizer where every class is active in every step."""
 _SMALL_BATCH = 64
 _MARGIN_RATE, _CLASSES_OF_MARGIN_RATE = 0.2, 4000
 
 
 def default_optimizer(select: Selection, num_classes: int) -> AdamW:
-    """AdamW, at a rate that makes up for the steps in which a drawn class is not active.
+    """Return AdamW at a learning rate that compensates for the steps in which a sampled class is not active.
 
     Adam moves a row about as far in each update, whatever its gradient's size: a row that is active in one of n steps
     learns n times as slowly. The rate is that of ``DEFAULT_OPTIMIZER`` times n. Of few classes the labels of a batch
@@ -31,7 +31,7 @@ def default_optimizer(select: Selection, num_classes: int) -> AdamW:
 
 
 def margin_optimizer(num_classes: int) -> SparseMomentum:
-    """Momentum at 0.2 for the rows under a margin, of fewer than 4,000 classes at a rate in proportion to them.
+    """Return momentum at 0.2 for rows under a margin; below 4,000 classes the rate is proportional to their number.
 
     Only a row's direction counts there, and a step turns it by rate · gradient / length². Averaged over the steps that
     is rate / C, whatever the batch: so rows of ten classes turn no faster than those of thousands, and do not outrun
@@ -44,6 +44,6 @@ def margin_optimizer(num_classes: int) -> SparseMomentum:
 
 
 def linear_initializer(dim: int) -> Uniform:
-    """Uniform in ±1/√D, as ``torch.nn.Linear`` draws its weights and biases."""
+    """Return uniform in ±1/√D, the distribution of weights and biases of ``torch.nn.Linear``."""
     bound = 1 / math.sqrt(dim)
     return Uniform(-bound, bound)

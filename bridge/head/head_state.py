@@ -1,4 +1,4 @@
-"""What a head puts into a state_dict, and how it goes on from there; the rows themselves are in snapshots."""
+"""State of a head in a state_dict, saved and resumed; the rows are in snapshots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def state_of(backend: RowBackend) -> dict[str, Any]:
-    """See ``ClassHead.get_extra_state``."""
+    """Return the state for ``ClassHead.get_extra_state``."""
     identity, graph, imprinted = backend.identity(), backend.select.state(), backend.imprinted
     return {
         **_size_of(backend),
@@ -36,7 +36,7 @@ def state_of(backend: RowBackend) -> dict[str, Any]:
 
 
 def require_loadable(backend: RowBackend, state: Mapping[str, Any]) -> None:
-    """Raise SpecMismatch if the state was saved with other rows than are here, and change nothing."""
+    """Raise SpecMismatch if the state was saved with other rows than these; change nothing."""
     _require_equal(_size_of(backend), state)
     if backend.local is not None:
         backend.local.require_step(int(state["step"]))
@@ -44,7 +44,7 @@ def require_loadable(backend: RowBackend, state: Mapping[str, Any]) -> None:
 
 
 def resume_state(backend: RowBackend, state: Mapping[str, Any]) -> None:
-    """See ``ClassHead.set_extra_state``."""
+    """Resume from a state, for ``ClassHead.set_extra_state``."""
     _require_equal(_size_of(backend), state)
     step = int(state["step"])
     if backend.local is not None:
@@ -60,12 +60,12 @@ def resume_state(backend: RowBackend, state: Mapping[str, Any]) -> None:
 
 
 class _HeadRows(Placement):
-    """What loading a head asks beside its rows, wherever they are."""
+    """Placement of a head's rows that also checks its settings and keeps its graph."""
 
     backend: RowBackend
 
     def require_state(self, state: Mapping[str, Any]) -> None:
-        """Also for rows that may be as wide, but whose columns mean something else."""
+        """Raise SpecMismatch also for rows of equal width whose columns mean something else."""
         settings = self.backend.settings
         _require_equal({"bias": settings.bias, "sub_centers": settings.sub_centers}, state)
         self.backend.margins.require_resumable(state)
@@ -82,15 +82,15 @@ class _HeadRows(Placement):
 
 
 class _RowsInCluster(_HeadRows, ClusterPlacement):
-    """Those of a head."""
+    """Rows of a head in a cluster."""
 
 
 class _RowsOnDevices(_HeadRows, DevicePlacement):
-    """Those of a head."""
+    """Rows of a head on the ranks' devices."""
 
 
 def head_rows(backend: RowBackend) -> Placement:
-    """The rows of a head as saving and loading a model see them."""
+    """Return the placement of a head's rows, for saving and loading a model."""
     placed: _HeadRows
     if backend.local is not None:
         placed = _RowsOnDevices(cast("DeviceUpdate[Any]", backend.update))
@@ -102,7 +102,7 @@ def head_rows(backend: RowBackend) -> Placement:
 
 
 def _size_of(backend: RowBackend) -> dict[str, Any]:
-    """What a head and the state that it loads have in common."""
+    """Return the values that must be equal in a head and a state that it loads."""
     own = backend.settings
     return {
         "table": own.name,

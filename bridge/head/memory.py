@@ -1,6 +1,6 @@
-"""Will it fit? Bytes of a class head by part, for each way of working on its rows.
+"""Memory report of a class head: bytes by part, for each kind of row backend.
 
-Every part answers for itself, by the formulas that its code follows; what is gathered here is their answers.
+Every part computes its own bytes, by the formulas that its code follows; they are gathered here.
 Legend: that of ``memory_plan.py``.
 """
 
@@ -38,21 +38,21 @@ class MemoryReport:
     rows: str
     dtype: str
     slot_dtype: str | None
-    """None: the optimizer keeps no slots."""
+    """Storage type of the slots; None: the optimizer has none."""
     batch_size: int
     num_active: int
     num_shards: int
-    """0 with ``rows="ranks"``."""
+    """Number of shards; 0 with ``rows="ranks"``."""
     num_ranks: int
     table_bytes: int
     """Rows, slots and index over all shards or ranks, once every row was written."""
     plsc_bytes: int
-    """What PLSC's formulas give for the same head on ``num_ranks`` cards, over all of them."""
+    """Bytes by PLSC's formulas for the same head on ``num_ranks`` cards, over all of them."""
     parts: tuple[MemoryPart, ...]
 
     @property
     def bytes_per_class(self) -> float:
-        """Of rows, slots and index."""
+        """Bytes of rows, slots and index for each class."""
         return self.table_bytes / self.num_classes
 
     @property
@@ -67,7 +67,7 @@ class MemoryReport:
 
     @property
     def step_bytes(self) -> int:
-        """What a step adds, over all shards and ranks."""
+        """Bytes that a step adds, over all shards and ranks."""
         count = {"shard": self.num_shards, "rank": self.num_ranks}
         return sum(part.bytes * count[part.holder] for part in self.parts if not part.standing)
 
@@ -80,7 +80,7 @@ class MemoryReport:
         return sum(part.bytes for part in self.parts if part.holder == holder)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """Return the report as plain values."""
         sums = {name: getattr(self, name) for name in ("shard_bytes", "rank_bytes", "step_bytes", "total_bytes")}
         return {**asdict(self), "bytes_per_class": self.bytes_per_class, **sums}
 
@@ -110,7 +110,7 @@ class MemoryReport:
         return "\n".join(lines)
 
     def explained(self) -> str:
-        """What its words and letters mean here, what is assumed, and what is not counted."""
+        """Return an explanation of its terms and letters, the assumptions, and what is not counted."""
         lines = [
             "shard: each server process with rows; rank: each process that trains. Bytes are those of the fullest.",
             "always: as long as the table is there. in a step: while one runs, and no longer.",
@@ -146,7 +146,7 @@ def memory_report(
     device: str = "cpu",
     num_threads: int | None = None,
 ) -> MemoryReport:
-    """Bytes that a head of these settings takes, by part; the arguments are those of :class:`ClassHead`, and some more.
+    """Return the bytes of a head by part; the arguments are those of :class:`ClassHead`, and some more.
 
     Every row is taken to be written; while few are, a shard takes little more than those. Not counted: the backbone,
     libraries, and what gRPC holds of messages under way, or the memory shared with shards instead. Tests find it within
