@@ -50,7 +50,7 @@ ACTIVATIONS: dict[str, Callable[[int], nn.Module]] = {
 
 
 def activation_of(name: ActivationName) -> Callable[[int], nn.Module]:
-    """What makes a layer of so many columns. Raises InvalidArgument."""
+    """Return the function that creates the layer for a number of columns. Raises InvalidArgument."""
     if name not in ACTIVATIONS:
         raise InvalidArgument(f"activation is {quoted(name)}; it must be one of {', '.join(map(repr, ACTIVATIONS))}")
     return ACTIVATIONS[name]

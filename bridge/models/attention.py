@@ -1,4 +1,4 @@
-"""How much each vector of a sequence matters for a query: an attention unit and the sum that it weights.
+"""Attention of a query over the vectors of a sequence: scores and the weighted sum.
 
 Legend: B samples, N vectors of all sequences, D their width.
 """

@@ -1,4 +1,4 @@
-"""What all networks that predict clicks are: logits of a batch, or the loss that trains them.
+"""Base class of networks that predict clicks: logits of a batch, or the loss.
 
 Legend: B samples.
 """

@@ -144,7 +144,7 @@ class DIEN(ClickModel):
 
 
 def auxiliary_loss(events: Sequences, interests_NH: Tensor, others_NH: Tensor) -> Tensor:
-    """How badly interests tell the event that follows theirs from the one of ``others`` in its place (0-dim).
+    """Return the loss (0-dim) of telling the event after each interest from the one of ``others`` in its place.
 
     0 if no event follows another.
     """

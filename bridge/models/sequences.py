@@ -53,7 +53,7 @@ class Sequences:
         return out.index_put((self.rows_N, self.positions()), values)
 
     def packed(self, values: Tensor) -> Tensor:
-        """What :meth:`padded` made [B, L, …], as [N, …] again."""
+        """Return the vectors [N, …] of :meth:`padded` values [B, L, …]."""
         return values[self.rows_N, self.positions()]
 
 

@@ -1,4 +1,4 @@
-"""The numbers of an FCCS, checked, in whole micro-batches of all ranks."""
+"""Batch sizes of an FCCS schedule, in whole micro-batches of all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
 
 _LAST_BITS = 1e-9
-"""By so much a half may fall short: it is a whole one more on every machine, whatever the last bits of its sine."""
+"""Tolerance of rounding a half up: the result is equal on every machine, whatever the last bits of its sine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class BatchRamp:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """When the rate has warmed up, and how large each step's batch is."""
+    """Plan of an FCCS: length of the warm-up, and the batch of each step."""
 
     warmup_steps: int
     quantum: int
@@ -67,7 +67,7 @@ class BatchPlan:
     ramp: BatchRamp
 
     def settings(self) -> dict[str, int]:
-        """What the plan was made from, over all ranks: it is the same for every number of them."""
+        """Return the settings of the plan, over all ranks: they are equal for every number of ranks."""
         return {
             "warmup_steps": self.warmup_steps,
             "initial_batch": self.ramp.first * self.quantum,
@@ -92,7 +92,7 @@ def plan_of_steps(
     micro_batch: int,
     ranks: int,
 ) -> BatchPlan:
-    """The plan of so many steps. Raises InvalidArgument."""
+    """Return the plan of so many steps. Raises InvalidArgument."""
     warmup_steps = integer("warmup_steps", warmup_steps, 0)
     initial_steps = integer("initial_steps", initial_steps, 0)
     total_steps = integer("total_steps", total_steps, 1)
@@ -122,7 +122,7 @@ def plan_of_epochs(
     micro_batch: int,
     ranks: int,
 ) -> BatchPlan:
-    """The longest plan of at most so many samples. Raises InvalidArgument."""
+    """Return the longest plan of at most so many samples. Raises InvalidArgument."""
     samples = integer("samples_per_epoch", samples_per_epoch, 1)
     for name, value in (("epochs", epochs), ("initial_epochs", initial_epochs), ("warmup_epochs", warmup_epochs)):
         if not 0 <= real_number(name, value) < math.inf:
@@ -152,7 +152,7 @@ def plan_of_epochs(
 
 
 def _first_and_last(initial_batch: int, max_batch: int, quantum: int, ranks: int) -> tuple[int, int]:
-    """Micro-batches, on each rank, of the smallest and the largest batch. Raises InvalidArgument."""
+    """Return the micro-batches, on each rank, of the smallest and largest batch. Raises InvalidArgument."""
     first = _micro_batches("initial_batch", initial_batch, quantum, ranks)
     last = _micro_batches("max_batch", max_batch, quantum, ranks)
     if last < first:

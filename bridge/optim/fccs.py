@@ -1,4 +1,4 @@
-"""FCCS: warm the rate up, keep it, and enlarge the batch instead of lowering it (100M-class paper, section 3.4)."""
+"""FCCS: warm up the learning rate, then grow the batch instead of lowering the rate (100M-class paper, sec. 3.4)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOT_MADE = "FCCS was not made"
 
 
 class FCCS:
-    """Drives the rate of optimizers, and the batch: a linear warm-up, then a batch that grows along half a cosine.
+    """Schedule of learning rate and batch: a linear warm-up, then a batch that grows along half a cosine.
 
         schedule = gt.FCCS(optimizer, lr=0.4, warmup_steps=100, initial_batch=64, max_batch=1024,
                            initial_steps=1000, total_steps=2000, micro_batch=64)
@@ -47,8 +47,8 @@ class FCCS:
     :meth:`step` after it. Not thread-safe.
 
     Args:
-        optimizer: Whose ``lr`` is driven, or several: any of PyTorch, :class:`RowOptimizer`, what :func:`joint` made.
-            Nothing else may drive it.
+        optimizer: One or several whose ``lr`` is set: any of PyTorch, :class:`RowOptimizer`, the result of
+            :func:`joint`. Nothing else may set it.
         lr: The rate after the warm-up, of all param_groups, or one for each in order; None: what each group has now.
         warmup_steps: Steps of the warm-up, >= 0.
         initial_batch: Samples of the first steps, over all ranks; a multiple of ranks · ``micro_batch``.
@@ -59,7 +59,7 @@ class FCCS:
         process_group: The ranks that share the batch; None: all there are. Every rank makes the same FCCS.
 
     Raises:
-        InvalidArgument: a number is out of range. The other ranks hear SyncError.
+        InvalidArgument: a number is out of range. The other ranks raise SyncError.
         SpecMismatch: the ranks gave different numbers.
     """
 
@@ -115,14 +115,14 @@ class FCCS:
         lr: float | Sequence[float] | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> Self:
-        """The longest schedule that takes at most ``epochs`` passes over ``samples_per_epoch`` samples.
+        """Return the longest schedule that takes at most ``epochs`` passes over ``samples_per_epoch`` samples.
 
         Args:
-            optimizer: As of the class; the same for ``lr``, batches and ``process_group``.
-            epochs: Of the whole training, > ``initial_epochs``.
-            samples_per_epoch: Of all ranks.
-            initial_epochs: Before the batch grows, >= 0.
-            warmup_epochs: Of the warm-up, from 0 to ``initial_epochs``.
+            optimizer: As of the class; so are ``lr``, batches and ``process_group``.
+            epochs: Epochs of the whole training, > ``initial_epochs``.
+            samples_per_epoch: Samples of all ranks in an epoch.
+            initial_epochs: Epochs before the batch grows, >= 0.
+            warmup_epochs: Epochs of the warm-up, from 0 to ``initial_epochs``.
 
         Raises:
             InvalidArgument: a number is out of range, or there are too few samples for the initial part and a step.
@@ -160,7 +160,7 @@ class FCCS:
 
     @property
     def completed_steps(self) -> int:
-        """Steps that were made."""
+        """Number of completed steps."""
         return self._completed_steps
 
     @property
@@ -189,9 +189,9 @@ class FCCS:
         return self._epoch
 
     def step(self) -> None:
-        """Count a step that the optimizers have made, and give them the rate of the next one.
+        """Count a step of the optimizers, and set the rate of their next one.
 
-        Raises InvalidArgument if somebody else changed a rate, or if the loop of :meth:`steps` left micro-batches out.
+        Raises InvalidArgument if other code changed a rate, or if the loop of :meth:`steps` left micro-batches out.
         """
         self._require_rates()
         if self._open is not None and self._open.num_read < len(self._open):
@@ -205,17 +205,17 @@ class FCCS:
         self._set_rates()
 
     def steps(self, loader: Iterable[Any], *, skip: bool = True) -> Iterator[StepBatches]:
-        """The micro-batches of each step that is left, over as many passes of ``loader`` as it takes.
+        """Yield the micro-batches of each remaining step, over as many passes of ``loader`` as needed.
 
         Before a pass ``set_epoch(epoch)`` of the loader or its sampler is called, where there is one. Micro-batches are
         read when they are asked for. A step may take them from two passes.
 
         Args:
             loader: Gives micro-batches of ``micro_batch`` samples, those of this rank; all of one size
-                (``drop_last=True``). Resumed runs go on bit by bit if its order follows from ``set_epoch``, as that of
+                (``drop_last=True``). Resumed runs are bit-identical if its order follows from ``set_epoch``, as that of
                 ``DistributedSampler`` does.
-            skip: After :meth:`load_state_dict` pass over what the epoch had given already. False: the loader knows
-                where it was (``StatefulDataLoader``).
+            skip: After :meth:`load_state_dict` skip the micro-batches that the epoch had yielded. False: the loader
+                resumes by itself (``StatefulDataLoader``).
 
         Raises:
             InvalidArgument: the loader has another batch size, a smaller last batch, or nothing; the body of the loop
@@ -234,7 +234,7 @@ class FCCS:
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the schedule is, as plain values; equal on all ranks. Take it after :meth:`step`.
+        """Return the progress of the schedule as plain values, equal on all ranks. Call it after :meth:`step`.
 
         Raises InvalidArgument between micro-batches of a step.
         """
@@ -247,7 +247,7 @@ class FCCS:
         return {**counts, **place, "lr": list(self._peaks), "settings": self._plan.settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave, before or after the optimizers load theirs.
+        """Resume from a :meth:`state_dict`, before or after the optimizers load theirs.
 
         The number of ranks and ``micro_batch`` may be others, if batches are multiples of theirs. Raises
         InvalidArgument if a setting is another one; nothing is loaded then.
@@ -289,7 +289,7 @@ class FCCS:
                 "it after the last add_param_group()"
             )
         for number, (group, rate) in enumerate(zip(groups, self._rates, strict=True)):
-            # A rate that is a tensor may lie on a device, for which nobody waits here.
+            # A rate that is a tensor may be on a device; reading it would make the host wait.
             if not isinstance(group["lr"], Tensor) and group["lr"] != rate:
                 raise InvalidArgument(
                     f"lr of param_group {number} is {group['lr']}, and FCCS had set {rate}: something else drives it, "
@@ -328,7 +328,7 @@ class FCCS:
 
 
 def _optimizers(given: Any) -> list[Any]:
-    """The optimizers of an argument. Raises InvalidArgument."""
+    """Return the optimizers of an argument. Raises InvalidArgument."""
     found = list(given) if isinstance(given, list | tuple) else [given]
     for hit in found:
         if not all("lr" in group for group in getattr(hit, "param_groups", [{}])):
@@ -341,7 +341,7 @@ def _optimizers(given: Any) -> list[Any]:
 
 
 def _peaks(lr: float | Sequence[float] | None, groups: list[dict[str, Any]]) -> list[float]:
-    """The rate of each group after the warm-up. Raises InvalidArgument."""
+    """Return the rate of each group after the warm-up. Raises InvalidArgument."""
     if lr is None:
         rates = [float(group["lr"]) for group in groups]
     elif isinstance(lr, list | tuple):

@@ -81,7 +81,7 @@ class LAMB(LayerwiseOptimizer):
         local_part(param).add_(step if ratio is None else step.mul_(ratio), alpha=-group["lr"])
 
     def _direction(self, group: dict[str, Any], param: Tensor, weight_decay: float) -> Tensor:
-        """This rank's part of r."""
+        """Return this rank's part of r."""
         state, (beta1, beta2) = self.state[param], group["betas"]
         count = float(state["step"])
         divisor = local_part(state["exp_avg_sq"]).sqrt().div_((1 - beta2**count) ** 0.5).add_(group["eps"])

@@ -1,4 +1,4 @@
-"""What LARS and LAMB share: a step for each layer, scaled by a ratio of norms."""
+"""Base of LARS and LAMB: a step for each layer, scaled by a ratio of norms."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See the base class. Raises InvalidArgument for a number that is out of range."""
+        """Add a group. Raises InvalidArgument for a number that is out of range."""
         self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
@@ -83,11 +83,11 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
             )
 
     def _collect(self, group: dict[str, Any], param: Tensor) -> None:
-        """Take the gradient into the state, before any norm is known."""
+        """Add the gradient to the state, before norms are known."""
 
     @abstractmethod
     def _measured(self, group: dict[str, Any], param: Tensor) -> Tensor:
-        """This rank's part of what the weight's norm is compared with."""
+        """Return this rank's part of the tensor whose norm divides the weight's."""
 
     @abstractmethod
     def _ratio(self, group: dict[str, Any], weight: Tensor, step: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
 
 
 def gradient_of(group: dict[str, Any], param: Tensor) -> Tensor:
-    """This rank's part of the gradient, of what is minimised."""
+    """Return this rank's part of the gradient of the minimised loss."""
     assert param.grad is not None
     grad = local_part(param.grad, param)
     return -grad if group["maximize"] else grad

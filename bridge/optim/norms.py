@@ -1,4 +1,4 @@
-"""The 2-norms of tensors of which ranks may hold parts (DTensors: FSDP2, tensor parallelism)."""
+"""2-norms of tensors that may be divided among ranks (DTensors: FSDP2, tensor parallelism)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from geartrain.bridge.collectives.communicator import Communicator
 
 
 def local_part(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """This rank's part of a DTensor, in the same memory; of a gradient as its parameter ``like`` is laid out.
+    """Return this rank's part of a DTensor, in the same memory; a gradient is laid out as its parameter ``like``.
 
     Any other tensor is its own part.
     """
