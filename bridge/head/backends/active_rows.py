@@ -1,4 +1,4 @@
-"""Which of the rows on a rank take part in a step: known to the host, or to the device alone.
+"""Active rows of a rank in a step, known to the host, or to the device alone.
 
 On a CPU the host's arrays are searched. On a device the row numbers stay there, and what is done with them has fixed
 shapes, so that the host does not wait: where several ranks share the active classes, row numbers are padded, and how
@@ -39,11 +39,11 @@ class LocalPlaces:
 
 @dataclass(frozen=True, eq=False)
 class HostActive(ActiveClasses):
-    """Those of the active classes that are here, as arrays of the host: row numbers, in a cluster ids."""
+    """Active classes of this rank as arrays of the host: row numbers, or ids in a cluster."""
 
     @staticmethod
     def of(active: ActiveClasses, first: int, stop: int) -> HostActive:
-        """Those of the classes ``first`` … ``stop`` − 1."""
+        """Return the active ones of the classes ``first`` … ``stop`` − 1."""
         if active.sorted_ids is None:
             return HostActive(stop - first, None)
         low, high = np.searchsorted(active.sorted_ids, (first, stop))
@@ -64,7 +64,7 @@ class HostActive(ActiveClasses):
         return np.where(here, clipped, -1)
 
     def targets(self, numbers_B: Ids | Tensor) -> Targets:
-        """Where the row of each sample's label is among them; labels of other ranks have numbers outside [0, L)."""
+        """Return the position of each sample's label; labels of other ranks have numbers outside [0, L)."""
         assert not isinstance(numbers_B, Tensor), "labels on a device choose there"
         return Targets(self.positions(numbers_B))
 
@@ -77,7 +77,7 @@ class HostActive(ActiveClasses):
         return torch.from_numpy(offsets)
 
     def union(self, other: LocalActive) -> HostActive:
-        """Those active in either; itself, if it has all of them."""
+        """Return the rows active in either; itself, if it has all of them."""
         assert isinstance(other, HostActive), "those of one step are of one kind"
         if self.sorted_ids is None or other.sorted_ids is None:
             return self if self.sorted_ids is None else other
@@ -91,7 +91,7 @@ class HostActive(ActiveClasses):
         return self.num == union.num
 
     def holds(self, union: LocalActive, device: torch.device) -> Tensor:
-        """Which of a larger set's are in this one, bool on the device."""
+        """Return a mask of a larger set's rows that are in this one, bool on the device."""
         assert isinstance(union, HostActive), "those of one step are of one kind"
         return upload(np.isin(union.ids, self.ids), device)
 
@@ -102,7 +102,7 @@ class HostActive(ActiveClasses):
 
 @dataclass(frozen=True, eq=False)
 class DeviceActive:
-    """The same as :class:`HostActive` with tensors of the rows' device."""
+    """Active classes of this rank as tensors on the rows' device, otherwise as :class:`HostActive`."""
 
     num: int
     """Places (A), padding included."""
@@ -110,10 +110,10 @@ class DeviceActive:
     """Row numbers, rising; None: all rows. Those of padding are of any row, not below the others."""
     device: torch.device
     count: Tensor | None = None
-    """int64 (0-dim): how many are active, the rest is padding; None: all."""
+    """Number of active rows, int64 (0-dim); the rest is padding; None: all."""
 
     def trimmed(self) -> DeviceActive:
-        """The same without padding; waits for the device where there is any."""
+        """Return it without padding; waits for the device if there is any."""
         if self.count is None or self.numbers_A is None:
             return self
         num = int(self.count)
@@ -185,7 +185,7 @@ LocalActive = HostActive | DeviceActive
 
 
 def take_offsets(batch: Batch, active: LocalActive, labels_B: Ids | Tensor, log2_weight: float | Tensor | None) -> None:
-    """Let the sampled ones of the active classes, all but those of the labels, weigh more."""
+    """Raise the weight of the sampled active classes, all but those of the labels."""
     if isinstance(log2_weight, Tensor) or log2_weight:
         offsets_A = active.offsets(labels_B, log2_weight)
         batch.offsets_A = upload(offsets_A, batch.arithmetic.device).to(batch.arithmetic.compute)

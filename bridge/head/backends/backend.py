@@ -1,4 +1,4 @@
-"""Where the class rows of a head are worked on: one object per way, which a head asks for everything of its rows.
+"""Row backends of a class head: interface to the rows and all computation on them.
 
 Legend: B samples, C classes, D width, k answers.
 """
@@ -47,12 +47,12 @@ class Imprinted:
     """The direction that they shared, float64; None: none."""
 
     def state(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return it as JSON values."""
         return {"step": self.step, "shared": None if self.shared_D is None else self.shared_D.tolist()}
 
     @staticmethod
     def of(state: Mapping[str, Any] | None) -> Imprinted | None:
-        """That of :meth:`state`."""
+        """Return the object of a :meth:`state`."""
         if state is None:
             return None
         shared = state["shared"]
@@ -61,7 +61,7 @@ class Imprinted:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSettings:
-    """What a head was made with; a backend uses what concerns it."""
+    """Settings of a head; a backend uses those that concern it."""
 
     name: str
     num_classes: int
@@ -84,7 +84,7 @@ class HeadSettings:
 
     @property
     def width(self) -> int:
-        """Of a row."""
+        """Width of a row."""
         return self.dim * self.sub_centers + self.bias
 
     def table(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def require_no_wire(settings: HeadSettings, instead: str) -> None:
 
 
 class LocalRows(Protocol):
-    """What only rows can do that lie in the processes that train: every rank takes part in whatever is asked."""
+    """Operations of rows held by the training processes; every rank takes part in each."""
 
     @property
     def own_classes(self) -> range:
@@ -130,29 +130,29 @@ class LocalRows(Protocol):
     def snapshot(
         self, root: str | Path, name: str | None, *, step: int, values: Mapping[str, Any], files: Mapping[str, bytes]
     ) -> Place:
-        """See ``ClassHead.snapshot``."""
+        """Write a snapshot, as ``ClassHead.snapshot``."""
 
     def restore(self, path: str | Path) -> Snapshot:
-        """See ``ClassHead.restore``."""
+        """Read a snapshot, as ``ClassHead.restore``."""
 
     def sharded_rows(self, head: nn.Module) -> Stateful:
-        """See ``ClassHead.sharded_rows``."""
+        """Return the rows for DCP, as ``ClassHead.sharded_rows``."""
 
 
 class RowBackend(Protocol):
-    """The rows of one head and how they are worked on; ``ROW_BACKENDS`` of ``registry.py`` names them."""
+    """Rows of one head and the computation on them; ``ROW_BACKENDS`` of ``registry.py`` names the kinds."""
 
     summary: ClassVar[str]
-    """In a few words, for error messages."""
+    """Short description, for error messages."""
     needs_cluster: ClassVar[bool]
     """Whether its rows are in a cluster."""
 
     def __init__(self, settings: HeadSettings) -> None:
-        """Make the table, or open it. Raises TableExists, SpecMismatch, InvalidArgument."""
+        """Create the table, or open it. Raises TableExists, SpecMismatch, InvalidArgument."""
 
     @classmethod
     def step_memory(cls, plan: MemoryPlan) -> list[MemoryPart]:
-        """What such rows take beside the table, by part."""
+        """Return the memory of such rows beside the table, by part."""
 
     # Where the rows are, and who trains them.
 
@@ -160,7 +160,7 @@ class RowBackend(Protocol):
 
     @property
     def table(self) -> ReadableTable:
-        """The rows themselves."""
+        """Table of the rows."""
 
     @property
     def peers(self) -> Communicator | None:
@@ -171,7 +171,7 @@ class RowBackend(Protocol):
         """The rows, if they lie in this process and its peers, all of which read together; None: elsewhere."""
 
     def identity(self) -> dict[str, Any] | None:
-        """What tells the rows from others (:mod:`~geartrain.bridge.rows.same_rows`), where a state is to name it."""
+        """Return the identity of the rows (:mod:`~geartrain.bridge.rows.same_rows`) for a state; None: not needed."""
 
     def require_rows(self, identity: Mapping[str, Any] | None) -> None:
         """Raise SpecMismatch unless the rows are those of :meth:`identity`; a state_dict is about to be loaded."""
@@ -187,11 +187,11 @@ class RowBackend(Protocol):
 
     @property
     def select(self) -> Selection:
-        """What chooses the active classes, bound to these rows."""
+        """Selection of the active classes, bound to these rows."""
 
     @property
     def update(self) -> PendingUpdate[Any]:
-        """Row gradients that wait for the step."""
+        """Pending row gradients."""
 
     def graph_source(self) -> GraphSource:
         """Rows for the graphs of a selection. Every rank asks at once."""
@@ -199,11 +199,11 @@ class RowBackend(Protocol):
     def begin(
         self, features: Tensor, labels: Tensor, weight: Tensor | None, *, in_training: bool, want_rows: bool
     ) -> HeadCall:
-        """Check a batch, choose its active classes, and pull their rows or go to where they are.
+        """Check a batch, choose its active classes, and pull their rows or start the work at their place.
 
         ``weight`` is what each sample counts (None: 1), ``in_training`` the head's mode, ``want_rows`` whether row
         gradients will follow.
         """
 
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Scores [B, k] and ids [B, k] of the best classes."""
+        """Return scores [B, k] and ids [B, k] of the best classes."""

@@ -1,4 +1,4 @@
-"""What each part of a head is asked for its bytes with, and what it answers; :func:`memory_report` gathers the answers.
+"""Plan of a head and the memory of its parts, which :func:`memory_report` gathers.
 
 Legend: C classes, K centers of each, D width, B samples of a rank, A active classes, S shards, R ranks, n rows of one
 shard or rank, k neighbours, O < C what C lacks to a power of two.
@@ -26,13 +26,13 @@ _ID_ARRAYS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPart:
-    """One thing that takes memory."""
+    """Memory of one part of a head."""
 
     name: str
     holder: Holder
-    """Who holds it: every shard, or every rank."""
+    """Holder of the memory: every shard, or every rank."""
     bytes: int
-    """Of the fullest shard or rank."""
+    """Bytes on the fullest shard or rank."""
     standing: bool
     """True: held all the time; False: in a step only."""
     formula: str
@@ -41,7 +41,7 @@ class MemoryPart:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """A head that may be made."""
+    """Settings of a head whose memory is asked for."""
 
     spec: TableSpec
     sub_centers: int
@@ -60,7 +60,7 @@ class MemoryPlan:
 
     @property
     def dim(self) -> int:
-        """Of a feature, with the one that a bias meets."""
+        """Width of a feature, with the column for a bias."""
         return self.spec.dim // self.sub_centers
 
     @property
@@ -124,7 +124,7 @@ class MemoryPlan:
 
     @property
     def _item_bytes(self) -> int:
-        """Of a row and all that belongs to it."""
+        """Return the bytes of a row with slots and index."""
         return self.spec.row_bytes + self.spec.slot_bytes + self.spec.step_bytes
 
     @cached_property

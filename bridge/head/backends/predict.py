@@ -1,4 +1,4 @@
-"""Best classes of a feature over all rows: streamed to this process, beside the shards that have them, or on the ranks.
+"""Top-k classes of features over all rows: streamed to this process, computed by the shards, or on the ranks.
 
 Legend: B samples (of all ranks), S of this rank, or centers of the rows of a chunk, D width, k answers, N rows.
 """
@@ -38,7 +38,7 @@ TopK = tuple[Tensor, Tensor]
 
 
 class TopOfPulled:
-    """The best of rows that are pulled, on the features' device.
+    """Top-k search over pulled rows, on the features' device.
 
     On a CPU rows are coded and searched, as many at a time as take ``kept_bytes`` with their codes; if these are all,
     they are kept until they change: each batch of an evaluation asks for the same ones. Elsewhere, and for features in
@@ -48,10 +48,10 @@ class TopOfPulled:
     def __init__(self, table: ReadableTable, pool: BufferPool, *, centers: int, kept_bytes: int) -> None:
         self._table, self._pool, self._centers, self._kept_bytes = table, pool, centers, kept_bytes
         self._kept: tuple[object, Any] = (None, None)
-        """What tells these rows from later ones, and they."""
+        """Key of the cached rows, and the rows."""
 
     def __call__(self, living: LiveClasses, features_BD: Tensor, k: int, *, normalised: bool) -> TopK:
-        """Scores and ids of the best living classes."""
+        """Return scores and ids of the best classes that exist."""
         arithmetic = Arithmetic.of(features_BD)
         query_BD = _queries(features_BD, arithmetic, normalised)
         active = living.select(FullSoftmax(), np.empty(0, np.int64), 0)

@@ -1,4 +1,4 @@
-"""The ways of working on the rows of a head, by the names that ``rows=`` of a head, recipes and command lines give."""
+"""Registry of row backends, by the names for ``rows=`` of a head, recipes and command lines."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from geartrain.bridge.head.backends.pull.pull_backend import PullBackend
 from geartrain.bridge.head.backends.ranks.rank_backend import RankBackend
 
 ROW_BACKENDS: dict[str, type[RowBackend]] = {"pull": PullBackend, "hosted": HostedBackend, "ranks": RankBackend}
-"""One of your own may be put in beside these."""
+"""Kinds of row backends; one of your own may be added."""
 
 
 def backend_named(rows: str) -> type[RowBackend]:
-    """The backend of this name. Raises InvalidArgument."""
+    """Return the backend of this name. Raises InvalidArgument."""
     if not isinstance(rows, str) or rows not in ROW_BACKENDS:
         known = ", ".join(f"{name!r} ({backend.summary})" for name, backend in ROW_BACKENDS.items())
         raise InvalidArgument(f"rows is {rows!r}; it must be one of {known}")

@@ -1,4 +1,4 @@
-"""How a backbone is called with what it takes: a tensor, a tuple of its arguments, or a dict of them by name."""
+"""Call of a backbone with a tensor, a tuple of its arguments, or a dict of them by name."""
 
 from __future__ import annotations
 

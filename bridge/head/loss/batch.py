@@ -1,4 +1,4 @@
-"""One batch as the passes over the rows see it, and the types in which they compute.
+"""Batch of a head's passes over the rows, and the types in which they compute.
 
 Legend: B samples, D width, N rows of one chunk.
 """

@@ -1,4 +1,4 @@
-"""What a head accepts: features, labels and ids, a margin and a selection, and what can be set later."""
+"""Checks of a head's arguments: features, labels and ids, margin, selection, and attributes set later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of a head that few change, apart from those that every call of ``ClassHead`` names."""
+"""Rarely changed settings of a head."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def check_label_smoothing(label_smoothing: object) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """What a :class:`ClassHead` seldom is given: ``gt.ClassHead(..., config=gt.HeadConfig(dtype="float16"))``."""
+    """Rarely changed settings of :class:`ClassHead`: ``gt.ClassHead(..., config=gt.HeadConfig(dtype="float16"))``."""
 
     reduction: Reduction = "mean"
     """``"mean"`` over the samples (by their weights, if they have any), ``"sum"``, both over those of all ranks that
     train together, or ``"none"``: the losses [B]."""
     ignore_index: int | None = -100
-    """A sample with this label takes no part: its loss is 0, it activates no class, and no mean counts it. None: there
-    is no such label."""
+    """Label of samples to ignore: their loss is 0, they activate no class, and no mean counts them. None: no such
+    label."""
     label_smoothing: float = 0.0
-    """So much of a sample's target, in [0, 1], is spread evenly over the classes, as
+    """Part of a sample's target, in [0, 1], that is spread evenly over the classes, as
     ``torch.nn.functional.cross_entropy`` does: over the active ones or, where the selection corrects its logits, over
     all living ones (of which the active ones are an estimate). With a margin this part is over the logits without it.
     """
@@ -49,17 +49,17 @@ class HeadConfig:
     """Storage type of the rows: float32, float16 or bfloat16; with ``rows="ranks"`` also float8_e4m3fn, with a scale a
     row."""
     slot_dtype: DTypeName = "float32"
-    """That of their slots; with ``rows="ranks"`` also int8, with a scale for every 128 numbers."""
+    """Storage type of the slots; with ``rows="ranks"`` also int8, with a scale for every 128 numbers."""
     seed: int = 0
-    """Of the initializer."""
+    """Seed of the initializer."""
     process_group: dist.ProcessGroup | None = None
     """The ranks that train together; None: all of them, if ``sync`` or ``rows="ranks"`` says so."""
     rows_cache_bytes: int = 64 << 20
     """With ``rows="pull"`` active rows of up to so many bytes are pulled once and held until the step; more are
     streamed twice."""
     logits_cache_bytes: int | None = None
-    """So many bytes of logits are kept instead of computed again; None: 26 MiB, on ranks 64 MiB, on a GPU 2 GiB (and as
-    many more that each pass takes)."""
+    """Bytes of logits that are kept instead of recomputed; None: 26 MiB, on ranks 64 MiB, on a GPU 2 GiB (and as many
+    more that each pass takes)."""
     wire_dtype: DTypeName | None = None
     """With ``rows="pull"`` and float32 rows: the type in which rows and gradients of a step travel, ``"bfloat16"`` or
     ``"float16"``, half the bytes. Predictions, graphs and exports read float32."""
@@ -76,12 +76,12 @@ class HeadConfig:
 
     @property
     def loss(self) -> dict[str, object]:
-        """What decides the loss, as JSON values."""
+        """Return the settings that determine the loss, as JSON values."""
         return {name: getattr(self, name) for name in ("reduction", "ignore_index", "label_smoothing")}
 
 
 def checked_config(config: HeadConfig | None) -> HeadConfig:
-    """Return the settings, those of a head where None are given. Raises InvalidArgument for what is none."""
+    """Return the settings; for None the defaults. Raises InvalidArgument for another type."""
     if config is None:
         return HeadConfig()
     if not isinstance(config, HeadConfig):

@@ -1,4 +1,4 @@
-"""The maths of a class head as two plain functions, for those who keep their class centers in a layer of their own.
+"""Losses of a class head as two plain functions, for class centers in a layer of your own.
 
 Both work on one process, or on the ranks of a ``group`` that hold consecutive ranges of the classes (class parallel;
 PLSC, section 2): rank r holds C_local of the C classes, the ranges may differ in length, and the samples are those of
@@ -111,7 +111,7 @@ def margin_cross_entropy(
 
 
 def _counts(weight: Tensor | None, logits: Tensor) -> Tensor:
-    """What each sample counts [B], in the dtype of the losses."""
+    """Return the weight of each sample [B], in the dtype of the losses."""
     compute = torch.float64 if logits.dtype == torch.float64 else torch.float32
     if weight is None:
         return torch.ones(len(logits), dtype=compute, device=logits.device)
