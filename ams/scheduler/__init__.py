@@ -1,1 +1,1 @@
-"""The scheduler role: who is in the cluster, which tables there are, who owns which bucket, who reads which stream."""
+"""Scheduler role: members, tables, bucket map and stream readers of the cluster."""

@@ -1,4 +1,4 @@
-"""Asks who answers at a shard's address: a newcomer that has it may be the holder's successor, or its double."""
+"""Query of the process at a shard's address: a newcomer there may be the holder's successor, or its duplicate."""
 
 from __future__ import annotations
 

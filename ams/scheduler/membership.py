@@ -1,4 +1,4 @@
-"""Who holds which shard: a process, from its registration on, for as long as its heartbeats keep its lease."""
+"""Holders of the shards: processes, from registration on, while their heartbeats renew their leases."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Membership:
         self._forgive_silence()  # they may live, unheard as long as there was no scheduler
 
     def pulse(self) -> None:
-        """Note that the scheduler runs."""
+        """Record that the scheduler runs."""
         self._stops.pulse()
 
     def notice_own_stop(self) -> None:
-        """Call nobody lost for the time in which the scheduler itself did not run."""
+        """Extend all leases if the scheduler itself was paused."""
         self._stops.notice()
 
     def holder_at(self, address: str, shard: int | None, incarnation: int) -> int | None:
@@ -67,15 +67,15 @@ class Membership:
 
     @property
     def pause_seconds(self) -> float:
-        """Between two heartbeats of a shard, at least."""
+        """Shortest time between two heartbeats of a shard, in seconds."""
         return min(self._num_shards / _BEATS_PER_SECOND, self._lease_seconds / _SILENT_BEATS)
 
     def entries(self) -> list[ShardEntry]:
-        """Every shard as it is now."""
+        """Return the present entry of every shard."""
         return [self.entry(shard) for shard in range(self._num_shards)]
 
     def living_in(self, memory_pool: str) -> int:
-        """How many shards that may live lie in a memory pool, as counted within a second; 0 if that has no name."""
+        """Return the number of possibly live shards in a memory pool, at most a second old; 0 if it has no name."""
         if self._clock() - self._counted > _COUNT_SECONDS:  # not at every heartbeat of thousands
             members = self._state.members
             self._pools = Counter(members[shard].memory_pool for shard in members if not self.is_free(shard, 0))
@@ -83,7 +83,7 @@ class Membership:
         return self._pools[memory_pool] if memory_pool else 0
 
     def entry(self, shard: int) -> ShardEntry:
-        """One as it is now."""
+        """Return the present entry of a shard."""
         member = self._state.members.get(shard)
         if member is None:
             return ShardEntry(shard=shard, address="", incarnation=0, state="missing", heartbeat_age_seconds=0.0)
@@ -127,7 +127,7 @@ class Membership:
         raise self._held_error(f"this cluster has {counted(self._num_shards, 'shard')}, all held", shards)
 
     def _held_error(self, what: str, shards: Sequence[int]) -> ShardHeld | ClusterNotReady:
-        """The error for a newcomer that finds ``shards`` held."""
+        """Return the error for a newcomer if all ``shards`` are held."""
         unheard = [shard for shard in shards if not self._state.members[shard].is_heard]
         if unheard:
             left = self._started + self._lease_seconds - self._clock()

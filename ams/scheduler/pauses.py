@@ -1,4 +1,4 @@
-"""Notices that this process itself was stopped: nobody could be heard meanwhile, so nobody may be called dead."""
+"""Detector of pauses of this process: it received no heartbeats meanwhile, so no peer may be declared dead."""
 
 from __future__ import annotations
 

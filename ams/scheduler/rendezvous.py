@@ -15,7 +15,7 @@ from geartrain.ams.values.scheduler_messages import RendezvousValue, WriteRendez
 from geartrain.ams.values.text import quoted
 
 LEASE_SECONDS = 60.0
-"""A job that nobody asks about for so long is forgotten; torchrun's agents ask each second."""
+"""Lease of a job's values without requests; torchrun's agents ask each second."""
 MOST_BYTES = 256 << 20
 """Of all jobs."""
 MOST_VALUE_BYTES = 1 << 20

@@ -143,7 +143,7 @@ class RunningJobs:
         return min(max(_PAUSE_SECONDS, num_jobs / _WORDS_PER_SECOND), _LONGEST_PAUSE_SECONDS)
 
     def hear(self, event: ClusterEvent) -> None:
-        """Note what an event says of a job."""
+        """Record an event of a job."""
         with self._lock:
             self._hear(event)
 
@@ -159,7 +159,7 @@ class RunningJobs:
             )
 
     def entries(self) -> tuple[JobEntry, ...]:
-        """All of them, those under way first, else in the order in which they came."""
+        """Return all jobs: those under way first, then by order of arrival."""
         with self._lock:
             now, unix = self._clock(), time.time()
             found = [

@@ -1,4 +1,4 @@
-"""The scheduler's decisions, without sockets: who is in the cluster and which tables it has.
+"""Decisions of the scheduler, without sockets: the members and tables of the cluster.
 
 A table is intact while every shard is still the incarnation that made it. When a shard comes back empty the table is
 not, and says so until somebody drops it: rows are never replaced by initial values behind a user's back.
@@ -276,7 +276,7 @@ class Scheduler:
                 self.shard_events.left(shard, member)
 
     def members(self) -> dict[int, Member]:
-        """Who holds which shard."""
+        """Return the holder of each shard."""
         with self._lock:
             return dict(self._state.members)
 

@@ -1,4 +1,4 @@
-"""The scheduler role: its decisions behind gRPC."""
+"""gRPC service of the scheduler role."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a scheduler must remember: read from its store when it starts, written there before anything is answered.
+"""Durable state of a scheduler: read from its store at the start, written there before a request is answered.
 
-A new cluster's bucket map is made here, once: its rows lie by it from then on.
+A new cluster's bucket map is made here, once; its rows are placed by it from then on.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class Member:
     newcomer: bool = True
     """Joined without a past: it holds no rows that an earlier scheduler knew of."""
     last_heartbeat: float = 0.0
-    """On the scheduler's clock. This and the following are not kept."""
+    """Time of the last heartbeat, on the scheduler's clock. This and the following fields are not stored."""
     heartbeat_seconds: float = 0.0
-    """How often it means to send heartbeats; 0: not known."""
+    """Seconds between its heartbeats; 0: not known."""
     is_heard: bool = True
     """Has given a sign of life to this scheduler process."""
     memory_pool: str = ""
-    """In which its rows lie; empty: not known."""
+    """Name of the memory pool of its rows; empty: not known."""
     clock_ahead_seconds: float = 0.0
-    """Of the scheduler's, less the way of a heartbeat."""
+    """Lead of its clock over the scheduler's, less the travel time of a heartbeat."""
     version: str = ""
-    """Of Geartrain; empty: not known."""
+    """Its version of Geartrain; empty: not known."""
     is_leaving: bool = False
     """Was told to end, and waits for the snapshots of running jobs."""
 

@@ -1,4 +1,4 @@
-"""How the scheduler tells all shards of a change of tables: at once, so that one that is slow delays it by itself."""
+"""Broadcast of table changes to all shards in parallel, so that the delay is that of the slowest shard alone."""
 
 from __future__ import annotations
 

@@ -30,9 +30,9 @@ class _Worker:
     incarnation: int
     done: int
     since: float
-    """When it had done these."""
+    """Time at which it had done these steps."""
     deadline: float
-    """When its lease runs out."""
+    """End of its lease."""
     is_guess: bool
     """It joined when others may have been there that had not told yet."""
 
@@ -88,7 +88,7 @@ class WorkerSteps:
             return self._reply(job, worker, now)
 
     def apart(self) -> dict[str, int]:
-        """Of each job how many steps the fastest worker is ahead of the slowest."""
+        """Return the lead in steps of each job's fastest worker over its slowest."""
         with self._lock:
             self._look(self._clock())
             done = {name: [worker.done for worker in job.workers.values()] for name, job in self._jobs.items()}
