@@ -28,7 +28,7 @@ def learned_from(
     return places if len(places) else np.array([hashes.argmin()])
 
 
-def columns_of(batch: SampleBatch) -> Iterable[Hashes]:
+def columns_of(batch: SampleBatch) -> Iterable[Ids | Hashes]:
     """Yield what is hashed of each sample of a batch: its columns by name, and its place in the data, as other samples
     may have the same values.
     """
