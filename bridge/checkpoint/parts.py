@@ -28,7 +28,7 @@ class DividedState(Protocol):
 
     @property
     def saving_ranks(self) -> Communicator:
-        """Return the ranks that hold the parts."""
+        """Ranks that hold the parts."""
 
     def merge(self) -> None:
         """Exchange the parts, so that every rank has all of them; every rank calls it."""

@@ -35,7 +35,7 @@ class Nodes:
 
     @property
     def by_node(self) -> tuple[Tensor, Tensor]:
-        """Return the samples [B] in the order of their nodes, and the start of each node's samples [N]."""
+        """Samples [B] in the order of their nodes, and the start of each node's samples [N]."""
         if self._by_node is None:
             counts = torch.bincount(self.index, minlength=self.count)
             order = torch.argsort(self.index, stable=True)

@@ -209,7 +209,7 @@ class RankPairs:
 
     @cached_property
     def _vectors_RF(self) -> list[Tensor]:
-        """Return the vectors of each rank and field, as positions in the field; in tensor operations."""
+        """Vectors of each rank and field, as positions in the field; in tensor operations."""
         num_vectors, counts = sum(self.num_vectors), [num for own in self.counts_RF for num in own]
         found = torch.nonzero_static(self.pairs_RV.diff(), size=sum(counts))[:, 0]
         firsts = [0, *accumulate(self.num_vectors)]

@@ -37,7 +37,7 @@ class FirstValues(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, int, float]:
-        """Return the float64 bits of both parameters, as kernels take floats as float32; and the largest value."""
+        """Float64 bits of both parameters, as kernels take floats as float32; and the largest value."""
         low, high = struct.unpack("qq", struct.pack("dd", self.first, self.second))
         return low, high, _largest_below(self.second, self.first)
 

@@ -124,7 +124,7 @@ class MemoryPlan:
 
     @property
     def _item_bytes(self) -> int:
-        """Return the bytes of a row with slots and index."""
+        """Bytes of a row with its slots and step count."""
         return self.spec.row_bytes + self.spec.slot_bytes + self.spec.step_bytes
 
     @cached_property

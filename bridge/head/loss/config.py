@@ -76,7 +76,7 @@ class HeadConfig:
 
     @property
     def loss(self) -> dict[str, object]:
-        """Return the settings that determine the loss, as JSON values."""
+        """Settings that determine the loss, as JSON values."""
         return {name: getattr(self, name) for name in ("reduction", "ignore_index", "label_smoothing")}
 
 
