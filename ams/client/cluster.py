@@ -1,4 +1,4 @@
-"""A cluster as a program sees it: its tables, their snapshots and exports, and the jobs that write them."""
+"""Client of a cluster: its tables, their snapshots and exports, and the jobs that write them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LONGEST_TOLD = 500
-"""Characters of a text that the scheduler keeps."""
+"""Most characters of a text that the scheduler keeps."""
 
 
 class LaterWrites(Protocol):
@@ -125,7 +125,7 @@ class Cluster:
 
     @property
     def num_shards(self) -> int:
-        """Shards of the cluster."""
+        """Number of shards of the cluster."""
         return self._calls.view.num_shards
 
     @property
@@ -465,7 +465,7 @@ class Cluster:
         )
 
     def _tell(self, event: ClusterEvent) -> None:
-        """Tell the scheduler an event of this client's job, if it has one: of its stream ``job/rank0``, for example."""
+        """Send the scheduler an event of this client's job, if it has one: of its stream ``job/rank0``, for example."""
         if self._calls.remote:
             job = self._stream.name.rpartition("/")[0] or self._stream.name if self._stream.is_named else ""
             texts = {field: getattr(event, field)[:_LONGEST_TOLD] for field in ("text", "snapshot")}

@@ -1,4 +1,4 @@
-"""Scheduler and shards inside one process: what ``local()`` is made of."""
+"""Scheduler and shards inside one process, for ``local()``."""
 
 from __future__ import annotations
 

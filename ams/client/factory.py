@@ -1,4 +1,4 @@
-"""How a program gets a cluster: embedded in its process, or connected to over gRPC."""
+"""Factories of a cluster's client: a cluster embedded in this process, or one reached over gRPC."""
 
 from __future__ import annotations
 

@@ -96,10 +96,10 @@ class Retries:
         remote: bool,
     ) -> None:
         self.remote = remote
-        """Whether the shards are other processes."""
+        """Whether the shards run in other processes."""
         self.config = config
         self.view = view
-        """The cluster as last seen."""
+        """Description of the cluster, as last received."""
         self.silence = SilenceWatch()
         self.is_forked = False
         """Whether this is a forked child of the process that opened the cluster. It would number its writes as its

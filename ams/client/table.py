@@ -1,4 +1,4 @@
-"""The client: tables as a program sees them.
+"""Tables of a cluster, as a client reads and writes them.
 
 Cost: one request per shard and operation, all shards at once, in one call of compiled code
 (:mod:`~geartrain.ams.client.rows.row_calls`). N ids of a table of dim D travel as 8·N bytes, their rows as itemsize·N·D
@@ -130,7 +130,7 @@ class Table:
         return self._calls.rows.begin(prepared)
 
     def present(self, ids: Any) -> npt.NDArray[np.bool_]:
-        """Say which rows exist, [N] bool: were pushed or assigned."""
+        """Return which rows exist, [N] bool: were pushed or assigned."""
         plan = TablePlan(self.spec, self.incarnation, None)
         checked = ids_array(ids, plan.spec.num_rows)
         out = np.empty((len(checked), plan.spec.dim), plan.dtype)
@@ -201,7 +201,7 @@ class Table:
 
     @property
     def num_shards(self) -> int:
-        """Of the cluster."""
+        """Number of shards of the cluster."""
         return self._calls.view.num_shards
 
     def _checked_pull(self, ids: Ids, out: npt.NDArray[Any] | ScatteredRows) -> Ids:
@@ -357,7 +357,7 @@ class Table:
         return send_once(RowWrite(calls.rows, numbers, [plan], [prepared], [checked]))
 
     def remove(self, ids: Any, *, sequence: int | None = None) -> int:
-        """Take rows out, exactly once per shard; return how many went.
+        """Remove rows, exactly once per shard; return their number.
 
         From now on they are as rows that were never written: they read as their initial values, and a push begins from
         those, without slots. ids [N] may repeat; those that have no row are passed over. ``sequence`` numbers the write

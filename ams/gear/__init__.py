@@ -1,1 +1,1 @@
-"""What fast gears and slow gears say to each other, and which gear answers for which ids."""
+"""Messages between fast gears and slow gears, and the partitions of ids that each slow gear serves."""

@@ -15,13 +15,13 @@ from geartrain.ams.values.scheduler_messages import RendezvousValue, WriteRendez
 from geartrain.ams.values.text import quoted
 
 LEASE_SECONDS = 60.0
-"""Lease of a job's values without requests; torchrun's agents ask each second."""
+"""Seconds after which a job's values go if nobody asks for them; torchrun's agents ask each second."""
 MOST_BYTES = 256 << 20
-"""Of all jobs."""
+"""Most bytes of the values of all jobs."""
 MOST_VALUE_BYTES = 1 << 20
 _MOST_KEY = 1024
 _MOST_KEYS = 4096
-"""In one call."""
+"""Most keys in one call."""
 _ENTRY_BYTES = 200
 _NOTHING = RendezvousValue()
 

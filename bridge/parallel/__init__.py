@@ -1,1 +1,1 @@
-"""Training on several ranks: what is replicated or split, what overlaps, which gradients travel, what it costs."""
+"""Training on several ranks: replicated and split parts, overlap, sparsified gradients and cost plans."""

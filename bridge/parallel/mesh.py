@@ -23,7 +23,7 @@ class MeshGroup:
     """Ranks that work on one part of a model together, as one of them sees it."""
 
     ranks: tuple[int, ...]
-    """Their numbers among all ranks of the job."""
+    """Ranks of the group, as numbers among all ranks of the job."""
     link: Communicator
     process_group: dist.ProcessGroup | None
     """None: all ranks of the job, or a process alone."""
@@ -60,12 +60,12 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
-        """How many ranks."""
+        """Number of ranks."""
         return self.whole.link.world_size
 
     @property
     def rank(self) -> int:
-        """This one."""
+        """Number of this rank."""
         return self.whole.link.rank
 
     @property

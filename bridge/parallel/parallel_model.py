@@ -157,7 +157,7 @@ class ParallelModel(nn.Module):
             self._agreement.end()
 
     def output(self, inputs: Any, options: Mapping[str, Any]) -> Any:
-        """What the model itself returns."""
+        """Return the output of the model itself."""
         match inputs:
             case tuple() | list():
                 return self.module(*inputs, **options)
@@ -252,7 +252,7 @@ class ParallelModel(nn.Module):
 
 
 def _with_labels(inputs: Any, labels: Tensor) -> Any:
-    """Arguments of a model that computes its loss."""
+    """Return the arguments of a model that computes its loss."""
     match inputs:
         case tuple() | list():
             return (*inputs, labels)

@@ -1,1 +1,1 @@
-"""What a running cluster is asked again and again, and the page that shows it."""
+"""Live page of a running cluster, and the polls that feed it."""

@@ -1,1 +1,1 @@
-"""The rows nearest to a vector: exact, or by an index of faiss."""
+"""Nearest-neighbor search over rows: exact, or by an index of faiss."""

@@ -1,1 +1,1 @@
-"""What can be loaded and asked, one kind of model a file."""
+"""Kinds of models that can be served, one a file."""

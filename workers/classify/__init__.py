@@ -1,1 +1,1 @@
-"""Classifiers of images: the training of a backbone and a class head, its looks at a validation, and its report."""
+"""Classifiers of images: the training of a backbone and a class head, its validations and its report."""

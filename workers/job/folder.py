@@ -1,4 +1,4 @@
-"""Whether a folder holds a training run, and how one makes room for the next.
+"""Run folders: the record of a training run, its lock, and room for the next run.
 
 run.json       which job this is, where its snapshots are, who launched it
 recipe.yaml    every key of its recipe; --recipe takes it
@@ -37,16 +37,16 @@ _FILES = (_RUN, RECIPE_FILE, "sweep.json", "report.json", "mistakes.png", "calib
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What ``run.json`` says."""
+    """Content of ``run.json``."""
 
     job: str
     """Name of the job's table, which no other job has."""
     snapshots: str
     """Absolute folder, or URL."""
     launch: str | None
-    """Names the launcher that began the run, if it can start it again."""
+    """Name of the launcher that began the run, if it can start it again."""
     began: float = 0.0
-    """Unix time."""
+    """Unix time of its start."""
     stage_end: int = 0
     """Step at which its current or last stage ends."""
     ended: bool = True
@@ -171,7 +171,7 @@ def find_run(out: Path, snapshots: str | None, *, allow_fallback: bool) -> Run |
 
 
 def read_report(out: Path) -> dict[str, Any] | None:
-    """The report of the run in ``out``, if it has ended."""
+    """Return the report of the run in ``out``, if it has ended."""
     try:
         report: dict[str, Any] = json.loads((out / "report.json").read_text(encoding="utf-8"))
         return report

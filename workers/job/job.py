@@ -184,7 +184,7 @@ def _run_to_the_end(
     started: float,
     stop: Interruption,
 ) -> JobResult:
-    """Attempt it until it has ended, or cannot go on."""
+    """Run attempts until the job has ended, or cannot go on."""
     recoveries = 0
     loss: Loss | None = None
     is_alone = "WORLD_SIZE" not in os.environ
@@ -362,7 +362,7 @@ def _require_snapshot_root(options: JobOptions) -> None:
 
 
 def _open_cluster(options: JobOptions, ranks: JobRanks, job: str, *, goes_on: bool) -> Cluster:
-    """The cluster of the job, or one in this process; all ranks have the incarnation that the first one was given."""
+    """Return the job's cluster, or one in this process; all ranks have the incarnation given to the first one."""
     if options.scheduler is None:
         return local(num_shards=1, models=hosted_models())
     config = _client_config(options, goes_on=goes_on)

@@ -1,4 +1,4 @@
-"""What a job is asked to do, and how it ended."""
+"""Options of a job, and its outcome."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CACHE = Path(".cache")
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotSettings:
-    """When a job takes snapshots, and which stay; a run that goes on may have others."""
+    """Schedule and retention of a job's snapshots; a run that goes on may have others."""
 
     steps: int = 200
-    """Between two."""
+    """Steps between two snapshots."""
     minutes: float | None = None
-    """Take one at least so often, too; None: by steps alone."""
+    """Longest time between two snapshots, in minutes; None: by steps alone."""
     keep: int = 2
-    """So many stay, with those they add to."""
+    """Number of snapshots kept, with those they build on."""
     increments: int = 0
     """Snapshots of only the rows written since the one before, between two of all rows."""
 
@@ -39,7 +39,7 @@ class SnapshotSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """Which job, and where and how it runs; how it trains is its recipe."""
+    """Options of a run: its job, place and snapshots; its recipe says how it trains."""
 
     job: str
     """A key of :data:`geartrain.workers.jobs.JOBS`."""
@@ -52,9 +52,9 @@ class JobOptions:
     own_backbone: str | None = None
     """The backbone that the person named on the command line: only then is code of their own imported."""
     data: str | None = None
-    """What to train on; None: that of the resumed run."""
+    """Training data; None: that of the resumed run."""
     cache: Path = CACHE
-    """Where downloads are kept."""
+    """Folder of downloads."""
     resume: bool = False
     """Go on with the run in ``out``: to the end of its stage, or if that was reached, through another one."""
     resume_steps: int | None = None
@@ -66,7 +66,7 @@ class JobOptions:
     joins: bool = False
     """Share the samples of the run in ``out`` with the worker that began it, which takes the snapshots."""
     overwrite: bool = False
-    """Start over where ``out`` holds a run already."""
+    """Start over if ``out`` holds a run already."""
     snapshots: str | None = None
     """Folder or URL for the snapshots, which the shards see as this process does; ``out``/snapshots by default."""
     scheduler: str | None = None
@@ -106,7 +106,7 @@ class JobOptions:
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job ended."""
+    """Outcome of a job."""
 
     finished: bool
     """False: a signal stopped it."""

@@ -87,7 +87,7 @@ class Attempt:
     console: Console
 
     def say(self, line: str) -> None:
-        """Tell the person."""
+        """Print a line for the user."""
         self.console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -181,7 +181,7 @@ class Trainer:
         return True
 
     def loss(self, step: int) -> Tensor:
-        """The loss of the batch of ``step``."""
+        """Return the loss of the batch of ``step``."""
         raise NotImplementedError
 
     def modules(self) -> dict[str, Any]:
@@ -394,7 +394,7 @@ class Trainer:
 
 
 def versions(device: torch.device, precision: str = "float32") -> dict[str, str]:
-    """What a figure depends on."""
+    """Return the versions and settings on which figures depend."""
     return {
         "geartrain": version(),
         "python": platform.python_version(),

@@ -1,1 +1,1 @@
-"""What the workers of one job tell each other by the scheduler: where they are, and how far."""
+"""Coordination of a job's workers through the scheduler: their rendezvous and their steps."""

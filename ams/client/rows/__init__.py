@@ -1,1 +1,1 @@
-"""Rows pulled, pushed and assigned by one call of compiled code to all shards."""
+"""Pulls, pushes and assigns of rows, by one call of compiled code to all shards."""

@@ -1,1 +1,1 @@
-"""How a fast gear reaches the slow gears, and what became of its gradients."""
+"""Client of the slow gears, with the delivery of its gradients."""

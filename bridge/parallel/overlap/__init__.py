@@ -1,1 +1,1 @@
-"""Communication that goes on while a rank computes: a step over micro-batches, and what a trace tells of it."""
+"""Communication that goes on while a rank computes: a step over micro-batches, and traces that measure the overlap."""

@@ -1,1 +1,1 @@
-"""What a step of parallel training costs before it runs: memory, collectives and time on given hardware."""
+"""Cost of a step of parallel training before it runs: memory, collectives and time on given hardware."""

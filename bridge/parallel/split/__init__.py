@@ -1,1 +1,1 @@
-"""Layers whose rows lie on several ranks, and the softmax over what they give."""
+"""Layers whose rows are split over ranks, and the softmax over their outputs."""

@@ -1,1 +1,1 @@
-"""Stages of a model on ranks of their own: each works on what the stage before gives."""
+"""Stages of a model on ranks of their own: each computes on the output of the stage before."""

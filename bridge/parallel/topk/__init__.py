@@ -1,1 +1,1 @@
-"""Sparsified gradients: the largest few of every gradient, exactly, and what stays behind for later steps."""
+"""Sparsified gradients: the largest few entries of every gradient, exactly; the rest is kept for later steps."""

@@ -1,1 +1,1 @@
-"""Roles that are clients of their cluster, too."""
+"""Roles that are also clients of their cluster."""
