@@ -1,4 +1,4 @@
-"""What a loaded model is to whoever serves it: a version with operations on arrays of items.
+"""Interface of a loaded model: a version with operations on arrays of items.
 
 An operation is asked in batches: HTTP reads JSON into arrays, gRPC brings arrays, the batcher joins those of equal
 parameters along their first axis, :meth:`Operation.run` answers them together, and each asker gets its rows.

@@ -1,4 +1,4 @@
-"""Answers questions together: those of one version, operation and parameters are one batch for the model.
+"""Request batching: requests of one version, operation and parameters are one batch for the model.
 
 A question to an idle service is answered at once. While others are being answered, those that come are joined: a batch
 begins when it is full, when its first question has waited for ``max_wait_seconds``, or when nothing else is under way.

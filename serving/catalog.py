@@ -1,4 +1,4 @@
-"""Which models are served, and in which versions: a swap never takes a version from whom it is answering.
+"""Catalog of the served models and versions: a swap never closes a version that is still answering requests.
 
 An asker leases one version and is answered by that one alone. A version that is current no more stays for a rollback
 until the next swap, and is closed when its last asker is answered.

@@ -1,4 +1,4 @@
-"""The models of a service and how they are asked and changed: what HTTP and gRPC share."""
+"""Requests to the models of a service, and their changes, shared by HTTP and gRPC."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of the id space an id is in: 64 partitions, which slow gears hold by the scheduler's stream leases."""
+"""Partitions of the id space: 64, which slow gears hold by the scheduler's stream leases."""
 
 from __future__ import annotations
 

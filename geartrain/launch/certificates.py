@@ -1,4 +1,4 @@
-"""Makes the folder of ``security.folder``: a private authority, and under it the certificates of the roles."""
+"""Generation of the folder of ``security.folder``: a private authority, and under it the certificates of the roles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where settings come from: one YAML file, then the environment, then flags, each overriding the one before.
+"""Sources of settings: one YAML file, then the environment, then flags, each overriding the one before.
 
 ``GEARTRAIN_SERVER__LISTEN=127.0.0.1:7001`` sets ``server.listen``, ``GEARTRAIN_MODE=production`` the key ``mode`` of no
 section; an empty variable is as good as none. This is the only place that reads settings from files or the environment;

@@ -1,4 +1,4 @@
-"""Where log lines go: stderr, coloured on a terminal, so that stdout carries only what a command prints."""
+"""Logging to stderr, coloured on a terminal, so that stdout carries only what a command prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who listens where a role is to listen: asked before it starts, so that it says so in one sentence."""
+"""Check, before a role starts, whether another process listens on its port, for a one-sentence error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The life of one role process: start, say so, serve, and end well when told to."""
+"""Lifecycle of one role process: start, report readiness, serve, and shut down cleanly on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes and revokes the tokens of jobs: see :mod:`geartrain.ams.rpc.tokens`."""
+"""Creation and revocation of the tokens of jobs: see :mod:`geartrain.ams.rpc.tokens`."""
 
 from __future__ import annotations
 

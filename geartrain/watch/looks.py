@@ -1,4 +1,4 @@
-"""How a cluster is, asked again and again over connections that stay open: for ``geartrain top`` and the page."""
+"""Status polls of a cluster over connections that stay open, for ``geartrain top`` and the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asks a service of models that runs, under the certificates and the token of this process."""
+"""Client of a running model service, with the certificates and the token of this process."""
 
 from __future__ import annotations
 

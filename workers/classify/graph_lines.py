@@ -1,4 +1,4 @@
-"""How a person hears of the graph behind a selection while it is built."""
+"""Progress lines of the build of a selection's graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a classifier does on images it never saw, while it is trained and at the end."""
+"""Evaluation of a classifier on images it never saw, during training and at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a picture becomes the bitmap that a backbone sees. Training and prediction share these functions.
+"""Conversion of a picture to the bitmap that a backbone sees. Training and prediction share these functions.
 
 Two kinds: ``ink`` for characters, signs and drawings (cut to the ink and scaled, so that position and size do not
 matter) and ``photo`` (the whole picture, scaled). Legend: H, W of a picture; S the side of a bitmap; K channels.

@@ -1,4 +1,4 @@
-"""Which rows a data stream has, and in which order, as a function of (seed, epoch, stream).
+"""Rows of a data stream and their order, as a function of (seed, epoch, stream).
 
 The parts of a source are put in one row, for each epoch in another order by the seed; that row of N samples is cut into
 streams of equal length (to one). So every stream has rows, however few the parts, and parts that lie across a cut are

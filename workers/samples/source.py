@@ -1,4 +1,4 @@
-"""What a source of files shows to those that put its rows in order."""
+"""Interface of a source of files for the code that orders its rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of the gradients of one fast gear, when slow gears come and go."""
+"""Delivery counts of a fast gear's gradients, as slow gears come and go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who serves dense parts now, and how they are."""
+"""Status of the slow gears that serve dense parts now."""
 
 from __future__ import annotations
 

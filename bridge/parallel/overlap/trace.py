@@ -1,4 +1,4 @@
-"""When the ranks of a step compute and when they communicate, as a trace to look at and as numbers.
+"""Computation and communication times of the ranks in a step, as a trace to look at and as numbers.
 
 PyTorch's profiler says when each operation, work on rows of a class head and collective was. A collective lasts from
 the call that begins it until this rank has its result, waiting for other ranks included: gloo's carry such a range,

@@ -1,4 +1,4 @@
-"""Choose what is replicated and what is split, by memory and by the expected step, and say why."""
+"""Choice of the replicated and split parts, by memory and expected step time, with its reasons."""
 
 from __future__ import annotations
 

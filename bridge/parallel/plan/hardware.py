@@ -1,4 +1,4 @@
-"""What training runs on, as data: the rates that the cost model divides by. Given, published, read or measured."""
+"""Hardware of a training, as data: the rates that the cost model divides by. Given, published, read or measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step costs, as data that can be printed: who holds what, which collectives it has, how long it is to take."""
+"""Cost of a step, as data that can be printed: memory of each rank, collectives and expected time."""
 
 from __future__ import annotations
 

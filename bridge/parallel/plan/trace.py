@@ -1,4 +1,4 @@
-"""What a module computes, operation by operation: traced on the meta device, where nothing is allocated or computed.
+"""Operations that a module computes: traced on the meta device, where nothing is allocated or computed.
 
 Products have arithmetic, by torch's own formulas; all other operations have bytes.
 

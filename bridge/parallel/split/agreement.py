@@ -1,4 +1,4 @@
-"""What the ranks tell one another before the collectives of a split layer or a loss: whether they can begin."""
+"""Agreement of the ranks before the collectives of a split layer or a loss: whether all can start."""
 
 from __future__ import annotations
 

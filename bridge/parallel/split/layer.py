@@ -1,4 +1,4 @@
-"""What split layers share: parameters of which each rank has some rows."""
+"""Base of split layers: parameters of which each rank has some rows."""
 
 from __future__ import annotations
 

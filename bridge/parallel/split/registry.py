@@ -1,4 +1,4 @@
-"""What can be split: a kind of layer, and what is made of it on a rank."""
+"""Kinds of layers that can be split, each with its split form on a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows of a layer are on which rank."""
+"""Placement of a layer's rows on ranks."""
 
 from __future__ import annotations
 

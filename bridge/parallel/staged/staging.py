@@ -1,4 +1,4 @@
-"""Makes a model in stages out of an ordinary one: every rank keeps the part that is its stage's."""
+"""Conversion of an ordinary model into one in stages: every rank keeps the part that is its stage's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to DDP's buckets from the backward pass to the optimizer's step."""
+"""Exchange of DDP's buckets, from the backward pass to the optimizer's step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is raised where gradients are not exchanged, the same on every rank but where it says who."""
+"""Errors of a failed gradient exchange, the same on every rank except where they name one."""
 
 from __future__ import annotations
 

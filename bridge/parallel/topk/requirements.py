@@ -1,4 +1,4 @@
-"""What a model and an optimizer must be for their gradients to be sparsified."""
+"""Requirements on a model and an optimizer whose gradients are sparsified."""
 
 from __future__ import annotations
 

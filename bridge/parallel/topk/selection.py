@@ -1,4 +1,4 @@
-"""How many elements of a gradient travel, and how sparse the gradients of a step are."""
+"""Number of elements of a gradient that are sent, and the sparsity of a step's gradients."""
 
 from __future__ import annotations
 

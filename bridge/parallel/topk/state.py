@@ -1,4 +1,4 @@
-"""What a rank keeps of its gradients from step to step: momentum, and what it has not sent yet."""
+"""State of a rank's gradients from step to step: momentum, and the part not sent yet."""
 
 from __future__ import annotations
 
