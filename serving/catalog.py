@@ -278,7 +278,7 @@ class Catalog:
             }
 
     def remembered(self) -> dict[str, Any]:
-        """What :meth:`become` takes, in another process: of versions that lie in folders."""
+        """Return the state of versions in folders, for :meth:`become` in another process."""
         with self._lock:
             return {
                 name: {
@@ -309,7 +309,7 @@ class Catalog:
             _close(over)
 
     def why_not_ready(self) -> str:
-        """What is missing until questions can be answered; empty: nothing."""
+        """Return why requests cannot be answered yet; empty: they can."""
         with self._lock:
             if self._is_closed:
                 return "it is ending"
@@ -319,7 +319,7 @@ class Catalog:
             return f"there is no version of {', '.join(waits)} yet" if waits else ""
 
     def close(self) -> None:
-        """Close every version, each when nobody asks it any more; no more leases."""
+        """Close every version after its last lease; grant no more leases."""
         with self._lock:
             self._is_closed = True
             over = []

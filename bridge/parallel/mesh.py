@@ -1,4 +1,4 @@
-"""The ranks of a job, and which part of a model each of them works on."""
+"""Mesh of a job's ranks, with the part of a model that each works on."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class MeshGroup:
     """Ranks of the group, as numbers among all ranks of the job."""
     link: Communicator
     process_group: dist.ProcessGroup | None
-    """None: all ranks of the job, or a process alone."""
+    """Group of torch.distributed; None: all ranks of the job, or a process alone."""
 
     @property
     def device(self) -> torch.device:
-        """Where what they hold begins: the current CUDA device if their group is NCCL's, else the host."""
+        """Initial device of what they hold: the current CUDA device if their group is NCCL's, else the host."""
         return self.link.device
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:
-        """The same ranks for DTensor and ``fully_shard``, one dimension. Raises InvalidArgument without ranks."""
+        """Their mesh for DTensor and ``fully_shard``, one dimension. Raises InvalidArgument without ranks."""
         # It takes long to import, and one process alone does not need it.
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -70,7 +70,7 @@ class Mesh:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's parts are made, and where its samples belong: see :attr:`MeshGroup.device`."""
+        """Device of this rank's parts and samples: see :attr:`MeshGroup.device`."""
         return self.stage.device
 
     @property

@@ -57,7 +57,7 @@ class Phases:
             self._add(self.seconds, *self._running.pop())
 
     def so_far(self) -> dict[str, float]:
-        """The seconds, with those of the blocks that are not at their end yet."""
+        """Return the seconds, with those of the blocks under way."""
         found = {**self.seconds}
         for name, started in reversed(self._running):
             self._add(found, name, started)
@@ -70,7 +70,7 @@ class Phases:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """What a trainer is made for: one attempt at a job, from its beginning or a snapshot."""
+    """Context of a trainer: one attempt at a job, from its beginning or a snapshot."""
 
     options: JobOptions
     """The recipe among them: of a run that goes on that of its snapshot."""

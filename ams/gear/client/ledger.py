@@ -1,4 +1,4 @@
-"""Delivery counts of a fast gear's gradients, as slow gears come and go."""
+"""Counts of a fast gear's gradients that were applied, dropped or lost, as slow gears come and go."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class GearLedger:
-    """The last that every slow gear told; of one that is gone, what is lost. Thread-safe.
+    """Last account of every slow gear, and the losses of those that are gone. Thread-safe.
 
     A gradient counts as lost if its slow gear is gone and never told that it had applied or dropped it: an upper bound
     by what it did between its last word and its end. One that only seemed to be gone and is heard again had lost
@@ -29,13 +29,13 @@ class GearLedger:
         self._lock = threading.Lock()
 
     def note(self, process: str, account: GearAccount) -> None:
-        """A slow gear has told what became of the gradients that it was given."""
+        """Record a slow gear's account of the gradients sent to it."""
         with self._lock:
             self._told[process] = account
             self._lost.pop(process, None)
 
     def give_up(self, process: str, count: int) -> None:
-        """A slow gear is gone that was sent so many gradients, and did not say whether it has taken them."""
+        """Record the loss of ``count`` gradients, sent to a slow gear that is gone and did not acknowledge them."""
         with self._lock:
             self._given_up += count
         logger.warning(
