@@ -20,7 +20,7 @@ _BEATS_PER_SECOND = 33
 
 
 class Membership:
-    """Judges the members that ``state`` holds, and changes only when they were heard last. Not thread-safe."""
+    """Leases of the members in ``state``; changes only the times of their last heartbeats. Not thread-safe."""
 
     def __init__(self, state: State, num_shards: int, lease_seconds: float, clock: Callable[[], float]) -> None:
         self._state = state
@@ -97,7 +97,7 @@ class Membership:
         )
 
     def _forgive_silence(self) -> None:
-        """Give every shard a whole lease: nobody could be heard."""
+        """Renew every shard's lease: no heartbeat could arrive."""
         for member in self._state.members.values():
             member.last_heartbeat = self._clock()
 

@@ -16,7 +16,7 @@ class PauseDetector:
         self._ran: float | None = None
 
     def pulse(self) -> None:
-        """Note that the process runs, several times in ``longest_seconds``, and :meth:`notice`."""
+        """Record that the process runs, several times in ``longest_seconds``, and :meth:`notice`."""
         self.notice()
         self._ran = self._clock()
 

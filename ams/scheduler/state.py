@@ -38,7 +38,7 @@ class Member:
     heartbeat_seconds: float = 0.0
     """Seconds between its heartbeats; 0: not known."""
     is_heard: bool = True
-    """Has given a sign of life to this scheduler process."""
+    """Whether this scheduler process has received a heartbeat of it."""
     memory_pool: str = ""
     """Name of the memory pool of its rows; empty: not known."""
     clock_ahead_seconds: float = 0.0
@@ -46,7 +46,7 @@ class Member:
     version: str = ""
     """Its version of Geartrain; empty: not known."""
     is_leaving: bool = False
-    """Was told to end, and waits for the snapshots of running jobs."""
+    """Whether it is shutting down, and waits for the snapshots of running jobs."""
 
 
 @dataclass
