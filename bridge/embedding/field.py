@@ -37,8 +37,8 @@ class Field:
     """Table of its rows; None: one of the field's name. The group's name is its prefix: ``ctr/item``."""
     pooling: PoolingName | None = "sum"
     """Pooling of a bag of ids: "sum", "mean", "sqrtn" (sum / √count), "max"; None: a vector for each id.
-    With weights w of the ids: Σ w·x, Σ w·x / Σ w, Σ w·x / √Σ w². An empty bag gives 0. With "max" equal largest values
-    of computed ``features`` share the gradient."""
+    With weights w of the ids: Σ w·x, Σ w·x / Σ w, Σ w·x / √Σ w². An empty bag gives 0. With "max" the gradient goes to
+    the first of equal largest values."""
     where: Where = "pull"
     """Place of pooling. "pull": here, and rows are sent; "hosted": in the shards, and one vector a bag is sent, which
     pays for long bags. Both give the same up to rounding; "hosted" needs pooling "sum", "mean" or "sqrtn"."""

@@ -41,7 +41,7 @@ class LookupPlan:
     """Row width of each table."""
     dtypes: Sequence[np.dtype[Any]]
     is_bounded: bool
-    """Whether pulled rows are also outdated by writes of other workers, as under SSP."""
+    """Whether writes of other workers outdate pulled rows too, as under sync and SSP."""
 
 
 class BatchRows:
