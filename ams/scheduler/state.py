@@ -38,7 +38,7 @@ class Member:
     heartbeat_seconds: float = 0.0
     """Seconds between its heartbeats; 0: not known."""
     is_heard: bool = True
-    """Whether this scheduler process has received a heartbeat of it."""
+    """Whether this scheduler process has received a registration or heartbeat of it."""
     memory_pool: str = ""
     """Name of the memory pool of its rows; empty: not known."""
     clock_ahead_seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""Cost of a step, as data that can be printed: what each rank holds, collectives and expected time."""
+"""Cost of a step, as data that can be printed: memory of the fullest rank, collectives, expected time."""
 
 from __future__ import annotations
 
