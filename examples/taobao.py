@@ -68,7 +68,9 @@ def ad_samples(folder: Path, scratch: Path, shares: int) -> Iterator[Any]:
 
 
 def next_items(folder: Path, scratch: Path, shares: int) -> Iterator[Any]:
-    """Each event after a user's first is a sample that was clicked, beside an item drawn at random that was not."""
+    """Each event after a user's first is a sample that was clicked, beside another one that was not, drawn by how often
+    items come.
+    """
     random = np.random.default_rng(0)
     for events in _shared(folder / "UserBehavior.csv", BEHAVIOUR, scratch / "events", shares, has_header=False):
         events = events.sort_by([("user", "ascending"), ("time", "ascending")])
@@ -76,6 +78,9 @@ def next_items(folder: Path, scratch: Path, shares: int) -> Iterator[Any]:
         begin, end = _before(columns["user"], columns["time"], columns["user"], columns["time"])
         later = np.flatnonzero(end > begin)
         drawn = random.integers(len(end), size=len(later))
+        for _ in range(100):  # an end, where there is one item only
+            same = np.flatnonzero(columns["item"][drawn] == columns["item"][later])
+            drawn[same] = random.integers(len(end), size=len(same))
         rows = np.stack([later, later], 1).reshape(-1)  # the clicked one, then the other
         items = np.stack([later, drawn], 1).reshape(-1)
         yield pa.table(

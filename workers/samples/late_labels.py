@@ -15,7 +15,7 @@ from torch import Tensor
 
 from geartrain.ams.observe.metrics import Metric, tell_of
 from geartrain.ams.values.arguments import integer, real_number
-from geartrain.ams.values.errors import ColumnMismatch, InvalidArgument, SourceDamaged
+from geartrain.ams.values.errors import ColumnMismatch, InvalidArgument, SourceDamaged, SourceError
 from geartrain.ams.values.specs import Ids
 from geartrain.workers.data.streams import Position
 from geartrain.workers.samples.batches import SampleBatch, joined
@@ -137,12 +137,17 @@ class LabelledBatches:
         if epoch != self._epoch:  # nothing waits by now, and times begin anew
             self._epoch, self._waiting = epoch, {stream: _Waiting() for stream in self._waiting}
         while sum((ready := self._ready()).values()) < self._batch_size:
+            before = self.positions
             if (batch := self._reader.next_batch(epoch)) is None:
                 if not self._reader.has_more:
                     self._end()
                     ready = self._ready()
                 break
-            self._take(batch)
+            try:
+                self._take(batch)
+            except SourceError:
+                self.add(before)  # going on reads again from the oldest that waits
+                raise
         return self._batch(ready)
 
     def _end(self) -> None:

@@ -149,7 +149,11 @@ def test_each_epoch_of_a_job_has_the_same_labels(tmp_path: Path) -> None:
 
 def test_times_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     table = rows((0, 0.0, 0), (1, float("nan"), 0), (0, 2.0, 1))
-    with pytest.raises(gt.errors.SourceDamaged, match="'time' is nan at position 1 of a stream"):
-        labels_of(samples(tmp_path, table))
+    reader = samples(tmp_path, table, batch_size=1)._reader(samples(tmp_path, table)._order(1), 1)
+    reader.add({0: (0, 0)})
+    for _ in range(2):  # going on reads the same again, and passes over nothing
+        with pytest.raises(gt.errors.SourceDamaged, match="'time' is nan at position 1 of a stream"):
+            for _ in range(5):
+                reader.next_batch(0)
     with pytest.raises(gt.errors.InvalidArgument, match="window_seconds is inf; it must be above 0, and finite"):
         gt.LateLabels(window_seconds=float("inf"))
