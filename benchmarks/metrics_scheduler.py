@@ -137,5 +137,5 @@ class _Words:
                 if kind is Heartbeat
                 else TellJob(job=f"job-{number}", incarnation=1, report=report)
             )
-            calls.append(((kind, number), self._carrier.begin(word, 10)))
+            calls.append(((kind, number), self._carrier.start(word, 10)))
         return {one: max(1.0, call().pause_seconds) for one, call in calls}

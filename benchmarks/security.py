@@ -33,8 +33,8 @@ from geartrain.ams.values.config import CERTIFIED_ROLES, FOLDER_VARIABLE, NO_FOL
 from geartrain.ams.values.rpc import Ping
 from geartrain.ams.values.shard_messages import OpenDataPlane, Pull
 from geartrain.launch.bench import Result
-from geartrain.launch.certificates import issue, make_authority
-from geartrain.launch.tokens import make_token
+from geartrain.launch.certificates import create_authority, issue
+from geartrain.launch.tokens import create_token
 
 NUM_IDS, DIM, NUM_ROWS = 100, 16, 100_000
 LARGE_IDS, LARGE_DIM, LARGE_ROWS = 10_000, 128, 50_000
@@ -107,10 +107,10 @@ def results(full: bool = False) -> Iterator[Result]:
         ends.callback(identify, None)
         tls, with_tokens = at / "tls", at / "tokens"
         for folder in (tls, with_tokens):
-            make_authority(folder, "bench")
+            create_authority(folder, "bench")
             for role in CERTIFIED_ROLES:
                 issue(folder, folder, [role])
-        token, _ = make_token(with_tokens, "bench", ALL, days=1)
+        token, _ = create_token(with_tokens, "bench", ALL, days=1)
         plain, under_tls = Side(ends, NO_FOLDER), Side(ends, str(tls))
         under_token = Side(ends, str(with_tokens), str(token))
         sides = [plain, under_tls, under_token]

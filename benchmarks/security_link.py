@@ -27,7 +27,7 @@ from _up import running_cluster
 import geartrain as gt
 from geartrain.ams.values.config import CERTIFIED_ROLES, FOLDER_VARIABLE, NO_FOLDER
 from geartrain.launch.bench import Result
-from geartrain.launch.certificates import issue, make_authority
+from geartrain.launch.certificates import create_authority, issue
 
 NUM_IDS, DIM, NUM_ROWS, ROUNDS, CALLS, UNCOUNTED = 10_000, 128, 50_000, 12, 16, 4
 BITS = 10e9
@@ -40,7 +40,7 @@ def results(full: bool = False) -> Iterator[Result]:  # noqa: ARG001
         return
     with ExitStack() as ends:
         folder = ends.enter_context(tempfile.TemporaryDirectory())
-        make_authority(Path(folder), "bench")
+        create_authority(Path(folder), "bench")
         for role in CERTIFIED_ROLES:
             issue(Path(folder), Path(folder), [role])
         here, there = map(_receiving_anywhere, linked_namespaces(ends, 2, BITS))

@@ -108,7 +108,7 @@ def _steps(name: str, numels: list[int], ks: list[int]) -> Iterator[Result]:
     ways = (CompiledCompaction(numels, ks), TensorCompaction(numels, ks, torch.device("cpu")))
 
     def step(way: CompiledCompaction | TensorCompaction, drawn: Tensors) -> None:
-        do = way.start if isinstance(way, TensorCompaction) else way.take
+        do = way.start if isinstance(way, TensorCompaction) else way.compact
         do(drawn, velocities, residuals, momentum=MOMENTUM)
 
     def loop(drawn: Tensors) -> None:

@@ -77,9 +77,9 @@ class Role:
         section = type(section)(**{**section.model_dump(exclude_unset=True), **settings})
         ports = {"--listen": section.listen} | ({"--metrics": section.metrics} if section.metrics else {})
         if any(map(is_loopback, ports.values())) and not private_folder().is_dir():
-            from geartrain.launch.certificates import make_private_folder
+            from geartrain.launch.certificates import create_private_folder
 
-            make_private_folder()
+            create_private_folder()
         for flag, address in ports.items():
             if flag == "--metrics" or getattr(section, "ports", None) is None:
                 require_free(address, flag)

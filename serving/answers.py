@@ -98,7 +98,7 @@ reading = threading.local()
 """``is_hasty``: this thread answers questions, and reads none that takes milliseconds."""
 
 
-def put_off() -> None:
+def require_time() -> None:
     """Called before what takes milliseconds. Raises PutOff on a thread that answers questions."""
     if getattr(reading, "is_hasty", False):
         raise PutOff

@@ -89,12 +89,13 @@ class Batcher:
         self._under_way = 0
         self._is_closed = False
         self._threads = [
-            threading.Thread(target=self._go_on, name=f"answers-{number}", daemon=True) for number in range(threads)
+            threading.Thread(target=self._answer_batches, name=f"answers-{number}", daemon=True)
+            for number in range(threads)
         ]
         for thread in self._threads:
             thread.start()
 
-    def ask(self, lease: Lease, operation: str, question: Question | Callable[[], Question]) -> Future[Arrays]:
+    def submit(self, lease: Lease, operation: str, question: Question | Callable[[], Question]) -> Future[Arrays]:
         """Answer a question to an operation of the leased version: arrays with a row for each of its items.
 
         What is yet to be read is read by the thread that answers, which spares a change of threads where it is little;
@@ -111,7 +112,7 @@ class Batcher:
                 raise Busy(f"{waits} wait already, of {self._max_queued:,} that may; ask again in a second")
             asked = _Asked(lease.again(), operation, self._clock())
             if isinstance(question, Question):
-                self._join(asked, question)
+                self._append(asked, question)
             else:
                 self._unread.append((asked, question))
                 self.queued += 1
@@ -139,7 +140,7 @@ class Batcher:
         while self._unread or self.answer_next():
             self._read()
 
-    def _go_on(self) -> None:
+    def _answer_batches(self) -> None:
         while True:
             if self._unread:
                 self._read()
@@ -152,7 +153,7 @@ class Batcher:
             if batch:
                 self._answer(batch)
 
-    def _join(self, asked: _Asked, question: Question) -> None:
+    def _append(self, asked: _Asked, question: Question) -> None:
         asked.question, asked.items = question, question.num_items
         shapes = tuple([(name, array.dtype.str, array.shape[1:]) for name, array in question.arrays.items()])
         key = (id(asked.lease.servable), asked.operation, question.parameters, shapes)
@@ -180,7 +181,7 @@ class Batcher:
         with self._changed:
             self.queued -= len(unread)
             for asked, found in read:
-                self._join(asked, found)
+                self._append(asked, found)
 
     def _next(self, now: float) -> tuple[list[_Asked], float | None]:
         """Take the questions of the batch that begins now, the longest waiting first.

@@ -166,7 +166,7 @@ class Catalog:
                     model.canary, model.share = version, share
                 else:
                     self._make_current(model, version)
-            over = self._take_over(model) if taken else [servable]
+            over = self._remove_unused(model) if taken else [servable]
         _close(over)
         return taken
 
@@ -187,7 +187,7 @@ class Catalog:
             with self._lock:
                 self._make_current(model, to)
                 model.is_held = to != model.known[-1]
-                over = self._take_over(model)
+                over = self._remove_unused(model)
         _close(over)
         logger.info("%s: version %d is current%s", model.name, to, "; higher numbers wait" if model.is_held else "")
         return to
@@ -222,7 +222,7 @@ class Catalog:
                 self.prepare(name, version)
             with self._lock:
                 model.canary, model.share = (version, share) if share > 0 else (None, 0.0)
-                over = self._take_over(model)
+                over = self._remove_unused(model)
         _close(over)
 
     def lease(self, name: str | None = None, version: int | None = None) -> Lease:
@@ -305,7 +305,7 @@ class Catalog:
                 model.current, model.folders, model.is_held = said["current"], folders, said["is_held"]
                 model.previous = model.previous if model.previous in said["loaded"] else None
                 model.is_expected = said["current"] is None
-                over = self._take_over(model)
+                over = self._remove_unused(model)
             _close(over)
 
     def why_not_ready(self) -> str:
@@ -325,7 +325,7 @@ class Catalog:
             over = []
             for model in self._models.values():
                 model.current = model.previous = model.canary = None
-                over += self._take_over(model)
+                over += self._remove_unused(model)
         _close(over)
 
     def _find(self, name: str | None) -> _Model:
@@ -406,7 +406,7 @@ class Catalog:
             model.canary, model.share = None, 0.0
 
     @staticmethod
-    def _take_over(model: _Model) -> list[Servable]:
+    def _remove_unused(model: _Model) -> list[Servable]:
         """Take out what is neither current, canary nor previous; return what nobody asks."""
         over = []
         for version in [*model.loaded]:

@@ -108,7 +108,7 @@ class ServingCounts:
                 self._numbers = {key: found for key, found in self._numbers.items() if key[1][:2] != gone}
 
 
-def told_by(counts: ServingCounts, queued: int, catalog: Catalog) -> dict[str, Any]:
+def describe_process(counts: ServingCounts, queued: int, catalog: Catalog) -> dict[str, Any]:
     """What one process says, as JSON can say it."""
     return {
         "numbers": counts.read(),

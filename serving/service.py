@@ -15,7 +15,7 @@ from geartrain.serving.batching import Batcher
 from geartrain.serving.catalog import Catalog
 from geartrain.serving.folder import load_folder, load_newest, versions_in
 from geartrain.serving.index.parts import parts_in_use
-from geartrain.serving.metrics import ServingCounts, following_metrics, serving_metrics, told_by
+from geartrain.serving.metrics import ServingCounts, describe_process, following_metrics, serving_metrics
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 Told = dict[str, Any]
@@ -69,7 +69,7 @@ class ModelService:
             "canary": lambda model, version, share: self.catalog.set_canary(model, version, share),
             "state": self._state,
             "become": self.become,
-            "counts": lambda: told_by(self.counts, self.batcher.queued, self.catalog),
+            "counts": lambda: describe_process(self.counts, self.batcher.queued, self.catalog),
         }
 
     def change(self, wish: str, **details: Any) -> list[Any]:

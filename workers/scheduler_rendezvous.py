@@ -91,7 +91,7 @@ class ByScheduler(DynamicRendezvousHandler):
             self._job_store.set(ranks_key(meeting.bootstrap_store_info.master_port), name)
             meeting.store.set("ranks", name)
         name = f"{self.get_run_id()}/{meeting.store.get('ranks').decode()}"
-        self._shared.keep(RendezvousValues(self._scheduler, name))
+        self._shared.store(RendezvousValues(self._scheduler, name))
         return meeting
 
     def num_nodes_waiting(self) -> int:
@@ -115,7 +115,7 @@ class SharedState(_BackendRendezvousStateHolder):
         self._ended_version: int | None = None
         """Of the state that an earlier torchrun of this id left."""
 
-    def keep(self, ranks: RendezvousValues) -> None:
+    def store(self, ranks: RendezvousValues) -> None:
         """Let the scheduler keep these values for as long as the state is asked for, and no earlier ones."""
         if self._ranks is not None:
             self._ranks.close()

@@ -21,9 +21,9 @@ from geartrain.ams.client.leave_watch import LeaveWatch
 from geartrain.ams.client.other_roles import embedded_graphs, remote_gears, remote_graphs
 from geartrain.ams.client.scheduler_calls import SNAPSHOT_SECONDS, SchedulerCalls
 from geartrain.ams.client.shard_calls import ShardCalls, all_of
-from geartrain.ams.client.snapshots.export import PendingExport, begin_export
+from geartrain.ams.client.snapshots.export import PendingExport, start_export
 from geartrain.ams.client.snapshots.restore import restore_snapshot
-from geartrain.ams.client.snapshots.snapshot import JobContents, PendingSnapshot, begin_snapshot, free_name
+from geartrain.ams.client.snapshots.snapshot import JobContents, PendingSnapshot, free_name, start_snapshot
 from geartrain.ams.client.table import Table
 from geartrain.ams.client.writes import ClientStream, checked_incarnation
 from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier, ShardCarrier
@@ -115,7 +115,7 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None and not issubclass(kind, Exception) and not self._calls.is_forked:
-            self.give_up()  # Ctrl-C or an exit: whoever waits for a dead shard in the background waits no longer
+            self.cancel_waits()  # Ctrl-C or an exit: whoever waits for a dead shard in the background waits no longer
         if kind is not None and not self._calls.is_forked:
             try:
                 self._finish_writes()
@@ -410,7 +410,7 @@ class Cluster:
         name = free_name(root, job.step) if name is None else name
         began = time.monotonic()
         try:
-            pending = begin_snapshot(
+            pending = start_snapshot(
                 self._calls,
                 lambda: self._scheduler.describe(SNAPSHOT_SECONDS),
                 root,
@@ -423,10 +423,10 @@ class Cluster:
                 graphs=self._graphs_of_tables if graphs else None,
             )
         except GeartrainError as exc:
-            self._tell_snapshot(name, tables, job.step, began, exc)
+            self._report_snapshot(name, tables, job.step, began, exc)
             raise
         hold, where = time.monotonic() - began, str(pending.path)
-        pending.when_done(lambda error: self._tell_snapshot(where, tables, job.step, began, error, hold))
+        pending.when_done(lambda error: self._report_snapshot(where, tables, job.step, began, error, hold))
         return pending
 
     def require_snapshot_root(self, root: str | Path) -> None:
@@ -437,7 +437,7 @@ class Cluster:
             if isinstance(outcome, SnapshotRefused):
                 raise outcome
 
-    def _tell_snapshot(
+    def _report_snapshot(
         self,
         where: str,
         tables: Sequence[str] | None,
@@ -451,7 +451,7 @@ class Cluster:
             return
         seconds = time.monotonic() - began
         said = f"snapshot of step {step:,} is whole after {seconds:.1f} s: {where}"
-        self._tell(
+        self._report_event(
             ClusterEvent(
                 kind="snapshot" if error is None else "snapshot_failed",
                 text=said if error is None else f"no snapshot of step {step:,}: {error}",
@@ -464,13 +464,13 @@ class Cluster:
             )
         )
 
-    def _tell(self, event: ClusterEvent) -> None:
+    def _report_event(self, event: ClusterEvent) -> None:
         """Send the scheduler an event of this client's job, if it has one: of its stream ``job/rank0``, for example."""
         if self._calls.remote:
             job = self._stream.name.rpartition("/")[0] or self._stream.name if self._stream.is_named else ""
             texts = {field: getattr(event, field)[:_LONGEST_TOLD] for field in ("text", "snapshot")}
             short = {field: text.encode(errors="replace").decode() for field, text in texts.items()}  # of a path
-            self._events.tell(dataclasses.replace(event, job=job, **short))
+            self._events.report(dataclasses.replace(event, job=job, **short))
 
     def export(self, tables: str | Sequence[str], root: str | Path, *, since: int | None = None) -> PendingExport:
         """Begin to write tables as they are now, as the next version in the folder or URL ``root``, for those who
@@ -485,7 +485,7 @@ class Cluster:
         Raises TableNotFound, InvalidArgument (also for a table whose untouched rows move), Busy, SnapshotNotFound
         (there is no version ``since``), SnapshotFailed, SnapshotRefused, ShardUnavailable.
         """
-        return begin_export(
+        return start_export(
             self._calls,
             self._scheduler.describe,
             tables,
@@ -527,7 +527,7 @@ class Cluster:
             graphs=lambda some: self.graph if some and not self._calls.remote else self._graphs_of_tables,
         )
         seconds, step = time.monotonic() - began, restored.manifest.step
-        self._tell(
+        self._report_event(
             ClusterEvent(
                 kind="restore",
                 text=f"restored in {seconds:.1f} s from {restored.path}, which is of step {step:,}",
@@ -580,7 +580,7 @@ class Cluster:
         try:
             self._calls.close()
         except BaseException:  # Ctrl-C while background calls wait for a shard
-            self.give_up()
+            self.cancel_waits()
             raise
         finally:
             self._stream.close()
@@ -593,10 +593,10 @@ class Cluster:
         """Whether a call waits for a shard that does not answer. Waits for nothing itself."""
         return bool(self._calls.silence.named)
 
-    def give_up(self) -> None:
+    def cancel_waits(self) -> None:
         """End every wait for a shard: calls under way fail soon with Unavailable, also those in the background, and
         later ones at once. From any thread.
         """
-        self._calls.give_up()
+        self._calls.cancel_waits()
         self._stream.close()
         self._close()  # embedded shards answer, with an error, whoever waits for the other ranks of a step

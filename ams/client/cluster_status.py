@@ -160,7 +160,7 @@ def describe_cluster(
     started = time.time()
     answered: dict[int, float] = {}
 
-    def note(shard: int) -> Callable[[object], object]:
+    def record(shard: int) -> Callable[[object], object]:
         return lambda _: answered.setdefault(shard, time.time())
 
     carriers = {
@@ -174,7 +174,7 @@ def describe_cluster(
             for shard, carrier in carriers.items()
         }
         for shard, future in asked.items():
-            future.add_done_callback(note(shard))
+            future.add_done_callback(record(shard))
         states = {shard: state for shard, future in asked.items() if (state := _state_or_none(future)) is not None}
     finally:
         for carrier in carriers.values():

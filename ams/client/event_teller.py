@@ -36,7 +36,7 @@ class EventTeller:
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
 
-    def tell(self, event: ClusterEvent) -> None:
+    def report(self, event: ClusterEvent) -> None:
         """Soon."""
         if self._ended.is_set():
             return
@@ -60,11 +60,11 @@ class EventTeller:
                     self._thread = None
                     return
                 tell, since = self._waiting.popleft()
-            while not self._told(tell) and time.monotonic() - since < _TOLD_FOR_SECONDS:
+            while not self._deliver(tell) and time.monotonic() - since < _TOLD_FOR_SECONDS:
                 if self._ended.wait(_PAUSE_SECONDS):
                     return
 
-    def _told(self, tell: TellEvent) -> bool:
+    def _deliver(self, tell: TellEvent) -> bool:
         """Whether there is no use in telling it again."""
         try:
             self._scheduler.call(tell, _ANSWER_SECONDS)

@@ -37,8 +37,8 @@ class LeaveWatch:
         self._pause_seconds = _TELL_SECONDS
         self.leaving: tuple[int, ...] = ()
         """The shards that want to leave, as last heard."""
-        self._tell()  # before anything is trained: a shard that is told to end next knows whom to wait for
-        self._thread = threading.Thread(target=self._tell_again_and_again, name="geartrain-leave-watch", daemon=True)
+        self._report_once()  # before anything is trained: a shard that is told to end next knows whom to wait for
+        self._thread = threading.Thread(target=self._report_loop, name="geartrain-leave-watch", daemon=True)
         self._thread.start()
 
     @property
@@ -64,11 +64,11 @@ class LeaveWatch:
                 TellJob(job=self._job, incarnation=self._incarnation, done=True, report=report), _ANSWER_SECONDS
             )
 
-    def _tell_again_and_again(self) -> None:
-        while not self._ended.wait(self._pause_seconds) and self._tell():
+    def _report_loop(self) -> None:
+        while not self._ended.wait(self._pause_seconds) and self._report_once():
             pass
 
-    def _tell(self) -> bool:
+    def _report_once(self) -> bool:
         """Once; return whether there is a use in doing it again."""
         began = time.monotonic()
         try:

@@ -65,7 +65,7 @@ class CallPatience(Patience):
 
     _has_ended = False
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Nobody waits any more: nothing is sent again."""
         self._has_ended = True
 
@@ -181,10 +181,10 @@ class Retries:
         peers = [self.peer(shard) for shard in range(self.view.num_shards)]
         return self.naming(lambda: peers, self.config.attempt_timeout_seconds)
 
-    def heard(self, asked: Sequence[int], left: Sequence[int]) -> None:
+    def record_replies(self, asked: Sequence[int], left: Sequence[int]) -> None:
         """Note that all of ``asked`` but those ``left`` have answered."""
         for shard in set(asked).difference(left):
-            self.silence.heard(self.peer(shard))
+            self.silence.record_reply(self.peer(shard))
 
     def again(
         self,
@@ -221,13 +221,13 @@ class Retries:
             attempts.append(Attempts(shard, later if error is None else partial(_raise, error), later))
 
         def break_off() -> None:
-            waits.end()
-            lease.end()
+            waits.stop()
+            lease.revoke()
             lease.wait()
 
-        return shielded(partial(self.settle_all, attempts, waits, seconds), if_broken_off=break_off)
+        return shielded(partial(self.finish_all, attempts, waits, seconds), if_broken_off=break_off)
 
-    def settle_all(
+    def finish_all(
         self,
         attempts: Sequence[Attempts],
         patience: CallPatience,
@@ -246,12 +246,12 @@ class Retries:
         with self.naming(silent, seconds + patience.seconds):
             for settled, calls in enumerate(attempts):  # noqa: B007
                 try:
-                    outcomes.append(self._settle(calls, patience))
+                    outcomes.append(self._finish(calls, patience))
                 except GeartrainError as exc:
                     outcomes.append(exc)
         return outcomes
 
-    def _settle(self, attempts: Attempts, patience: CallPatience) -> Reply:
+    def _finish(self, attempts: Attempts, patience: CallPatience) -> Reply:
         """Ask a shard until it answers, or until that cannot help any more."""
         shard, ask, again = attempts
         meant: int | None = None  # the cluster version of the attempt; of the first one unknown
@@ -260,13 +260,13 @@ class Retries:
             try:
                 reply = ask()
                 if self.silence.named:
-                    self.silence.heard(self.peer(shard))
+                    self.silence.record_reply(self.peer(shard))
                 return reply
             except BrokenOff:
                 raise
             except StepPending:
                 self._require_not_given_up(shard)
-                patience.begin_anew()  # the shard is well: other ranks are waited for, and it says for how long
+                patience.reset()  # the shard is well: other ranks are waited for, and it says for how long
             except Busy as exc:
                 self._require_not_given_up(shard)
                 self._wait_for_busy(shard, exc, patience)
@@ -278,7 +278,7 @@ class Retries:
                     looked.add(meant)
                 else:
                     self._wait_for_silent(shard, exc, patience)
-                self._look_again(shard)
+                self._refresh_cluster(shard)
             ask, meant = again, self.view.cluster_version
 
     def _wait_for_busy(self, shard: int, busy: Busy, patience: CallPatience) -> None:
@@ -293,7 +293,7 @@ class Retries:
 
     def _wait_for_silent(self, shard: int, error: BaseException, patience: CallPatience) -> None:
         address = self.view.shards[shard].address
-        if patience.is_fresh and self.silence.tell(self.peer(shard)):  # once for all tables and threads
+        if patience.is_fresh and self.silence.should_warn(self.peer(shard)):  # once for all tables and threads
             text = "shard %d at %s does not answer, waiting for it up to %g s: %s"
             logger.warning(text, shard, address, patience.seconds, error)
         if not patience.pause():
@@ -306,7 +306,7 @@ class Retries:
         if self._given_up.is_set():
             raise Unavailable(f"this cluster was closed while shard {shard} was waited for") from None
 
-    def _look_again(self, shard: int) -> None:
+    def _refresh_cluster(self, shard: int) -> None:
         """Learn the cluster version anew. Raises ShardRestarted if ``shard`` came back without our rows."""
         try:
             view = self._refresh()
@@ -375,23 +375,23 @@ class CallWatch:
     def __call__(self, waiting: Sequence[int]) -> None:
         self._waiting = waiting
         if self._naming is None:
-            shielded(self._begin)  # threads are begun there
+            shielded(self._start)  # threads are begun there
 
-    def look(self, waiting: Sequence[int]) -> None:
+    def update(self, waiting: Sequence[int]) -> None:
         """The same, for calls that go on and on: ``waiting`` may be empty."""
         if waiting:
             self(waiting)
         else:
-            self.end()
+            self.stop()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """The call is over."""
         self._waiting = ()
         naming, self._naming = self._naming, None
         if naming is not None:
             shielded(partial(naming.__exit__, None, None, None))
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         config = self._retries.config
         naming = self._retries.naming(self._silent, config.attempt_timeout_seconds + config.recovery_timeout_seconds)
         naming.__enter__()

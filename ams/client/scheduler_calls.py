@@ -60,7 +60,7 @@ class SchedulerCalls:
 
     def describe(self, timeout_seconds: float | None = None) -> ClusterView:
         """The cluster as it is now; asked for at most so long, by default for ``attempt_timeout_seconds``."""
-        return self._ask(DescribeCluster(), "", timeout_seconds=timeout_seconds)
+        return self._request(DescribeCluster(), "", timeout_seconds=timeout_seconds)
 
     def table(self, name: str) -> TableSpec:
         """The spec of a table that can be opened.
@@ -92,7 +92,7 @@ class SchedulerCalls:
         create = CreateClusterTable(
             spec=spec, reuse=reuse, caller=self._stream.caller, for_restore=for_restore, replace=replace
         )
-        made = self._ask(create, f"whether table {spec.name!r} was created is unknown", asks_shards=True)
+        made = self._request(create, f"whether table {spec.name!r} was created is unknown", asks_shards=True)
         if made != spec:
             logger.warning("%s", kept_settings(made, spec))
         return made
@@ -108,8 +108,8 @@ class SchedulerCalls:
         wanted = dataclasses.replace(before, **settings)
         alter = AlterClusterTable(spec=wanted, settings=tuple(settings), caller=self._stream.caller)
         unknown = f"whether table {name!r} was altered is unknown, alter it again"
-        altered = self._ask(alter, unknown, asks_shards=True)
-        self._calls.note_settings([altered])
+        altered = self._request(alter, unknown, asks_shards=True)
+        self._calls.update_settings([altered])
         return altered
 
     def publish_tables(self, tables: Sequence[TableSpec]) -> None:
@@ -118,23 +118,25 @@ class SchedulerCalls:
         publish = PublishClusterTables(
             tables=tuple(incarnations), incarnations=tuple(incarnations.values()), caller=self._stream.caller
         )
-        self._ask(publish, f"whether tables {sorted(incarnations)} can be opened is unknown")
+        self._request(publish, f"whether tables {sorted(incarnations)} can be opened is unknown")
 
     def drop_table(self, name: str, incarnation: int = 0) -> None:
         """Remove a table, but no other one of its name than ``incarnation``; 0: whichever there is. Idempotent."""
         drop = DropClusterTable(table=name, caller=self._stream.caller, incarnation=incarnation)
-        self._ask(drop, f"whether table {name!r} was dropped is unknown", asks_shards=True)
+        self._request(drop, f"whether table {name!r} was dropped is unknown", asks_shards=True)
 
     def fence_job(self, job: str, incarnation: int) -> None:
         """End the leases of data streams of a job's lower incarnations."""
-        self._ask(FenceJob(job=job, incarnation=incarnation), f"whether job {job!r} was fenced is unknown, try again")
+        self._request(
+            FenceJob(job=job, incarnation=incarnation), f"whether job {job!r} was fenced is unknown, try again"
+        )
 
     def check_caller(self) -> None:
         """Raise StaleClient if the scheduler knows that this process was superseded."""
         if (caller := self._stream.caller) is not None:
-            self._ask(CheckCaller(caller=caller), "", timeout_seconds=SNAPSHOT_SECONDS)
+            self._request(CheckCaller(caller=caller), "", timeout_seconds=SNAPSHOT_SECONDS)
 
-    def _ask(
+    def _request(
         self, request: Rpc[R], unknown: str, *, asks_shards: bool = False, timeout_seconds: float | None = None
     ) -> R:
         """``unknown`` says what is not known if no answer comes. A shard that the scheduler asks in vain is waited for:

@@ -32,7 +32,7 @@ class OpenTable(Protocol):
     spec: TableSpec
     incarnation: int
 
-    def take_settings(self, spec: TableSpec) -> None:
+    def adopt_settings(self, spec: TableSpec) -> None:
         """Go on with the settings of ``spec``, which is the same table."""
 
 
@@ -58,7 +58,7 @@ class ShardCalls(Retries):
         """By name."""
         self._open_tables: weakref.WeakSet[OpenTable] = weakref.WeakSet()
         self._lock = threading.Lock()
-        self.rows = RowCalls(self, self.elsewhere, self.settle)
+        self.rows = RowCalls(self, self.elsewhere, self.finish_in_background)
         """Pulls and writes of rows."""
 
     @property
@@ -97,15 +97,15 @@ class ShardCalls(Retries):
         def deliver() -> list[Outcome]:
             later = [partial(once, shard, request) for shard, request in calls]
             if len(calls) == 1:
-                return self.settle_all([Attempts(calls[0][0], later[0], later[0])], patience, seconds)
+                return self.finish_all([Attempts(calls[0][0], later[0], later[0])], patience, seconds)
             begun = [attempt(shard, request, alone=False) for shard, request in calls]
             attempts = [
                 Attempts(shard, first.result, again)
                 for (shard, _), first, again in zip(calls, begun, later, strict=True)
             ]
-            return self.settle_all(attempts, patience, seconds, lambda n: begun[n].done())
+            return self.finish_all(attempts, patience, seconds, lambda n: begun[n].done())
 
-        return shielded(deliver, if_broken_off=patience.end)
+        return shielded(deliver, if_broken_off=patience.stop)
 
     def read(self, calls: Sequence[tuple[int, Request]], context: CallContext = _NOBODY) -> list[Reply]:
         """:meth:`deliver` calls that are no writes; raises the first error."""
@@ -118,8 +118,8 @@ class ShardCalls(Retries):
             self._restored.update(restored)
             for table in list(self._open_tables):
                 if table.spec.name in restored:
-                    table.take_settings(table.spec)
-        self.note_settings(restored.values())
+                    table.adopt_settings(table.spec)
+        self.update_settings(restored.values())
 
     def opened(self, table: OpenTable) -> None:
         """Have a table take its settings, now and, for as long as somebody has it, when they or the table that it means
@@ -127,20 +127,20 @@ class ShardCalls(Retries):
         """
         with self._lock:
             self._open_tables.add(table)
-            table.take_settings(table.spec)
+            table.adopt_settings(table.spec)
 
-    def note_settings(self, tables: Iterable[TableSpec]) -> None:
+    def update_settings(self, tables: Iterable[TableSpec]) -> None:
         """Let tables that are open here know the settings that they have now."""
         known = {(spec.name, spec.incarnation): spec for spec in tables}
         with self._lock:
             for table in list(self._open_tables):
                 now = known.get((table.spec.name, table.incarnation))
                 if now is not None and now != table.spec:
-                    table.take_settings(now)
+                    table.adopt_settings(now)
 
     def _refreshed(self, refresh: Callable[[], ClusterView]) -> ClusterView:
         view = refresh()
-        self.note_settings(view.tables)
+        self.update_settings(view.tables)
         return view
 
     def incarnation_of(self, table: TableSpec) -> int:
@@ -183,7 +183,7 @@ class ShardCalls(Retries):
         with self._lock:
             self._threads().submit(work)
 
-    def settle(self, work: Callable[[], object]) -> None:
+    def finish_in_background(self, work: Callable[[], object]) -> None:
         """The same for work that waits for no number of a write: those that do may hold all threads of the others."""
         with self._lock:
             if self._settling is None:
@@ -195,19 +195,19 @@ class ShardCalls(Retries):
             self._executor = ThreadPoolExecutor(_ASYNC_THREADS, thread_name_prefix="geartrain-client")
         return self._executor
 
-    def give_up(self) -> None:
+    def cancel_waits(self) -> None:
         """End every wait for a shard: calls under way, also in the background, fail soon, later ones at once."""
-        shielded(self._give_up)
+        shielded(self._cancel_waits)
 
-    def _give_up(self) -> None:
+    def _cancel_waits(self) -> None:
         if self.remote and not self._closed:
-            self._let_go()
+            self._release_freezes()
         self._given_up.set()
         self.is_ready = False
         for carrier in self._carriers:
             carrier.close()
 
-    def _let_go(self) -> None:
+    def _release_freezes(self) -> None:
         """Tell the shards, once and for a moment, to hold nothing more for this process's snapshots."""
         told = []
         for snapshot_id in list(self.held_snapshots):

@@ -80,7 +80,7 @@ class Table:
         """How pulled rows and pushed gradients travel; None: in the table's type."""
         calls.opened(self)
 
-    def take_settings(self, spec: TableSpec) -> None:
+    def adopt_settings(self, spec: TableSpec) -> None:
         """Go on with the settings of ``spec``, which is the same table, or with one that this process has restored."""
         self.incarnation = self._calls.incarnation_of(spec)
         """Which table of its name it is; that of the restored one after this process has restored it. 0: not known."""
@@ -127,7 +127,7 @@ class Table:
             out = np.empty((len(checked), plan.spec.dim), plan.dtype)
             return self._calls.rows.pull_to_begin(plan, checked, out, partial(like, out, ids))
 
-        return self._calls.rows.begin(prepared)
+        return self._calls.rows.start(prepared)
 
     def present(self, ids: Any) -> npt.NDArray[np.bool_]:
         """Return which rows exist, [N] bool: were pushed or assigned."""
@@ -229,7 +229,7 @@ class Table:
             checked = self._checked_pull(ids, out)
             return self._calls.rows.pull_to_begin(self._plan, checked, out, lambda: None, required_sync=required_sync)
 
-        return self._calls.rows.begin(prepared)
+        return self._calls.rows.start(prepared)
 
     def push(self, ids: Any, gradients: Any, **options: Unpack[PushOptions]) -> Done:
         """Apply gradients with the table's optimizer, exactly once per shard; gradients of equal ids are summed.
@@ -249,7 +249,7 @@ class Table:
         """
         if not self._is_sent_at_once(ids):
             return self._calls.background(self.push, ids, gradients, **options)
-        return self._calls.rows.begin(lambda: self._pushed(ids, gradients, options).to_begin())
+        return self._calls.rows.start(lambda: self._pushed(ids, gradients, options).to_begin())
 
     def prepare_push(
         self,

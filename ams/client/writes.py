@@ -52,12 +52,12 @@ class WriteStream:
         """For who begins. Not a Condition: Ctrl-C on the main thread would leave one locked (see
         geartrain.ams.values.interrupts)."""
         self._waiting: deque[threading.Lock] = deque()
-        """Locks that :meth:`begin` waits for."""
+        """Locks that :meth:`reserve` waits for."""
         self._is_closed = False
         self.is_closing = False
         """Set, a write begins yet, but waits no longer than :data:`_WARN_SECONDS` for another one to end."""
 
-    def begin(self, begun: list[int], count: int = 1, *, is_held: bool = False) -> None:
+    def reserve(self, begun: list[int], count: int = 1, *, is_held: bool = False) -> None:
         """Add the next ``count`` numbers to ``begun``: whatever breaks the caller off, who has that can end them.
 
         Blocks while the oldest open write is a whole window behind. ``is_held``: the caller may prepare others before
@@ -99,9 +99,9 @@ class WriteStream:
     def close(self) -> None:
         """Nobody waits any more for a write that was prepared and is not sent."""
         self._is_closed = True
-        self.end()
+        self.finish()
 
-    def end(self, *sequences: int) -> None:
+    def finish(self, *sequences: int) -> None:
         """The writes are acknowledged, or given up: they will not be sent again. Waits for nothing: the garbage
         collector calls it, at any place of any thread.
         """
@@ -126,11 +126,11 @@ class GivenNumber:
     sequence: int
     acknowledged: Callable[[], int]
 
-    def begin(self, begun: list[int], count: int = 1, *, is_held: bool = False) -> None:  # noqa: ARG002
+    def reserve(self, begun: list[int], count: int = 1, *, is_held: bool = False) -> None:  # noqa: ARG002
         """See :class:`WriteStream`."""
         begun.append(self.sequence)
 
-    def end(self, *sequences: int) -> None:
+    def finish(self, *sequences: int) -> None:
         """It may be sent again, by this process or the next: :meth:`ClientStream.acknowledge` ends it."""
 
     def oldest(self) -> int:
@@ -241,7 +241,7 @@ class Write(ABC):
         """The ``tables`` that are there now are meant, for half of a write may be lost with one that is restored later.
 
         ``shards``: of each table those that have a part. ``group``: it is one rank's part of a joint step. ``log`` is
-        told of the ``ids`` of each table whose rows it touches. ``is_held``: see :meth:`WriteStream.begin`.
+        told of the ``ids`` of each table whose rows it touches. ``is_held``: see :meth:`WriteStream.reserve`.
         """
         self.shards = shards
         self._numbers = numbers
@@ -254,7 +254,7 @@ class Write(ABC):
         self._duplicate = False
         begun: list[int] = []
         self._begun = begun
-        numbers.begin(begun, len(shards), is_held=is_held)
+        numbers.reserve(begun, len(shards), is_held=is_held)
 
     def __del__(self) -> None:
         """Nobody can send what nobody holds: else a number would stay open for ever."""
@@ -284,7 +284,7 @@ class Write(ABC):
         """Let those who keep rows know that these change from now on. To send it does so, too."""
         if self._log is not None and self._log.readers and not self._logged:
             pairs = zip(self._tables, self._ids, strict=True)
-            self._logged = [self._log.begin(table.spec.name, ids) for table, ids in pairs]
+            self._logged = [self._log.start(table.spec.name, ids) for table, ids in pairs]
 
     def abandon(self) -> None:
         """Give the write up. On shards that have not answered it is unknown whether it was applied."""
@@ -293,13 +293,13 @@ class Write(ABC):
 
     def _close(self) -> None:
         """It is not sent again."""
-        self._numbers.end(*self._begun)
+        self._numbers.finish(*self._begun)
         self._begun = ()
         for number in self._logged:
             if self._log is not None and number is not None:
-                self._log.end(number)
+                self._log.finish(number)
 
-    def _settle(self, replies: Sequence[WriteReply]) -> Done:
+    def _record_replies(self, replies: Sequence[WriteReply]) -> Done:
         """Note what an attempt has come to, of each table that was not done; return the joint reply of all attempts, or
         raise.
         """
@@ -388,7 +388,7 @@ class MessageWrite(Write):
             oldest_unacknowledged=self._numbers.oldest(),
             table_incarnation=self._tables[0].incarnation,
         )
-        return self._settle([self._deliver(pending, context)] if pending else [])
+        return self._record_replies([self._deliver(pending, context)] if pending else [])
 
 
 class WrittenPart(NamedTuple):
@@ -425,7 +425,7 @@ class RowWrite(Write):
         """What became of the part of the table at this place."""
         return WrittenPart(self.shards[place], self._created[place], self._logged[place] if self._logged else None)
 
-    def keep_rows(self) -> None:
+    def copy_rows(self) -> None:
         """Copy what is not sent yet: from now on its arrays are the caller's own."""
         if not self.is_sent:
             for prepared in self._prepared:
@@ -433,8 +433,8 @@ class RowWrite(Write):
 
     def send(self) -> Done:
         failpoints.reach("client.send.before")
-        requests = self._begin()
-        return self._settle(self._rows.write(requests) if requests else ())
+        requests = self._rows_to_send()
+        return self._record_replies(self._rows.write(requests) if requests else ())
 
     def send_with(self, others: Sequence[RowWrite]) -> None:
         """:meth:`send` this one and others: what goes to a shard, in one request for all of them.
@@ -445,11 +445,11 @@ class RowWrite(Write):
         errors = []
         for rows in dict.fromkeys([write._rows for write in left]):
             failpoints.reach("client.send.before")
-            together = [(write, write._begin()) for write in left if write._rows is rows]
+            together = [(write, write._rows_to_send()) for write in left if write._rows is rows]
             replies = iter(rows.write([request for _, requests in together for request in requests]))
             for write, requests in together:
                 try:
-                    write._settle([next(replies) for _ in requests])
+                    write._record_replies([next(replies) for _ in requests])
                 except GeartrainError as exc:
                     errors.append(exc)
             del replies  # see _settle
@@ -464,28 +464,28 @@ class RowWrite(Write):
         if self.is_sent or self.is_on_a_shard:
             return self.send(), None
         failpoints.reach("client.send.before")
-        reply, writes = self._rows.write_and_pull(self._begin()[0], out)
-        return self._settle([reply]), writes
+        reply, writes = self._rows.write_and_pull(self._rows_to_send()[0], out)
+        return self._record_replies([reply]), writes
 
     def to_begin(self) -> PreparedCall:
-        """This write of one table, not sent yet, for :meth:`RowCalls.begin`. It is given up where it fails."""
+        """This write of one table, not sent yet, for :meth:`RowCalls.start`. It is given up where it fails."""
         failpoints.reach("client.send.before")
         requests: list[RowsToWrite] = []
 
         def send(future: RowFuture) -> bool:
-            requests[:] = self._begin(or_nothing=True)
-            return self._rows.begin_write(requests[0], future)
+            requests[:] = self._rows_to_send(or_nothing=True)
+            return self._rows.start_write(requests[0], future)
 
         def finish(reply: Any) -> Done:
             try:
-                return self._settle([self._rows.written(requests[0], reply)])
+                return self._record_replies([self._rows.written(requests[0], reply)])
             except BaseException:
                 self.abandon()
                 raise
 
         return PreparedCall(send, finish, self.abandon)
 
-    def _begin(self, *, or_nothing: bool = False) -> list[RowsToWrite]:
+    def _rows_to_send(self, *, or_nothing: bool = False) -> list[RowsToWrite]:
         """What is sent now, of each table not done; ``or_nothing``: of one that has no rows to send, too."""
         if self._rows.write_log.readers:
             self.announce()

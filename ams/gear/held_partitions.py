@@ -112,7 +112,7 @@ class HeldPartitions:
         self._until = began + self._lease_seconds * (1 - _MARGIN)
         self._held = frozenset(renewal.held) - frozenset(renewal.release)
         if renewal.release:
-            self._give(renewal.release)
+            self._release(renewal.release)
         elif renewal.can_lease and not self._is_leaving:
             self._lease(self._clock())
 
@@ -120,7 +120,7 @@ class HeldPartitions:
         """Answer for nothing from now on; the lease goes on."""
         self._is_leaving = True
 
-    def leave(self) -> None:
+    def release_all(self) -> None:
         """Give all back."""
         self.refuse()
         self._background.shutdown(wait=True)
@@ -132,7 +132,7 @@ class HeldPartitions:
             except GeartrainError as exc:
                 logger.warning("partitions are not given back, they will be free after their lease: %s", exc)
 
-    def _give(self, partitions: Sequence[int]) -> None:
+    def _release(self, partitions: Sequence[int]) -> None:
         """Release them, once what waits for them is applied: meanwhile the lease is kept up."""
         if self._applying is None:
             self._applying = self._background.submit(self._before_release)

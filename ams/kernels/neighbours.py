@@ -84,7 +84,7 @@ def rank_candidates(
     return out, accepted.astype(np.bool_)
 
 
-def make_panels(rows: Floats, *, threads: int) -> npt.NDArray[np.uint8] | None:
+def pack_panels(rows: Floats, *, threads: int) -> npt.NDArray[np.uint8] | None:
     """Return the panels of rows [S, D]; None: a row is not finite, and cannot be searched."""
     panels = np.empty((-(-len(rows) // PANEL_ROWS), panel_bytes(rows.shape[1])), np.uint8)
     encode_rows(rows, panels, threads=threads)

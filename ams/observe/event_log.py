@@ -84,7 +84,7 @@ class EventLog:
             for path in (self._folder / OLDER, self._folder / FILE):
                 for event, key in _events_in(path):
                     self._kept.append(event)
-                    self._keep_key(event.number, key)
+                    self._store_key(event.number, key)
         self._last = self._kept[-1].number if self._kept else 0
         self._writer: threading.Thread | None = None
         if self._folder is not None:
@@ -93,13 +93,13 @@ class EventLog:
             )
             self._writer.start()
 
-    def note(self, event: ClusterEvent, *, key: int = 0) -> ClusterEvent | None:
+    def append(self, event: ClusterEvent, *, key: int = 0) -> ClusterEvent | None:
         """Append an event with its number and time, and return it; None if one of this ``key`` (0: none) is there."""
         with self._lock:
             if key and key in self._keys.values():
                 return None
             self._last += 1
-            self._keep_key(self._last, key)
+            self._store_key(self._last, key)
             now, text, tables = self._clock(), event.text[:_LONGEST_TEXT], event.tables[:_MOST_TABLES]
             event = replace(event, number=self._last, unix_seconds=now, text=text, tables=tables)
             self._kept.append(event)
@@ -107,7 +107,7 @@ class EventLog:
             self._has_news.notify()
             return event
 
-    def _keep_key(self, number: int, key: int) -> None:
+    def _store_key(self, number: int, key: int) -> None:
         if key:
             self._keys[number] = key
             if len(self._keys) > _KEYS_KEPT:

@@ -122,7 +122,7 @@ class Passes:
     """Passes at which the action happened."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def meet(self, name: str) -> Arming | None:
+    def count_pass(self, name: str) -> Arming | None:
         """Count a pass; return the action that is due."""
         arming = self.armings.get(name)
         if arming is None:
@@ -145,7 +145,7 @@ _read: set[str] = set()
 def reach(name: str) -> None:
     """Pass the failpoint ``name``: do its action if it is armed."""
     for passes in _armed:
-        if (arming := passes.meet(name)) is not None:
+        if (arming := passes.count_pass(name)) is not None:
             logger.warning("failpoint %s: %s", name, arming.text)
             arming.act()
 

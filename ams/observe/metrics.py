@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
 
-from geartrain.ams.values.config import join_address, split_address
+from geartrain.ams.values.config import format_address, split_address
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.rpc import version
 
@@ -78,7 +78,7 @@ _sources: weakref.WeakSet[Source] = weakref.WeakSet()
 _sources_lock = threading.Lock()
 
 
-def tell_of(source: Source) -> None:
+def register_source(source: Source) -> None:
     """Add ``source`` to the metrics of this process, for as long as it is referenced. Thread-safe."""
     with _sources_lock:
         _sources.add(source)
@@ -211,7 +211,7 @@ class MetricsServer(socketserver.ThreadingTCPServer):
         self._port = port
         self._free = threading.BoundedSemaphore(_MAX_SCRAPES)
         super().__init__(bind_to[:2], handler)  # type: ignore[arg-type]
-        self.address = join_address(host, self.socket.getsockname()[1])
+        self.address = format_address(host, self.socket.getsockname()[1])
         """host:port of the listening socket."""
         ADDRESSES.append(self.address)
         self._thread = threading.Thread(target=self.serve_forever, name="metrics", daemon=True)

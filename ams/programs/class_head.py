@@ -97,7 +97,7 @@ class ClassHeadModel:
         batches = [_Update(rows, batch) for batch in inputs]
         active = _union([update.batch.active for update in batches], rows)
 
-        def make(chunk: tuple[int, int]) -> Float32:
+        def compute(chunk: tuple[int, int]) -> Float32:
             ids = active.range(*chunk)
             rows_ND = rows.read(ids)
             if len(batches) == 1:
@@ -113,7 +113,7 @@ class ClassHeadModel:
         return Gradients(
             chunks=chunk_bounds(active.num, CHUNK_ROWS) if batches else [],
             ids=lambda chunk: active.range(*chunk),
-            make=make,
+            make=compute,
             num_rows=active.num if batches else 0,
             largest=math.fsum(update.largest for update in batches),
         )

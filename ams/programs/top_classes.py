@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.kernels.neighbours import best_classes, make_panels, make_unit_rows
+from geartrain.ams.kernels.neighbours import best_classes, make_unit_rows, pack_panels
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.hosted import Float32, HostedRows
 from geartrain.ams.values.errors import InvalidArgument, NonFinite
@@ -43,7 +43,7 @@ class SearchedRows:
         """Return an index that owns ``rows_SD``, if ``normalised`` scaled in place. Raises NonFinite: names a class."""
         if normalised:
             make_unit_rows(rows_SD, threads=threads)
-        panels = make_panels(rows_SD, threads=threads)
+        panels = pack_panels(rows_SD, threads=threads)
         if panels is None:
             bad = int(np.isfinite(rows_SD).all(axis=1).argmin()) // centers
             raise NonFinite(f"the row of class {ids[bad]} holds NaN or infinity; assign it, or restore a snapshot")

@@ -197,22 +197,22 @@ class Tokens:
         self._verified: dict[str, tuple[Token, _core.Grant]] = {}
         self._given: list[_Given] = []
         self._watch: threading.Thread | None = None
-        self._look()
+        self._reload()
 
     @property
     def are_wanted(self) -> bool:
         """Whether clients need a token."""
-        self._look()
+        self._reload()
         return self._keys is not None
 
     @property
     def revoked(self) -> Revoked:
         """Revoked tokens of the folder."""
-        self._look()
+        self._reload()
         ids = tuple(sorted(self._listed))
         return Revoked(digest=hashlib.sha256("\n".join(ids).encode()).hexdigest()[:16] if ids else "", ids=ids)
 
-    def hear(self, revoked: Revoked) -> None:
+    def add_revoked(self, revoked: Revoked) -> None:
         """Revoke the scheduler's revoked tokens, for good, even if the scheduler or its file is lost later."""
         with self._lock:
             self._told |= set(revoked.ids)
@@ -220,7 +220,7 @@ class Tokens:
 
     def believed(self, text: str) -> tuple[Token, _core.Grant] | str:
         """Return a token and its rights, or why it is not accepted."""
-        self._look()
+        self._reload()
         if (known := self._verified.get(text)) is None:
             token = verified(text, self._keys or ())
             if token is None:
@@ -247,11 +247,11 @@ class Tokens:
         while True:
             time.sleep(_LOOK_SECONDS)
             try:
-                self.look_after_given()
+                self.check_grants()
             except Exception:  # it must go on for the others
                 logger.exception("rights of connections for rows could not be looked after")
 
-    def look_after_given(self) -> None:
+    def check_grants(self) -> None:
         with self._lock:
             given = list(self._given)
         for grant, is_good, caller, _ in given:
@@ -265,7 +265,7 @@ class Tokens:
         with self._lock:
             self._given = [one for one in self._given if one.grant.is_in_use or one.at > before]
 
-    def _look(self) -> None:
+    def _reload(self) -> None:
         if time.monotonic() < self._look_at:
             return
         with self._lock:

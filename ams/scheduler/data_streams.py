@@ -104,14 +104,14 @@ class _Job:
         must_go_back = self.restore is not None and worker in self.holders
         self.drop(worker)
         if must_go_back:
-            self.go_back()
+            self.end_leases()
 
-    def go_back(self) -> None:
+    def end_leases(self) -> None:
         """End every lease: nobody reads before tables and cursors are restored."""
         self.due, self.holders = "restore", [None] * len(self.holders)
         self.workers.clear()
 
-    def note(self, worker: str, incarnation: int) -> None:
+    def record_lease(self, worker: str, incarnation: int) -> None:
         """Note who has a lease now; of those who have none any more the earliest is forgotten."""
         self.incarnations.pop(worker, None)
         self.incarnations[worker] = incarnation
@@ -160,11 +160,13 @@ class StreamLeases:
             if key.startswith(f"{_FENCE}/"):
                 fence = json.loads(value)
                 self._fences[fence["job"]] = fence["incarnation"]
-                self._incarnations.hear(fence["incarnation"])  # it may have come when a shard had said a higher one
+                self._incarnations.record_seen(
+                    fence["incarnation"]
+                )  # it may have come when a shard had said a higher one
             if key.startswith(f"{_KIND}/"):
                 name, job = _from_json(value, clock() + lease_seconds)
                 self._jobs[name] = job
-                self._incarnations.hear(max(job.incarnations.values(), default=0))
+                self._incarnations.record_seen(max(job.incarnations.values(), default=0))
 
     def pulse(self) -> None:
         """Note that the scheduler runs. To be called several times a lease, or never."""
@@ -194,7 +196,7 @@ class StreamLeases:
             checked_name("data", data)
         with self._lock:
             self._incarnations.check(f"incarnation of worker {worker!r}", incarnation)
-            changed = self._look_at(job, num_streams)
+            changed = self._current(job, num_streams)
             if len(changed.cursors) != num_streams:
                 raise InvalidArgument(
                     f"num_streams is {num_streams}, job {job!r} has {len(changed.cursors)}; keep that number for the "
@@ -212,14 +214,14 @@ class StreamLeases:
                 raise refusal
             if restore not in (None, changed.restore):
                 self._order(job, changed, restore)
-            self._incarnations.note("incarnation", incarnation)
+            self._incarnations.record_chosen("incarnation", incarnation)
             changed.data = changed.data or data
             known = changed.workers.get(worker)
             if known is not None and known.incarnation < incarnation:
                 changed.lose(worker)
             if changed.due:
-                changed.note(worker, incarnation)
-                self._keep(job, changed)
+                changed.record_lease(worker, incarnation)
+                self._commit(job, changed)
                 what = "is saved" if changed.due == "snapshot" else "goes back to its newest snapshot"
                 raise Busy(f"job {job!r} {what}: its streams are leased again after that", _BUSY_SECONDS)
             now = self._clock()
@@ -227,13 +229,13 @@ class StreamLeases:
                 changed.expected_until = now + self.lease_seconds
             changed.expected_workers = num_workers
             changed.workers[worker] = _Worker(incarnation, now + self.lease_seconds)
-            changed.note(worker, incarnation)
+            changed.record_lease(worker, incarnation)
             if len(changed.workers) >= num_workers:
                 changed.expected_until = float("-inf")  # all have come
             missing = changed.share(worker, now) - len(changed.held_by(worker))
             for stream in changed.free[: max(0, missing)]:
                 changed.holders[stream] = worker
-            self._keep(job, changed)
+            self._commit(job, changed)
             cursors = {stream: changed.cursors[stream] for stream in changed.held_by(worker)}
             tables = changed.restore.tables if changed.restore else ()
             return StreamLease(epoch=changed.epoch, lease_seconds=self.lease_seconds, cursors=cursors, tables=tables)
@@ -245,7 +247,7 @@ class StreamLeases:
         """
         with self._lock:
             changed = self._committed(job, worker, incarnation, cursors)
-            self._keep(job, changed)
+            self._commit(job, changed)
             held, share = changed.held_by(worker), changed.share(worker, self._clock())
             is_paused = changed.due == "snapshot"
             surplus = max(0, len(held) - share)
@@ -280,7 +282,7 @@ class StreamLeases:
             for stream in streams or ():
                 self._require_held(job, changed, worker, stream)
                 changed.holders[stream] = None
-            self._keep(job, changed)
+            self._commit(job, changed)
 
     def cursors(self, job: str) -> dict[int, Cursor]:
         """Return the committed cursor of every stream; nothing if the job has none."""
@@ -293,7 +295,7 @@ class StreamLeases:
         with self._lock:
             if job not in self._jobs:
                 return StreamHolders(lease_seconds=self.lease_seconds, holders=(), incarnations={})
-            now = self._look_at(job)
+            now = self._current(job)
             return StreamHolders(
                 lease_seconds=self.lease_seconds, holders=tuple(now.holders), incarnations=dict(now.incarnations)
             )
@@ -331,13 +333,13 @@ class StreamLeases:
                 )
         with self._lock:
             self._require_fence(job, incarnation)
-            self._incarnations.note("incarnation", incarnation)
+            self._incarnations.record_chosen("incarnation", incarnation)
             known = self._jobs.get(job)
             restored = _Job(ordered, [None] * len(ordered))
             if known is not None:
                 restored.incarnations, restored.data = known.incarnations, known.data
                 restored.restore, restored.order_number, restored.due = known.restore, known.order_number, known.due
-            self._keep(job, restored, fence=incarnation)
+            self._commit(job, restored, fence=incarnation)
 
     def _order(self, job: str, changed: _Job, restore: RestoreOrder | None) -> None:
         """Have the scheduler restore the job from now on: first it is saved. Raises InvalidArgument."""
@@ -378,7 +380,7 @@ class StreamLeases:
     def restored_jobs(self) -> dict[str, RestoredJob]:
         """The jobs that the scheduler restores, and what is due now."""
         with self._lock:
-            jobs = {name: self._look_at(name) for name, job in list(self._jobs.items()) if job.restore is not None}
+            jobs = {name: self._current(name) for name, job in list(self._jobs.items()) if job.restore is not None}
         return {
             name: RestoredJob(job.restore, job.order_number, job.due, bool(job.workers))
             for name, job in jobs.items()
@@ -388,29 +390,29 @@ class StreamLeases:
     def set_due(self, job: str, due: Due) -> None:
         """Have a job saved or restored; what is due for it already comes first. ``""``: it was saved."""
         with self._lock:
-            changed = self._look_at(job)
+            changed = self._current(job)
             if changed.due == "restore":
                 return
             changed.due = due
             if due == "restore":
-                changed.go_back()
-            self._keep(job, changed)
+                changed.end_leases()
+            self._commit(job, changed)
 
-    def put_back(self, job: str, cursors: Mapping[int, Cursor]) -> None:
+    def restore_cursors(self, job: str, cursors: Mapping[int, Cursor]) -> None:
         """The tables of a job are restored: let its workers read on from the ``cursors`` of the same snapshot."""
         with self._lock:
-            changed = self._look_at(job)
+            changed = self._current(job)
             changed.cursors, changed.due = [cursors[stream] for stream in range(len(cursors))], ""
-            self._keep(job, changed)
+            self._commit(job, changed)
 
-    def end_restores(self, job: str, why: GeartrainError | None = None) -> None:
+    def stop_restoring(self, job: str, why: GeartrainError | None = None) -> None:
         """Restore the job no more; ``why`` it cannot be, for one of its workers."""
         with self._lock:
-            changed = self._look_at(job)
+            changed = self._current(job)
             changed.restore, changed.due = None, ""
             if why is not None:
                 self._refusals[job] = why
-            self._keep(job, changed)
+            self._commit(job, changed)
 
     def fence(self, job: str, incarnation: int) -> None:
         """Shut workers of a lower incarnation out of ``job`` and ``job/…``, and end their leases.
@@ -420,13 +422,13 @@ class StreamLeases:
         checked_name("job", job)
         with self._lock:
             self._require_fence(job, incarnation)
-            self._incarnations.note("incarnation", incarnation)
-            self._keep(job, None, fence=incarnation)
+            self._incarnations.record_chosen("incarnation", incarnation)
+            self._commit(job, None, fence=incarnation)
             for name in [name for name in self._jobs if job in jobs_of(name)]:
                 changed = self._jobs[name].copy()
                 for worker in [name for name, held in changed.workers.items() if held.incarnation < incarnation]:
                     changed.lose(worker)
-                self._keep(name, changed)
+                self._commit(name, changed)
 
     def require_current(self, caller: CallContext | None) -> None:
         """Raise StaleClient if the caller has a name and its job was taken over."""
@@ -434,7 +436,7 @@ class StreamLeases:
             with self._lock:
                 self._require_fence(caller.stream, caller.incarnation)
 
-    def _look_at(self, job: str, num_streams: int = 0) -> _Job:
+    def _current(self, job: str, num_streams: int = 0) -> _Job:
         """Return a copy of the job as it is now, without workers whose time is up; a new one if it is not known."""
         self._stops.notice()
         known = self._jobs.get(job)
@@ -447,7 +449,7 @@ class StreamLeases:
         for name in late:
             changed.lose(name)
         if late:  # before anyone is told so: a restart must not give it back to them
-            self._keep(job, changed.copy())
+            self._commit(job, changed.copy())
         return changed
 
     def _extend_all(self) -> None:
@@ -458,7 +460,7 @@ class StreamLeases:
     def _committed(self, job: str, worker: str, incarnation: int, cursors: Mapping[int, Cursor]) -> _Job:
         if job not in self._jobs:
             raise StaleClient(f"job {job!r} has no streams (its scheduler may have lost them); lease streams again")
-        changed = self._look_at(job)
+        changed = self._current(job)
         self._require_current(job, changed, worker, incarnation)
         held = changed.workers.get(worker)
         if held is None or held.incarnation != incarnation:
@@ -509,7 +511,7 @@ class StreamLeases:
                 "over; stop this process"
             )
 
-    def _keep(self, name: str, job: _Job | None, *, fence: int | None = None) -> None:
+    def _commit(self, name: str, job: _Job | None, *, fence: int | None = None) -> None:
         """Write these changes, then show them."""
         changes: dict[str, bytes | None] = {}
         if job is not None:

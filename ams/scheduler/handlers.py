@@ -95,14 +95,14 @@ class SchedulerHandlers:
             ReadRevoked: self._read_revoked,
             LeaveCluster: lambda leave, _: scheduler.leave(leave.shard, leave.incarnation),
             PrepareLeave: self._prepare_leave,
-            TellJob: self._tell_job,
+            TellJob: self._report_job,
             DescribeJobs: lambda _, __: self.jobs.entries(),
             DescribeCluster: lambda _, __: dataclasses.replace(scheduler.describe(), version=version(), wire=WIRE),
             CreateClusterTable: self._create_table,
             AlterClusterTable: self._alter_table,
             DropClusterTable: self._drop_table,
             PublishClusterTables: self._publish_tables,
-            TakeIncarnation: lambda take, _: scheduler.take_incarnation(take.chosen),
+            TakeIncarnation: lambda take, _: scheduler.issue_incarnation(take.chosen),
             CheckCaller: lambda check, _: streams.require_current(check.caller),
             FenceJob: lambda fence, _: streams.fence(fence.job, fence.incarnation),
             LeaseStreams: self._lease_streams,
@@ -111,10 +111,10 @@ class SchedulerHandlers:
             DescribeStreams: lambda describe, _: streams.cursors(describe.job),
             DescribeHolders: lambda describe, _: streams.holders(describe.job),
             RestoreStreams: lambda restore, _: streams.restore(restore.job, restore.incarnation, restore.cursors),
-            TellSteps: lambda tell, _: steps.tell(tell.who, tell.done),
+            TellSteps: lambda tell, _: steps.report(tell.who, tell.done),
             LeaveSteps: lambda leave, _: steps.leave(leave.who),
             ReadRendezvous: lambda read, _: rendezvous.read(read.job, read.keys),
-            TellEvent: self._tell_event,
+            TellEvent: self._report_event,
             ReadEvents: lambda read, _: events.since(read.since),
             WriteRendezvous: lambda write, _: rendezvous.write(write),
         }
@@ -124,7 +124,7 @@ class SchedulerHandlers:
         if split_address(shard.address)[1] == 0:  # the scheduler itself calls it, and tells it to every client
             raise ConfigError(f"address {shard.address!r} has port 0, where nobody can be reached")
         # First: once all shards have registered, incarnations are given out above what they have seen.
-        self._scheduler.hear_incarnation(shard.highest_incarnation)
+        self._scheduler.record_incarnation(shard.highest_incarnation)
         registration = self._scheduler.register(
             shard.address,
             shard.shard,
@@ -140,7 +140,7 @@ class SchedulerHandlers:
     def _heartbeat(self, beat: Heartbeat, _: WaitingCaller) -> Beat:
         if beat.wire != WIRE:  # the scheduler was replaced: the shard registers again, and hears why it is refused
             return Beat(cluster_version=0, unknown=True)
-        self._scheduler.hear_incarnation(beat.highest_incarnation)
+        self._scheduler.record_incarnation(beat.highest_incarnation)
         heard = self._scheduler.heartbeat(
             beat.shard, beat.incarnation, beat.memory_pool, unix_seconds=beat.unix_seconds, build=beat.version
         )
@@ -154,13 +154,13 @@ class SchedulerHandlers:
         self._scheduler.prepare_leave(leave.shard, leave.incarnation)
         return self.jobs.to_ask(was_restarted=self._scheduler.was_restarted)
 
-    def _tell_job(self, tell: TellJob, _: WaitingCaller) -> HeardJob:
+    def _report_job(self, tell: TellJob, _: WaitingCaller) -> HeardJob:
         leaving = self._scheduler.leaving_shards()
         job = checked_name("job", tell.job)
-        pause = self.jobs.tell(job, tell.incarnation, done=tell.done, report=tell.report, is_urgent=bool(leaving))
+        pause = self.jobs.report(job, tell.incarnation, done=tell.done, report=tell.report, is_urgent=bool(leaving))
         return HeardJob(leaving=leaving, pause_seconds=pause)
 
-    def _tell_event(self, tell: TellEvent, _: WaitingCaller) -> None:
+    def _report_event(self, tell: TellEvent, _: WaitingCaller) -> None:
         told = tell.event
         if told.kind not in TOLD_KINDS:
             raise InvalidArgument(f"the kind of an event is {quoted(told.kind)}; clients tell {', '.join(TOLD_KINDS)}")
@@ -168,8 +168,8 @@ class SchedulerHandlers:
             raise InvalidArgument(f"an event has a text of more than {_LONGEST_TOLD} characters; tell it in fewer")
         if told.job:
             checked_name("job", told.job)
-        if (noted := self._events.note(told, key=tell.key)) is not None:
-            self.jobs.hear(noted)
+        if (noted := self._events.append(told, key=tell.key)) is not None:
+            self.jobs.apply_event(noted)
 
     def _create_table(self, create: CreateClusterTable, call: WaitingCaller) -> TableSpec:
         return self._scheduler.create_table(

@@ -51,15 +51,15 @@ class Incarnations:
                 f"{what} is {number}; it must be at most 2^62 ({MOST_GIVEN}), or one that this scheduler gave out"
             )
 
-    def note(self, what: str, number: int) -> None:
+    def record_chosen(self, what: str, number: int) -> None:
         """Give out only higher ones than ``number``, which somebody has chosen. Raises InvalidArgument, StateFailed."""
         self.check(what, number)
         if number > self.last:
             with self._lock:
                 self._raise_to(number)
 
-    def hear(self, number: int) -> bool:
-        """As :meth:`note`, of the highest that a shard has seen, which may be of an earlier scheduler.
+    def record_seen(self, number: int) -> bool:
+        """As :meth:`record_chosen`, of the highest that a shard has seen, which may be of an earlier scheduler.
 
         It may have it from anybody: too high a number is logged, once, and not heeded (False). It is not written, for
         shards say it again and again; and a store that fails costs no shard its heartbeat.

@@ -175,60 +175,62 @@ class ShardEvents:
         for event in log.since(0, MOST_KEPT).events:
             self._remember(event)
 
-    def look(self, entries: Sequence[ShardEntry]) -> None:
+    def update(self, entries: Sequence[ShardEntry]) -> None:
         """Note those that were lost since the last time."""
         for entry in entries:
             if entry.state == "lost" and entry.shard not in self._lost:
                 said = f"no heartbeat for {entry.heartbeat_age_seconds:.1f} s"
-                self._note_lost(entry.shard, entry, said, seconds=entry.heartbeat_age_seconds)
+                self._record_lost(entry.shard, entry, said, seconds=entry.heartbeat_age_seconds)
 
     def joined(self, shard: int, member: Member, previous: Member | None, *, lived: bool) -> None:
         """A process was given a shard; ``lived``: the one before may live."""
         if previous is None:
-            self._note("joined", shard, member, f"shard {shard} joined: it is at {member.address}")
+            self._record("joined", shard, member, f"shard {shard} joined: it is at {member.address}")
         elif previous.incarnation == member.incarnation:
-            self.heard(shard, member, 0.0)
+            self.record_heartbeat(shard, member, 0.0)
         elif lived:
             self._heard_late.add(previous.incarnation)
             self.takeovers[shard] += 1
             said = f"another process took shard {shard} from one at {previous.address}, which may live"
-            self._note("takeover", shard, member, f"{said}: it is at {member.address} now")
+            self._record("takeover", shard, member, f"{said}: it is at {member.address} now")
         else:
             if shard not in self._lost:
-                self._note_lost(shard, previous, "its process has ended")
+                self._record_lost(shard, previous, "its process has ended")
             self.restarts[shard] += 1
             said = f"shard {shard} is up again at {member.address}, in a new process without the rows it had"
-            self._note("back", shard, member, said)
+            self._record("back", shard, member, said)
 
-    def heard(self, shard: int, member: Member, silent_seconds: float) -> None:
+    def record_heartbeat(self, shard: int, member: Member, silent_seconds: float) -> None:
         """Its process gave a sign of life."""
         if shard in self._lost:
             silent = f", silent for {silent_seconds:.1f} s" if silent_seconds else ""
             said = f"shard {shard} is heard again at {member.address}: the same process{silent}, with its rows"
-            self._note("back", shard, member, said, seconds=silent_seconds)
+            self._record("back", shard, member, said, seconds=silent_seconds)
 
-    def heard_late(self, shard: int, member: Member, incarnation: int) -> None:
+    def record_late_heartbeat(self, shard: int, member: Member, incarnation: int) -> None:
         """A process gave a sign of life whose shard ``member`` has."""
         if incarnation not in self._heard_late:
             self._heard_late.add(incarnation)
             self.takeovers[shard] += 1
             said = f"a process that had shard {shard} lives, which another one at {member.address} has taken over"
-            self._note("takeover", shard, member, f"{said}; it was told to stop")
+            self._record("takeover", shard, member, f"{said}; it was told to stop")
 
     def leaves(self, shard: int, member: Member) -> None:
         """It was told to end, and waits for the snapshots of jobs."""
-        self._note("leaving", shard, member, f"shard {shard} at {member.address} is to end: jobs take a snapshot first")
+        self._record(
+            "leaving", shard, member, f"shard {shard} at {member.address} is to end: jobs take a snapshot first"
+        )
 
     def left(self, shard: int, member: Member) -> None:
         """It ended in good order."""
-        self._note("left", shard, member, f"shard {shard} at {member.address} ended in good order, with its rows")
+        self._record("left", shard, member, f"shard {shard} at {member.address} ended in good order, with its rows")
 
-    def _note_lost(self, shard: int, who: Member | ShardEntry, why: str, seconds: float = 0.0) -> None:
-        self._note("lost", shard, who, f"shard {shard} at {who.address} is lost: {why}", seconds=seconds)
+    def _record_lost(self, shard: int, who: Member | ShardEntry, why: str, seconds: float = 0.0) -> None:
+        self._record("lost", shard, who, f"shard {shard} at {who.address} is lost: {why}", seconds=seconds)
 
-    def _note(self, kind: str, shard: int, who: Member | ShardEntry, text: str, seconds: float = 0.0) -> None:
+    def _record(self, kind: str, shard: int, who: Member | ShardEntry, text: str, seconds: float = 0.0) -> None:
         event = ClusterEvent(kind=kind, text=text, shard=shard, incarnation=who.incarnation, seconds=seconds)
-        self._log.note(event)
+        self._log.append(event)
         self._remember(event)
 
     def _remember(self, event: ClusterEvent) -> None:

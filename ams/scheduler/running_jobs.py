@@ -86,7 +86,7 @@ class RunningJobs:
         self._lock = threading.Lock()
         self._jobs: dict[str, _Job] = {}
         for event in self._events.since(0, MOST_KEPT).events:
-            self._hear(event)
+            self._apply_event(event)
         self._first_pause = self._pause(sum(job.report.state in UNDER_WAY for job in self._jobs.values()))
         """Such a one they may have been told by an earlier scheduler."""
         for job in self._jobs.values():
@@ -106,9 +106,9 @@ class RunningJobs:
                     said = (
                         f"nothing was heard of the job for {silent:.0f} s; it was {state} at step {job.report.step:,}"
                     )
-                    self._note("job_silent", name, job, said, step=job.report.step)
+                    self._record("job_silent", name, job, said, step=job.report.step)
 
-    def tell(
+    def report(
         self, job: str, incarnation: int, *, done: bool, report: JobReport | None = None, is_urgent: bool = False
     ) -> float:
         """Note that a job trains, or that it is ``done``: it has ended, or saved and waits. Past ones are ignored.
@@ -125,7 +125,7 @@ class RunningJobs:
                 known = self._begins(job, incarnation, report, known, now)
             elif known.report.state == "silent":
                 said = f"the job is heard again: it is at step {report.step:,}"
-                self._note("job_back", job, known, said, step=report.step)
+                self._record("job_back", job, known, said, step=report.step)
             if report.step > known.report.step:
                 known.stepped = now
             known.heard, before, known.report = now, known.report.state, report
@@ -135,17 +135,17 @@ class RunningJobs:
             known.pause = self._pause(1 if is_urgent else sum(other.trains for other in self._jobs.values()))
             if report.state != before and report.state in ("ended", "stopped", "failed"):
                 said = f"the job {report.state} at step {report.step:,}"
-                self._note(f"job_{report.state}", job, known, said, step=report.step)
+                self._record(f"job_{report.state}", job, known, said, step=report.step)
             return known.pause
 
     @staticmethod
     def _pause(num_jobs: int) -> float:
         return min(max(_PAUSE_SECONDS, num_jobs / _WORDS_PER_SECOND), _LONGEST_PAUSE_SECONDS)
 
-    def hear(self, event: ClusterEvent) -> None:
+    def apply_event(self, event: ClusterEvent) -> None:
         """Record an event of a job."""
         with self._lock:
-            self._hear(event)
+            self._apply_event(event)
 
     def to_ask(self, *, was_restarted: bool) -> JobsToAsk:
         """Those that train, and those that trained a moment ago. ``was_restarted``: jobs may live unheard."""
@@ -204,18 +204,18 @@ class RunningJobs:
             lost_at = known.report.step
         of = f" of {report.last_step:,}" if report.last_step else ""
         if lost_at is None:
-            self._note("job_began", name, job, f"the job trains from step {step:,}{of}", step=step)
+            self._record("job_began", name, job, f"the job trains from step {step:,}{of}", step=step)
         else:
             lost = max(0, lost_at - step)
             said = f"the job went back to step {step:,}{of} when a process was lost: {counted(lost, 'step')} lost"
-            self._note("recovery", name, job, said, step=step, steps_lost=lost)
+            self._record("recovery", name, job, said, step=step, steps_lost=lost)
         return job
 
-    def _note(self, kind: str, name: str, job: _Job, text: str, *, step: int, steps_lost: int = 0) -> None:
+    def _record(self, kind: str, name: str, job: _Job, text: str, *, step: int, steps_lost: int = 0) -> None:
         event = ClusterEvent(kind=kind, text=text, job=name, incarnation=job.incarnation, step=step)
-        self._hear(self._events.note(replace(event, steps_lost=steps_lost)) or event)
+        self._apply_event(self._events.append(replace(event, steps_lost=steps_lost)) or event)
 
-    def _hear(self, event: ClusterEvent) -> None:
+    def _apply_event(self, event: ClusterEvent) -> None:
         job = self._jobs.get(event.job)
         if job is None:
             if event.kind not in _KINDS or not event.job:

@@ -20,7 +20,7 @@ from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
 from geartrain.ams.scheduler.incarnations import MOST_GIVEN, Incarnations
 from geartrain.ams.scheduler.membership import Membership, ShardEvents
 from geartrain.ams.scheduler.state import Member, Schema, State
-from geartrain.ams.scheduler.tell_shards import tell_shards
+from geartrain.ams.scheduler.tell_shards import broadcast
 from geartrain.ams.storage.kv.store import KeyValueStore, MemoryStore
 from geartrain.ams.values.errors import (
     Busy,
@@ -83,14 +83,14 @@ class Scheduler:
         """Whether there was a scheduler of this cluster before, from which jobs may be unheard."""
         self._incarnations = Incarnations(store) if incarnations is None else incarnations
         for schema in self._state.schemas.values():
-            self._incarnations.hear(schema.spec.incarnation)
+            self._incarnations.record_seen(schema.spec.incarnation)
         self._membership = Membership(self._state, num_shards, lease_seconds, clock)
         self.events = EventLog() if events is None else events
         """What became of shards and tables."""
         self.shard_events = ShardEvents(self.events)
         knows = f"knows {counted(len(self._state.members), 'shard')} and {counted(len(self._state.schemas), 'table')}"
         begun = f"the scheduler of {counted(num_shards, 'shard')} began; from before it {knows}"
-        self.events.note(ClusterEvent(kind="scheduler", text=begun))
+        self.events.append(ClusterEvent(kind="scheduler", text=begun))
         self._lock = threading.Lock()
         self._schema_change = threading.Lock()
         self._changing: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ class Scheduler:
         """
         with self._lock:
             self._membership.pulse()
-            self.shard_events.look(self._membership.entries())
+            self.shard_events.update(self._membership.entries())
 
     def register(
         self,
@@ -146,7 +146,7 @@ class Scheduler:
                 last_heartbeat=self._clock(),
                 heartbeat_seconds=heartbeat_seconds,
             )
-            self._state.keep(
+            self._state.commit(
                 cluster_version=version,
                 members={chosen: member},
                 schemas=self._held(chosen, incarnation, tables, restoring_tables),
@@ -226,7 +226,7 @@ class Scheduler:
         """
         changed = {}
         for spec in tables:
-            if not self._incarnations.hear(spec.incarnation):
+            if not self._incarnations.record_seen(spec.incarnation):
                 continue
             schema = self._state.schemas.get(spec.name, Schema(spec))
             if schema.spec.is_same_table(spec) and schema.spec.incarnation == spec.incarnation:
@@ -249,13 +249,13 @@ class Scheduler:
             if member is None:
                 return Beat(cluster_version=version, unknown=True)
             if member.incarnation != incarnation:
-                self.shard_events.heard_late(shard, member, incarnation)
+                self.shard_events.record_late_heartbeat(shard, member, incarnation)
                 return Beat(cluster_version=version, replaced=True)
             if member.left:
-                self._state.keep(members={shard: dataclasses.replace(member, left=False)})
+                self._state.commit(members={shard: dataclasses.replace(member, left=False)})
                 member = self._state.members[shard]
             now = self._clock()
-            self.shard_events.heard(shard, member, now - member.last_heartbeat)
+            self.shard_events.record_heartbeat(shard, member, now - member.last_heartbeat)
             member.last_heartbeat = now
             member.is_heard = True
             member.memory_pool, member.version = memory_pool, build[:_LONGEST_VERSION]
@@ -272,7 +272,7 @@ class Scheduler:
         with self._lock:
             member = self._state.members.get(shard)
             if member is not None and member.incarnation == incarnation:
-                self._state.keep(members={shard: dataclasses.replace(member, left=True)})
+                self._state.commit(members={shard: dataclasses.replace(member, left=True)})
                 self.shard_events.left(shard, member)
 
     def members(self) -> dict[int, Member]:
@@ -294,7 +294,7 @@ class Scheduler:
             wanted = sorted(shard for shard, member in self._state.members.items() if member.is_leaving)
             return tuple(shard for shard in wanted if self._membership.entry(shard).state == "leaving")
 
-    def take_incarnation(self, chosen: int = 0) -> int:
+    def issue_incarnation(self, chosen: int = 0) -> int:
         """Return an incarnation for a job or stream that begins, higher than all before; if ``chosen`` is not 0, that
         one, and give out higher ones from now on.
 
@@ -302,14 +302,14 @@ class Scheduler:
         know what a shard has seen before that has registered).
         """
         if chosen:
-            self._incarnations.note("incarnation", chosen)
+            self._incarnations.record_chosen("incarnation", chosen)
             return chosen
         self.describe().require_registered("which incarnations were used")
         return self._incarnations.next()
 
-    def hear_incarnation(self, highest: int) -> None:
+    def record_incarnation(self, highest: int) -> None:
         """Note the highest incarnation that a shard has seen."""
-        self._incarnations.hear(highest)
+        self._incarnations.record_seen(highest)
 
     def describe(self) -> ClusterView:
         """Return the cluster as it is now."""
@@ -362,22 +362,22 @@ class Scheduler:
                 spec = spec.with_settings(existing.spec)
             spec = dataclasses.replace(spec, incarnation=self._incarnations.next())
             # First, so that nobody opens any more what is dropped, nor makes another while there is none.
-            self._keep_schema(spec.name, Schema(spec, is_unsettled=True, for_restore=for_restore))
+            self._store_schema(spec.name, Schema(spec, is_unsettled=True, for_restore=for_restore))
             if existing is not None:  # to be replaced, or of a change that was cut short: some shards may hold it
-                tell_shards(self._open_carrier, view.shards, self._drop_of(existing, view))
+                broadcast(self._open_carrier, view.shards, self._drop_of(existing, view))
             try:
                 failpoints.reach("table.create.before")
-                tell_shards(self._open_carrier, view.shards, CreateTable(spec=spec, for_restore=for_restore))
+                broadcast(self._open_carrier, view.shards, CreateTable(spec=spec, for_restore=for_restore))
                 failpoints.reach("table.create.after")
             except (GeartrainError, AttemptFailed):
                 undo = DropTable(table=spec.name, incarnation=spec.incarnation)
-                if tell_shards(self._open_carrier, view.shards, undo, best_effort=True):
-                    self._keep_schema(spec.name, None)
+                if broadcast(self._open_carrier, view.shards, undo, best_effort=True):
+                    self._store_schema(spec.name, None)
                 raise
             holders = {entry.shard: entry.incarnation for entry in view.shards}
-            self._keep_schema(spec.name, Schema(spec, holders, is_unsettled=for_restore, for_restore=for_restore))
+            self._store_schema(spec.name, Schema(spec, holders, is_unsettled=for_restore, for_restore=for_restore))
             if not for_restore:
-                self._note_tables("made", spec)
+                self._record_tables("made", spec)
             return spec
 
     def _existing(self, spec: TableSpec, require_current: Callable[[], None]) -> TableSpec | None:
@@ -417,23 +417,23 @@ class Scheduler:
             if "optimizer" in settings:
                 existing.spec.optimizer.scalars_of_push(wanted.optimizer)
             before, altered = existing.spec, existing.spec.with_settings(wanted, settings)
-            altered = self._keep_altered(existing, altered)
+            altered = self._store_altered(existing, altered)
             try:
-                tell_shards(self._open_carrier, view.shards, AlterTable(spec=altered))
+                broadcast(self._open_carrier, view.shards, AlterTable(spec=altered))
             except (InvalidArgument, OutOfMemory, Busy):
-                back = self._keep_altered(existing, before)
-                tell_shards(self._open_carrier, view.shards, AlterTable(spec=back), best_effort=True)
+                back = self._store_altered(existing, before)
+                broadcast(self._open_carrier, view.shards, AlterTable(spec=back), best_effort=True)
                 raise
             if altered != before:
-                self._note_tables(f"altered: {altered.unlike(before)}", altered)
+                self._record_tables(f"altered: {altered.unlike(before)}", altered)
             return altered
 
-    def _keep_altered(self, schema: Schema, spec: TableSpec) -> TableSpec:
+    def _store_altered(self, schema: Schema, spec: TableSpec) -> TableSpec:
         with self._lock:
             version = self._state.cluster_version + 1
             spec = dataclasses.replace(spec, altered=version)
             schemas = {spec.name: dataclasses.replace(schema, spec=spec)}
-            self._state.keep(cluster_version=version, schemas=schemas)
+            self._state.commit(cluster_version=version, schemas=schemas)
         return spec
 
     def publish_tables(self, tables: Mapping[str, int], *, require_current: Callable[[], None] = lambda: None) -> None:
@@ -463,12 +463,12 @@ class Scheduler:
                     published[name] = Schema(schema.spec, schema.holders)
             failpoints.reach("table.publish.before")
             for name in published:
-                tell_shards(self._open_carrier, view.shards, PublishTable(table=name, incarnation=tables[name]))
+                broadcast(self._open_carrier, view.shards, PublishTable(table=name, incarnation=tables[name]))
             failpoints.reach("table.publish.after")
             with self._lock:
-                self._state.keep(schemas=published)
+                self._state.commit(schemas=published)
             if published:
-                self._note_tables("opened with restored rows", *(schema.spec for schema in published.values()))
+                self._record_tables("opened with restored rows", *(schema.spec for schema in published.values()))
 
     def drop_table(
         self, name: str, *, incarnation: int = 0, require_current: Callable[[], None] = lambda: None
@@ -487,11 +487,11 @@ class Scheduler:
             drop = DropTable(table=name)
             if existing is not None:
                 drop = self._drop_of(existing, view)
-                self._keep_schema(name, dataclasses.replace(existing, is_unsettled=True))
-            tell_shards(self._open_carrier, view.shards, drop)
+                self._store_schema(name, dataclasses.replace(existing, is_unsettled=True))
+            broadcast(self._open_carrier, view.shards, drop)
             if existing is not None:
-                self._keep_schema(name, None)
-                self._note_tables("dropped", existing.spec)
+                self._store_schema(name, None)
+                self._record_tables("dropped", existing.spec)
 
     @staticmethod
     def _drop_of(existing: Schema, view: ClusterView) -> DropTable:
@@ -509,16 +509,16 @@ class Scheduler:
             finally:
                 self._changing = ()
 
-    def _keep_schema(self, name: str, schema: Schema | None) -> None:
+    def _store_schema(self, name: str, schema: Schema | None) -> None:
         with self._lock:
-            self._state.keep(schemas={name: schema})
+            self._state.commit(schemas={name: schema})
 
-    def _note_tables(self, what: str, *specs: TableSpec) -> None:
+    def _record_tables(self, what: str, *specs: TableSpec) -> None:
         names = tuple(spec.name for spec in specs)
         number = specs[0].incarnation if len(specs) == 1 else 0
         said = f"{'table' if len(names) == 1 else 'tables'} {', '.join(names[:_NAMED])} {what}"
         said += f" (and {len(names) - _NAMED} more)" if len(names) > _NAMED else ""
-        self.events.note(ClusterEvent(kind="schema", text=said, tables=names, incarnation=number))
+        self.events.append(ClusterEvent(kind="schema", text=said, tables=names, incarnation=number))
 
     def _view(self) -> ClusterView:
         entries = self._membership.entries()

@@ -118,14 +118,14 @@ class SchedulerServer:
         )
         self._counted = partial(scheduler_metrics, scheduler, handlers.jobs, streams, steps)
 
-        def tell_readiness() -> None:
-            server.tell(scheduler.readiness())
+        def publish_readiness() -> None:
+            server.set_readiness(scheduler.readiness())
 
-        tell_readiness()
+        publish_readiness()
         server.start()
         server.ready()
         # Each in the queue of the calls that it speaks for: if these wait, so does the pulse.
-        pulses = dict.fromkeys((streams.pulse, steps.pulse, handlers.jobs.pulse, tell_readiness), server.calls)
+        pulses = dict.fromkeys((streams.pulse, steps.pulse, handlers.jobs.pulse, publish_readiness), server.calls)
         pulses[scheduler.pulse] = self._membership
         pulse = threading.Thread(target=self._run_pulse, args=(pulses,), name="pulse", daemon=True)
         pulse.start()

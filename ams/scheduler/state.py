@@ -85,7 +85,7 @@ class State:
                 }
             )
 
-    def keep(
+    def commit(
         self,
         *,
         cluster_version: int | None = None,

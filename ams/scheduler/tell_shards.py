@@ -15,7 +15,7 @@ _PATIENCE_SECONDS = 3.0
 _PAUSE_SECONDS = 0.2
 
 
-def tell_shards(
+def broadcast(
     open_carrier: Callable[[str, int], ShardCarrier],
     shards: Sequence[ShardEntry],
     request: Request,

@@ -42,13 +42,13 @@ class _Job:
     workers: dict[str, _Worker] = field(default_factory=dict)
 
     @property
-    def told(self) -> list[_Worker]:
+    def known_workers(self) -> list[_Worker]:
         """Those whose steps are no guess."""
         return [worker for worker in self.workers.values() if not worker.is_guess]
 
     @property
     def slowest(self) -> int:
-        return min((worker.done for worker in self.told or self.workers.values()), default=0)
+        return min((worker.done for worker in self.known_workers or self.workers.values()), default=0)
 
 
 class WorkerSteps:
@@ -68,7 +68,7 @@ class WorkerSteps:
         with self._lock:
             self._stops.pulse()
 
-    def tell(self, who: JobWorker, done: int | None) -> StepsDone:
+    def report(self, who: JobWorker, done: int | None) -> StepsDone:
         """Note that a worker has ``done`` so many steps (None: it joins), and prolong its lease.
 
         Raises StaleClient (a higher incarnation of the worker has come), InvalidArgument.
@@ -79,7 +79,7 @@ class WorkerSteps:
             raise InvalidArgument(f"worker {who.worker!r} has done {done} steps; that must lie in [0, 2^62]")
         with self._lock:
             now = self._clock()
-            self._look(now)
+            self._drop_expired(now)
             job = self._jobs.setdefault(who.job, _Job())
             worker = self._worker(job, who, done, now)
             worker.deadline = now + self._lease_seconds
@@ -90,7 +90,7 @@ class WorkerSteps:
     def apart(self) -> dict[str, int]:
         """Return the lead in steps of each job's fastest worker over its slowest."""
         with self._lock:
-            self._look(self._clock())
+            self._drop_expired(self._clock())
             done = {name: [worker.done for worker in job.workers.values()] for name, job in self._jobs.items()}
         return {name: max(steps) - min(steps) for name, steps in done.items()}
 
@@ -128,12 +128,12 @@ class WorkerSteps:
         ]
         return StepsDone(
             done=worker.done,
-            slowest=slowest if now >= self._all_known_at or not job.told else 0,
+            slowest=slowest if now >= self._all_known_at or not job.known_workers else 0,
             lease_seconds=self._lease_seconds,
             slow=tuple(sorted(slow, key=lambda worker: -worker.seconds)[:_NAMED]),
         )
 
-    def _look(self, now: float) -> None:
+    def _drop_expired(self, now: float) -> None:
         """Drop those whose time is up; once all who live have told, put those that joined meanwhile beside them."""
         self._stops.notice()
         if now >= self._all_known_at:

@@ -50,10 +50,10 @@ class ExpirySchedule:
         self._engine = engine
 
     def next_deadline(self) -> float | None:
-        """Return the time of the next call to :meth:`look` on any clock: at once, or None if no scan is due."""
+        """Return the time of the next call to :meth:`scan` on any clock: at once, or None if no scan is due."""
         return _NOW if any(_wants(table) for table in self._tables.expiring) else None
 
-    def look(self) -> None:
+    def scan(self) -> None:
         """Scan a block of rows of a table, if one is due."""
         table = next((table for table in self._tables.expiring if _wants(table)), None)
         if table is None:

@@ -123,11 +123,11 @@ class Hosting:
         if not table.cannot_overflow(gradients.largest, **settings):
             self._side_by_side(check, gradients.chunks)
         if table.spec.num_rows is None:  # for all chunks at once, or each would reserve the same room
-            table.make_room(np.concatenate([gradients.ids(chunk) for chunk in gradients.chunks]))
+            table.reserve(np.concatenate([gradients.ids(chunk) for chunk in gradients.chunks]))
         elif table.num_present < rows.num_owned:
             for chunk in gradients.chunks:
-                table.make_room(gradients.ids(chunk))
-        table.make_room_to_keep(gradients.num_rows)
+                table.reserve(gradients.ids(chunk))
+        table.reserve_copies(gradients.num_rows)
         before_changes()
         try:
             created = sum(self._side_by_side(apply, gradients.chunks))

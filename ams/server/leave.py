@@ -21,7 +21,7 @@ _SCHEDULER_SECONDS = 5.0
 """Longest time that an unresponsive scheduler is retried."""
 
 
-def take_leave(scheduler: SchedulerCarrier, shards: list[Shard], timeout_seconds: float) -> None:
+def await_snapshots(scheduler: SchedulerCarrier, shards: list[Shard], timeout_seconds: float) -> None:
     """Wait until every training job has saved, at most ``timeout_seconds``; log the rows that the shards lose."""
     leaves = [PrepareLeave(shard=shard.shard, incarnation=shard.incarnation) for shard in shards]
     rows = _rows_of(shards)

@@ -31,7 +31,7 @@ def threads_per_shard(num_shards: int) -> int:
     return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // num_shards))
 
 
-def keep_to_cpus(cpus: Collection[int]) -> None:
+def bind_to_cpus(cpus: Collection[int]) -> None:
     """Bind every present and future thread of this process to ``cpus``.
 
     Raises:
@@ -88,7 +88,7 @@ def _ranges(numbers: list[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def keep_large_buffers() -> bool:
+def recycle_large_buffers() -> bool:
     """Make malloc recycle message-sized buffers instead of mapping fresh pages for each; return whether it agreed.
 
     Otherwise a reply of 5 MB costs more in page faults than in copying. glibc only; the process keeps up to 256 MiB

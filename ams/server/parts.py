@@ -75,7 +75,7 @@ class PartBuffer:
         with self._lock:
             self._forget_silent(self._patience_seconds)
             self._forget_past(context)
-            pending = self._pending.get(key) or self._let_in(key, count, count * _size(payload))
+            pending = self._pending.get(key) or self._admit(key, count, count * _size(payload))
             if pending.count != count:
                 raise InvalidArgument(
                     f"part {index} of sequence {context.sequence} says there are {count} parts, another said "
@@ -98,7 +98,7 @@ class PartBuffer:
         with self._lock:
             self._drop([key for key in self._pending if key[1] < incarnation and job in jobs_of(key[0])])
 
-    def _let_in(self, key: _Key, count: int, size: int) -> _Pending:
+    def _admit(self, key: _Key, count: int, size: int) -> _Pending:
         """Reserve room for a new write."""
         if size > self._max_bytes:
             raise MessageTooLarge(

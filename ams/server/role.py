@@ -18,13 +18,13 @@ from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
 from geartrain.ams.rpc.credentials import Credentials
 from geartrain.ams.rpc.server.server import GrpcServer
 from geartrain.ams.rpc.wire import WIRE
-from geartrain.ams.server.leave import take_leave
+from geartrain.ams.server.leave import await_snapshots
 from geartrain.ams.server.machine import (
-    keep_large_buffers,
-    keep_to_cpus,
+    bind_to_cpus,
     limit_row_memory,
     memory_pool,
     prefer_memory_of,
+    recycle_large_buffers,
     threads_per_shard,
 )
 from geartrain.ams.server.metrics import ServedShard, server_metrics
@@ -96,7 +96,7 @@ class _HeldShard:
         self.lease: Lease | None = None
         self.bucket_map: BucketMap | None = None
         """Map by which it holds its rows, from its first registration."""
-        self.tell_readiness()
+        self.publish_readiness()
 
     @property
     def number(self) -> int:
@@ -124,11 +124,11 @@ class _HeldShard:
         reply = scheduler.call(request, _CALL_TIMEOUT_SECONDS)
         if known is not None:
             known.cluster_version = reply.cluster_version
-            known.hear_incarnation(reply.highest_incarnation)
+            known.record_incarnation(reply.highest_incarnation)
             self._confirm(began)
-            self._hear_revoked(scheduler, reply.revoked)
+            self._receive_revoked(scheduler, reply.revoked)
             return
-        self._hear_revoked(scheduler, reply.revoked)  # before the first call
+        self._receive_revoked(scheduler, reply.revoked)  # before the first call
         self.bucket_map = reply.bucket_map
         self.lease = Lease(reply.shard, reply.lease_seconds)
         self.shard = Shard(
@@ -142,13 +142,13 @@ class _HeldShard:
             models=self.models,
             shards_of_process=self.config.shards,
         )
-        self.shard.hear_incarnation(reply.highest_incarnation)
+        self.shard.record_incarnation(reply.highest_incarnation)
         self.service.serve(self.shard)
         self.server.ready()
-        self.tell_readiness()
+        self.publish_readiness()
         logger.info("shard %d of %d serves at %s", reply.shard, reply.num_shards, self.address)
 
-    def tell_readiness(self) -> None:
+    def publish_readiness(self) -> None:
         """Set health to what the shard is ready for."""
         restored = self.shard is not None and not self.shard.restoring_tables
         try:
@@ -156,7 +156,7 @@ class _HeldShard:
                 self.lease.check()
         except GeartrainError:  # it was stopped for too long, and waits for the scheduler's confirmation
             is_ready = False
-        self.server.tell({"restored": restored, "ready": is_ready})
+        self.server.set_readiness({"restored": restored, "ready": is_ready})
 
     def beat(self, scheduler: GrpcSchedulerCarrier) -> bool:
         """Send a heartbeat; return False if another process holds the shard now."""
@@ -182,10 +182,10 @@ class _HeldShard:
         else:
             # A table may have been altered while the heartbeat was on its way.
             self.shard.cluster_version = max(self.shard.cluster_version, reply.cluster_version)
-            self.shard.hear_incarnation(reply.highest_incarnation)
+            self.shard.record_incarnation(reply.highest_incarnation)
             self._confirm(began)
             self.pool_shards, self.pause_seconds = reply.pool_shards, reply.pause_seconds
-            self._hear_revoked(scheduler, reply.revoked)
+            self._receive_revoked(scheduler, reply.revoked)
         return True
 
     def close(self, grace_seconds: float) -> None:
@@ -195,10 +195,10 @@ class _HeldShard:
         if self.shard is not None:
             self.shard.close()
 
-    def _hear_revoked(self, scheduler: GrpcSchedulerCarrier, digest: str) -> None:
+    def _receive_revoked(self, scheduler: GrpcSchedulerCarrier, digest: str) -> None:
         tokens = self.server.tokens
         if tokens is not None and digest not in ("", tokens.heard):
-            tokens.hear(scheduler.call(ReadRevoked(known=tokens.heard), _CALL_TIMEOUT_SECONDS))
+            tokens.add_revoked(scheduler.call(ReadRevoked(known=tokens.heard), _CALL_TIMEOUT_SECONDS))
 
     def _confirm(self, began: float) -> None:
         assert self.lease is not None
@@ -243,10 +243,10 @@ class ShardServer:
         Raises ConfigError (port in use, shard held by another process, no such CPU) or SchedulerUnavailable.
         """
         if self._config.cpus is not None:
-            keep_to_cpus(self._config.cpus)
+            bind_to_cpus(self._config.cpus)
         if self._config.memory_node is not None:
             prefer_memory_of(self._config.memory_node)
-        keep_large_buffers()
+        recycle_large_buffers()
         limit_row_memory(self._config.memory_bytes)
         pool = memory_pool().name
         first = (
@@ -309,7 +309,7 @@ class ShardServer:
         """
         if grace_seconds > 0 and self._started and not self._ended.is_set():
             shards = [held.shard for held in self._held if held.shard is not None]
-            take_leave(self._scheduler, shards, self._config.leave_timeout_seconds)
+            await_snapshots(self._scheduler, shards, self._config.leave_timeout_seconds)
         self._stopping.set()
         if self._started:
             for thread in (*self._hearts, self._pulse):
@@ -365,7 +365,7 @@ class ShardServer:
             for held in list(self._held):
                 if held.lease is not None:
                     held.lease.pulse()
-                    held.tell_readiness()
+                    held.publish_readiness()
 
     def _beat(self, held: _HeldShard) -> None:
         """Send the heartbeats of one shard; a delay of them costs no other shard its lease."""
@@ -375,10 +375,12 @@ class ShardServer:
         while not self._stopping.wait(min(max(self._config.heartbeat_seconds, held.pause_seconds), longest)):
             try:
                 if held.shard is not None and held.shard.end_reason is not None:
-                    self._end(held, f"shard {held.number} is broken: {held.shard.end_reason}")
+                    self._stop_shard(held, f"shard {held.number} is broken: {held.shard.end_reason}")
                     return
                 if not held.beat(self._scheduler):
-                    self._end(held, f"shard {held.number} was taken over by another process while this one was silent")
+                    self._stop_shard(
+                        held, f"shard {held.number} was taken over by another process while this one was silent"
+                    )
                     return
                 self._share_memory(held.pool_shards)
                 silent = False
@@ -387,7 +389,7 @@ class ShardServer:
                     logger.warning("the scheduler does not answer, serving shard %d on: %s", held.number, exc)
                 silent = True
             except (ConfigError, StaleBucketMap) as exc:
-                self._end(held, f"the scheduler refuses shard {held.number}: {exc}")
+                self._stop_shard(held, f"the scheduler refuses shard {held.number}: {exc}")
                 return
             except GeartrainError as exc:
                 logger.warning("heartbeat of shard %d failed: %s", held.number, exc)
@@ -404,7 +406,7 @@ class ShardServer:
             memory_bytes = limit_row_memory(None, len(self._held) / (len(self._held) + others))
         logger.debug("rows may take %s: the memory is that of %s", sized(memory_bytes), counted(pool_shards, "shard"))
 
-    def _end(self, held: _HeldShard, reason: str) -> None:
+    def _stop_shard(self, held: _HeldShard, reason: str) -> None:
         """Stop one shard and drop its rows, which are no longer valid; the server ends with the last."""
         assert held.lease is not None
         held.lease.revoke(f"{reason}; ask the scheduler again")

@@ -111,18 +111,18 @@ class ShardService:
             SHARD,
             {
                 Ping: PingHandler("server", self._incarnation),
-                CreateTable: self._ask,
-                AlterTable: self._ask,
-                DropTable: self._ask,
-                PublishTable: self._ask,
-                Describe: self._ask,
+                CreateTable: self._call_shard,
+                AlterTable: self._call_shard,
+                DropTable: self._call_shard,
+                PublishTable: self._call_shard,
+                Describe: self._call_shard,
                 Freeze: self._freeze,
                 WriteFrozen: self._write_frozen,
                 Thaw: self._thaw,
                 Restore: self._restore,
                 Fence: self._fence,
-                Remove: self._ask,
-                Expire: self._ask,
+                Remove: self._call_shard,
+                Expire: self._call_shard,
                 OpenDataPlane: self._open_data_plane,
             },
             {
@@ -140,7 +140,7 @@ class ShardService:
     @property
     def waiting_methods(self) -> dict[str, BeginMethod]:
         """Start functions of the methods that may wait for other callers, by name."""
-        return {"Push": self.begin_push, "UpdateHosted": self.begin_update_hosted}
+        return {"Push": self.start_push, "UpdateHosted": self.start_update_hosted}
 
     @property
     def shard(self) -> Shard:
@@ -152,28 +152,28 @@ class ShardService:
     def _incarnation(self) -> int:
         return 0 if self._shard is None else self._shard.incarnation
 
-    def _ask(self, request: Request, call: Call) -> Any:
+    def _call_shard(self, request: Request, call: Call) -> Any:
         """Return the shard's reply."""
         return _acknowledged(await_reply(self.shard.run(call.context, request), call.servicer))
 
     def _freeze(self, freeze: Freeze, call: Call) -> Any:
         checked_snapshot_id("snapshot_id", freeze.snapshot_id)
         checked_snapshot_id("parent_id", freeze.parent_id, may_be_empty=True)
-        return self._ask(freeze, call)
+        return self._call_shard(freeze, call)
 
     def _write_frozen(self, write: WriteFrozen, call: Call) -> Any:
         checked_snapshot_id("snapshot_id", write.snapshot_id)
-        return self._ask(replace(write, folder=self._roots.resolve(write.folder, call.user)), call)
+        return self._call_shard(replace(write, folder=self._roots.resolve(write.folder, call.user)), call)
 
     def _thaw(self, thaw: Thaw, call: Call) -> Any:
         checked_snapshot_id("snapshot_id", thaw.snapshot_id)
-        return self._ask(thaw, call)
+        return self._call_shard(thaw, call)
 
     def _restore(self, restore: Restore, call: Call) -> Any:
-        return self._ask(replace(restore, folder=self._roots.resolve(restore.folder, call.user)), call)
+        return self._call_shard(replace(restore, folder=self._roots.resolve(restore.folder, call.user)), call)
 
     def _fence(self, fence: Fence, call: Call) -> Any:
-        done = self._ask(fence, call)
+        done = self._call_shard(fence, call)
         self._parts.fence(fence.job, fence.incarnation)
         return done
 
@@ -193,7 +193,7 @@ class ShardService:
             pull = SHARD[Pull].header.from_message(header, ids=ids, out=room.rows, present=present)
         writes = done_here(lambda waiter: self.shard.pull(context, pull, waiter), servicer_context).writes
         if present is None:
-            room.put(shard_pb2.PullReply.WRITES_FIELD_NUMBER, writes)
+            room.write_field(shard_pb2.PullReply.WRITES_FIELD_NUMBER, writes)
             return room.data
         return framing.encode_framed(shard_pb2.PullReply(writes=writes), [(14, present), (15, room.rows)])
 
@@ -206,7 +206,7 @@ class ShardService:
             return self._finished(self._begun_push(*asked), servicer_context)
         return self._written(*asked, servicer_context)
 
-    def begin_push(self, data: bytes, servicer_context: grpc.ServicerContext) -> Begun:  # noqa: ARG002
+    def start_push(self, data: bytes, servicer_context: grpc.ServicerContext) -> Begun:  # noqa: ARG002
         """Start to apply gradients."""
         asked = self._asked_push(data)
         return _incomplete() if asked is None else self._begun_push(*asked)
@@ -247,7 +247,7 @@ class ShardService:
 
     def compute_hosted(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Compute with a hosted model."""
-        begun = self._begin_hosted(ComputeHosted, data)
+        begun = self._start_hosted(ComputeHosted, data)
         if begun is None:
             return shard_pb2.ComputeHostedReply(incomplete=True).SerializeToString()
         reply = SHARD[ComputeHosted].reply.encode(await_reply(begun.reply, servicer_context))
@@ -260,13 +260,13 @@ class ShardService:
 
     def update_hosted(self, data: bytes, servicer_context: grpc.ServicerContext) -> bytes:
         """Update rows by a hosted model."""
-        return self._finished(self.begin_update_hosted(data, servicer_context), servicer_context)
+        return self._finished(self.start_update_hosted(data, servicer_context), servicer_context)
 
-    def begin_update_hosted(self, data: bytes, servicer_context: grpc.ServicerContext) -> Begun:  # noqa: ARG002
+    def start_update_hosted(self, data: bytes, servicer_context: grpc.ServicerContext) -> Begun:  # noqa: ARG002
         """Start to update rows by a hosted model."""
-        return self._begin_hosted(UpdateHosted, data) or _incomplete()
+        return self._start_hosted(UpdateHosted, data) or _incomplete()
 
-    def _begin_hosted(self, kind: type[ComputeHosted | UpdateHosted], data: bytes) -> Begun | None:
+    def _start_hosted(self, kind: type[ComputeHosted | UpdateHosted], data: bytes) -> Begun | None:
         """Start a request to a hosted model; None: parts of it are missing."""
         header, raw, context = _split(kind, data)
         with _of_its_past(self.shard, header.table, context):

@@ -261,7 +261,7 @@ class Shard:
         if self.lease is not None:
             self.lease.check()
 
-    def hear_incarnation(self, highest: int) -> None:
+    def record_incarnation(self, highest: int) -> None:
         """Record the highest incarnation issued by the scheduler, an approximate bound for callers. Any thread."""
         self._completed_writes.hear_given(highest)
 
@@ -304,7 +304,7 @@ class Shard:
             for name in self._tables.names:
                 self.engine.fail_waiting(name, error)
             for snapshot_id in self._freezes.snapshots:
-                self._freezes.end(snapshot_id, kept=False)
+                self._freezes.thaw(snapshot_id, kept=False)
             self.engine.end()
         self._files.shutdown(wait=True, cancel_futures=True)
         self._hosting.close()
@@ -325,12 +325,12 @@ class Shard:
 
     def _expire(self) -> None:
         self.engine.expire_groups()
-        self._freezes.end_silent()
-        self._expiry.look()
+        self._freezes.thaw_expired()
+        self._expiry.scan()
 
     def _perform(self, call: QueuedRequest) -> None:
         if isinstance(call.request, Pull | Push | Assign):
-            self._ask_engine(call, call.request)
+            self._run_in_turn(call, call.request)
             return
         self.check_fence(call.context)
         if isinstance(request := call.request, UpdateHosted):
@@ -341,12 +341,12 @@ class Shard:
             )
         elif isinstance(request, WriteFrozen | Restore):
             self._completed_writes.require_current(call.context)
-            files = self._restores.begin(request) if isinstance(request, Restore) else self._freezes.write(request)
+            files = self._restores.start(request) if isinstance(request, Restore) else self._freezes.write(request)
             pass_on(files, call.future)  # files are handled on a thread of their own: the shard goes on
         else:
             call.future.set_result(self._answer(call.context, request))
 
-    def _ask_engine(self, call: QueuedRequest, request: Pull | Push | Assign) -> None:
+    def _run_in_turn(self, call: QueuedRequest, request: Pull | Push | Assign) -> None:
         if isinstance(request, Pull):
             call.future.set_result(self.pull(call.context, request, has_turn=True))
             return
@@ -381,7 +381,7 @@ class Shard:
                 return self._freeze(request)
             case Thaw():
                 failpoints.reach("thaw.before")
-                self._freezes.end(request.snapshot_id, kept=request.kept)
+                self._freezes.thaw(request.snapshot_id, kept=request.kept)
                 return Done()
             case Fence():
                 self.engine.fence(request.job, request.incarnation, request.forget)
@@ -401,23 +401,23 @@ class Shard:
         if update.group is None:
             self._write(call, update.table, Kind.hosted, lambda: apply(update))
         else:
-            joint = self._told(lambda updates: apply(joint_update(updates)))
+            joint = self._with_caller_errors(lambda updates: apply(joint_update(updates)))
             self.engine.update_jointly(call.context, update, call.future, joint)
 
     def _write(self, call: QueuedRequest, table: str, kind: Kind, apply: Callable[[], int]) -> None:
         """Apply a write once, by the engine. ``apply`` returns the number of rows created or removed."""
-        self.engine.write(call.context, table, kind, call.future, self._told(apply))
+        self.engine.write(call.context, table, kind, call.future, self._with_caller_errors(apply))
 
-    def _told(self, apply: Callable[..., int]) -> Callable[..., int]:
+    def _with_caller_errors(self, apply: Callable[..., int]) -> Callable[..., int]:
         """Return ``apply`` with its errors as callers are to get them."""
 
-        def told(*arguments: Any) -> int:
+        def translated(*arguments: Any) -> int:
             try:
                 return apply(*arguments)
             except BaseException as error:
                 raise as_ours(error, self._name) from None
 
-        return told
+        return translated
 
     def _drop(self, name: str, incarnation: int) -> Done:
         table = self._tables.get(name)
@@ -427,7 +427,7 @@ class Shard:
         if not self._tables.remove(name):
             return Done(duplicate=True)
         self._completed_writes.dropped(name)
-        self._freezes.end_of_table(name)  # its owner may be gone, and the rows would be held for ever
+        self._freezes.thaw_table(name)  # its owner may be gone, and the rows would be held for ever
         return Done()
 
     def _freeze(self, request: Freeze) -> Done:
@@ -444,7 +444,7 @@ class Shard:
         rows = {name: table.rows for name, table in tables.items()}
         expiry = {name: table.expiry_state for name, table in tables.items() if table.spec.expiry is not None}
         dedup = held_dedup(self._completed_writes, self._groups, rows, rows, expiry)
-        return self._freezes.begin(request, rows, dedup)
+        return self._freezes.start(request, rows, dedup)
 
     def _describe(self) -> ShardState:
         return ShardState(

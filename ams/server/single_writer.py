@@ -102,7 +102,7 @@ class SingleWriter:
         call = QueuedRequest(context, request, Future())
         try:
             self._answer(call)
-            is_earlier = self._note_deadline()
+            is_earlier = self._update_deadline()
         finally:
             self.turn.release()
         if is_earlier:
@@ -126,7 +126,7 @@ class SingleWriter:
             if not call.future.done():
                 call.future.set_exception(as_ours(error, self._name))
 
-    def _note_deadline(self) -> bool:
+    def _update_deadline(self) -> bool:
         """Return whether the own thread must look earlier than planned."""
         return self._alarm.note(self._next_deadline())
 
@@ -135,9 +135,9 @@ class SingleWriter:
             self._serve_calls()
         except BaseException as error:
             logger.critical("the writer of %s has ended", self._name, exc_info=error)
-            self._end(InternalError(f"the writer of {self._name} has ended: {error!r}; its log says where"))
+            self._refuse_calls(InternalError(f"the writer of {self._name} has ended: {error!r}; its log says where"))
 
-    def _end(self, error: GeartrainError) -> None:
+    def _refuse_calls(self, error: GeartrainError) -> None:
         """Refuse all calls from now on, queued ones, too."""
         self._refusal = lambda: error
         with self._gate:
@@ -157,15 +157,15 @@ class SingleWriter:
             try:
                 # Before the call, or a busy shard would never handle deadlines.
                 if self._alarm.at <= self._clock():
-                    self._keep_deadlines()
+                    self._deadline_loop()
                 if call is not None:
                     self._answer(call)
-                    self._note_deadline()
+                    self._update_deadline()
             finally:
                 place.leave()
             del entry, call, place  # or the rows of a request stay in memory until the next one arrives
 
-    def _keep_deadlines(self) -> None:
+    def _deadline_loop(self) -> None:
         try:
             self._expire()
             deadline = self._next_deadline()

@@ -54,7 +54,7 @@ class ShardTable:
         self.is_whole = self.is_public = not for_restore
         """Whether it has all rows of ``restored_from``; and whether others may see it: a table that is being restored
         is published once all shards have its rows."""
-        self.note_state()
+        self.update_engine()
 
     @property
     def spec(self) -> TableSpec:
@@ -69,7 +69,7 @@ class ShardTable:
     @property
     def expiry_state(self) -> ExpiryState:
         """Expiry state for a restore of these rows, so that they expire as here."""
-        self.expiry_leap = farthest([self.expiry_leap, self.rows.take_leap()])
+        self.expiry_leap = farthest([self.expiry_leap, self.rows.pop_clock_jump()])
         served = self.rows.served
         due = TableClock(served.expiry_step, served.expiry_seconds)
         if self.expiry_pass is not None:  # after a restore the scan starts anew
@@ -90,7 +90,7 @@ class ShardTable:
             if expiry.every_seconds is not None:
                 served.expiry_seconds = clock.seconds + 1  # first at the first push with a time
 
-    def note_state(self) -> None:
+    def update_engine(self) -> None:
         """Tell the engine whether it is open."""
         self.rows.served.is_open = self.is_open
 
@@ -168,7 +168,7 @@ class ShardTables:
         self._tables[spec.name] = ShardTable(rows, for_restore=for_restore)
         self._engine.add_table(rows.served)
         self.highest_incarnation = max(self.highest_incarnation, spec.incarnation)
-        self._note_specs()
+        self._record_specs()
         return Done()
 
     def alter(self, spec: TableSpec) -> Done:
@@ -186,7 +186,7 @@ class ShardTables:
         self._engine.expire(spec.name, lambda: table.rows.alter(spec))  # removed rows are a write
         if table.spec.expiry != expiry:
             table.plan_expiry()
-        self._note_specs()
+        self._record_specs()
         return Done()
 
     def publish(self, name: str, incarnation: int) -> Done:
@@ -196,14 +196,14 @@ class ShardTables:
         if not table.is_whole:
             raise being_restored(name)
         was_public, table.is_public = table.is_public, True
-        table.note_state()
+        table.update_engine()
         return Done(duplicate=was_public)
 
     def remove(self, name: str) -> bool:
         """Remove a table and its rows; return whether there was one."""
         found = self._tables.pop(name, None) is not None
         self._engine.remove_table(name)
-        self._note_specs()
+        self._record_specs()
         return found
 
     def states(self) -> tuple[TableState, ...]:
@@ -238,6 +238,6 @@ class ShardTables:
         error: GeartrainError = self._engine.not_found(name)
         return error
 
-    def _note_specs(self) -> None:
+    def _record_specs(self) -> None:
         self.specs = tuple(table.spec for table in self._tables.values())
         self.expiring = tuple(table for table in self._tables.values() if table.spec.expiry is not None)

@@ -31,7 +31,7 @@ class KnownMoments:
         number = self._numbers.get(kept_id)
         return None if number is None or not self._knows(number) else number
 
-    def note(self, kept_id: str, number: int, *, parent_id: str = "") -> None:
+    def record(self, kept_id: str, number: int, *, parent_id: str = "") -> None:
         """Record that ``kept_id`` has saved the moment ``number``, all rows or those that ``parent_id`` lacks."""
         if not self._numbers:
             self._forget(0)  # when the table was made, of which nothing is kept

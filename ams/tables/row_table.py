@@ -294,7 +294,7 @@ class RowTable:
             bound = float(np.float32(largest))
         return bool(np.isfinite(bound)) and self._store.cannot_overflow(bound, optimizer, lr, scale)
 
-    def make_room(self, ids: Ids) -> None:
+    def reserve(self, ids: Ids) -> None:
         """Reserve the memory of a push to ``ids`` [N]. Raises InvalidIds, MemoryError."""
         ids = ops.checked_ids(ids)
         try:
@@ -302,7 +302,7 @@ class RowTable:
         except Refusal as refused:
             self._refuse(refused, ids)
 
-    def make_room_to_keep(self, count: int) -> None:
+    def reserve_copies(self, count: int) -> None:
         """Reserve the memory in which a freeze keeps copies of ``count`` rows to be written, and of those that the end
         of the step moves. Raises MemoryError."""
         self._store.make_room_to_keep(count)
@@ -351,7 +351,7 @@ class RowTable:
         """Advance the clock to ``clock``, if that is later."""
         self._store.advance_clock(*clock)
 
-    def take_leap(self) -> TableClock:
+    def pop_clock_jump(self) -> TableClock:
         """Return the largest advance of each number of the clock by one push since the last call."""
         return TableClock(*self._store.take_leap())
 
@@ -370,11 +370,11 @@ class RowTable:
 
     @property
     def latest_moment(self) -> int:
-        """Number of the last known moment: of a freeze, of :meth:`note_moment`, or 0 for the creation of the table;
+        """Number of the last known moment: of a freeze, of :meth:`record_moment`, or 0 for the creation of the table;
         -1: all are forgotten."""
         return self._store.latest_moment
 
-    def note_moment(self) -> int:
+    def record_moment(self) -> int:
         """Record the present moment for :meth:`freeze`; return its number."""
         return self._store.note_moment()
 

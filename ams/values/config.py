@@ -75,7 +75,7 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def join_address(host: str, port: int) -> str:
+def format_address(host: str, port: int) -> str:
     """Return ``"host:port"``, with brackets around an IPv6 host."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

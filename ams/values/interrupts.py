@@ -38,7 +38,7 @@ class _Job(Generic[R]):
         """Lock held until the work is done."""
         self.is_undone.acquire()
 
-    def do(self) -> None:
+    def run(self) -> None:
         try:
             self._result.append(self._work())
         except BaseException as exc:  # raised where the work was asked for
@@ -107,7 +107,7 @@ def _thread_with_nothing_to_do() -> _Jobs | None:
 def _work_off(jobs: _Jobs) -> None:
     while True:
         job = jobs.get()
-        job.do()
+        job.run()
         _idle.append(jobs)
         job.is_undone.release()
         del job
@@ -128,9 +128,9 @@ class BackgroundFuture(Future[Any]):
         """Result or error; None: not done, or cancelled."""
         self._is_undone = _thread.allocate_lock()
         self._is_undone.acquire()
-        super().add_done_callback(_end)  # the first: those after it may ask for the result
+        super().add_done_callback(_mark_done)  # the first: those after it may ask for the result
 
-    def begin(self) -> bool:
+    def start(self) -> bool:
         """Return whether the work is to be done: not if it was cancelled. From now on it cannot be cancelled."""
         self._is_running = self.set_running_or_notify_cancel()
         return self._is_running
@@ -138,7 +138,7 @@ class BackgroundFuture(Future[Any]):
     def run(self) -> None:
         """Do the work, unless it was cancelled."""
         work, self._work = self._work, None
-        if work is None or not (self._is_running or self.begin()):
+        if work is None or not (self._is_running or self.start()):
             return
         try:
             result = work()
@@ -190,7 +190,7 @@ class BackgroundFuture(Future[Any]):
         return self._outcome
 
 
-def _end(future: Future[Any]) -> None:
+def _mark_done(future: Future[Any]) -> None:
     assert isinstance(future, BackgroundFuture)
     future._is_done = True
     future._is_undone.release()
@@ -228,13 +228,13 @@ class BufferLease:
             for each in waiting:
                 each.release()
 
-    def end(self) -> None:
+    def revoke(self) -> None:
         """End it: no thread acquires it any more. Does not wait; see :meth:`wait`."""
         with self._lock:
             self.has_ended = True
 
     def wait(self) -> None:
-        """Wait until no thread holds it any more. To be called after :meth:`end`."""
+        """Wait until no thread holds it any more. To be called after :meth:`revoke`."""
         over = threading.Lock()
         with self._lock:
             if not self._num_at_it:

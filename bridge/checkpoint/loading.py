@@ -87,7 +87,7 @@ def load(
         restore_tables(folder / rows.folder, names, here, group, what)
     together(group, partial(loading.fill, saved), what)
     for placement in placements.values():
-        placement.go_on()
+        placement.resume()
     rows_of_ranks = DividedRows(folder, saved.record.pieces)
     for name, item in loading.state.items():
         item.load_state_dict(state_like(item, saved.content["objects"][name], rows_of_ranks))

@@ -82,7 +82,7 @@ def save(model: nn.Module, path: str | Path, *, state: Mapping[str, Any] | None 
     def write_own() -> dict[str, Any]:
         require_between_steps(model)
         for placement in placements.values():
-            placement.settle()
+            placement.flush()
         graphs = {name: graph for name, placement in placements.items() if (graph := placement.graph_state())}
         content = {
             "model": {plain(name): value for name, value in model.state_dict().items()},

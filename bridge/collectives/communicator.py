@@ -192,10 +192,10 @@ class Communicator:
         with self._counted(operation, mine.nbytes * self.world_size):
             work = dist.all_gather(parts, mine, group=self._host_group, async_op=True)
 
-        def take() -> list[list[int]]:
+        def collect() -> list[list[int]]:
             return [[int(value) for value in part.tolist()] for part in parts]
 
-        return Pending(work, take, operation, self._group)
+        return Pending(work, collect, operation, self._group)
 
     def gather_json(self, value: Any) -> list[Any]:
         """Return the JSON value of every rank, in rank order. Two all-gathers between the hosts."""
@@ -212,7 +212,7 @@ class Communicator:
     def share(self, value: int) -> int:
         """Return rank 0's ``value`` (below 2^63), on every rank. One broadcast between the hosts."""
         shared = torch.tensor([value], device=_HOST)
-        self.take_from_first(shared)
+        self.broadcast_from_first(shared)
         return int(shared.item())
 
     def require_equal(self, values: Mapping[str, Any], what: str) -> None:
@@ -269,19 +269,19 @@ class Communicator:
         parts = wire.new_empty(self.world_size * most, width)
         device, shape = tensor.device, tensor.shape[1:]
 
-        def take() -> Tensor:
+        def collect() -> Tensor:
             joint = parts
             if min(sizes) < most:
                 joint = torch.cat([parts[rank * most :][:size] for rank, size in enumerate(sizes)])
             return joint.to(device).reshape(len(joint), *shape)
 
         if not most:
-            return Pending.done(take())
+            return Pending.done(collect())
         with self._counted("all-gather", parts.nbytes):
             work = all_gather_tensor(
                 parts.view(torch.uint8), wire.view(torch.uint8), group=self._carrier(wire), async_op=True
             )
-        return Pending(work, take, "all-gather", self._group)
+        return Pending(work, collect, "all-gather", self._group)
 
     def pass_on(self, block_LD: Tensor, room_LD: Tensor, num_expected: int, via: torch.device) -> None:
         """Send ``block_LD`` to the next rank; write the ``num_expected`` rows from the previous one to ``room_LD``.
@@ -327,7 +327,7 @@ class Communicator:
         with lost_ranks_named(what, self._group):
             works = dist.batch_isend_irecv(messages)
 
-        def take() -> None:
+        def collect() -> None:
             with lost_ranks_named(what, self._group):
                 for work in works:
                     work.wait()
@@ -335,7 +335,7 @@ class Communicator:
                 if room is not tensor:
                     tensor.copy_(room)
 
-        return Pending(None, take, what, self._group)
+        return Pending(None, collect, what, self._group)
 
     def agree(self, value: bool) -> bool:
         """Return whether ``value`` is true on every rank."""
@@ -386,14 +386,14 @@ class Communicator:
         out = wire.new_empty(most, wire.shape[1])
         device = tensor_BD.device
 
-        def take() -> Tensor:
+        def collect() -> Tensor:
             return out[:own].to(device)
 
         if not most:
             return Pending.done(out.to(device))
         with self._counted("reduce-scatter", wire.nbytes):
             work = reduce_scatter_tensor(out, wire, group=self._carrier(wire), async_op=True)
-        return Pending(work, take, "reduce-scatter", self._group)
+        return Pending(work, collect, "reduce-scatter", self._group)
 
     def all_to_all(self, values: Tensor, leaving: Sequence[int], arriving: Sequence[int]) -> Tensor:
         """Send the first ``leaving[0]`` of ``values`` [N, …] to rank 0, the next to rank 1, …; one all-to-all.
@@ -415,7 +415,7 @@ class Communicator:
             )
         return parts.to(values.device)
 
-    def take_from_first(self, tensor: Tensor) -> None:
+    def broadcast_from_first(self, tensor: Tensor) -> None:
         """Overwrite ``tensor`` by rank 0's, of the same shape and dtype: one broadcast."""
         if self.is_alone or not tensor.numel():
             return

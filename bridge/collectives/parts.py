@@ -64,20 +64,20 @@ class GatheredParts:
         self._on_their_way: deque[tuple[int, Pending[Tensor]]] = deque()
         self._whole: Tensor | None = None
         self._told: tuple[int, Pending[list[list[int]]]] | None = None
-        """Last part of :meth:`begin_or_fail`, with the exchange of failures."""
+        """Last part of :meth:`start_or_fail`, with the exchange of failures."""
 
-    def begin(self, part: int, rows_SD: Tensor) -> None:
+    def start(self, part: int, rows_SD: Tensor) -> None:
         """Start to gather this rank's rows of a part; wait for the one before the last. Raises RankLost."""
         if self._whole is None:
             self._whole = rows_SD.new_empty(self._sizes.total, *rows_SD.shape[1:])
         while len(self._on_their_way) >= max(1, self._most):
-            self._take()
+            self._collect()
         self._on_their_way.append((part, self._link.start_gather(rows_SD, self._sizes.of(part))))
         if not self._most:
-            self._take()
+            self._collect()
 
-    def begin_or_fail(self, part: int, rows_SD: Tensor, failure: Exception | None) -> None:
-        """Do :meth:`begin` with an exchange of one number: whether this rank has a ``failure``. It still gives rows.
+    def start_or_fail(self, part: int, rows_SD: Tensor, failure: Exception | None) -> None:
+        """Do :meth:`start` with an exchange of one number: whether this rank has a ``failure``. It still gives rows.
 
         It is checked with the next part, or in :meth:`whole`: then every rank raises, that failure there, SyncError
         elsewhere.
@@ -85,11 +85,11 @@ class GatheredParts:
         told = self._link.start_exchange([failure is None])
         self._require_sound(failure, told)
         self._told = part, told
-        self.begin(part, rows_SD)
+        self.start(part, rows_SD)
 
     def whole(self, failure: Exception | None = None) -> Tensor:
-        """Return all rows [B, D], once every part was started. Raises RankLost, and as :meth:`begin_or_fail`."""
-        self._take_all()
+        """Return all rows [B, D], once every part was started. Raises RankLost, and as :meth:`start_or_fail`."""
+        self._collect_all()
         self._require_sound(failure, None)
         assert self._whole is not None
         return self._whole
@@ -104,14 +104,14 @@ class GatheredParts:
             return
         if last is not None:
             last.result()
-        self._take_all()
+        self._collect_all()
         raise failure or SyncError(f"rank {sound.index(0)} failed in micro-batch {part}; its error tells why")
 
-    def _take_all(self) -> None:
+    def _collect_all(self) -> None:
         while self._on_their_way:
-            self._take()
+            self._collect()
 
-    def _take(self) -> None:
+    def _collect(self) -> None:
         part, pending = self._on_their_way.popleft()
         assert self._whole is not None
         arrived = torch.split(pending.result(), self._sizes.of(part))
@@ -134,20 +134,20 @@ class SummedParts:
         self._waiting = deque(order)
         self._begun: dict[int, Pending[Tensor]] = {}
         while self._waiting and (not overlap or len(self._begun) < MOST_ON_THEIR_WAY):
-            pending = self._begin_next()
+            pending = self._start_next()
             if not overlap:
                 pending.result()
 
-    def take(self, part: int) -> Tensor:
+    def collect(self, part: int) -> Tensor:
         """Return the sum of this rank's rows of a part [S, D], once. Raises RankLost."""
         while part not in self._begun:
-            self._begin_next()
+            self._start_next()
         own_SD = self._begun.pop(part).result()
         if self._waiting and len(self._begun) < MOST_ON_THEIR_WAY:
-            self._begin_next()
+            self._start_next()
         return own_SD
 
-    def _begin_next(self) -> Pending[Tensor]:
+    def _start_next(self) -> Pending[Tensor]:
         part = self._waiting.popleft()
         rows = torch.cat([self._whole_BD[place] for place in self._sizes.places(part)])
         self._begun[part] = pending = self._link.start_sum_to_owners(rows, self._sizes.of(part))

@@ -243,7 +243,7 @@ class DenseTable(torch.optim.Optimizer):
                 update.abandon()
                 self._update = None
                 raise self._non_finite(culprit) from exc
-            update.keep()
+            update.copy_gradients()
             raise
         self._update, self._has_pushed = None, True
         if self._ranks is not None:
@@ -253,7 +253,7 @@ class DenseTable(torch.optim.Optimizer):
             if self._buffers is not None:
                 rows_RD, pulled = self._buffers.pull()
                 pulled.result()
-                self._buffers.take(rows_RD)
+                self._buffers.load(rows_RD)
             self._incarnation, self._versions = came
             self._pull_is_due = False
         return done
@@ -353,7 +353,7 @@ class DenseTable(torch.optim.Optimizer):
             if ahead is not None:
                 ahead[1].result()
         if buffers is not None and ahead is not None:
-            buffers.take(ahead[0])
+            buffers.load(ahead[0])
         self._incarnation, self._versions = incarnation, versions
 
 
@@ -463,9 +463,9 @@ class _DenseRows(ClusterPlacement):
         super().__init__(cluster, [store.table for store in stores], ranks)
         self._dense = dense
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Pull the values; drop earlier changes of the module."""
-        super().go_on()
+        super().resume()
         self._dense.refresh()
 
 
@@ -492,7 +492,7 @@ class _Push:
             if write is not None:
                 write.abandon()
 
-    def keep(self) -> None:
+    def copy_gradients(self) -> None:
         """Copy the gradients, so that a retry sends the same values if they are changed."""
-        self.weights.keep_rows()
+        self.weights.copy_rows()
         self.is_begun = True

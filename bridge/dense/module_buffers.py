@@ -54,11 +54,11 @@ class ModuleBuffers:
         self._base_RD, self._sent = self._packed(), None
 
     def pull(self) -> tuple[Tensor, Future[None]]:
-        """Begin to pull: rows [R, D] for :meth:`take` once the future is done."""
+        """Begin to pull: rows [R, D] for :meth:`load` once the future is done."""
         rows_RD = self._store.layout.empty()
         return rows_RD, self._store.table.pull_into_async(self._store.ids, as_numpy(rows_RD))
 
-    def take(self, rows_RD: Tensor) -> None:
+    def load(self, rows_RD: Tensor) -> None:
         """Give the module the server's values; what it changed since its last push stays on top of them."""
         layout, now = self._store.layout, self._now()
         change_RD = self._packed() - self._base_RD

@@ -192,7 +192,7 @@ class _ClusterTables(ClusterPlacement):
         self._update = update
 
     def adopt_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        self._update.go_on_at(max((int(state["step"]) for state in states), default=0))
+        self._update.resume_at(max((int(state["step"]) for state in states), default=0))
 
 
 def _made_by_all(

@@ -145,7 +145,7 @@ class TrainedTables(ModuleWithRows, Generic[U]):
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Continue at the saved step. Raises SpecMismatch for other tables."""
         self._require_tables(state)
-        self.row_update.go_on_at(int(state["step"]))
+        self.row_update.resume_at(int(state["step"]))
 
     def _require_tables(self, state: Mapping[str, Any]) -> None:
         mine = {spec.name: spec.dim for spec in self._specs}

@@ -135,18 +135,18 @@ class HostedUpdate:
         if self._logged is None:
             none = np.empty(0, np.int64)
             ids = np.concatenate([none, *(it.arrays["ids"] for its in self._inputs for it in its)])
-            self._logged = log.begin(self._table.spec.name, ids)
+            self._logged = log.start(self._table.spec.name, ids)
         self._write.send()
-        self._end()
+        self._finish()
 
     def abandon(self) -> None:
         """Give it up."""
         self._write.abandon()
-        self._end()
+        self._finish()
 
-    def _end(self) -> None:
+    def _finish(self) -> None:
         if self._logged is not None:
-            self._table.write_log.end(self._logged)
+            self._table.write_log.finish(self._logged)
 
 
 def row_inputs(

@@ -236,7 +236,7 @@ class RankFields(GroupRows):
         If any rank cannot go on, every rank raises: its own error there, SyncError elsewhere.
         """
         counts = [0] * num_counts if lookup is None else lookup.counts
-        refused = sum(update.take_refused() for update in self._updates)
+        refused = sum(update.pop_refused() for update in self._updates)
         step = self._updates[0].step
         answers = self._link.exchange([failure is None, trains, step, refused, *counts])
         sound, modes, steps, left = (list(column) for column in zip(*(answer[:4] for answer in answers), strict=True))

@@ -213,7 +213,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
                 if pulled:
                     self._prepare_push(pulled, optimizer, settings)
             except BaseException:
-                self._give_up()
+                self._abandon_step()
                 raise
             self._has_begun = True
         return () if self._write is None else (self._write,)
@@ -236,7 +236,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         if self._caches:
             caches = list(map(self._caches.__getitem__, pulled))
             for cache in caches:
-                cache.begin_push()
+                cache.start_push()
             pushes = list(zip(caches, ids, rows, strict=True))
             self._follow = partial(push_through, pushes, self._write, optimizer, settings["scale"])
 
@@ -297,10 +297,10 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
     def discard(self) -> None:
         """Forget what is pending."""
         if self._has_begun:
-            self._give_up()
+            self._abandon_step()
         super().discard()
 
-    def _give_up(self) -> None:
+    def _abandon_step(self) -> None:
         """End the step that has begun, without what was not sent."""
         write, self._write = self._write, None
         hosted, self._hosted_writes = self._hosted_writes, []

@@ -125,7 +125,7 @@ class BatchState:
         """Make the batches of these ids due, full or not. Ids without one are left out."""
         positions = self._index.find(ids, touch=False)
         positions = positions[positions >= 0]
-        self._make_due(positions[~self._is_due[positions]])
+        self._mark_due(positions[~self._is_due[positions]])
 
     def waiting_ids(self, until: float = np.inf) -> Ids:
         """Ids whose batch is not due, those that waited longest first; ``until``: only what came no later."""
@@ -144,7 +144,7 @@ class BatchState:
         """The clock was set back: nothing came later than it says now."""
         np.minimum(self._first_times, now, out=self._first_times)
 
-    def take(self, only: Ids | None = None, *, mean: bool) -> None:
+    def pop(self, only: Ids | None = None, *, mean: bool) -> None:
         """Take the due batches out, ``only`` those of these ids, the first that became so first; there must be none
         out. One whose sum is beyond float32 is dropped as not finite, whatever its id."""
         assert self.taken is None
@@ -170,7 +170,7 @@ class BatchState:
             lr = float(self._lrs[newest]) if self._last_add[newest] else None
             self.taken = DueBatch(ids, gradients, counts, self._versions[positions], lr)
 
-    def settle(self, failed: Ids) -> None:
+    def complete(self, failed: Ids) -> None:
         """The batch that is out was applied, but for the gradients of ``failed`` ids, which are dropped."""
         assert self.taken is not None
         gone = np.isin(self.taken.ids, failed)
@@ -218,7 +218,7 @@ class BatchState:
         positions = self._index.find(ids, touch=False)
         new = positions < 0
         if new.any():
-            self._make_room(int(np.count_nonzero(new)))
+            self._reserve(int(np.count_nonzero(new)))
             fresh, _ = self._index.place(ids[new])
             self._ids[fresh] = ids[new]
             self._sums[fresh], self._counts[fresh], self._last_add[fresh] = 0, 0, 0
@@ -228,7 +228,7 @@ class BatchState:
             positions[new] = fresh
         return positions
 
-    def _make_room(self, count: int) -> None:
+    def _reserve(self, count: int) -> None:
         have = self._index.capacity
         if len(self._index) + count <= have:
             return
@@ -250,11 +250,11 @@ class BatchState:
         if self._full_gradients >= self.ids_per_update * self.gradients_per_id:
             company = np.flatnonzero(self._is_full) if self._full_gradients > counts.sum() else positions[:0]
             self._is_full[positions] = True
-            self._make_due(np.concatenate([company, positions]))
+            self._mark_due(np.concatenate([company, positions]))
         else:
             self._is_full[positions] = True
 
-    def _make_due(self, positions: Positions) -> None:
+    def _mark_due(self, positions: Positions) -> None:
         if len(positions):
             self._full_gradients -= int(self._counts[positions[self._is_full[positions]]].sum())
             self._is_full[positions] = False

@@ -51,7 +51,7 @@ class Coalescer(Generic[R]):
         with self._changed:
             return self._queued()
 
-    def ask(self, ids: Ids) -> R:
+    def get(self, ids: Ids) -> R:
         """Return the result for distinct ``ids`` [n], in their order; raises what ``compute`` raised."""
         request: _Request[R] = _Request(ids)
         with self._changed:

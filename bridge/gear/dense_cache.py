@@ -26,7 +26,7 @@ import torch
 
 from geartrain.ams.kernels.freshness import Judged, judge
 from geartrain.ams.kernels.position_lru import PositionLru, Positions
-from geartrain.ams.observe.metrics import Buckets, Metric, cache_metrics, tell_of
+from geartrain.ams.observe.metrics import Buckets, Metric, cache_metrics, register_source
 from geartrain.ams.storage.features.store import FeatureStore
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.gear_messages import FeatureReply, Features
@@ -144,7 +144,7 @@ class WorkerCache:
         self._counts = FreshnessCounts(expire_seconds, max_version_lag)
         self._evicted = 0
         self._lock = threading.Lock()
-        tell_of(self)
+        register_source(self)
 
     def metrics(self) -> Iterator[Metric]:
         """Of what it was asked for."""
@@ -217,7 +217,7 @@ class SharedCache:
         self._counts = FreshnessCounts(expire_seconds, max_version_lag)
         self._foreign = 0
         self._lock = threading.Lock()
-        tell_of(self)
+        register_source(self)
 
     def metrics(self) -> Iterator[Metric]:
         """Of what it was asked for."""

@@ -170,7 +170,7 @@ class DensePass:
                 bad = self._add_gradients(ids, batch, gradients_BD, autocast)
             finally:
                 if bad is not None:  # statistics of samples that have no part in the update are not learned
-                    self._put_back(kept)
+                    self._restore(kept)
             return bad
 
     def _add_gradients(
@@ -231,9 +231,9 @@ class DensePass:
         try:
             yield
         finally:
-            self._put_back(kept)
+            self._restore(kept)
 
-    def _put_back(self, kept: list[Tensor]) -> None:
+    def _restore(self, kept: list[Tensor]) -> None:
         with torch.no_grad():
             for buffer, value in zip(self.module.buffers(), kept, strict=False):
                 buffer.copy_(value)

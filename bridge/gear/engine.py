@@ -106,7 +106,7 @@ class DenseEngine:
         self._journal = journal
         self.cache = cache
         self._caches = [kept for kept in (cache, worker_cache) if kept is not None]
-        dense_pass.on_recomputed = self._keep_recomputed if self._caches else None
+        dense_pass.on_recomputed = self._store_recomputed if self._caches else None
         self._pass = dense_pass
         self._dense = dense
         self._refresh_seconds = config.refresh_seconds
@@ -156,13 +156,13 @@ class DenseEngine:
         if not len(ids):
             return self._reply(ids, np.empty((0, self.dim), np.float32), {})
         if self.cache is None:
-            return self._asked.ask(ids)
+            return self._asked.get(ids)
         now, version = self._clock(), self.dense_version
         try:
             found, hit = self.cache.lookup(ids, now=now, dense_version=version)
         except (StateError, StoreUnavailable) as exc:
             logger.warning("features are computed, not looked up: %s", exc)
-            return self._asked.ask(ids)
+            return self._asked.get(ids)
         hit = hit & (found.times >= self._features_since)
         if freshness.max_age_seconds is not None:
             hit = hit & (freshness.max_age_seconds > np.abs(now - found.times))
@@ -170,7 +170,7 @@ class DenseEngine:
             hit = hit & (freshness.max_version_lag >= np.abs(version - found.versions))
         if hit.all():
             return found
-        return _joined(found, hit, self._asked.ask(ids[~hit]))
+        return _joined(found, hit, self._asked.get(ids[~hit]))
 
     def deliver(self, delivery: Delivery) -> GearAccount:
         """See :class:`GearPort`. Raises InvalidArgument after :meth:`close`: nobody would apply it."""
@@ -218,7 +218,7 @@ class DenseEngine:
         After an error the batch is still due: the next call goes on with it.
         """
         with self._applying:
-            batch, number = self._take_due()
+            batch, number = self._pop_due()
             if batch is None:
                 return False
             failures = self._update(batch, number)
@@ -232,7 +232,7 @@ class DenseEngine:
             with self._adding:
                 if self._journal is not None:
                     self._journal.settled(sorted(failures))
-                self.batcher.settle(failures)
+                self.batcher.complete(failures)
             return True
 
     def apply_all(self) -> None:
@@ -287,12 +287,12 @@ class DenseEngine:
     def abandon(self) -> None:
         """End without :meth:`close`; what was left is logged."""
         if self._updates is not None:
-            self._updates.end()
+            self._updates.request_stop()
         account = self.account()
         if left := account.waiting + account.due:
             logger.warning("%s will not be applied: nobody called close() of the slow gear", counted(left, "gradient"))
 
-    def _take_due(self) -> tuple[DueBatch | None, int | None]:
+    def _pop_due(self) -> tuple[DueBatch | None, int | None]:
         """What is due, and the number of its update in the journal. Raises TableNotFound after :meth:`drop`: the
         journal is another engine's."""
         if self._is_dropped:
@@ -323,7 +323,7 @@ class DenseEngine:
                 self._refresh(needed=True)
             return begun.failures
 
-    def _keep_recomputed(self, ids: Ids, vectors_BD: Tensor) -> None:
+    def _store_recomputed(self, ids: Ids, vectors_BD: Tensor) -> None:
         reply = self._reply(ids, download(vectors_BD).numpy(), {})
         for cache in self._caches:
             cache.insert(ids, reply)

@@ -72,7 +72,7 @@ class GearUpdate(PendingUpdate[GearGradient]):
         self._delivery: Delivery | None = None
         self._trained_here = table.incarnation if trains_here else None
 
-    def go_on_with(self, table: ReadableTable, port: GearPort) -> None:
+    def switch_table(self, table: ReadableTable, port: GearPort) -> None:
         """Train another table by a slow gear of this process that was made for it; what is pending is dropped."""
         self.discard()
         self.table, self._port, self._trained_here = table, port, table.incarnation
@@ -114,7 +114,7 @@ class GearUpdate(PendingUpdate[GearGradient]):
             self._pending.ids = self._pending.ids[good.numpy()]
             self._pending.gradients_KD = self._pending.gradients_KD[good]
             self._pending.versions = self._pending.versions[good.numpy()]
-            self._take_norm(torch.ones_like(self.carrier))
+            self._set_norm(torch.ones_like(self.carrier))
         return dropped
 
     def param_group(self) -> dict[str, Any]:

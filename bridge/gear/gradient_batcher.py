@@ -101,13 +101,13 @@ class GradientBatcher:
     def due(self) -> DueBatch | None:
         """Take what is due; None: nothing is.
 
-        Until ``settle`` the same batch is returned again: one is out at a time, and what comes meanwhile waits. An id
+        Until ``complete`` the same batch is returned again: one is out at a time, and what comes meanwhile waits. An id
         whose sum is beyond float32 is dropped and counted in ``non_finite``.
         """
         with self._changing():
             if self._state.taken is None:
                 self._close_overdue()
-                self._state.take(mean=self._config.reduction == "mean")
+                self._state.pop(mean=self._config.reduction == "mean")
             return self._state.taken
 
     def flush(self) -> None:
@@ -131,18 +131,18 @@ class GradientBatcher:
         with self._changing():
             self._state.restore(accounts, sequences)
 
-    def take_again(self, ids: Ids) -> DueBatch | None:
+    def pop_again(self, ids: Ids) -> DueBatch | None:
         """Take the batches of these ids out, as :meth:`due` did in another process after the same adds. Others that are
         due here, since M was larger there, stay."""
         with self._changing():
             self._state.close(ids)
-            self._state.take(ids, mean=self._config.reduction == "mean")
+            self._state.pop(ids, mean=self._config.reduction == "mean")
             return self._state.taken
 
-    def settle(self, failed: Collection[int] = ()) -> None:
+    def complete(self, failed: Collection[int] = ()) -> None:
         """The batch that ``due`` gave was applied, but for these ids, of which no gradient could be made."""
         with self._changing():
-            self._state.settle(np.fromiter(failed, np.int64, len(failed)))
+            self._state.complete(np.fromiter(failed, np.int64, len(failed)))
 
     def account(self, source: str | None = None) -> GearAccount:
         """What became of the gradients of one source, or of all: ``received`` is the sum of the others."""

@@ -94,7 +94,7 @@ class GradientJournal:
             self._next = max(self._next, self._head["first"] + len(records))
             self._number, self._incarnations = updates, {}
             self._taken = self._mark = None
-            self._begin(self._next, self._head | fresh | {"table": table})
+            self._restart_at(self._next, self._head | fresh | {"table": table})
             self.acknowledge(updates + 1)
             return self._incarnations
         self._next, self._bytes, self._taken, self._mark = self._head["first"], 0, None, None
@@ -117,7 +117,7 @@ class GradientJournal:
     def handed_over(self, batcher: GradientBatcher) -> None:
         """Another slow gear answers for all that was settled: keep the numbers of deliveries alone."""
         if batcher.is_all_taken and self._taken is None:
-            self._begin(self._next, self._head_now(batcher) | {"accounts": {}, "processes": []})
+            self._restart_at(self._next, self._head_now(batcher) | {"accounts": {}, "processes": []})
 
     def delivered(self, delivery: Delivery, dense_version: int) -> None:
         """Keep a delivery that is about to be counted."""
@@ -146,17 +146,17 @@ class GradientJournal:
         if self._mark is not None:
             first, gone_bytes, head = self._mark
             kept_bytes = self._bytes - gone_bytes
-            self._begin(first, head | {"accounts": _settled(head["accounts"], batch, failed)}, kept_bytes)
+            self._restart_at(first, head | {"accounts": _settled(head["accounts"], batch, failed)}, kept_bytes)
         self._taken = self._mark = None
 
     def _play(self, record: bytes, batcher: GradientBatcher) -> None:
         said, rest = _header(record), record.partition(b"\n")[2]
         if "taken" in said:
             self._number = said["taken"]
-            self._taken = batcher.take_again(np.frombuffer(rest, "<i8").astype(np.int64))
+            self._taken = batcher.pop_again(np.frombuffer(rest, "<i8").astype(np.int64))
         elif "settled" in said:
             if self._taken is not None:
-                batcher.settle(said["settled"])
+                batcher.complete(said["settled"])
             self._taken = None
         else:
             version, width = said.pop("version"), said.pop("ids")
@@ -187,7 +187,7 @@ class GradientJournal:
         now = {"accounts": accounts, "sequences": batcher.last_sequences(), "incarnations": dict(self._incarnations)}
         return self._head | now | {"updates": self._number}
 
-    def _begin(self, first: int, head: dict[str, Any], kept_bytes: int = 0) -> None:
+    def _restart_at(self, first: int, head: dict[str, Any], kept_bytes: int = 0) -> None:
         """Let records begin at ``first``, which have ``kept_bytes``, and remove those before."""
         gone = np.arange(self._head["first"], first)
         self._write_head(head | {"first": first})

@@ -62,12 +62,12 @@ class Samples:
         if self._rows is not None:
             return self._rows_of(ids)
         with self._lock:
-            found = {number: kept for number in ids.tolist() if (kept := self._cache.find(number)) is not None}
+            found = {number: kept for number in ids.tolist() if (kept := self._cache.get(number)) is not None}
         missing = [number for number in ids.tolist() if number not in found]
         failures: dict[int, Failure] = {}
         for number, raw in zip(missing, self._raw(missing, failures), strict=True):
             if number not in failures:
-                self._take(number, raw, found, failures)
+                self._collect(number, raw, found, failures)
         good = [found[number] for number in ids.tolist() if number in found]
         return (torch.stack(good) if good else None), failures
 
@@ -95,7 +95,7 @@ class Samples:
             failures[number] = _damaged(number, exc)
             return None
 
-    def _take(self, number: int, raw: Any, found: dict[int, Tensor], failures: dict[int, Failure]) -> None:
+    def _collect(self, number: int, raw: Any, found: dict[int, Tensor], failures: dict[int, Failure]) -> None:
         if raw is None:
             failures[number] = Failure(SampleNotFound.__name__, f"id {number} has no sample")
             return
@@ -111,7 +111,7 @@ class Samples:
                 failures[number] = Failure(SampleDamaged.__name__, reason)
                 return
             found[number] = sample
-            self._cache.keep(number, sample)
+            self._cache.add(number, sample)
 
 
 def _damaged(number: int, exc: Exception) -> Failure:
@@ -127,13 +127,13 @@ class _Kept:
         self._bytes = 0
         self._samples: OrderedDict[int, Tensor] = OrderedDict()
 
-    def find(self, number: int) -> Tensor | None:
+    def get(self, number: int) -> Tensor | None:
         sample = self._samples.get(number)
         if sample is not None:
             self._samples.move_to_end(number)
         return sample
 
-    def keep(self, number: int, sample: Tensor) -> None:
+    def add(self, number: int, sample: Tensor) -> None:
         if sample.nbytes > self._max_bytes:
             return
         if number not in self._samples:  # two threads may have read it

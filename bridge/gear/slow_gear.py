@@ -250,14 +250,14 @@ class SlowGear(ModuleWithRows):
                 "saved model), start them, and load the rest with load_state_dict"
             )
 
-    def _begin_anew(self) -> None:
+    def _rebuild(self) -> None:
         """Make the slow gear of this process once more, over the table that there is now."""
         assert self._open is not None
         self._port.close()
         self._cache.clear()
         engine = self._open(True)
         self._port, self.table = engine, self._cluster.table(self.name)
-        self.row_update.go_on_with(self.table, engine)
+        self.row_update.switch_table(self.table, engine)
         weakref.finalize(self.row_update, engine.abandon)
 
     def _features(self, ids: Ids, device: torch.device) -> tuple[Tensor, npt.NDArray[np.int64]]:
@@ -292,11 +292,11 @@ class _GearRows(Placement):
     def require_loadable(self) -> None:
         self._gear._require_here()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         self._gear.flush()
 
-    def go_on(self) -> None:
-        self._gear._begin_anew()
+    def resume(self) -> None:
+        self._gear._rebuild()
 
 
 @dataclass(eq=False)

@@ -53,10 +53,10 @@ class UpdateThread:
 
     def stop(self) -> None:
         """End the thread after the update under way. Idempotent."""
-        self.end()
+        self.request_stop()
         self._thread.join()
 
-    def end(self) -> None:
+    def request_stop(self) -> None:
         """As :meth:`stop`, without waiting for it."""
         with self._changed:
             self._is_ended = True

@@ -307,10 +307,10 @@ class ClassHead(ModuleWithRows):
         training = self._collects_gradients()
         # Pulled rows outlive this call, so they must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad():
-            call = self._backend.begin(features, labels, weight, in_training=self.training, want_rows=training)
+            call = self._backend.start(features, labels, weight, in_training=self.training, want_rows=training)
         stand_in = self._backend.update.on(features.device)
         loss = head_loss(features, stand_in if training else None, call, self._reduction)
-        self._note(call, training)
+        self._record(call, training)
         return loss
 
     @property
@@ -333,20 +333,20 @@ class ClassHead(ModuleWithRows):
         """
         training = self._collects_gradients()
         with torch.inference_mode(False), torch.no_grad():
-            call = self._local.begin_parts(parts, labels, weight, in_training=self.training, want_rows=training)
+            call = self._local.start_parts(parts, labels, weight, in_training=self.training, want_rows=training)
         stand_in = self.row_update.on(parts.joined[0].device)
         loss = parts_loss(parts, stand_in if training else None, call, self._reduction)
-        self._note(call, training)
+        self._record(call, training)
         return loss
 
     def _collects_gradients(self) -> bool:
         """Return whether this pass trains rows."""
         return self.training and torch.is_grad_enabled() and self._backend.update.is_trained
 
-    def _note(self, call: HeadCall, training: bool) -> None:
+    def _record(self, call: HeadCall, training: bool) -> None:
         self._watch.last = call.statistics
         if training and not self._watch.has_ended and not is_capturing(call.statistics.losses.device):
-            self._watch.note(call.statistics, self._backend.live_classes.num_living, self._settings_of_learning)
+            self._watch.observe(call.statistics, self._backend.live_classes.num_living, self._settings_of_learning)
 
     @property
     def stats(self) -> StepStatistics | None:

@@ -166,7 +166,7 @@ def arrived(
     weights_N = torch.empty(num_ids, device=device) if are_weighted else None
     written = key_N.nbytes + place_N.nbytes + bounds_V.nbytes + (4 * num_ids if are_weighted else 0)
     launch(
-        kernels.take_ids,
+        kernels.group_ids,
         (num_ids // _BLOCK + 1,),
         numbers,
         words,
@@ -256,7 +256,7 @@ class RankPairs:
             BLOCK=_BLOCK,
         )
 
-    def join(self, flat: Tensor, factor_V: Tensor | None) -> list[Tensor]:
+    def combine(self, flat: Tensor, factor_V: Tensor | None) -> list[Tensor]:
         """Return factor · Σ over the ranks' sums, added in rank order: float32 [V, D] for each field.
 
         ``flat`` [Σ sizes] holds the sums of all pairs, one after another.

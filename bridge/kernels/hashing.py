@@ -76,7 +76,7 @@ class HashTable:
     def find_or_insert(self, ids_N: Tensor) -> Tensor:
         """Return the slots of ids as :meth:`find` does, and insert unknown ids: each gets the next slot.
 
-        Without a free slot an id gets -1 and ``num_refused`` rises, which :meth:`make_room` prevents. The host does
+        Without a free slot an id gets -1 and ``num_refused`` rises, which :meth:`reserve` prevents. The host does
         not wait.
         """
         if not runs_kernels(ids_N.device):
@@ -97,7 +97,7 @@ class HashTable:
         self.num_ids.fill_(self._most)
         self.num_refused += len(distinct) - len(taken)
 
-    def make_room(self, num_ids: int) -> None:
+    def reserve(self, num_ids: int) -> None:
         """Grow unless ``num_ids`` new ids surely fit: to twice the capacity, or more if they need it."""
         self.grow(self.needed(num_ids))
 
@@ -247,7 +247,7 @@ def number_ids(
     counts_T = torch.empty(num_tables, dtype=torch.int64, device=device)
     given = [numbers, key_N, slots_N, first, claimed_N, sums, found.key_N, counts_T, num]
     given += [bits, num_tables << bits, num_tables]
-    launch(kernels.settle, grid, *given, cost=Cost(num * 24.0), **common)
+    launch(kernels.finish_inserts, grid, *given, cost=Cost(num * 24.0), **common)
     if makes:
         _count(tables, [end - start for start, end in spans], counts_T)
     return found._replace(slots_N=slots_N)

@@ -87,7 +87,7 @@ class RunningNearest:
             self.offered_M[max(start, first - self.first) : max(0, min(stop, first + len(piece_ND) - self.first))] -= 1
             others_ND, first = others_ND[len(piece_ND) :], first + len(piece_ND)
 
-    def settle(self) -> None:
+    def merge_waiting(self) -> None:
         """Take into the best what waits."""
         for start in range(0, len(self.best_MK), STRIP):
             self._merge_hits(slice(start, start + STRIP))

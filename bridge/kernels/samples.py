@@ -19,7 +19,7 @@ from geartrain.bridge.kernels.launch import Cost, launch
 
 
 class SettledLabels(NamedTuple):
-    """See :func:`settle_labels`."""
+    """See :func:`prepare_labels`."""
 
     labels_B: Tensor
     """int64: those that count, and in the place of each other the largest of these (0 where none counts)."""
@@ -35,7 +35,7 @@ class SettledLabels(NamedTuple):
     """int64: the label's row of this rank; −1: elsewhere, or the sample does not count. None: not looked for."""
 
 
-def settle_labels(
+def prepare_labels(
     labels_B: Tensor, num_classes: int, ignored: int | None, first: int, num_local: int, num_ranks: int
 ) -> SettledLabels:
     """Check labels int64 [B] of ``num_classes``, of which this rank has ``num_local`` from ``first`` on."""
@@ -45,7 +45,7 @@ def settle_labels(
     sums = counts_B.new_empty(()), counts_B.new_empty(()), counts_B.new_empty(())
     made = SettledLabels(torch.empty_like(labels_B), counts_B, *sums, torch.empty_like(labels_B))
     launch(
-        kernels.settle_labels,
+        kernels.prepare_labels,
         (1,),
         labels_B,
         *made,

@@ -144,7 +144,7 @@ def _launch(
         most += num_ids  # all that are left
     args = bitmap, drawn_N, fresh.cumsum(0), num_given, budget, most
     cost = Cost(num_bytes=4.0 * budget + 8.0 * len(bitmap))
-    launch(kernels.take, grid, *args, BLOCK=kernels.DRAWN, num_warps=2, cost=cost)
+    launch(kernels.mark_drawn, grid, *args, BLOCK=kernels.DRAWN, num_warps=2, cost=cost)
     words = -(-stop // 32) - start // 32 if stop > start else 0
     grid = programs(words, kernels.WORDS)
     num_set = torch.empty(grid, dtype=torch.int64, device=device)
@@ -204,7 +204,7 @@ def nearest_first(said_KB: Tensor, num_classes: int, near: float, budget: int) -
         num_distinct = (said[:num_labels] > 0).sum()
         num_near = num_distinct + torch.round((budget - num_distinct).double() * near).long()
         return torch.where(in_turn & (ends <= num_near), said.long() - 1, num_classes)
-    from geartrain.bridge.kernels.triton.sampling import PLACES, first_places, take_nearest
+    from geartrain.bridge.kernels.triton.sampling import PLACES, first_places, select_nearest
 
     grid = (-(-num // PLACES),)
     in_turn = torch.empty(num, dtype=torch.int32, device=said.device)
@@ -213,7 +213,7 @@ def nearest_first(said_KB: Tensor, num_classes: int, near: float, budget: int) -
     given = torch.empty(num, dtype=torch.int64, device=said.device)
     args = (said, in_turn, in_turn.cumsum(0), given, num, num_labels, budget, num_classes)
     cost = Cost(num_bytes=(20.0 + said.element_size()) * num)
-    launch(take_nearest, grid, *args, NEAR=near, PLACES=PLACES, num_warps=4, cost=cost)
+    launch(select_nearest, grid, *args, NEAR=near, PLACES=PLACES, num_warps=4, cost=cost)
     return given
 
 

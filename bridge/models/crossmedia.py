@@ -86,7 +86,7 @@ class CrossMedia(ClickModel):
 
     def logits(self, vectors: Mapping[str, Tensor]) -> Tensor:
         """Logits [B] of the embeddings [B, dim] and of the images. Raises InvalidArgument that names what is wrong."""
-        first_order_B, embedded = self._fields.take(vectors)
+        first_order_B, embedded = self._fields.split(vectors)
         images_BP = vectors.get(self._image)
         if images_BP is None or images_BP.is_nested or images_BP.shape != (first_order_B.shape[0], self._image_dim):
             shape = "not there" if images_BP is None else f"of shape {list(images_BP.shape)}"

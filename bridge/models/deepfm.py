@@ -54,7 +54,7 @@ class DeepFM(ClickModel):
 
     def logits(self, vectors: Mapping[str, Tensor]) -> Tensor:
         """Logits [B] of the vectors [B, dim] of each field. Raises InvalidArgument that names a field that is wrong."""
-        first_order_B, embedded = self._fields.take(vectors)
+        first_order_B, embedded = self._fields.split(vectors)
         both_BFD = torch.stack(embedded, dim=1)
         pairs_B = (both_BFD.sum(1).square() - both_BFD.square().sum(1)).sum(1) / 2
         deep_B = self.deep(both_BFD.flatten(1)).squeeze(1)

@@ -134,7 +134,7 @@ class DIEN(ClickModel):
         return events.packed(states_BLH)
 
     def _logits(self, vectors: Mapping[str, Tensor], events: Sequences, interests_NH: Tensor) -> Tensor:
-        first_order_B, embedded = self._fields.take(vectors)
+        first_order_B, embedded = self._fields.split(vectors)
         query_BH = concatenated(vectors, self._targets)
         attention_N = events.softmax((interests_NH * events.expand(self.relevance(query_BH))).sum(1))
         final_BH = self.evolution(events.padded(interests_NH), events.padded(attention_N))

@@ -78,7 +78,7 @@ class DIN(ClickModel):
 
         Raises InvalidArgument that names a field that is wrong.
         """
-        first_order_B, embedded = self._fields.take(vectors)
+        first_order_B, embedded = self._fields.split(vectors)
         events = sequences_of("DIN", vectors, self._history)
         query_BH = concatenated(vectors, self._targets)
         interest_BH = weighted_sum(events, self.attention(events, query_BH))

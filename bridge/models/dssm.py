@@ -119,4 +119,4 @@ def batch_softmax(scores_CB: Tensor, own_C: Tensor, item_B: Tensor) -> Tensor:
 
 
 def _beside(fields: FieldVectors, vectors: Mapping[str, Tensor]) -> Tensor:
-    return torch.cat(fields.take(vectors)[1], 1)
+    return torch.cat(fields.split(vectors)[1], 1)

@@ -35,7 +35,7 @@ class FieldVectors:
         if not self.embedded:
             raise InvalidArgument(f"{model} has no field wider than 1 among {self._dims}; give one: {{'user': 16}}")
 
-    def take(self, vectors: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def split(self, vectors: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The sum [B] of the first-order weights, and the embeddings [B, D] of each field.
 
         Raises InvalidArgument that names a field that is missing or has another shape; others are left alone.

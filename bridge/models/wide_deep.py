@@ -44,6 +44,6 @@ class WideDeep(ClickModel):
 
     def logits(self, vectors: Mapping[str, Tensor]) -> Tensor:
         """Logits [B] of the vectors [B, dim] of each field. Raises InvalidArgument that names a field that is wrong."""
-        wide_B, embedded = self._fields.take(vectors)
+        wide_B, embedded = self._fields.split(vectors)
         logits_B: Tensor = self.bias + wide_B + self.deep(torch.cat(embedded, dim=1)).squeeze(1)
         return logits_B

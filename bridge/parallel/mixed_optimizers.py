@@ -19,20 +19,20 @@ _steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, contextlib.ExitStack] =
 _is_ready = False
 
 
-def let_optimizers_mix() -> None:
+def allow_mixed_optimizers() -> None:
     """From now on let every optimizer of this process step over both kinds at once."""
     global _is_ready
     if not _is_ready:
-        register_optimizer_step_pre_hook(_begin)
-        register_optimizer_step_post_hook(_end)
+        register_optimizer_step_pre_hook(_start_step)
+        register_optimizer_step_post_hook(_finish_step)
         _is_ready = True
 
 
-def _begin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _start_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.experimental import implicit_replication
 
-    _end(optimizer)  # of a step that raised
+    _finish_step(optimizer)  # of a step that raised
     if any(
         len({isinstance(parameter, DTensor) for parameter in group["params"]}) > 1 for group in optimizer.param_groups
     ):
@@ -40,7 +40,7 @@ def _begin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _steps[optimizer].enter_context(implicit_replication())
 
 
-def _end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _finish_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     stack = _steps.pop(optimizer, None)
     if stack is not None:
         stack.close()

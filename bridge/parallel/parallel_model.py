@@ -149,12 +149,12 @@ class ParallelModel(nn.Module):
             return self.replicas.run(lambda: self._run(inputs, labels, options))
         except Exception as exc:  # of any kind: the others wait for this rank
             if self.replicas.is_gathered:
-                self._agreement.tell(exc)
+                self._agreement.announce_failure(exc)
             else:
                 self._left_others = f"{type(exc).__name__}: {exc}"
             raise
         finally:
-            self._agreement.end()
+            self._agreement.finish_forward()
 
     def output(self, inputs: Any, options: Mapping[str, Any]) -> Any:
         """Return the output of the model itself."""
@@ -170,7 +170,7 @@ class ParallelModel(nn.Module):
         # A whole model that only looks at its samples may do so on one rank.
         meets = self._agreement.has_layers or labels is not None or (self.training and torch.is_grad_enabled())
         if meets:
-            self._agreement.begin(has_labels=labels is not None, trains=self.training)
+            self._agreement.start_forward(has_labels=labels is not None, trains=self.training)
         if self._parted is not None and labels is not None and self.training and torch.is_grad_enabled():
             return self.loss_of_split(self._logits_of_parts(self._parted, inputs, options), labels)
         output = self.output(inputs, options)
@@ -178,7 +178,7 @@ class ParallelModel(nn.Module):
             if not self.training and _has_split_logits(output):
                 return tree_map_only(SplitLogits, SplitLogits.whole, output)
             if meets:
-                self._agreement.meet(END)
+                self._agreement.agree(END)
             return output
         if _has_split_logits(output) or self.mesh.world_size == 1:
             return self.loss_of_split(output, labels)
@@ -189,7 +189,7 @@ class ParallelModel(nn.Module):
         assert self.loss is not None
         value = self.loss(output, labels)
         if type(self.loss) is not nn.CrossEntropyLoss:
-            self._agreement.meet(END)
+            self._agreement.agree(END)
         return value
 
     def _logits_of_parts(self, layer: SplitLinear, inputs: Any, options: Mapping[str, Any]) -> SplitLogits:

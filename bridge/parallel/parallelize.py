@@ -15,7 +15,7 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.parallel.global_mean import LossFunction
 from geartrain.bridge.parallel.mesh import Mesh
-from geartrain.bridge.parallel.mixed_optimizers import let_optimizers_mix
+from geartrain.bridge.parallel.mixed_optimizers import allow_mixed_optimizers
 from geartrain.bridge.parallel.parallel_model import ParallelModel
 from geartrain.bridge.parallel.plan.build import ModelPlans
 from geartrain.bridge.parallel.replicated import replicated, require_first_values
@@ -85,7 +85,7 @@ def parallelize(
     found, description = link.run_together(look_up, "gt.parallelize() changed nothing")
     link.require_equal(description, "gt.parallelize()")
     if mesh.world_size > 1:
-        let_optimizers_mix()
+        allow_mixed_optimizers()
     if mesh.stages:
         assert loss is not None
         return stage(model, mesh, found, loss, seed, micro_batches)

@@ -68,7 +68,7 @@ class Replicas:
                 self._hook = AverageHook(group.process_group)
         else:
             for tensor in [*parameters, *buffers]:
-                group.link.take_from_first(tensor)
+                group.link.broadcast_from_first(tensor)
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """``forward()``, after which a backward pass averages the gradients. Raises RankLost."""
@@ -80,14 +80,14 @@ class Replicas:
             self._hook = None
         has_begun = False
 
-        def begin() -> Any:
+        def start() -> Any:
             nonlocal has_begun
             has_begun = True
             return forward()
 
         self._passes.forward_begins(averages=self.ddp.require_backward_grad_sync)
         try:
-            output = self.ddp(begin)
+            output = self.ddp(start)
         except RuntimeError as exc:
             if has_begun:
                 raise
@@ -179,7 +179,7 @@ def _shard(name: str, module: nn.Module, group: MeshGroup, seed: int) -> None:
         return
     if not blanks:
         for tensor in [*module.parameters(), *module.buffers()]:
-            group.link.take_from_first(tensor)
+            group.link.broadcast_from_first(tensor)
     from torch.distributed.fsdp import fully_shard
 
     fully_shard(module, mesh=group.device_mesh)

@@ -81,7 +81,7 @@ class BackgroundPushes:
             finally:
                 del error  # or it would hold itself, by way of this frame
 
-    def settle(self) -> None:
+    def raise_or_retry(self) -> None:
         """Before a step: raise an error that is news, send again what is left after one that was raised."""
         if self._error is None:
             return
@@ -89,7 +89,7 @@ class BackgroundPushes:
         while self._left:
             _send(self._left[0])
             self._left.popleft()
-        self._begin_anew()
+        self._reset()
 
     def drop(self) -> None:
         """Give up what is left after an error that was raised."""
@@ -98,7 +98,7 @@ class BackgroundPushes:
                 for write in writes:
                     write.abandon()
             self._left.clear()
-            self._begin_anew()
+            self._reset()
 
     def close(self, timeout_seconds: float | None = None) -> None:
         """Send what is left, then end the thread; wait for that no longer than so. Idempotent."""
@@ -108,7 +108,7 @@ class BackgroundPushes:
         if thread is not None and thread.ident is not None and not is_stage():
             thread.join(timeout_seconds)
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self._error, self._is_raised = None, False
         self._thread, self._orders = None, queue.SimpleQueue()
 

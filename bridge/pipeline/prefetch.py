@@ -140,7 +140,7 @@ class PrefetchRun(Iterator[tuple[Any, Any]]):
         pull_stage = Stage(_puller(of._groups, self._readers, of._staleness), of._pull_threads)
         names = [f"prefetch-{name}" for name in list(of.times)[:-2]]
         self._pipeline = Pipeline(names, of._depth, [*of._stages, pull_stage])
-        self._end = weakref.finalize(self, _end, self._pipeline, None, _FORGOTTEN_SECONDS)
+        self._end = weakref.finalize(self, _stop, self._pipeline, None, _FORGOTTEN_SECONDS)
         self._has_started = False
         self._is_closed = False
         self._handed_out_at: tuple[float, float] | None = None
@@ -176,7 +176,7 @@ class PrefetchRun(Iterator[tuple[Any, Any]]):
     def _stop(self) -> None:
         self._is_closed = True
         self._end.detach()
-        _end(self._pipeline, self._pushes)
+        _stop(self._pipeline, self._pushes)
         self._readers.clear()
         for update in self._of.updates:
             if self._pushes is not None and update.background is self._pushes and self._pushes.is_clean:
@@ -208,10 +208,10 @@ class PrefetchRun(Iterator[tuple[Any, Any]]):
         for update in self._of.updates:
             if update.background is not None:
                 update.background.wait()  # of an earlier run
-                update.background.settle()
+                update.background.raise_or_retry()
         self._pushes = pushes = BackgroundPushes()
         self._end.detach()
-        self._end = weakref.finalize(self, _end, self._pipeline, pushes, _FORGOTTEN_SECONDS)
+        self._end = weakref.finalize(self, _stop, self._pipeline, pushes, _FORGOTTEN_SECONDS)
         for group in groups:
             cast("Cluster", group.cluster).wait_for(pushes)
             for part in group.trained:
@@ -239,7 +239,7 @@ class PrefetchRun(Iterator[tuple[Any, Any]]):
         return ready.batch, vectors[0] if self._of._is_one else vectors
 
 
-def _end(pipeline: Pipeline, pushes: BackgroundPushes | None, timeout_seconds: float | None = None) -> None:
+def _stop(pipeline: Pipeline, pushes: BackgroundPushes | None, timeout_seconds: float | None = None) -> None:
     pipeline.stop(timeout_seconds)
     if pushes is not None:
         pushes.close(timeout_seconds)

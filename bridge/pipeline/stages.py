@@ -150,14 +150,14 @@ class _Read:
         """Nobody takes any more."""
         if self._num_taken is None:
             self._num_taken = num_taken
-        self._look()
+        self._check()
 
-    def end(self) -> None:
+    def stop_reading(self) -> None:
         """Nobody reads any more."""
         self._is_ended = True
-        self._look()
+        self._check()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self._num_taken is None or not self._is_ended:
             return
         try:
@@ -242,7 +242,7 @@ def _read(items: Iterator[Any], to: _Queue, taken: StageTime, read: _Read) -> No
             del item
     finally:
         try:
-            read.end()
+            read.stop_reading()
         finally:
             close(items)
 
@@ -270,7 +270,7 @@ class _Workers:
     def run(self) -> None:
         """Work until there is no more, or until an error."""
         mark_as_stage()
-        while (taken := self._take()) is not None:
+        while (taken := self._next_item()) is not None:
             item, place = taken
             begun = now()
             try:
@@ -284,7 +284,7 @@ class _Workers:
             place.put(item)
             del taken, item, place
 
-    def _take(self) -> tuple[Any, queue.SimpleQueue[Any]] | None:
+    def _next_item(self) -> tuple[Any, queue.SimpleQueue[Any]] | None:
         """The next item and the place for what it becomes; None: there is no more."""
         with self._turn:
             if self._is_over or not self._to.reserve():

@@ -84,7 +84,7 @@ class DeviceLookup:
         num_vectors, dims = [piece.num_vectors for piece in pieces], [self._dims[piece.table] for piece in pieces]
         self._pairs = RankPairs(asked.routed.pairs_RV, _parts(pairs, num_fields), num_vectors, dims)
 
-    def _make_room(self, counts: Sequence[Sequence[int]]) -> None:
+    def _reserve(self, counts: Sequence[Sequence[int]]) -> None:
         """For the rows that the ids of all ranks may make. If there is no memory on some rank, every rank raises."""
         ranks, num_fields = self._link.world_size, len(self._asked.pieces)
 
@@ -94,7 +94,7 @@ class DeviceLookup:
 
         def grow() -> None:
             for table in self._growing:
-                self._tables[table].make_room(arriving(self._link.rank, table))
+                self._tables[table].reserve(arriving(self._link.rank, table))
 
         first_room = 2 * ranks * num_fields
         if any(
@@ -117,7 +117,7 @@ class DeviceLookup:
             if self._asked.ids_N is not None:
                 self._here = self._number(self._asked, self._asked.ids_N)
             return self._pooled()
-        self._make_room(counts)
+        self._reserve(counts)
         num_fields, rank = len(self._asked.pieces), self._link.rank
         num_parts = self._link.world_size * num_fields
         pieces: list[BagPiece] = []
@@ -146,7 +146,7 @@ class DeviceLookup:
         ]
         sums = torch.empty(sum(self._sizes), device=words.device)
         self._pooled(sums)
-        return self._pairs.join(self._link.all_to_all(sums, self._sizes, self._pairs.sizes), self._asked.factor_V)
+        return self._pairs.combine(self._link.all_to_all(sums, self._sizes, self._pairs.sizes), self._asked.factor_V)
 
     def _pooled(self, into: Tensor | None = None) -> list[Tensor]:
         self._rows = [RowSpan(table.rows_LD, table.first) for table in self._tables]

@@ -179,7 +179,7 @@ class DeviceRows:
         if self.steps is not None:
             self.steps.move_to(device)
 
-    def make_room(self, num_ids: int) -> None:
+    def reserve(self, num_ids: int) -> None:
         """Make room for ``num_ids`` new rows, where ids have no bound. Raises OutOfMemory; nothing changes then."""
         table = self.ids.table
         if table is None or (wanted := table.needed(num_ids)) == table.capacity:
@@ -545,7 +545,7 @@ def number_rows(
     The host waits for the device only when a table grows. Raises OutOfMemory; no row has changed then.
     """
     for number, rows in enumerate(tables):
-        rows.make_room(sum(count for table, count in pieces if table == number))
+        rows.reserve(sum(count for table, count in pieces if table == number))
     with torch.inference_mode(False), torch.no_grad():
         if runs_kernels(ids_N.device):
             hashed = [rows.ids.table for rows in tables]

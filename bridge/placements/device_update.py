@@ -36,7 +36,7 @@ class LateErrors(Protocol):
     def raise_late(self) -> None:
         """Raise on every rank what is known by now; collective between the hosts."""
 
-    def take_captured(self) -> Callable[[int], None]:
+    def pop_captured(self) -> Callable[[int], None]:
         """What asks the device after each replay of the step that was captured; it is given its number."""
 
 
@@ -79,7 +79,7 @@ class DeviceUpdate(PendingUpdate[D]):
 
     def rows_are_of(self, step: int) -> None:
         """The rows were read from elsewhere, and are those of ``step``."""
-        self.go_on_at(step)
+        self.resume_at(step)
         self.takes_any_step = True
         for table in self.tables:
             table.is_written = False
@@ -122,7 +122,7 @@ class DeviceUpdate(PendingUpdate[D]):
         with torch.inference_mode(False), torch.no_grad():
             self._pending.apply(optimizer, self._factor()[0])
         if captures and self.late is not None:
-            self._captured.append(CapturedStep(optimizer, self.rows_version, self.late.take_captured()))
+            self._captured.append(CapturedStep(optimizer, self.rows_version, self.late.pop_captured()))
         else:
             self._count_step()
         self.discard()
@@ -171,10 +171,10 @@ class DeviceUpdate(PendingUpdate[D]):
         self.takes_any_step = False
 
     def count_refused(self) -> int:
-        """How many rows :meth:`take_refused` has yet to tell of; waits for the device."""
+        """How many rows :meth:`pop_refused` has yet to tell of; waits for the device."""
         return sum(int(table.refused) for table in self.tables)
 
-    def take_refused(self) -> int:
+    def pop_refused(self) -> int:
         """How many rows the updates that are known of since the last look left as they were. Waits for nothing: what a
         device has not told yet a later look tells.
         """

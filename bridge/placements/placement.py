@@ -55,10 +55,10 @@ class Placement(ABC):
     def require_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
         """Raise SpecMismatch if the extra state of a saved module is of another kind than this one's."""
 
-    def settle(self) -> None:  # noqa: B027
+    def flush(self) -> None:  # noqa: B027
         """Flush pending values to the tables, before they are saved."""
 
-    def go_on(self) -> None:  # noqa: B027
+    def resume(self) -> None:  # noqa: B027
         """Continue training with tables that were replaced. Every rank calls it."""
 
     def adopt_states(self, states: Sequence[Mapping[str, Any]]) -> None:  # noqa: B027
@@ -105,6 +105,6 @@ class ClusterPlacement(Placement):
         for table in self._tables:
             require_same_rows(table, identities[table.spec.name])
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         if self._ranks is not None:
-            self._ranks.begin_anew()
+            self._ranks.restart()

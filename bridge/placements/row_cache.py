@@ -17,7 +17,7 @@ from torch import Tensor
 
 from geartrain.ams.client.table import pull_together
 from geartrain.ams.kernels.position_lru import PositionLru
-from geartrain.ams.observe.metrics import Metric, cache_metrics, tell_of
+from geartrain.ams.observe.metrics import Metric, cache_metrics, register_source
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids, TableSpec
@@ -71,7 +71,7 @@ class RowCache:
     def __init__(
         self, table: Table, capacity: int, store: CachedRows, first_place: int, *, by_clock: bool = False
     ) -> None:
-        """Use the places of ``store`` from ``first_place`` on. ``by_clock``: :meth:`find` receives ``oldest``."""
+        """Use the places of ``store`` from ``first_place`` on. ``by_clock``: :meth:`look_up` receives ``oldest``."""
         self.table = table
         self.store = store
         self.counts = CacheCounts()
@@ -86,7 +86,7 @@ class RowCache:
         self._rest = self._resting = 0
         self._reader = table.write_log.reader() if by_clock else None
         self._own_write: int | None = None
-        tell_of(self)
+        register_source(self)
 
     def metrics(self) -> Iterator[Metric]:
         """Yield the metrics of hits and misses."""
@@ -122,7 +122,7 @@ class RowCache:
             "host_bytes": self._index.capacity * (_INDEX_BYTES + 17),
         }
 
-    def find(self, ids: Ids, *, oldest: int | None, clock: int) -> Found:
+    def look_up(self, ids: Ids, *, oldest: int | None, clock: int) -> Found:
         """Split distinct ``ids`` [U] into cached ones and ones to pull.
 
         ``clock``: step before which all writes are in rows pulled now; ``oldest``: as in the class.
@@ -175,7 +175,7 @@ class RowCache:
         self._rest = self._resting = min(2 * self._rest + 1, _LONGEST_REST)
         return False
 
-    def settle(self, found: Found | None, out_UD: Array) -> CachedRead:
+    def finish_lookup(self, found: Found | None, out_UD: Array) -> CachedRead:
         """Return the reads and inserts of a look-up. Without ``found`` all rows of ``out`` were pulled."""
         if found is None:
             return CachedRead(out_UD, _NONE, _NONE, _NONE, _NONE, None, np.arange(len(out_UD)))
@@ -192,7 +192,7 @@ class RowCache:
         self.store.clock_C[places] = found.clock
         return CachedRead(out_UD, *hits, taken, places, found.states, others)
 
-    def begin_push(self) -> None:
+    def start_push(self) -> None:
         """Mark that a step's push begins."""
         self._is_pushing = True
 
@@ -224,7 +224,7 @@ class RowCache:
 
 @dataclass
 class Found:
-    """Result of :meth:`RowCache.find` for one look-up; places are positions among its ids."""
+    """Result of :meth:`RowCache.look_up` for one look-up; places are positions among its ids."""
 
     cache: RowCache
     ids: Ids
@@ -349,10 +349,10 @@ def pull_through(
     """Pull (table, distinct ids [U], out [U, D]) each, as :func:`pull_together`, through ``caches``.
 
     Returns the writes of each as pull_together does (None: no ids), and, if the caches are on a device other than the
-    host, the rows there, [U, D] of the table's type: ``out`` is scratch then. Arguments as of :meth:`RowCache.find`.
+    host, the rows there, [U, D] of the table's type: ``out`` is scratch then. Arguments as of :meth:`RowCache.look_up`.
     """
     found = [
-        cache.find(ids, oldest=oldest, clock=clock) if len(ids) else None
+        cache.look_up(ids, oldest=oldest, clock=clock) if len(ids) else None
         for cache, (_, ids, _) in zip(caches, pulls, strict=True)
     ]
     asked = [pull for own in found if own is not None for pull in own.pulls()]
@@ -375,7 +375,7 @@ def pull_through(
     on_device: dict[int, Tensor | None] = {}
     with _whole(caches):
         for store, numbers in _by_store(caches):
-            reads = [caches[number].settle(found[number], pulls[number][2]) for number in numbers]
+            reads = [caches[number].finish_lookup(found[number], pulls[number][2]) for number in numbers]
             on_device.update(zip(numbers, store.read(reads), strict=True))
     rows = [on_device[number] for number in range(len(pulls))]
     return writes, [own for own in rows if own is not None]

@@ -45,7 +45,7 @@ class Scratch:
 
 
 class Buffer:
-    """A lent piece of memory; :meth:`BufferPool.give_back` it when nothing refers to its tensors any more."""
+    """A lent piece of memory; :meth:`BufferPool.release` it when nothing refers to its tensors any more."""
 
     def __init__(self, flat: Tensor) -> None:
         self.flat = flat
@@ -65,7 +65,7 @@ class BufferPool:
     def __init__(self) -> None:
         self._free: list[Buffer] = []
 
-    def take(self, num_bytes: int, device: torch.device, *, pinned: bool = False) -> Buffer:
+    def acquire(self, num_bytes: int, device: torch.device, *, pinned: bool = False) -> Buffer:
         """Lend a buffer of at least ``num_bytes``; ``pinned`` asks for page-locked host memory."""
         for buffer in () if is_capturing(device) else self._free:
             flat = buffer.flat
@@ -76,8 +76,8 @@ class BufferPool:
                 return buffer
         return Buffer(_allocate(num_bytes, device, pinned=pinned))
 
-    def give_back(self, buffer: Buffer, busy_until: Moment | None = None) -> None:
-        """Keep the buffer for the next :meth:`take`; of the host's, until a device has read or written what it was
+    def release(self, buffer: Buffer, busy_until: Moment | None = None) -> None:
+        """Keep the buffer for the next :meth:`acquire`; of the host's, until a device has read or written what it was
         told to."""
         if buffer.is_of_graph:
             return

@@ -175,7 +175,7 @@ class JointOptimizer(torch.optim.Optimizer):
             forget_scale(self)
             raise
         self._left = self._unscaled = None
-        self._rows.keep_pace()
+        self._rows.report_step()
         return loss
 
     def _has_stepped_dense(self, left: list[tuple[object, int]]) -> bool:

@@ -99,7 +99,7 @@ class RowOptimizer(torch.optim.Optimizer):
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None and bool(found_inf):
             self.zero_grad()
-            self.keep_pace()
+            self.report_step()
             return loss
         try:
             checked = self.check()
@@ -109,7 +109,7 @@ class RowOptimizer(torch.optim.Optimizer):
         except BaseException:
             forget_scale(self)
             raise
-        self.keep_pace()
+        self.report_step()
         return loss
 
     def unscale_once(self, grad_scale: Tensor) -> None:
@@ -123,7 +123,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """Return the updates for :meth:`push`. Raises the errors of :meth:`step` before any push; nothing travels."""
         for update in self._updates.values():  # pushes of earlier steps first
             if update.background is not None:
-                update.background.settle()
+                update.background.raise_or_retry()
                 if update.background.is_closed and update.background.is_clean:
                     update.background = None
         steps = []
@@ -186,7 +186,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """Return what is pending of each update, and its number of backward passes."""
         return [(update.pending, update.num_passes) for update in self._updates.values()]
 
-    def keep_pace(self) -> None:
+    def report_step(self) -> None:
         """Report a step of this worker to the others that wait for it."""
         told: list[Pace] = []
         for update in self._updates.values():

@@ -164,7 +164,7 @@ class PendingUpdate(ABC, Generic[G]):
             grad = self._shown()
             self.carrier.data = self.carrier.data.to(device)
             self._unchanged = self._unchanged.to(device)
-            self._show(None if grad is None else grad.to(device))
+            self._set_gradient(None if grad is None else grad.to(device))
         return self.stand_in_on(device)
 
     def stand_in_on(self, device: torch.device) -> StandIn:
@@ -211,7 +211,7 @@ class PendingUpdate(ABC, Generic[G]):
             mark = mark * (self._unchanged * 0 + 1)  # NaN stays
             self._pending.merge(gradient)
         self._samples += samples
-        self._take_norm(mark)
+        self._set_norm(mark)
         self.num_passes += 1
         if self.num_passes == _FORGOTTEN_AFTER and not self.is_optimized:
             name = self.name
@@ -236,15 +236,15 @@ class PendingUpdate(ABC, Generic[G]):
                 "step was there; clip once, behind the last backward(), or call zero_grad() to begin the step anew"
             )
 
-    def _take_norm(self, mark: Tensor) -> None:
+    def _set_norm(self, mark: Tensor) -> None:
         """Set the carrier's gradient anew: the norm, or 1, times ``mark`` (1 or NaN)."""
         assert self._pending is not None
         squares = None if self.ranks is not None else self._pending.squares
         self._is_norm = squares is not None
         self._unchanged = (mark if squares is None else squares.sqrt().to(mark) * mark).detach()
-        self._show(self._unchanged.clone())
+        self._set_gradient(self._unchanged.clone())
 
-    def _show(self, grad: Tensor | None) -> None:
+    def _set_gradient(self, grad: Tensor | None) -> None:
         """Set ``grad`` [1] as the carrier's gradient."""
         self._known_factor = None
         if grad is None:
@@ -348,7 +348,7 @@ class PendingUpdate(ABC, Generic[G]):
         """Return Σ g² of ``factor`` · the pending gradient."""
         return pending.squared_norm() * factor**2
 
-    def go_on_at(self, step: int) -> None:
+    def resume_at(self, step: int) -> None:
         """Reset to a step whose rows were loaded: drop the pending gradients."""
         self.discard()
         self.step = step
@@ -406,7 +406,7 @@ class Background(Protocol):
     def wait(self, most: int = 0) -> None:
         """Wait until the pushes of at most so many steps are under way. Raises an error that was not raised yet."""
 
-    def settle(self) -> None:
+    def raise_or_retry(self) -> None:
         """Raise an error that was not raised yet; after a raised one, retry the remaining pushes."""
 
     def drop(self) -> None:

@@ -49,9 +49,9 @@ class SyncRanks(Communicator):
     def __init__(self, name: str, process_group: dist.ProcessGroup | None = None) -> None:
         super().__init__(process_group)
         self._name = name
-        self.begin_anew()
+        self.restart()
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Start a new job name and sequence, for another table. Every rank calls it; one broadcast."""
         nonce = self.share(secrets.randbits(62))
         self.job = f"{self._name}/{nonce:016x}"
@@ -92,12 +92,12 @@ class SyncRanks(Communicator):
         """During the block, tell the other ranks from a thread to go on waiting."""
         ended = threading.Event()
 
-        def tell() -> None:
+        def report() -> None:
             with contextlib.suppress(RankLost):  # a rank is lost: the last share meets that, too
                 while not ended.wait(TELL_SECONDS):
                     self.share(_AT_WORK)
 
-        thread = threading.Thread(target=tell, name="geartrain-at-work", daemon=True)
+        thread = threading.Thread(target=report, name="geartrain-at-work", daemon=True)
         thread.start()
         try:
             yield
@@ -111,7 +111,7 @@ class SyncRanks(Communicator):
         shared = torch.empty(length, dtype=torch.int64 if is_wide else torch.int32, device="cpu")
         if self.rank == 0:
             shared.copy_(torch.from_numpy(array))
-        self.take_from_first(shared)
+        self.broadcast_from_first(shared)
         return np.asarray(shared.numpy())
 
     def gather_labels(self, labels: Ids) -> Ids:

@@ -82,7 +82,7 @@ class RowUpdate(PendingUpdate[RowGradient]):
             return
         self._optimizer = optimizer
         self._pending.push(self)
-        self.settle()
+        self.finish_push()
         pending, self._pending = self._pending, None  # before the step is counted, so that it counts once
         self.step += 1
         pending.discard()
@@ -96,7 +96,7 @@ class RowUpdate(PendingUpdate[RowGradient]):
         assert pending is not None
         if pending.prepared >= prepared:
             return
-        self.settle()
+        self.finish_push()
         settings = self._settings or {
             "lr": self._optimizer.lr,
             "optimizer_scalars": self.table.spec.optimizer.scalars_of_push(self._optimizer),
@@ -113,7 +113,7 @@ class RowUpdate(PendingUpdate[RowGradient]):
                 self._sender = ThreadPoolExecutor(1, thread_name_prefix="geartrain-push")
             self._sending = self._sender.submit(self._write.send)
 
-    def settle(self) -> None:
+    def finish_push(self) -> None:
         """Return once the prepared push is applied; after an error it stays prepared, for a retry."""
         if self._write is None:
             return

@@ -56,7 +56,7 @@ def packed_views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return views
 
 
-def begin_download(tensor: Tensor) -> Tensor:
+def start_download(tensor: Tensor) -> Tensor:
     """Return a copy on the host, complete once a :class:`Moment` made after is over; a CPU tensor itself."""
     tensor = tensor.detach()
     if tensor.device.type == "cpu":
@@ -67,7 +67,7 @@ def begin_download(tensor: Tensor) -> Tensor:
 
 def download(tensor: Tensor) -> Tensor:
     """Return the tensor on the host, after waiting for it."""
-    host = begin_download(tensor)
+    host = start_download(tensor)
     Moment(tensor.device).wait()
     return host
 
@@ -166,7 +166,7 @@ class Readback:
 
     def __init__(self, values: Tensor) -> None:
         """Start to copy ``values``, as they will be after the present work of the device."""
-        self._host = begin_download(values)
+        self._host = start_download(values)
         self._arrival = Moment(values.device)
 
     @property

@@ -37,7 +37,7 @@ _RENEW_SHARE = 1 / 3
 """Of its days: one that is good for less is renewed."""
 
 
-def make_authority(folder: Path, cluster: str) -> None:
+def create_authority(folder: Path, cluster: str) -> None:
     """Make a folder with an authority of its own. Raises ConfigError if there is one, or for a name of no cluster."""
     if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", cluster):
         raise ConfigError(f"cluster is {cluster!r}; it must be of a-z, 0-9 and -, at most 42 of them, as 'search-2'")
@@ -171,7 +171,7 @@ def renew(authority: Path, folder: Path, days: float | None = None, *, all_of_th
     return told
 
 
-def make_private_folder() -> None:
+def create_private_folder() -> None:
     """Make the certificate of this user's clusters on this machine, unless this process was told which it has, or none.
 
     Its authority lies beside it: it need not run out. Raises ConfigError if it cannot be written.
@@ -183,7 +183,7 @@ def make_private_folder() -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as whole:
             made = Path(whole) / folder.name
-            make_authority(made, "private")
+            create_authority(made, "private")
             issue(made, made, [CLIENT, *CERTIFIED_ROLES[:-1]], days=_AUTHORITY_DAYS - 1)
             made.rename(folder)  # whole, or another process's
     except OSError as exc:

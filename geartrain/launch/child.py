@@ -99,7 +99,7 @@ class Child:
         """End it at once, unless it has ended."""
         self._process.kill()
 
-    def end(self, grace_seconds: float) -> bool:
+    def stop(self, grace_seconds: float) -> bool:
         """Wait for it to end, kill it after ``grace_seconds``; return whether that was needed."""
         try:
             self._process.wait(grace_seconds)
@@ -115,7 +115,7 @@ class Child:
         process = self._process
         assert process.stdout is not None and process.stdin is not None
         for line in process.stdout:
-            self._say_last_words()
+            self._print_last_lines()
             if self.facts is None and (facts := _ready_facts(line)) is not None:
                 self.facts = facts
                 self._on_ready(self)
@@ -124,20 +124,20 @@ class Child:
             if line.startswith(ERROR_PREFIX):  # if it ends with a complaint, whoever started it tells people of that
                 self._last_words = line
             else:
-                self._show(line)
+                self._print_line(line)
         process.wait()
         process.stdin.close()
         process.stdout.close()
         if self.complaint is None:
-            self._say_last_words()
+            self._print_last_lines()
         self._on_exit(self)
 
-    def _say_last_words(self) -> None:
+    def _print_last_lines(self) -> None:
         if self._last_words is not None:
-            self._show(self._last_words)
+            self._print_line(self._last_words)
             self._last_words = None
 
-    def _show(self, line: str) -> None:
+    def _print_line(self, line: str) -> None:
         self._on_line(f"{self.name} | {line.rstrip()}")
 
 

@@ -55,7 +55,7 @@ def print_ready(role: str, *, as_json: bool = False, **facts: Any) -> None:
         print(f"The {role} serves at {', '.join(map(str, addresses))}; Ctrl-C ends it", flush=True)
 
 
-def end_with_parent() -> None:
+def exit_with_parent() -> None:
     """End this process as if by SIGTERM when stdin closes: whoever started it holds the other end and is gone."""
 
     def watch() -> None:

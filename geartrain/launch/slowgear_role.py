@@ -106,7 +106,7 @@ class SlowGearRole:
             self._ended.set()
             self._opened.close()
 
-    def _end(self, reason: str) -> None:
+    def _stop(self, reason: str) -> None:
         self.end_reason = reason
         self._ended.set()
 
@@ -122,8 +122,8 @@ class SlowGearRole:
         streams = joined.streams(job_of(self.name), worker=address, incarnation=incarnation)
         self._compare_widths(streams.holders)
         partitions = HeldPartitions(streams, before_release=self._flush)
-        self._opened.callback(partitions.leave)  # also if it cannot start: nobody waits for its lease to run out
-        ticker = Ticker(lambda: self._tick(partitions), lambda: partitions.tick_seconds, self._end)
+        self._opened.callback(partitions.release_all)  # also if it cannot start: nobody waits for its lease to run out
+        ticker = Ticker(lambda: self._tick(partitions), lambda: partitions.tick_seconds, self._stop)
         self._opened.callback(ticker.stop)
         dense_pass = open_pass(self._build, self._samples, self._decode, self._dim, self._settings, self._device)
         self._await_partitions(partitions)
@@ -159,7 +159,7 @@ class SlowGearRole:
             journal.joined(process_at(address, incarnation))
         self._handler = handler
         # Beside the other ticks: it may wait for a table while the lease has to go on.
-        going_back = Ticker(handler.go_back_if_restored, lambda: partitions.tick_seconds, self._end)
+        going_back = Ticker(handler.follow_restore, lambda: partitions.tick_seconds, self._stop)
         self._opened.callback(going_back.stop)
         self._server.add(bind(GEAR, handler.by_request))
         self._server.start()

@@ -26,7 +26,9 @@ from geartrain.launch.certificates import write_file
 TOKEN_KEY = "token.key"
 
 
-def make_token(folder: Path, job: str, allow: Iterable[str], days: float, out: Path | None = None) -> tuple[Path, str]:
+def create_token(
+    folder: Path, job: str, allow: Iterable[str], days: float, out: Path | None = None
+) -> tuple[Path, str]:
     """Write a token for a job, signed by the key of a folder, which is made at first; return its file and its id.
 
     ``allow`` are texts as ``"faces/*=read,write"``. The file is ``JOB.token`` in the folder, or ``out``. Raises

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from geartrain.ams.observe import failpoints
-from geartrain.ams.values.config import ClusterConfig, join_address, split_address
+from geartrain.ams.values.config import ClusterConfig, format_address, split_address
 from geartrain.ams.values.errors import ConfigError, GeartrainError
 from geartrain.launch import configuration
 from geartrain.launch.child import Child
@@ -127,8 +127,8 @@ class Launcher:
         for number in (signal.SIGTERM, signal.SIGINT):  # whoever asks again waits for nobody's snapshot
             signal.signal(number, lambda *_: self._kill())
         # Servers first, so that they can still take leave of the scheduler, and jobs their snapshots.
-        self._end(self._children[1:], KILL_AFTER_SECONDS + self._server.leave_timeout_seconds)
-        self._end(self._children[:1], KILL_AFTER_SECONDS)
+        self._stop_children(self._children[1:], KILL_AFTER_SECONDS + self._server.leave_timeout_seconds)
+        self._stop_children(self._children[:1], KILL_AFTER_SECONDS)
 
     def start(self) -> ClusterFacts | None:
         """Start every role; return once all shards serve, or with None if told to end meanwhile.
@@ -215,7 +215,7 @@ class Launcher:
         listens = {**self._listen, _DASHBOARD: self._dashboard}
         if (listen := listens.get(dead.name)) is not None:
             host, port = split_address(listen)[0], split_address(str(facts["address"]))[1]
-            again["--listen"] = join_address(host, port)
+            again["--listen"] = format_address(host, port)
         elif self._server.advertise is None:
             again["--ports"] = ",".join(str(split_address(str(address))[1]) for address in facts["addresses"])
         kept = [argument for argument in dead.arguments if argument.partition("=")[0] not in again]
@@ -267,19 +267,19 @@ class Launcher:
         for child in self._children:
             child.kill()
 
-    def _end(self, children: Sequence[Child], seconds: float) -> None:
+    def _stop_children(self, children: Sequence[Child], seconds: float) -> None:
         for child in children:
             child.terminate()
         deadline = time.monotonic() + seconds
         for child in children:
-            if child.end(max(0.0, deadline - time.monotonic())):
+            if child.stop(max(0.0, deadline - time.monotonic())):
                 self._on_line(f"{child.name} | did not end within {seconds:g} s: killed")
 
 
 def next_address(first: str, index: int) -> str:
     """``first`` with a port so much higher; port 0 stays: any free one."""
     host, port = split_address(first)
-    return join_address(host, port and port + index)
+    return format_address(host, port and port + index)
 
 
 def _failure(child: Child, what: str) -> ChildFailed:

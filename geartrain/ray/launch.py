@@ -243,17 +243,17 @@ class RayCluster:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         find = ray.remote(num_cpus=0)(free_address).options(scheduling_strategy=here)
         self.address = ray.get(find.remote(self._host, port))
-        self._begin(_SCHEDULER, _SCHEDULER, split_address(self.address)[1], {}, here)
+        self._start_actor(_SCHEDULER, _SCHEDULER, split_address(self.address)[1], {}, here)
         first = split_address(self._config.server.listen)[1]
         for index in range(len(self._shards)):
             place = PlacementGroupSchedulingStrategy(self._groups[0], placement_group_bundle_index=index)
             held = {"scheduler": self.address, "shard": index * self._config.server.shards, "wait": True}
             if self._config.server.metrics is not None:  # several may be on one node
                 held["metrics"] = next_address(self._config.server.metrics, index)
-            self._begin(f"server {index}", "server", first and first + index, held, place, self._shards[index])
+            self._start_actor(f"server {index}", "server", first and first + index, held, place, self._shards[index])
         for name in more:
             own = ray.get(find.remote(self._host, split_address(getattr(self._config, name).listen)[1]))
-            self._begin(name, name, split_address(own)[1], {"scheduler": self.address}, here)
+            self._start_actor(name, name, split_address(own)[1], {"scheduler": self.address}, here)
         for group in self._groups:
             if not group.wait(max(0.0, deadline - time.monotonic())):
                 raise ClusterNotReady(
@@ -278,7 +278,7 @@ class RayCluster:
             {name: facts["metrics"] for name, facts in told.items() if "metrics" in facts},
         )
 
-    def _begin(
+    def _start_actor(
         self,
         title: str,
         name: str,

@@ -54,7 +54,7 @@ class ClusterWatch:
         self._before: tuple[float, dict[tuple[int, int], Rates]] = (0.0, {})
         """When, and what each process of a shard had done."""
 
-    def look(self) -> ClusterLook:
+    def poll(self) -> ClusterLook:
         """Ask scheduler and shards once. Raises SchedulerUnavailable, AccessDenied; another look tries anew."""
         if self._scheduler is None:
             self._scheduler, self._dial_shard = dial(self.address, self.config, once=True)

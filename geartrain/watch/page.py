@@ -92,7 +92,7 @@ class Dashboard:
         self.address = self._server.address
         """host:port that it listens at."""
         self.wait = self._server.wait
-        self._make_key()
+        self._create_key()
 
     def stop(self, grace_seconds: float) -> None:
         """Serve no more."""
@@ -112,7 +112,7 @@ class Dashboard:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: object) -> AsyncIterator[None]:
-        looking = asyncio.create_task(self._told.go_on())
+        looking = asyncio.create_task(self._told.run())
         yield
         looking.cancel()
 
@@ -149,13 +149,13 @@ class Dashboard:
         response = page_response(self._html)
         if _equal(request.query_params.get("key", ""), self._key):
             self._used.add(self._key)
-            self._make_key()
+            self._create_key()
             secure = not self._is_loopback
             response.set_cookie(self._cookie, self._session, httponly=True, samesite="strict", secure=secure)
             logger.info("the link was opened; for another browser: %s", self.url)
         return response
 
-    def _make_key(self) -> None:
+    def _create_key(self) -> None:
         self._key = secrets.token_urlsafe(32)
         try:
             path = _link_file(self.address)
@@ -183,7 +183,7 @@ class Dashboard:
             path = json.loads(await _body(request))["snapshot"]
         except (ValueError, TypeError, KeyError):
             return PlainTextResponse('say {"snapshot": PATH}\n', 400)
-        why = self._told.begin_to_verify(path)
+        why = self._told.start_verification(path)
         return PlainTextResponse(f"{why}\n", 409) if why else PlainTextResponse("begun\n", 202)
 
 

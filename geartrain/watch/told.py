@@ -90,16 +90,16 @@ class Told:
         finally:
             self.pages -= 1
 
-    async def go_on(self) -> None:
+    async def run(self) -> None:
         """Look again and again, until cancelled."""
-        beside = [asyncio.create_task(self._look_beside()), asyncio.create_task(self._find_snapshots())]
+        beside = [asyncio.create_task(self._poll_gears_and_graphs()), asyncio.create_task(self._list_snapshots())]
         try:
-            await self._look_on()
+            await self._poll_loop()
         finally:
             for task in beside:
                 task.cancel()
 
-    async def _look_beside(self) -> None:
+    async def _poll_gears_and_graphs(self) -> None:
         """Ask gears and graphs, which make nobody wait who does not answer."""
         while True:
             try:
@@ -110,7 +110,7 @@ class Told:
                 logger.exception("gears and graphs were not asked")
             await asyncio.sleep(_GEAR_SECONDS)
 
-    async def _find_snapshots(self) -> None:
+    async def _list_snapshots(self) -> None:
         """Look which snapshots are there; apart from the looks, as a disk may hang."""
         while True:
             told = list(self._snapshots)
@@ -122,17 +122,17 @@ class Told:
                 del self._snapshots[path]
             await asyncio.sleep(_LOOK_SECONDS)
 
-    async def _look_on(self) -> None:
+    async def _poll_loop(self) -> None:
         while True:
             try:
-                look = await asyncio.to_thread(self._watch.look)
-                self._take(look)
+                look = await asyncio.to_thread(self._watch.poll)
+                self._update(look)
             except GeartrainError as exc:  # it may come back
                 self._state["error"] = f"{exc}; asked again until it answers"
             except Exception:
                 logger.exception("a look failed")
                 self._state["error"] = "a look failed; the log of the dashboard says why"
-            self._tell()
+            self._publish()
             self._opened.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._opened.wait(), _LOOK_SECONDS if self.pages else _IDLE_SECONDS)
@@ -161,7 +161,7 @@ class Told:
         }
         return message, self._last, self._at
 
-    def begin_to_verify(self, path: object) -> str:
+    def start_verification(self, path: object) -> str:
         """Read a snapshot that events tell of; return why not."""
         if not isinstance(path, str) or path not in self._snapshots:
             return "no event tells of this snapshot"
@@ -176,7 +176,7 @@ class Told:
 
         try:
             progress(0, 1)
-            self._tell()
+            self._publish()
             found = await asyncio.to_thread(lambda: open_snapshot(snapshot["path"]).verify(progress))
             faults = f"{counted(len(found), 'fault')}: {found[0]}" if found else ""
             snapshot["verified"] = faults or "sound: every byte was read"
@@ -185,14 +185,14 @@ class Told:
         except Exception as exc:
             logger.exception("a snapshot was not verified")
             snapshot["verified"] = f"not read: {type(exc).__name__}"
-        self._tell()
+        self._publish()
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         self._at = time.time()
         self._news.set()
         self._news = asyncio.Event()
 
-    def _take(self, look: ClusterLook) -> None:
+    def _update(self, look: ClusterLook) -> None:
         now, status = round(time.time(), 3), look.status
         total = Rates(*map(sum, zip(*look.rates.values(), strict=True)))
         self._state |= {

@@ -76,8 +76,8 @@ class HttpQuestions:
             Route("/v1/models/{name}/classes/{label:int}/picture", self._picture),
             Route("/v1/models/{name}/rollback", self._rollback, methods=["POST"]),
             Route("/v1/models/{name}/canary", self._canary, methods=["POST"]),
-            Route("/v1/models/{name}/{operation}", self._ask, methods=["GET", "POST"]),
-            Route("/v1/{operation}", self._ask, methods=["GET", "POST"]),
+            Route("/v1/models/{name}/{operation}", self._answer, methods=["GET", "POST"]),
+            Route("/v1/{operation}", self._answer, methods=["GET", "POST"]),
             Route("/metrics", self._metrics),
             *InferenceRoutes(self.service, self.callers, self.limits, self.on_thread).routes(),
         ]
@@ -127,7 +127,7 @@ class HttpQuestions:
         """No more questions."""
         self._readers.shutdown(wait=False)
 
-    async def _ask(self, request: Request) -> Response:
+    async def _answer(self, request: Request) -> Response:
         parameters = dict(request.query_params)
         version = _version(parameters.pop("version")) if "version" in parameters else None
         catalog, model = self.service.catalog, request.path_params.get("name")
@@ -145,7 +145,7 @@ class HttpQuestions:
             body = await self.limits.body(request)
             kind = request.headers.get("content-type", "")
             read = functools.partial(_question, operation, body, kind, parameters, self.limits)
-            ask = functools.partial(self.service.batcher.ask, lease, operation.name)
+            ask = functools.partial(self.service.batcher.submit, lease, operation.name)
             try:
                 asked = ask(read if len(body) <= _SMALL_BYTES else await self.on_thread(read))
                 answered = await asyncio.wrap_future(asked)
@@ -231,7 +231,7 @@ class HttpQuestions:
         return name, wish
 
 
-def make_app(
+def build_app(
     service: ModelService,
     callers: Callers,
     limits: Limits | None = None,
@@ -298,7 +298,7 @@ def serve_app(
     service = ModelService(catalog, batcher, counts)
     try:
         open_models(catalog, ServeConfig(models=wanted))
-        return make_app(service, Callers("localhost:0", None, is_open=True), Limits(**limits), closes=True)
+        return build_app(service, Callers("localhost:0", None, is_open=True), Limits(**limits), closes=True)
     except BaseException:
         service.close()
         raise

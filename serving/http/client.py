@@ -36,21 +36,21 @@ _ERRORS: dict[int, type[GeartrainError]] = {
 _NONE: Mapping[str, str] = MappingProxyType({})
 
 
-def ask_service(address: str, method: str, path: str, body: Any = None, *, timeout_seconds: float = 60.0) -> Any:
+def request_json(address: str, method: str, path: str, body: Any = None, *, timeout_seconds: float = 60.0) -> Any:
     """The JSON that the service at ``"host:port"`` answers.
 
     Raises Unavailable (nobody answers there), AccessDenied, InvalidArgument, NotServed: with its sentence.
     """
     data = None if body is None else json.dumps(body).encode()
     with closing(connection_to(address, timeout_seconds)) as connection:
-        _, answer = ask_over(connection, address, method, path, data, {"Content-Type": "application/json"})
+        _, answer = send_request(connection, address, method, path, data, {"Content-Type": "application/json"})
     try:
         return json.loads(answer)
     except ValueError as exc:
         raise _nobody(address, exc) from exc
 
 
-def ask_over(
+def send_request(
     connection: http.client.HTTPConnection,
     address: str,
     method: str,
@@ -60,7 +60,7 @@ def ask_over(
 ) -> tuple[http.client.HTTPMessage, bytes]:
     """Headers and body of the answer of a service, whose connection may be kept for the next question.
 
-    Asks once more where the service had closed a kept one. Raises as :func:`ask_service`.
+    Asks once more where the service had closed a kept one. Raises as :func:`request_json`.
     """
     was_kept, said = connection.sock is not None, {"Host": address, **headers}
     if isinstance(connection, http.client.HTTPSConnection) and (token := token_path()) is not None:
@@ -73,7 +73,7 @@ def ask_over(
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as exc:
         connection.close()
         if was_kept and isinstance(exc, ConnectionError):
-            return ask_over(connection, address, method, path, body, headers)
+            return send_request(connection, address, method, path, body, headers)
         raise _nobody(address, exc) from exc
     if error is not None:
         message = error["message"] if isinstance(error, dict) else error  # the inference protocol has the text alone

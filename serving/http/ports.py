@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
-from geartrain.ams.values.config import NO_FOLDER, ClusterConfig, join_address, split_address
+from geartrain.ams.values.config import NO_FOLDER, ClusterConfig, format_address, split_address
 from geartrain.ams.values.errors import ConfigError
 
 BACKLOG = 1024
@@ -34,7 +34,7 @@ def listening_socket(listen: str, what: str, flag: str = "--listen") -> socket.s
 def held_port(listen: str, flag: str) -> socket.socket:
     """Hold a port that nobody else has, for processes that listen there by :func:`joined_port`. Raises ConfigError."""
     with listening_socket(listen, "serve", flag) as alone:  # a port that others share would let this service in, too
-        address = join_address(split_address(listen)[0], alone.getsockname()[1])
+        address = format_address(split_address(listen)[0], alone.getsockname()[1])
     held = joined_port(address, flag)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # nor does it let in another, before workers listen
     return held

@@ -13,7 +13,7 @@ from typing import Any
 
 import uvicorn
 
-from geartrain.ams.values.config import join_address
+from geartrain.ams.values.config import format_address
 from geartrain.serving.http.ports import BACKLOG
 
 try:
@@ -63,7 +63,7 @@ class HttpServer:
             connections: at once; others are closed.
             take_seconds: longest time for a client to take what waits for it.
         """
-        self.address = join_address(host, listener.getsockname()[1])
+        self.address = format_address(host, listener.getsockname()[1])
         """host:port that it listens at."""
         self.end_reason: str | None = None
 

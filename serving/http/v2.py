@@ -114,7 +114,7 @@ class InferenceRoutes:
             request.scope[ASKED] = AskedOf(name, str(lease.servable.version), operation.name)
             question = await self._on_thread(operation.accept, arrays, parameters)
             self._limits.require_items(question.num_items)
-            answered = await asyncio.wrap_future(self._service.batcher.ask(lease, operation.name, question))
+            answered = await asyncio.wrap_future(self._service.batcher.submit(lease, operation.name, question))
             outputs = {output["name"]: output["parameters"] for output in asked["outputs"]}
             wanted = wanted_of(answered, list(outputs))
             raw = {name for name in wanted if outputs.get(name, {}).get("binary_data", is_binary) is True}

@@ -18,7 +18,7 @@ import numpy as np
 
 from geartrain.ams.values.errors import Busy, ConfigError, GeartrainError, NotServed
 from geartrain.ams.values.specs import Ids
-from geartrain.serving.http.client import ask_over, connection_to
+from geartrain.serving.http.client import connection_to, send_request
 from geartrain.serving.index.exact import Answers, Floats, best_of
 from geartrain.serving.kserve.datatypes import from_raw, to_raw
 
@@ -66,7 +66,7 @@ class Parts:
         self._idle: dict[str, list[HTTPConnection]] = {address: [] for address in addresses}
         self.threads = ThreadPoolExecutor(4 * len(addresses), thread_name_prefix="parts")
 
-    def ask(
+    def request(
         self, address: str, method: str, path: str, body: bytes | None = None, **headers: str
     ) -> tuple[HTTPMessage, bytes]:
         """Headers and body of what one service answers. Raises as :func:`ask_service`."""
@@ -76,7 +76,7 @@ class Parts:
         except IndexError:
             connection = connection_to(address, _ANSWER_SECONDS)
         try:
-            return ask_over(connection, address, method, path, body, headers)
+            return send_request(connection, address, method, path, body, headers)
         finally:
             idle.append(connection)
 
@@ -85,7 +85,7 @@ class Parts:
 
         def why(address: str) -> str:
             try:
-                self.ask(address, "GET", "/readyz")
+                self.request(address, "GET", "/readyz")
             except GeartrainError as exc:
                 return str(exc)
             return ""
@@ -117,10 +117,10 @@ class Parts:
         return found
 
     def _state(self, address: str) -> dict[str, Any]:
-        names = [model["name"] for model in json.loads(self.ask(address, "GET", "/v1/models")[1])["models"]]
+        names = [model["name"] for model in json.loads(self.request(address, "GET", "/v1/models")[1])["models"]]
         if len(names) != 1:
             raise ConfigError(f"the service at {address} has {len(names)} models; that of a part has one")
-        state: dict[str, Any] = json.loads(self.ask(address, "GET", f"/v1/models/{names[0]}")[1])
+        state: dict[str, Any] = json.loads(self.request(address, "GET", f"/v1/models/{names[0]}")[1])
         return state
 
 
@@ -137,11 +137,11 @@ class PartsIndex:
     def search(self, features_ND: Floats, k: int) -> Answers:
         """See :meth:`NearestIndex.search`. Raises also Unavailable (a part is lost), Busy (it has newer versions)."""
         data = to_raw(np.asarray(features_ND, np.float32))
-        asked = [self._parts.threads.submit(self._ask, one, data, features_ND.shape, k) for one in self._versions]
+        asked = [self._parts.threads.submit(self._request, one, data, features_ND.shape, k) for one in self._versions]
         scores, ids = best_of([answer.result() for answer in asked], k)
         return scores, ids if self._ids is None else np.searchsorted(self._ids, ids)
 
-    def _ask(self, version: _Version, data: bytes, shape: tuple[int, ...], k: int) -> Answers:
+    def _request(self, version: _Version, data: bytes, shape: tuple[int, ...], k: int) -> Answers:
         """The best classes of one part, by their ids."""
         first, stop = bounds(self._num_classes, version.number, len(self._versions))
         features = {"name": "features", "datatype": "FP32", "shape": shape}
@@ -152,7 +152,7 @@ class PartsIndex:
         }
         head = json.dumps(question).encode()
         try:
-            headers, body = self._parts.ask(
+            headers, body = self._parts.request(
                 version.address, "POST", version.path, head + data, **{_LENGTH: str(len(head))}
             )
         except NotServed as exc:

@@ -116,7 +116,7 @@ class InferenceService:
                 asked = AskedOf(lease.model, str(lease.servable.version), operation.name)
                 with self._readers:
                     question = operation.accept(inputs_of(request, self._most_items), parameters)
-                answer = self._service.batcher.ask(lease, operation.name, question)
+                answer = self._service.batcher.submit(lease, operation.name, question)
                 try:
                     answered: Arrays = await_reply(answer, context)
                 except Exception as exc:

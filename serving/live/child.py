@@ -51,15 +51,15 @@ class ExportProcess:
     def export(self, snapshot: str, out: str, *, is_ending: Callable[[], bool]) -> None:
         """Write the ``snapshot`` as the folder ``out``. Raises ConfigError: it was not made, and why."""
         what, may_be_over = f"the model of {snapshot} was not made", self._child is not None
-        answer = self._ask([snapshot, out], is_ending)
+        answer = self._request([snapshot, out], is_ending)
         if answer is None and may_be_over and not is_ending():
-            answer = self._ask([snapshot, out], is_ending)
+            answer = self._request([snapshot, out], is_ending)
         if answer is None:
             raise ConfigError(f"{what}: {'the service ends' if is_ending() else 'its process died, the log says why'}")
         if answer:
             raise ConfigError(f"{what}: {answer}")
 
-    def _ask(self, question: list[str], is_ending: Callable[[], bool]) -> str | None:
+    def _request(self, question: list[str], is_ending: Callable[[], bool]) -> str | None:
         """What went wrong; None: the process is over, or nobody waits for its answer any more."""
         if self._child is None:
             command, pipe = [sys.executable, "-P", "-m", "geartrain.workers.live.export"], subprocess.PIPE

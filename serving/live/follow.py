@@ -100,13 +100,13 @@ class Follower:
                 "last_version_seconds": round(self._last_seconds, 3),
             }
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Look once; return whether a version became current. For the thread, and for tests."""
         try:
             newest, progress = self._training.newest(), self._training.progress()
         except (GeartrainError, OSError) as exc:
             self._failed(f"the training cannot be looked at: {exc}")
-            return self._served is None and self._take_older(str(exc))
+            return self._served is None and self._load_older(str(exc))
         held_at = self._held_at()
         with self._lock:
             self._newest, self._progress, self._shown = newest, progress, self._served
@@ -126,9 +126,9 @@ class Follower:
                 self._state = "held"
         if newest is None or held_at is not None or _is_of(newest, self._served):
             return False
-        return self._take(newest) or (self._served is None and self._take_older(_moment(newest)[1]))
+        return self._load(newest) or (self._served is None and self._load_older(_moment(newest)[1]))
 
-    def _take_older(self, newest: str) -> bool:
+    def _load_older(self, newest: str) -> bool:
         """While nothing is served: one before ``newest``, which cannot be taken; they are tried once."""
         if self._passed_over == newest:
             return False
@@ -136,14 +136,14 @@ class Follower:
         with self._lock:
             error, since = self._error, self._newer_since or self._clock()
         try:
-            is_taken = any(self._take(older) for older in self._training.older())
+            is_taken = any(self._load(older) for older in self._training.older())
         except (GeartrainError, OSError):
             is_taken = False
         with self._lock:
             self._state, self._error, self._told, self._newer_since = "failing", error, error, since
         return is_taken
 
-    def _take(self, newest: Snapshot | ExportedModel) -> bool:
+    def _load(self, newest: Snapshot | ExportedModel) -> bool:
         began, (step, _) = self._clock(), _moment(newest)
         version: LiveVersion | None = None
         try:
@@ -183,7 +183,7 @@ class Follower:
                 with suppress(OSError):  # answers come first
                     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
             try:
-                self.look()
+                self.poll()
                 self._tell(self.facts)
             except Exception:  # a follower that ended would be seen by nobody
                 logger.exception("following failed")

@@ -76,7 +76,7 @@ class LiveIndex:
         self._is_wanted = True
         return write(kind="exact")
 
-    def begin(self, version: Path) -> None:
+    def start(self, version: Path) -> None:
         """Build another index of a version that was written, if that wanted one; it goes on meanwhile."""
         if self._is_wanted and not self._is_building:
             self._thread = threading.Thread(target=self._build, args=(version,), name="index", daemon=True)

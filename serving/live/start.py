@@ -68,14 +68,14 @@ def follow(service: ModelService, told: ServeConfig, client: ClientConfig, clean
         state = service.change("state")[0].get(name, {})
         return state.get("current") if state.get("is_held") else None
 
-    def tell(facts: Mapping[str, Any]) -> None:
+    def report(facts: Mapping[str, Any]) -> None:
         service.change("following", model=name, facts=dict(facts))
 
     service.following[name] = {}
     service.change("expect", model=name)
     served = _newest_that_is_whole(service, name, versions)
-    follower = Follower(training_of(training, client), versions, serve, served=served, held_at=held_at, tell=tell)
-    tell(follower.facts)
+    follower = Follower(training_of(training, client), versions, serve, served=served, held_at=held_at, tell=report)
+    report(follower.facts)
     cleanup.callback(versions.close)
     cleanup.callback(follower.close)
     follower.start()

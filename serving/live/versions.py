@@ -133,7 +133,7 @@ class LiveVersions:
             folder = self._export(snapshot, is_ending)
         else:
             folder = self._write_pictures(snapshot, is_ending)
-        self.index.begin(folder)
+        self.index.start(folder)
         found = _version_in(folder)
         assert found is not None
         self._last = found.version

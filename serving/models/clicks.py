@@ -115,7 +115,7 @@ class ClickOperation:
     def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
         """Values [N] or [N, L] of each field. Raises InvalidArgument."""
         reader = self._model.reader
-        checked = reader.take(arrays, reader.names)
+        checked = reader.ids_of(arrays, reader.names)
         return Question(arrays=checked, parameters=_explained(parameters.get("explain", False)))
 
     def run(self, question: Question) -> Arrays:
@@ -228,7 +228,7 @@ class RankOperation:
         reader, items = self._model.reader, self._model.items
         if not items:
             raise InvalidArgument("no field of the model is of an item; rank by JSON, which says what a candidate has")
-        checked = reader.take(arrays, self._of_context)
+        checked = reader.ids_of(arrays, self._of_context)
         given = {name: arrays[name] for name in items if name in arrays}
         if len({array.shape[:2] for array in given.values()}) > 1:
             raise InvalidArgument(f"the arrays {', '.join(map(repr, items))} have different numbers of candidates")
@@ -236,7 +236,7 @@ class RankOperation:
         for name, array in given.items() if is_there.ndim == 2 else ():
             mask = is_there.reshape(is_there.shape + (1,) * (array.ndim - 2))
             given[name] = np.where(mask, array, array[:, :1])  # what is not there need not be a value of the field
-        of_candidates = reader.take(given, items, ndim=3)
+        of_candidates = reader.ids_of(given, items, ndim=3)
         checked.update({_candidate(name): ids for name, ids in of_candidates.items()})
         counts, most = np.maximum(is_there.sum(1), 1), is_there.shape[1]
         if most > MOST_CANDIDATES:

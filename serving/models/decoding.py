@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from geartrain.ams.values.errors import Busy, InvalidArgument
 from geartrain.ams.values.text import quoted
-from geartrain.serving.answers import put_off
+from geartrain.serving.answers import require_time
 from geartrain.workers.data.bitmaps import MAX_PIXELS, Preprocessing, decode_picture
 
 MOST_PIXELS = 2 * MAX_PIXELS
@@ -55,7 +55,7 @@ class QuestionPictures:
                 "in several requests"
             )
         if self._pixels > QUICK_PIXELS:
-            put_off()
+            require_time()
         if pixels > LARGE_PIXELS:
             if not _places.acquire(blocking=False):
                 raise Busy(

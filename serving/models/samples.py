@@ -123,7 +123,7 @@ class SampleReader:
         of = {HISTORY: (HISTORY_ITEMS, HISTORY_OUTCOMES)} if self.history else {}
         return [part for name in names for part in of.get(name, (name,))]
 
-    def take(self, arrays: Mapping[str, npt.NDArray[Any]], names: Collection[str], ndim: int = 2) -> dict[str, Ids]:
+    def ids_of(self, arrays: Mapping[str, npt.NDArray[Any]], names: Collection[str], ndim: int = 2) -> dict[str, Ids]:
         """The ids [N, L] of arrays of values, [N] or [N, L], of histories those of items and of outcomes.
 
         Behind the end of a list stands :data:`PADDING`, of texts "". Of a folded field -1 is a value: its lists of

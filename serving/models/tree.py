@@ -142,7 +142,7 @@ class ItemsOperation:
 
     def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
         """Values [N] or [N, L] of each field and of the history. Raises InvalidArgument."""
-        return self._question(self._reader.take(arrays, self._reader.names), parameters)
+        return self._question(self._reader.ids_of(arrays, self._reader.names), parameters)
 
     def _question(self, arrays: dict[str, Ids], parameters: Mapping[str, Any]) -> Question:
         if (most := int(arrays[HISTORY].max())) >= 2**62:

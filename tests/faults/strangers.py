@@ -37,7 +37,7 @@ from geartrain.ams.rpc.channel import HANDSHAKE_SECONDS
 from geartrain.ams.rpc.server.access import CALLERS
 from geartrain.ams.rpc.server.rights import OPENS_ROWS
 from geartrain.ams.values.config import CERTIFIED_ROLES, CLIENT, identify, split_address
-from geartrain.launch.certificates import issue, make_authority
+from geartrain.launch.certificates import create_authority, issue
 from tests.faults.children import Child
 from tests.integration.rows.test_malformed_requests import damaged
 from tests.support import frame_calls, frame_codec
@@ -381,12 +381,12 @@ Attacked = tuple[dict[str, str], dict[str, int], list[subprocess.Popen[str]]]
 @contextlib.contextmanager
 def _roles(folder: Path) -> Iterator[Attacked]:
     """One process of each role: addresses and pids."""
-    make_authority(folder, "test")
+    create_authority(folder, "test")
     for role in CERTIFIED_ROLES:
         issue(folder, folder, [role])
     issue(folder, folder / "seventh", ["server"], [7])
     issue(folder, folder / "old", [CLIENT], days=-1 / 86_400)
-    make_authority(folder / "foreign", "test")
+    create_authority(folder / "foreign", "test")
     issue(folder / "foreign", folder / "foreign", [CLIENT])
     settings = {
         "GEARTRAIN_SECURITY__FOLDER": str(folder),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from geartrain.ams.values.config import CLIENT, FOLDER_VARIABLE
-from geartrain.launch.certificates import issue, make_authority
+from geartrain.launch.certificates import create_authority, issue
 from tests.faults.campaign import UNEXPLAINED
 
 COMMAND = (sys.executable, "-m", "tests.faults.campaign")
@@ -55,7 +55,7 @@ def test_a_failure_is_recorded_with_its_seed_and_names_the_command_that_repeats_
 
 def test_certificates_of_this_user_do_not_reach_the_cluster_of_an_attack(tmp_path: Path) -> None:
     folder = tmp_path / "geartrain" / "security"
-    make_authority(folder, "local")
+    create_authority(folder, "local")
     issue(folder, folder, [CLIENT])
     variables = {name: value for name, value in os.environ.items() if name != FOLDER_VARIABLE}
     ended = subprocess.run(

@@ -57,7 +57,7 @@ def test_the_scenarios_find_a_snapshot_that_appears_before_it_is_whole(
         (Path(final) / ".later").rename(Path(final) / MANIFEST)
 
     monkeypatch.setattr(store, "publish", early)
-    monkeypatch.setattr(store, "_take_back", lambda *_: None)
+    monkeypatch.setattr(store, "_discard", lambda *_: None)
     outcome = run_scenario("snapshot.rename.after", OTHER, tmp_path)
     assert outcome.fired
     assert outcome.damage

@@ -119,7 +119,7 @@ def test_a_shard_that_is_back_before_the_next_snapshot_is_missed_all_the_same(
 
     monkeypatch.setattr(ImageTrainer, "step", step)
     # No later model is better, so that what the job does next is a snapshot.
-    monkeypatch.setattr(Evaluation, "look", lambda _, step, __: (-float(step), 1))
+    monkeypatch.setattr(Evaluation, "quick_test", lambda _, step, __: (-float(step), 1))
     with up("--shards=1") as running:
         result, told = train(tmp_path / "run", images, scheduler=running.facts["scheduler"])
     assert result.finished

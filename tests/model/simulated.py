@@ -411,7 +411,7 @@ class Client:
 def inject(patch: pytest.MonkeyPatch, network: Network, clock: Clock) -> FaultyDisk:
     """Put network, clock and disk in the place of the real ones."""
     patch.setattr(grpc, "insecure_channel", network.channel)
-    patch.setattr(snapshot_module._Hold, "begin", lambda _: None)  # time does not pass while a snapshot is written
+    patch.setattr(snapshot_module._Hold, "start", lambda _: None)  # time does not pass while a snapshot is written
     patch.setattr(SilenceLog, "ask", lambda *_: None)  # which measures real time
 
     def pause(patience: Any, at_least_seconds: float = 0.0) -> bool:  # noqa: ARG001

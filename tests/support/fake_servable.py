@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.serving.answers import Arrays, Question, TensorSpec, put_off
+from geartrain.serving.answers import Arrays, Question, TensorSpec, require_time
 
 
 class EchoModel:
@@ -90,7 +90,7 @@ class Show(Echo):
 
     def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
         if arrays["files"][0].startswith(b"slow"):
-            put_off()
+            require_time()
             self.model.is_read.set()
             assert self.model.may_read.wait(30)
         return super().accept({"numbers": np.array([float(len(file)) for file in arrays["files"]])}, parameters)

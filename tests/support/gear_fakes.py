@@ -66,8 +66,8 @@ class RecordingBatcher(GradientBatcher):
         self.failed: list[int] = []
         self.settled = 0
 
-    def settle(self, failed: Collection[int] = ()) -> None:
-        super().settle(failed)
+    def complete(self, failed: Collection[int] = ()) -> None:
+        super().complete(failed)
         self.failed += failed
         self.settled += 1
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from geartrain.serving.answers import Servable
 from geartrain.serving.batching import Batcher
 from geartrain.serving.catalog import Catalog
-from geartrain.serving.http.app import make_app
+from geartrain.serving.http.app import build_app
 from geartrain.serving.http.callers import Callers, Limits
 from geartrain.serving.http.ports import listening_socket
 from geartrain.serving.http.server import HttpServer
@@ -79,7 +79,7 @@ def served_models(
         catalog.add(name, model)
     headers_seconds = settings.pop("headers_seconds", 10.0)
     service = ModelService(catalog, Batcher(**settings))
-    app = make_app(service, Callers(listen, None), limits)
+    app = build_app(service, Callers(listen, None), limits)
     server = HttpServer(
         app, listening_socket(listen, "serve"), "127.0.0.1", name="test", headers_seconds=headers_seconds
     )

@@ -75,9 +75,9 @@ class MarginTwin:
                 own = torch.cos(theta + rise * (length - margin.shortest) + margin.least_margin)
                 penalty = margin.regulariser * (length / margin.longest**2 + 1 / length).mean()
             case gt.ElasticArcFace():
-                own = torch.cos(theta + margin.begin(margin_batch(norms, labels, step=step)).margins_B)
+                own = torch.cos(theta + margin.for_batch(margin_batch(norms, labels, step=step)).margins_B)
             case gt.ElasticCosFace():
-                own = own - margin.begin(margin_batch(norms, labels, step=step)).margins_B
+                own = own - margin.for_batch(margin_batch(norms, labels, step=step)).margins_B
             case gt.CurricularFace():
                 own, cos = self._curriculum(margin, own, theta, cos)
             case _:

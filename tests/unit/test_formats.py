@@ -128,7 +128,7 @@ def test_the_number_of_the_schedulers_state_moves_with_it() -> None:
     store = MemoryStore()
     state = scheduler.State(store, num_shards=1)
     schema = scheduler.Schema(TableSpec(name="t", dim=2, optimizer=gt.SGD(0.1)))
-    state.keep(members={0: scheduler.Member("a:1", 7)}, schemas={"t": schema}, cluster_version=2)
+    state.commit(members={0: scheduler.Member("a:1", 7)}, schemas={"t": schema}, cluster_version=2)
     content = {name.partition("/")[0]: json.loads(value) for name, value in store.read_all().items()}
     written = {f"{name}: {' '.join(sorted(value))}" for name, value in content.items()}
     written |= {f"spec: {' '.join(sorted(content['schema']['spec']))}"}

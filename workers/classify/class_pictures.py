@@ -27,7 +27,7 @@ _MOST_BYTES = 1 << 26
 Bitmaps = npt.NDArray[np.uint8]
 
 
-def keep(
+def write_class_pictures(
     folder: Path, names: Sequence[str], labels_N: npt.NDArray[np.int64], size: int, take: Callable[[Any], Bitmaps]
 ) -> None:
     """Write the first image of each class, ink bright; of one without any, nothing.

@@ -26,7 +26,7 @@ from geartrain.workers.classify.trainer import ImageTrainer
 from geartrain.workers.data.folder import load_folder
 from geartrain.workers.data.images import Images, Unreadable
 from geartrain.workers.devices import choose_device
-from geartrain.workers.job.best import look_period
+from geartrain.workers.job.best import evaluation_period
 from geartrain.workers.job.options import JobOptions
 from geartrain.workers.job.state import JobState
 from geartrain.workers.job.trainer import Attempt, versions
@@ -85,7 +85,7 @@ class Classifier(ImageTrainer):
             head.to(device)
             if attempt.snapshot is not None:
                 head.restore(attempt.snapshot.path)
-        head.select.report_progress(GraphLines(len(names), attempt.say))
+        head.select.report_progress(GraphLines(len(names), attempt.print_line))
         super().__init__(
             backbone=backbone,
             head=head,
@@ -99,7 +99,7 @@ class Classifier(ImageTrainer):
         held_out = images.held_out
         if not ranks.is_first:
             held_out = {name: own.subset(slice(0, 0)) for name, own in held_out.items()}
-        self._evaluation = Evaluation(held_out, self, attempt.say)
+        self._evaluation = Evaluation(held_out, self, attempt.print_line)
         self._best: BestModel | None = None
         self._was_complete = self.progress.is_complete
         self._unreadable_told = 0
@@ -128,10 +128,10 @@ class Classifier(ImageTrainer):
         """The names of the classes, and the graph."""
         return {**super().files(), _CLASSES: json.dumps(self._labelled.class_names, ensure_ascii=False).encode()}
 
-    def begin_snapshot(self, root: str, name: str, *, parent: str | None, state: JobState) -> PendingSnapshot:
+    def start_snapshot(self, root: str, name: str, *, parent: str | None, state: JobState) -> PendingSnapshot:
         """See :class:`Trainer`. Of rows on ranks all ranks write it while the training waits, to one folder."""
         if self.cluster is not None:
-            return super().begin_snapshot(root, name, parent=parent, state=state)
+            return super().start_snapshot(root, name, parent=parent, state=state)
         files = state.all_files()
         path = self.head.snapshot(root, name, step=state.progress.step, values=state.values(), files=files)
         written: Future[Place] = Future()
@@ -147,27 +147,27 @@ class Classifier(ImageTrainer):
         if self.ranks.is_first and self._labelled.chooses_model:
             tell = self.ranks.any if self.all_take_part else bool
             folder, job = self._attempt.options.out / "model", self.progress.table
-            self._best = BestModel(folder, job, self._evaluation.look, self._write_model, tell)
+            self._best = BestModel(folder, job, self._evaluation.quick_test, self._write_model, tell)
 
     def start(self, stop: Callable[[], bool]) -> None:
         """Solve the projection, imprint the class centers, and find a learning rate if none is given."""
-        self._tell_unreadable()
+        self._report_unreadable()
         classes = counted(len(self._labelled.class_names), "class", "classes")
-        self._attempt.say(f"Training {classes} on {counted(len(self.images), 'image')}")
+        self._attempt.print_line(f"Training {classes} on {counted(len(self.images), 'image')}")
         self._open_best()
         self.initialize()
-        self._keep_pictures()
+        self._write_class_pictures()
         if self._attempt.options.sweep:
             with self.phases.measured("sweep"):
                 validation = next(iter(self._labelled.held_out.values())) if self._labelled.chooses_model else None
                 out = self._attempt.options.out
-                rate = found_rate(self, validation, out, stop=stop, say=self._attempt.say)
+                rate = found_rate(self, validation, out, stop=stop, say=self._attempt.print_line)
                 self.recipe = replace(self.recipe, rate=rate)
 
-    def _keep_pictures(self) -> None:
+    def _write_class_pictures(self) -> None:
         look, images = self.recipe.look, self._labelled.train
         if look.kind == "ink" and self.ranks.is_first:
-            class_pictures.keep(
+            class_pictures.write_class_pictures(
                 self._attempt.options.out,
                 self._labelled.class_names,
                 images.labels.numpy(),
@@ -184,7 +184,7 @@ class Classifier(ImageTrainer):
     def between(self) -> None:
         """Look at the validation so many times a stage."""
         step, steps = self.progress.part
-        if step % look_period(steps) == 0:
+        if step % evaluation_period(steps) == 0:
             with self.phases.measured("looks"):
                 self._consider(TRAINED)
             self._replica.train()
@@ -209,7 +209,7 @@ class Classifier(ImageTrainer):
         if self._best is not None:
             self._best.consider(step, centers)
         elif (self.ranks.is_first or self.all_take_part) and self._labelled.chooses_model:
-            self._evaluation.look(step, centers)
+            self._evaluation.quick_test(step, centers)
             if self.ranks.any(False):
                 self._write_model(training={})
 
@@ -240,11 +240,11 @@ class Classifier(ImageTrainer):
         answers = self._evaluation.answers(step if looked is None else looked.step, saved)
         ink, names = self.recipe.look.kind == "ink", self._labelled.class_names
         draw_mistakes(out / "mistakes.png", answers, self._labelled.train, names, ink=ink)
-        self._tell_unreadable()
+        self._report_unreadable()
         if looked is not None:
             self.metric = "best accuracy", looked.validation_top1
         for line in best.verdict() if best is not None and self.progress.is_complete else []:
-            self._attempt.say(line)
+            self._attempt.print_line(line)
         unreadable = sorted(self._labelled.unreadable.found)
         sweep = out / SWEEP
         return {
@@ -270,14 +270,14 @@ class Classifier(ImageTrainer):
         """The one of backbone and class centers."""
         return {"lr": self.recipe.lr * self.recipe.rate}
 
-    def _tell_unreadable(self) -> None:
+    def _report_unreadable(self) -> None:
         """Name the pictures that were passed over, unless they are named already."""
         found = sorted(self._labelled.unreadable.found.values())
         if len(found) > self._unreadable_told:
             self._unreadable_told = len(found)
             more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
             left_out = counted(len(found), "unreadable image")
-            self._attempt.say(f"Left out {left_out}: {'; '.join(found[:_NAMED])}{more}")
+            self._attempt.print_line(f"Left out {left_out}: {'; '.join(found[:_NAMED])}{more}")
 
 
 class GlyphTrainer(Classifier):

@@ -29,15 +29,15 @@ class Evaluation:
     def quick_look(self) -> None:
         """Accuracy before the first step, on a part of each test."""
         for name in self._held_out:
-            self._look(name, 0)
+            self._test(name, 0)
 
-    def look(self, step: int, centers: str) -> tuple[float, int]:
+    def quick_test(self, step: int, centers: str) -> tuple[float, int]:
         """Top-1 on a part of the first test, the same at every look, and how many images that is."""
-        result = self._look(next(iter(self._held_out)), step, centers)
+        result = self._test(next(iter(self._held_out)), step, centers)
         self._trainer.metric = "accuracy", result.top1
         return result.top1, len(result.images)
 
-    def _look(self, name: str, step: int, centers: str = "") -> Answers:
+    def _test(self, name: str, step: int, centers: str = "") -> Answers:
         images = self._held_out[name]
         result = self._answer(every_nth(images, _QUICK_LOOK_IMAGES))
         if step > self._logged.get(name, -1):  # the centers of one step may be looked at twice

@@ -20,7 +20,7 @@ from geartrain.workers.ctr.samples.click_samples import ClickSamples, histories_
 from geartrain.workers.ctr.samples.sources import load_samples, own_samples
 from geartrain.workers.ctr.trainer import ClickTrainer, scored
 from geartrain.workers.data.packages import Say
-from geartrain.workers.job.folder import read_run, say_unended
+from geartrain.workers.job.folder import read_run, warn_if_unended
 from geartrain.workers.job.state import JobState, best_snapshot
 from geartrain.workers.samples.files import require_arrow
 
@@ -51,7 +51,7 @@ def predict_clicks(run: Path, samples: str, *, cache: Path, say: Say) -> npt.NDA
     """
     snapshot = best_snapshot(read_run(run).snapshots)
     say(f"The model of {run} is that of step {snapshot.manifest.step}")
-    say_unended(run, snapshot.manifest.step, say)
+    warn_if_unended(run, snapshot.manifest.step, say)
     state = JobState.read(snapshot, ClickTrainer.job, ClickTrainer.recipe_class)
     design = Design(state.recipe, SampleLayout.from_json(state.data))
     kinds = design.layout.schema.kinds

@@ -39,7 +39,7 @@ from geartrain.workers.ctr.samples.click_samples import ClickSamples
 from geartrain.workers.ctr.samples.examples import FILE, examples_file
 from geartrain.workers.ctr.samples.kinds import FieldKind, kinds_from_json
 from geartrain.workers.ctr.samples.sources import found_again, is_own, is_topic, load_samples, required
-from geartrain.workers.job.best import BestLook, look_period
+from geartrain.workers.job.best import BestLook, evaluation_period
 from geartrain.workers.job.folder import read_run
 from geartrain.workers.job.options import ENDLESS, JobOptions
 from geartrain.workers.job.state import JobState, best_snapshot
@@ -156,7 +156,7 @@ class ClickTrainer(EmbeddingTrainer):
         steps = self.progress.stage_steps
         if steps >= ENDLESS:
             steps = math.ceil(recipe.epochs * self.samples.num_trained / recipe.batch_size)
-        self._period = max(look_period(steps), least)
+        self._period = max(evaluation_period(steps), least)
         if not self.samples.num_tested:  # a window after the other
             self._period = math.ceil(max(recipe.progressive, 1) / recipe.batch_size)
         clicked = sum(int(batch.clicks.sum()) for batch in self._validation)
@@ -250,18 +250,18 @@ class ClickTrainer(EmbeddingTrainer):
         """Say what begins."""
         del stop
         if not self.samples.num_tested:
-            self.attempt.say(f"Training {self.recipe.model} on the samples of {self.source} as they come")
+            self.attempt.print_line(f"Training {self.recipe.model} on the samples of {self.source} as they come")
             return
         what = "of the training part are kept to choose by" if self.recipe.validation else "are held out"
         counts = f"{counted(self.samples.num_trained, 'sample')}; {self.samples.num_tested:,} {what}"
-        self.attempt.say(f"Training {self.recipe.model} on {counts} ({self.recipe.split})")
+        self.attempt.print_line(f"Training {self.recipe.model} on {counts} ({self.recipe.split})")
         looks = "No validation: its samples lack clicks, or others"
         if self._is_validated:
             looks = (
                 f"Validation on {counted(self.samples.num_validated, 'more sample')} every "
                 f"{counted(self._period, 'step')}"
             )
-        self.attempt.say(looks)
+        self.attempt.print_line(looks)
 
     def epochs(self, steps: int) -> str:
         """See Trainer; of a topic nobody knows how many samples it has, and of shared ones which this worker reads."""
@@ -317,7 +317,7 @@ class ClickTrainer(EmbeddingTrainer):
             return
         since = self.progress.step - max(best["step"], self.progress.stage_start)
         if since >= patience * self._period:
-            self.attempt.say(
+            self.attempt.print_line(
                 f"Ended early, at step {self.progress.step} of {self.progress.stage_start + steps}: no look since step "
                 f"{best['step']} was better (patience={patience})"
             )
@@ -345,7 +345,7 @@ class ClickTrainer(EmbeddingTrainer):
         is_best = self._best.compare(look)
         if is_best:
             self.progress, self.wants_snapshot = replace(self.progress, best=look), True
-        self.attempt.say(f"step {step}: validation {in_words(found)}{', the best so far' if is_best else ''}")
+        self.attempt.print_line(f"step {step}: validation {in_words(found)}{', the best so far' if is_best else ''}")
 
     def _look_back(self) -> None:
         """Say how good the model was on the latest samples, before it learned from each of them."""
@@ -359,7 +359,7 @@ class ClickTrainer(EmbeddingTrainer):
         if not self._is_validated:
             self.metric = "progressive AUC", found["auc"]
         self._progressive = {**found, "step": step}
-        self.attempt.say(
+        self.attempt.print_line(
             f"step {step}: {in_words(found)} on the latest {counted(found['samples'], 'sample')} before they were "
             "learned from"
         )
@@ -411,7 +411,7 @@ class ClickTrainer(EmbeddingTrainer):
             why = f", the best: validation AUC {best['auc']:.4f}"
             if step != best["step"]:
                 why = f"; that of the best step, {best['step']}, could not be saved"
-        self.attempt.say(f"The model is that of step {step}{why}")
+        self.attempt.print_line(f"The model is that of step {step}{why}")
         progressive = {} if self._progressive is None else {"progressive": self._progressive}
         if not self.samples.num_tested:
             return {**progressive, **self.samples.told(), "model": {"step": step, "best": best}}
@@ -420,12 +420,12 @@ class ClickTrainer(EmbeddingTrainer):
         title = f"{recipe.model}, {recipe.split} split: AUC {found['auc']:.4f}, log loss {found['log_loss']:.4f}"
         draw_calibration(out / "calibration.png", found["calibration"], title)
         what = "Validation" if recipe.validation else "Held out"
-        self.attempt.say(
+        self.attempt.print_line(
             f"{what}: {in_words(found)} ({found['log_loss_of_the_mean']:.4f} log loss for the mean click rate), "
             f"{counted(found['samples'], 'sample')}"
         )
         if (worse := worse_than_guessing(found)) is not None:
-            self.attempt.say(f"[yellow]{worse}[/]")
+            self.attempt.print_line(f"[yellow]{worse}[/]")
         return {"held_out": found, **progressive, "model": {"step": step, "best": best}}
 
     def conclude(self) -> str:

@@ -118,7 +118,7 @@ class Unreadable:
         self.found: dict[str, str] = {}
         """Where a picture is -> what is wrong with it."""
 
-    def meet(self, where: str, error: InvalidArgument) -> None:
+    def record(self, where: str, error: InvalidArgument) -> None:
         """Note a broken picture. Raises InvalidArgument, with the remedy, unless they are passed over."""
         text = str(error) if where in str(error) else f"{where}: {error}"
         self.found[where] = text
@@ -131,7 +131,7 @@ def read_bitmap(picture: Picture, preprocessing: Preprocessing, unreadable: Unre
     try:
         return preprocessing.bitmap(picture.open())
     except InvalidArgument as error:
-        unreadable.meet(picture.where, error)
+        unreadable.record(picture.where, error)
         return None
 
 

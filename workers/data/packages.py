@@ -88,7 +88,7 @@ def require_pinned(where: object, content: bytes, sha256: str) -> None:
         )
 
 
-def keep_pinned(path: Path, content: bytes, sha256: str) -> None:
+def write_pinned(path: Path, content: bytes, sha256: str) -> None:
     """Write the pinned ``content``, all or nothing. Raises ConfigError for any other."""
     require_pinned(path, content, sha256)
     with replacing(path) as temporary:

@@ -105,7 +105,7 @@ class SlowGearHandler:
             PushFeatureGradients: self._push,
             FlushGradients: self._flush,
             DescribeGear: lambda describe, _: self.describe(describe.sources),
-            HandOver: self._take_over,
+            HandOver: self._adopt_accounts,
         }
 
     def features(self, ask: AskFeatures, _: Call | None = None) -> FeatureReply:
@@ -126,7 +126,7 @@ class SlowGearHandler:
         try:
             return engine.features(ask.ids, Freshness(age, lag))
         except TableNotFound:
-            self._go_back(engine)
+            self._follow_restore(engine)
             return self._engine.features(ask.ids, Freshness(age, lag))
 
     def _push(self, push: PushFeatureGradients, _: Call) -> Taken:
@@ -151,7 +151,7 @@ class SlowGearHandler:
             raise NotHolder(f"this slow gear is {self._process}; nobody knows whether {sent_to} had taken it")
         engine = self._engine
         if delivery.table_incarnation > engine.table_incarnation:
-            self._go_back(engine)
+            self._follow_restore(engine)
         with self._counted():
             try:
                 with self._taking:
@@ -180,13 +180,13 @@ class SlowGearHandler:
         if (torn := self._engine.batcher.torn) is not None:
             raise StaleClient(f"slow gear {self._process} cannot tell any more what it has counted: {torn!r}")
 
-    def go_back_if_restored(self) -> None:
+    def follow_restore(self) -> None:
         """Begin anew over a restored dense table, if an update has found one."""
         engine = self._engine
         if isinstance(engine.update_error, TableNotFound):
-            self._go_back(engine)
+            self._follow_restore(engine)
 
-    def _go_back(self, engine: DenseEngine) -> None:
+    def _follow_restore(self, engine: DenseEngine) -> None:
         """Go on with the rows of a restore; the gradients of ``engine`` and its features are of before."""
         if self._open_engine is None:
             raise TableNotFound(f"dense table {self.name!r} was restored or dropped; start this slow gear anew")
@@ -256,7 +256,7 @@ class SlowGearHandler:
     def _by(self, values: Mapping[str, int]) -> list[tuple[tuple[str, str], int]]:
         return [((self.name, key), value) for key, value in values.items()]
 
-    def _take_over(self, left: HandOver, _: Call) -> None:
+    def _adopt_accounts(self, left: HandOver, _: Call) -> None:
         """Answer from now on for what became of the gradients of a slow gear that leaves. Idempotent."""
         self._require_name(left.name)
         if not left.process:
@@ -290,7 +290,7 @@ class SlowGearHandler:
         except GeartrainError as exc:
             logger.warning("nobody has taken the account over: %s", exc)
         finally:
-            self._partitions.leave()
+            self._partitions.release_all()
 
     def _hand_over(self) -> None:
         """Tell another slow gear what became of the gradients, before this one's partitions are free."""

@@ -28,6 +28,6 @@ class BestLook(Generic[L]):
         return is_better
 
 
-def look_period(stage_steps: int) -> int:
+def evaluation_period(stage_steps: int) -> int:
     """Steps between two looks of a stage."""
     return max(1, stage_steps // LOOKS)

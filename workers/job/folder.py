@@ -83,7 +83,7 @@ def has_run(folder: Path) -> bool:
     return (folder / _RUN).exists()
 
 
-def say_unended(folder: Path, step: int | None, say: Callable[[str], None]) -> None:
+def warn_if_unended(folder: Path, step: int | None, say: Callable[[str], None]) -> None:
     """Say which step the model in ``folder``, a run or its folder "model", is of, unless the run has ended.
 
     One that says it has ended and has no snapshot of its end has not.
@@ -242,7 +242,7 @@ def require_folder(path: Path, flag: str) -> None:
         raise ConfigError(f"{flag} is {path}, but {existing} is not a folder; give a folder, or one to be made")
 
 
-def put_aside(folder: Path) -> Path | None:
+def move_aside(folder: Path) -> Path | None:
     """Move the run in ``folder`` to the folder NAME.previous beside it, in the place of one put aside before.
 
     No part of it is then taken for the next run's; other files stay. Returns that folder, None if there was no run.

@@ -92,14 +92,14 @@ class Interruption:
         """Of a process that is stopped now."""
         return NOTHING_SAVED if self.saved() is None else STOPPED
 
-    def ask(self) -> None:
+    def request_stop(self) -> None:
         """A signal came. Raises Stopped outside of :meth:`in_order`."""
         if self._asked is None:
             self._asked = time.monotonic()
         if not self._is_in_order:
             raise Stopped
 
-    def end(self) -> None:
+    def stop_listening(self) -> None:
         """The process need not end any more: nobody listens for signals."""
         self._has_ended.set()
 
@@ -113,16 +113,16 @@ class Interruption:
             now, in_order, awaited = time.monotonic(), self._is_in_order, self._awaited
             patience = min(PATIENCE_SECONDS, self.grace_seconds / 2)
             if in_order and awaited is not None and now - asked > patience and awaited.waits_for_shard:
-                awaited.give_up()
+                awaited.cancel_waits()
                 self._awaited = None
             is_saving = in_order and self.is_saving()
             if is_saving and not told and now - asked > self.grace_seconds - 1:
-                _tell("A snapshot is still being written: give this worker more time before you kill it")
+                _print_directly("A snapshot is still being written: give this worker more time before you kill it")
                 told = True
             if is_saving or in_order is not was_in_order:  # what comes then has its time, too
                 since, was_in_order = now, in_order
             if now - since > (self.grace_seconds - 1 if in_order else min(self.grace_seconds - 1, UNWIND_SECONDS)):
-                _tell(f"{self.why} (it took longer than {now - asked:.0f} s to stop there)")
+                _print_directly(f"{self.why} (it took longer than {now - asked:.0f} s to stop there)")
                 os._exit(self.exit_code)
 
 
@@ -142,14 +142,14 @@ def interruption() -> Iterator[Interruption]:
     previous = {int(number): signal.getsignal(number) for number in _SIGNALS}
     heard = 0.0
 
-    def ask(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    def request_stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         nonlocal heard
         if heard and time.monotonic() - heard > _ONE_WISH_SECONDS:
             signal.signal(number, previous[number])
             os.kill(os.getpid(), number)
         elif not heard:
             heard = time.monotonic()
-            asked.ask()
+            asked.request_stop()
 
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
@@ -157,7 +157,7 @@ def interruption() -> Iterator[Interruption]:
     watch = threading.Thread(target=asked.watch, args=(reads,), name="interruption-watch", daemon=True)
     watch.start()
     for number in previous:
-        signal.signal(number, ask)
+        signal.signal(number, request_stop)
     _current = asked
     try:
         yield asked
@@ -166,13 +166,13 @@ def interruption() -> Iterator[Interruption]:
         for number, handler in previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(before)
-        asked.end()
+        asked.stop_listening()
         os.close(writes)
         watch.join()
         os.close(reads)
 
 
-def _tell(line: str) -> None:
+def _print_directly(line: str) -> None:
     """Write past whatever holds the streams of this process."""
     with suppress(OSError):
         os.write(2, f"{line}\n".encode())

@@ -46,7 +46,7 @@ from geartrain.workers.job.folder import (
 )
 from geartrain.workers.job.interruption import Interruption, Stopped, interruption
 from geartrain.workers.job.keys import gone_on_with
-from geartrain.workers.job.metrics import told_at
+from geartrain.workers.job.metrics import exported_at
 from geartrain.workers.job.options import JobOptions, JobResult
 from geartrain.workers.job.ranks import JobRanks, joined_ranks
 from geartrain.workers.job.run import TrainingRun
@@ -74,7 +74,7 @@ def run_job(trainer_class: type[Trainer], options: JobOptions, console: Console)
         if is_first:
             console.print(line, highlight=False, soft_wrap=True)
 
-    with interruption() as stop, told_at(options.metrics if is_first else None, say):
+    with interruption() as stop, exported_at(options.metrics if is_first else None, say):
         if options.joins:
             return _join(trainer_class, options, console, stop)
         options, ended = _with_its_run(trainer_class, options, say)
@@ -110,13 +110,15 @@ def _join(trainer_class: type[Trainer], options: JobOptions, console: Console, s
             console=console,
         )
         trainer = trainer_class(attempt, data)  # type: ignore[call-arg]
-        attempt.say(f"Joined {run.job}")
+        attempt.print_line(f"Joined {run.job}")
         with stop.in_order(cluster):
             try:
                 finished = trainer.run(stop=stop)
             finally:
                 trainer.leave()
-        attempt.say(f"{'Ended' if finished else 'Left'} after {counted(trainer.progress.step, 'step')} of this worker")
+        attempt.print_line(
+            f"{'Ended' if finished else 'Left'} after {counted(trainer.progress.step, 'step')} of this worker"
+        )
     return JobResult(finished, None, trainer.progress.step)
 
 
@@ -190,7 +192,7 @@ def _run_to_the_end(
     is_alone = "WORLD_SIZE" not in os.environ
     while True:
         if options.resume:
-            stop.saved = partial(saved_in, options.out, go_on=options.go_on())
+            stop.saved = partial(saved_in, options.out, go_on=options.continue_command())
         try:
             return _run_once(trainer_class, options, console, started, loss, stop)
         except Stopped:
@@ -260,7 +262,7 @@ def _run_on(
             stack.enter_context(sole_trainer(options.out))  # a run that goes on in a cluster is fenced there
         snapshot, state = None, None
         if options.resume:
-            stop.saved = partial(saved_in, options.out, go_on=options.go_on(ranks.launcher))
+            stop.saved = partial(saved_in, options.out, go_on=options.continue_command(ranks.launcher))
             run = read_run(options.out)
             # One rank looks for the newest: a snapshot that appears meanwhile must not part them.
             first = newest_snapshot(run.snapshots, allow_fallback=options.allow_fallback) if ranks.is_first else None

@@ -115,7 +115,7 @@ COUNTERS = JobCounters()
 
 
 @contextmanager
-def told_at(address: str | None, say: Callable[[str], None]) -> Iterator[None]:
+def exported_at(address: str | None, say: Callable[[str], None]) -> Iterator[None]:
     """Tell Prometheus at ``address`` while the context lasts, and people where that is; None: nobody.
 
     Raises ConfigError: nobody can listen there, strangers could, or prometheus_client is not installed.

@@ -92,7 +92,7 @@ class JobOptions:
         """Where a new run keeps its snapshots."""
         return self.snapshots or str(self.out / "snapshots")
 
-    def go_on(self, launcher: str = "") -> str:
+    def continue_command(self, launcher: str = "") -> str:
         """What a person types to go on with the run; ``launcher`` is that of the ranks."""
         flags = {
             "cache": None if self.cache == CACHE else quote(str(self.cache)),

@@ -17,7 +17,7 @@ from geartrain.workers.job.folder import (
     Run,
     has_run,
     has_snapshot,
-    put_aside,
+    move_aside,
     read_run,
     write_run,
 )
@@ -58,7 +58,7 @@ class TrainingRun:
         self._numbers: dict[str, float] = {}
         """The newest that were shown."""
         cluster = attempt.cluster if self._is_first else None
-        watch = None if cluster is None else cluster.watch_leaves(trainer.progress.table, self._told)
+        watch = None if cluster is None else cluster.watch_leaves(trainer.progress.table, self._job_report)
         self._snapshots = JobSnapshots(
             trainer,
             str(place(options.snapshot_root)) if attempt.state is None else read_run(options.out).snapshots,
@@ -66,11 +66,11 @@ class TrainingRun:
             keep=settings.keep,
             increments=settings.increments,
             every_seconds=None if settings.minutes is None else 60 * settings.minutes,
-            say=attempt.say,
+            say=attempt.print_line,
             watch=watch,
         )
 
-    def _told(self) -> JobReport:
+    def _job_report(self) -> JobReport:
         """What the scheduler is told, from another thread."""
         trainer, settings = self._trainer, self._trainer.recipe.snapshots
         progress, state = trainer.progress, self._state
@@ -103,18 +103,18 @@ class TrainingRun:
 
     def execute(self, stop: Interruption) -> JobResult:
         """Start or go on, train, and finish. Raises GoBack if a role is lost and there is a snapshot to go back to."""
-        trainer, ranks, say = self._trainer, self._attempt.ranks, self._attempt.say
+        trainer, ranks, say = self._trainer, self._attempt.ranks, self._attempt.print_line
         self._stop = stop
         stop.is_saving = lambda: self._snapshots.is_writing
         if self._is_first:
             if self._attempt.state is None:
                 self._claim_folder()
-            self._note_stage(ended=False)
+            self._record_stage(ended=False)
         step = None if self._attempt.state is None else trainer.progress.step
         names = self._options.loggers if self._is_first else ()
         trainer.events = open_loggers(names, self._options.out, trainer.progress.table, step)
         try:
-            self._begin(stop)
+            self._start(stop)
             stop.saved = self._saved
             try:
                 stop.doing = "did a step"
@@ -123,7 +123,7 @@ class TrainingRun:
                     stop.doing = "looked at what it had trained"
                     trainer.trained()
                     if self._is_first:
-                        self._note_stage(ended=False)  # it may have ended early: not to be taken for a further stage
+                        self._record_stage(ended=False)  # it may have ended early: not to be taken for a further stage
             except NonFinite as exc:
                 raise self._diverged(exc) from exc
             self._save_last(finished=finished)
@@ -138,7 +138,7 @@ class TrainingRun:
             stop.doing = "waited for the other ranks"
             if report is not None:
                 trainer.events.flush()  # a log that cannot be written is heard of before
-                self._note_stage(ended=True)
+                self._record_stage(ended=True)
             self._state = "ended" if finished else "stopped"
             if not finished:
                 say(self._stopped_line())
@@ -171,8 +171,8 @@ class TrainingRun:
     def _claim_folder(self) -> None:
         options, out = self._options, self._options.out
         root = str(place(options.snapshot_root))
-        if options.overwrite and (aside := put_aside(out)) is not None:
-            self._attempt.say(f"The run that was in {out} is now in {aside}")
+        if options.overwrite and (aside := move_aside(out)) is not None:
+            self._attempt.print_line(f"The run that was in {out} is now in {aside}")
         self._drop_leftovers()
         out.mkdir(parents=True, exist_ok=True)
         job = self._trainer.progress.table
@@ -188,17 +188,17 @@ class TrainingRun:
             if name == died.job or name.startswith(f"{died.job}/"):
                 cluster.drop_table(name)
 
-    def _note_stage(self, *, ended: bool) -> None:
+    def _record_stage(self, *, ended: bool) -> None:
         progress, out = self._trainer.progress, self._options.out
         end = progress.stage_start + progress.stage_steps
         write_run(out, replace(read_run(out), stage_end=end, ended=ended, scheduler=self._options.scheduler))
 
-    def _begin(self, stop: Callable[[], bool]) -> None:
+    def _start(self, stop: Callable[[], bool]) -> None:
         trainer, state = self._trainer, self._attempt.state
         self._stop.doing = "prepared its first step" if state is None else "went back to its snapshot"
         if state is None:
             trainer.start(stop)
-            self._attempt.say(trainer.epochs(trainer.progress.stage_steps))
+            self._attempt.print_line(trainer.epochs(trainer.progress.stage_steps))
             if self._is_first:
                 write_recipe(self._options.out, trainer.recipe)
             now = trainer.state(self._options)
@@ -220,7 +220,7 @@ class TrainingRun:
         if self._loss is not None and self._attempt.snapshot is not None:
             seconds = self._loss.unix_seconds - self._attempt.snapshot.manifest.created
             lost = f": {counted(self._loss.step - step, 'step')} ({seconds:.0f} s) were lost"
-        self._attempt.say(f"Going on at step {step}{lost}")
+        self._attempt.print_line(f"Going on at step {step}{lost}")
 
     def _train(self, stop: Callable[[], bool]) -> bool:
         """To the end of the stage; False if it was stopped before."""
@@ -245,7 +245,7 @@ class TrainingRun:
         self._trainer.events.flush()  # what is logged of the steps that the snapshot holds stays as surely as it
         failpoints.reach("job.save.before")
         with traces.span("snapshot", step=state.progress.step):
-            (self._snapshots.require if required else self._snapshots.begin)(state)
+            (self._snapshots.require if required else self._snapshots.start)(state)
         failpoints.reach("job.save.after")
 
     def _save_last(self, *, finished: bool) -> None:
@@ -262,7 +262,7 @@ class TrainingRun:
         if finished:
             self._attempt.ranks.fail_together(failure, f"step {step} is not saved", SnapshotFailed)
         if failure is not None:
-            self._attempt.say(str(failure))
+            self._attempt.print_line(str(failure))
         elif self._takes_part:
             self._stop.doing = "wrote the model"
             self._trainer.saved()
@@ -291,7 +291,9 @@ class TrainingRun:
         state, whole = self._attempt.state, report["train_seconds"]
         since = f" ({lasting(whole - sum(state.phases.values()))} since step {state.progress.step})" if state else ""
         epochs = trainer.epochs(trainer.progress.step)
-        self._attempt.say(f"[green]Trained in {lasting(whole)}[/]{since}, {epochs}. {trainer.conclude()} are in {out}")
+        self._attempt.print_line(
+            f"[green]Trained in {lasting(whole)}[/]{since}, {epochs}. {trainer.conclude()} are in {out}"
+        )
         return report
 
     def _diverged(self, exc: NonFinite) -> TrainingDiverged:
@@ -322,20 +324,21 @@ class TrainingRun:
             for name in self._trainer.tables():
                 cluster.drop_table(name)
         except LOST as exc:
-            self._attempt.say(f"Tables of {self._trainer.progress.table!r} may still be on the cluster: {exc}")
+            self._attempt.print_line(f"Tables of {self._trainer.progress.table!r} may still be on the cluster: {exc}")
 
     @property
-    def _go_on(self) -> str:
-        return f"Go on with: {self._options.go_on(self._attempt.ranks.launcher)}"
+    def _how_to_continue(self) -> str:
+        return f"Go on with: {self._options.continue_command(self._attempt.ranks.launcher)}"
 
     def _saved(self) -> str | None:
         last = self._snapshots.saved
         if not self._takes_part:  # and only begins to train once there is one
-            return f"what is saved, the first rank says. {self._go_on}"
-        return None if last is None else f"saved is step {last.progress.step}. {self._go_on}"
+            return f"what is saved, the first rank says. {self._how_to_continue}"
+        return None if last is None else f"saved is step {last.progress.step}. {self._how_to_continue}"
 
     def _stopped_line(self) -> str:
         step, last = self._trainer.progress.step, self._snapshots.last
         if last is None or last.progress.step != step:
-            return f"Stopped at step {step}; saved is step {0 if last is None else last.progress.step}. {self._go_on}"
-        return f"Stopped at step {step} and saved. {self._go_on}"
+            saved = 0 if last is None else last.progress.step
+            return f"Stopped at step {step}; saved is step {saved}. {self._how_to_continue}"
+        return f"Stopped at step {step} and saved. {self._how_to_continue}"

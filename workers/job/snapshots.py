@@ -68,7 +68,7 @@ class SnapshotMoment:
 class SnapshotTaker(Protocol):
     """What snapshots the rows of a job: its ``Trainer``."""
 
-    def begin_snapshot(self, root: str, name: str, *, parent: str | None, state: JobState) -> PendingSnapshot:
+    def start_snapshot(self, root: str, name: str, *, parent: str | None, state: JobState) -> PendingSnapshot:
         """Hold the rows and ``state`` as the snapshot ``root``/``name``; with a ``parent``, the rows written since."""
 
 
@@ -142,25 +142,25 @@ class JobSnapshots:
             return True
         return self._every_seconds is not None and self._clock() - self._begun >= self._every_seconds
 
-    def begin(self, state: JobState) -> None:
+    def start(self, state: JobState) -> None:
         """Hold this moment, and go on while it is written. Waits for the one before to be whole.
 
         May raise what it means to lose a shard, which may as well show at the next push; not that a disk fails. Raises
         GoBack once it is whole if a shard wants to leave: what would be trained from here on would go with it.
         """
-        self.settle()
+        self.wait()
         self._begins = True
         try:
-            leaving = self._begin(state)
+            leaving = self._start(state)
         finally:
             self._begins = False
         if leaving:
             moment = self._pending[2] if self._pending is not None else None
-            self.settle()
+            self.wait()
             if moment is not None and self.last is moment:
-                self._let_leave(leaving, moment)
+                self._release_shards(leaving, moment)
 
-    def _begin(self, state: JobState) -> tuple[int, ...]:
+    def _start(self, state: JobState) -> tuple[int, ...]:
         """The shards that want to leave, for which it was begun."""
         leaving = self._leaving
         if leaving:
@@ -169,19 +169,19 @@ class JobSnapshots:
         self._begun = moment.seconds
         silent = 0.0 if self._watch is None else self._watch.silent_seconds
         if silent > SILENT_SECONDS:  # to ask it would stop the training for nothing
-            self._tell(moment, SchedulerUnavailable(f"the scheduler has not answered for {silent:.0f} s"))
+            self._report(moment, SchedulerUnavailable(f"the scheduler has not answered for {silent:.0f} s"))
             return ()
         try:
             name = free_name(self._root, state.progress.step)  # taken, if it went back behind a damaged one
             pending = self._begun_on_parent(name, state)
             if pending is None:
                 self._chain = []
-                pending = self._rows.begin_snapshot(self._root, name, parent=None, state=state)
+                pending = self._rows.start_snapshot(self._root, name, parent=None, state=state)
         except (SnapshotError, TableNotFound, SchedulerUnavailable) as exc:
             # Not found: a shard was restarted since the last push, which the next push says, and the job goes back; or
             # the scheduler was, and not every shard has told it of its tables.
             lost = "a role was restarted, and the scheduler does not know the tables of this job (any more, or yet)"
-            self._tell(moment, ShardRestarted(lost) if isinstance(exc, TableNotFound) else exc)
+            self._report(moment, ShardRestarted(lost) if isinstance(exc, TableNotFound) else exc)
             return ()
         self._pending = pending, name, moment
         return leaving
@@ -191,12 +191,12 @@ class JobSnapshots:
         if not 0 < len(self._chain) <= self._increments:
             return None
         try:
-            return self._rows.begin_snapshot(self._root, name, parent=self._chain[-1], state=state)
+            return self._rows.start_snapshot(self._root, name, parent=self._chain[-1], state=state)
         except (SnapshotDamaged, SnapshotNotFound) as exc:
             self._say(f"The snapshot of step {state.progress.step} is a whole one: {exc}")
             return None
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until what was begun is whole, or is known to have failed."""
         if self._pending is None:
             return
@@ -209,7 +209,7 @@ class JobSnapshots:
                 self._pending = None
         except SnapshotError as exc:
             self._chain = []  # it may be for what it added to
-            self._tell(moment, exc)
+            self._report(moment, exc)
         else:
             self.last = moment
             self._chain = [*self._chain, name] if len(self._chain) <= self._increments else [name]
@@ -222,7 +222,7 @@ class JobSnapshots:
     def _leaving(self) -> tuple[int, ...]:
         return () if self._watch is None else self._watch.leaving
 
-    def _let_leave(self, leaving: tuple[int, ...], moment: SnapshotMoment) -> None:
+    def _release_shards(self, leaving: tuple[int, ...], moment: SnapshotMoment) -> None:
         """Let shards leave, and go on from the snapshot once others have taken their places."""
         assert self._watch is not None
         step, which = moment.progress.step, f"shard {', '.join(map(str, leaving))}"
@@ -239,14 +239,14 @@ class JobSnapshots:
             self._say(f"Old snapshots stay for now: {exc}")
 
     def require(self, state: JobState) -> None:
-        """Return once there is one of this moment. Raises what it fails with: SnapshotError, or as :meth:`begin`."""
-        self.settle()
+        """Return once there is one of this moment. Raises what it fails with: SnapshotError, or as :meth:`start`."""
+        self.wait()
         if self._holds(state):
             return
         self._is_required = True
         try:
-            self.begin(state)
-            self.settle()
+            self.start(state)
+            self.wait()
         finally:
             self._is_required = False
         if not self._holds(state):
@@ -256,7 +256,7 @@ class JobSnapshots:
     def _holds(self, state: JobState) -> bool:
         return self.last is not None and self.last.progress == state.progress
 
-    def _tell(self, moment: SnapshotMoment, exc: GeartrainError) -> None:
+    def _report(self, moment: SnapshotMoment, exc: GeartrainError) -> None:
         self._failure = exc
         if not self._is_required:
             self._say(f"No snapshot of step {moment.progress.step}, training goes on: {exc}")

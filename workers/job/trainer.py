@@ -86,7 +86,7 @@ class Attempt:
     ranks: JobRanks
     console: Console
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line for the user."""
         self.console.print(line, highlight=False, soft_wrap=True)
 
@@ -238,7 +238,7 @@ class Trainer:
             mixed = np.random.SeedSequence([self.recipe.seed, self.progress.step, self.ranks.rank])
             torch.manual_seed(int(mixed.generate_state(1, np.uint64)[0]) >> 1)
 
-    def begin_snapshot(self, root: str, name: str, *, parent: str | None, state: JobState) -> PendingSnapshot:
+    def start_snapshot(self, root: str, name: str, *, parent: str | None, state: JobState) -> PendingSnapshot:
         """Hold the rows and ``state`` as the snapshot ``root``/``name``; with a ``parent``, the rows written since."""
         assert self.cluster is not None
         return self.cluster.snapshot(

@@ -85,7 +85,7 @@ class Publisher:
             is_first=peers is None or peers.rank == 0,
             keep=integer("keep", keep, 1),
             increments=integer("increments", increments, 0) if head.backend.local is None else 0,
-            say=self._tell,
+            say=self._print_line,
         )
 
     def publish(self, step: int, *, wait: bool = False) -> None:
@@ -94,19 +94,19 @@ class Publisher:
 
         One that fails is logged, and the next one holds what it would have; with ``wait`` SnapshotFailed is raised.
         """
-        self._snapshots.begin(self._state(integer("step", step, 0)))
+        self._snapshots.start(self._state(integer("step", step, 0)))
         self._newest = step
         if wait:
             self.close()
 
     def close(self) -> None:
         """Wait for the last version. Raises SnapshotFailed if it was not written: no next one holds what it would."""
-        self._snapshots.settle()
+        self._snapshots.wait()
         last = self._snapshots.last
         if self._newest is not None and (last is None or last.progress.step != self._newest):
             raise SnapshotFailed(self._failure)
 
-    def begin_snapshot(self, root: str, name: str, *, parent: str | None, state: JobState) -> PendingSnapshot:
+    def start_snapshot(self, root: str, name: str, *, parent: str | None, state: JobState) -> PendingSnapshot:
         """Hold what ``state`` says and the rows as the snapshot ``root``/``name``; for its own use."""
         content: dict[str, Any] = {"step": state.progress.step, "values": state.values(), "files": state.all_files()}
         cluster = self._head.backend.settings.cluster
@@ -135,6 +135,6 @@ class Publisher:
             },
         )
 
-    def _tell(self, line: str) -> None:
+    def _print_line(self, line: str) -> None:
         self._failure = line
         logger.warning("%s", line)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from geartrain.ams.values.errors import ConfigError
-from geartrain.workers.data.packages import Say, download_packages, keep_pinned, member_of, require_pinned
+from geartrain.workers.data.packages import Say, download_packages, member_of, require_pinned, write_pinned
 
 REQUIREMENTS = Path(__file__).with_name("fonts.txt")
 
@@ -171,16 +171,16 @@ def _fetch(folder: Path, missing: Sequence[Face], say: Say) -> None:
         for package in sizes:  # one that is gone must not take the others with it
             download_packages([package], REQUIREMENTS, packages, say)
     for face in missing:
-        _take_out(packages, folder, face)
+        _extract(packages, folder, face)
     for archive in packages.iterdir():
         archive.unlink()
     packages.rmdir()
 
 
-def _take_out(packages: Path, folder: Path, face: Face) -> None:
+def _extract(packages: Path, folder: Path, face: Face) -> None:
     """Copy a face's font out of whichever archive holds it, if one does."""
     for archive in sorted(packages.iterdir()):
         content = member_of(archive, face.member)
         if content is not None:
-            keep_pinned(_cached(folder, face), content, face.sha256)
+            write_pinned(_cached(folder, face), content, face.sha256)
             return

@@ -68,7 +68,7 @@ def render_faces(fonts: list[FontFile], cache: Path, size: int, console: Console
                 for bitmaps, usable in pool.map(draw_characters, *_tasks(font, characters, size)):
                     results.append((bitmaps, usable))
                     progress.advance(task, len(usable))
-                _keep(folder, font, size, characters, results)
+                _write_images(folder, font, size, characters, results)
     return [_open(font, folder) for font, folder in zip(fonts, folders, strict=True)]
 
 
@@ -122,7 +122,7 @@ def _key(font: FontFile, size: int) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
 
 
-def _keep(
+def _write_images(
     folder: Path,
     font: FontFile,
     size: int,

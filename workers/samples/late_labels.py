@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from geartrain.ams.observe.metrics import Metric, tell_of
+from geartrain.ams.observe.metrics import Metric, register_source
 from geartrain.ams.values.arguments import integer, real_number
 from geartrain.ams.values.errors import ColumnMismatch, InvalidArgument, SourceDamaged, SourceError
 from geartrain.ams.values.specs import Ids
@@ -84,7 +84,7 @@ class LabelledBatches:
         self._given: dict[int, Position] = {}
         self.late_clicks = self.forced = 0
         """Clicks that found no impression waiting; impressions given before their time."""
-        tell_of(self)
+        register_source(self)
 
     def metrics(self) -> Iterator[Metric]:
         """How many wait, and what the window was too small for."""

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from geartrain.ams.client.data_streams import NOTHING, Cursors, DataStreams
-from geartrain.ams.observe.metrics import Metric, tell_of
+from geartrain.ams.observe.metrics import Metric, register_source
 from geartrain.ams.values.errors import (
     Busy,
     Fenced,
@@ -82,7 +82,7 @@ class LeasedSamples(Iterator[SampleBatch]):
         self._told_at = 0.0
         """When a wait for commits was last told of."""
         self._is_closed = self._is_interrupted = False
-        tell_of(self)
+        register_source(self)
 
     def metrics(self) -> Iterator[Metric]:
         """What is read again if this process dies now."""

@@ -85,7 +85,7 @@ class TreeTrainer(EmbeddingTrainer):
         del stop
         liked, depth = self._liked, self._tdm.tree.depth
         counts = f"{len(liked.train):,} clicks on {len(liked.items):,} items"
-        self.attempt.say(f"Training a tree of {depth} levels on {counts}; {len(liked.users):,} users are asked")
+        self.attempt.print_line(f"Training a tree of {depth} levels on {counts}; {len(liked.users):,} users are asked")
 
     def loss(self, step: int) -> Tensor:
         """The loss of the batch of ``step``."""
@@ -115,7 +115,7 @@ class TreeTrainer(EmbeddingTrainer):
         self._recalls.append({"tree": len(self._recalls), "step": step, **found})
         self.events.scalars("held_out", found, step)
         self.metric = f"recall@{CUTS[0]}", found[f"recall_{CUTS[0]}"]
-        self.attempt.say(f"Tree {len(self._recalls)}: {_shown(found)}")
+        self.attempt.print_line(f"Tree {len(self._recalls)}: {_shown(found)}")
 
     def _recalls_of(self, lists: Ids) -> dict[str, float]:
         return {f"recall_{cut}": recall(lists, self._liked, cut) for cut in CUTS}
@@ -147,7 +147,7 @@ class TreeTrainer(EmbeddingTrainer):
         rivals = {"every item scored": self._by_all(), "the most popular": popular}
         others = {rival: self._recalls_of(lists) for rival, lists in rivals.items()}
         for rival, found in others.items():
-            self.attempt.say(f"{rival[0].upper()}{rival[1:]}: {_shown(found)}")
+            self.attempt.print_line(f"{rival[0].upper()}{rival[1:]}: {_shown(found)}")
         narrower = max(max(CUTS), recipe.beam // 2)
         beams = {
             beam: {"nodes_scored": nodes_scored(self._tdm.tree, beam), **self._recalls_of(self._by_beam(beam))}
@@ -156,7 +156,7 @@ class TreeTrainer(EmbeddingTrainer):
         save(self._tdm, out / "model", state={"kinds": liked.train.schema.to_json()["kinds"]})
         for beam, found in beams.items():
             scored = f"{found['nodes_scored']:,} nodes scored, of {len(liked.items):,} items"
-            self.attempt.say(f"Beam {beam}, {scored}: {_shown(found)}")
+            self.attempt.print_line(f"Beam {beam}, {scored}: {_shown(found)}")
         return {
             "held_out": {"trees": self._recalls, "beams": beams, "users": len(liked.users), **others},
             "items": len(liked.items),

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 
-from geartrain.ams.observe.metrics import Metric, tell_of
+from geartrain.ams.observe.metrics import Metric, register_source
 from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier
 from geartrain.ams.rpc.client.patience import Patience
 from geartrain.ams.values.config import ClientConfig
@@ -54,7 +54,7 @@ class JobSteps:
         self._known = StepsDone(done=0, slowest=0, lease_seconds=0.0)
         self._renewal: _Renewal | None = None
         self._waited_seconds = 0.0
-        tell_of(self)
+        register_source(self)
 
     def metrics(self) -> Iterator[Metric]:
         """How far it is ahead of the slowest, and how long it waited for those."""
@@ -76,16 +76,16 @@ class JobSteps:
     def join(self) -> None:
         """Be waited for from now on. Nothing if it is already. Raises SchedulerUnavailable, StaleClient."""
         if self._renewal is None:
-            self._note(self._asked(None))
+            self._record(self._asked(None))
             self._renewal = renewal = _Renewal(self._scheduler, self._who, self._known)
-            weakref.finalize(self, renewal.end)
+            weakref.finalize(self, renewal.stop)
 
     def step_done(self) -> None:
         """Tell that one more step is done. Others hear of it later if the scheduler does not answer."""
         self.join()
-        self._note(StepsDone(done=self.done + 1, slowest=self._known.slowest, lease_seconds=0.0))
+        self._record(StepsDone(done=self.done + 1, slowest=self._known.slowest, lease_seconds=0.0))
         with suppress(SchedulerUnavailable):
-            self._tell(once=True)
+            self._report(once=True)
 
     def wait(self, most_ahead: int, seconds: float) -> None:
         """Return once it is at most ``most_ahead`` steps ahead of the slowest.
@@ -106,14 +106,14 @@ class JobSteps:
             began = time.monotonic()
             time.sleep(max(0.0, min(pause, seconds - waited)))
             pause = min(max(waited / 8, _SHORTEST_PAUSE), _LONGEST_PAUSE)
-            self._tell()
+            self._report()
             self._waited_seconds += time.monotonic() - began
 
     def leave(self) -> None:
         """Have nobody wait for this worker any more. Idempotent; the next :meth:`join` joins again."""
         renewal, self._renewal = self._renewal, None
         if renewal is not None:
-            renewal.end()
+            renewal.stop()
 
     def _waits(self, most_ahead: int) -> str:
         slow = [f"{them.worker!r} ({them.done} done, since {them.seconds:.0f} s)" for them in self._known.slow]
@@ -122,10 +122,10 @@ class JobSteps:
             f"{most_ahead} ahead of the slowest: it waits for {', '.join(slow) or 'those whom the scheduler must hear'}"
         )
 
-    def _tell(self, *, once: bool = False) -> None:
-        self._note(self._asked(self.done, once=once))
+    def _report(self, *, once: bool = False) -> None:
+        self._record(self._asked(self.done, once=once))
 
-    def _note(self, said: StepsDone) -> None:
+    def _record(self, said: StepsDone) -> None:
         """The slowest never fall back: what was heard of them holds, whatever a restarted scheduler knows."""
         known = self._known
         slowest = min(max(said.slowest, known.slowest), said.done)
@@ -159,7 +159,7 @@ class _Renewal:
         self._thread = threading.Thread(target=self._run, name="geartrain-steps", daemon=True)
         self._thread.start()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         self._ended.set()
         if self._thread is not threading.current_thread():
             self._thread.join(_LEAVE_SECONDS)

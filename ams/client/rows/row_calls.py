@@ -65,12 +65,12 @@ class RowCalls:
             write=lambda *_: {},
             write_and_pull=lambda *_: {},
         )
-        self._futures = RowFutures(self._client, elsewhere, settle, CallWatch(retries).look)
+        self._futures = RowFutures(self._client, elsewhere, settle, CallWatch(retries).update)
         self.write_log = WriteLog()
         """Writes of rows of this client."""
 
     def close(self) -> None:
-        """Wait for the calls that :meth:`begin` began."""
+        """Wait for the calls that :meth:`start` began."""
         self._futures.close()
 
     def pull(
@@ -106,7 +106,7 @@ class RowCalls:
         try:
             return call(*given, seconds, watch), refused
         finally:
-            watch.end()
+            watch.stop()
 
     def _attempt_pull(
         self,
@@ -152,7 +152,9 @@ class RowCalls:
     ) -> None:
         """Read the rows that the first attempt has left; None: it has left none."""
         if self._retries.silence.named:
-            self._retries.heard([shard for shard, _ in self.routes(table, ids)], [shard for shard, _ in left or ()])
+            self._retries.record_replies(
+                [shard for shard, _ in self.routes(table, ids)], [shard for shard, _ in left or ()]
+            )
         if left is None:
             return
 
@@ -185,15 +187,15 @@ class RowCalls:
         return cast("list[list[int]]", writes)
 
     def is_sent_at_once(self, num_bytes: int) -> bool:
-        """Whether a request of so many bytes, with those of its reply, is one for :meth:`begin`: it is small, and every
+        """Whether a request of so many bytes, with those of its reply, is one for :meth:`start`: it is small, and every
         shard is behind a connection. Shards of this process have nothing sent.
         """
         return self._retries.remote and num_bytes <= _MOST_SENT_BYTES and not self._retries.unconnected
 
-    def begin(self, prepare: Callable[[], PreparedCall]) -> RowFuture:
-        """Begin a call whose caller does not wait for it; see :meth:`RowFutures.begin`."""
+    def start(self, prepare: Callable[[], PreparedCall]) -> RowFuture:
+        """Begin a call whose caller does not wait for it; see :meth:`RowFutures.start`."""
         self._retries.require_usable()
-        return self._futures.begin(prepare)
+        return self._futures.start(prepare)
 
     def pull_to_begin(
         self,
@@ -204,7 +206,7 @@ class RowCalls:
         *,
         required_sync: SyncGroup | None = None,
     ) -> PreparedCall:
-        """:meth:`pull`, for :meth:`begin`; ``result`` makes what its future holds, once the rows are in ``out``."""
+        """:meth:`pull`, for :meth:`start`; ``result`` makes what its future holds, once the rows are in ``out``."""
         bits = out if table.dtype_code == 0 else out.view(np.uint16)
 
         def send(future: RowFuture) -> bool:
@@ -239,7 +241,7 @@ class RowCalls:
         (reply, writes), refused = self._first_attempt(self._traced.write_and_pull, *write[:2], out)
         return self.written(write, reply, refused), writes
 
-    def begin_write(self, write: RowsToWrite, future: RowFuture) -> bool:
+    def start_write(self, write: RowsToWrite, future: RowFuture) -> bool:
         """Send a write to all of its shards. False: not now; see :class:`PreparedCall`."""
         return self._client.begin_write(*write[:2], self._retries.config.attempt_timeout_seconds, future)
 
@@ -256,10 +258,10 @@ class RowCalls:
         prepared, context, shards = write
         if type(reply) is tuple:
             if self._retries.silence.named:
-                self._retries.heard(shards, ())
+                self._retries.record_replies(shards, ())
             return reply
         left = [(shard, outcome) for shard, outcome in zip(shards, reply, strict=True) if type(outcome) is not tuple]
-        self._retries.heard(shards, [shard for shard, _ in left])
+        self._retries.record_replies(shards, [shard for shard, _ in left])
 
         def attempt(shard: int, seconds: float, watch: Any) -> Any:
             (outcome,) = self._client.write([(prepared, context, (shard,))], seconds, watch)

@@ -56,7 +56,7 @@ class RowFuture(BackgroundFuture):
         assert self.call is not None
         return self.call.send(self)
 
-    def settle(self, reply: Any) -> None:
+    def resolve(self, reply: Any) -> None:
         """Make the result of what the call came to."""
         assert self.call is not None
         self._work, self.call = partial(self.call.finish, reply), None
@@ -76,7 +76,7 @@ class RowFuture(BackgroundFuture):
         return True
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
-        super().add_done_callback(partial(self._futures.call_back, fn))
+        super().add_done_callback(partial(self._futures.run_callback, fn))
 
 
 def _raise(error: BaseException) -> None:
@@ -109,7 +109,7 @@ class RowFutures:
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def begin(self, prepare: Callable[[], PreparedCall]) -> RowFuture:
+    def start(self, prepare: Callable[[], PreparedCall]) -> RowFuture:
         """Return the future of a call, which is sent now, or once others have ended. What ``prepare`` raises is its
         error. Raises Unavailable once closed.
         """
@@ -134,7 +134,7 @@ class RowFutures:
         self._client.nudge()
         return future
 
-    def call_back(self, fn: Callable[[Future[Any]], object], future: Future[Any]) -> None:
+    def run_callback(self, fn: Callable[[Future[Any]], object], future: Future[Any]) -> None:
         """Call what somebody has asked to be called: not on the thread that he may wait for."""
         if threading.current_thread() is self._thread:
             self._elsewhere(partial(_logged, fn, future))
@@ -162,7 +162,7 @@ class RowFutures:
         while not self._is_over():
             reply = self._client.next_reply(_LOOK_SECONDS)
             if reply is not None:
-                self._take(*reply)
+                self._resolve(*reply)
             self._send_line()
             if time.monotonic() >= next_look:
                 self._watch(self._client.waiting(_LOOK_SECONDS))
@@ -178,14 +178,14 @@ class RowFutures:
                 self._thread = thread
         return self._thread is None
 
-    def _take(self, future: RowFuture, reply: Any) -> None:
+    def _resolve(self, future: RowFuture, reply: Any) -> None:
         """Settle a future whose call has come to its end, or has not by its first attempt."""
         self._open.discard(future)  # who closes waits for this thread, and then for those elsewhere
         if reply is None or isinstance(reply, tuple):
-            future.settle(reply)
+            future.resolve(reply)
             return
         try:
-            self._settle(partial(future.settle, reply))
+            self._settle(partial(future.resolve, reply))
         except Exception as exc:  # no thread is to be had
             future.fail(exc)
 
@@ -193,7 +193,7 @@ class RowFutures:
         while self._line:
             future = self._line[0]
             try:
-                if not future.running() and not future.begin():
+                if not future.running() and not future.start():
                     self._open.discard(future)  # it was cancelled
                 elif not future.send():
                     return

@@ -34,7 +34,7 @@ class WriteLog:
             self.readers.append(weakref.ref(made))
         return made
 
-    def begin(self, table: str, ids: Ids) -> int | None:
+    def start(self, table: str, ids: Ids) -> int | None:
         """A write is about to touch rows of a table. Returns its number; None: nobody wants to know."""
         if not self.readers:
             return None
@@ -49,7 +49,7 @@ class WriteLog:
             self.readers = [ref for ref, _ in alive]
         return number
 
-    def end(self, number: int) -> None:
+    def finish(self, number: int) -> None:
         """It was applied, or given up. Waits for nothing: the garbage collector calls it."""
         self._open.pop(number, None)
 

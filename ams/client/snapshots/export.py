@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from geartrain.ams.client.shard_calls import ShardCalls
-from geartrain.ams.client.snapshots.snapshot import JobContents, PendingSnapshot, begin_snapshot
+from geartrain.ams.client.snapshots.snapshot import JobContents, PendingSnapshot, start_snapshot
 from geartrain.ams.rpc.client.patience import Patience
 from geartrain.ams.storage.export.versions import newest_number, newest_version, version, version_name
 from geartrain.ams.storage.snapshot.folder import Snapshot
@@ -49,7 +49,7 @@ class PendingExport:
         return self.version
 
 
-def begin_export(
+def start_export(
     calls: ShardCalls,
     view: Callable[[], ClusterView],
     tables: str | Sequence[str],
@@ -78,7 +78,7 @@ def begin_export(
     while True:
         number = newest_number(root) + 1
         try:
-            pending = begin_snapshot(
+            pending = start_snapshot(
                 calls,
                 view,
                 root,

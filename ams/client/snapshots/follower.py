@@ -80,9 +80,9 @@ class FollowedTables:
         with self._refreshing:
             before = self._at
             try:
-                self._go_on()
+                self._follow()
             except SnapshotDamaged:  # or compacted and removed since its successor was looked at
-                if not self._go_past():
+                if not self._skip_to_base():
                     raise
             return None if self._at is before else self.version
 
@@ -125,7 +125,7 @@ class FollowedTables:
             raise TableNotFound(f"there is no table {name!r} in {self.root}; it has {known}")
         return found
 
-    def _go_on(self) -> None:
+    def _follow(self) -> None:
         newest = newest_version(self.root)
         moment = "" if self._at is None else self._at.manifest.moment_id
         if newest is None or newest.manifest.moment_id == moment:
@@ -133,7 +133,7 @@ class FollowedTables:
         for step in route_to(newest, moment):
             self._apply(step)
 
-    def _go_past(self) -> bool:
+    def _skip_to_base(self) -> bool:
         """Go on from a base that is newer than what is here, whatever lies between; whether there is one."""
         newest = newest_version(self.root)
         steps = [] if newest is None else route_to(newest, "")
@@ -162,7 +162,7 @@ class FollowedTables:
             else:
                 removed[name] = _removed_by(step, name)
                 blocks[name] = list(_blocks_of(step, name))
-                table.make_room(np.concatenate([np.empty(0, np.int64), *(block["ids"] for block in blocks[name])]))
+                table.reserve(np.concatenate([np.empty(0, np.int64), *(block["ids"] for block in blocks[name])]))
         with self._readers.alone():
             for name, gone in removed.items():
                 self._tables[name].remove(gone)
@@ -316,7 +316,7 @@ def _made_anew(
     table = RowTable(spec, np.arange(NUM_BUCKETS))
     table.moments.forget_all()  # nobody asks what was written, or removed, since
     if spec.num_rows is None:  # at once, rather than as they come: any ids that are not there will do
-        table.make_room(np.arange(sum(entry.num_rows for entry in _entries(step, EXPORT, spec.name))))
+        table.reserve(np.arange(sum(entry.num_rows for entry in _entries(step, EXPORT, spec.name))))
     if before is not None and before.spec.is_same_table(spec) and counting.any():
         with copying:
             for ids, rows in _rows_of(before, counting):

@@ -94,11 +94,11 @@ class PendingSnapshot:
     def when_done(self, then: Callable[[BaseException | None], None]) -> None:
         """Call ``then`` once it is whole, or has failed with an error."""
 
-        def end(work: Future[Place]) -> None:
+        def finish(work: Future[Place]) -> None:
             if not work.cancelled():
                 then(work.exception())
 
-        self._work.add_done_callback(end)
+        self._work.add_done_callback(finish)
 
 
 @dataclass
@@ -112,13 +112,13 @@ class _Hold:
     graphs: GraphCalls | None
     _ended: threading.Event = field(default_factory=threading.Event)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """From now on."""
         self.calls.held_snapshots.add(self.freeze.snapshot_id)
         renewing = threading.Thread(target=self._renew, name="geartrain-freeze", daemon=True)
         shielded(renewing.start)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """No more. Idempotent."""
         self._ended.set()
         self.calls.held_snapshots.discard(self.freeze.snapshot_id)
@@ -156,7 +156,7 @@ def free_name(root: str | Path, step: int) -> str:
         return name  # whoever writes there says what is wrong with the folder
 
 
-def begin_snapshot(
+def start_snapshot(
     calls: ShardCalls,
     view: Callable[[], ClusterView],
     root: str | Path,
@@ -196,7 +196,7 @@ def begin_snapshot(
     )
     hold = _Hold(calls, freeze, caller, check_caller, graphs)
     try:
-        hold.begin()
+        hold.start()
         # One that waited on a shard for another to end would hold moments far apart.
         all_of(calls.on_all_shards(freeze, recovery_seconds=0 if rows_alone else None, caller=caller))
         specs = [spec for spec in view().tables if spec.name in chosen]
@@ -208,8 +208,8 @@ def begin_snapshot(
         write = WriteFrozen(snapshot_id=staging.id, folder=staging.path, rows_alone=rows_alone)
         work = calls.background(_finish, hold, staging, specs, job, older, write)
     except BaseException:  # also Ctrl-C
-        hold.end()
-        _give_up(calls, staging)
+        hold.stop()
+        _discard(calls, staging)
         raise
     return PendingSnapshot(within(staging.root, name), work)
 
@@ -255,12 +255,12 @@ def _finish(
             writer=None if caller is None else Writer(stream=caller.stream, incarnation=caller.incarnation),
         )
     except BaseException:
-        hold.end()
-        _give_up(calls, staging)
+        hold.stop()
+        _discard(calls, staging)
         raise
     failpoints.reach("snapshot.commit.after")
-    hold.end()
-    _tell(calls, Thaw(snapshot_id=staging.id, kept=True))
+    hold.stop()
+    _thaw(calls, Thaw(snapshot_id=staging.id, kept=True))
     return path
 
 
@@ -291,13 +291,13 @@ def _graph_files(
         return graphs.write_snapshot(staging.path, staging.id, sizes)
     except (GraphUnavailable, StateError) as exc:
         logger.warning("snapshot %r holds no graph: %s", staging.name, exc)
-        staging.keep_only(others)  # it may have written some of its blocks
+        staging.remove_all_but(others)  # it may have written some of its blocks
         return []
 
 
-def _give_up(calls: ShardCalls, staging: Staging) -> None:
+def _discard(calls: ShardCalls, staging: Staging) -> None:
     try:
-        _tell(calls, Thaw(snapshot_id=staging.id, kept=False))
+        _thaw(calls, Thaw(snapshot_id=staging.id, kept=False))
     finally:
         staging.abandon()
 
@@ -318,7 +318,7 @@ def _require_parent(older: Snapshot) -> None:
     now.chain()
 
 
-def _tell(calls: ShardCalls, thaw: Thaw) -> None:
+def _thaw(calls: ShardCalls, thaw: Thaw) -> None:
     """Best effort: a shard that cannot be told lets go when the lease of the freeze is over."""
     calls.on_all_shards(thaw, min(_TELL_SECONDS, calls.config.attempt_timeout_seconds), recovery_seconds=0)
 

@@ -28,13 +28,13 @@ class GearLedger:
         self._given_up = 0
         self._lock = threading.Lock()
 
-    def note(self, process: str, account: GearAccount) -> None:
+    def record(self, process: str, account: GearAccount) -> None:
         """Record a slow gear's account of the gradients sent to it."""
         with self._lock:
             self._told[process] = account
             self._lost.pop(process, None)
 
-    def give_up(self, process: str, count: int) -> None:
+    def record_loss(self, process: str, count: int) -> None:
         """Record the loss of ``count`` gradients, sent to a slow gear that is gone and did not acknowledge them."""
         with self._lock:
             self._given_up += count
@@ -51,7 +51,7 @@ class GearLedger:
         with self._lock:
             return any(address_of(process) not in addresses for process in self._told)
 
-    def settle(self, states: Iterable[GearState], silent: Iterable[str], keepers: Collection[str] = ()) -> None:
+    def update(self, states: Iterable[GearState], silent: Iterable[str], keepers: Collection[str] = ()) -> None:
         """These are all slow gears there are, and ``silent`` the addresses of those that did not answer."""
         states, unheard = list(states), set(silent)
         taken_over = {process for state in states for process in state.taken_over}

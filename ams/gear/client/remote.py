@@ -139,11 +139,11 @@ class RemoteGears:
                     continue
                 vectors_KD[places], versions[places], times[places] = reply.vectors_KD, reply.versions, reply.times
                 failures.update(reply.failures)
-                self._heard(address, reply.dense_version)
+                self._record_version(address, reply.dense_version)
             left = np.concatenate([np.empty(0, np.int64), *unanswered])
             if len(left):
                 self._pause(patience)
-                self._look()
+                self._refresh()
         return FeatureReply(
             vectors_KD=vectors_KD,
             versions=versions,
@@ -174,7 +174,7 @@ class RemoteGears:
                         left.append((before, part, exc))
                 if left:
                     self._pause(patience)
-                    self._look()
+                    self._refresh()
                 waits = time.monotonic() - began < self._config.recovery_timeout_seconds / 2
                 for before, part, error in left:
                     parts.remove(part)
@@ -191,23 +191,23 @@ class RemoteGears:
             return carrier.flush(self._name, timeout)
 
         while left := [address for address in self._addresses() if address not in done]:
-            for address, call in [(address, self._begin(address, flush)) for address in left]:
+            for address, call in [(address, self._start(address, flush)) for address in left]:
                 try:
-                    self._heard(address, call())
+                    self._record_version(address, call())
                     done.add(address)
                 except _PASSING as exc:
                     patience.error = exc
             if not done >= set(left):
                 self._pause(patience)
-                self._look()
+                self._refresh()
 
     def account(self, source: str | None = None) -> GearAccount:
         """See :class:`GearPort`. Of one that is dead, ``lost`` is known once its lease has run out."""
-        self._look()
+        self._refresh()
         if source is None:
             states, _ = self._describe([])
             return sum((state.account for state in states), GearAccount())
-        self._settle()
+        self._account()
         return self._ledger.total()
 
     def close(self) -> None:
@@ -220,7 +220,7 @@ class RemoteGears:
         patience = self._patience()
         while True:
             try:
-                self._look(required=True)
+                self._refresh(required=True)
                 states, silent = self._describe([])
             except (AttemptFailed, SchedulerUnavailable) as exc:
                 patience.error = exc
@@ -234,13 +234,13 @@ class RemoteGears:
                     f"dim is {self._dim}; the slow gear of {self._name!r} at {state.address} makes features of "
                     f"width {state.dim}"
                 )
-            self._heard(state.address, state.dense_version)
+            self._record_version(state.address, state.dense_version)
             self.gradients_per_id = state.gradients_per_id
-        self._note_keepers(states)
+        self._record_keepers(states)
 
     def _asked(self, address: str | None, ids: Ids) -> AwaitReply[FeatureReply]:
         timeout = self._config.hosted_timeout_seconds
-        return self._begin(
+        return self._start(
             address, lambda carrier: carrier.features(self._name, ids, self._dim, self._freshness, timeout)
         )
 
@@ -254,7 +254,7 @@ class RemoteGears:
         )
         config = self._config
         timeout = config.hosted_timeout_seconds if self._wait else config.attempt_timeout_seconds
-        return self._begin(
+        return self._start(
             part.address,
             lambda carrier: carrier.deliver(
                 self._name, sent, wait=self._wait, sent_to=part.process, timeout_seconds=timeout
@@ -262,7 +262,7 @@ class RemoteGears:
         )
 
     def _taken(self, part: DeliveryPart, taken: Taken, sequence: int) -> None:
-        self._heard(part.address, taken.dense_version)
+        self._record_version(part.address, taken.dense_version)
         if taken.is_repeat and not part.process:
             logger.warning(
                 "delivery %d of %r was counted before, by a process of this name that came further: nothing is counted "
@@ -270,7 +270,7 @@ class RemoteGears:
                 sequence,
                 part.source,
             )
-        self._ledger.note(taken.process, taken.account)
+        self._ledger.record(taken.process, taken.account)
 
     def _sent(self, part: DeliveryPart) -> DeliveryPart:
         """A part, when it is under way."""
@@ -291,17 +291,17 @@ class RemoteGears:
         if owner in self._addresses() and self._process(owner) == part.process:
             return [replace(part, address=owner)]
         if part.process in self._keepers:
-            self._settle()  # who goes on for it says so
+            self._account()  # who goes on for it says so
             successor = self._successors.get(part.process)
             if successor in self._addresses() or waits:
                 return [replace(part, address=successor)]
-        self._ledger.give_up(part.process, len(part.positions))
+        self._ledger.record_loss(part.process, len(part.positions))
         return []
 
     def _process(self, address: str) -> str:
         return process_at(address, self._incarnations.get(address, 0))
 
-    def _begin(self, address: str | None, begin: Callable[[GrpcGearCarrier], AwaitReply[R]]) -> AwaitReply[R]:
+    def _start(self, address: str | None, begin: Callable[[GrpcGearCarrier], AwaitReply[R]]) -> AwaitReply[R]:
         def nobody() -> R:
             raise NotSent(f"no slow gear of {self._name!r} holds some partitions")
 
@@ -325,24 +325,24 @@ class RemoteGears:
         """While a reply is waited for: hang up on slow gears that hold nothing any more."""
         if self._glancing.acquire(blocking=False):
             try:
-                self._ask()
+                self._read_holders()
             except SchedulerUnavailable as exc:
                 logger.debug("%s", exc)
             finally:
                 self._glancing.release()
 
-    def _look(self, *, required: bool = False) -> None:
+    def _refresh(self, *, required: bool = False) -> None:
         """Ask the scheduler who holds what; account for those who are gone."""
         try:
-            self._ask()
+            self._read_holders()
         except SchedulerUnavailable:
             if required:
                 raise
             return  # it may come back; the slow gears are known as they were
         if self._ledger.knows_gone(self._addresses()):
-            self._settle()
+            self._account()
 
-    def _ask(self) -> None:
+    def _read_holders(self) -> None:
         found = self._ask_holders()
         self._lease_seconds = found.lease_seconds
         if len(found.holders) == NUM_PARTITIONS:
@@ -354,14 +354,14 @@ class RemoteGears:
         for carrier in gone:
             carrier.close()
 
-    def _settle(self) -> None:
+    def _account(self) -> None:
         states, silent = self._describe([self._source])
-        self._note_keepers(states)
-        self._ledger.settle(states, silent, self._keepers)
+        self._record_keepers(states)
+        self._ledger.update(states, silent, self._keepers)
         for state in states:
-            self._heard(state.address, state.dense_version)
+            self._record_version(state.address, state.dense_version)
 
-    def _note_keepers(self, states: Sequence[GearState]) -> None:
+    def _record_keepers(self, states: Sequence[GearState]) -> None:
         for state in states:
             if state.keeps_gradients:
                 self._keepers.add(state.process)
@@ -371,7 +371,7 @@ class RemoteGears:
         """What every slow gear says, and which do not answer."""
         timeout = min(_DESCRIBE_SECONDS, self._config.attempt_timeout_seconds)
         calls = [
-            (address, self._begin(address, lambda carrier: carrier.describe(sources, timeout)))
+            (address, self._start(address, lambda carrier: carrier.describe(sources, timeout)))
             for address in self._addresses()
         ]
         states, silent = [], []
@@ -386,7 +386,7 @@ class RemoteGears:
     def _addresses(self) -> list[str]:
         return sorted({holder for holder in self._holders if holder is not None})
 
-    def _heard(self, address: str | None, dense_version: int) -> None:
+    def _record_version(self, address: str | None, dense_version: int) -> None:
         """The versions of all slow gears go on side by side, and back together when the cluster is restored."""
         if address is not None:
             with self._lock:

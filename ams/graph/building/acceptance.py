@@ -115,7 +115,7 @@ class Refiner:
 
     def _redo_in_float32(self, rows: Floats, first: int, places: Places, core: CoreProducts, lists: Lists) -> Places:
         """Recall rows again with the engine of the small bound; return the places that stay uncertain."""
-        keep = min(core.keep(self._k), self._blocks.num_rows)
+        keep = min(core.num_candidates(self._k), self._blocks.num_rows)
         uncertain = [np.empty(0, np.int64)]
         for start in range(0, len(places), _STRIP_ROWS):
             some = places[start : start + _STRIP_ROWS]

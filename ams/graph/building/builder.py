@@ -130,7 +130,7 @@ class _Plan:
     def of(cls, source: RowSource, k: int, engine: BlockProducts, memory_bytes: int, *, saves: bool) -> _Plan:
         num_rows, row_bytes = source.num_rows, 4 * source.dim
         # All of a small table: then nothing is left out, and there is nothing to prove.
-        keep = min(max(engine.keep(k), k), num_rows)
+        keep = min(max(engine.num_candidates(k), k), num_rows)
         # A saved state is in memory twice; exact scores and lists of a block of rows come on top.
         state_bytes = engine.row_bytes(keep) * (2 if saves else 1) + 16 * keep
         if num_rows * (row_bytes + state_bytes) <= memory_bytes:
@@ -235,8 +235,8 @@ class _Build:
 
     def _part(self, part: int, start: int, stop: int, lists: npt.NDArray[np.int32]) -> None:
         rows = self.blocks.read(start, stop)
-        recall = self.engine.begin(start, stop - start, self.plan.keep)
-        skipped = self._take_up(part, recall)
+        recall = self.engine.start(start, stop - start, self.plan.keep)
+        skipped = self._resume(part, recall)
         saved_at = time.monotonic()
         loaded: dict[tuple[int, int], Any] = {}
         for number, step in enumerate(self._steps(start, stop)):
@@ -257,7 +257,7 @@ class _Build:
         """Return the folder, unless rows have changed: the results no longer match the fingerprint."""
         return None if self.blocks.changed else self.folder
 
-    def _take_up(self, part: int, recall: Recall) -> int:
+    def _resume(self, part: int, recall: Recall) -> int:
         found = None if self.folder is None else self.folder.running(part)
         if found is None:
             return 0

@@ -59,7 +59,7 @@ class BlockProducts(Protocol):
     def error_bound(self, dim: int) -> float:
         """Return the largest error of a product of two unit rows of this width."""
 
-    def keep(self, k: int) -> int:
+    def num_candidates(self, k: int) -> int:
         """Return the number of candidates (k' > k) to recall, so that few rows have to be recomputed."""
 
     def row_bytes(self, keep: int) -> int:
@@ -68,7 +68,7 @@ class BlockProducts(Protocol):
     def load(self, rows: Floats, first: int) -> Any:
         """Load unit rows [N, D] of classes ``first`` … to where products are computed."""
 
-    def begin(self, first: int, num_rows: int, keep: int) -> Recall:
+    def start(self, first: int, num_rows: int, keep: int) -> Recall:
         """Return an empty running best."""
 
 
@@ -105,19 +105,19 @@ class CoreProducts:
         length = 1 + 2.0**-23 * math.sqrt(dim)
         return product / (1 - product) * length**2 + dim * 2.0**-120
 
-    def keep(self, k: int) -> int:
+    def num_candidates(self, k: int) -> int:
         """Return a few more than k: float32 misorders only near ties."""
         return k + 8 + k // 32
 
     def row_bytes(self, keep: int) -> int:
-        """Return 8 bytes a candidate, for twice ``keep`` of them, and 9 more."""
+        """Return 8 bytes a candidate, for twice ``num_candidates`` of them, and 9 more."""
         return 2 * 8 * keep + 9
 
     def load(self, rows: Floats, first: int) -> _Block:
         """Return the rows where they are."""
         return _Block(rows, first)
 
-    def begin(self, first: int, num_rows: int, keep: int) -> _CoreRecall:
+    def start(self, first: int, num_rows: int, keep: int) -> _CoreRecall:
         return _CoreRecall(first, num_rows, keep, self.num_threads)
 
 

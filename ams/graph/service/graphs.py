@@ -98,7 +98,7 @@ class Graphs:
         """Number of ended builds by table and outcome."""
         self._is_closed = False
 
-    def begin(self, table: str, k: int, *, step: int = 0) -> Build:
+    def start(self, table: str, k: int, *, step: int = 0) -> Build:
         """Start a build, or join the one under way. Raises InvalidArgument."""
         if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k < 2**31:
             raise InvalidArgument(f"k is {k!r}; it must be an integer from 1 to 2**31 - 1")
@@ -131,7 +131,7 @@ class Graphs:
     ) -> GraphBuilt:
         if cancelled():
             raise Cancelled(f"building the graph of table {table!r} was cancelled before it began")
-        build = self.begin(table, k, step=step)
+        build = self.start(table, k, step=step)
         try:
             for state in build.watch():
                 if progress is not None:
@@ -232,7 +232,7 @@ class Graphs:
             # Writes count on from the snapshot's, on each of the present shards.
             writes = (_writes(state, table) or 0) if state is not None else 0
             version = dataclasses.replace(found[1], table_version=writes, table_incarnation=incarnation)
-            self._keep(found[0], version)
+            self._replace(found[0], version)
             restored.append(table)
         return restored
 
@@ -281,7 +281,7 @@ class Graphs:
                 cancelled=lambda: build.is_cancelled,
                 resume=folder,
             )
-            version = self._keep_built(build, built, writes)
+            version = self._store_built(build, built, writes)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         info = _info(built.table, version)
@@ -289,7 +289,7 @@ class Graphs:
         logger.info("table %r: graph version %d, k %d, built in %.1f s", info.table, info.version, info.k, seconds)
         return GraphBuilt(graph=_with_age(info, self._state()), resumed_pairs=built.resumed_pairs)
 
-    def _keep_built(self, build: Build, built: Built, writes: int) -> RowsVersion:
+    def _store_built(self, build: Build, built: Built, writes: int) -> RowsVersion:
         with contextlib.suppress(GeartrainError):  # none, or a damaged one: the new one counts from 1
             self._find(build.table, {build.table: build.incarnation})
         older = self._loaded.get(build.table)
@@ -302,10 +302,10 @@ class Graphs:
             graph_version=1 if older is None else older[1].graph_version + 1,
             table_incarnation=build.incarnation,
         )
-        self._keep(built.table, version, build.check)
+        self._replace(built.table, version, build.check)
         return version
 
-    def _keep(self, graph: NeighbourTable, version: RowsVersion, check: Callable[[], None] = lambda: None) -> None:
+    def _replace(self, graph: NeighbourTable, version: RowsVersion, check: Callable[[], None] = lambda: None) -> None:
         """Replace the older graph, unless ``check`` raises: a cancelled build must not undo a forget or a restore."""
         with self._store_lock:
             check()

@@ -59,12 +59,12 @@ class GraphService:
             RestoreGraphs: self._restore,
         }
 
-    def end(self) -> None:
+    def abort_waits(self) -> None:
         """Abort calls that wait for a build: their clients call the next service."""
         self._ended.set()
 
     def _build(self, request: BuildGraph, call: Call) -> Iterator[BuildProgress]:
-        build = self._graphs.begin(request.table, request.k, step=request.step)
+        build = self._graphs.start(request.table, request.k, step=request.step)
         while not wait_for([build.result], PROGRESS_SECONDS).done and call.servicer.is_active():
             self._require_serving(call)
             yield BuildProgress(building=build.state())
@@ -145,7 +145,7 @@ class GraphServer:
             server.add(bind(GRAPH, service.by_request))
             self._on_stop.callback(RevokedWatch(server.tokens, config.scheduler).close)
             self._on_stop.callback(lambda: server.stop(self._grace_seconds))
-            self._on_stop.callback(service.end)
+            self._on_stop.callback(service.abort_waits)
             server.start()
         except BaseException:
             self.stop(0)

@@ -56,10 +56,10 @@ class GrpcCalls:
         reply: R = method.reply.decode(data)
         return reply
 
-    def begin(self, request: Rpc[R], timeout_seconds: float | None) -> AwaitReply[R]:
+    def start(self, request: Rpc[R], timeout_seconds: float | None) -> AwaitReply[R]:
         """Send a request and return the function that waits for the reply. Raises NotSent."""
         method = self._service[type(request)]
-        reply = self.begin_bytes(method.path, method.encode(request), timeout_seconds)
+        reply = self.start_bytes(method.path, method.encode(request), timeout_seconds)
         return lambda: method.reply.decode(reply())
 
     def stream(self, request: Rpc[R]) -> Iterator[R]:
@@ -75,15 +75,15 @@ class GrpcCalls:
     def waited(self, call: Any, timeout_seconds: float | None) -> None:
         """React to a missing reply; does nothing here."""
 
-    def begin_bytes(self, path: str, data: bytes, timeout_seconds: float | None) -> AwaitReply[bytes]:
-        """Do :meth:`begin` with an encoded request and an encoded reply."""
+    def start_bytes(self, path: str, data: bytes, timeout_seconds: float | None) -> AwaitReply[bytes]:
+        """Do :meth:`start` with an encoded request and an encoded reply."""
         method: Any = self._channel.unary_unary(path)
         try:
             call = shielded(partial(method.future, data, timeout=timeout_seconds))
         except ValueError as exc:  # raised by gRPC for a closed channel
             raise NotSent(f"{self._peer}: the connection is closed") from exc
 
-        def settle() -> bytes:
+        def await_reply() -> bytes:
             pause, longest = self.pauses or (None, 0.0)
             while True:
                 try:
@@ -97,11 +97,11 @@ class GrpcCalls:
                 except grpc.FutureCancelledError as exc:
                     raise AttemptFailed(f"{self._peer}: the connection was closed") from exc
 
-        return settle
+        return await_reply
 
     def _reply(self, path: str, data: bytes, timeout_seconds: float | None) -> bytes:
         if self.pauses is not None:
-            return self.begin_bytes(path, data, timeout_seconds)()
+            return self.start_bytes(path, data, timeout_seconds)()
         method: Any = self._channel.unary_unary(path)
         try:  # without a change of thread, which costs half a millisecond
             reply: bytes = method(data, timeout=timeout_seconds)

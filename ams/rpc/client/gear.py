@@ -59,36 +59,36 @@ class GrpcGearCarrier(GrpcCalls):
         self, name: str, ids: Ids, dim: int, freshness: Freshness, timeout_seconds: float
     ) -> AwaitReply[FeatureReply]:
         """Ask for the features of distinct ids. Raises InvalidRows if they come in another number or width."""
-        pending = self.begin(
+        pending = self.start(
             AskFeatures(
                 name=name, ids=ids, max_age_seconds=freshness.max_age_seconds, max_version_lag=freshness.max_version_lag
             ),
             timeout_seconds,
         )
 
-        def settle() -> FeatureReply:
+        def await_reply() -> FeatureReply:
             reply = pending()
             if reply.vectors_KD.shape != (len(ids), dim) and (len(ids) or reply.vectors_KD.size):
                 raise InvalidRows(f"features came as {list(reply.vectors_KD.shape)}; they must be [{len(ids)}, {dim}]")
             return reply
 
-        return settle
+        return await_reply
 
     def deliver(
         self, name: str, delivery: Delivery, *, wait: bool, sent_to: str, timeout_seconds: float
     ) -> AwaitReply[Taken]:
         """Deliver gradients."""
-        return self.begin(
+        return self.start(
             PushFeatureGradients(name=name, delivery=delivery, wait=wait, sent_to=sent_to), timeout_seconds
         )
 
     def flush(self, name: str, timeout_seconds: float) -> AwaitReply[int]:
         """Ask for all waiting gradients to be applied; the reply is the dense version."""
-        return self.begin(FlushGradients(name=name), timeout_seconds)
+        return self.start(FlushGradients(name=name), timeout_seconds)
 
     def describe(self, sources: Sequence[str], timeout_seconds: float) -> AwaitReply[GearState]:
         """Ask for its state."""
-        return self.begin(DescribeGear(sources=tuple(sources)), timeout_seconds)
+        return self.start(DescribeGear(sources=tuple(sources)), timeout_seconds)
 
     def hand_over(self, name: str, process: str, accounts: Mapping[str, GearAccount], timeout_seconds: float) -> None:
         """Report the accounts of ``process``, which shuts down."""

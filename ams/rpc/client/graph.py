@@ -36,7 +36,7 @@ class GrpcGraphCarrier(GrpcCalls):
 
     def greet(self, timeout_seconds: float) -> None:
         """Ask for its health: any answer shows that it is there."""
-        self.begin_bytes(_HEALTH, health_pb2.HealthCheckRequest().SerializeToString(), timeout_seconds)()
+        self.start_bytes(_HEALTH, health_pb2.HealthCheckRequest().SerializeToString(), timeout_seconds)()
 
     def download(self, table: str) -> tuple[GraphInfo, npt.NDArray[np.int64], npt.NDArray[Any]]:
         """Return (info, offsets, neighbours) of a graph. Raises ProtocolError if it arrived damaged or cut."""
@@ -55,9 +55,9 @@ class GrpcGraphCarrier(GrpcCalls):
         if num_bytes > most * np.dtype(dtype).itemsize or num_bytes % np.dtype(dtype).itemsize:
             raise ProtocolError(f"{num_bytes} bytes of neighbours were announced for {info}")
         filler = _Filler(offsets, np.empty(num_bytes // np.dtype(dtype).itemsize, dtype))
-        filler.take(header, raw.get(_DATA))
+        filler.receive(header, raw.get(_DATA))
         for data in replies:
-            filler.take(*_chunk(data))
+            filler.receive(*_chunk(data))
         filler.finish()
         return info, offsets, filler.arrays[1]
 
@@ -69,7 +69,7 @@ class _Filler:
         self.arrays = arrays
         self._left = [array.view(np.uint8) for array in arrays]
 
-    def take(self, header: graph_pb2.DownloadGraphReply, raw: memoryview | None) -> None:
+    def receive(self, header: graph_pb2.DownloadGraphReply, raw: memoryview | None) -> None:
         data = np.frombuffer(b"" if raw is None else raw, np.uint8)
         if xxhash.xxh3_64_intdigest(data.data) != header.checksum:
             raise ProtocolError("a chunk of a graph came damaged (its checksum is another); load it again")

@@ -34,7 +34,7 @@ class Patience:
         """Count the time from this moment (of time.monotonic), if it is the latest, instead of the first failure."""
         self._began = moment if self._began is None else max(self._began, moment)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Reset after an answer. Pauses briefly, since others got their answers at the same time."""
         self._began, self._has_paused, self._pause = None, False, _FIRST_PAUSE_SECONDS
         self._given_up.wait(self._pause * random.uniform(0.5, 1.0))

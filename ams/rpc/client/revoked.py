@@ -29,7 +29,7 @@ class RevokedWatch:
             return
         self._tokens, self._is_silent = tokens, False
         self._calls = GrpcCalls(SCHEDULER, "scheduler", scheduler)
-        self._ask()
+        self._fetch()
         self._thread = threading.Thread(target=self._run, name="geartrain-revoked", daemon=True)
         self._thread.start()
 
@@ -42,12 +42,12 @@ class RevokedWatch:
 
     def _run(self) -> None:
         while not self._ended.wait(_ASK_SECONDS):
-            self._ask()
+            self._fetch()
 
-    def _ask(self) -> None:
+    def _fetch(self) -> None:
         try:
             if self._tokens.are_wanted:
-                self._tokens.hear(self._calls.call(ReadRevoked(known=self._tokens.heard), _TIMEOUT_SECONDS))
+                self._tokens.add_revoked(self._calls.call(ReadRevoked(known=self._tokens.heard), _TIMEOUT_SECONDS))
             self._is_silent = False
         except (GeartrainError, AttemptFailed) as exc:
             if not self._is_silent:

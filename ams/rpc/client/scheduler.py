@@ -35,10 +35,10 @@ class GrpcSchedulerCarrier(GrpcCalls):
     def call(self, request: Rpc[R], timeout_seconds: float | None) -> R:
         reply = super().call(request, timeout_seconds)
         if self._silence.named:
-            self._silence.heard(self._as_peer)
+            self._silence.record_reply(self._as_peer)
         return reply
 
     def waited(self, call: Any, timeout_seconds: float | None) -> None:
         """Log if the scheduler does not even answer a health check."""
         wait = "until it does" if timeout_seconds is None else f"up to {timeout_seconds:g} s"
-        self._silence.ask(lambda: () if call.done() else (self._as_peer,), wait)
+        self._silence.check(lambda: () if call.done() else (self._as_peer,), wait)

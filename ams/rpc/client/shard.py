@@ -77,7 +77,7 @@ class GrpcCarrier:
         self._connection = _Connection(address, self._options, shard)
         self._is_closed = False
         needs_tls = bool(Credentials.mine(address).names)
-        self.data_plane = DataPlane(address, self._ask_for_offer, shares_memory=shared_memory, needs_tls=needs_tls)
+        self.data_plane = DataPlane(address, self._request_offer, shares_memory=shared_memory, needs_tls=needs_tls)
 
     def submit(
         self, context: CallContext, request: Request, timeout_seconds: float | None, *, alone: bool = False
@@ -94,12 +94,12 @@ class GrpcCarrier:
         self.data_plane.close()
         self._connection.channel.close()
 
-    def _begin(self) -> _Connection:
+    def _acquire(self) -> _Connection:
         with self._lock:
             self._connection.calls += 1
             return self._connection
 
-    def _end(self, connection: _Connection, *, timed_out: bool) -> None:
+    def _release(self, connection: _Connection, *, timed_out: bool) -> None:
         """End a call on a connection. After a timeout the connection may be dead: the next call opens another."""
         with self._lock:
             connection.calls -= 1
@@ -127,11 +127,11 @@ class GrpcCarrier:
         it waits for other callers.
         """
         future: Future[Reply] = Future()
-        connection = self._begin()
+        connection = self._acquire()
         send = connection.methods[method]
         metadata = _WAITS if waits else None
 
-        def settle(reply: Callable[[], bytes]) -> None:
+        def resolve(reply: Callable[[], bytes]) -> None:
             timed_out = False
             outcome: Reply | Exception
             try:
@@ -146,9 +146,9 @@ class GrpcCarrier:
             except Exception as exc:  # a defect here must not leave the caller waiting for ever
                 outcome = InternalError(f"reply of the shard at {self._address}: {exc!r}")
             except BaseException:  # Ctrl-C
-                self._end(connection, timed_out=False)
+                self._release(connection, timed_out=False)
                 raise
-            self._end(
+            self._release(
                 connection, timed_out=timed_out and may_retire
             )  # first, so that a retry finds the next connection
             if isinstance(outcome, Exception):
@@ -157,18 +157,18 @@ class GrpcCarrier:
                 future.set_result(outcome)
 
         if alone:
-            settle(lambda: _unless_closed(send, data, timeout_seconds, metadata))
+            resolve(lambda: _unless_closed(send, data, timeout_seconds, metadata))
             return future
         try:
             call = _unless_closed(send.future, data, timeout_seconds, metadata)
         except BaseException as exc:
-            self._end(connection, timed_out=False)
+            self._release(connection, timed_out=False)
             if not isinstance(exc, _ChannelClosed):
                 raise
             future.set_exception(AttemptFailed(f"shard at {self._address}: the connection is closed"))
             return future
         # The callback runs on a gRPC thread, so that replies of several shards are decoded in parallel.
-        call.add_done_callback(lambda call: settle(call.result))
+        call.add_done_callback(lambda call: resolve(call.result))
         return future
 
     def _hosted(
@@ -185,7 +185,7 @@ class GrpcCarrier:
         ]
         return parts[0] if len(parts) == 1 else _joined(parts)
 
-    def _ask_for_offer(self, seconds: float) -> DataPlaneOffer:
+    def _request_offer(self, seconds: float) -> DataPlaneOffer:
         """Ask the shard for a connection of the data plane. Raises its GeartrainError, or AttemptFailed."""
         method = SHARD[OpenDataPlane]
         ask = method.encode(OpenDataPlane())

@@ -43,10 +43,10 @@ class SilenceLog:
 
     def __init__(self) -> None:
         self.named: set[Peer] = set()
-        """Peers that were named and have not answered since; :meth:`heard` ignores all others."""
+        """Peers that were named and have not answered since; :meth:`record_reply` ignores all others."""
         self._lock = threading.Lock()
 
-    def heard(self, peer: Peer) -> None:
+    def record_reply(self, peer: Peer) -> None:
         """Record that a peer has replied."""
         with self._lock:
             was_named = peer in self.named
@@ -54,14 +54,14 @@ class SilenceLog:
         if was_named:
             logger.warning("%s at %s answers again", peer.name, peer.address)
 
-    def tell(self, peer: Peer) -> bool:
+    def should_warn(self, peer: Peer) -> bool:
         """Return whether to warn about a peer: it was not named since its last answer."""
         with self._lock:
             is_new = peer not in self.named
             self.named.add(peer)
         return is_new
 
-    def ask(self, silent: Callable[[], Sequence[Peer]], wait: str) -> None:
+    def check(self, silent: Callable[[], Sequence[Peer]], wait: str) -> None:
         """Check the health of the peers that ``silent`` returns, in parallel, and log those that do not answer, were
         not named and are still silent.
 
@@ -78,7 +78,7 @@ class SilenceLog:
             return
         waiting = silent()
         for peer, has_answered in zip(unnamed, answers, strict=True):
-            if not has_answered and peer in waiting and self.tell(peer):
+            if not has_answered and peer in waiting and self.should_warn(peer):
                 logger.warning(
                     "%s at %s does not answer; waiting for it %s. Its process may be stopped or its machine out of "
                     "reach ('%s')",
@@ -128,62 +128,62 @@ class SilenceWatch(SilenceLog):
         _waits[id(call)] = call
         looker = _looker
         if looker is None or not looker.is_alive():  # in a forked child it is not
-            _begin_to_look()
+            _start_checking()
         try:
             yield
         finally:
             _waits.pop(id(call), None)
 
-    def look(self, waits: Sequence[_Wait]) -> None:
+    def check_calls(self, waits: Sequence[_Wait]) -> None:
         """Check the peers of due calls on a new thread, unless a check is running."""
         if self._is_asking or not (due := [call for call in waits if call.is_due()]):
             return
         self._is_asking = True
         try:
-            threading.Thread(target=self._ask, args=(due,), name="geartrain-silence", daemon=True).start()
+            threading.Thread(target=self._check_calls, args=(due,), name="geartrain-silence", daemon=True).start()
         except RuntimeError as exc:  # as in ask
             logger.debug("silent roles are not asked for their health: %s", exc)
             self._is_asking = False
 
-    def _ask(self, due: Sequence[_Wait]) -> None:
+    def _check_calls(self, due: Sequence[_Wait]) -> None:
         try:
             for call in due:
-                self.ask(call.still_silent, call.wait)
+                self.check(call.still_silent, call.wait)
         finally:
             self._is_asking = False
 
 
-def _begin_to_look() -> None:
+def _start_checking() -> None:
     global _looker
     with _looker_lock:
         if _looker is not None and _looker.is_alive():
             return
-        _looker = threading.Thread(target=_look, name="geartrain-lookout", daemon=True)
+        _looker = threading.Thread(target=_check_loop, name="geartrain-lookout", daemon=True)
         try:
             _looker.start()
         except RuntimeError as exc:  # as in ask
             logger.debug("nobody looks after silent roles: %s", exc)
 
 
-def _look() -> None:
+def _check_loop() -> None:
     global _looker
     while True:
         time.sleep(ASK_AFTER_SECONDS / _LOOKS)
-        _look_at_waits()
+        _check_waits()
         if not _waits:
             _looker = None  # the next call starts another
             if _waits:  # a call in between saw this thread as alive
-                _begin_to_look()
+                _start_checking()
             return
 
 
-def _look_at_waits() -> None:
-    """Look at the calls; apart from :func:`_look`, which would keep calls, and their models, alive while it sleeps."""
+def _check_waits() -> None:
+    """Check the calls; apart from :func:`_check_loop`, which would keep calls and their models alive in its sleep."""
     of_watch: dict[SilenceWatch, list[_Wait]] = {}
     for call in list(_waits.values()):
         of_watch.setdefault(call.watch, []).append(call)
     for watch, waits in of_watch.items():
-        watch.look(waits)
+        watch.check_calls(waits)
 
 
 def _answers(address: str) -> bool:

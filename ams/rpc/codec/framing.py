@@ -54,7 +54,7 @@ class ReplyRoom:
         """View of the rows in the message."""
         self._tail = room[num_bytes:]
 
-    def put(self, number: int, value: int) -> None:
+    def write_field(self, number: int, value: int) -> None:
         """Write the field ``number``."""
         self._tail[:] = np.frombuffer(_FIXED64.pack(number << 3 | 1, value), np.uint8)
 

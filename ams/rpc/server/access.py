@@ -224,7 +224,7 @@ class Access(grpc.ServerInterceptor):
                 caller |= {"token": token.id, "job": token.job}
                 why = what.lacks(*believed)
         if why is None and what.freeze:
-            self._freezes.note(what)
+            self._freezes.record(what)
         if why is not None or what.right in AUDITED_RIGHTS:
             audit(caller, path, what.tables, why)
         return token if why is None else why

@@ -116,7 +116,7 @@ class AskedFreezes:
         with self._lock:
             return tuple(sorted(self._tables.get(freeze, set()).union(more)))
 
-    def note(self, asked: Asked) -> None:
+    def record(self, asked: Asked) -> None:
         """Record an allowed request."""
         with self._lock:
             self._tables[asked.freeze] = {*self._tables.pop(asked.freeze, ()), *asked.tables}

@@ -27,7 +27,7 @@ from geartrain.ams.rpc.server.strangers import Strangers
 from geartrain.ams.rpc.server.threads import CallThreads, message_is_here
 from geartrain.ams.rpc.server.waiting import BeginMethod, WaitingCalls
 from geartrain.ams.rpc.status import abort
-from geartrain.ams.values.config import join_address, split_address
+from geartrain.ams.values.config import format_address, split_address
 from geartrain.ams.values.errors import ConfigError, GeartrainError, InternalError, ShardUnavailable
 
 R = TypeVar("R")
@@ -89,7 +89,7 @@ class GrpcServer:
             raise ConfigError(_refusal(listen, host, port)) from exc
         if bound == 0:
             raise ConfigError(_refusal(listen, host, port))
-        self.address = join_address(host, bound)
+        self.address = format_address(host, bound)
         self._health = health.HealthServicer()
         self._health_lane = CallThreads(_HEALTH_THREADS, "grpc-health")
         # A server all of whose threads wait must still answer health checks.
@@ -178,7 +178,7 @@ class GrpcServer:
         for service in ("", *self._services):
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
 
-    def tell(self, readiness: Mapping[str, bool]) -> None:
+    def set_readiness(self, readiness: Mapping[str, bool]) -> None:
         """Set the health of more services, by name: the states that the role is ready for."""
         for service, is_serving in readiness.items():
             status = health_pb2.HealthCheckResponse

@@ -41,9 +41,9 @@ class Strangers:
         if time.monotonic() < self._look_at or not self._lock.acquire(blocking=False):
             return
         try:
-            self._look()
+            self._update()
             if self._timer is None:
-                self._tell_later()
+                self._schedule_report()
         finally:
             self._lock.release()
 
@@ -51,7 +51,7 @@ class Strangers:
         """Record that a connection, by gRPC's name of the peer, has made a call."""
         self._called.add(peer)
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         began = time.monotonic()
         before, there, called = self._called.copy(), _connected(self.port), self._called.copy()
         for peer in self._seen - there - called:
@@ -60,17 +60,17 @@ class Strangers:
         self._called -= before - there
         self._look_at = (now := time.monotonic()) + max(_LOOK_SECONDS, (now - began) / _LOOK_SHARE)
 
-    def _tell_later(self) -> None:
-        self._timer = threading.Timer(max(_GONE_SECONDS, self._warn_at - time.monotonic()), self._tell)
+    def _schedule_report(self) -> None:
+        self._timer = threading.Timer(max(_GONE_SECONDS, self._warn_at - time.monotonic()), self._report)
         self._timer.daemon = True
         self._timer.start()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         with self._lock:
-            self._look()
+            self._update()
             self._timer = None
             if self._seen:
-                self._tell_later()
+                self._schedule_report()
             if not self._gone:
                 return
             self._warn_at = time.monotonic() + _WARN_SECONDS

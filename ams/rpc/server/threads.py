@@ -78,7 +78,7 @@ class CallThreads(ThreadPoolExecutor):
         self._ended: Counter[str] = Counter()
         """Cancelled calls by connection, while calls are queued: their messages did not arrive."""
         self._is_over = False
-        self._watch = threading.Thread(target=self._end_slow_ones, name=f"{name}-watch", daemon=True)
+        self._watch = threading.Thread(target=self._abort_slow_calls, name=f"{name}-watch", daemon=True)
         self._watch.start()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -92,13 +92,13 @@ class CallThreads(ThreadPoolExecutor):
                 self._reading.add(call)
                 return super().submit(self._run, call)
             self._line.append(call)
-            self._begin()
+            self._start_queued()
             self._changed.notify()
         return Future()  # grpcio ignores it
 
-    def begin_work(self, call: _Call) -> None:
+    def wait_for_slot(self, call: _Call) -> None:
         """Record that a call has its message; wait for its turn to work."""
-        self._leave(call)
+        self._finish_reading(call)
         self._slots.acquire()
         call.has_slot = True
 
@@ -112,7 +112,7 @@ class CallThreads(ThreadPoolExecutor):
         with self._slots:
             return fn(*args, **kwargs)
 
-    def _begin(self) -> None:
+    def _start_queued(self) -> None:
         """Start reading the next queued calls, as far as the limits allow."""
         while self._line and len(self._reading) < self.most_reading:
             of_peer = Counter(reading.peer for reading in self._reading)
@@ -130,11 +130,11 @@ class CallThreads(ThreadPoolExecutor):
             self._reading.add(call)
             super().submit(self._run, call)
 
-    def _leave(self, call: _Call) -> None:
+    def _finish_reading(self, call: _Call) -> None:
         with self._changed:
             self._reading.discard(call)
             if self._line:
-                self._begin()
+                self._start_queued()
 
     def _run(self, call: _Call) -> None:
         call.began, _at_work.call, _at_work.threads = time.monotonic(), call, self
@@ -145,7 +145,7 @@ class CallThreads(ThreadPoolExecutor):
             if call.has_slot:
                 self._slots.release()
             else:
-                self._leave(call)
+                self._finish_reading(call)
 
     def _patience(self, place: int) -> float:
         """Return how long a call may read while ``place`` calls that began earlier read."""
@@ -153,7 +153,7 @@ class CallThreads(ThreadPoolExecutor):
             return MESSAGE_SECONDS
         return max(_CROWDED_SECONDS / (1 + len(self._line) / 8), _LOOK_SECONDS)
 
-    def _end_slow_ones(self) -> None:
+    def _abort_slow_calls(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait(_LOOK_SECONDS if self._reading else _IDLE_LOOK_SECONDS)

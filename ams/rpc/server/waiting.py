@@ -98,7 +98,7 @@ class WaitingCalls:
             return
         seconds = call.servicer_context.time_remaining()
         if seconds is not None and math.isfinite(seconds):
-            self._tell_in(call, seconds * PATIENCE_SHARE)
+            self._notify_in(call, seconds * PATIENCE_SHARE)
 
         def settled(_: Future[Any]) -> None:
             self._forget(call)
@@ -118,11 +118,11 @@ class WaitingCalls:
         except RuntimeError:  # the server has ended, and with it the call
             logger.debug("a reply came after the end of its server")
 
-    def _tell_in(self, call: _Call, seconds: float) -> None:
+    def _notify_in(self, call: _Call, seconds: float) -> None:
         with self._changed:
             self._waiting[call] = time.monotonic() + seconds
             if self._thread is None and not self._is_closed:
-                self._thread = threading.Thread(target=self._tell, name="grpc-waiting", daemon=True)
+                self._thread = threading.Thread(target=self._notify, name="grpc-waiting", daemon=True)
                 self._thread.start()
             self._changed.notify()
 
@@ -130,7 +130,7 @@ class WaitingCalls:
         with self._changed:
             self._waiting.pop(call, None)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         pending = StepPending("other ranks of the sync group have not pushed yet; ask again")
         while True:
             with self._changed:

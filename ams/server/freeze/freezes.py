@@ -142,7 +142,7 @@ class FrozenTables:
             for name, table in self._tables.items():
                 table.thaw(kept=kept)
                 if kept:
-                    table.moments.note(self.snapshot_id, self._moments[name], parent_id=self._parent_id)
+                    table.moments.record(self.snapshot_id, self._moments[name], parent_id=self._parent_id)
 
     def _require_frozen(self) -> None:
         if self._is_thawed:
@@ -217,7 +217,7 @@ class Freezes:
         self._renew(request.snapshot_id)
         return True
 
-    def begin(self, request: Freeze, tables: Mapping[str, RowTable], dedup: HeldDedup) -> Done:
+    def start(self, request: Freeze, tables: Mapping[str, RowTable], dedup: HeldDedup) -> Done:
         """Freeze ``tables`` with ``dedup``; end other freezes of the same tables, whose owner is gone or has given them
         up. An export ends only those that the same export left behind; if there is another it is refused (Busy).
         """
@@ -228,7 +228,7 @@ class Freezes:
                         f"a snapshot or another export of the same tables is being written by shard {self._shard}",
                         _WRITTEN_SOON_SECONDS,
                     )
-                self.end(other.snapshot_id, kept=False)
+                self.thaw(other.snapshot_id, kept=False)
         failpoints.reach("freeze.before")
         self._held[request.snapshot_id] = FrozenTables(
             request.snapshot_id,
@@ -254,7 +254,7 @@ class Freezes:
             self._writing[request.snapshot_id] = self._files.submit(self._write, frozen, request)
         return self._writing[request.snapshot_id]
 
-    def end(self, snapshot_id: str, *, kept: bool) -> None:
+    def thaw(self, snapshot_id: str, *, kept: bool) -> None:
         """End a freeze, also one whose request has not arrived yet."""
         frozen = self._held.pop(snapshot_id, None)
         self._deadlines.pop(snapshot_id, None)
@@ -264,17 +264,17 @@ class Freezes:
         if snapshot_id not in self._ended:
             self._ended.append(snapshot_id)
 
-    def end_of_table(self, name: str) -> None:
+    def thaw_table(self, name: str) -> None:
         """End the freeze of a table that is dropped, or gets other rows."""
         for frozen in list(self._held.values()):
             if name in frozen.tables:
-                self.end(frozen.snapshot_id, kept=False)
+                self.thaw(frozen.snapshot_id, kept=False)
 
     def next_deadline(self) -> float | None:
         """Return the end of the first lease, on the clock; None: nothing is held."""
         return min(self._deadlines.values(), default=None)
 
-    def end_silent(self) -> None:
+    def thaw_expired(self) -> None:
         """End freezes whose lease is over, unless they are being written."""
         now = self._clock()
         for snapshot_id in [held_id for held_id, deadline in self._deadlines.items() if deadline <= now]:
@@ -282,7 +282,7 @@ class Freezes:
             if writing is not None and not writing.done():
                 self._renew(snapshot_id)
             else:
-                self.end(snapshot_id, kept=False)
+                self.thaw(snapshot_id, kept=False)
 
     def _renew(self, snapshot_id: str) -> None:
         self._deadlines[snapshot_id] = self._clock() + self._lease_seconds

@@ -56,7 +56,7 @@ class Restores:
         self._turn = turn
         self._files = files
 
-    def begin(self, request: Restore) -> Future[Reply]:
+    def start(self, request: Restore) -> Future[Reply]:
         """Start to restore tables, or join the same restore, under way or done, unless they were written to since.
 
         Called by the thread that has the turn. Raises TableNotFound, and InvalidArgument unless each table or none has
@@ -102,7 +102,7 @@ class Restores:
                     table.expiry_state = restored_expiry(sources, name, table.rows.clock)
                 table.rows.served.writes_before = writes_before(sources, name)
                 table.is_whole = True
-                table.note_state()
+                table.update_engine()
         return Done(created=num_read)
 
     def _mark_begun(self, folder: str, tables: dict[str, ShardTable]) -> None:
@@ -118,10 +118,10 @@ class Restores:
                 continue
             # Freezes and moments from before are of a table without these rows; a restore that failed in
             # another table has recorded a moment of this one, which is read again.
-            self._freezes.end_of_table(name)
+            self._freezes.thaw_table(name)
             table.rows.moments.forget_all()
             table.restored_from, table.is_whole = folder, False
-            table.note_state()
+            table.update_engine()
 
 
 class _TurnUnlessWritten:
@@ -191,7 +191,7 @@ def restore_tables(
             # A table with moments may hold other rows, which count as written only since then; one that evicted rows
             # lacks some of the snapshot's.
             if not table.moments and not table.num_evicted:
-                table.moments.note(snapshot.manifest.moment_id, table.note_moment())
+                table.moments.record(snapshot.manifest.moment_id, table.record_moment())
     return num_read
 
 

@@ -36,19 +36,19 @@ class ByteLru:
         """Return the positions [N], -1 for an absent id; mark the others as used now."""
         return self._index.find(ids, touch=True)
 
-    def hold(self, ids: Ids, sizes: npt.NDArray[np.int64]) -> tuple[Positions, Ids, Positions]:
+    def insert(self, ids: Ids, sizes: npt.NDArray[np.int64]) -> tuple[Positions, Ids, Positions]:
         """Insert distinct ids [N] of these sizes, each within ``max_bytes``, as used now.
 
         Returns their positions [N], and the evicted ids with their former positions. If they do not fit together, the
         first are evicted again.
         """
-        self.make_room(len(ids))
+        self.reserve(len(ids))
         positions, _ = self._index.place(ids)
         self.total_bytes += int((sizes - self._sizes[positions]).sum())
         self._sizes[positions] = sizes
         return positions, *self._evict()
 
-    def make_room(self, count: int) -> None:
+    def reserve(self, count: int) -> None:
         """Grow the arrays for ``count`` more ids. Changes nothing if memory fails."""
         if len(self._index) + count <= self.capacity:
             return

@@ -87,7 +87,7 @@ class LmdbFeatures:
             self._tick += 1
             tick = self._tick.to_bytes(_TICK_BYTES, "little")
             sealed = self._seals.seal(ids, [tick + value for value in kept])
-            _, gone, _ = self._lru.hold(ids, sizes)
+            _, gone, _ = self._lru.insert(ids, sizes)
             self._commit(dict(zip(_keys(ids), sealed, strict=True)), _keys(gone))
         self._counters.wrote(len(kept), len(gone))
 
@@ -117,7 +117,7 @@ class LmdbFeatures:
         except lmdb.Error as exc:
             raise StateDamaged(f"{self._path}: {exc}; {_REMEDY}") from exc
         order = np.argsort(ticks, kind="stable")
-        _, gone, _ = self._lru.hold(ids[order], sizes[order])
+        _, gone, _ = self._lru.insert(ids[order], sizes[order])
         self._tick = int(ticks.max(initial=0))
         self._commit({}, _keys(gone))
 

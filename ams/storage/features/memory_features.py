@@ -41,9 +41,9 @@ class MemoryFeatures:
         ids, kept = checked_records(checked_read(ids), values, self._lru.max_bytes)
         sizes = np.fromiter(map(len, kept), np.int64, len(kept))
         with self._lock:
-            self._lru.make_room(len(ids))
+            self._lru.reserve(len(ids))
             self._values += [None] * (self._lru.capacity - len(self._values))
-            positions, _, freed = self._lru.hold(ids, sizes)
+            positions, _, freed = self._lru.insert(ids, sizes)
             for position, value in zip(positions.tolist(), kept, strict=True):
                 self._values[position] = value
             for position in freed.tolist():

@@ -65,7 +65,7 @@ class LmdbStore:
         revision = self._revision + 1
         try:
             self._commit(sealed, _record(revision, sums))
-            self._note(revision)
+            self._write_revision(revision)
         except (lmdb.Error, OSError) as exc:
             # What is on the disk is not known any more, so nothing may be built on it.
             self._failure = f"{self._path} could not be written: {exc}; mend the cause and start this role again"
@@ -96,7 +96,7 @@ class LmdbStore:
             self._sums[key] = _sum(key, sealed)
         if record is None and not raw and not noted:
             if noted is None:
-                self._note(0)
+                self._write_revision(0)
             return  # nothing was ever written
         if noted is None:
             raise StateDamaged(f"{self._folder / 'revision'}: it is missing; {REMEDY}")
@@ -128,17 +128,17 @@ class LmdbStore:
             data = path.read_bytes()
         except FileNotFoundError:
             return None
-        if data != _note(int.from_bytes(data[:8], "little")):
+        if data != _encode_revision(int.from_bytes(data[:8], "little")):
             raise StateDamaged(f"{path}: it is damaged (its checksum is another); {REMEDY}")
         return int.from_bytes(data[:8], "little")
 
-    def _note(self, revision: int) -> None:
+    def _write_revision(self, revision: int) -> None:
         path = self._folder / "revision"
         is_new = not path.exists()
         written = path.with_name("revision.new") if is_new else path
         descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            os.pwrite(descriptor, _note(revision), 0)  # within one sector: whole or not at all
+            os.pwrite(descriptor, _encode_revision(revision), 0)  # within one sector: whole or not at all
             os.fdatasync(descriptor)
         finally:
             os.close(descriptor)
@@ -168,6 +168,6 @@ def _record(revision: int, sums: Mapping[str, int]) -> bytes:
     return body + xxhash.xxh3_64(body).digest()
 
 
-def _note(revision: int) -> bytes:
+def _encode_revision(revision: int) -> bytes:
     body = revision.to_bytes(8, "little")
     return body + xxhash.xxh3_64(body).digest()

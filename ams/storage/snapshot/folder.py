@@ -127,7 +127,7 @@ class Staging:
             raise
         return final
 
-    def keep_only(self, files: Sequence[FileEntry]) -> None:
+    def remove_all_but(self, files: Sequence[FileEntry]) -> None:
         """Remove every other file, such as those of a writer that did not finish. Raises SnapshotFailed."""
         store, listed = store_of(self.root), {entry.path for entry in files}
         try:

@@ -174,7 +174,7 @@ class _LocalStore:
         except OSError:
             if not Path(staging).exists():
                 # Visible, but not known to be safe: whoever is told of a failure must not find it.
-                self._take_back(Path(final))
+                self._discard(Path(final))
             raise
 
     def exists(self, folder: Place) -> bool:
@@ -251,7 +251,7 @@ class _LocalStore:
             name.startswith((f"{JOB}-", f"{DEDUP}-")) or name.endswith(".safetensors") for name in names
         )
 
-    def _take_back(self, folder: Path) -> None:
+    def _discard(self, folder: Path) -> None:
         """Remove a snapshot from a failing disk: hide it if possible, else remove its manifest."""
         trash = folder.with_name(f"{_TRASH}{folder.name}-{uuid.uuid4().hex}")
         try:

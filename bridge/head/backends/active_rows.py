@@ -184,7 +184,9 @@ LocalActive = HostActive | DeviceActive
 """The active classes among the rows that are here, in rising order."""
 
 
-def take_offsets(batch: Batch, active: LocalActive, labels_B: Ids | Tensor, log2_weight: float | Tensor | None) -> None:
+def add_sampling_offsets(
+    batch: Batch, active: LocalActive, labels_B: Ids | Tensor, log2_weight: float | Tensor | None
+) -> None:
     """Raise the weight of the sampled active classes, all but those of the labels."""
     if isinstance(log2_weight, Tensor) or log2_weight:
         offsets_A = active.offsets(labels_B, log2_weight)

@@ -116,10 +116,10 @@ class LocalRows(Protocol):
     def own_classes(self) -> range:
         """The classes whose rows this process holds."""
 
-    def begin_parts(
+    def start_parts(
         self, parts: FeatureParts, labels: Tensor, weight: Tensor | None, *, in_training: bool, want_rows: bool
     ) -> HeadCall:
-        """:meth:`RowBackend.begin` for features that ``parts`` compute; says where their gradients will be."""
+        """:meth:`RowBackend.start` for features that ``parts`` compute; says where their gradients will be."""
 
     def require_step(self, step: int) -> None:
         """Raise SpecMismatch if the rows are known to be of another step than a state that is about to be loaded."""
@@ -196,7 +196,7 @@ class RowBackend(Protocol):
     def graph_source(self) -> GraphSource:
         """Rows for the graphs of a selection. Every rank asks at once."""
 
-    def begin(
+    def start(
         self, features: Tensor, labels: Tensor, weight: Tensor | None, *, in_training: bool, want_rows: bool
     ) -> HeadCall:
         """Check a batch, choose its active classes, and pull their rows or start the work at their place.

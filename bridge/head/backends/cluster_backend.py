@@ -87,7 +87,7 @@ class ClusterBackend(ABC):
         # A cluster of another kind may know nothing of graphs.
         return TableGraphs(self.table, getattr(self.settings.cluster, "graph_service", None))
 
-    def begin(
+    def start(
         self, features: Tensor, labels: Tensor, weight: Tensor | None, *, in_training: bool, want_rows: bool
     ) -> HeadCall:
         """See :class:`geartrain.bridge.head.backends.backend.RowBackend`.

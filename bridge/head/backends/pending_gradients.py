@@ -20,10 +20,10 @@ from torch import Tensor
 from geartrain.ams.client.table import Table
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.backends.active_rows import HostActive, LocalActive, take_offsets
+from geartrain.bridge.head.backends.active_rows import HostActive, LocalActive, add_sampling_offsets
 from geartrain.bridge.head.backends.row_stream import Block, RowStream
 from geartrain.bridge.head.loss.batch import Batch
-from geartrain.bridge.head.loss.block_loop import make_gradients
+from geartrain.bridge.head.loss.block_loop import gradient_blocks
 from geartrain.bridge.head.loss.chunk_pass import ChunkPass
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS
 from geartrain.bridge.head.loss.kept_logits import KeptLogits
@@ -32,7 +32,7 @@ from geartrain.bridge.rows.gradient_carrier import squared_sum
 from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.row_update import RowGradient, RowUpdate
 from geartrain.bridge.rows.tables import as_numpy, gradient_view
-from geartrain.bridge.rows.transfers import Moment, begin_download
+from geartrain.bridge.rows.transfers import Moment, start_download
 
 _ROWS_PER_SUM = 4096
 _HOST = torch.device("cpu")
@@ -69,7 +69,7 @@ class HeldGradient:
         self._buffer = buffer
         self._pool = pool
         self._device = device
-        self._checksum = None if checksum is None else begin_download(checksum)
+        self._checksum = None if checksum is None else start_download(checksum)
         self._squares = squares
         self._arrival = Moment(device)
 
@@ -95,10 +95,10 @@ class HeldGradient:
     def _widen(self, active: HostActive) -> None:
         dim = self._gradients_AD.shape[1]
         num_bytes = active.num * dim * self._gradients_AD.dtype.itemsize
-        buffer = self._pool.take(num_bytes, torch.device("cpu"), pinned=self._device.type == "cuda")
+        buffer = self._pool.acquire(num_bytes, torch.device("cpu"), pinned=self._device.type == "cuda")
         wider_AD = buffer.tensor((active.num, dim), self._gradients_AD.dtype).zero_()
         wider_AD.index_copy_(0, torch.from_numpy(active.positions(self._ids)), self._gradients_AD)
-        self._pool.give_back(self._buffer)
+        self._pool.release(self._buffer)
         self._active, self._ids, self._gradients_AD, self._buffer = active, active.ids, wider_AD, buffer
 
     def push(self, update: RowUpdate) -> None:
@@ -130,7 +130,7 @@ class HeldGradient:
 
     def discard(self) -> None:
         """Give the memory back."""
-        self._pool.give_back(self._buffer, self._arrival)
+        self._pool.release(self._buffer, self._arrival)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -193,7 +193,7 @@ class BatchPart:
         if factors.active.fills(union):
             return
         factors.batch.targets = union.targets(factors.labels_B)
-        take_offsets(factors.batch, union, factors.positives, factors.log2_weight)
+        add_sampling_offsets(factors.batch, union, factors.positives, factors.log2_weight)
         self._absent_U = ~factors.active.holds(union, factors.batch.arithmetic.device)
 
     def overwrite(self, work: Workspace, rows_ND: Tensor, start: int, kept_NB: Tensor | None = None) -> Tensor:
@@ -242,14 +242,14 @@ class StreamedGradient(FactoredGradient):
 
     def push(self, update: RowUpdate) -> None:
         """Send block after block; a second call goes on behind the last block that was prepared."""
-        update.settle()
+        update.finish_push()
         stream, num = self._stream(), self._active.num
         with closing(self._blocks(stream, self.prepared)) as blocks:
             for stop, ids, gradients_ND in blocks:
                 gradients = as_numpy(gradients_ND)
                 update.prepare_push(partial(update.table.prepare_push, ids, gradients, step_goes_on=stop < num), stop)
                 update.send_behind()
-        update.settle()
+        update.finish_push()
         stream.close()
 
     def squared_norm(self) -> float:
@@ -301,6 +301,6 @@ class StreamedGradient(FactoredGradient):
             return Moment(arithmetic.device)
 
         overwrite = partial(overwrite_by_sum, parts)
-        for block, stored in make_gradients(overwrite, chunk_pass, arithmetic, stream.blocks(first), store):
+        for block, stored in gradient_blocks(overwrite, chunk_pass, arithmetic, stream.blocks(first), store):
             stored[-1].wait()
             yield block.stop, block.ids, gradient_view(block.rows_ND)

@@ -71,17 +71,17 @@ class RowStream:
         num_bytes = self._block_rows * self._table.spec.row_bytes
         host = torch.device("cpu")
         self._buffers = [
-            self._pool.take(num_bytes, host, pinned=self._device.type == "cuda") for _ in range(NUM_BUFFERS)
+            self._pool.acquire(num_bytes, host, pinned=self._device.type == "cuda") for _ in range(NUM_BUFFERS)
         ]
         self._last_uses = [Moment(host)] * NUM_BUFFERS
-        ahead = self._begin(self._buffers[0], first)
+        ahead = self._start(self._buffers[0], first)
         turn = 0
         while ahead is not None:
             block, pull = ahead
             pull.result()
             own, turn = turn, (turn + 1) % NUM_BUFFERS
             self._last_uses[turn].wait()
-            ahead = self._begin(self._buffers[turn], block.stop)
+            ahead = self._start(self._buffers[turn], block.stop)
             yield block
             self._last_uses[own] = Moment(self._device)
 
@@ -92,10 +92,10 @@ class RowStream:
     def close(self) -> None:
         """Give the memory back. Not after an error: a pull or a push that still uses it may have been left behind."""
         for buffer, last_use in zip(self._buffers, self._last_uses, strict=True):
-            self._pool.give_back(buffer, last_use)
+            self._pool.release(buffer, last_use)
         self._buffers = []
 
-    def _begin(self, buffer: Buffer, start: int) -> tuple[Block, Future[None]] | None:
+    def _start(self, buffer: Buffer, start: int) -> tuple[Block, Future[None]] | None:
         if start >= self._active.num:
             return None
         stop = min(start + self._block_rows, self._active.num)

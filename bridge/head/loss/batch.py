@@ -229,7 +229,7 @@ class Batch:
                 )
         return made
 
-    def take_target_weights(
+    def record_target_weights(
         self, target: TargetLogits, losses_B: Tensor, mean_logits_B: Tensor | None = None
     ) -> Tensor:
         """Note how the loss of each sample changes with its target's cosine and its feature's length.

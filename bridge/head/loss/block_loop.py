@@ -68,7 +68,7 @@ def add_rows(
         pass
 
 
-def make_gradients(
+def gradient_blocks(
     overwrite: Overwrite,
     chunk_pass: ChunkPass,
     arithmetic: Arithmetic,
@@ -81,7 +81,7 @@ def make_gradients(
     The gradients are scratch, or the block itself where that is of the compute dtype.
     """
 
-    def make(scratch: Scratch, block: AnyBlock, chunk: tuple[int, int]) -> R:
+    def compute(scratch: Scratch, block: AnyBlock, chunk: tuple[int, int]) -> R:
         work = Workspace(arithmetic, scratch)
         start, stop = block.start + chunk[0], block.start + chunk[1]
         rows_ND = block.load(work, start, stop)
@@ -92,4 +92,4 @@ def make_gradients(
         return chunk_bounds(block.stop - block.start, chunk_pass.chunk_rows)
 
     spreads = chunk_pass.spreads_operations
-    return CHUNKS.over_blocks(blocks, chunks, make, arithmetic.device, spreads_operations=spreads)
+    return CHUNKS.over_blocks(blocks, chunks, compute, arithmetic.device, spreads_operations=spreads)

@@ -115,11 +115,11 @@ def check_margin(margin: AnyMargin | None, num_classes: int) -> AnyMargin | None
     :class:`Margin`."""
     if margin is None:
         return None
-    works = _takes(getattr(margin, "target", None), 3) or _takes(getattr(margin, "begin", None), 1)
+    works = _takes(getattr(margin, "target", None), 3) or _takes(getattr(margin, "for_batch", None), 1)
     if isinstance(margin, type) or not hasattr(margin, "scale") or not works:
         raise InvalidArgument(
             f"margin is {margin!r}; it must be ArcFace or another margin of geartrain, None (plain linear), or an "
-            "object that has scale and target(cos_B, norms_B, labels_B) as they have, or begin(batch)"
+            "object that has scale and target(cos_B, norms_B, labels_B) as they have, or for_batch(batch)"
         )
     scaled: AnyMargin = with_scale(margin, num_classes)
     if not 0 < real_number("scale", scaled.scale) < math.inf:

@@ -204,7 +204,7 @@ class TensorPass:
             sums.row_sum_PD += unit_SD.sum(0) if stood_for_N is None else stood_for_N @ unit_SD
         found = self._targets(start, len(rows_ND))
         if found is not None:  # in no sum, so that they must not raise the shift: the others might vanish beside them
-            found.at_centers(chosen_NB, self._centers).note_rows(unit_SD, sums.target_rows_BD)
+            found.at_centers(chosen_NB, self._centers).copy_rows(unit_SD, sums.target_rows_BD)
             found.fill(logits_NB, -torch.inf)
         if sums.highest_PB is not None:
             torch.maximum(sums.highest_PB[0], logits_NB.amax(0), out=sums.highest_PB[0])
@@ -350,7 +350,7 @@ class _Found:
             return self
         return replace(self, rows=self.rows * centers + chosen_NB[self.rows, self.samples])
 
-    def note_rows(self, unit_ND: Tensor, target_rows_BD: Tensor) -> None:
+    def copy_rows(self, unit_ND: Tensor, target_rows_BD: Tensor) -> None:
         """Copy the targets' rows."""
         found = unit_ND[self.rows]
         if self.here is not None:

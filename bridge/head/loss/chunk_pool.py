@@ -59,9 +59,9 @@ class ChunkPool:
     """``torch.get_num_threads()`` threads, each of which computes alone and has scratch of its own. Thread-safe."""
 
     def __init__(self) -> None:
-        self.begin_anew()
+        self.forget_threads()
 
-    def begin_anew(self) -> None:
+    def forget_threads(self) -> None:
         """Forget threads and sessions. In a forked child they stayed with the parent, and so did whatever they held."""
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
@@ -176,12 +176,12 @@ class ChunkPool:
             # to PyTorch's own number is undone once all of them have been.
             told = threading.Barrier(threads + 1)
 
-            def tell() -> None:
+            def notify() -> None:
                 _own.is_of_pool = True
                 torch.set_num_threads(1)
                 told.wait()
 
-            self._executor = ThreadPoolExecutor(threads, thread_name_prefix="geartrain-head", initializer=tell)
+            self._executor = ThreadPoolExecutor(threads, thread_name_prefix="geartrain-head", initializer=notify)
             for _ in range(threads):
                 self._executor.submit(_nothing)
             told.wait()
@@ -217,4 +217,4 @@ def _done(function: Callable[..., R], *arguments: object) -> Future[R]:
 
 CHUNKS = ChunkPool()
 """The process's pool: heads take turns, but for the rows that compiled code goes through on threads of its own."""
-os.register_at_fork(after_in_child=CHUNKS.begin_anew)
+os.register_at_fork(after_in_child=CHUNKS.forget_threads)

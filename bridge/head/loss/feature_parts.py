@@ -26,10 +26,10 @@ from geartrain.bridge.rows.transfers import upload
 class PartGradients(Protocol):
     """Where the gradients of the features of each part come from."""
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """They are wanted."""
 
-    def take(self, part: int) -> Tensor:
+    def collect(self, part: int) -> Tensor:
         """Those of one part."""
 
 
@@ -75,11 +75,11 @@ class FeatureParts:
                 features = features[upload(kept, features.device)]
             width = features.shape[1]  # rows with biases have a column more
 
-            def take() -> Tensor:
+            def collect() -> Tensor:
                 assert self.gradients is not None
-                return self.gradients.take(part)[:, :width] * self.factors[part]
+                return self.gradients.collect(part)[:, :width] * self.factors[part]
 
-            joined = with_travelled_gradient(features, take)
+            joined = with_travelled_gradient(features, collect)
         self.joined.append(joined)
         return joined
 
@@ -113,7 +113,7 @@ class _PartsLoss(torch.autograd.Function):
         with torch.autocast(upstream.device.type, enabled=False):
             if parts.gradients is None or not any(ctx.needs_input_grad[3:]):
                 return (of_stand_in, *(None,) * (len(ctx.needs_input_grad) - 1))
-            parts.gradients.begin()
+            parts.gradients.start()
             each_B = call.upstream_of_samples(upstream)
             parts.factors = [
                 of_part.unsqueeze(1) for of_part in torch.split(each_B, [shape[0] for shape, _ in ctx.like])

@@ -28,16 +28,16 @@ class KeptLogits:
         self._buffer: Buffer | None = None
         self.all_KB: Tensor | None = None
         if num_kept > 0:
-            self._buffer = pool.take(num_kept * row_bytes, arithmetic.device)
+            self._buffer = pool.acquire(num_kept * row_bytes, arithmetic.device)
             self.all_KB = self._buffer.tensor((num_kept, width), arithmetic.compute)
 
     def chunk(self, start: int, stop: int) -> Tensor | None:
         """Those of a chunk [N, B], if all of them are kept."""
         return None if self.all_KB is None or stop > len(self.all_KB) else self.all_KB[start:stop]
 
-    def give_back(self) -> None:
+    def clear(self) -> None:
         """Forget them."""
         self.all_KB = None
         if self._buffer is not None:
-            self._pool.give_back(self._buffer)
+            self._pool.release(self._buffer)
             self._buffer = None

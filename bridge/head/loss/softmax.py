@@ -141,7 +141,7 @@ class OnlineSoftmax:
         # float64: rounded, a log-sum-exp of 900 is off by 3e-5, and so would be the sum of the probabilities.
         lse2_B = torch.logaddexp2(joint_B + torch.log2(sum_B), target2_B)
         batch.lse2_B = lse2_B.to(cos_B.dtype)
-        batch.losses_B = batch.take_target_weights(target, (lse2_B - target2_B) / LOG2_E, *means)
+        batch.losses_B = batch.record_target_weights(target, (lse2_B - target2_B) / LOG2_E, *means)
         if weighted_BD is None:
             return batch.losses_B[own], None
         gradient_BD = weighted_BD.mul_(torch.exp2(shift_B - lse2_B).to(cos_B.dtype).unsqueeze(1))

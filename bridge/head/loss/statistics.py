@@ -111,7 +111,7 @@ class LearningWatch:
         self.last: StepStatistics | None = None
         """Of the last pass, trained or not."""
 
-    def note(self, seen: StepStatistics, num_living: int, settings: Callable[[], str]) -> None:
+    def observe(self, seen: StepStatistics, num_living: int, settings: Callable[[], str]) -> None:
         """Look at a training pass; ``settings`` describe the head, for the warning."""
         self._passes += 1
         hits, samples = seen.hits if self._passes > self._next else None, len(seen.targets)
@@ -120,7 +120,7 @@ class LearningWatch:
         self._next = self._passes + _WATCHES_EVERY - 1
         if self._horizon == 0:
             self._horizon = max(_LEAST_PASSES, _PASSES_A_CLASS * num_living // samples)
-        self._take()
+        self._collect()
         if self._passes > self._horizon:
             self.has_ended = True
             if not self._has_learned(seen.num_active):
@@ -131,9 +131,9 @@ class LearningWatch:
             means = torch.stack([seen.mean(seen.targets), seen.mean(hits)])
             self._on_the_way = Readback(means), quarter // 3, samples
             if means.device.type == "cpu":
-                self._take()
+                self._collect()
 
-    def _take(self) -> None:
+    def _collect(self) -> None:
         """Add to a window what is here by now; what is not is left out, for nobody waits."""
         on_the_way, self._on_the_way = self._on_the_way, None
         if on_the_way is not None and on_the_way[0].is_here:

@@ -78,14 +78,14 @@ class Building:
             try:
                 self.run(rows, k, progress)
             finally:
-                atexit.unregister(end)
+                atexit.unregister(finish)
 
-        def end() -> None:
+        def finish() -> None:
             self.cancel()
             thread.join(_SECONDS_TO_END)
 
         thread = threading.Thread(target=work, name="geartrain-graph", daemon=True)
-        atexit.register(end)
+        atexit.register(finish)
         thread.start()
 
     def cancel(self) -> None:

@@ -87,7 +87,7 @@ class TorchProducts:
         given = 0.0 if self._widens else u * (lengths + summing)
         return factors * (1 + 2.0**-22 * root) + summing + given
 
-    def keep(self, k: int) -> int:
+    def num_candidates(self, k: int) -> int:
         """Twice as many and some: a float16 product leaves about 2^-10 open."""
         return 2 * k + 32
 
@@ -100,11 +100,11 @@ class TorchProducts:
         return DeviceBlock(torch.tensor(rows, device=self.device).mul_(_SCALE[self._dtype]).to(self._dtype), first)
 
     @property
-    def begin_scores(self) -> Callable[[Floats, Candidates], ExactScores] | None:
+    def exact_scorer(self) -> Callable[[Floats, Candidates], ExactScores] | None:
         """Who makes exact scores: the device, if it runs kernels; None: the cores."""
         return partial(_DeviceScores, self.device) if runs_kernels(self.device) else None
 
-    def begin(self, first: int, num_rows: int, keep: int) -> _TorchRecall:
+    def start(self, first: int, num_rows: int, keep: int) -> _TorchRecall:
         return _TorchRecall(self, first, num_rows, keep)
 
     def scores(self, a_MD: Tensor, b_ND: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class _TorchRecall:
     @torch.no_grad()
     def candidates(self, k: int | None = None, error_bound: float = 0.0) -> Candidates:
         """With ``k`` only those that may be among the k best, whose products are off by ``error_bound`` at most."""
-        self._best.settle()
+        self._best.merge_waiting()
         keys_MK = self._best.best_MK
         scores_MK = scores_of(keys_MK) / self._unit
         counts = (keys_MK > NONE).sum(1).to(torch.int32)
@@ -169,7 +169,7 @@ class _TorchRecall:
         return Candidates(ids_of(keys_MK).cpu().numpy(), counts.cpu().numpy(), floors.cpu().numpy())
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        self._best.settle()
+        self._best.merge_waiting()
         return {"keys": self._best.best_MK.cpu().numpy(), "offered": self._best.offered_M.numpy()}
 
     def restore(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:

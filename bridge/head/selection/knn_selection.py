@@ -206,7 +206,7 @@ class KNNSelection(Selection):
         if budget >= num_classes:
             return ActiveClasses(num_classes)
         labels_P = np.unique(labels)
-        self._note(len(labels_P), budget)
+        self._record(len(labels_P), budget)
         seed, near = self.settings.seed, self.settings.near
         graph = self._graph_in_use() if max(budget, len(labels_P)) < num_classes else None
         if isinstance(graph, OwnNeighbours):
@@ -219,7 +219,7 @@ class KNNSelection(Selection):
     def ranking(self, num_labels: int, num_classes: int) -> Ranking:
         """The labels, their neighbours, then the permutation."""
         budget = self.budget(num_classes)
-        self._note(num_labels, budget)
+        self._record(num_labels, budget)
         takes_all = max(budget, num_labels) >= num_classes
         graph = None if takes_all else self._graph_in_use()
         return Ranking(self.settings.seed, graph, self.settings.near)
@@ -246,7 +246,7 @@ class KNNSelection(Selection):
     def _begins_at_random(self) -> bool:
         return self.settings.rebuild == "auto"
 
-    def _note(self, num_labels: int, budget: int) -> None:
+    def _record(self, num_labels: int, budget: int) -> None:
         """Count the work of a training step, whose labels are those of all ranks: every rank counts the same."""
         self.enlarged += num_labels > budget
         if self._is_training:
@@ -267,9 +267,9 @@ class KNNSelection(Selection):
         if step == self._prepared:
             return
         if self.settings.rebuild == "background" and self.graph is not None:
-            self._take_finished()
+            self._adopt_finished()
             if self._is_due and self._pending is None:
-                self._begin()
+                self._start_build()
         elif self._is_due or (self.graph is None and not self._begins_at_random):
             self.rebuild_graph()
         elif self.settings.rebuild == "auto" and self._affordable_builds >= self._patience:
@@ -514,7 +514,7 @@ class KNNSelection(Selection):
             self.settings.rebuild,
         )
 
-    def _begin(self) -> None:
+    def _start_build(self) -> None:
         """Begin to build beside the training."""
         self._is_due = False
         self._pending = building = self._new_building()
@@ -526,7 +526,7 @@ class KNNSelection(Selection):
         after, self._ending = self._ending, None
         return Building(self._step(), after)
 
-    def _take_finished(self) -> None:
+    def _adopt_finished(self) -> None:
         """Use what was built beside the training, if those who build have it."""
         if (building := self._pending) is None:
             return

@@ -106,7 +106,7 @@ def build_on_ring(
     except _OfAnother as exc:
         raise SyncError(f"the graph was not built: {exc}") from None
     except Exception:  # of any kind: the others wait for this rank
-        ring.tell(failed=True)
+        ring.agree_on_wants(failed=True)
         raise
     offsets = np.arange(len(lists) + 1, dtype=np.int64) * lists.shape[1]
     return NeighbourTable(offsets, lists.reshape(-1), k, ring.first, None if link.world_size == 1 else ring.num_rows)
@@ -126,7 +126,7 @@ class _Work:
         ring, k = self.ring, self.lists.shape[1]
         engine: BlockProducts = CoreProducts(self.num_threads) if self.products is None else self.products
         # All of a small table: then nothing is left out, and nothing is to be proved.
-        keep = min(max(engine.keep(k), k), ring.num_rows)
+        keep = min(max(engine.num_candidates(k), k), ring.num_rows)
         score_bytes = 8 * keep * (2 if self.products is None else 1)  # the cores keep twice as many candidates
         blocks = memory_bytes // ((engine.row_bytes(keep) + score_bytes) * _BLOCK_ROWS)
         part_rows = max(1, blocks) * _BLOCK_ROWS
@@ -134,14 +134,14 @@ class _Work:
         for start in range(0, len(ring.own), part_rows):
             rows = ring.own[start : start + part_rows]
             if self.products is None:
-                recall = engine.begin(ring.first + start, len(rows), keep)
+                recall = engine.start(ring.first + start, len(rows), keep)
                 self._recall(engine, recall, ring.first + start, ring.first + start + len(rows))
                 found = recall.candidates()
             else:
-                on_device = self.products.begin(ring.first + start, len(rows), keep)
+                on_device = self.products.start(ring.first + start, len(rows), keep)
                 self._recall_on_device(on_device, start, len(rows))
                 found = on_device.candidates(k, bound)
-            begin_scores = None if self.products is None else self.products.begin_scores
+            begin_scores = None if self.products is None else self.products.exact_scorer
             refiner = Refiner(ring, k, num_threads=self.num_threads, check=self.watch.check, begin_scores=begin_scores)
             refiner.finish(rows, ring.first + start, found, bound, self.lists[start : start + len(rows)])
 
@@ -266,14 +266,14 @@ class _Ring:
 
     def _lap(self, wants: int) -> Iterator[None]:
         """Once for each rank, whose block is here then; if any rank wants them exact, all get them so."""
-        kind = self.tell(wants)
+        kind = self.agree_on_wants(wants)
         if not kind:
             return
         self._from, self._here = self._link.rank, self._exact if kind == _EXACT else self.rounded
         room, via = self._visiting[kind], self._exact.device if self._engine is None else self._engine.device
         yield
         for _ in range(1, self._link.world_size):
-            self.tell(kind)
+            self.agree_on_wants(kind)
             expected = self._sizes[self._from - 1]
             self._carrier.pass_on(self._here, room, expected, via)
             self._from, self._here = (self._from - 1) % self._link.world_size, room[:expected]
@@ -284,7 +284,7 @@ class _Ring:
         while list(self._lap(0)):
             pass
 
-    def tell(self, wants: int = 0, *, failed: bool = False) -> int:
+    def agree_on_wants(self, wants: int = 0, *, failed: bool = False) -> int:
         """The most that any rank wants. Raises unless all are well; what this rank has failed by is not for here."""
         of_ranks = self._link.exchange([wants, failed])
         bad = [rank for rank, (_, failure) in enumerate(of_ranks) if failure]

@@ -66,14 +66,14 @@ class ServedRows:
 
         total = 0
 
-        def tell(building: GraphBuilding) -> None:
+        def report(building: GraphBuilding) -> None:
             nonlocal total
             total = building.total_pairs
             if progress is not None and building.done_pairs < total:
                 progress(building.done_pairs, total)
 
         name = self._spec.name
-        self._service.build(name, k, step=self._step, progress=tell, cancelled=cancelled)
+        self._service.build(name, k, step=self._step, progress=report, cancelled=cancelled)
         table, info = self._service.load(name)
         if progress is not None and total:
             progress(total, total)  # once, and when the graph is here

@@ -74,7 +74,7 @@ def pack_ids(
 
 
 @triton.jit
-def take_ids(
+def group_ids(
     numbers, words, key_N, place_N, bounds_V, weights_N,
     num_ids, num_pieces, num_vectors,
     WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
@@ -123,7 +123,7 @@ def _numbers_of(fields, num_ranks, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def join_pairs(
+def combine_pairs(
     fields, flat, pairs_RV, factor_V, num_vectors, num_ranks,
     FACTORED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

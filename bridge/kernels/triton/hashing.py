@@ -160,7 +160,7 @@ def insert(
 
 
 @triton.jit
-def settle(
+def finish_inserts(
     tables, key_N, slots_N, first, claimed_N, sums, numbered_N, counts_T,
     num_ids, bits, none, num_tables,
     MAKES: tl.constexpr, BLOCK: tl.constexpr,

@@ -36,7 +36,7 @@ def _counted(label, num_classes, ignored):
 
 
 @triton.jit
-def settle_labels(
+def prepare_labels(
     labels, settled, counts, num_counted, divisor, rank_divisor, positions, num, num_classes, ignored, first, num_local,
     num_ranks,
     BLOCK: tl.constexpr,

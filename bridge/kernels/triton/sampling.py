@@ -100,7 +100,7 @@ def draw(
 
 
 @triton.jit
-def take(bitmap, drawn, fresh_ends, num_marked, count, budget, BLOCK: tl.constexpr):
+def mark_drawn(bitmap, drawn, fresh_ends, num_marked, count, budget, BLOCK: tl.constexpr):
     """Set the bits of the first ``budget`` - ``num_marked`` of those drawn that are not -1."""
     program = tl.program_id(0)
     at = program * BLOCK + tl.arange(0, BLOCK)
@@ -189,7 +189,7 @@ def first_places(sorted_ids, order, in_turn, num, PLACES: tl.constexpr):
 
 
 @triton.jit
-def take_nearest(
+def select_nearest(
     said, in_turn, ends, given, num, num_labels, budget, num_classes, NEAR: tl.constexpr, PLACES: tl.constexpr
 ):
     """The classes at the first places in turn, as many as labels and a part of the budget; num_classes elsewhere."""

@@ -81,7 +81,7 @@ class SplitParts:
         own_SD = self._arrived
         if own_SD is None:
             own_SD = self._joined[0].new_zeros(self._sizes.of(part)[self._link.rank], self._layer.in_features)
-        self._gathered.begin_or_fail(part, own_SD.detach(), self._failure)
+        self._gathered.start_or_fail(part, own_SD.detach(), self._failure)
         self._joined.append(own_SD)
 
     def logits(self) -> SplitLogits:
@@ -115,17 +115,17 @@ class SplitParts:
             layer.check(features_SD)
             self._check_alike(features_SD, self._sizes.of(part)[self._link.rank])
         own_SD = layer.travelling(features_SD)
-        self._arrived = with_travelled_gradient(own_SD, lambda: self._gradients.take(part))
+        self._arrived = with_travelled_gradient(own_SD, lambda: self._gradients.collect(part))
         return PartLogits(torch.Size((len(features_SD), layer.out_features)))
 
     def _agreed(self, features_SD: Tensor) -> PartSizes:
         layer, rows = self._layer, [0]
 
-        def look() -> None:
+        def inspect() -> None:
             layer.check(features_SD)
             rows[:] = self._rows(len(features_SD))
 
-        layer.agreement.sizes(layer.layer_name, features_SD, look)
+        layer.agreement.sizes(layer.layer_name, features_SD, inspect)
         return PartSizes(self._link.exchange(rows), self._link.rank)
 
     def _rows(self, first: int) -> list[int]:
@@ -168,16 +168,16 @@ class _FeatureGradients:
         self.sizes: PartSizes | None = None
         self._summed: SummedParts | None = None
 
-    def begin(self, by_features_BD: Tensor) -> None:
+    def start(self, by_features_BD: Tensor) -> None:
         """Let them travel, the last micro-batch's first."""
         assert self.sizes is not None
         order = reversed(range(self.sizes.num_parts))
         self._summed = SummedParts(self._link, self.sizes, by_features_BD, order)
 
-    def take(self, part: int) -> Tensor:
+    def collect(self, part: int) -> Tensor:
         """Those of a micro-batch [S, D], as ``travel.py`` says. Raises RankLost."""
         assert self._summed is not None
-        own_SD = self._summed.take(part)
+        own_SD = self._summed.collect(part)
         return own_SD * self._link.world_size if self._link.world_size > 1 else own_SD
 
 

@@ -50,7 +50,7 @@ class DryLink(Communicator):
     def start_exchange(self, values: Sequence[int], operation: str = "all-gather") -> Pending[list[list[int]]]:
         """As if every rank gave the same."""
         del operation
-        self._note("all-gather", len(values) * 8 * self.world_size, "sizes and checks")
+        self._record("all-gather", len(values) * 8 * self.world_size, "sizes and checks")
         return Pending.done([list(values)] * self.world_size)
 
     def gather_json(self, value: Any) -> list[Any]:
@@ -63,29 +63,29 @@ class DryLink(Communicator):
         if tensor.dtype.is_floating_point:
             what = FEATURES if tensor.ndim > 1 else "numbers of samples"
         row = tensor[:0].new_empty(1, *tensor.shape[1:])
-        self._note("all-gather", max(sizes) * self.world_size * row.nbytes, what)
+        self._record("all-gather", max(sizes) * self.world_size * row.nbytes, what)
         return Pending.done(tensor.new_empty(sum(sizes), *tensor.shape[1:]))
 
     def start_sum_to_owners(self, tensor_BD: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
         """[n_0, D] of nothing."""
         rows = max(sizes) * self.world_size
-        self._note("reduce-scatter", rows * tensor_BD[:1].nbytes, FEATURE_GRADIENTS)
+        self._record("reduce-scatter", rows * tensor_BD[:1].nbytes, FEATURE_GRADIENTS)
         return Pending.done(tensor_BD.new_empty(sizes[0], *tensor_BD.shape[1:]))
 
     def all_to_all(self, values: Tensor, leaving: Sequence[int], arriving: Sequence[int]) -> Tensor:
         """Σ ``arriving`` numbers of nothing."""
         del leaving
-        self._note("all-to-all", sum(arriving) * values.element_size(), "logits of the own samples")
+        self._record("all-to-all", sum(arriving) * values.element_size(), "logits of the own samples")
         return values.new_empty(sum(arriving))
 
     def _reduced(self, tensor: Tensor, operation: Any) -> Tensor:
         del operation
-        self._note("all-reduce", tensor.nbytes, "numbers of the softmax")
+        self._record("all-reduce", tensor.nbytes, "numbers of the softmax")
         return tensor.new_empty(tensor.shape)
 
-    def _note(self, kind: Kind, num_bytes: int, what: str) -> None:
+    def _record(self, kind: Kind, num_bytes: int, what: str) -> None:
         if self.world_size > 1:
-            self._trace.note_collective(kind, what, num_bytes, self.world_size)
+            self._trace.record_collective(kind, what, num_bytes, self.world_size)
 
 
 class HeadSkeleton(nn.Module):
@@ -166,12 +166,12 @@ class _HeadPass(torch.autograd.Function):
         head.link.gather(labels, sizes)
         num, select = head.settings["num_classes"], head.settings["select"]
         if ranks > 1 and active < num and (k := select.neighbours_of(num)):
-            head.trace.note_collective("all-reduce", "counts of neighbours", 8 * k, ranks)
+            head.trace.record_collective("all-reduce", "counts of neighbours", 8 * k, ranks)
         head.products = str(own_SD.dtype).removeprefix("torch.")
         width, rows = own_SD.shape[1], -(-active // ranks)
         for _ in range(1 + features_SD.requires_grad):  # logits, and the features' gradient as they pass
             num_bytes = rows * width * own_SD.element_size()
-            head.trace.note(flops=2 * rows * len(joint_BD) * width, num_bytes=num_bytes, dtype=head.products)
+            head.trace.record(flops=2 * rows * len(joint_BD) * width, num_bytes=num_bytes, dtype=head.products)
         if not head.has_margin:
             head.link.max(joint_BD.new_empty(1, len(joint_BD)))
         head.link.sum(joint_BD.new_empty(head.sums, len(joint_BD), dtype=torch.float64))

@@ -111,23 +111,23 @@ class StepTrace(MetaMode):  # type: ignore[no-untyped-call]
         largest = max(read or written, key=_bytes, default=None)
         if name in _READS_WHAT_IT_PICKS and sizes:
             sizes[0] = min(sizes[0], written_bytes)
-        self.note(
+        self.record(
             flops=0 if counter is None else int(counter(*args, **(kwargs or {}), out_val=out)),
             num_bytes=sum(sizes) + written_bytes,
             dtype="float32" if largest is None else str(largest.dtype).removeprefix("torch."),
         )
         return out
 
-    def note(self, *, flops: int, num_bytes: int, dtype: str = "float32") -> None:
+    def record(self, *, flops: int, num_bytes: int, dtype: str = "float32") -> None:
         """Add an operation: of a product ``flops``, of which a multiplication and an addition are two."""
         self.seconds[self.part, self.phase] += self.hardware.operation(flops, num_bytes, dtype)  # type: ignore[assignment]
 
-    def note_collective(self, kind: Kind, what: str, num_bytes: int, ranks: int) -> None:
+    def record_collective(self, kind: Kind, what: str, num_bytes: int, ranks: int) -> None:
         """Add one that ranks would take part in."""
         collective = Collective(kind=kind, what=what, phase=self.phase, bytes=num_bytes, ranks=ranks)
         self.collectives.append((self.part, collective))
 
-    def keep(self, tensor: Tensor, known: Set[StorageWeakRef]) -> Tensor:
+    def record_kept(self, tensor: Tensor, known: Set[StorageWeakRef]) -> Tensor:
         """Note what autograd keeps for the backward pass, unless its memory is ``known``."""
         storage = _storage(tensor)
         if storage not in known and not any(storage in kept for kept in self._kept.values()):
@@ -157,7 +157,7 @@ def traced_step(
     ]
     try:
         with torch.enable_grad(), trace:
-            with torch.autograd.graph.saved_tensors_hooks(lambda one: trace.keep(one, known), lambda one: one):
+            with torch.autograd.graph.saved_tensors_hooks(lambda one: trace.record_kept(one, known), lambda one: one):
                 loss = run()
             trace.part, trace.phase = REST, "backward"
             loss.backward()  # type: ignore[no-untyped-call]

@@ -24,7 +24,7 @@ class StepAgreement:
     """One of a model on ranks; each of its split layers asks it how many samples the ranks have. Not thread-safe.
 
     Ranks meet in an exchange before the collectives of each split layer and of a loss, and at the end of a step. A rank
-    that fails in between says so in the exchange that the others wait in, so that all of them raise; see :meth:`tell`.
+    that fails in between says so in the exchange that the others wait in (:meth:`announce_failure`): all of them raise.
     """
 
     def __init__(self, link: Communicator) -> None:
@@ -40,12 +40,12 @@ class StepAgreement:
         """Whether a layer is split."""
         return len(self.layers) > len(_MEETINGS)
 
-    def begin(self, *, has_labels: bool = True, trains: bool = True) -> None:
+    def start_forward(self, *, has_labels: bool = True, trains: bool = True) -> None:
         """A forward pass begins. Ranks must agree on both: they decide which collectives follow."""
         self._others_ask_next = True
         self._has_labels, self._trains = has_labels, trains
 
-    def end(self) -> None:
+    def finish_forward(self) -> None:
         """It has ended."""
         self._others_ask_next = False
 
@@ -66,7 +66,7 @@ class StepAgreement:
         packed = sum(flag << place for place, flag in enumerate(flags))
         return self._exchange(None, [len(samples), self.layers.index(layer), width, dtype, packed])
 
-    def meet(self, where: str, check: Callable[[], None] = lambda: None) -> None:
+    def agree(self, where: str, check: Callable[[], None] = lambda: None) -> None:
         """Raise on every rank if ``check()`` does on any, or if they are not all at ``where``: LOSS, WHOLE or END."""
         self.sizes(where, torch.empty(0), check)
 
@@ -74,7 +74,7 @@ class StepAgreement:
         """Those that the last exchange was for are done: this rank may fail, and be heard, until the next one."""
         self._others_ask_next = True
 
-    def tell(self, failure: Exception) -> None:
+    def announce_failure(self, failure: Exception) -> None:
         """Tell the others of an error between collectives. Those that miss this rank in one wait for it."""
         if self._others_ask_next:
             self._exchange(failure, _NOTHING)

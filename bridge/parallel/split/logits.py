@@ -120,7 +120,7 @@ class LogitsMemory:
             )
         self._uses += 1
 
-    def take(self) -> bool:
+    def claim(self) -> bool:
         """Whether the memory may be written over; it is, then."""
         self._is_taken = self._is_own and self._uses == 1
         return self._is_taken
@@ -179,7 +179,7 @@ class SplitLogits(LogitsOperations):
 
         Every rank calls it. Raises SyncError where another rank failed.
         """
-        self.agreement.meet(WHOLE, self.memory.use)
+        self.agreement.agree(WHOLE, self.memory.use)
         whole_SC = whole_rows(self.local_BL, self.shard.group.link, self.sizes, self.shard.sizes)
         self.agreement.collectives_end()
         return whole_SC
@@ -218,7 +218,7 @@ def _cross_entropy(
         )
     _check_loss(reduction, label_smoothing, weight, shard.num)
     logits.memory.use()
-    agreement.meet(LOSS, lambda: check_labels(target, logits.shape[0], shard.num, ignore_index))
+    agreement.agree(LOSS, lambda: check_labels(target, logits.shape[0], shard.num, ignore_index))
     labels_B = shard.group.link.gather(target.to(logits.device), logits.sizes)
     counts_B = labels_B != ignore_index
     compute = torch.float64 if logits.local_BL.dtype == torch.float64 else torch.float32
@@ -235,7 +235,7 @@ def _cross_entropy(
         weight_L=None if weight_C is None else weight_C[shard.first : shard.stop],
         total_weight=float(shard.num) if weight_C is None else weight_C.sum(),
     )
-    losses_B = split_cross_entropy(logits.local_BL, labels, shard.group.link, takes_memory=logits.memory.take)
+    losses_B = split_cross_entropy(logits.local_BL, labels, shard.group.link, takes_memory=logits.memory.claim)
     value = losses_B.sum() / weights_B.sum() if reduction == "mean" else losses_B.sum()
     agreement.collectives_end()
     return value

@@ -143,13 +143,13 @@ class StageLink:
             raise SyncError(f"the step did not begin: rank {self.culprit} failed; its error tells why")
         return [numbers for _, *numbers in answers]
 
-    def give(self, spans: Sequence[SampleSpan], *rows: Tensor) -> None:
+    def send(self, spans: Sequence[SampleSpan], *rows: Tensor) -> None:
         """Send the rows of the spans, of each tensor [S, …], to those at their other ends."""
         cut = [(part.contiguous(), rank) for part, rank in self._cut(spans, rows)]
         self.link.start_transfers(cut, []).result()
 
-    def take(self, spans: Sequence[SampleSpan], *rooms: Tensor) -> None:
-        """Write what :meth:`give` sends at the other ends to the rows of the spans in ``rooms`` [S, …]."""
+    def receive(self, spans: Sequence[SampleSpan], *rooms: Tensor) -> None:
+        """Write what :meth:`send` sends at the other ends to the rows of the spans in ``rooms`` [S, …]."""
         cut = self._cut(spans, rooms)
         self.link.start_transfers([], cut).result()
 

@@ -133,16 +133,16 @@ class StagedModel(ParallelModel):
         for samples in self._own_batches(inputs, labels, options) if before is None else self._received_batches(before):
             rows_SD, labels_S = self._run_stage(samples), samples.labels
             batch = behind.agree(rows_SD, asks_for_loss=labels_S is not None, is_last=samples.is_last)
-            behind.give(batch.spans, rows_SD.detach(), *([] if labels_S is None else [labels_S.to(rows_SD.device)]))
+            behind.send(batch.spans, rows_SD.detach(), *([] if labels_S is None else [labels_S.to(rows_SD.device)]))
             tokens.append(departed(rows_SD, behind, batch))
         dtype, shape = kind_from(self._answer(0, []))
         if labels_S is None:
             output_SC = rows_SD.new_empty(len(rows_SD), *shape, dtype=dtype)
-            behind.take(batch.spans, output_SC)
+            behind.receive(batch.spans, output_SC)
             if before is None:
                 return output_SC
             assert samples.batch is not None
-            before.give(samples.batch.spans, output_SC)
+            before.send(samples.batch.spans, output_SC)
             return None
         loss = torch.empty((), dtype=dtype, device=rows_SD.device)
         self.mesh.whole.link.start_transfers([], [(loss, self._teller_of(self.mesh.rank))]).result()
@@ -158,7 +158,7 @@ class StagedModel(ParallelModel):
                 output_TC = rows_to_send(super().forward(rows_TD), "the output of the last stage")
             self._answer(0, kind_of(output_TC))
             assert parts[0].batch is not None
-            before.give(parts[0].batch.spans, output_TC)
+            before.send(parts[0].batch.spans, output_TC)
             return None
         loss: Tensor = super().forward(rows_TD, torch.cat(labels))
         self._answer(0, kind_of(loss.detach()[None, None]))
@@ -195,7 +195,7 @@ class StagedModel(ParallelModel):
             is_last = batch.is_last
             rows_TD = torch.empty(batch.num_taken, *batch.shape, dtype=batch.dtype, device=self.mesh.device)
             labels_T = torch.empty(batch.num_taken, dtype=torch.int64, device=rows_TD.device)
-            before.take(batch.spans, rows_TD, *([labels_T] if batch.asks_for_loss else []))
+            before.receive(batch.spans, rows_TD, *([labels_T] if batch.asks_for_loss else []))
             if batch.wants_gradient:
                 rows_TD = arrived(rows_TD, before, batch)
             yield StageInput(rows_TD, {}, labels_T if batch.asks_for_loss else None, is_last, batch)
@@ -204,15 +204,15 @@ class StagedModel(ParallelModel):
         """Compute the rows [S, …] for the next stage. The ranks of a stage with split layers meet behind it."""
         if not self._agreement.has_layers:
             return self._checked_rows(samples)
-        self._agreement.begin(has_labels=samples.labels is not None, trains=self.training)
+        self._agreement.start_forward(has_labels=samples.labels is not None, trains=self.training)
         try:
             rows_SD = self._checked_rows(samples)
-            self._agreement.meet(END)
+            self._agreement.agree(END)
         except Exception as exc:  # of any kind: the other ranks of the stage wait for this one
-            self._agreement.tell(exc)
+            self._agreement.announce_failure(exc)
             raise
         finally:
-            self._agreement.end()
+            self._agreement.finish_forward()
         return rows_SD
 
     def _checked_rows(self, samples: StageInput) -> Tensor:

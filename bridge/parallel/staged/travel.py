@@ -46,7 +46,7 @@ class _Departed(torch.autograd.Function):
             return None, None, None, None
         link: StageLink = ctx.link
         gradient_SD = torch.empty(ctx.shape, dtype=ctx.dtype, device=ctx.device)
-        link.take(ctx.batch.spans, gradient_SD)
+        link.receive(ctx.batch.spans, gradient_SD)
         return gradient_SD.mul_(len(link.senders) / len(link.owners)), None, None, None
 
 

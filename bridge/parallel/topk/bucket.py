@@ -97,7 +97,7 @@ class BucketWork:
         self._summed: Pending[Tensor] | None = None
         self.failure: Exception | None = None
         self.begun: Future[None] | None = None
-        """:meth:`begin`, where a thread does it."""
+        """:meth:`start`, where a thread does it."""
         self.future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
         )
@@ -106,7 +106,7 @@ class BucketWork:
         self._means = buffer[:0]
 
     @torch.no_grad()
-    def begin(self, status: int, factor: Tensor | None, *, keep: bool) -> None:
+    def start(self, status: int, factor: Tensor | None, *, keep: bool) -> None:
         """Accumulate, select, and begin to tell the other ranks; if it fails, tell them that, and keep the ``failure``.
 
         Args:
@@ -120,7 +120,7 @@ class BucketWork:
         if self.layout.sparse:
             try:
                 if keep:
-                    self._state.keep([self.layout.names[number] for number in self.layout.sparse])
+                    self._state.save([self.layout.names[number] for number in self.layout.sparse])
                 sent = self._packed([segments[number] for number in self.layout.sparse], status)
             except Exception as exc:  # of any kind: the other ranks wait for this one
                 self.failure = exc
@@ -178,7 +178,7 @@ class BucketWork:
             said = first_bad(are_finite, self.layout.sparse_codes_2T)
         elif compaction is not None:
             try:
-                indices, values = compaction.take(
+                indices, values = compaction.compact(
                     gradients, momenta, residuals, momentum=update.momentum, nesterov=update.nesterov
                 )
             except NonFinite:

@@ -26,7 +26,7 @@ class CompiledCompaction:
         self._ks = list(ks)
         self._estimates = np.zeros(len(numels), np.float32)
 
-    def take(
+    def compact(
         self,
         gradients: Sequence[Tensor],
         velocities: Sequence[Tensor],
@@ -75,7 +75,7 @@ class TensorCompaction:
         momentum: float,
         nesterov: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As :meth:`CompiledCompaction.take`, and instead of an error bool [2, T] of T tensors: which gradients are
+        """As :meth:`CompiledCompaction.compact`, and instead of an error bool [2, T] of T tensors: which gradients are
         finite, and which are with what has gathered. The host waits for nothing."""
         flat_gradients, flat_velocities, flat_residuals = (
             [tensor.detach().reshape(-1) for tensor in tensors] for tensors in (gradients, velocities, residuals)

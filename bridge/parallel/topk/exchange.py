@@ -156,7 +156,7 @@ class GradientExchange:
         if torch._C._current_graph_task_id() < 0:
             self._refuse_to_join()
         if bucket.index() == 0:
-            self._begin_backward(bucket.buffer().device)
+            self._start_backward(bucket.buffer().device)
         buffer = bucket.buffer()
         work = BucketWork(
             self._layout(bucket),
@@ -168,17 +168,17 @@ class GradientExchange:
         )
         self._buckets.append(work)
         if self._settings.clip is None:
-            self._begin(work)
+            self._start(work)
         elif bucket.is_last():
             factor = self._clipping(self._settings.clip)
             self._factor = factor if self._factor is None else self._factor * factor
             for held in self._buckets:
-                self._begin(held)
+                self._start(held)
         if bucket.is_last():
             self._finish()
         return work.future
 
-    def _begin_backward(self, device: torch.device) -> None:
+    def _start_backward(self, device: torch.device) -> None:
         failure: Exception | None = None
         try:
             self.require_usable()
@@ -217,14 +217,14 @@ class GradientExchange:
         factor: Tensor = (most / norm).clamp(max=1).nan_to_num(0.0)
         return factor
 
-    def _begin(self, bucket: BucketWork) -> None:
+    def _start(self, bucket: BucketWork) -> None:
         status = NOT_STEPPED if self._awaits_step else WELL
         keep = self._scaler is not None
         factor = self._factor
 
         def begin() -> None:
             if self._refusal is None:
-                bucket.begin(status, factor, keep=keep)
+                bucket.start(status, factor, keep=keep)
 
         bucket.begun = self._done_beside(begin)
 
@@ -251,7 +251,7 @@ class GradientExchange:
         """All gradients are there: take what the ranks said."""
         buckets, self._buckets = self._buckets, []
         try:
-            failure = self._settle(buckets)
+            failure = self._apply_results(buckets)
         except Exception as exc:  # of any kind: DDP is to end its pass before it is raised
             failure = exc
         if failure is not None:
@@ -264,7 +264,7 @@ class GradientExchange:
         if failure is not None:
             raise_after_backward(failure)
 
-    def _settle(self, buckets: list[BucketWork]) -> Exception | None:
+    def _apply_results(self, buckets: list[BucketWork]) -> Exception | None:
         """Take what the ranks said into the buckets; return what is wrong, the same on every rank."""
         begun = [task for task in (self._asked, *(bucket.begun for bucket in buckets)) if task is not None]
         wait(begun)
@@ -293,14 +293,14 @@ class GradientExchange:
                 bucket.apply()
                 if self._scale is not None:
                     bucket.buffer.mul_(self._scale)
-            self.state.let_go()
+            self.state.discard()
             self.steps += 1
             self._loaded = 0
             self.is_merged, self._awaits_step = self.link.world_size == 1, True
             return None
         of_state = [trouble for trouble in troubles if is_of_state(trouble[2])]
         if self._scaler is not None and not of_state:
-            self.state.put_back()
+            self.state.restore()
             for bucket in buckets:
                 bucket.buffer.fill_(torch.inf)
             self.skipped_steps += 1

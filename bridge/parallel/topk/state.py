@@ -42,18 +42,18 @@ class GradientState:
             for tensor in tensors.values():
                 tensor.copy_(link.start_sum(tensor).result()).div_(link.world_size)
 
-    def keep(self, names: list[str]) -> None:
-        """Note what momentum and residuals of ``names`` are, for :meth:`put_back`."""
+    def save(self, names: list[str]) -> None:
+        """Note what momentum and residuals of ``names`` are, for :meth:`restore`."""
         both = [tensors[name] for name in names for tensors in (self.momentum, self.residual)]
         self._kept += [(tensor, tensor.clone()) for tensor in both]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Make what was kept valid again."""
         for tensor, kept in self._kept:
             tensor.copy_(kept)
         self._kept = []
 
-    def let_go(self) -> None:
+    def discard(self) -> None:
         """Forget what was kept."""
         self._kept = []
 
@@ -78,7 +78,7 @@ class GradientState:
             for name, tensor in tensors.items():
                 tensor.zero_() if name not in saved[kind] else tensor.copy_(saved[kind][name])
         self.loaded = {*saved["residual"], *saved["decay"]}
-        self.let_go()
+        self.discard()
 
     def _require_same(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         for names, whose in (

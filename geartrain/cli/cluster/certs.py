@@ -30,9 +30,9 @@ def init(
 
     It stays where you issue. 'certs issue' makes the folder of each other machine.
     """
-    from geartrain.launch.certificates import issue, make_authority
+    from geartrain.launch.certificates import create_authority, issue
 
-    make_authority(folder, cluster)
+    create_authority(folder, cluster)
     for role in CERTIFIED_ROLES:
         issue(folder, folder, [role], days=days)
     print(f"{folder}: certificates of {', '.join(CERTIFIED_ROLES)}, good for {days:g} days")
@@ -114,9 +114,9 @@ def token(
     The first one makes token.key, to be kept where you issue, and token.pub: a role that has token.pub in its folder
     wants a token of every client from then on.
     """
-    from geartrain.launch.tokens import make_token
+    from geartrain.launch.tokens import create_token
 
-    path, token_id = make_token(folder, job, allow, days, out)
+    path, token_id = create_token(folder, job, allow, days, out)
     print(f"{path}: token {token_id} of {job}, good for {days:g} days")
 
 

@@ -40,7 +40,7 @@ def dashboard(
 
     log_to_stderr(log_level)
     if end_with_parent:
-        life.end_with_parent()
+        life.exit_with_parent()
     config = settings(file, scheduler, graph)
     from geartrain.watch.page import Dashboard
 

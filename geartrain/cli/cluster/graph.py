@@ -93,14 +93,14 @@ def report_of_graphs(config: ClusterConfig) -> Report | None:
     finally:
         service.close()
 
-    def show(pongs: Mapping[str, Pong]) -> None:
+    def print_row(pongs: Mapping[str, Pong]) -> None:
         counts = f"{counted(len(found.graphs), 'graph')}, {len(found.building)} being built"
         print(f"graph service {address}{age(pongs.get(address))} · {counts}")
         for info in found.graphs:
             print(f"  {graph_line(info)}")
 
     facts = {"graph_service": dataclasses.asdict(found)}
-    return Report(addresses={address: "graph"}, facts=facts, show=show)
+    return Report(addresses={address: "graph"}, facts=facts, show=print_row)
 
 
 def graph_line(info: GraphInfo) -> str:

@@ -49,7 +49,7 @@ def run_command(role: RoleKind) -> Callable[..., None]:
             return
         log_to_stderr(log_level)
         if end_with_parent:
-            life.end_with_parent()
+            life.exit_with_parent()
         given = configuration.flags(role.name, **settings) + configuration.flags(configuration.WHOLE, mode=mode)
         given += configuration.flags("security", prefix="security-", folder=security_folder)
         whole = configuration.load(file, given)
@@ -69,12 +69,12 @@ def run_command(role: RoleKind) -> Callable[..., None]:
         "as_json": (Json, False),
         "end_with_parent": (EndWithParent, False),
     }
-    give_parameters(run, parameters)
+    add_parameters(run, parameters)
     run.__doc__ = role.help
     return run
 
 
-def give_parameters(function: Callable[..., Any], parameters: dict[str, tuple[Any, Any]]) -> None:
+def add_parameters(function: Callable[..., Any], parameters: dict[str, tuple[Any, Any]]) -> None:
     """Let typer see these parameters (annotation, default) of a function that takes them as ``**``."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

@@ -71,7 +71,7 @@ def _pongs(addresses: Mapping[str, str]) -> dict[str, Pong]:
     from geartrain.ams.rpc.client.calls import GrpcCalls
 
     calls = {address: GrpcCalls(ROLES[role].rpc_service(), "role", address) for address, role in addresses.items()}
-    pending = {address: call.begin(Ping(), _PING_SECONDS) for address, call in calls.items()}
+    pending = {address: call.start(Ping(), _PING_SECONDS) for address, call in calls.items()}
     pongs = {}
     for address, pong in pending.items():
         with contextlib.suppress(AttemptFailed, GeartrainError):
@@ -229,10 +229,10 @@ def health(
 
 def _why_no_service_of_models(address: str, timeout_seconds: float, otherwise: str) -> str:
     """The same of a service of models, which speaks HTTP; ``otherwise`` if there is none, either."""
-    from geartrain.serving.http.client import ask_service
+    from geartrain.serving.http.client import request_json
 
     try:
-        ask_service(address, "GET", "/readyz", timeout_seconds=max(timeout_seconds, 0.1))
+        request_json(address, "GET", "/readyz", timeout_seconds=max(timeout_seconds, 0.1))
     except Busy as exc:
         return str(exc)
     except (GeartrainError, OSError):

@@ -50,7 +50,7 @@ def list_(file: ConfigFile = None, scheduler: SchedulerAddress = None, as_json: 
     if as_json:
         print(json.dumps([dataclasses.asdict(table) for table in tables]))
         return
-    _say_who_is_absent(found)
+    _warn_of_absent_shards(found)
     for table in tables:
         ids = "any id" if table.num_rows is None else f"ids below {table.num_rows:,}"
         rows, memory = counted(table.rows, "row"), sized(table.memory_bytes)
@@ -61,7 +61,7 @@ def list_(file: ConfigFile = None, scheduler: SchedulerAddress = None, as_json: 
         print("this cluster has no table")
 
 
-def _say_who_is_absent(status: ClusterStatus) -> None:
+def _warn_of_absent_shards(status: ClusterStatus) -> None:
     absent = [f"{shard.shard} ({shard.state})" for shard in status.shards if shard.state != "up"]
     if absent:
         print(f"rows and writes of shard {', '.join(absent)} are not counted", file=sys.stderr)
@@ -182,7 +182,7 @@ def drop(
                 cluster.table(name)  # which says why it is not there
         rows = {name: rows.get(name, 0) for name in names}
         if not yes:
-            _say_who_is_absent(status)
+            _warn_of_absent_shards(status)
             listed = ", ".join(f"{name!r} ({counted(number, 'row')})" for name, number in rows.items())
             typer.confirm(f"Drop {listed}? There is no way back but a snapshot", abort=True, err=True)
         for name in rows:

@@ -84,7 +84,7 @@ class _View:
         from geartrain.watch.events import folded
         from geartrain.watch.looks import health_of
 
-        look = self._watch.look()
+        look = self._watch.poll()
         found = look.status
         self._newest.extend(folded(look.events))
         up = sum(shard.state == "up" for shard in found.shards)

@@ -19,10 +19,10 @@ from geartrain.ams.values.config import NO_FOLDER, ClusterConfig, is_loopback
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.text import counted
 from geartrain.cli.cluster.dashboard import DEFAULT_LISTEN
-from geartrain.cli.cluster.roles import give_parameters
+from geartrain.cli.cluster.roles import add_parameters
 from geartrain.cli.shared.options import ConfigFile, Insecure, Json, RunMode, SecurityFolder
 from geartrain.launch import configuration
-from geartrain.launch.certificates import make_private_folder
+from geartrain.launch.certificates import create_private_folder
 from geartrain.launch.roles import ROLES
 from geartrain.launch.up import ClusterFacts, Launcher, next_address
 
@@ -117,7 +117,7 @@ def up(
             given += configuration.flags(name, metrics=next_address(metrics, first))
         config = configuration.load(file, given)
     if is_loopback(config.scheduler.listen) and not config.scheduler.insecure:
-        make_private_folder()  # once, rather than by every child
+        create_private_folder()  # once, rather than by every child
     failpoints.require_allowed(config.mode)  # here once, rather than by every child
     with _launcher(config, on, address, wanted, restart, dashboard_listen) as launcher:
         facts = launcher.start()
@@ -181,7 +181,7 @@ def command() -> Callable[..., None]:
         up(**given)
 
     run.__doc__ = up.__doc__
-    give_parameters(run, parameters)
+    add_parameters(run, parameters)
     return run
 
 

@@ -26,14 +26,14 @@ def rollback(
     """
     from geartrain.ams.values.config import split_address
     from geartrain.launch import configuration
-    from geartrain.serving.http.client import ask_service
+    from geartrain.serving.http.client import request_json
 
     split_address(address)
     configuration.load(None, configuration.flags("security", prefix="security-", folder=security_folder))
     if model is None:
-        models = [found["name"] for found in ask_service(address, "GET", "/v1/models")["models"]]
+        models = [found["name"] for found in request_json(address, "GET", "/v1/models")["models"]]
         if len(models) != 1:
             raise typer.BadParameter(f"name the model: {', '.join(models)}", param_hint="MODEL")
         (model,) = models
-    told = ask_service(address, "POST", f"/v1/models/{model}/rollback", {} if to is None else {"to": to})
+    told = request_json(address, "POST", f"/v1/models/{model}/rollback", {} if to is None else {"to": to})
     print(json.dumps(told) if as_json else f"{address}: version {told['current']} of {told['model']} is current")

@@ -26,7 +26,7 @@ from geartrain.workers.classify.run_images import images_of
 from geartrain.workers.ctr.export import export_clicks
 from geartrain.workers.ctr.predict import job_of_rows
 from geartrain.workers.ctr.samples import examples
-from geartrain.workers.job.folder import has_run, read_run, say_unended
+from geartrain.workers.job.folder import has_run, read_run, warn_if_unended
 from geartrain.workers.job.state import best_snapshot
 from geartrain.workers.models.export import Arrays, RunImages, export_model, next_version
 from geartrain.workers.models.onnx_backbone import OnnxBackbone
@@ -90,7 +90,7 @@ def _export_rows(
     with _version_folder(to, job, step, settings.keep) as (folder, version):
         config = write(run, folder, version=version, examples=settings.examples)
         shown = examples.read_examples(folder)
-    say_unended(run, config["training"]["step"], _say)
+    warn_if_unended(run, config["training"]["step"], _say)
     error = config["parity"]["max_error"]
     if "num_items" in config:
         counts, what = {"items": config["num_items"]}, f"a tree of {config['num_items']:,} items"
@@ -137,7 +137,7 @@ def _export_pictures(run: Path, to: Path, settings: ModelExport, console: Consol
         return rich_track(items, what, count, console=console, transient=True, disable=not console.is_terminal)
 
     job, step = _moment(model, run)
-    say_unended(run, step, _say)
+    warn_if_unended(run, step, _say)
     with _version_folder(to, job, step, settings.keep) as (folder, version):
         images, why = _images(run, model, settings, console)
         console.print(f"Writing the network of {run} as ONNX", highlight=False)

@@ -64,12 +64,12 @@ class Exporter:
         try:
             with connect(self._address, config=self._config) as cluster:
                 self._write(cluster, since)  # what fails for good, fails here
-                self._go_on(cluster, every_seconds)
+                self._export_until_failure(cluster, every_seconds)
             while True:
                 time.sleep(every_seconds)
                 with _passing(), connect(self._address, config=self._config) as cluster:
                     self._write(cluster, None)
-                    self._go_on(cluster, every_seconds)
+                    self._export_until_failure(cluster, every_seconds)
         except KeyboardInterrupt:
             newest = newest_version(self._root)
             at = "before the first version" if newest is None else f"after version {newest.manifest.step}"
@@ -84,12 +84,12 @@ class Exporter:
         whole, removed = self._compacted()
         facts = {**_facts(whole), "removed": removed}
         gone = f"; removed {counted(len(removed), 'older one')}" if removed else ""
-        self._say(
+        self._report(
             facts,
             f"version {facts['version']} is whole: {counted(facts['rows'], 'row')}, {sized(facts['bytes'])}{gone}",
         )
 
-    def _go_on(self, cluster: Cluster, every_seconds: float) -> None:
+    def _export_until_failure(self, cluster: Cluster, every_seconds: float) -> None:
         """Until something fails that may be over when a new connection is made."""
         with _passing():
             while True:
@@ -106,7 +106,7 @@ class Exporter:
         facts = {**_facts(version(self._root, number)), "seconds": round(time.monotonic() - began, 3)}
         since_which = "all of them" if facts["since"] is None else f"written since version {facts['since']}"
         rows = f"{counted(facts['rows'], 'row')}, {since_which}"
-        self._say(facts, f"version {number}: {rows}, {sized(facts['bytes'])} in {facts['seconds']:.2f} s")
+        self._report(facts, f"version {number}: {rows}, {sized(facts['bytes'])} in {facts['seconds']:.2f} s")
 
     def _writes(self, cluster: Cluster) -> dict[str, tuple[int, ...]]:
         return {
@@ -128,7 +128,7 @@ class Exporter:
     def _compacted(self) -> tuple[Snapshot, list[str]]:
         return compact_export(self._root), prune(self._root, self._keep)
 
-    def _say(self, facts: dict[str, Any], text: str) -> None:
+    def _report(self, facts: dict[str, Any], text: str) -> None:
         print(json.dumps(facts) if self._as_json else text, flush=True)
 
 

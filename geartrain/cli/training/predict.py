@@ -53,7 +53,7 @@ def predict(
         return
     if out is not None:
         raise ConfigError(f"--out is for scores of clicks, and {model} names images; leave it out, and use --json")
-    from geartrain.workers.job.folder import say_unended
+    from geartrain.workers.job.folder import warn_if_unended
     from geartrain.workers.models.predict import image_files
     from geartrain.workers.models.predict import predict as predictions
     from geartrain.workers.models.saved_model import step_of
@@ -61,7 +61,7 @@ def predict(
 
     files = image_files(images)
     loaded = picture_model(model, backbone)
-    say_unended(model, step_of(loaded.training), lambda line: print(line, file=sys.stderr))
+    warn_if_unended(model, step_of(loaded.training), lambda line: print(line, file=sys.stderr))
     if missing := [str(path) for path in files if not path.exists()]:
         raise ConfigError(f"{', '.join(missing)}: no such file or folder; give images, or folders of images")
     results = list(predictions(loaded, files, min(DEFAULT_K, len(loaded.class_names)) if k is None else k))

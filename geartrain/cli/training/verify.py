@@ -52,14 +52,14 @@ def verify(
     if not pairs and not any(of_templates):
         raise ConfigError("which pairs? Give .bin files, or --images, --media and --template-pairs")
     # torch is loaded only after the arguments are known to be right
-    from geartrain.workers.job.folder import say_unended
+    from geartrain.workers.job.folder import warn_if_unended
     from geartrain.workers.models.saved_model import step_of
     from geartrain.workers.models.templates import verify_templates
     from geartrain.workers.models.trained_model import picture_model
     from geartrain.workers.models.verify import verify_file
 
     loaded = picture_model(model, backbone)
-    say_unended(model, step_of(loaded.training), lambda line: print(line, file=sys.stderr))
+    warn_if_unended(model, step_of(loaded.training), lambda line: print(line, file=sys.stderr))
     assert loaded.preprocessing is not None
     wanted = loaded.preprocessing.kind == "photo" if mirror is None else mirror
     results: list[dict[str, Any]] = []

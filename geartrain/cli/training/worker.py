@@ -247,7 +247,7 @@ def train(
             "--allow-fallback chooses among the snapshots of a run; give it with --resume RUN or --continue"
         )
     ended: list[int] = []
-    atexit.register(_end_at_once, ended)  # the last thing: what torch registers comes before
+    atexit.register(_exit_at_once, ended)  # the last thing: what torch registers comes before
     with interruption() as stop:
         stop.doing, stop.grace_seconds = "loaded torch", grace
         try:
@@ -304,7 +304,7 @@ def train(
         raise typer.Exit(STOPPED)
 
 
-def _end_at_once(ended: list[int]) -> None:
+def _exit_at_once(ended: list[int]) -> None:
     """Spare a process that was stopped what the interpreter does for seconds to give back torch's memory."""
     if ended:
         sys.stdout.flush()

@@ -63,21 +63,21 @@ class JobRestorer:
     ) -> None:
         self._stopping.set()
         if (cluster := self._cluster) is not None:
-            cluster.give_up()
+            cluster.cancel_waits()
         self._thread.join()
 
     def _run(self) -> None:
         while not self._stopping.wait(_LOOK_SECONDS):
             for name, job in self._streams.restored_jobs().items():
                 try:
-                    self._look_at(name, job)
+                    self._check_job(name, job)
                     self._failed.pop(name, None)
                 except Exception as exc:  # whatever it is, others are to be looked at, and this one again
                     if self._failed.get(name) != str(exc) and not self._stopping.is_set():
                         self._failed[name] = str(exc)
                         logger.warning("job %r is neither saved nor restored now; tried again: %s", name, exc)
 
-    def _look_at(self, name: str, job: RestoredJob) -> None:
+    def _check_job(self, name: str, job: RestoredJob) -> None:
         view = self._scheduler.describe()
         if not view.ready:
             return  # whoever is away may come back with its rows
@@ -89,7 +89,7 @@ class JobRestorer:
             else:
                 lost = f"table {min(tables.intersection(view.incomplete_tables))!r} has lost rows of a shard"
                 why = f"{lost} before job {name!r} had its first snapshot; drop it and create it anew"
-                self._streams.end_restores(name, ShardRestarted(why))
+                self._streams.stop_restoring(name, ShardRestarted(why))
         elif job.due == "restore":
             self._restore(name, job)
         elif job.due == "snapshot" and not job.is_read:
@@ -97,7 +97,7 @@ class JobRestorer:
         elif not job.due and not tables.intersection(
             (*(spec.name for spec in view.tables), *view.incomplete_tables, *view.restoring_tables)
         ):
-            self._streams.end_restores(name)  # they were dropped: the job has ended
+            self._streams.stop_restoring(name)  # they were dropped: the job has ended
         elif not job.due and job.is_read:
             since = self._saved_at.setdefault(name, time.monotonic())
             if time.monotonic() - since > job.order.every_seconds:
@@ -134,7 +134,7 @@ class JobRestorer:
             raise
         except GeartrainError as exc:
             if before is None:
-                self._streams.end_restores(name, exc)
+                self._streams.stop_restoring(name, exc)
             raise
         finally:
             self._saved_at[name] = time.monotonic()
@@ -151,7 +151,7 @@ class JobRestorer:
                 logger.warning("job %r goes back further: %s", name, exc)
                 continue
             cursors: Any = snapshot.manifest.job["streams"]
-            self._streams.put_back(name, {int(stream): Cursor(*at) for stream, at in cursors.items()})
+            self._streams.restore_cursors(name, {int(stream): Cursor(*at) for stream, at in cursors.items()})
             logger.warning("job %r goes on from snapshot %s", name, snapshot.path)
             return
         raise SnapshotNotFound(f"there is no sound snapshot of job {name!r} in {job.order.root}; bring its files back")

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from geartrain.ams.observe.metrics import Metric
-from geartrain.ams.values.config import ClusterConfig, ServeConfig, join_address, split_address
+from geartrain.ams.values.config import ClusterConfig, ServeConfig, format_address, split_address
 from geartrain.ams.values.errors import ConfigError
 from geartrain.launch.serving.workers import DRAIN_SECONDS, Workers
 from geartrain.serving.batching import Batcher
@@ -42,7 +42,7 @@ class ServeRole:
             from geartrain.launch.serving.server import ModelServer
 
             listener = listening_socket(told.listen, "serve")
-            self.address = join_address(split_address(told.listen)[0], listener.getsockname()[1])
+            self.address = format_address(split_address(told.listen)[0], listener.getsockname()[1])
             self._serving = here = ModelServer(config, listener)
             self.service = here.service
             self.grpc = None if here.grpc is None else here.grpc.address

@@ -13,7 +13,7 @@ from geartrain.launch.serving.workers import DRAIN_SECONDS
 from geartrain.serving.batching import Batcher
 from geartrain.serving.catalog import Catalog
 from geartrain.serving.folder import load_folder
-from geartrain.serving.http.app import make_app
+from geartrain.serving.http.app import build_app
 from geartrain.serving.http.callers import Callers, Limits
 from geartrain.serving.http.ports import certificates_of
 from geartrain.serving.http.server import HttpServer
@@ -72,7 +72,7 @@ class ModelServer:
 
                 self.grpc = inference_server(told.grpc, self.service, told, folder, rates, callers.client)
             self._server = HttpServer(
-                make_app(self.service, callers, Limits.of(told), rates=rates),
+                build_app(self.service, callers, Limits.of(told), rates=rates),
                 listener,
                 split_address(told.listen)[0],
                 name="http",

@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from geartrain.ams.values.config import ClusterConfig, join_address, split_address
+from geartrain.ams.values.config import ClusterConfig, format_address, split_address
 from geartrain.ams.values.errors import GeartrainError, InternalError, NotServed, error_named
 from geartrain.serving.http.ports import held_port
 from geartrain.serving.service import Told, all_or_none
@@ -145,9 +145,9 @@ class Workers:
         Raises ConfigError (others have the port), and what the first worker says that cannot be.
         """
         self._ports = contextlib.ExitStack()
-        self.address = self._hold(config.serve.listen, "--listen")
+        self.address = self._reserve_port(config.serve.listen, "--listen")
         """host:port of HTTP."""
-        self.grpc = None if config.serve.grpc is None else self._hold(config.serve.grpc, "--grpc")
+        self.grpc = None if config.serve.grpc is None else self._reserve_port(config.serve.grpc, "--grpc")
         """host:port of gRPC, if it is to be there."""
         there = {"listen": self.address, "grpc": self.grpc}
         self._config = config = config.model_copy(update={"serve": config.serve.model_copy(update=there)})
@@ -166,34 +166,34 @@ class Workers:
         try:
             for worker in list(self._workers.values()):
                 self._require_ready(worker)
-            self._note_models()
+            self._record_models()
         except BaseException:
             self.stop(0)
             raise
 
-    def _hold(self, listen: str, flag: str) -> str:
+    def _reserve_port(self, listen: str, flag: str) -> str:
         try:
             held = self._ports.enter_context(held_port(listen, flag))
         except BaseException:
             self._ports.close()
             raise
-        return join_address(split_address(listen)[0], held.getsockname()[1])
+        return format_address(split_address(listen)[0], held.getsockname()[1])
 
     def everywhere(self, wish: Mapping[str, Any]) -> list[Told]:
         """Have every worker do it, or none, one wish after the other; return what each said."""
         with self._one_wish:
-            tell = functools.partial(self._told, list(self._workers.values()))
+            tell = functools.partial(self._replies, list(self._workers.values()))
             if wish["wish"] in _CHANGES_NOTHING:
                 if wish["wish"] == "following" and wish["model"] in self._models:
                     self._models[wish["model"]]["following"] = wish["facts"]
                 return tell(wish)
             told = all_or_none(tell, wish, self._models)
-            self._note_models()
+            self._record_models()
             self._one_wish.notify_all()
             return told
 
-    def _note_models(self) -> None:
-        told = self._told(list(self._workers.values()), {"wish": "state"})
+    def _record_models(self) -> None:
+        told = self._replies(list(self._workers.values()), {"wish": "state"})
         self._models = next((answer["said"] for answer in told if "said" in answer), self._models)
 
     def wait(self) -> None:
@@ -256,7 +256,7 @@ class Workers:
                 except GeartrainError as exc:
                     why = f"did not start: {exc}"
 
-    def _told(self, workers: list[_Worker], wish: Mapping[str, Any]) -> list[Told]:
+    def _replies(self, workers: list[_Worker], wish: Mapping[str, Any]) -> list[Told]:
         number = next(self._ids)
         waiting = [(worker, worker.answers.setdefault(number, queue.SimpleQueue())) for worker in workers]
         for worker, waits in waiting:

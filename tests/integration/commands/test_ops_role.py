@@ -11,7 +11,7 @@ import pytest
 
 import geartrain as gt
 from geartrain.ams.values.config import CERTIFIED_ROLES, ClusterConfig, SecurityConfig
-from geartrain.launch.certificates import issue, make_authority
+from geartrain.launch.certificates import create_authority, issue
 
 
 def test_roles_of_this_process_are_a_cluster_and_leave_its_signals_alone() -> None:
@@ -58,7 +58,7 @@ def test_what_it_cannot_be_is_said_before_it_starts() -> None:
 
 
 def test_it_shows_the_certificate_of_its_role(tmp_path: Path) -> None:
-    make_authority(tmp_path, "toys")
+    create_authority(tmp_path, "toys")
     for role in CERTIFIED_ROLES:
         issue(tmp_path, tmp_path, [role])
     config = ClusterConfig(security=SecurityConfig(folder=str(tmp_path)))

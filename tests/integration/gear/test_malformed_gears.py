@@ -144,7 +144,7 @@ def test_features_that_come_damaged_or_cut_are_none(
     data: bytes, error: type[GeartrainError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     carrier = GrpcGearCarrier("127.0.0.1:1")
-    monkeypatch.setattr(carrier, "begin_bytes", lambda *_: lambda: data)
+    monkeypatch.setattr(carrier, "start_bytes", lambda *_: lambda: data)
     try:
         with pytest.raises(error):
             carrier.features("image", np.arange(2), 4, Freshness(), 1.0)()

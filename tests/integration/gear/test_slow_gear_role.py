@@ -287,7 +287,7 @@ def test_its_lease_goes_on_while_it_goes_back(gears: GearCluster, monkeypatch: p
         if going_back.is_set():
             ticks.release()
 
-    monkeypatch.setattr(SlowGearHandler, "go_back_if_restored", go_back)
+    monkeypatch.setattr(SlowGearHandler, "follow_restore", go_back)
     monkeypatch.setattr(HeldPartitions, "tick", counted)
     gears.start_gear()
     try:

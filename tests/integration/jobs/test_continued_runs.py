@@ -90,7 +90,7 @@ def test_a_run_that_died_before_its_first_snapshot_begins_again(
         raise RuntimeError("before the first snapshot")
 
     with pytest.MonkeyPatch.context() as broken:
-        broken.setattr(TrainingRun, "_begin", die)
+        broken.setattr(TrainingRun, "_start", die)
         with pytest.raises(RuntimeError, match="before the first snapshot"):
             invoke(*ctr)
     assert (tmp_path / "run" / "run.json").exists()

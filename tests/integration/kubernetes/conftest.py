@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from geartrain.ams.values.config import CERTIFIED_ROLES
-from geartrain.launch.certificates import issue, make_authority
+from geartrain.launch.certificates import create_authority, issue
 from tests.support.pods import REPOSITORY
 
 DEPLOY = REPOSITORY / "deploy"
@@ -30,7 +30,7 @@ def objects(text: str) -> list[dict[str, Any]]:
 @pytest.fixture
 def certificates(tmp_path: Path) -> dict[str, dict[str, bytes]]:
     """The Secrets of the roles, as the notes of the chart make them."""
-    make_authority(tmp_path / "ca", "shop")
+    create_authority(tmp_path / "ca", "shop")
     found = {}
     for role in CERTIFIED_ROLES:
         issue(tmp_path / "ca", tmp_path / role, [role])

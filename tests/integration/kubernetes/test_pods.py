@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from geartrain.launch.certificates import issue, make_authority
+from geartrain.launch.certificates import create_authority, issue
 from tests.integration.jobs.test_classify_and_predict import draw_shapes
 from tests.integration.kubernetes.conftest import manifest
 from tests.support.command_line import invoke
@@ -141,7 +141,7 @@ def soon(condition: Callable[[], bool], seconds: float = 240) -> None:
 def test_a_training_of_two_pods_goes_on_after_an_uninstall_and_a_lost_shard(state: Path) -> None:
     pytest.importorskip("moto", reason="the extra [kube] has a stand-in for S3")
     pytest.importorskip("s3fs", reason="the extra [s3] has it")
-    make_authority(state / "ca", "shop")
+    create_authority(state / "ca", "shop")
     invoke("certs", "token", "photos*", str(state / "ca"), "--allow", "photos*=read,write,create,snapshot")
     secrets = {
         "photos-token": {"token": next((state / "ca").glob("*.token")).read_bytes()},

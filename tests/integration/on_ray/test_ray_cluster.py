@@ -17,7 +17,7 @@ import pytest
 
 import geartrain as gt
 from geartrain.ams.values.config import CERTIFIED_ROLES, ClusterConfig, SecurityConfig
-from geartrain.launch.certificates import issue, make_authority
+from geartrain.launch.certificates import create_authority, issue
 from tests.support.command_line import typed
 from tests.support.ray_training import STEPS, await_file, train
 
@@ -98,7 +98,7 @@ def test_between_machines_nothing_goes_without_certificates(tmp_path: Path, monk
     monkeypatch.setattr(ray, "nodes", lambda: [*listed(), other])
     with pytest.raises(gt.errors.ConfigError, match=r"Ray has nodes at 10\.9\.9\.9, .*insecure=True"):
         gt.ray.cluster()
-    make_authority(tmp_path, "toys")
+    create_authority(tmp_path, "toys")
     for role in CERTIFIED_ROLES:
         issue(tmp_path, tmp_path, [role])
     secured = ClusterConfig(security=SecurityConfig(folder=str(tmp_path)))

@@ -102,15 +102,15 @@ def test_an_alteration_while_a_client_learns_of_another_keeps_no_push_waiting(
         assert not more
         # And where one thread has learned of the first before another comes to know that its call was of the past.
         ours.alter_table("t", max_bytes=3_000_000)
-        settle = other._calls._settle
+        settle = other._calls._finish
 
         def learned_beside(*arguments: Any) -> Any:
             if not more:
-                other._calls._look_again(0)
+                other._calls._refresh_cluster(0)
                 more.append(3_000_001)
             return settle(*arguments)
 
-        other._calls._settle = learned_beside
+        other._calls._finish = learned_beside
         theirs.push(IDS, ONES)
         np.testing.assert_array_equal(ours.table("t").pull(IDS), -2 * ONES)
 

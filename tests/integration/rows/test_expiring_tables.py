@@ -264,7 +264,7 @@ def test_nobody_waits_for_more_than_a_block() -> None:
             assert shard._expiry.next_deadline() == 0, "it is due, and at once"
             left = [table.rows.num_present]
             while shard._expiry.next_deadline() is not None:
-                shard._expiry.look()
+                shard._expiry.scan()
                 left.append(table.rows.num_present)
         assert left == [40_000, 40_000 - 8_192, 40_000 - 2 * 8_192, 20_000, 20_000, 20_000]
     finally:

@@ -146,7 +146,7 @@ def test_an_interrupted_write_can_be_sent_again_and_counts_once(
 def test_what_waits_for_a_dead_shard_in_vain_is_not_sent_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = served(1)
     attempts, ended = 0, threading.Event()
-    whole = ShardCalls.settle_all
+    whole = ShardCalls.finish_all
 
     def settle_all(self: ShardCalls, *arguments: object) -> object:
         try:
@@ -168,7 +168,7 @@ def test_what_waits_for_a_dead_shard_in_vain_is_not_sent_again(served: Served, m
         table = ours.table("t")
         cluster.servers[0].stop(0)
         monkeypatch.setattr(carrier, "submit", attempt)
-        monkeypatch.setattr(ShardCalls, "settle_all", settle_all)
+        monkeypatch.setattr(ShardCalls, "finish_all", settle_all)
         with pytest.raises(KeyboardInterrupt):
             table.version()  # a write needs leave to read its arrays, which has ended
         assert ended.wait(10)  # the client would wait 20 s for the shard

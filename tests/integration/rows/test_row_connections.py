@@ -33,7 +33,7 @@ from geartrain.ams.values.config import CLIENT, FOLDER_VARIABLE
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.shard_messages import DataPlaneOffer, SyncGroup
 from geartrain.ams.values.specs import Constant
-from geartrain.launch.certificates import issue, make_authority
+from geartrain.launch.certificates import create_authority, issue
 from tests.integration.conftest import ServedCluster, carriers_of, connect_data_plane
 from tests.integration.rows.one_table import DIM, IDS, NUM_ROWS, ONES, Served, connected, stub
 from tests.support import frame_codec
@@ -54,7 +54,7 @@ def ours(
 ) -> Iterator[Cluster]:
     if request.param == "TLS":
         folder = tmp_path_factory.mktemp("certificates")
-        make_authority(folder, "test")
+        create_authority(folder, "test")
         issue(folder, folder, [CLIENT, "scheduler", "server"])
         monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
     cluster = request.getfixturevalue("cluster")
@@ -309,13 +309,13 @@ def test_a_call_whose_connection_is_lost_is_made_over_another(ours: Cluster, clu
 
 def test_ranks_meet_and_one_that_waits_long_asks_again(ours: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     told = threading.Semaphore(0)
-    begin_anew = Patience.begin_anew
+    begin_anew = Patience.reset
 
     def telling(self: Patience) -> None:  # after StepPending
         told.release()
         begin_anew(self)
 
-    monkeypatch.setattr(Patience, "begin_anew", telling)
+    monkeypatch.setattr(Patience, "reset", telling)
     ours._calls.config = ours._calls.config.model_copy(
         update={"attempt_timeout_seconds": 0.3, "recovery_timeout_seconds": 0.0}
     )

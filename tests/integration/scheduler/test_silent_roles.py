@@ -138,7 +138,7 @@ def test_a_shard_that_works_for_long_is_not_named(
     served: Callable[..., ServedCluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = served(1)
-    asked, ask = threading.Event(), silence.SilenceLog.ask
+    asked, ask = threading.Event(), silence.SilenceLog.check
 
     def note(self: silence.SilenceLog, *arguments: Any) -> None:
         ask(self, *arguments)
@@ -147,7 +147,7 @@ def test_a_shard_that_works_for_long_is_not_named(
     with connect(cluster.address, config=ClientConfig(shared_memory=False)) as ours, Said("does not answer") as said:
         table = table_of(ours)
         table.pull(IDS)
-        monkeypatch.setattr(silence.SilenceLog, "ask", note)
+        monkeypatch.setattr(silence.SilenceLog, "check", note)
         shard = cluster.servers[0]._held[0].shard
         assert shard is not None
         with shard.engine.turn:  # the shard is at work

@@ -26,7 +26,7 @@ from geartrain.ams.values.config import (
     identity,
 )
 from geartrain.ams.values.errors import AccessDenied, ConfigError, SchedulerUnavailable
-from geartrain.launch.certificates import issue, make_authority
+from geartrain.launch.certificates import create_authority, issue
 from tests.unit.test_imports import REPOSITORY
 
 IMPATIENT = ClientConfig(recovery_timeout_seconds=0.0)
@@ -36,7 +36,7 @@ IMPATIENT = ClientConfig(recovery_timeout_seconds=0.0)
 def scheduler(tmp_path: Path) -> Iterator[str]:
     """The address of one; this process is it."""
     before = identity("127.0.0.1:1")
-    make_authority(tmp_path, "test")
+    create_authority(tmp_path, "test")
     for role in ("scheduler", "graph", CLIENT):
         issue(tmp_path, tmp_path, [role])
     identify(str(tmp_path), "scheduler")
@@ -93,7 +93,7 @@ def test_who_has_no_certificate_of_a_worker_meets_nobody(scheduler: str, tmp_pat
     assert [found.value for found in mine.read(["key", "other"])] == [b"value", None]
     mine.close()
     foreign = tmp_path / "foreign"
-    make_authority(foreign, "test")
+    create_authority(foreign, "test")
     issue(foreign, foreign, [CLIENT])
     for folder, role, refusal in (
         (NO_FOLDER, CLIENT, SchedulerUnavailable),

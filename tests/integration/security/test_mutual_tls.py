@@ -52,10 +52,10 @@ from geartrain.ams.values.rpc import Ping
 from geartrain.ams.values.scheduler_messages import Heartbeat, LeaveCluster
 from geartrain.ams.values.shard_messages import Describe
 from geartrain.launch import certificates
-from geartrain.launch.certificates import issue, make_authority, make_private_folder, renew
+from geartrain.launch.certificates import create_authority, create_private_folder, issue, renew
 from geartrain.launch.connected.graph_role import ConnectedCluster
 from geartrain.launch.ports import role_at
-from geartrain.launch.tokens import make_token
+from geartrain.launch.tokens import create_token
 from tests.integration.conftest import QUICK
 from tests.integration.gear.gear_cluster import GearCluster, gear_cluster
 from tests.support.command_line import typed
@@ -84,13 +84,13 @@ IDS = range(16)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Certificates of each role, and in ``all`` one that is every role: that of this process."""
     folder = tmp_path_factory.mktemp("certificates")
-    make_authority(folder, "test")
+    create_authority(folder, "test")
     for role in CERTIFIED_ROLES:
         issue(folder, folder, [role])
     issue(folder, folder / "all", [CLIENT, *CERTIFIED_ROLES])
     issue(folder, folder / "old", [CLIENT], days=-SECOND)
     for other, cluster in (("foreign", "test"), ("namesake", "other")):
-        make_authority(folder / other, cluster)
+        create_authority(folder / other, cluster)
         issue(folder / other, folder / other, [CLIENT])
     # Another cluster's authority is believed, as if it were the same one: its name is not.
     with (folder / "all" / CA_FILE).open("ab") as believed:
@@ -179,7 +179,7 @@ def test_no_rpc_of_any_role_is_open_by_an_old_connection_whose_certificate(
         if how == "ran out":
             issue(folder, tmp_path, [CLIENT], days=1)
         else:
-            make_authority(tmp_path, "test")
+            create_authority(tmp_path, "test")
             issue(tmp_path, tmp_path, [CLIENT])
             believed.write_bytes(before + (tmp_path / CA_FILE).read_bytes())
         time.sleep(1.1)  # for roles to look
@@ -459,7 +459,7 @@ def test_a_certificate_that_is_renewed_under_a_running_client_costs_it_no_step(f
 
 def test_an_authority_is_replaced_without_a_stop(folder: Path, tmp_path: Path) -> None:
     """The new one is believed before anybody shows a certificate of it."""
-    make_authority(tmp_path / "new", "test")
+    create_authority(tmp_path / "new", "test")
     issue(folder, tmp_path / "old", ["scheduler"])
     assert b"".join([(folder / CA_FILE).read_bytes()]) == (tmp_path / "old" / CA_FILE).read_bytes()
     issue(tmp_path / "new", tmp_path / "old", [CLIENT])
@@ -499,7 +499,7 @@ def with_key_of(at: Path, other: str) -> None:
 
 
 def of_another_authority(at: Path) -> None:
-    make_authority(at / "new", "shop")
+    create_authority(at / "new", "shop")
     issue(at / "new", at / "new", [CLIENT]).replace(at / "client.pem")
 
 
@@ -559,7 +559,7 @@ def test_of_files_that_are_copied_one_by_one_nothing_is_shown_before_they_fit(
 
 
 def test_an_authority_of_another_cluster_is_not_believed_beside_the_own_one(folder: Path, tmp_path: Path) -> None:
-    make_authority(tmp_path / "new", "shop")
+    create_authority(tmp_path / "new", "shop")
     issue(folder, tmp_path, [CLIENT])
     before = (tmp_path / "client.pem").read_bytes()
     with pytest.raises(ConfigError, match=r"is of cluster 'test', .* of 'shop'.*--cluster test"):
@@ -568,7 +568,7 @@ def test_an_authority_of_another_cluster_is_not_believed_beside_the_own_one(fold
 
 
 def test_what_a_killed_process_left_is_in_nobodys_way(tmp_path: Path) -> None:
-    make_authority(tmp_path, "test")
+    create_authority(tmp_path, "test")
     (tmp_path / f".client.pem.{os.getpid()}").touch()  # in containers all have the same number
     assert issue(tmp_path, tmp_path, [CLIENT]).stat().st_mode & 0o777 == 0o600
 
@@ -580,10 +580,10 @@ def test_a_private_folder_that_cannot_be_made_leaves_no_key(tmp_path: Path, monk
     private_folder().parent.mkdir()
     private_folder().touch()
     with pytest.raises(ConfigError, match="cannot make certificates in"):
-        make_private_folder()
+        create_private_folder()
     assert [path.name for path in private_folder().parent.iterdir()] == ["security"]
     private_folder().unlink()
-    make_private_folder()
+    create_private_folder()
     assert [path.name for path in private_folder().parent.iterdir()] == ["security"]
     assert identity("127.0.0.1:7000")[0] and identity("10.0.0.1:7000")[0] is None
     assert private_folder().stat().st_mode & 0o777 == 0o700
@@ -627,10 +627,10 @@ def test_one_command_makes_what_one_machine_needs_and_renewal_keeps_it_so(tmp_pa
     assert typed("certs", "issue", worker, "client", f"--ca={ca}").returncode == 0
     names = {folder: sorted(path.name for path in Path(folder).iterdir()) for folder in (host, worker)}
     assert names == {host: [CA_FILE, "graph.pem", "server.pem"], worker: [CA_FILE, "client.pem"]}
-    ids = [make_token(Path(ca), "ads", ["*=read"], 1)[1] for _ in range(2)]
+    ids = [create_token(Path(ca), "ads", ["*=read"], 1)[1] for _ in range(2)]
     for folder, token_id in zip((ca, host), ids, strict=True):
         assert typed("certs", "revoke", token_id, folder).returncode == 0
-    make_authority(tmp_path / "next", "geartrain")
+    create_authority(tmp_path / "next", "geartrain")
     issue(tmp_path / "next", tmp_path / "ca", [CLIENT])
     assert typed("certs", "renew", host, worker, f"--ca={ca}").returncode == 0
     assert {path.name for path in Path(host).iterdir()} == {*names[host], "token.pub", "revoked"}
@@ -650,7 +650,7 @@ def test_one_command_makes_what_one_machine_needs_and_renewal_keeps_it_so(tmp_pa
 
 
 def test_health_says_which_certificate_is_wrong(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_authority(tmp_path, "test")
+    create_authority(tmp_path, "test")
     issue(tmp_path, tmp_path, [CLIENT])
     own = tmp_path / "own"
     issue(folder, own, ["scheduler"])

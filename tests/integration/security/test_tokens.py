@@ -38,9 +38,9 @@ from geartrain.ams.values.errors import AccessDenied, ConfigError
 from geartrain.ams.values.scheduler_messages import DescribeJobs, FenceJob
 from geartrain.ams.values.shard_messages import Freeze, Thaw, WriteFrozen
 from geartrain.launch import doctor
-from geartrain.launch.certificates import issue, make_authority
+from geartrain.launch.certificates import create_authority, issue
 from geartrain.launch.connected.graph_role import ConnectedCluster
-from geartrain.launch.tokens import make_token, revoke
+from geartrain.launch.tokens import create_token, revoke
 from tests.integration.conftest import QUICK
 from tests.integration.gear.gear_cluster import gear_cluster
 from tests.support.command_line import typed
@@ -73,18 +73,18 @@ PART = {"module": "build", "samples": "samples"}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Certificates, of this process one that is every role but a client, and the tokens of the tests."""
     folder = tmp_path_factory.mktemp("certificates")
-    make_authority(folder, "test")
+    create_authority(folder, "test")
     for role in CERTIFIED_ROLES:
         issue(folder, folder, [role])
-    make_authority(folder / "other", "test")
+    create_authority(folder / "other", "test")
     issue(folder / "other", folder / "other", [CLIENT])
-    make_token(folder, "boss", ALL, 1)
-    make_token(folder, "mine", MINE, 1)
-    make_token(folder, "reader", ["mine/*=read"], 1)
-    make_token(folder, "writer", ["mine/*=write"], 1)
-    make_token(folder, "late", ALL, 1e-9)
-    make_token(folder / "other", "foreign", ALL, 1, folder / "foreign.token")
-    revoke(folder, make_token(folder, "revoked", ALL, 1)[1])
+    create_token(folder, "boss", ALL, 1)
+    create_token(folder, "mine", MINE, 1)
+    create_token(folder, "reader", ["mine/*=read"], 1)
+    create_token(folder, "writer", ["mine/*=write"], 1)
+    create_token(folder, "late", ALL, 1e-9)
+    create_token(folder / "other", "foreign", ALL, 1, folder / "foreign.token")
+    revoke(folder, create_token(folder, "revoked", ALL, 1)[1])
     return folder
 
 
@@ -327,7 +327,7 @@ def test_a_connection_for_rows_ends_with_its_token(
     as_program: Callable[[str | None], None],
 ) -> None:
     days = 1.0 if how == "revoked" else 4 / 86_400
-    _, token_id = make_token(folder, "short", MINE, days, folder / f"{how}{shared_memory}.token")
+    _, token_id = create_token(folder, "short", MINE, days, folder / f"{how}{shared_memory}.token")
     began = time.monotonic()
     as_program(f"{how}{shared_memory}")
     with gt.connect(address, config=QUICK.model_copy(update={"shared_memory": shared_memory})) as cluster:
@@ -348,7 +348,7 @@ def test_a_token_that_is_revoked_at_the_scheduler_is_believed_nowhere(
     folder: Path, tmp_path: Path, as_program: Callable[[str | None], None]
 ) -> None:
     """Each role has a folder of its own, as on a machine of its own."""
-    revoked, token_id = make_token(folder, "mine", MINE, 1, folder / "caught.token")
+    revoked, token_id = create_token(folder, "mine", MINE, 1, folder / "caught.token")
     text = revoked.read_text().strip()
     for role in _BY_ROLE:
         issue(folder, tmp_path / role, [role])
@@ -501,12 +501,12 @@ def test_refused_calls_and_those_that_change_tables_are_audited(
 def test_a_program_takes_up_a_new_token_without_a_restart(
     address: str, folder: Path, as_program: Callable[[str | None], None]
 ) -> None:
-    path, _ = make_token(folder, "reader", ["mine/*=read"], 1, folder / "changes.token")
+    path, _ = create_token(folder, "reader", ["mine/*=read"], 1, folder / "changes.token")
     as_program("changes")
     with gt.connect(address, config=QUICK) as cluster:
         with pytest.raises(AccessDenied):
             cluster.create_table("mine/changes", dim=4, optimizer=gt.SGD(1.0))
-        make_token(folder, "reader", MINE, 1, path)
+        create_token(folder, "reader", MINE, 1, path)
         time.sleep(1.1)
         cluster.create_table("mine/changes", dim=4, optimizer=gt.SGD(1.0))
 
@@ -517,7 +517,7 @@ def test_a_token_that_is_made_anew_before_it_runs_out_costs_no_step(
 ) -> None:
     name = f"renewed{shared_memory}"
     path = folder / f"{name}.token"
-    make_token(folder, "renewed", MINE, 3 / 86_400, path)
+    create_token(folder, "renewed", MINE, 3 / 86_400, path)
     as_program(name)
     with gt.connect(address, config=QUICK.model_copy(update={"shared_memory": shared_memory})) as cluster:
         table = cluster.table("mine/rows")
@@ -526,7 +526,7 @@ def test_a_token_that_is_made_anew_before_it_runs_out_costs_no_step(
         until += 6
         while time.monotonic() < until:
             if time.monotonic() > renew_at:
-                make_token(folder, "renewed", MINE, 3 / 86_400, path)
+                create_token(folder, "renewed", MINE, 3 / 86_400, path)
                 renew_at += 1
             table.push([9], np.ones((1, 4), np.float32))
             steps += 1
@@ -537,7 +537,7 @@ def test_a_token_that_is_made_anew_before_it_runs_out_costs_no_step(
 def test_a_worker_trains_and_saves_with_the_token_of_its_own_tables(
     address: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_token(folder, "run~*", ["run~*=read,write,create,snapshot"], 1, folder / "run.token")
+    create_token(folder, "run~*", ["run~*=read,write,create,snapshot"], 1, folder / "run.token")
     monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
     films = write_movielens(tmp_path / "films")
     settings = ["--logger=none", "--set=batch_size=50", "--set=dim=4", "--set=snapshots.steps=10"]
@@ -618,7 +618,7 @@ def test_a_token_is_read_from_a_file_of_ones_own(
 
 
 def test_the_private_folder_of_a_user_has_no_tokens(tmp_path: Path) -> None:
-    make_authority(tmp_path, "private")
+    create_authority(tmp_path, "private")
     issue(tmp_path, tmp_path, [CLIENT, *CERTIFIED_ROLES[:-1]])
     with pytest.raises(ConfigError, match="good for every role"):
-        make_token(tmp_path, "job", ALL, 1)
+        create_token(tmp_path, "job", ALL, 1)

@@ -18,8 +18,8 @@ from grpc_health.v1 import health_pb2
 from geartrain.ams.rpc.credentials import Credentials
 from geartrain.ams.rpc.tokens import SCHEME
 from geartrain.ams.values.config import CLIENT, ServeConfig
-from geartrain.launch.certificates import issue, make_authority
-from geartrain.launch.tokens import make_token
+from geartrain.launch.certificates import create_authority, issue
+from geartrain.launch.tokens import create_token
 from geartrain.serving.batching import Batcher
 from geartrain.serving.catalog import Catalog
 from geartrain.serving.http.callers import Callers
@@ -260,17 +260,17 @@ def test_a_model_that_fails_tells_no_more_than_that(served: Served, caplog: pyte
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    make_authority(tmp_path, "test")
+    create_authority(tmp_path, "test")
     for role in ("serve", CLIENT):
         issue(tmp_path, tmp_path, [role])
     return tmp_path
 
 
 def test_under_certificates_a_program_needs_a_token_that_reads_the_model(folder: Path) -> None:
-    make_token(folder, "toys", ["to*=read"], 1)
-    make_token(folder, "others", ["other=read,write"], 1)
-    make_token(folder, "writers", ["to*=write"], 1)
-    make_token(folder, "late", ["to*=read"], 1e-9)
+    create_token(folder, "toys", ["to*=read"], 1)
+    create_token(folder, "others", ["other=read,write"], 1)
+    create_token(folder, "writers", ["to*=write"], 1)
+    create_token(folder, "late", ["to*=read"], 1e-9)
     with ExitStack() as stack:
         served = Served(stack, str(folder))
 

@@ -23,8 +23,8 @@ from rich.console import Console
 
 import geartrain as gt
 from geartrain.ams.values.config import ClusterConfig, SecurityConfig
-from geartrain.launch.certificates import issue, make_authority
-from geartrain.launch.tokens import make_token
+from geartrain.launch.certificates import create_authority, issue
+from geartrain.launch.tokens import create_token
 from geartrain.workers import jobs
 from geartrain.workers.classify import class_pictures
 from geartrain.workers.ctr.export import export_clicks
@@ -519,7 +519,7 @@ def test_it_asks_a_real_service_and_follows_its_rollback(browser: Any, tmp_path:
     names = [f"sign-{number}" for number in range(8)]
     model = picture_model(torch.randn(8, 16), names, Preprocessing(kind="ink", size=16, channels=1))
     shades = np.random.default_rng(0).integers(0, 256, (8, 1, 16, 16), np.uint8)
-    class_pictures.keep(tmp_path, names, np.arange(8), 16, lambda places: shades[places])
+    class_pictures.write_class_pictures(tmp_path, names, np.arange(8), 16, lambda places: shades[places])
 
     def finish(staging: Path, *_: object) -> dict[str, Any]:
         class_pictures.bring(tmp_path, staging, 8)
@@ -592,9 +592,9 @@ def test_forms_of_a_real_service_begin_with_the_training_and_add_up(
 
 def test_under_tokens_the_page_of_a_real_service_asks_for_one(browser: Any, tmp_path: Path) -> None:
     certificates = tmp_path / "certificates"
-    make_authority(certificates, "test")
+    create_authority(certificates, "test")
     issue(certificates, certificates, ["serve"])
-    make_token(certificates, "reader", ["signs=read"], 1)
+    create_token(certificates, "reader", ["signs=read"], 1)
     token = (certificates / "reader.token").read_text(encoding="utf-8").strip()
     config = ClusterConfig(security=SecurityConfig(folder=str(certificates)))
     with gt.ops.Role("serve", config, listen="127.0.0.1:0", models=[f"signs={exported(tmp_path / 'model')}"]) as role:

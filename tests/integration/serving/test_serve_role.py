@@ -25,9 +25,9 @@ import pytest
 import geartrain as gt
 from geartrain.ams.values.config import FOLDER_VARIABLE, TOKEN_VARIABLE, ClusterConfig, SecurityConfig, split_address
 from geartrain.ams.values.errors import ConfigError
-from geartrain.launch.certificates import issue, make_authority
+from geartrain.launch.certificates import create_authority, issue
 from geartrain.launch.serving.role import ServeRole
-from geartrain.launch.tokens import make_token
+from geartrain.launch.tokens import create_token
 from tests.support.command_line import typed
 from tests.support.http_service import ask
 from tests.support.role_process import RoleProcess
@@ -242,7 +242,7 @@ def test_a_worker_that_cannot_serve_is_said_by_the_command(tmp_path: Path) -> No
 @pytest.fixture
 def certificates(tmp_path: Path) -> Path:
     folder = tmp_path / "certificates"
-    make_authority(folder, "test")
+    create_authority(folder, "test")
     for role in ("serve", "client"):
         issue(folder, folder, [role])
     return folder
@@ -272,7 +272,7 @@ def test_tokens_say_who_may_ask_and_who_may_change(
     folder: Path, certificates: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def token(name: str, allow: str, days: float = 1.0) -> dict[str, str]:
-        make_token(certificates, name, [allow], days)
+        create_token(certificates, name, [allow], days)
         return {"Authorization": f"Bearer {(certificates / f'{name}.token').read_text().strip()}"}
 
     reader, boss, other = token("reader", "glyphs=read"), token("boss", "*=read,admin"), token("other", "faces=read")

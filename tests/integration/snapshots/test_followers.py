@@ -282,8 +282,8 @@ def test_rows_are_listed_while_a_table_is_made_anew(tmp_path: Path, monkeypatch:
         make(cluster, "hashed")
         write(cluster, 0, "hashed", count=300)
         with pytest.MonkeyPatch.context() as patch:  # a shard that is not told of a version writes all rows in the next
-            end = Freezes.end
-            patch.setattr(Freezes, "end", lambda one, *args, **kept: None if one._shard else end(one, *args, **kept))
+            end = Freezes.thaw
+            patch.setattr(Freezes, "thaw", lambda one, *args, **kept: None if one._shard else end(one, *args, **kept))
             cluster.export("hashed", tmp_path).result(60)
         follower, before = FollowedTables(tmp_path), contents(cluster, "hashed")
         write(cluster, 1, "hashed")

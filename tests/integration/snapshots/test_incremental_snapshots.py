@@ -128,13 +128,13 @@ def test_a_shard_that_was_not_told_of_the_parent_writes_all_its_rows(
             make(cluster, name)
         write(cluster, 0, count=300)
         with monkeypatch.context() as patched:
-            whole = Freezes.end
+            whole = Freezes.thaw
 
             def end(freezes: Freezes, snapshot_id: str, *, kept: bool) -> None:
                 if freezes._shard == 0:
                     whole(freezes, snapshot_id, kept=kept)
 
-            patched.setattr(Freezes, "end", end)
+            patched.setattr(Freezes, "thaw", end)
             cluster.snapshot(tmp_path, "a").result(60)
         write(cluster, 1)
         path = cluster.snapshot(tmp_path, "b", parent="a").result(60)

@@ -25,7 +25,7 @@ from geartrain.ams.values.config import CLIENT, ClientConfig, ClusterConfig, Ser
 from geartrain.ams.values.errors import ConfigError
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.cli.cluster.status import report_of_cluster
-from geartrain.launch.certificates import issue, make_authority
+from geartrain.launch.certificates import create_authority, issue
 from geartrain.watch.page import Dashboard
 from tests.integration.conftest import ServedCluster
 from tests.support.command_line import typed
@@ -222,7 +222,7 @@ def test_names_and_pages_of_others_are_refused(lonely: Dashboard) -> None:
 def test_other_machines_are_shown_it_under_tls_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="ssh -L"):
         Dashboard(NOWHERE, "0.0.0.0:0")
-    make_authority(tmp_path, "test")
+    create_authority(tmp_path, "test")
     issue(tmp_path, tmp_path, [CLIENT])
     monkeypatch.setattr("geartrain.ams.values.config._identity", None)
     identify(str(tmp_path))

@@ -54,7 +54,7 @@ def topk(report: Report, ranks: int = 8, tensors: int = 4, numel: int = 1_600_00
             settings = SgdSettings(0.9, False, 0.0)
             report.reset()
             work = BucketWork(layout, buffer, state, Communicator(), update=settings, may_be_unused=False)
-            work.begin(WELL, None, keep=False)
+            work.start(WELL, None, keep=False)
             if work.failure is not None:
                 raise work.failure
             work.receive().cpu()

@@ -97,7 +97,7 @@ def hashing(report: Report, num_ids: int = 1_050_000, num_slots: int = 10_000_00
     def step() -> None:
         ids_N = torch.empty(num_ids, dtype=torch.int64, device="cuda")
         report.reset()
-        table.make_room(num_ids)
+        table.reserve(num_ids)
         table.find_or_insert(ids_N)
 
     yield step

@@ -24,7 +24,7 @@ KINDS = {
         name
         for module in pkgutil.iter_modules(margins.__path__, f"{margins.__name__}.")
         for name, value in vars(importlib.import_module(module.name)).items()
-        if isinstance(value, type) and (hasattr(value, "target") or hasattr(value, "begin"))
+        if isinstance(value, type) and (hasattr(value, "target") or hasattr(value, "for_batch"))
     ),
     *(backend.__name__ for backend in (*ROW_BACKENDS.values(), *GROUP_ROWS.values())),
     *(

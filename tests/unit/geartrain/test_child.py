@@ -25,5 +25,5 @@ def test_a_role_runs_no_module_of_the_folder_that_it_was_started_in(
         assert child.facts is not None, list(child.tail)
     finally:
         child.terminate()
-        child.end(20.0)
+        child.stop(20.0)
     assert not (tmp_path / "ran").exists()

@@ -37,7 +37,7 @@ class Asked:
     def ask(self, *numbers: float, k: int = 1, is_read: bool = True) -> Future[Arrays]:
         question = Question(arrays={"numbers": np.array(numbers)}, parameters=(("k", k),))
         with self.catalog.lease("m") as lease:
-            return self.batcher.ask(lease, "echo", question if is_read else lambda: question)
+            return self.batcher.submit(lease, "echo", question if is_read else lambda: question)
 
 
 def said(future: Future[Arrays]) -> list[float]:
@@ -131,7 +131,7 @@ def test_a_question_is_read_where_it_is_answered_and_what_cannot_be_read_is_its_
             return Question(arrays={"numbers": np.array([number, number])}, parameters=(("k", 1),))
 
         with asked.catalog.lease("m") as lease:
-            return asked.batcher.ask(lease, "echo", read)
+            return asked.batcher.submit(lease, "echo", read)
 
     futures = [ask(number) for number in (1, 7, 2)]
     with pytest.raises(Busy, match="3 items wait already"):
@@ -178,7 +178,7 @@ def test_a_close_answers_all_that_waits_on_its_threads() -> None:
     batcher = Batcher(threads=2, max_wait_seconds=30)
     with catalog.lease("m") as lease:
         futures = [
-            batcher.ask(lease, "echo", Question(arrays={"numbers": np.array([float(n)])}, parameters=(("k", 1),)))
+            batcher.submit(lease, "echo", Question(arrays={"numbers": np.array([float(n)])}, parameters=(("k", 1),)))
             for n in range(50, 100)
         ]
         assert model.is_asked.wait(30)
@@ -188,7 +188,7 @@ def test_a_close_answers_all_that_waits_on_its_threads() -> None:
         closing.join(30)
         assert [said(future) for future in futures] == [[float(n)] for n in range(50, 100)]
         with pytest.raises(Busy, match="ending"):
-            batcher.ask(lease, "echo", Question(arrays={"numbers": np.array([1.0])}))
+            batcher.submit(lease, "echo", Question(arrays={"numbers": np.array([1.0])}))
 
 
 @given(

@@ -12,7 +12,7 @@ from geartrain.ams.observe.metrics import Buckets, Metric
 from geartrain.serving.answers import Question
 from geartrain.serving.batching import Batcher
 from geartrain.serving.catalog import Catalog
-from geartrain.serving.metrics import AskedOf, ServingCounts, told_by
+from geartrain.serving.metrics import AskedOf, ServingCounts, describe_process
 from geartrain.serving.service import ModelService
 from tests.support.toy_servables import ToyServable
 
@@ -30,8 +30,8 @@ def test_requests_and_batches_are_counted_by_whom_they_were_for() -> None:
     service = ModelService(catalog, batcher, counts)
     numbers = np.ones((3, 4), np.float32)
     with catalog.lease("toy") as lease:
-        answers = [batcher.ask(lease, "largest", Question(arrays={"numbers": numbers}, parameters=(("k", 1),)))]
-        answers += [batcher.ask(lease, "largest", Question(arrays={"numbers": numbers}, parameters=(("k", 1),)))]
+        answers = [batcher.submit(lease, "largest", Question(arrays={"numbers": numbers}, parameters=(("k", 1),)))]
+        answers += [batcher.submit(lease, "largest", Question(arrays={"numbers": numbers}, parameters=(("k", 1),)))]
         assert families(service.metrics())["serve_queue_items"] == {("0",): 6}
         assert batcher.answer_next()
         assert all(answer.done() for answer in answers)
@@ -61,7 +61,7 @@ def test_processes_are_told_apart_after_json_and_one_that_died_is_left_out() -> 
         counts = ServingCounts()
         for _ in range(times):
             counts.request(ASKED, "http", "200", 0.25)
-        told.append({"said": json.loads(json.dumps(told_by(counts, 2, catalog)))})
+        told.append({"said": json.loads(json.dumps(describe_process(counts, 2, catalog)))})
     service = ModelService(Catalog(), Batcher(threads=0))
     service.everywhere = lambda _: told
     found = families(service.metrics())

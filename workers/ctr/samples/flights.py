@@ -16,7 +16,7 @@ from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.strings import hash_strings
 from geartrain.workers.ctr.samples.click_samples import ClickSamples, SampleSchema
 from geartrain.workers.ctr.samples.kinds import INTEGER, TEXT, FieldKind
-from geartrain.workers.data.packages import Say, download_npm_package, keep_pinned, member_of, require_pinned
+from geartrain.workers.data.packages import Say, download_npm_package, member_of, require_pinned, write_pinned
 
 PACKAGE, VERSION = "vega-datasets", "3.2.1"
 FILE = "flights-3m.parquet"
@@ -68,7 +68,7 @@ def _fetch(path: Path, say: Say) -> None:
             f"{FILE} is not in {path.parent}, and {reasons[0] if reasons else f'{PACKAGE} does not hold it'}. Check "
             f"the network, or put data/{FILE} of {PACKAGE} {VERSION} there"
         )
-    keep_pinned(path, content, SHA256)
+    write_pinned(path, content, SHA256)
 
 
 def read_flights(path: Path) -> ClickSamples:

@@ -20,7 +20,7 @@ from geartrain.ams.values.text import quoted
 from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples, SampleSchema
 from geartrain.workers.ctr.samples.images import ItemImages, poster
 from geartrain.workers.ctr.samples.kinds import INTEGER, TEXT, FieldKind
-from geartrain.workers.data.packages import Say, download_packages, keep_pinned, member_of, require_pinned
+from geartrain.workers.data.packages import Say, download_packages, member_of, require_pinned, write_pinned
 
 REQUIREMENTS = Path(__file__).with_name("movielens.txt")
 PACKAGE = "recbole"
@@ -74,7 +74,7 @@ def _fetch(folder: Path, say: Say) -> None:
         for name, expected in _SHA256.items():
             found = (member_of(archive, f"/{name}") for archive in sorted(packages.iterdir()))
             content = next((data for data in found if data is not None), b"")
-            keep_pinned(folder / name, content, expected)
+            write_pinned(folder / name, content, expected)
     finally:
         shutil.rmtree(packages, ignore_errors=True)
 

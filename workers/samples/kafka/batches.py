@@ -12,7 +12,7 @@ from typing import Any
 import confluent_kafka as kafka
 import numpy as np
 
-from geartrain.ams.observe.metrics import Metric, tell_of
+from geartrain.ams.observe.metrics import Metric, register_source
 from geartrain.ams.values.errors import BrokerUnavailable, SourceDamaged, SourceError
 from geartrain.ams.values.text import counted
 from geartrain.workers.data.streams import Position
@@ -64,7 +64,7 @@ class KafkaBatches:
         self._asks = threading.Lock()
         self._asker: Any = None
         """A client of its own for :meth:`metrics`: questions to the other one wait until there are messages."""
-        tell_of(self)
+        register_source(self)
 
     def metrics(self) -> Iterator[Metric]:
         """How far it is behind what was written to each partition, which the brokers are asked for."""

@@ -36,7 +36,7 @@ from geartrain.bridge.placements.workspace import Arithmetic
 from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.row_update import RowGradient, RowUpdate
 from geartrain.bridge.rows.tables import counted_as
-from geartrain.bridge.rows.transfers import Moment, begin_download, download
+from geartrain.bridge.rows.transfers import Moment, download, start_download
 
 _BYTES_PER_NUMBER = 8
 """Of a feature, there and back: float32 to the shard, float32 of the weighted sum."""
@@ -252,9 +252,9 @@ class _Pending:
         """``factor`` and ``weights_B`` are those of ``Batch.row_factors``."""
         self.rows = rows
         batch = rows.batch
-        self._factor = begin_download(factor)
+        self._factor = start_download(factor)
         numbers = [batch.lse2_B, batch.target_weight_B, *([] if weights_B is None else [weights_B])]
-        self._numbers = [begin_download(values_B.float()) for values_B in numbers]
+        self._numbers = [start_download(values_B.float()) for values_B in numbers]
         self._arrival = Moment(factor.device)
 
     @property
@@ -319,7 +319,7 @@ class HostedGradient:
         mine = np.array([[weight * batch.factor for batch in self._pending]], np.float32)
         weights_RM = np.concatenate(ranks.gather_rows(mine))
 
-        def ask() -> float:
+        def fetch() -> float:
             inputs = [
                 batch.rows.update_inputs(float(weights_RM[rank, number]), samples)
                 for number, (batch, of_ranks) in enumerate(batches)
@@ -327,7 +327,7 @@ class HostedGradient:
             ]
             return self._squared_norm(inputs)
 
-        return float(ranks.sum(torch.tensor(ranks.first_then_others(ask, lambda: 0.0), dtype=torch.float64)))
+        return float(ranks.sum(torch.tensor(ranks.first_then_others(fetch, lambda: 0.0), dtype=torch.float64)))
 
     def discard(self) -> None:
         """Nothing is held but the batches."""

@@ -16,7 +16,7 @@ from geartrain.bridge.head.backends.memory_plan import COMPUTE_BYTES, MemoryPlan
 from geartrain.bridge.head.backends.pending_gradients import HeldGradient
 from geartrain.bridge.head.backends.row_stream import Block
 from geartrain.bridge.head.loss.batch import Batch
-from geartrain.bridge.head.loss.block_loop import add_rows, make_gradients
+from geartrain.bridge.head.loss.block_loop import add_rows, gradient_blocks
 from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on, parts_for, pass_for
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS
 from geartrain.bridge.head.loss.kept_logits import KeptLogits, kept_rows
@@ -40,7 +40,7 @@ class HeldRows:
         self._active = active
         self._pool = pool
         spec, device = table.spec, batch.arithmetic.device
-        self._buffer = pool.take(active.num * spec.row_bytes, torch.device("cpu"), pinned=device.type == "cuda")
+        self._buffer = pool.acquire(active.num * spec.row_bytes, torch.device("cpu"), pinned=device.type == "cuda")
         rows_AD = self._buffer.tensor((active.num, spec.dim), TORCH_DTYPES[spec.dtype])
         self._rows = Block(0, active.num, active.ids, rows_AD)
         with counted_as("pull"):
@@ -86,7 +86,7 @@ class HeldRows:
             checksum, squares = over_all.overwrite_all(rows_AD, 0, factor, kept_KB, threads=CHUNKS.num_threads)
         else:
             checksum, squares = self._overwrite(factor, out_AD)
-        self._kept.give_back()
+        self._kept.clear()
         # Of what 16 bits, or 32 of 64, make of the values it says nothing.
         known = checksum if out_AD.dtype == arithmetic.compute == torch.float32 else None
         held = HeldGradient(
@@ -108,11 +108,11 @@ class HeldRows:
                 out_AD[start:stop].copy_(gradient_ND, non_blocking=True)
             return [checksum, *squares]
 
-        made = make_gradients(overwrite, self._pass, self.batch.arithmetic, [self._rows], store, self._kept)
+        made = gradient_blocks(overwrite, self._pass, self.batch.arithmetic, [self._rows], store, self._kept)
         checksum, *squares = (torch.stack(parts).sum() for parts in zip(*next(made)[1], strict=True))
         return checksum, squares[0] if squares else None
 
     def discard(self) -> None:
         """Give the memory back when no row gradient is wanted."""
-        self._kept.give_back()
-        self._pool.give_back(self._buffer, Moment(self.batch.arithmetic.device))
+        self._kept.clear()
+        self._pool.release(self._buffer, Moment(self.batch.arithmetic.device))

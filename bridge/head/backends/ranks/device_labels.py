@@ -22,7 +22,7 @@ from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.loss.checks import check_class_ids
 from geartrain.bridge.head.loss.samples import BAD_WEIGHT
 from geartrain.bridge.kernels.launch import is_capturing, runs_kernels
-from geartrain.bridge.kernels.samples import SettledLabels, settle_labels
+from geartrain.bridge.kernels.samples import SettledLabels, prepare_labels
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.rows.transfers import Readback, upload
 
@@ -49,7 +49,7 @@ class DeviceLabels:
             self._under_way.append((Readback(labels_B), step, live_classes))
         if runs_kernels(labels_B.device) and live_classes.are_all:
             place = rows.first, rows.num_local, rows.link.world_size
-            return settle_labels(labels_B, live_classes.num_classes, self._ignored, *place)
+            return prepare_labels(labels_B, live_classes.num_classes, self._ignored, *place)
         are_good_B = self._live(labels_B, live_classes)
         if self._ignored is None:
             counts_B = torch.where(are_good_B, 1.0, torch.nan)
@@ -76,14 +76,14 @@ class DeviceLabels:
         _, starts_R, stops_R = self._living
         return are_ids_B & (labels_B >= stops_R[torch.searchsorted(starts_R, labels_B, right=True)])
 
-    def take_captured(self) -> Callable[[int], None]:
+    def pop_captured(self) -> Callable[[int], None]:
         """What is to be called after each replay of the captured step, with its number: it asks for the labels."""
         captured, self._captured = self._captured, []
 
-        def ask(step: int) -> None:
+        def check_later(step: int) -> None:
             self._under_way.extend((Readback(labels_B), step, live_classes) for labels_B, live_classes in captured)
 
-        return ask
+        return check_later
 
     @property
     def has_bad(self) -> bool:
@@ -94,7 +94,7 @@ class DeviceLabels:
             self._under_way.popleft()
         return False
 
-    def take_error(self) -> InvalidIds:
+    def pop_error(self) -> InvalidIds:
         """What was wrong with the first step that had a bad label; waits for it. Some rank knows that there is one."""
         if (error := self.first_error()) is not None:
             self._under_way.popleft()
@@ -102,7 +102,7 @@ class DeviceLabels:
         return InvalidIds("another rank found a bad label in a step before; its error tells which")
 
     def first_error(self) -> InvalidIds | None:
-        """What :meth:`take_error` takes, or None; waits for the labels, which every rank has of all."""
+        """What :meth:`pop_error` takes, or None; waits for the labels, which every rank has of all."""
         while self._under_way:
             if (error := self._error()) is not None:
                 return error

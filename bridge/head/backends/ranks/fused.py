@@ -124,7 +124,7 @@ class FusedPass:
         head, batch = self._head, self._batch
         if keep_bytes:
             self._room = range_rows(self._row_bytes, keep_bytes)
-            self._buffer = self._take(self._room)
+            self._buffer = self._acquire_buffer(self._room)
         shift_B: Tensor | None = None
         weighted_PBD: Tensor | None = None
         if want_gradient and not self.num_active:
@@ -138,7 +138,7 @@ class FusedPass:
             weighted_PBD = feature_gradient(head, exponentials_NB, start, stop, shift_B, weighted_PBD)
         return _Summed(batch, link, sizes, head, shift_B, weighted_PBD)
 
-    def take_terms(self, weights_B: Tensor | None) -> None:
+    def add_terms(self, weights_B: Tensor | None) -> None:
         """What the samples bring to the rows' gradients, once the sums over all ranks are in the batch; ``weights_B``
         of at most 1."""
         batch = self._batch
@@ -153,7 +153,7 @@ class FusedPass:
         """(start, stop, exponentials) of every range, of at most so many rows: first of that whose are there."""
         bounds = _bounds(self.num_active, most_rows or self._room or self.most_rows)
         bounds.sort(key=lambda item: item != self._there)
-        buffer = self._buffer or self._take(most_rows or self.most_rows)
+        buffer = self._buffer or self._acquire_buffer(most_rows or self.most_rows)
         for start, stop in bounds:
             exponentials_NB = buffer.tensor((stop - start, self._batch.size), self._head.dtype)
             if (start, stop) != self._there:
@@ -161,7 +161,7 @@ class FusedPass:
             self._there = None if self._buffer is None else (start, stop)
             yield start, stop, exponentials_NB
         if self._buffer is None:
-            self._table.pool.give_back(buffer)
+            self._table.pool.release(buffer)
 
     def row_factors(self, upstream: Tensor, ends_R: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
         """By a kernel: ``batch.row_factors``, and a number that is finite only if the rows' gradients are.
@@ -192,15 +192,15 @@ class FusedPass:
         for start, stop, made_NB in self.ranges():
             update_rows(self._head, made_NB, start, stop, self._terms, factor, optimizer, self._table.stored, lr=lr)
 
-    def let_go(self) -> None:
+    def clear(self) -> None:
         """Forget what is kept; it is made again where it is wanted."""
         if self._buffer is not None:
-            self._table.pool.give_back(self._buffer)
+            self._table.pool.release(self._buffer)
         self._buffer, self._room, self._there = None, 0, None
 
-    def _take(self, num_rows: int) -> Buffer:
+    def _acquire_buffer(self, num_rows: int) -> Buffer:
         """Memory for so many of the rows' exponentials."""
-        return self._table.pool.take(min(num_rows, self.num_active) * self._row_bytes, self._table.device)
+        return self._table.pool.acquire(min(num_rows, self.num_active) * self._row_bytes, self._table.device)
 
     @property
     def _row_bytes(self) -> int:

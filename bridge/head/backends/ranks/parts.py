@@ -43,10 +43,10 @@ class PartedRows(RankRows):
             # One of several sums in one piece of memory, which would otherwise stay whole until the backward pass.
             self._part_BD = part_BD if len(softmax.parts) == 1 else part_BD.clone()
             if not self.overlap:
-                self.begin()
+                self.start()
         return losses_S, None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Let the feature gradients travel; every rank does in its backward pass. Once."""
         if self._summed is None:
             assert self._part_BD is not None
@@ -54,12 +54,12 @@ class PartedRows(RankRows):
             self._summed = SummedParts(self._table.link, self.sizes, self._part_BD, order, overlap=self.overlap)
             self._part_BD = None
 
-    def take(self, part: int) -> Tensor:
+    def collect(self, part: int) -> Tensor:
         """The gradients of single losses by the features of a part [S, D or more]; the last part is asked for first."""
         if part not in self._taken:
             assert self._summed is not None
             own = self.sizes.own(part)
-            self._taken[part] = own_gradient(self.batch, self._summed.take(part), own)
+            self._taken[part] = own_gradient(self.batch, self._summed.collect(part), own)
             if self.batch.counts_B is not None:
                 self._taken[part].masked_fill_((self.batch.counts_B[own] != 1).unsqueeze(1), 0.0)
         return self._taken[part]
@@ -114,7 +114,7 @@ def _gathered(step: RankStep, parts: FeatureParts, first_SD: Tensor, places: Ids
     """
     link = step.backend.table.link
     gathered = GatheredParts(link, sizes, overlap=parts.overlap)
-    gathered.begin(0, step.travelling(first_SD))
+    gathered.start(0, step.travelling(first_SD))
     failure: Exception | None = None
     for part in range(1, sizes.num_parts):
         features_SD: Tensor | None = None
@@ -124,7 +124,7 @@ def _gathered(step: RankStep, parts: FeatureParts, first_SD: Tensor, places: Ids
             failure = exc
         if features_SD is None:
             features_SD = first_SD.new_zeros(sizes.of(part)[link.rank], first_SD.shape[1])
-        gathered.begin_or_fail(part, step.travelling(features_SD), failure)
+        gathered.start_or_fail(part, step.travelling(features_SD), failure)
     return gathered.whole(failure)
 
 

@@ -25,11 +25,11 @@ from torch import Tensor
 from geartrain.ams.programs.hosted import chunk_bounds
 from geartrain.ams.values.optimizers.registry import RowOptimizerSpec
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.head.backends.active_rows import DeviceActive, LocalActive, take_offsets
+from geartrain.bridge.head.backends.active_rows import DeviceActive, LocalActive, add_sampling_offsets
 from geartrain.bridge.head.backends.pending_gradients import BatchPart, FactoredGradient, Factors, overwrite_by_sum
 from geartrain.bridge.head.backends.ranks.fused import FusedGradient, FusedPass
 from geartrain.bridge.head.loss.batch import Batch
-from geartrain.bridge.head.loss.block_loop import add_rows, make_gradients
+from geartrain.bridge.head.loss.block_loop import add_rows, gradient_blocks
 from geartrain.bridge.head.loss.chunk_pass import ChunkPass, pass_for
 from geartrain.bridge.head.loss.chunk_pool import CHUNKS
 from geartrain.bridge.head.loss.kept_logits import KeptLogits
@@ -101,7 +101,7 @@ class RankRows:
             return
         if isinstance(active, DeviceActive):
             self._active = active = active.trimmed()
-        take_offsets(batch, active, numbers_B, log2_weight)
+        add_sampling_offsets(batch, active, numbers_B, log2_weight)
         self._pass = pass_for(batch)
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:
@@ -154,7 +154,7 @@ class RankRows:
             if batch.num_counted is not None:
                 checksum = checksum + batch.num_counted
         if self._fused is not None:
-            self._fused.take_terms(weights_B)
+            self._fused.add_terms(weights_B)
         else:
             self._pass = self._pass if weights_B is None else pass_for(batch, weights_B)
         factors = Factors(
@@ -195,9 +195,9 @@ class RankRows:
     def discard(self) -> None:
         """Let go of what is kept."""
         if self._kept is not None:
-            self._kept.give_back()
+            self._kept.clear()
         if self._fused is not None:
-            self._fused.let_go()
+            self._fused.clear()
 
 
 class RankGradient(FactoredGradient):
@@ -219,7 +219,7 @@ class RankGradient(FactoredGradient):
         are_fused = are_fused and all(factors.active.fills(self._active) for factors in self._factors)
         self._weights += other._weights
         self._fused = [*self._fused, *other._fused]
-        self._give_back()
+        self._return_buffers()
         if not are_fused:
             self._fused = []
 
@@ -227,17 +227,17 @@ class RankGradient(FactoredGradient):
     def _fused_gradient(self) -> FusedGradient:
         return FusedGradient(self._fused, [factors.factor for factors in self._factors])
 
-    def _give_back(self) -> None:
+    def _return_buffers(self) -> None:
         for fused in self._fused:
-            fused.let_go()
+            fused.clear()
         for factors in self._factors:
             if factors.kept is not None:
-                factors.kept.give_back()
+                factors.kept.clear()
 
     def _parts(self) -> tuple[list[BatchPart], ChunkPass]:
         for place, (factors, weights_B) in enumerate(zip(self._factors, self._weights, strict=True)):
             if factors.chunk_pass is None:
-                take_offsets(factors.batch, factors.active, factors.positives, factors.log2_weight)
+                add_sampling_offsets(factors.batch, factors.active, factors.positives, factors.log2_weight)
                 self._factors[place] = replace(factors, chunk_pass=pass_for(factors.batch, weights_B))
         return super()._parts()
 
@@ -280,7 +280,7 @@ class RankGradient(FactoredGradient):
 
     def discard(self) -> None:
         """Let go of the factors."""
-        self._give_back()
+        self._return_buffers()
         self._factors = []
 
     def _over_chunks(self, action: Callable[[RowIndex, Tensor], T], *, use_kept: bool) -> list[T]:
@@ -294,5 +294,5 @@ class RankGradient(FactoredGradient):
 
         rows = _RowsHere(self._table, self._active)
         overwrite, kept = partial(overwrite_by_sum, parts), factors.kept if use_kept else None
-        made = make_gradients(overwrite, chunk_pass, factors.batch.arithmetic, [rows], act, kept)
+        made = gradient_blocks(overwrite, chunk_pass, factors.batch.arithmetic, [rows], act, kept)
         return next(made)[1]

@@ -143,13 +143,13 @@ class RankBackend:
 
     def raise_late(self) -> None:
         """Raise on every rank what steps before have found out: one exchange between the hosts."""
-        found = [self.update.take_refused(), self.late_labels.has_bad, self.update.step]
+        found = [self.update.pop_refused(), self.late_labels.has_bad, self.update.step]
         left, bad, steps = zip(*self.table.link.exchange(found), strict=True)
         raise_late(self, refused=sum(left), has_bad=any(bad), steps=steps)
 
-    def take_captured(self) -> Callable[[int], None]:
-        """See :meth:`DeviceLabels.take_captured`."""
-        return self.late_labels.take_captured()
+    def pop_captured(self) -> Callable[[int], None]:
+        """See :meth:`DeviceLabels.pop_captured`."""
+        return self.late_labels.pop_captured()
 
     def move_with(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Rows go with ``head.to(device)``; they are no buffers, which DDP would make equal on all ranks."""
@@ -180,7 +180,7 @@ class RankBackend:
         """See ``ClassHead.sharded_rows``."""
         return ShardedRows(self, head)
 
-    def begin(
+    def start(
         self, features: Tensor, labels: Tensor, weight: Tensor | None, *, in_training: bool, want_rows: bool
     ) -> HeadCall:
         """See ``RowBackend``. Raises what :meth:`RankStep.agree` does."""
@@ -188,7 +188,7 @@ class RankBackend:
         samples, agreed = step.agree(features, labels, weight)
         return self._call(step.rows(samples, agreed), samples, agreed, want_rows=want_rows)
 
-    def begin_parts(
+    def start_parts(
         self, parts: FeatureParts, labels: Tensor, weight: Tensor | None, *, in_training: bool, want_rows: bool
     ) -> HeadCall:
         """See ``RowBackend``. Raises what :meth:`RankStep.agree` does, and what computing a part raises."""

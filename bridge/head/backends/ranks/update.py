@@ -205,7 +205,7 @@ class RankStep:
         table, margin = self.backend.table, self.backend.margins.margin
         if not agreed.late:
             raise InvalidArgument("labels are on the host, which no CUDA graph reads; give them on the device")
-        if hasattr(margin, "begin"):
+        if hasattr(margin, "for_batch"):
             raise InvalidArgument(
                 f"{margin!r} depends on the step, or on batches before, which a CUDA graph does not; capture steps of "
                 "ArcFace, CosFace, SphereFace, CombinedMargin, MagFace, or without a margin"
@@ -244,7 +244,7 @@ class RankStep:
         ``part_sizes``: what of each part counts, as many on every rank; none where the features come whole.
         """
         captures = is_capturing(self.backend.table.device)  # in which nobody may ask the device for anything
-        refused = 0 if captures else self.backend.update.take_refused()
+        refused = 0 if captures else self.backend.update.pop_refused()
         margin = xxhash.xxh3_64_intdigest(named(self.backend.margins.margin).encode()) >> 2
         size = 0 if samples is None else len(samples.labels_S)
         amount = 0.0 if samples is None else samples.amount
@@ -357,7 +357,7 @@ class RankStep:
 def raise_late(backend: RankHead, *, refused: int, has_bad: bool, steps: Sequence[int]) -> None:
     """Raise what the ranks have found out of steps before."""
     if has_bad:
-        raise backend.late_labels.take_error()
+        raise backend.late_labels.pop_error()
     if refused:
         raise refused_rows(backend.table.spec, refused)
     if len(set(steps)) > 1:

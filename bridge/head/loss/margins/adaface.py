@@ -45,7 +45,7 @@ class AdaFace:
         require("h", self.h, lambda v: 0.0 < v < math.inf, "finite and > 0")
         require("momentum", self.momentum, lambda v: 0.0 <= v < 1.0, "in [0, 1)")
 
-    def begin(self, batch: MarginBatch) -> QualityMargin:
+    def for_batch(self, batch: MarginBatch) -> QualityMargin:
         """The margin for the lengths of this batch. With ranks and rows in a cluster one all-reduce of 16 bytes."""
         mean, std, batches = (batch.recall(name) for name in ("norm_mean", "norm_std", "norm_batches"))
         if batch.training:

@@ -43,7 +43,7 @@ class CurricularFace:
         require("margin", self.margin, lambda v: 0.0 <= v <= math.pi, "an angle in [0, π] radians")
         require("momentum", self.momentum, lambda v: 0.0 <= v < 1.0, "in [0, 1)")
 
-    def begin(self, batch: MarginBatch) -> CurriculumMargin:
+    def for_batch(self, batch: MarginBatch) -> CurriculumMargin:
         """The margin at this batch's t. With ranks and rows in a cluster one all-reduce of 8 bytes."""
         cos_B = batch.target_cos()
         t = batch.recall("target_cos_mean")

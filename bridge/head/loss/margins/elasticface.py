@@ -42,7 +42,7 @@ class ElasticArcFace:
         require("margin", self.margin, lambda v: 0.0 <= v <= math.pi, "an angle in [0, π] radians")
         _require_draws(self.scale, self.std, self.seed)
 
-    def begin(self, batch: MarginBatch) -> DrawnArcFace:
+    def for_batch(self, batch: MarginBatch) -> DrawnArcFace:
         """Draw the margins of this batch."""
         margins_B = _drawn(self.margin, self.std, self.seed, batch)
         return DrawnArcFace(scale_of(self), margins_B.clamp(-math.pi, math.pi))
@@ -68,7 +68,7 @@ class ElasticCosFace:
         require("margin", self.margin, lambda v: 0.0 <= v < math.inf, "finite and >= 0")
         _require_draws(self.scale, self.std, self.seed)
 
-    def begin(self, batch: MarginBatch) -> DrawnCosFace:
+    def for_batch(self, batch: MarginBatch) -> DrawnCosFace:
         """Draw the margins of this batch."""
         return DrawnCosFace(scale_of(self), _drawn(self.margin, self.std, self.seed, batch))
 

@@ -46,7 +46,7 @@ class FilteredMargin:
     """In [−1, 1]. Too low, it filters hard classes as well, from which there is most to learn."""
 
     def __post_init__(self) -> None:
-        works = hasattr(self.margin, "target") or hasattr(self.margin, "begin")
+        works = hasattr(self.margin, "target") or hasattr(self.margin, "for_batch")
         if isinstance(self.margin, type) or not works or not hasattr(self.margin, "scale"):
             raise InvalidArgument(
                 f"margin is {self.margin!r}; it must be ArcFace() or another margin, to filter what is "
@@ -63,10 +63,10 @@ class FilteredMargin:
         """With the scale of so many classes if it is None."""
         return replace(self, margin=with_scale(self.margin, num_classes))
 
-    def begin(self, batch: MarginBatch) -> FilteredMargin:
+    def for_batch(self, batch: MarginBatch) -> FilteredMargin:
         """Around the margin of this batch; costs what that costs."""
         margin: Any = self.margin
-        return replace(self, margin=margin.begin(batch)) if hasattr(margin, "begin") else self
+        return replace(self, margin=margin.for_batch(batch)) if hasattr(margin, "for_batch") else self
 
     def target(
         self, cos_B: Tensor, norms_B: Tensor, labels_B: Tensor

@@ -64,7 +64,7 @@ class HeadMargin:
         ``counts_B`` is that of ``Batch``.
         """
         margin: Any = self.margin
-        if not hasattr(margin, "begin"):
+        if not hasattr(margin, "for_batch"):
             return margin  # type: ignore[no-any-return]
         values_BD = features.detach().to(torch.promote_types(features.dtype, torch.float32))
         norms_B = torch.linalg.vector_norm(values_BD, dim=1).clamp_(min=NORM_FLOOR)
@@ -80,7 +80,7 @@ class HeadMargin:
             known=self._learned,
             counts_B=counts_B,
         )
-        made: Margin = margin.begin(batch)
+        made: Margin = margin.for_batch(batch)
         if changes_negatives(made) and not self._takes_negatives:
             raise InvalidArgument(f"{margin!r} began as {made!r}, whose negatives() no shard knows; use rows='pull'")
         self._learned |= batch.learned

@@ -49,7 +49,7 @@ class Margin(Protocol):
                 return self.scale * (cos_B - margin_B), torch.full_like(cos_B, self.scale)
 
     It works wherever the rows are, for it is applied beside the features. Ranks compare margins by their repr, which
-    names the settings of a dataclass. One that depends on the step or on earlier batches has ``begin`` beside
+    names the settings of a dataclass. One that depends on the step or on earlier batches has ``for_batch`` beside
     (:class:`AdaptiveMargin`), one that changes the logits of other classes ``negatives``
     (:class:`NegativesMargin`).
     """
@@ -82,7 +82,7 @@ class NegativesMargin(Margin, Protocol):
         """Return the logits [N, B] of N classes for B samples and their derivatives by ``cos_NB``, in its dtype.
 
         A class with the logit −∞ takes no part in that sample's sum. What is returned at a sample's own class is not
-        looked at. What the margin knows of the samples it keeps from ``begin``; that counts as constant.
+        looked at. What the margin knows of the samples it keeps from ``for_batch``; that counts as constant.
         """
 
 
@@ -93,7 +93,7 @@ class AdaptiveMargin(Protocol):
         class Growing:
             scale: float = 64.0
 
-            def begin(self, batch):
+            def for_batch(self, batch):
                 return gt.CosFace(self.scale, 0.35 * min(1.0, batch.step / 1000))
 
     A frozen dataclass, too. ``changes_negatives = True`` in the class says that what it returns is a
@@ -104,7 +104,7 @@ class AdaptiveMargin(Protocol):
     def scale(self) -> float | None:
         """See :class:`Margin`; the largest that it takes."""
 
-    def begin(self, batch: MarginBatch) -> Margin:
+    def for_batch(self, batch: MarginBatch) -> Margin:
         """The margin of the forward pass over this batch. With ranks every rank is asked."""
 
 

@@ -93,7 +93,7 @@ def test_a_repetition_changes_nothing(cluster: Cluster) -> None:
     tables = tables_of(cluster)
     writes = pushes_of(tables)
     for write in writes:
-        write._rows.write(write._begin())  # nobody hears of the replies
+        write._rows.write(write._rows_to_send())  # nobody hears of the replies
     expected = pulled(tables)
     writes[0].send_with(writes[1:])
     for own, old in zip(pulled(tables), expected, strict=True):

@@ -83,7 +83,7 @@ def test_a_write_that_is_not_over_counts_for_who_reads_after_it_began(monkeypatc
 def test_whoever_is_gone_costs_nothing() -> None:
     log = WriteLog()
     reader = log.reader()
-    assert log.begin("t", ids(1)) == 0
+    assert log.start("t", ids(1)) == 0
     del reader
-    assert log.begin("t", ids(1)) is not None  # that is when it is noticed
-    assert log.begin("t", ids(1)) is None
+    assert log.start("t", ids(1)) is not None  # that is when it is noticed
+    assert log.start("t", ids(1)) is None

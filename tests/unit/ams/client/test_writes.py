@@ -80,14 +80,14 @@ def test_who_holds_several_writes_does_not_wait_for_itself() -> None:
     """One step of many modules prepares the writes of all of them before it sends the first."""
     stream, begun = WriteStream(2, "s", 1), list[int]()
     for count in (3, 1, WRITE_WINDOW - 4):
-        stream.begin(begun, count, is_held=True)
+        stream.reserve(begun, count, is_held=True)
     assert begun == list(range(1, WRITE_WINDOW + 1))
     with ThreadPoolExecutor(1) as pool:
-        another = pool.submit(stream.begin, [], 1)
+        another = pool.submit(stream.reserve, [], 1)
         while not stream._waiting:
             assert not another.done()
         for sequence in begun[:-1]:
-            stream.end(sequence)
+            stream.finish(sequence)
         another.result(20)
     assert stream.oldest() == WRITE_WINDOW
 
@@ -95,7 +95,7 @@ def test_who_holds_several_writes_does_not_wait_for_itself() -> None:
 def test_a_write_of_more_tables_than_shards_remember_is_refused_before_any_is_numbered() -> None:
     stream, begun = WriteStream(2, "s", 1), list[int]()
     with pytest.raises(InvalidArgument, match=r"1,025 tables .* at most 1,024 .* several groups"):
-        stream.begin(begun, WRITE_WINDOW + 1, is_held=True)
+        stream.reserve(begun, WRITE_WINDOW + 1, is_held=True)
     assert not begun and stream.oldest() == 1
 
 
@@ -123,14 +123,14 @@ def test_numbers_may_end_while_the_oldest_is_looked_for() -> None:
 
         def __del__(self) -> None:
             stream, sequence = self.end
-            stream.end(sequence)
+            stream.finish(sequence)
 
     stream, before = WriteStream(10_000, "s", 1), gc.get_threshold()
     try:
         for number in range(100):
             gc.disable()
             begun: list[int] = []
-            stream.begin(begun, 40)
+            stream.reserve(begun, 40)
             dropped = [Cycle(stream, sequence) for sequence in begun]
             del dropped
             gc.set_threshold(gc.get_count()[0] + number % 5)  # it runs at one of the next objects that are made
@@ -145,8 +145,8 @@ def test_numbers_may_end_while_the_oldest_is_looked_for() -> None:
 
 def test_a_write_that_is_interrupted_as_it_is_numbered_keeps_no_other_waiting() -> None:
     class Interrupted(WriteStream):
-        def begin(self, begun: list[int], count: int = 1, *, is_held: bool = False) -> None:
-            super().begin(begun, count, is_held=is_held)
+        def reserve(self, begun: list[int], count: int = 1, *, is_held: bool = False) -> None:
+            super().reserve(begun, count, is_held=is_held)
             raise KeyboardInterrupt
 
     stream = Interrupted(2, "s", 1)

@@ -33,28 +33,28 @@ def told(received: int, waiting: int) -> GearAccount:
 
 def test_what_died_in_memory_is_lost_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     ledger = GearLedger("image")
-    ledger.settle([state("a", 1, told(10, 4)), state("b", 1, told(7, 7))], [])
+    ledger.update([state("a", 1, told(10, 4)), state("b", 1, told(7, 7))], [])
     assert ledger.knows_gone(["a"]) and not ledger.knows_gone(["a", "b", "c"])
-    ledger.settle([state("a", 1, told(12, 5))], [])
+    ledger.update([state("a", 1, told(12, 5))], [])
     assert ledger.total() == GearAccount(received=19, waiting=2, due=3, applied=7, lost=7)
     assert "slow gear b of 'image' is gone: 7 gradients" in caplog.text
-    ledger.settle([state("a", 1, told(12, 0)), state("b", 2, told(3, 3))], [])  # its successor begins anew
+    ledger.update([state("a", 1, told(12, 0)), state("b", 2, told(3, 3))], [])  # its successor begins anew
     assert ledger.total() == GearAccount(received=22, waiting=1, due=2, applied=12, lost=7)
 
 
 def test_one_that_only_seemed_to_be_gone_has_lost_nothing() -> None:
     ledger = GearLedger("image")
-    ledger.note("a#1", told(10, 4))
-    ledger.settle([], ["a"])  # it does not answer
+    ledger.record("a#1", told(10, 4))
+    ledger.update([], ["a"])  # it does not answer
     assert ledger.total() == told(10, 4)
-    ledger.settle([], [])
+    ledger.update([], [])
     assert ledger.total().lost == 4
-    ledger.settle([state("a", 1, told(12, 5))], [])
+    ledger.update([state("a", 1, told(12, 5))], [])
     assert ledger.total() == told(12, 5)
-    ledger.settle([], [])
-    ledger.note("a#1", told(13, 5))
+    ledger.update([], [])
+    ledger.record("a#1", told(13, 5))
     assert ledger.total() == told(13, 5)
-    ledger.settle([state("b", 1, told(15, 0), taken_over=("a#1",))], [])
+    ledger.update([state("b", 1, told(15, 0), taken_over=("a#1",))], [])
     assert ledger.total() == told(15, 0)  # of both: it has handed its account over
 
 
@@ -74,11 +74,11 @@ def test_it_adds_up_whoever_dies(data: st.DataObject) -> None:
             gears[name] = GearAccount(
                 received=before.received + count, waiting=waiting - applied, applied=before.applied + applied
             )
-            ledger.note(process_at(name, numbers[name]), gears[name])
+            ledger.record(process_at(name, numbers[name]), gears[name])
             delivered += count
         else:
             gears[name], numbers[name] = GearAccount(), numbers[name] + 1
-            ledger.settle([state(number, numbers[number], account) for number, account in gears.items()], [])
+            ledger.update([state(number, numbers[number], account) for number, account in gears.items()], [])
         assert ledger.total().adds_up and ledger.total().received == delivered
 
 

@@ -96,7 +96,7 @@ def test_every_partition_is_with_one_gear_as_they_come_and_go() -> None:
         assert sorted(part for some in held for part in some) == list(range(NUM_PARTITIONS))
         assert max(map(len, held)) - min(map(len, held)) <= 1
     assert flushed[0] == "a"  # what waited there was applied before it went
-    gears[1].leave()
+    gears[1].release_all()
     settled(gears[0], gears[2])
     assert len(gears[0].now) + len(gears[2].now) == NUM_PARTITIONS and not gears[1].now
     gears[1].tick()

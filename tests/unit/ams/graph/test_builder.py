@@ -140,7 +140,7 @@ class Doubtful(CoreProducts):
     def error_bound(self, dim: int) -> float:  # noqa: ARG002
         return self.bound
 
-    def keep(self, k: int) -> int:
+    def num_candidates(self, k: int) -> int:
         return k + self.spare
 
 
@@ -164,7 +164,7 @@ def test_no_product_of_the_core_exceeds_its_error_bound(dim: int) -> None:
     rows = rows_of("random", 200, dim, dim) + 1
     unit = (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
     engine = CoreProducts(2)
-    recall = engine.begin(0, 200, 200)
+    recall = engine.start(0, 200, 200)
     block = engine.load(unit, 0)
     recall.compare_inside(block, block)
     arrays = recall.arrays()

@@ -153,10 +153,10 @@ def test_a_graph_does_not_answer_for_the_next_table_of_its_name(
 
 def test_a_build_of_a_table_that_was_dropped_is_not_joined(cluster: FakeCluster, graphs: Graphs) -> None:
     cluster.may_read.clear()
-    old = graphs.begin("faces", 4)
+    old = graphs.start("faces", 4)
     assert cluster.is_read.wait(30)
     cluster.make_anew()
-    new = graphs.begin("faces", 4)
+    new = graphs.start("faces", 4)
     assert new is not old
     cluster.may_read.set()
     with pytest.raises(Cancelled):
@@ -166,11 +166,11 @@ def test_a_build_of_a_table_that_was_dropped_is_not_joined(cluster: FakeCluster,
 
 def test_who_asks_for_a_build_under_way_joins_it(cluster: FakeCluster, graphs: Graphs) -> None:
     cluster.may_read.clear()
-    first = graphs.begin("faces", 4, step=2)
-    assert graphs.begin("faces", 4, step=2) is first
+    first = graphs.start("faces", 4, step=2)
+    assert graphs.start("faces", 4, step=2) is first
     assert [building.k for building in graphs.describe().building] == [4]
     with pytest.raises(InvalidArgument, match=r"being built with k 4 of step 2, not k 5 of step 2"):
-        graphs.begin("faces", 5, step=2)
+        graphs.start("faces", 5, step=2)
     cluster.may_read.set()
     assert first.result.result(30).graph.version == 1
 
@@ -178,7 +178,7 @@ def test_who_asks_for_a_build_under_way_joins_it(cluster: FakeCluster, graphs: G
 def test_a_cancelled_build_leaves_the_older_graph(cluster: FakeCluster, graphs: Graphs) -> None:
     graphs.build("faces", 4)
     cluster.may_read.clear()
-    build = graphs.begin("faces", 5)
+    build = graphs.start("faces", 5)
     assert graphs.cancel("faces")
     cluster.may_read.set()
     with pytest.raises(Cancelled):
@@ -192,9 +192,9 @@ def test_a_cancelled_build_leaves_the_older_graph(cluster: FakeCluster, graphs: 
 
 def test_a_build_waits_for_another_table_and_can_be_cancelled_meanwhile(cluster: FakeCluster, graphs: Graphs) -> None:
     cluster.may_read.clear()
-    first = graphs.begin("faces", 4)
+    first = graphs.start("faces", 4)
     assert cluster.is_read.wait(30)
-    second = graphs.begin("other", 4)
+    second = graphs.start("other", 4)
     second.cancel()
     with pytest.raises(Cancelled):
         second.result.result(30)

@@ -25,11 +25,11 @@ class SlowGraphs(Graphs):
     may_keep: threading.Event
     is_built: threading.Event
 
-    def _keep(self, graph: NeighbourTable, version: RowsVersion, *rest: object) -> None:
+    def _replace(self, graph: NeighbourTable, version: RowsVersion, *rest: object) -> None:
         if rest:
             self.is_built.set()
             assert self.may_keep.wait(30)
-        super()._keep(graph, version, *rest)  # type: ignore[arg-type]
+        super()._replace(graph, version, *rest)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def graphs(tmp_path: Path) -> Iterator[SlowGraphs]:
 def held_build(graphs: SlowGraphs, k: int) -> Build:
     graphs.may_keep.clear()
     graphs.is_built.clear()
-    build = graphs.begin("faces", k)
+    build = graphs.start("faces", k)
     assert graphs.is_built.wait(30)
     return build
 

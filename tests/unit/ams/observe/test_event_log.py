@@ -18,7 +18,7 @@ NOW = 1_700_000_000.25
 
 def noted(log: EventLog, *kinds: str) -> None:
     for kind in kinds:
-        log.note(ClusterEvent(kind=kind, text=f"it was {kind}", shard=0, tables=("a", "b"), step=7))
+        log.append(ClusterEvent(kind=kind, text=f"it was {kind}", shard=0, tables=("a", "b"), step=7))
 
 
 def numbers(log: EventLog, since: int = 0) -> list[int]:
@@ -49,11 +49,11 @@ def test_a_log_goes_on_where_it_was_when_it_is_opened_again(tmp_path: Path) -> N
 def test_what_a_client_tells_again_after_a_restart_is_noted_once(tmp_path: Path) -> None:
     told = ClusterEvent(kind="snapshot", text="whole")
     before = EventLog(tmp_path)
-    assert before.note(told, key=7) is not None
+    assert before.append(told, key=7) is not None
     before.close()  # and the client heard no answer
     after = EventLog(tmp_path)
-    assert after.note(told, key=7) is None
-    assert after.note(told, key=8) is not None
+    assert after.append(told, key=7) is None
+    assert after.append(told, key=8) is not None
     assert numbers(after) == [1, 2]
 
 
@@ -132,10 +132,10 @@ def test_nobody_waits_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.
 def test_an_event_that_is_told_twice_is_noted_once() -> None:
     log = EventLog()
     event = ClusterEvent(kind="snapshot", text="whole")
-    assert log.note(event, key=5) is not None
-    assert log.note(event, key=5) is None
-    assert log.note(event) is not None
-    assert log.note(event) is not None
+    assert log.append(event, key=5) is not None
+    assert log.append(event, key=5) is None
+    assert log.append(event) is not None
+    assert log.append(event) is not None
     assert numbers(log) == [1, 2, 3]
 
 

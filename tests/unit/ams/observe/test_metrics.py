@@ -14,11 +14,11 @@ import pytest
 
 pytest.importorskip("prometheus_client", reason="needs pip install 'geartrain[metrics]'")
 
-from geartrain.ams.observe.metrics import Buckets, Metric, serve_metrics, tell_of
+from geartrain.ams.observe.metrics import Buckets, Metric, register_source, serve_metrics
 from geartrain.ams.rpc.credentials import Credentials
 from geartrain.ams.values.config import split_address
 from geartrain.ams.values.errors import ConfigError
-from geartrain.launch.certificates import issue, make_authority, renew
+from geartrain.launch.certificates import create_authority, issue, renew
 from tests.support.scrapes import scrape
 
 METRICS = [
@@ -66,8 +66,8 @@ def test_sources_of_a_process_are_told_together_as_long_as_they_are_used() -> No
 
     one, other = Cache(), Cache()
     with serve_metrics("127.0.0.1:0", list, "server", OPEN) as port:
-        tell_of(one)
-        tell_of(other)
+        register_source(one)
+        register_source(other)
         found = scrape(port.address)
         assert found.value("geartrain_hits_total", cache="c") == 10
         assert found.values("geartrain_age_seconds_bucket", cache="c") == [4, 10]
@@ -93,7 +93,7 @@ def test_an_address_that_is_taken_is_refused_in_words() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    make_authority(tmp_path, "search")
+    create_authority(tmp_path, "search")
     issue(tmp_path, tmp_path, ["server"], days=2)
     issue(tmp_path, tmp_path, ["client"], days=2)
     return tmp_path
@@ -110,7 +110,7 @@ def test_only_the_cluster_may_ask_where_there_are_certificates(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = tmp_path_factory.mktemp("other")
-    make_authority(other, "search")
+    create_authority(other, "search")
     issue(other, other, ["client"], days=2)
     stranger = caller(folder, certificate=False)
     stranger.load_cert_chain(other / "client.pem")

@@ -9,8 +9,8 @@ import pytest
 
 from geartrain.ams.rpc import tokens
 from geartrain.ams.rpc.tokens import PUBLIC_FILE, REVOKED_FILE, Tokens
-from geartrain.launch.certificates import make_authority
-from geartrain.launch.tokens import make_token, revoke
+from geartrain.launch.certificates import create_authority
+from geartrain.launch.tokens import create_token, revoke
 
 
 def unheard(*_: Any, **__: Any) -> None:
@@ -21,10 +21,10 @@ def test_files_that_go_away_open_nothing_and_revoke_nothing_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokens, "_LOOK_SECONDS", 0.0)
-    make_authority(tmp_path, "test")
+    create_authority(tmp_path, "test")
     before = Tokens(str(tmp_path), unheard)
     assert not before.are_wanted
-    (good, _), (bad, bad_id) = (make_token(tmp_path, job, ["*=read"], 1.0) for job in ("good", "bad"))
+    (good, _), (bad, bad_id) = (create_token(tmp_path, job, ["*=read"], 1.0) for job in ("good", "bad"))
     revoke(tmp_path, bad_id)
     for gone in ((), (REVOKED_FILE,), (PUBLIC_FILE,)):
         for name in gone:

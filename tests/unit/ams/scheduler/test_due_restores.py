@@ -57,7 +57,7 @@ def test_a_worker_lost_with_streams_in_its_hands_takes_the_job_back() -> None:
         job.lease("w", 2)
     job.streams.set_due("a", "snapshot")  # what was lost comes first
     assert job.due == "restore"
-    job.streams.put_back("a", SAVED)
+    job.streams.restore_cursors("a", SAVED)
     assert job.lease("w", 2).cursors == SAVED
 
 
@@ -94,7 +94,7 @@ def test_before_a_snapshot_all_workers_let_go() -> None:
 
 def test_without_a_first_snapshot_a_worker_hears_why_and_may_ask_again() -> None:
     job = Clocked()
-    job.streams.end_restores("a", SnapshotFailed("the disk is full"))
+    job.streams.stop_restoring("a", SnapshotFailed("the disk is full"))
     with pytest.raises(SnapshotFailed, match="the disk is full"):
         job.lease("w")
     assert not job.streams.restored_jobs()

@@ -53,7 +53,7 @@ def test_a_restarted_scheduler_goes_on_above_fences_below_what_a_shard_had_said(
 ) -> None:
     store = MemoryStore()
     given, ahead = Incarnations(store), time.time_ns() + HOUR_NS
-    given.hear(ahead + 1)  # which is not kept, for the shard says it again
+    given.record_seen(ahead + 1)  # which is not kept, for the shard says it again
     StreamLeases(store, 10, incarnations=given).fence("job", ahead)
     set_clock(monkeypatch, 1)
     again = Incarnations(store)
@@ -64,7 +64,7 @@ def test_a_restarted_scheduler_goes_on_above_fences_below_what_a_shard_had_said(
 def test_what_others_chose_is_passed_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     ahead = time.time_ns() + HOUR_NS
-    Incarnations(store).note("incarnation", ahead)
+    Incarnations(store).record_chosen("incarnation", ahead)
     assert Incarnations(store).next() > ahead
     set_clock(monkeypatch, 1)
     assert Incarnations(store).next() > ahead + 1
@@ -74,12 +74,12 @@ def test_a_scheduler_without_its_state_learns_from_the_shards_what_was_used(monk
     set_clock(monkeypatch, 1)
     fresh = scheduler(MemoryStore(), num_shards=2)
     fresh.register("h:0", 0, 5, cluster_version=1, bucket_map=BucketMap(1, even_placement(2)))
-    fresh.hear_incarnation(100)
+    fresh.record_incarnation(100)
     with pytest.raises(ClusterNotReady, match=r"which incarnations were used is not known yet: 1 shard of 2 \(1\)"):
-        fresh.take_incarnation()
+        fresh.issue_incarnation()
     fresh.register("h:1", 1, 6, cluster_version=1, bucket_map=BucketMap(1, even_placement(2)))
-    fresh.hear_incarnation(200)
-    assert fresh.take_incarnation() == 201
+    fresh.record_incarnation(200)
+    assert fresh.issue_incarnation() == 201
 
 
 def test_what_a_shard_has_seen_is_known_once_it_has_registered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def test_what_a_shard_has_seen_is_known_once_it_has_registered(monkeypatch: pyte
 
     def somebody_connects_at_once(*arguments: Any, **keywords: Any) -> Any:
         registration = registered(*arguments, **keywords)
-        taken.append(fresh.take_incarnation())
+        taken.append(fresh.issue_incarnation())
         return registration
 
     monkeypatch.setattr(fresh, "register", somebody_connects_at_once)
@@ -108,7 +108,7 @@ def test_a_number_that_leaves_no_room_is_refused_and_changes_nothing(number: int
     cluster, streams = scheduler(store), StreamLeases(store, 10)
     before = store.read_all()
     with pytest.raises(InvalidArgument, match=rf"incarnation is {number}; it must be at most 2\^62"):
-        cluster.take_incarnation(number)
+        cluster.issue_incarnation(number)
     with pytest.raises(InvalidArgument, match=str(number)):
         streams.fence("job", number)
     with pytest.raises(InvalidArgument, match=str(number)):
@@ -118,9 +118,9 @@ def test_a_number_that_leaves_no_room_is_refused_and_changes_nothing(number: int
     with pytest.raises(InvalidArgument, match=f"cluster_version is {number}.*Start the shard's server anew"):
         cluster.register("h:0", 0, 5, cluster_version=number)
     assert store.read_all() == before
-    cluster.hear_incarnation(2**64 - 1)  # of a shard that somebody told nonsense
+    cluster.record_incarnation(2**64 - 1)  # of a shard that somebody told nonsense
     cluster.register("h:0", 0, 5)
-    assert cluster.take_incarnation() < MOST_GIVEN
+    assert cluster.issue_incarnation() < MOST_GIVEN
 
 
 @pytest.mark.parametrize("number", [2**63, 2**64 - 1])
@@ -131,10 +131,10 @@ def test_a_table_that_somebody_numbered_on_a_shard_keeps_the_shard_not_out(
     tables = [replace(SPEC, incarnation=number), replace(SPEC, name="ours", incarnation=MOST_GIVEN + 1)]
     cluster_map = BucketMap(1, cluster.describe().bucket_shards)
     for _ in range(2):
-        cluster.hear_incarnation(number)
+        cluster.record_incarnation(number)
         cluster.register("h:0", 0, 5, cluster_version=1, tables=tables, bucket_map=cluster_map)
     assert [spec.name for spec in cluster.describe().tables] == ["ours"]
-    assert cluster.take_incarnation() == MOST_GIVEN + 2
+    assert cluster.issue_incarnation() == MOST_GIVEN + 2
     assert caplog.text.count("is not heeded") == 1
 
 
@@ -153,7 +153,7 @@ def test_a_shard_needs_an_incarnation_that_names_it(incarnation: int) -> None:
 def test_after_the_highest_choice_of_a_caller_there_is_room_for_successors() -> None:
     store = MemoryStore()
     given = Incarnations(store)
-    given.note("incarnation", MOST_GIVEN)
+    given.record_chosen("incarnation", MOST_GIVEN)
     streams = StreamLeases(store, 10, incarnations=given)
     higher = given.next()
     assert higher == MOST_GIVEN + 1
@@ -161,7 +161,7 @@ def test_after_the_highest_choice_of_a_caller_there_is_room_for_successors() -> 
     streams.fence("job", higher)  # it was given out
     assert Incarnations(store).next() == higher + 1
     fresh = Incarnations(MemoryStore())
-    fresh.hear(higher)
+    fresh.record_seen(higher)
     assert fresh.next() == higher + 1
 
 

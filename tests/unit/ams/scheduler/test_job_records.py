@@ -20,7 +20,7 @@ class Watched:
 
     def tell(self, incarnation: int, step: int, state: str = "training", *, lost_at: int | None = None) -> None:
         report = JobReport(state=state, step=step, last_step=900, lost_at_step=lost_at)  # type: ignore[arg-type]
-        self.jobs.tell("j", incarnation, done=state not in ("training", "saving"), report=report)
+        self.jobs.report("j", incarnation, done=state not in ("training", "saving"), report=report)
 
     def wait(self, seconds: float) -> None:
         for _ in range(round(seconds)):
@@ -98,7 +98,7 @@ def test_a_restarted_scheduler_knows_from_its_events_what_became_of_jobs(tmp_pat
         ClusterEvent(kind="snapshot", text="whole", job="j", step=5),
         ClusterEvent(kind="snapshot_failed", text="none", job="j", step=9, reason="SnapshotFailed"),
     ):
-        before.jobs.hear(before.log.note(event) or event)
+        before.jobs.apply_event(before.log.append(event) or event)
     before.log.close()
     after = Watched(tmp_path)
     entry = after.entry
@@ -116,7 +116,7 @@ def test_reasons_that_clients_tell_are_bounded() -> None:
     watched = Watched()
     watched.tell(1, 10)
     for number in range(500):
-        watched.jobs.hear(ClusterEvent(kind="snapshot_failed", text="none", job="j", reason=f"R{number}"))
+        watched.jobs.apply_event(ClusterEvent(kind="snapshot_failed", text="none", job="j", reason=f"R{number}"))
     failures = watched.entry.snapshot_failures
     assert (len(failures), failures["R0"], failures["Other"]) == (21, 1, 480)
 
@@ -127,5 +127,5 @@ def test_jobs_are_bounded(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     jobs = RunningJobs(lambda: now)
     for number in range(9):
         now += 1
-        jobs.tell(f"j{number}", 1, done=number > 0)
+        jobs.report(f"j{number}", 1, done=number > 0)
     assert {entry.job for entry in jobs.entries()} == {"j0", "j7", "j8"}

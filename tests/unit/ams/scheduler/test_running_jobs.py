@@ -8,10 +8,10 @@ from geartrain.ams.values.scheduler_messages import ClusterEvent
 def test_jobs_are_waited_for_until_they_have_saved_or_are_silent() -> None:
     now = 100.0
     jobs = RunningJobs(lambda: now)
-    jobs.tell("a", 1, done=False)
-    jobs.tell("b", 1, done=False)
+    jobs.report("a", 1, done=False)
+    jobs.report("b", 1, done=False)
     assert jobs.to_ask(was_restarted=False).waiting == ("a", "b")
-    jobs.tell("a", 1, done=True)
+    jobs.report("a", 1, done=True)
     found = jobs.to_ask(was_restarted=False)
     assert (found.waiting, found.saved) == (("b",), ("a",))
     now += 7
@@ -20,8 +20,8 @@ def test_jobs_are_waited_for_until_they_have_saved_or_are_silent() -> None:
 
 def test_an_end_of_a_past_process_of_a_job_is_not_that_of_the_job() -> None:
     jobs = RunningJobs()
-    jobs.tell("a", 2, done=False)
-    jobs.tell("a", 1, done=True)
+    jobs.report("a", 2, done=False)
+    jobs.report("a", 1, done=True)
     assert jobs.to_ask(was_restarted=False).waiting == ("a",)
 
 
@@ -37,12 +37,12 @@ def test_a_restarted_scheduler_is_sure_once_every_job_had_time_to_speak() -> Non
 def test_many_jobs_are_told_to_speak_less_often_and_are_waited_for_all_the_same() -> None:
     now = 0.0
     jobs = RunningJobs(lambda: now)
-    assert jobs.tell("0", 1, done=False) == 1
+    assert jobs.report("0", 1, done=False) == 1
     for _ in range(2):
-        pauses = {jobs.tell(str(job), 1, done=False) for job in range(330)}
+        pauses = {jobs.report(str(job), 1, done=False) for job in range(330)}
     assert pauses == {10}
-    assert jobs.tell("0", 1, done=False, is_urgent=True) == 1  # a shard wants to leave
-    assert jobs.tell("1", 1, done=True) < 10
+    assert jobs.report("0", 1, done=False, is_urgent=True) == 1  # a shard wants to leave
+    assert jobs.report("1", 1, done=True) < 10
     now = 14.0
     jobs.pulse()
     assert len(jobs.to_ask(was_restarted=False).waiting) == 328
@@ -54,7 +54,7 @@ def test_many_jobs_are_told_to_speak_less_often_and_are_waited_for_all_the_same(
 def test_a_restarted_scheduler_gives_many_jobs_the_time_that_an_earlier_one_told_them() -> None:
     now, log = 0.0, EventLog()
     for job in range(330):
-        log.note(ClusterEvent(kind="job_began", text="began", job=str(job), incarnation=1))
+        log.append(ClusterEvent(kind="job_began", text="began", job=str(job), incarnation=1))
     jobs = RunningJobs(lambda: now, log)
     now = 11.0
     jobs.pulse()
@@ -69,5 +69,5 @@ def test_jobs_keep_their_places_whoever_was_heard_last() -> None:
     jobs = RunningJobs(lambda: now)
     for name in ("b", "a", "b", "c", "a"):
         now += 1
-        jobs.tell(name, 1, done=False)
+        jobs.report(name, 1, done=False)
         assert [entry.job for entry in jobs.entries()] == ["b", "a", "c"][: len(jobs.entries())]

@@ -51,14 +51,14 @@ def test_jobs_are_told_and_what_could_alarm_only_while_they_are_under_way() -> N
     cluster = FakeCluster()
     log = cluster.scheduler.events
     jobs = RunningJobs(lambda: cluster.now, log)
-    jobs.tell("j", 1, done=False, report=JobReport(step=50, snapshot_every_seconds=30.0))
-    jobs.tell("j", 2, done=False, report=JobReport(step=40, snapshot_every_seconds=30.0))
+    jobs.report("j", 1, done=False, report=JobReport(step=50, snapshot_every_seconds=30.0))
+    jobs.report("j", 2, done=False, report=JobReport(step=40, snapshot_every_seconds=30.0))
     for event in (
         ClusterEvent(kind="snapshot", text="whole", job="j", step=45, seconds=3.0, hold_seconds=0.5),
         ClusterEvent(kind="snapshot_failed", text="none", job="j", step=46, reason="SnapshotFailed"),
         ClusterEvent(kind="restore", text="restored"),
     ):
-        jobs.hear(log.note(event) or event)
+        jobs.apply_event(log.append(event) or event)
     found, now = told(cluster, jobs), time.time()
     assert found["job_last_step"] == {("j",): 40}
     assert found["job_recoveries_total"] == {("j",): 1}
@@ -71,12 +71,12 @@ def test_jobs_are_told_and_what_could_alarm_only_while_they_are_under_way() -> N
     assert found["job_last_step_timestamp_seconds"] == {("j",): pytest.approx(now, abs=20)}
     assert found["snapshot_last_failure_timestamp_seconds"] == {("j", "SnapshotFailed"): pytest.approx(now, abs=20)}
     assert found["job_failed_timestamp_seconds"] == {}
-    jobs.tell("j", 2, done=True, report=JobReport(state="failed", step=50))
+    jobs.report("j", 2, done=True, report=JobReport(state="failed", step=50))
     failed = told(cluster, RunningJobs(lambda: cluster.now, log))["job_failed_timestamp_seconds"]
     assert failed == {("j",): pytest.approx(now, abs=20)}  # also by a scheduler that was restarted meanwhile
-    jobs.tell("j", 3, done=False, report=JobReport(step=50))
+    jobs.report("j", 3, done=False, report=JobReport(step=50))
     assert told(cluster, jobs)["job_failed_timestamp_seconds"] == {}
-    jobs.tell("j", 3, done=True, report=JobReport(state="ended", step=60))
+    jobs.report("j", 3, done=True, report=JobReport(state="ended", step=60))
     found = told(cluster, jobs)
     assert found["job_last_step"] == {("j",): 60}
     assert found["snapshot_last_success_timestamp_seconds"] == found["job_last_step_timestamp_seconds"] == {}
@@ -92,14 +92,14 @@ def test_the_age_of_a_snapshot_counts_from_when_its_job_began_at_most() -> None:
         saved = told(cluster, jobs)["snapshot_last_success_timestamp_seconds"][(job,)]
         return pytest.approx(time.time() - saved, abs=5)  # type: ignore[operator]
 
-    jobs.tell("old", 1, done=False)
-    saved = log.note(ClusterEvent(kind="snapshot", text="whole", job="old", step=1))
+    jobs.report("old", 1, done=False)
+    saved = log.append(ClusterEvent(kind="snapshot", text="whole", job="old", step=1))
     assert saved is not None
-    jobs.hear(saved)
-    jobs.tell("old", 1, done=True)
+    jobs.apply_event(saved)
+    jobs.report("old", 1, done=True)
     unix = time.time() - 100
-    jobs.tell("old", 2, done=False)
-    jobs.tell("none", 3, done=False)
+    jobs.report("old", 2, done=False)
+    jobs.report("none", 3, done=False)
     assert age("old") == age("none") == 100
 
 
@@ -112,7 +112,7 @@ def test_workers_of_jobs_are_told_as_long_as_they_have_a_lease() -> None:
     now = 11.0  # from now on steps of all are known
     streams.lease("j", "a", 2, num_streams=4)
     for worker, done in (("a", 4), ("b", 4), ("a", 7)):
-        steps.tell(JobWorker("j", worker, 1), done)
+        steps.report(JobWorker("j", worker, 1), done)
     cluster = FakeCluster()
     found = told(cluster, RunningJobs(lambda: now), streams, steps)
     assert found["stream_workers"] == {("j",): 1}  # b's time is up

@@ -37,77 +37,77 @@ def started(clock: Clock) -> WorkerSteps:
 def test_the_slowest_is_told_and_named_with_the_time_since_its_last_step() -> None:
     clock = Clock()
     steps = started(clock)
-    steps.tell(worker("a"), None)
-    steps.tell(worker("b"), None)
+    steps.report(worker("a"), None)
+    steps.report(worker("b"), None)
     clock.now += 3
-    assert steps.tell(worker("a"), 1) == StepsDone(done=1, slowest=0, lease_seconds=LEASE, slow=(("b", 0, 3.0),))
-    assert steps.tell(worker("b"), 1).slowest == 1
-    assert steps.tell(worker("b"), 1).slowest == 1  # told again, it counts once
+    assert steps.report(worker("a"), 1) == StepsDone(done=1, slowest=0, lease_seconds=LEASE, slow=(("b", 0, 3.0),))
+    assert steps.report(worker("b"), 1).slowest == 1
+    assert steps.report(worker("b"), 1).slowest == 1  # told again, it counts once
 
 
 def test_who_joins_begins_at_the_steps_of_the_slowest() -> None:
     steps = started(Clock())
-    steps.tell(worker("a"), None)
-    steps.tell(worker("b"), None)
-    steps.tell(worker("a"), 7)
-    steps.tell(worker("b"), 5)
-    assert steps.tell(worker("c"), None).done == 5
-    assert steps.tell(worker("c"), None).done == 5  # a repetition
-    assert steps.tell(worker("d"), 2).done == 5  # and who has lost its lease meanwhile
+    steps.report(worker("a"), None)
+    steps.report(worker("b"), None)
+    steps.report(worker("a"), 7)
+    steps.report(worker("b"), 5)
+    assert steps.report(worker("c"), None).done == 5
+    assert steps.report(worker("c"), None).done == 5  # a repetition
+    assert steps.report(worker("d"), 2).done == 5  # and who has lost its lease meanwhile
 
 
 def test_a_worker_whose_lease_has_run_out_is_waited_for_no_more() -> None:
     clock = Clock()
     steps = started(clock)
-    steps.tell(worker("a"), None)
-    steps.tell(worker("b"), None)
+    steps.report(worker("a"), None)
+    steps.report(worker("b"), None)
     clock.now += 0.9 * LEASE
-    assert steps.tell(worker("a"), 3).slowest == 0
+    assert steps.report(worker("a"), 3).slowest == 0
     clock.now += 0.2 * LEASE
-    assert steps.tell(worker("a"), 4).slowest == 4
-    assert steps.tell(worker("b"), 1).done == 4
+    assert steps.report(worker("a"), 4).slowest == 4
+    assert steps.report(worker("b"), 1).done == 4
 
 
 def test_a_worker_that_leaves_is_waited_for_no_more() -> None:
     steps = started(Clock())
-    steps.tell(worker("a"), None)
-    steps.tell(worker("b", 2), None)
+    steps.report(worker("a"), None)
+    steps.report(worker("b", 2), None)
     steps.leave(worker("b", 1))  # of the process before it
-    assert steps.tell(worker("a"), 1).slowest == 0
+    assert steps.report(worker("a"), 1).slowest == 0
     steps.leave(worker("b", 2))
-    assert steps.tell(worker("a"), 1).slowest == 1
+    assert steps.report(worker("a"), 1).slowest == 1
     steps.leave(worker("a"))
     steps.leave(worker("a"))
-    assert steps.tell(worker("a"), None).done == 0
+    assert steps.report(worker("a"), None).done == 0
 
 
 def test_a_process_that_takes_a_workers_name_takes_its_place() -> None:
     steps = started(Clock())
-    steps.tell(worker("a"), None)
-    steps.tell(worker("b", 1), None)
-    steps.tell(worker("a"), 6)
-    steps.tell(worker("b", 1), 4)
-    assert steps.tell(worker("b", 2), None).done == 6
+    steps.report(worker("a"), None)
+    steps.report(worker("b", 1), None)
+    steps.report(worker("a"), 6)
+    steps.report(worker("b", 1), 4)
+    assert steps.report(worker("b", 2), None).done == 6
     with pytest.raises(StaleClient, match="incarnation 1 of worker 'b' of job 'ctr' was superseded by 2"):
-        steps.tell(worker("b", 1), 5)
+        steps.report(worker("b", 1), 5)
 
 
 def test_what_cannot_be_a_step_is_refused() -> None:
     steps = WorkerSteps(LEASE, Clock())
     with pytest.raises(InvalidArgument, match="worker 'a' has done -1 steps"):
-        steps.tell(worker("a"), -1)
+        steps.report(worker("a"), -1)
     with pytest.raises(InvalidArgument, match="job is ''"):
-        steps.tell(JobWorker("", "a", 1), None)
+        steps.report(JobWorker("", "a", 1), None)
 
 
 def test_a_restarted_scheduler_says_nothing_of_the_slowest_that_is_not_sure() -> None:
     clock = Clock()
     steps = WorkerSteps(LEASE, clock)
-    assert steps.tell(worker("new"), None).done == 0
-    assert steps.tell(worker("a"), 10).slowest == 0
-    assert steps.tell(worker("b"), 7).done == 7  # its own word
+    assert steps.report(worker("new"), None).done == 0
+    assert steps.report(worker("a"), 10).slowest == 0
+    assert steps.report(worker("b"), 7).done == 7  # its own word
     clock.now += LEASE
-    assert steps.tell(worker("a"), 10) == StepsDone(
+    assert steps.report(worker("a"), 10) == StepsDone(
         done=10, slowest=7, lease_seconds=LEASE, slow=(("new", 7, LEASE), ("b", 7, LEASE))
     )
 
@@ -115,11 +115,11 @@ def test_a_restarted_scheduler_says_nothing_of_the_slowest_that_is_not_sure() ->
 def test_nobody_loses_its_lease_to_a_scheduler_that_was_stopped() -> None:
     clock = Clock()
     steps = started(clock)
-    steps.tell(worker("a"), None)
-    steps.tell(worker("b"), None)
+    steps.report(worker("a"), None)
+    steps.report(worker("b"), None)
     steps.pulse()
     clock.now += 2 * LEASE
-    assert steps.tell(worker("a"), 1).slowest == 0
+    assert steps.report(worker("a"), 1).slowest == 0
 
 
 @dataclass
@@ -163,11 +163,11 @@ def test_no_worker_is_further_ahead_of_a_living_one_than_it_may(acts: list[tuple
             if clock.now < restarted_at + LEASE:
                 continue  # the others may not have told yet that they are there
             one.slowest = 0
-            one.hear(steps.tell(worker(one.name), None), clock.now)
+            one.hear(steps.report(worker(one.name), None), clock.now)
         elif act == "renew" or one.done - one.slowest > bound:
-            one.hear(steps.tell(worker(one.name), one.done), clock.now)
+            one.hear(steps.report(worker(one.name), one.done), clock.now)
         else:
-            one.hear(steps.tell(worker(one.name), one.done + 1), clock.now)
+            one.hear(steps.report(worker(one.name), one.done + 1), clock.now)
         for other in workers:  # a lease that has run out is nobody's
             other.is_there &= clock.now - other.heard < LEASE
         living = [other.done for other in workers if other.is_there]

@@ -169,5 +169,5 @@ def test_equal_ids_of_a_rank_that_sends_messages_are_summed_with_their_occurrenc
     if told is not None:
         header.batch.occurrences = np.array(told, np.uint32).tobytes()
     data = framing.encode_framed(header, [(14, np.array([1, 2, 1])), (15, np.ones((3, 1), np.float32))])
-    service.begin_push(bytes(data), None).reply.result(10)  # type: ignore[arg-type]
+    service.start_push(bytes(data), None).reply.result(10)  # type: ignore[arg-type]
     np.testing.assert_array_equal(rows_of(shard, name, np.array([1, 2]), 1)[:, 0], rows)

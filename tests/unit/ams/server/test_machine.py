@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from geartrain.ams.server.machine import default_row_memory, keep_to_cpus, memory_pool, prefer_memory_of
+from geartrain.ams.server.machine import bind_to_cpus, default_row_memory, memory_pool, prefer_memory_of
 from geartrain.ams.values.errors import ConfigError
 
 GIB = 1 << 30
@@ -92,7 +92,7 @@ end.set()
 def test_cpus_that_are_not_there_are_named() -> None:
     before = os.sched_getaffinity(0)
     with pytest.raises(ConfigError, match=r"cpus names 8000-8001,8005, which this process does not have; it has \d"):
-        keep_to_cpus([min(before), 8000, 8001, 8005])
+        bind_to_cpus([min(before), 8000, 8001, 8005])
     assert os.sched_getaffinity(0) == before
 
 

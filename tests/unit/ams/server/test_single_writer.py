@@ -61,7 +61,7 @@ def test_an_error_of_any_kind_in_a_call_is_its_reply_and_the_next_one_is_done(
 def test_deadlines_are_kept_after_an_error_of_any_kind_in_keeping_them(
     shard: Shard, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    whole, failed = shard._freezes.end_silent, threading.Event()
+    whole, failed = shard._freezes.thaw_expired, threading.Event()
 
     def end_silent() -> None:
         if failed.is_set():
@@ -69,7 +69,7 @@ def test_deadlines_are_kept_after_an_error_of_any_kind_in_keeping_them(
         failed.set()
         raise error
 
-    monkeypatch.setattr(shard._freezes, "end_silent", end_silent)
+    monkeypatch.setattr(shard._freezes, "thaw_expired", end_silent)
     frozen = shard.submit(CallContext(), Freeze(snapshot_id="0" * 32, tables=("t",)))
     frozen.result(SECONDS)
     first = shard.submit(*part())

@@ -152,7 +152,7 @@ def test_an_older_file_put_in_its_place_is_noticed(tmp_path: Path) -> None:
         LmdbStore(tmp_path)
 
 
-@pytest.mark.parametrize("call", ["_commit", "_note"])
+@pytest.mark.parametrize("call", ["_commit", "_write_revision"])
 def test_after_a_failed_write_nothing_more_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     filled(tmp_path)
     store = LmdbStore(tmp_path)

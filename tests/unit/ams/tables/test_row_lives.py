@@ -72,16 +72,16 @@ def test_a_row_knows_when_it_was_seen_and_how_often() -> None:
 def test_a_table_knows_how_far_one_push_moved_its_clock() -> None:
     table = make_table()
     push(table, [1], step=1_000, seconds=5e8)
-    assert table.take_leap() == (0, 0), "nothing is older by that"
+    assert table.pop_clock_jump() == (0, 0), "nothing is older by that"
     table = make_table()
     table.assign(np.array([2]), np.zeros((1, DIM), np.float32))
     for step, seconds in ((5, 1e9), (7, 1e9 + 50), (6, 1e9 + 20), (8, 1e9 + 60)):
         push(table, [1], step=step, seconds=seconds)
-    assert table.take_leap() == (5, 10**9)
-    assert table.take_leap() == (0, 0)
+    assert table.pop_clock_jump() == (5, 10**9)
+    assert table.pop_clock_jump() == (0, 0)
     table.advance_clock(TableClock(100, 10**9 + 60))  # of a snapshot: no push moved it
     push(table, [1], step=103)
-    assert table.take_leap() == (3, 0)
+    assert table.pop_clock_jump() == (3, 0)
 
 
 def test_a_table_that_does_not_ask_keeps_nothing_of_it() -> None:

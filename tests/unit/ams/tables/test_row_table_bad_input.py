@@ -204,10 +204,10 @@ def test_a_check_changes_nothing() -> None:
 
 def test_making_room_creates_no_row() -> None:
     table = narrow(SparseMomentum(1.0))
-    table.make_room(IDS[:3])
+    table.reserve(IDS[:3])
     assert table.num_present == 0
     with pytest.raises(InvalidIds):
-        table.make_room(np.array([10]))
+        table.reserve(np.array([10]))
     assert table.push(IDS[:3], np.ones((3, 2), np.float32)) == 3
 
 

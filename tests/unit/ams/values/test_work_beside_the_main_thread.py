@@ -123,7 +123,7 @@ def test_nobody_touches_arrays_whose_owner_has_gone(other: ThreadPoolExecutor) -
 
     both = [other.submit(write) for _ in range(2)]
     assert all(began.acquire(timeout=20) for _ in both)  # side by side: they touch different parts
-    buffer_lease.end()
+    buffer_lease.revoke()
     buffer_lease.wait()
     assert written == [1, 1]  # they were at it: the end has waited for them
     for item in both:

@@ -24,10 +24,10 @@ def test_parts_of_ranks_of_any_size_make_the_whole(rank: int, ranks: int) -> Non
         sizes = PartSizes(SIZES, rank)
         gathered = GatheredParts(link, sizes, overlap=overlap)
         for part, rows in enumerate(mine):
-            gathered.begin(part, rows)
+            gathered.start(part, rows)
         assert torch.equal(gathered.whole(), joint)
         summed = SummedParts(link, sizes, joint * (rank + 1), [3, 2, 1, 0], overlap=overlap)
-        taken = [summed.take(part) for part in ((2, 3, 1, 0) if rank else (3, 2, 1, 0))]
+        taken = [summed.collect(part) for part in ((2, 3, 1, 0) if rank else (3, 2, 1, 0))]
         order = (2, 3, 1, 0) if rank else (3, 2, 1, 0)
         for part, rows in zip(order, taken, strict=True):
             assert torch.equal(rows, mine[part] * 6), part

@@ -155,13 +155,13 @@ def test_an_interrupted_thread_takes_no_others_with_it() -> None:
         compute, lambda result, positions, _: result[positions], max_ids=4, max_wait_seconds=60.0
     )
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(coalescer.ask, np.array([1, 2]))
+        first = pool.submit(coalescer.get, np.array([1, 2]))
         while not coalescer.queued_ids:
             threading.Event().wait(0.001)
-        second = pool.submit(coalescer.ask, np.array([3, 4]))
+        second = pool.submit(coalescer.get, np.array([3, 4]))
         with pytest.raises(KeyboardInterrupt):
             first.result(30)
-        third = pool.submit(coalescer.ask, np.array([5, 6]))
+        third = pool.submit(coalescer.get, np.array([5, 6]))
         assert second.result(30).tolist() == [30, 40] and third.result(30).tolist() == [50, 60]
     assert asked[0] == [1, 2, 3, 4]
 

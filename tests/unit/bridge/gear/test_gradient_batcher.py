@@ -46,7 +46,7 @@ def test_of_many_that_wait_exactly_the_overdue_are_due_the_first_first() -> None
     again = list(range(0, 2000, 4))  # full batches, among those that wait
     add(gradients, 100, dict.fromkeys(again, 1.0))
     assert taken(gradients).ids.tolist() == again + [number for number in range(51 * 20) if number % 4]
-    gradients.settle()
+    gradients.complete()
     now[0] += 0.9
     assert gradients.due() is None
     now[0] += 0.1
@@ -69,7 +69,7 @@ def test_the_newest_learning_rate_and_the_lowest_version_travel_with_the_batch()
     add(gradients, 3, {2: 1.0}, versions=[8], dense_version=9)
     batch = taken(gradients)
     assert batch.lr == 0.05 and batch.versions.tolist() == [3, 8]
-    gradients.settle()
+    gradients.complete()
     add(gradients, 4, {1: 1.0})
     gradients.flush()
     assert taken(gradients).lr is None
@@ -90,7 +90,7 @@ def test_threads_may_add_while_another_takes() -> None:
         batch = gradients.due()
         if batch is not None:
             np.testing.assert_array_equal(batch.gradients[:, 0], 1.0)
-            gradients.settle()
+            gradients.complete()
     assert [gradients.account(source).received for source in sources] == [1000] * 4
     account = gradients.account()
     assert account.applied + account.waiting == 4000 and account.due == 0

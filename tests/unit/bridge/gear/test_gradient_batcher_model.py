@@ -174,7 +174,7 @@ class BatcherMachine(RuleBasedStateMachine):
     @rule(places=st.sets(st.integers(0, 6)), other=IDS)
     def settle(self, places: set[int], other: list[int]) -> None:
         failed = {*(number for place, number in enumerate(self.out) if place in places), *other}
-        self.ours.settle(failed)
+        self.ours.complete(failed)
         for number, gradients in self.out.items():
             for gradient in gradients:
                 self.fates[gradient.source]["dropped_failed" if number in failed else "applied"] += 1

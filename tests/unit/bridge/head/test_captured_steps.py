@@ -200,12 +200,12 @@ def test_several_ranks_replay_together(tmp_path: Path) -> None:
 
 def test_a_captured_step_shares_no_buffer_with_others() -> None:
     pool, device = BufferPool(), torch.device("cpu")
-    pool.give_back(other := pool.take(8, device))
+    pool.release(other := pool.acquire(8, device))
     with launch.captured():
-        own = pool.take(8, device)
-        pool.give_back(own)
-    assert own is not other and pool.take(8, device) is other
-    assert pool.take(8, device) is not own
+        own = pool.acquire(8, device)
+        pool.release(own)
+    assert own is not other and pool.acquire(8, device) is other
+    assert pool.acquire(8, device) is not own
 
 
 def test_a_replay_is_a_step_for_schedulers() -> None:

@@ -85,7 +85,7 @@ def test_a_device_scores_exactly_what_the_cores_do(memory: int, monkeypatch: pyt
 def test_a_recall_goes_on_from_its_saved_state() -> None:
     engine, rows = TorchProducts("cpu"), rows_of(90, 8)
     blocks = [engine.load(rows[at : at + 30], at) for at in (0, 30, 60)]
-    whole, first, second = (engine.begin(0, 90, 12) for _ in range(3))
+    whole, first, second = (engine.start(0, 90, 12) for _ in range(3))
     pairs = [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)]
     for number, (a, b) in enumerate(pairs):
         whole.compare_inside(blocks[a], blocks[b])
@@ -99,7 +99,7 @@ def test_a_recall_goes_on_from_its_saved_state() -> None:
 def test_only_what_may_be_near_is_scored_exactly() -> None:
     engine, rows = TorchProducts("cpu"), np.random.default_rng(0).standard_normal((400, 64)).astype(np.float32)
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
-    recall, block = engine.begin(0, 400, 48), engine.load(rows, 0)
+    recall, block = engine.start(0, 400, 48), engine.load(rows, 0)
     recall.compare_inside(block, block)
     everyone, some = recall.candidates(), recall.candidates(8, engine.error_bound(64))
     assert everyone.counts.tolist() == [48] * 400 and some.counts.min() >= 8 and some.counts.mean() < 10

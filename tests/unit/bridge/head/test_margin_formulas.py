@@ -96,7 +96,7 @@ def test_a_margin_that_changes_negatives_has_no_float16_products() -> None:
     features, labels = batch(0)
     nothing = Targets(np.full(BATCH, -1, np.int64))
     for margin, kind in ((gt.CosFace(64), torch.float16), (gt.CurricularFace(64), torch.float32)):
-        begun = margin.begin(margin_batch(features.norm(dim=1), labels)) if hasattr(margin, "begin") else margin
+        begun = margin.for_batch(margin_batch(features.norm(dim=1), labels)) if hasattr(margin, "for_batch") else margin
         made = Batch.of(features, nothing, labels.numpy(), begun, 5, arithmetic)
         assert made.arithmetic.matmul == kind and made.shifted
 
@@ -108,7 +108,11 @@ def target_of(margin: Any, norms: Tensor) -> Callable[[Tensor, Tensor], TargetLo
     """The margin's target in a first batch of these lengths."""
     labels = torch.arange(len(norms))
     cos = torch.zeros_like(norms)
-    begun = margin.begin(margin_batch(norms, labels, target_cos=lambda: cos)) if hasattr(margin, "begin") else margin
+    begun = (
+        margin.for_batch(margin_batch(norms, labels, target_cos=lambda: cos))
+        if hasattr(margin, "for_batch")
+        else margin
+    )
     return lambda cos_B, norms_B: TargetLogits(*begun.target(cos_B, norms_B, labels))
 
 
@@ -128,21 +132,21 @@ def test_everything_is_finite_at_the_ends(margin: Any, dtype: torch.dtype) -> No
 
 def test_equal_lengths_and_single_samples_have_the_margin_of_a_usual_image() -> None:
     for norms in (torch.full((5,), 7.3), torch.tensor([0.2])):
-        begun = gt.AdaFace(scale=64).begin(margin_batch(norms, torch.arange(len(norms))))
+        begun = gt.AdaFace(scale=64).for_batch(margin_batch(norms, torch.arange(len(norms))))
         torch.testing.assert_close(begun.quality_B, torch.zeros_like(norms), rtol=0, atol=1e-4)
 
 
 def test_what_is_not_finite_is_not_learned() -> None:
     known = {"norm_mean": torch.tensor(2.0).double(), "norm_std": torch.tensor(1.0).double()}
     made = margin_batch(torch.tensor([1.0, torch.nan]), torch.arange(2), known=known)
-    gt.AdaFace(scale=64).begin(made)
+    gt.AdaFace(scale=64).for_batch(made)
     assert {name: float(value) for name, value in made.learned.items()} == {
         "norm_mean": 2.0,
         "norm_std": 1.0,
         "norm_batches": 0.0,
     }
     empty = margin_batch(torch.ones(0), torch.arange(0), known=known)
-    gt.AdaFace(scale=64).begin(empty)
+    gt.AdaFace(scale=64).for_batch(empty)
     assert empty.learned == {}
 
 
@@ -155,7 +159,7 @@ def test_draws_are_normal_and_a_function_of_seed_step_place_and_class() -> None:
 
     def drawn(**more: Any) -> Tensor:
         margin = gt.ElasticCosFace(64, margin=0.5, std=0.1, seed=more.pop("seed", 0))
-        return margin.begin(margin_batch(norms, labels, **more)).margins_B
+        return margin.for_batch(margin_batch(norms, labels, **more)).margins_B
 
     one = drawn(step=5)
     assert float(one.mean()) == pytest.approx(0.5, abs=0.003) and float(one.std()) == pytest.approx(0.1, rel=0.02)

@@ -26,7 +26,7 @@ class Growing:
 
     scale: float = 16.0
 
-    def begin(self, batch: MarginBatch) -> gt.CosFace:
+    def for_batch(self, batch: MarginBatch) -> gt.CosFace:
         seen = batch.recall("seen") + batch.joint_size
         batch.learn(seen=seen)
         return gt.CosFace(self.scale, 0.01 * batch.step + 0.001 * float(seen))

@@ -160,9 +160,9 @@ def test_a_row_backend_of_ones_own_is_one_name_more(monkeypatch: pytest.MonkeyPa
         summary = "rows travel, and passes are counted"
         passes = 0
 
-        def begin(self, *arguments: Any, **options: Any) -> Any:
+        def start(self, *arguments: Any, **options: Any) -> Any:
             self.passes += 1
-            return super().begin(*arguments, **options)
+            return super().start(*arguments, **options)
 
     monkeypatch.setitem(ROW_BACKENDS, "counting", Counting)
     with gt.local() as cluster:

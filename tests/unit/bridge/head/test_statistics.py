@@ -73,7 +73,7 @@ def test_the_largest_other_is_looked_for_now_and_then_where_it_costs_time(monkey
     monkeypatch.setattr(statistics, "LOOKS_EVERY", 16)
     features, labels, _ = Question().batch()
     head.row_update.step = 3
-    call = head.backend.begin(features, labels, None, in_training=True, want_rows=False)
+    call = head.backend.start(features, labels, None, in_training=True, want_rows=False)
     call.rows.batch.looks_for_highest = False
     call.run(want_gradient=False)
     assert call.statistics.accuracy is None and call.statistics.highest_other is None
@@ -125,10 +125,10 @@ def test_a_head_of_many_classes_is_given_time() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(900):
-            watch.note(seen, 1000, lambda: "head")
+            watch.observe(seen, 1000, lambda: "head")
     with pytest.warns(UserWarning, match="after 1000 training passes the class head head has learned nothing"):
         for _ in range(200):
-            watch.note(seen, 1000, lambda: "head")
+            watch.observe(seen, 1000, lambda: "head")
 
 
 @pytest.mark.usefixtures("soon")
@@ -141,5 +141,5 @@ def test_a_head_of_few_classes_that_was_good_from_the_start_says_nothing(num_cla
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(110):
-            watch.note(seen, num_classes, lambda: "head")
+            watch.observe(seen, num_classes, lambda: "head")
     assert watch.has_ended

@@ -105,7 +105,7 @@ def test_nothing_asked_is_nothing_sent() -> None:
     with interpreted():
         routed = route(asked, [3], RANKS)
         entries = arrived(routed.words, asked, [BagPiece(0, 0, 0)] * 3, [0] * 3, are_weighted=False)
-        (vectors,) = RankPairs(routed.pairs_RV, [[0]] * 3, [4], [6]).join(torch.empty(0), None)
+        (vectors,) = RankPairs(routed.pairs_RV, [[0]] * 3, [4], [6]).combine(torch.empty(0), None)
     assert routed.starts_Q.tolist() == [[0] * 4] * 2
     assert entries.bounds_V.tolist() == [0]
     assert torch.equal(vectors, torch.zeros(4, 6))
@@ -133,15 +133,15 @@ def test_sums_and_gradients_of_pairs_travel_as_in_tensor_operations(
     if is_double:
         upstream[0] = None
         upstream[1] = torch.ones(()).expand(pairs.num_vectors[1], pairs.dims[1])  # of sum(): no memory of its own
-    joined, spread = pairs.join(sums, asked.factor_V), pairs.spread(upstream, asked.factor_V)
+    joined, spread = pairs.combine(sums, asked.factor_V), pairs.spread(upstream, asked.factor_V)
     empty = torch.empty
     with interpreted(), monkeypatch.context() as patch:
         patch.setattr(torch, "empty", lambda *shape, **more: empty(*shape, **more).fill_(torch.nan))
-        found, sent = pairs.join(sums, asked.factor_V), pairs.spread(upstream, asked.factor_V)
+        found, sent = pairs.combine(sums, asked.factor_V), pairs.spread(upstream, asked.factor_V)
     assert all(torch.equal(got, wanted) for got, wanted in zip(found, joined, strict=True))
     assert torch.equal(sent, spread)
     if num_fields == 3:  # what the ranks have summed of all-ones gradients is how many ranks there are
-        counts = pairs.join(torch.ones_like(sums), None)
+        counts = pairs.combine(torch.ones_like(sums), None)
         has_RV = routed.pairs_RV.diff().view(RANKS, -1).sum(0)
         assert torch.equal(torch.cat([own[:, 0] for own in counts]), has_RV.float())
 
@@ -168,6 +168,6 @@ def test_ranks_together_pool_what_one_does(weighted: bool) -> None:
     whole = [RowSpan(own.double(), 0) for own in rows]
     for rank, own in enumerate(pairs):
         with interpreted():
-            found = own.join(torch.cat([parts[rank] for parts in here]), asked[rank].factor_V)
+            found = own.combine(torch.cat([parts[rank] for parts in here]), asked[rank].factor_V)
         for got, wanted in zip(found, pool(asked[rank], whole), strict=True):
             torch.testing.assert_close(got, wanted.float(), rtol=2e-6, atol=2e-6)

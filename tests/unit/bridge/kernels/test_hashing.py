@@ -48,7 +48,7 @@ def compare(batches: list[list[int]], *, makes_room: bool) -> None:
     for ids in batches:
         asked = torch.tensor(ids, dtype=torch.int64)
         if makes_room:
-            table.make_room(len(ids))
+            table.reserve(len(ids))
         refused = int(table.num_refused)
         slots = table.find_or_insert(asked)
         assert slots.dtype == torch.int64 and slots.tolist() == numbered(known, ids, table.capacity)
@@ -76,7 +76,7 @@ def test_a_larger_batch_has_the_same_slots_on_a_device(kernel_device: torch.devi
     table, known = HashTable(600, kernel_device), {}
     for _ in range(3):
         ids = torch.randint(-300, 300, (700,), generator=generator) * 2**33
-        table.make_room(len(ids))
+        table.reserve(len(ids))
         assert table.find_or_insert(ids.to(kernel_device)).tolist() == numbered(known, ids.tolist(), table.capacity)
     require(table, known)
 
@@ -125,12 +125,12 @@ def test_the_host_waits_only_where_its_count_is_tight() -> None:
     with interpreted():
         table, event = HashTable(192, CPU), LateEvent()
         for number in range(3):
-            table.make_room(50)
+            table.reserve(50)
             if number == 1:
                 table._reading = event  # type: ignore[assignment]
             table.find_or_insert(torch.arange(50))
         assert event.waits == 0 and table.most == 150
-        table.make_room(50)
+        table.reserve(50)
     assert event.waits == 1 and table._reading is None and table.capacity == 384
 
 

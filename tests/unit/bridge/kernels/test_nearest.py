@@ -54,7 +54,7 @@ def test_the_nearest_are_those_of_float64(
     expected = exact(rows, others, first_row, 0)
     for start, stop in [(64, num_others), (0, 10), (10, 64)]:
         best.offer(0, rows, others[start:stop], start)
-    best.settle()
+    best.merge_waiting()
     assert best.offered_M.tolist() == [num_others - 1] * num_rows
     found, ids = scores_of(best.best_MK), ids_of(best.best_MK).long()
     values, nearest_ids = expected.topk(keep, dim=1)
@@ -77,7 +77,7 @@ def test_what_does_not_fit_is_found_again(kernel_device: torch.device, monkeypat
     )
     for start in range(0, 200, 50):
         best.offer(0, rows, others[start : start + 50], start)
-    best.settle()
+    best.merge_waiting()
     expected = [[199, 198, 197, 196], [0, 1, 2, 3], [199, 198, 197, 196]]
     assert ids_of(best.best_MK).tolist() == expected
     assert sorted_by == [0, 32, 50, 100, 150]
@@ -88,7 +88,7 @@ def test_of_equal_products_the_lowest_ids_are_kept_when_blocks_rise(kernel_devic
     rows, others = torch.ones(2, 16, device=kernel_device), torch.ones(90, 16, device=kernel_device)
     best = RunningNearest(3, 2, 5, kernel_device, products)
     best.offer(0, rows, others, 0)
-    best.settle()
+    best.merge_waiting()
     assert ids_of(best.best_MK).tolist() == [[0, 1, 2, 4, 5], [0, 1, 2, 3, 5]]
 
 

@@ -23,7 +23,7 @@ def test_labels_are_settled(size: int, ignored: int | None) -> None:
     labels[size // 2] = 50
     labels[size // 3] = -100 if size < 1000 else 2**63 - 1
     with interpreted():
-        made = samples.settle_labels(labels, 50, ignored, 10, 20, 4)
+        made = samples.prepare_labels(labels, 50, ignored, 10, 20, 4)
     good = (labels >= 0) & (labels < 50)
     counts = torch.where(good, 1.0, torch.where(labels == (ignored or 99), 0.0, torch.nan))
     torch.testing.assert_close(made.counts_B, counts, equal_nan=True)

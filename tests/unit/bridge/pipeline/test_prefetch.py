@@ -401,7 +401,7 @@ def test_with_a_bounded_lead_no_step_sees_less_of_the_others_than_without(
 
     def push_as_another_worker() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(table.write_log, "begin", lambda *_: None)
+            patch.setattr(table.write_log, "start", lambda *_: None)
             table.push(torch.tensor([5]), torch.tensor([[-1.0]]))
 
     loop = gt.prefetch([{"t": torch.tensor([5, 6])}] * STEPS, one, depth=3, staleness=staleness)

@@ -197,9 +197,9 @@ def test_pytorch_rounds_any_value_as_the_reference_does(dtype: DTypeName, dim: i
 def test_rows_that_move_leave_no_memory_behind_on_the_old_device() -> None:
     spec = TableSpec(name="t", dim=4, num_rows=3, optimizer=SparseMomentum(0.1))
     table = DeviceRows(spec, cast(Any, SimpleNamespace(world_size=1, rank=0)), torch.device("cpu"))
-    buffer = table.pool.take(1000, table.device)
+    buffer = table.pool.acquire(1000, table.device)
     left = weakref.ref(buffer)
-    table.pool.give_back(buffer)
+    table.pool.release(buffer)
     del buffer
     assert left() is not None
     table.move_to(torch.device("meta"))

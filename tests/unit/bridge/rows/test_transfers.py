@@ -7,10 +7,10 @@ import torch
 from geartrain.bridge.rows.transfers import (
     Moment,
     Readback,
-    begin_download,
     packed,
     packed_views,
     read,
+    start_download,
     upload,
     upload_together,
 )
@@ -33,7 +33,7 @@ def test_on_a_cpu_nothing_is_copied_and_nobody_waits() -> None:
     tensor = torch.randn(4)
     assert upload(tensor, CPU) is tensor
     assert upload_together([tensor], CPU)[0] is tensor
-    assert begin_download(tensor).data_ptr() == tensor.data_ptr()
+    assert start_download(tensor).data_ptr() == tensor.data_ptr()
     moment, readback = Moment(CPU), Readback(tensor)
     moment.wait()
     assert moment.is_over and readback.is_here

@@ -34,9 +34,9 @@ def test_a_flood_of_tables_does_not_take_the_curves_of_cluster_and_jobs() -> Non
     status = ClusterStatus(cluster_version=1, map_version=1, num_shards=1, ready=True, shards=(), tables=tuple(tables))
     job = JobEntry(job="j", report=JobReport(loss=1.0), heard_seconds_ago=0, step_seconds_ago=0, snapshot_failures={})
     page = Told(ClusterConfig())
-    page._take(ClusterLook(replace(status, tables=(replace(tables[0], name="gone"),)), {}, (), []))
+    page._update(ClusterLook(replace(status, tables=(replace(tables[0], name="gone"),)), {}, (), []))
     for _ in range(3):
-        page._take(ClusterLook(status, {}, (job,), []))
+        page._update(ClusterLook(status, {}, (job,), []))
     curves = page.message(0, 0.0)[0]["curves"]
     assert (len(curves), *(len(curves[name]) for name in ("calls", "loss j", "rows t1"))) == (500, 4, 3, 3)
     assert "rows gone" not in curves

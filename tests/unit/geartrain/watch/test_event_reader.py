@@ -15,7 +15,7 @@ class Scheduler:
 
     def note(self, *texts: str) -> None:
         for text in texts:
-            self.log.note(ClusterEvent(kind="schema", text=text))
+            self.log.append(ClusterEvent(kind="schema", text=text))
 
     def read(self, since: int) -> EventPage:
         return self.log.since(since, 2)

@@ -121,12 +121,12 @@ def test_a_publisher_whose_last_version_was_not_written_says_so_at_its_end(train
 
 
 def test_each_snapshot_becomes_the_version_that_answers_as_the_training_does(trained: Trained) -> None:
-    assert not trained.follower.look()
+    assert not trained.follower.poll()
     assert trained.follower.facts["state"] == "waiting"
     for step in (3, 7, 8, 12):  # whole, and two that add to it; then whole again
         trained.step(step)
-        assert trained.follower.look()
-        assert not trained.follower.look()
+        assert trained.follower.poll()
+        assert not trained.follower.poll()
         assert trained.served[-1].version == step
         trained.require_same_answers()
     assert trained.versions.prune() == [3, 7]
@@ -141,7 +141,7 @@ def test_rows_on_ranks_and_several_centers_a_class_are_followed(tmp_path: Path, 
         trained = Trained(cluster if rows == "pull" else None, tmp_path, rows=rows, sub_centers=sub_centers)
         for step in (1, 2):
             trained.step(step)
-            assert trained.follower.look()
+            assert trained.follower.poll()
             trained.require_same_answers()
 
 
@@ -150,11 +150,11 @@ def test_rows_on_ranks_that_begin_again_at_an_earlier_step_are_served_and_kept(t
     trained = Trained(None, tmp_path, rows="ranks")
     for step in (80, 90, 100):
         trained.step(step)
-    assert trained.follower.look()
+    assert trained.follower.poll()
     trained.begin()
     for number, step in ((101, 50), (102, 100), (103, 60)):  # there is a snapshot of step 100 already
         trained.step(step)
-        assert trained.follower.look()
+        assert trained.follower.poll()
         assert (trained.served[-1].version, trained.follower.facts["step"]) == (number, step)
         trained.require_same_answers()
     assert [listed.name for listed in list_snapshots(trained.folder)] == ["step-000000060", "step-000000100-2"]
@@ -162,13 +162,13 @@ def test_rows_on_ranks_that_begin_again_at_an_earlier_step_are_served_and_kept(t
 
 def test_newcomers_can_be_asked_for_and_the_retired_are_never_answered(trained: Trained) -> None:
     trained.step(1)
-    trained.follower.look()
+    trained.follower.poll()
     assert 3 in nearest(trained.served[-1], np.eye(D, dtype=np.float32), 10)["ids"]
     (newcomer,) = trained.head.add_classes(1, rows=torch.eye(D)[:1]).tolist()
     trained.head.retire_classes(torch.tensor([3]))
     trained.publisher.class_names = {newcomer: "newcomer"}
     trained.publisher.publish(2, wait=True)
-    trained.follower.look()
+    trained.follower.poll()
     found = nearest(trained.served[-1], np.eye(D, dtype=np.float32), 10)
     assert newcomer == 10
     assert found["ids"][0, 0] == newcomer
@@ -177,36 +177,36 @@ def test_newcomers_can_be_asked_for_and_the_retired_are_never_answered(trained: 
     assert not (found["ids"] == 3).any()
     assert trained.served[-1].num_classes == 10
     trained.step(3)
-    trained.follower.look()
+    trained.follower.poll()
     trained.require_same_answers()
 
 
 def test_a_damaged_snapshot_is_passed_over_until_the_next_whole_one(trained: Trained, tmp_path: Path) -> None:
     trained.step(1)
-    trained.follower.look()
+    trained.follower.poll()
     trained.step(2)
     newest = tmp_path / "live" / "step-000000002"
     block = next(path for path in newest.iterdir() if path.name.startswith("rows-"))
     content = block.read_bytes()
     block.write_bytes(content[:-1])
-    assert not trained.follower.look()
+    assert not trained.follower.poll()
     trained.now += 4
     facts = trained.follower.facts
     assert (facts["state"], facts["step"], facts["steps_behind"], facts["seconds_behind"]) == ("failing", 1, 1, 4.0)
     assert block.name in facts["error"]
     assert [model.version for model in trained.served] == [1]
     block.write_bytes(content)
-    assert trained.follower.look()
+    assert trained.follower.poll()
     assert trained.follower.facts["seconds_behind"] == 0
     (newest / "manifest.json").write_bytes(b"{}")
     trained.step(3)
-    assert trained.follower.look()
+    assert trained.follower.poll()
     trained.require_same_answers()
 
 
 def test_a_full_disk_leaves_what_is_served(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained.step(1)
-    trained.follower.look()
+    trained.follower.poll()
     trained.step(2)
 
     def full(*_: object) -> None:
@@ -214,26 +214,26 @@ def test_a_full_disk_leaves_what_is_served(trained: Trained, tmp_path: Path, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(versions, "write_arrays", full)
-        assert not trained.follower.look()
+        assert not trained.follower.poll()
     assert "No space left on device; free room, or name another" in trained.follower.facts["error"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["000000001"]
-    assert trained.follower.look()
+    assert trained.follower.poll()
     trained.require_same_answers()
 
 
 def test_after_a_rollback_nothing_newer_is_served_and_it_says_how_far_behind_it_is(trained: Trained) -> None:
     for step in (1, 2):
         trained.step(step)
-        trained.follower.look()
+        trained.follower.poll()
     trained.held_at = 1
-    trained.follower.look()
+    trained.follower.poll()
     trained.now += 3
     trained.step(5)
-    assert not trained.follower.look()
+    assert not trained.follower.poll()
     facts = trained.follower.facts
     assert (facts["state"], facts["step"], facts["seconds_behind"], facts["steps_behind"]) == ("held", 1, 3.0, 4)
     trained.held_at = None
-    assert trained.follower.look()
+    assert trained.follower.poll()
     assert trained.served[-1].version == 5
     assert trained.follower.facts["seconds_behind"] == 0
 
@@ -253,13 +253,13 @@ def test_what_holds_no_classifier_is_said(tmp_path: Path) -> None:
         cluster.create_table("t", dim=2, optimizer=gt.SGD(0.1))
         cluster.snapshot(tmp_path / "live", step=1).result()
     follower = Follower(training_of(str(tmp_path / "live")), LiveVersions(tmp_path / "out"), print)
-    assert not follower.look()
+    assert not follower.poll()
     assert "holds no classifier" in follower.facts["error"]
 
 
 def test_counters_are_those_of_the_facts(trained: Trained) -> None:
     trained.step(1)
-    trained.follower.look()
+    trained.follower.poll()
     told = following_metrics({"people": trained.follower.facts, "faces": {}})
     found = {metric.name: metric.samples for metric in told}
     assert found["serve_follow_versions_total"] == [(("people",), 1.0)]

@@ -25,8 +25,8 @@ def test_a_model_of_clicks_answers_as_its_export_does(tmp_path: Path) -> None:
     served: list[Any] = []
     versions = LiveVersions(tmp_path / "versions")
     follower = Follower(training_of(str(run)), versions, lambda version: served.append(load_folder(version.folder)))
-    assert follower.look(), follower.facts
-    assert not follower.look()
+    assert follower.poll(), follower.facts
+    assert not follower.poll()
     (model,) = served
     assert (model.kind, model.version, follower.facts["step"]) == ("clicks", 40, 40)
     body = {"samples": as_json(held_out(tmp_path, 0))[:20]}
@@ -49,7 +49,7 @@ def test_where_the_newest_snapshot_is_damaged_the_whole_one_before_it_is_served_
     (tmp_path / "versions" / f"{step:09}").mkdir(parents=True)  # as damage leaves it
     versions, served = LiveVersions(tmp_path / "versions"), list[Any]()
     follower = Follower(training_of(str(run)), versions, lambda version: served.append(load_folder(version.folder)))
-    assert follower.look(), follower.facts
+    assert follower.poll(), follower.facts
     assert [(model.version, model.facts["training"]["step"]) for model in served] == [(step + 1, step)]
     facts = follower.facts
     assert (facts["state"], facts["step"], facts["steps_behind"]) == ("failing", step, 40 - step)

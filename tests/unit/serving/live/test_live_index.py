@@ -35,7 +35,7 @@ def written(index: LiveIndex, folder: Path, centers: Floats, ids: npt.NDArray[np
     facts = index.write(folder, centers, None, ids, is_cosine=True)
     assert facts is not None
     seal_model(folder, [str(label) for label in ids], {"kind": "pictures", "is_cosine": True, "index": facts})
-    index.begin(folder)
+    index.start(folder)
     return facts
 
 

@@ -19,7 +19,7 @@ LABELS = np.array([2, 0, 2, 0])
 
 
 def keep(folder: Path, names: list[str]) -> ClassPictures:
-    class_pictures.keep(folder, names, LABELS, 8, lambda places: IMAGES[places])
+    class_pictures.write_class_pictures(folder, names, LABELS, 8, lambda places: IMAGES[places])
     return ClassPictures(folder)
 
 

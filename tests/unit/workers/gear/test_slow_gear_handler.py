@@ -252,7 +252,7 @@ def test_calls_that_meet_a_restore_together_go_back_once(cluster: Cluster, handl
     handler = handlers.make(first, Held(), open_another)
 
     def fail(*_: Any) -> Any:
-        handler._go_back(first)  # another call was faster
+        handler._follow_restore(first)  # another call was faster
         raise TableNotFound("restored")
 
     first.features = fail  # type: ignore[method-assign]

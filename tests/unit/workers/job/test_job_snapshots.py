@@ -35,8 +35,8 @@ def test_a_snapshot_is_whole_although_the_old_ones_cannot_be_removed(
     snapshots = JobSnapshots(rows, str(tmp_path), keep=2, say=told.append)
     snapshots.require(state)
     assert snapshots.last is not None and snapshots.last.progress == progress
-    snapshots.begin(state)
-    snapshots.settle()
+    snapshots.start(state)
+    snapshots.wait()
     assert told == ["Old snapshots stay for now: the folder is read-only"] * 2
 
 

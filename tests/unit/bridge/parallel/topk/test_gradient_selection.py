@@ -42,7 +42,7 @@ class TakingTensors(TensorCompaction):
     def __init__(self, numels: list[int], ks: list[int]) -> None:
         super().__init__(numels, ks, torch.device("cpu"))
 
-    def take(self, *tensors: list[Tensor], momentum: float, nesterov: bool = False) -> tuple[Tensor, Tensor]:
+    def compact(self, *tensors: list[Tensor], momentum: float, nesterov: bool = False) -> tuple[Tensor, Tensor]:
         indices, values, are_finite = self.start(*tensors, momentum=momentum, nesterov=nesterov)
         if not are_finite.all():
             raise NonFinite("as said")
@@ -68,7 +68,7 @@ def test_the_compactor_accumulates_as_deep_gradient_compression_does(compaction:
     exact_v = [np.zeros(size) for size in sizes]
     for _ in range(5):
         gradients = [random.standard_normal(size).astype(np.float32) for size in sizes]
-        indices, values = compactor.take(
+        indices, values = compactor.compact(
             [torch.from_numpy(gradient) for gradient in gradients],
             velocities,
             residuals,
@@ -101,7 +101,7 @@ def test_without_momentum_what_is_sent_and_what_is_left_is_the_sum_of_the_gradie
         gradients = [
             torch.randint(-8, 9, (size,), generator=torch.Generator().manual_seed(step)).float() for size in sizes
         ]
-        indices, values = compactor.take(gradients, velocities, residuals, momentum=0.0)
+        indices, values = compactor.compact(gradients, velocities, residuals, momentum=0.0)
         sent[indices + starts] += values
         total += torch.cat(gradients)
     assert torch.equal(sent + torch.cat(residuals), total)
@@ -113,8 +113,8 @@ def test_half_precision_gradients_are_accumulated_in_float32(compaction: Compact
     for dtype in (torch.bfloat16, torch.float16):
         compactor = compaction([300], [3])
         narrow, wide = state_of([300]), state_of([300])
-        ours = compactor.take([gradient.to(dtype)], *narrow, momentum=0.9)
-        theirs = compactor.take([gradient.to(dtype).float()], *wide, momentum=0.9)
+        ours = compactor.compact([gradient.to(dtype)], *narrow, momentum=0.9)
+        theirs = compactor.compact([gradient.to(dtype).float()], *wide, momentum=0.9)
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
         assert torch.equal(narrow[1][0], wide[1][0])
 
@@ -127,9 +127,9 @@ def test_what_is_not_finite_is_refused(compaction: Compaction, role: int, bad: f
     tensors = [[torch.randn(size) for size in sizes] for _ in range(3)]
     tensors[role][1][8123] = bad
     with pytest.raises(NonFinite):
-        compaction(sizes, [1, 9]).take(*tensors, momentum=0.9)
+        compaction(sizes, [1, 9]).compact(*tensors, momentum=0.9)
     with pytest.raises(NonFinite):  # a residual that would exceed float32
-        compaction([64], [1]).take(*([torch.full((64,), 3e38)] for _ in range(3)), momentum=0.9)
+        compaction([64], [1]).compact(*([torch.full((64,), 3e38)] for _ in range(3)), momentum=0.9)
 
 
 @pytest.mark.parametrize("bad", [None, "gradient", "momentum", "dense"])
@@ -151,7 +151,7 @@ def test_a_device_says_of_its_bucket_what_the_host_does(bad: str | None) -> None
             layout, buffer, state, Communicator(), update=SgdSettings(0.9, True, 0.0), may_be_unused=False
         )
         with NoAnswers() if on_device else contextlib.nullcontext():
-            work.begin(WELL, None, keep=False)
+            work.start(WELL, None, keep=False)
         assert work.failure is None
         found.append(work.receive().tolist())
         if bad is None:

@@ -67,7 +67,7 @@ def test_a_rank_that_fails_tells_the_others(rank: int) -> None:
             def lacks_memory(*_: object, **__: object) -> None:
                 raise MemoryError("no room")
 
-            patch.setattr(bucket.CompiledCompaction, "take", lacks_memory)
+            patch.setattr(bucket.CompiledCompaction, "compact", lacks_memory)
         with pytest.raises(MemoryError if rank == 1 else SyncError, match=r"no room|rank 1 failed; its error tells"):
             step_of(parts, 1, rank)
     assert all(torch.equal(item, other) for item, other in zip(before, weights_of(parts), strict=True))
