@@ -70,7 +70,7 @@ BEFORE = {
     "kserve.md": ["geartrain quickstart --small --out runs/quickstart"],
     "search.md": ["geartrain quickstart --small --out runs/quickstart"],
     "install.md": ["geartrain quickstart --small --out runs/quickstart"],
-    "embeddings.md": ["geartrain up"],
+    "row-lifetimes.md": ["geartrain up"],
     "events.md": ["geartrain up"],
     "on-call.md": ["geartrain up"],
     "serve-embeddings.md": ["geartrain up"],

@@ -111,7 +111,7 @@ def test_classes_come_and_go_as_their_page_says(tmp_path: Path) -> None:
 
 
 def test_tables_of_today_go_on_tomorrow_as_their_page_says(tmp_path: Path) -> None:
-    printed = run(file_of("how-to/embeddings.md", "days.py"), tmp_path)
+    printed = run(file_of("how-to/row-lifetimes.md", "days.py"), tmp_path)
     assert printed.splitlines() == ["goes on at step 200", "items of today that are left: 0"]
 
 
