@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from geartrain.ams.client.writes import RowWrite
 from geartrain.ams.values.arguments import real_number
@@ -111,6 +113,34 @@ class RowOptimizer(torch.optim.Optimizer):
             raise
         self.report_step()
         return loss
+
+    def step_in_backward(self, loss: Tensor) -> None:
+        """Let the coming ``loss.backward()`` call :meth:`step` where it ends, while DDP's gradients still travel.
+
+            loss = head(model(images), labels)
+            rows.step_in_backward(loss)                 # in the place of rows.step()
+            loss.backward()
+            optimizer.step()
+
+        The rows are the same. DDP's gradients of the backbone are there, as always, when ``backward()`` returns.
+        ``backward()`` raises what the step does. Not where something looks at the gradients of rows before their step,
+        as GradScaler and clipping do, and not of a loss whose gradients are accumulated with those of later ones.
+        Raises InvalidArgument unless the loss has a graph.
+        """
+        if not loss.requires_grad:
+            raise InvalidArgument(
+                "the loss has no graph; call step_in_backward(loss) before loss.backward(), and outside torch.no_grad()"
+            )
+        queue = Variable._execution_engine.queue_callback
+
+        def apply() -> None:
+            try:
+                self.step()
+            except BaseException as exc:
+                queue(functools.partial(_raise, exc))  # DDP is to end its pass before
+
+        # Callbacks run in the order in which they are queued, and DDP queues its own after the last gradient.
+        loss.register_hook(lambda _: queue(apply))
 
     def unscale_once(self, grad_scale: Tensor) -> None:
         """Divide by GradScaler's scale, once, even if a failed step is called again."""
@@ -320,6 +350,10 @@ def clip_grad_norm_(
     is_wide = any(grad.dtype == torch.float64 for grad in grads)
     device = grads[0].device if grads else None
     return torch.tensor(norm, dtype=torch.float64 if is_wide else torch.float32, device=device)
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
 def _require_finite(norm: float) -> None:
