@@ -1,7 +1,7 @@
 """Geartrain: train models whose first or last layer does not fit beside the network.
 
-The public names are loaded when they are first used, so that ``import geartrain`` costs nothing, a shard process never
-imports torch, and a machine that only talks to tables needs neither.
+Public names are loaded on first use: ``import geartrain`` is then fast, a shard process never imports torch, and a
+machine that only reads and writes tables needs no torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m geartrain``: the command line, where the ``geartrain`` script is not on the path."""
+"""Entry point of ``python -m geartrain``, for where the ``geartrain`` script is not on the path."""
 
 from geartrain.cli.main import main
 

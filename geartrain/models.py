@@ -1,4 +1,4 @@
-"""Networks over the vectors that :class:`geartrain.EmbeddingGroup` returns, each an ordinary ``nn.Module``."""
+"""Networks for the vectors that :class:`geartrain.EmbeddingGroup` returns, each an ordinary ``nn.Module``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Roles inside a program: what ``geartrain ROLE`` runs, but without signals: for Ray, notebooks and tests; and what a
-program that trains counts.
+"""Roles inside a program, as ``geartrain ROLE`` but without signals, for Ray, notebooks and tests; and the metrics of a
+training program.
 """
 
 from __future__ import annotations
@@ -28,44 +28,44 @@ __all__ = ["Role", "serve_metrics"]
 
 
 def serve_metrics(address: str) -> MetricsServer:
-    """Tell Prometheus at ``"host:port"`` (port 0: one that is free) what this program counts, until it is closed.
+    """Serve this program's metrics to Prometheus at ``"host:port"`` (port 0: a free one) until it is closed.
 
         with gt.ops.serve_metrics("127.0.0.1:9102") as port:      # port.address says where
             ...train...
 
-    Hits of caches, ages of features, steps ahead of other workers, messages behind a topic:
-    docs/explanation/metrics.md lists them. What ``geartrain worker`` trains has ``--metrics`` for it. Thread-safe.
+    Cache hits, ages of features, steps ahead of other workers, lag behind a topic: docs/explanation/metrics.md lists
+    them. ``geartrain worker`` has ``--metrics`` for the same. Thread-safe.
 
-    Raises ConfigError: nobody can listen there, strangers could, or prometheus_client is not installed.
+    Raises ConfigError: the address cannot be bound, strangers could reach it, or prometheus_client is not installed.
     """
-    from geartrain.ams.rpc.credentials import Credentials  # gRPC with it
+    from geartrain.ams.rpc.credentials import Credentials  # imports gRPC
 
     require_private("address", address, insecure=False)
     return serve(address, tuple, "worker", Credentials.mine(address))
 
 
 class Role:
-    """A scheduler, a server or another role in this process, which serves until it is closed.
+    """A scheduler, a server or another role in this process, which serves until closed.
 
         with gt.ops.Role("scheduler", listen="127.0.0.1:0", num_shards=1) as scheduler:
             with gt.ops.Role("server", scheduler=scheduler.address), gt.connect(scheduler.address) as cluster:
                 ...
 
-    A context manager: leaving it closes it. Thread-safe. To others a process is one: under ``security.folder`` it
-    shows the certificate of the role that it started last, also as a client.
+    A context manager: leaving it closes the role. Thread-safe. Under ``security.folder`` the process shows one
+    certificate, also as a client: that of the role it started last.
     """
 
     def __init__(self, name: str, config: ClusterConfig | None = None, **settings: Any) -> None:
-        """Start it; it serves when this returns.
+        """Start the role; it serves when this returns.
 
         Args:
-            name: of its command: ``"scheduler"``, ``"server"``, ``"graph"`` or ``"slowgear"``.
+            name: of the role's command: ``"scheduler"``, ``"server"``, ``"graph"`` or ``"slowgear"``.
             config: of the whole cluster; None: as the environment says (``GEARTRAIN_SERVER__LISTEN`` and so on).
-            settings: in place of those of its section there, as ``listen="127.0.0.1:0"``.
+            settings: override those of the role's section, as ``listen="127.0.0.1:0"``.
 
         Raises:
-            ConfigError: There is no such role or setting, or it cannot be; its port is in use; its certificate is
-                missing.
+            ConfigError: There is no such role or setting, a setting cannot be right, its port is in use, or its
+                certificate is missing.
             SchedulerUnavailable: The scheduler of a server did not answer for 60 s.
         """
         if name not in ROLES:
@@ -85,23 +85,23 @@ class Role:
                 require_free(address, flag)
             warn_if_open(address)
         self.name = name
-        """Of its command."""
+        """Name of the role's command."""
         self._opened = ExitStack()
         whole = config.model_copy(update={name: section})
         self.service, self.facts = self._opened.enter_context(started(ROLES[name], whole))
 
     @property
     def address(self) -> str:
-        """host:port of it; of a server with several shards that of the first."""
+        """host:port of the role; of a server with several shards that of the first."""
         return str(self.facts["address"] if "address" in self.facts else self.facts["addresses"][0])
 
     def wait(self) -> str:
-        """Block until it has ended by itself, or was closed; return why (``""``: it was closed)."""
+        """Block until the role has ended; return the reason, or ``""`` if it was closed."""
         self.service.wait()
         return self.service.end_reason or ""
 
     def close(self, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
-        """End; calls under way have ``grace_seconds``. Idempotent.
+        """Stop the role; calls in progress have ``grace_seconds``. Idempotent.
 
         A server waits for snapshots of running jobs first (``server.leave_timeout_seconds``), unless that is 0.
         """

@@ -1,9 +1,9 @@
-"""The command line: which commands there are, and how their errors reach a person.
+"""The command line: the list of commands, error messages and exit codes.
 
-A command's module is imported only when it is the one typed, so that roles start fast and never load torch.
-Exit codes: 0 done, 1 failed at run time, 2 wrong usage: arguments, input or configuration that cannot be right; of a
-training 3 stopped by a signal and saved, 4 its cluster is lost or another process has the run, 130 stopped with nothing
-saved.
+Only the module of the typed command is imported, so that roles start fast and never load torch.
+Exit codes: 0 done, 1 failed at run time, 2 wrong usage (arguments, input or configuration that cannot be right). Those
+of a training: 3 stopped by a signal and saved, 4 its cluster is lost or another process has the run, 130 stopped with
+nothing saved.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from geartrain.launch.roles import ROLES, load
 
 FAILED, TRY_LATER = 1, 4
 
-# command -> where its function or group is, in the order of the help; a role's is made of the registry of roles
+# command -> place of its function or group, in the order of the help; those of roles come from the registry of roles
 COMMANDS = {
     "quickstart": "geartrain.cli.training.quickstart:quickstart",
     "up": "geartrain.cli.cluster.up:command",
@@ -77,7 +77,8 @@ Version = Annotated[
 
 
 def build_app(arguments: Sequence[str]) -> typer.Typer:
-    """Return the application with the command that ``arguments`` name; with all, if they name none (help)."""
+    """Return the application with the command that ``arguments`` name, or with all commands if they name none
+    (help)."""
     app = typer.Typer(
         name="geartrain",
         cls=ReadableGroup,
@@ -95,12 +96,12 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
     ) -> None:
         """Train PyTorch models whose first or last layer does not fit beside the network: clicks, faces, characters.
 
-        Your network stays an ordinary module. A row for each id or class lies on servers (shards) of one machine or
-        many; a step moves only the rows it needs. Snapshots bring back what a crash took.
+        Your network stays an ordinary module. A row for each id or class is stored on servers (shards) of one machine
+        or many; a step moves only the rows it needs. Snapshots restore what a crash lost.
 
         To begin: 'geartrain quickstart --small' trains a classifier in under a minute, 'geartrain worker ctr --data
-        movielens' a model of clicks; 'geartrain up' starts a cluster on this machine, 'geartrain doctor' says what is
-        wrong with it.
+        movielens' a click model; 'geartrain up' starts a cluster on this machine, 'geartrain doctor' checks it for
+        faults.
         """
 
     names = list(dict.fromkeys([*COMMANDS, *ROLES]))
@@ -124,26 +125,26 @@ def _command(name: str) -> Any:
     if name in ROLES:
         return load("geartrain.cli.cluster.roles:command_of")(ROLES[name])
     command = load(COMMANDS[name])
-    return command() if name == "up" else command  # its flags name roles
+    return command() if name == "up" else command  # its flags are those of roles
 
 
 def main() -> None:
-    """Run the command line and exit."""
-    # Read when gRPC is loaded. What its core logs comes to the person as an error of ours, once and in words.
+    """Run the command line, then exit the process."""
+    # gRPC reads this when it is loaded. Its core's logs reach the person once, as a Geartrain error.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         require_no_token(sys.argv)
         if sys.argv[1:2] == ["plan"]:
-            gc.disable()  # none of what it imports is garbage, and it ends soon: a tenth of its time
+            gc.disable()  # nothing imported is garbage, and the process is short: saves a tenth of its time
         build_app(sys.argv[1:])()
     except GeartrainError as error:
-        _print_error(printable(str(error)))  # it may quote what another process said
+        _print_error(printable(str(error)))  # the text may quote another process
         passes = isinstance(error, ShardRestarted | StaleCluster | Unavailable | RunHeld)
         sys.exit(TRY_LATER if passes and sys.argv[1:2] == ["worker"] else exit_code(error))
     except OSError as error:
         if error.filename is not None:
             _print_error(f"{os.fsdecode(error.filename)}: {error.strerror}")
-        elif error.errno in (errno.ENOSPC, errno.EDQUOT):  # of a write, which knows no name
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT):  # a write error without a file name
             _print_error(f"{error.strerror}: free space, or give a folder on another disk")
         else:
             raise
@@ -156,7 +157,10 @@ def _print_error(what: str) -> None:
 
 
 def exit_code(error: GeartrainError) -> int:
-    """2 for what the person gave, 1 for what happened: rows that are NaN are not given, a rate that diverges is."""
+    """Return 2 for an error in the person's input, 1 for a failure at run time.
+
+    NonFinite is a failure, although it is an InvalidArgument; TrainingDiverged is an input error (a learning rate).
+    """
     given = isinstance(error, ConfigError | InvalidArgument | SourceError) and not isinstance(error, NonFinite)
     given |= isinstance(error, TrainingDiverged)
     return WRONG_USAGE if given else FAILED

@@ -1,1 +1,1 @@
-"""Starting roles: whole clusters, single roles and their processes, and checks of a machine."""
+"""Start of whole clusters, single roles and their processes, and checks of a machine."""

@@ -1,9 +1,9 @@
-"""Runs the benches in ``benchmarks/`` of a checkout: ours against a rival in one run, as ratios.
+"""Runner of the benches in ``benchmarks/`` of a checkout: Geartrain against a rival in one run, as ratios.
 
-The bench ``rows`` is every file ``rows.py`` or ``rows_*.py`` there (a leading "_" marks a helper); ``rows_inprocess``
+The bench ``rows`` is every file ``rows.py`` or ``rows_*.py`` there (helpers start with "_"); ``rows_inprocess``
 is the one file of that name. Each has a function ``results(full=False)`` that yields :class:`Result` dictionaries; it
-alternates ours and the rival and quotes medians. Benches are not part of the installed package: figures mean something
-only beside the source they come from.
+alternates Geartrain and the rival and quotes medians. Benches are not part of the installed package: figures mean
+something only beside the source they come from.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from geartrain.ams.values.errors import ConfigError, GeartrainError
 
 
 class Result(TypedDict):
-    """One case of a bench."""
+    """Result of one case of a bench."""
 
     case: str
-    """What was measured, with its sizes."""
+    """Measured case, with its sizes."""
     ours: float
-    """Our figure, in ``unit``."""
+    """Geartrain's figure, in ``unit``."""
     rival: str
-    """Who the other is."""
+    """Name of the rival."""
     theirs: float
     """The rival's figure, in ``unit``."""
     unit: str
-    """Such as "ms" or "MB/s"."""
+    """Unit, such as "ms" or "MB/s"."""
     ratio: float
-    """Above 1: we win."""
+    """Ratio of the figures; above 1 Geartrain wins."""
     target: float | None
-    """The ratio we promise; None: shown for comparison only."""
+    """Promised ratio; None: shown for comparison only."""
 
 
 class BrokenBench(GeartrainError):
-    """A bench file does not keep to the form described above."""
+    """A bench file is not of the form described above."""
 
 
 def benches(folder: Path) -> dict[str, dict[str, str]]:
-    """The benches of a folder by name, sorted: the name of each file of one, and its first sentence.
+    """Return the benches of a folder by name, sorted: the name of each of its files, with the first sentence.
 
     Raises:
-        ConfigError: it is no folder.
+        ConfigError: ``folder`` is no folder.
     """
     if not folder.is_dir():
         raise ConfigError(
@@ -65,13 +65,13 @@ def run_bench(name: str, folder: Path, *, full: bool = False) -> Iterator[Result
     """Yield the results of one bench as they come.
 
     Args:
-        name: of the bench, or of one of its files.
+        name: a bench, or one of its files.
         folder: the ``benchmarks`` folder of a checkout.
-        full: also what takes longer than a minute a case.
+        full: also run cases that take longer than a minute.
 
     Raises:
-        ConfigError: there is no such bench; lists those there are. Or a package is missing that it needs; names it.
-        BrokenBench: a file has no ``results``, or one of its results lacks a field.
+        ConfigError: there is no such bench (lists those there are), or it needs a package that is missing (names it).
+        BrokenBench: a file has no ``results``, or a result lacks a field.
     """
     found = benches(folder)
     chosen = found.get(name) or [file for files in found.values() for file in files if file == name]
@@ -93,8 +93,8 @@ def run_bench(name: str, folder: Path, *, full: bool = False) -> Iterator[Result
 
 
 def require_packages(path: Path) -> None:
-    """Raise ConfigError if a package is missing of those that a bench file, or one beside it that it uses, imports or
-    lists in ``NEEDS``, as what the product imports for it. An import in a ``try`` may fail."""
+    """Raise ConfigError if a package is missing that a bench needs: one that the file, or a helper beside it, imports
+    or lists in ``NEEDS`` (for imports of the product itself). An import in a ``try`` may fail."""
     missing = sorted(
         package for package in _needed(path, set()) & set(EXTRAS) if importlib.util.find_spec(package) is None
     )
@@ -127,7 +127,7 @@ def _needed(path: Path, seen: set[Path]) -> set[str]:
 
 
 def _roots(path: Path) -> tuple[Path, Path]:
-    """Where the modules of a bench lie: beside it, or in the examples."""
+    """Return the folders of a bench's modules: the bench's own, and the examples."""
     return path.parent, path.parent.parent / "examples"
 
 
@@ -147,11 +147,11 @@ EXTRAS = {
     "uvicorn": "serve",
     "wordfreq": "bench",
 }
-"""Modules that a bench may lack -> the extra of pyproject.toml that has them."""
+"""Extra of pyproject.toml by module that a bench may lack."""
 
 
 def machine() -> dict[str, object]:
-    """What the figures were measured on."""
+    """Return the processor, memory, system and versions of the measurement."""
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -180,7 +180,7 @@ def _module(path: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and typing look a class's module up here
+    sys.modules[spec.name] = module  # dataclasses and typing look up a class's module here
     for folder in _roots(path):
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))

@@ -1,4 +1,4 @@
-"""Generation of the folder of ``security.folder``: a private authority, and under it the certificates of the roles."""
+"""Generator of the ``security.folder`` files: a private authority, and certificates of the roles under it."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ CA_KEY = "ca.key"
 _AUTHORITY_DAYS = 3650.0
 _SHORTEST_PASSPHRASE = 12
 _KDF_ROUNDS = 600_000
-"""Of PBKDF2 with SHA-256: what a guess of a passphrase costs, some 0.2 s of a core."""
+"""PBKDF2 rounds with SHA-256: a guess of a passphrase costs some 0.2 s of a core."""
 _CLOCKS_DIFFER = datetime.timedelta(minutes=10)
-"""A certificate is good so long before it is issued."""
+"""Time before its issue from which a certificate is valid, for clocks that differ."""
 _RENEW_SHARE = 1 / 3
-"""Of its days: one that is good for less is renewed."""
+"""Share of its lifetime below which a certificate is renewed."""
 
 
 def create_authority(folder: Path, cluster: str) -> None:
-    """Make a folder with an authority of its own. Raises ConfigError if there is one, or for a name of no cluster."""
+    """Make a folder with an authority of its own. Raises ConfigError if it has one, or if ``cluster`` is no valid
+    name."""
     if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", cluster):
         raise ConfigError(f"cluster is {cluster!r}; it must be of a-z, 0-9 and -, at most 42 of them, as 'search-2'")
     if taken := [path for path in (folder / CA_FILE, folder / CA_KEY) if path.exists()]:
@@ -63,8 +64,8 @@ def create_authority(folder: Path, cluster: str) -> None:
 
 
 def back_up_authority(folder: Path, backup: Path, passphrase: str) -> None:
-    """Write key and certificate of a folder's authority to a file (PKCS #12, AES-256), which whoever knows the
-    passphrase can read. Raises ConfigError: no authority, a short passphrase, or the file is there already.
+    """Write key and certificate of a folder's authority to an encrypted file (PKCS #12, AES-256), which the passphrase
+    opens. Raises ConfigError: no authority, a short passphrase, or the file exists.
     """
     if len(passphrase) < _SHORTEST_PASSPHRASE:
         raise ConfigError(
@@ -86,9 +87,9 @@ def back_up_authority(folder: Path, backup: Path, passphrase: str) -> None:
 
 
 def restore_authority(backup: Path, folder: Path, passphrase: str) -> None:
-    """Write ``ca.key`` of a backup into a folder, and its certificate beside those that are believed there.
+    """Write ``ca.key`` of a backup into a folder, and add its certificate to the trusted ones there.
 
-    Raises ConfigError: another passphrase, a damaged or absent file, or the folder has a key already.
+    Raises ConfigError: a wrong passphrase, a damaged or absent file, or the folder has a key already.
     """
     path = folder / CA_KEY
     if path.exists():
@@ -106,11 +107,11 @@ def restore_authority(backup: Path, folder: Path, passphrase: str) -> None:
 
 
 def issue(authority: Path, folder: Path, roles: Iterable[str], numbers: Iterable[int] = (), days: float = 30.0) -> Path:
-    """Write ``ROLE.pem`` (of the first of ``roles``), the key and certificate of a process that is all of them.
+    """Write ``ROLE.pem`` (named by the first of ``roles``): key and certificate of a process with all these roles.
 
-    ``numbers`` are the shards that a server may be; none: any. What others need to believe comes with it: see
-    ``_hand_over``. Raises ConfigError: no such role, no key of an authority in the folder ``authority``, or of
-    another cluster.
+    ``numbers`` are the shards that a server may hold; none: any. ``_hand_over`` adds the files by which the folder
+    trusts others. Raises ConfigError: no such role, no authority's key in the folder ``authority``, or the folder is
+    of another cluster.
     """
     roles = tuple(roles)
     if unknown := [role for role in roles if role not in CERTIFIED_ROLES]:
@@ -121,9 +122,9 @@ def issue(authority: Path, folder: Path, roles: Iterable[str], numbers: Iterable
     names = [Name(of.cluster, role, n) for role in roles for n in (shards if role == "server" else ["0"])]
     uris = [x509.UniformResourceIdentifier(f"{SCHEME}{name.cluster}/{name}") for name in names]
     serving = [role for role in roles if role != CLIENT]
-    # Nobody asks for a client, but who scrapes a worker's counters.
+    # Nobody connects to a client, except to scrape a worker's counters.
     hosts = [host_of(of.cluster, role) for role in ([*roles, None] if serving else roles)]
-    # *.server.CLUSTER: of any. Last: gRPC complains of what begins so when it looks for CLUSTER.geartrain.
+    # *.server.CLUSTER: any shard. Last, as gRPC reports an error on such a name when it looks for CLUSTER.geartrain.
     hosts += [host_of(*name) for name in names if name.role == "server"]
     uses = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
     key = ec.generate_private_key(ec.SECP256R1())
@@ -143,9 +144,9 @@ def issue(authority: Path, folder: Path, roles: Iterable[str], numbers: Iterable
 
 
 def renew(authority: Path, folder: Path, days: float | None = None, *, all_of_them: bool = False) -> dict[Path, str]:
-    """Issue again, with new keys and as long as before or for ``days``, what is good for less than a third of its time.
+    """Renew certificates with less than a third of their time left, with new keys, for ``days`` or as long as before.
 
-    Returns what became of each certificate, in words. Raises ConfigError.
+    Returns the outcome for each certificate, in words. Raises ConfigError.
     """
     told = {}
     now = datetime.datetime.now(datetime.UTC)
@@ -172,9 +173,9 @@ def renew(authority: Path, folder: Path, days: float | None = None, *, all_of_th
 
 
 def create_private_folder() -> None:
-    """Make the certificate of this user's clusters on this machine, unless this process was told which it has, or none.
+    """Make the certificate of this user's clusters on this machine, unless this process has one set, or "none".
 
-    Its authority lies beside it: it need not run out. Raises ConfigError if it cannot be written.
+    Its authority is stored beside it, so that it can always be renewed. Raises ConfigError if it cannot be written.
     """
     folder = private_folder()
     if is_identified() or folder.is_dir():
@@ -185,7 +186,7 @@ def create_private_folder() -> None:
             made = Path(whole) / folder.name
             create_authority(made, "private")
             issue(made, made, [CLIENT, *CERTIFIED_ROLES[:-1]], days=_AUTHORITY_DAYS - 1)
-            made.rename(folder)  # whole, or another process's
+            made.rename(folder)  # complete, unless another process was faster
     except OSError as exc:
         if not folder.is_dir():
             raise ConfigError(
@@ -195,7 +196,7 @@ def create_private_folder() -> None:
 
 
 def _hand_over(authority: Path, folder: Path, *, serving: bool) -> None:
-    """Let a folder believe whom that of the authority believes; of tokens, too, if who has it is serving."""
+    """Make a folder trust the authorities that the authority's folder trusts; if ``serving``, tokens, too."""
     _believe(folder, _authority(authority)[0])
     if not serving or folder.resolve() == authority.resolve():
         return
@@ -211,7 +212,7 @@ def _hand_over(authority: Path, folder: Path, *, serving: bool) -> None:
 
 
 def _authority(folder: Path) -> tuple[list[x509.Certificate], ec.EllipticCurvePrivateKey]:
-    """The certificates that a folder believes, that of its own key first; the key. Raises ConfigError."""
+    """Return the certificates that a folder trusts, that of its own key first, and the key. Raises ConfigError."""
     try:
         key = load_pem_private_key((folder / CA_KEY).read_bytes(), None)
         certificates = x509.load_pem_x509_certificates((folder / CA_FILE).read_bytes())
@@ -229,7 +230,7 @@ def _authority(folder: Path) -> tuple[list[x509.Certificate], ec.EllipticCurvePr
 
 
 def _believe(folder: Path, authorities: list[x509.Certificate]) -> None:
-    """Add authorities to those that a folder believes. Raises ConfigError if those are of another cluster."""
+    """Add authorities to the trusted ones of a folder. Raises ConfigError if those are of another cluster."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / CA_FILE
     before = believed = path.read_bytes() if path.exists() else b""
@@ -285,7 +286,7 @@ def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def write_file(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Whoever reads the file sees the old one or the new one, and nobody else a key."""
+    """Replace a file atomically: readers see the old or the new content, and other users never see a key."""
     handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     with os.fdopen(handle, "wb") as file:
         os.fchmod(handle, mode)

@@ -1,7 +1,7 @@
-"""One child process of the launcher: started, listened to, and ended by its own handle.
+"""Child process of the launcher, with its ready line, log lines and end.
 
-Its stdin is a pipe that only this process holds, and the role ends when it closes: so children never outlive a parent
-that was killed. It runs in a session of its own, so that Ctrl-C reaches the parent alone, which ends the rest in order.
+Its stdin is a pipe that only this process holds, and the role ends when it closes: children never outlive a killed
+parent. It runs in a session of its own, so that Ctrl-C reaches the parent alone, which stops the others in order.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 TAIL_LINES = 20
 WRONG_USAGE = 2
-"""Exit code of a command whose arguments, input or configuration cannot be right."""
+"""Exit code for arguments, input or configuration that cannot be right."""
 ERROR_PREFIX = "error: "
-"""Begins the line on stderr with which a command fails."""
+"""Start of the stderr line with which a command fails."""
 
 
 class Child:
@@ -38,21 +38,21 @@ class Child:
         """Start ``python -m geartrain ARGUMENTS``.
 
         Args:
-            name: what to call it before its log lines.
+            name: prefix of its log lines.
             arguments: the role and its flags.
-            environ: its whole environment.
+            environ: the whole environment.
             on_line: called with each log line.
-            on_ready: called once, when it has said that it serves; ``facts`` holds what it said.
-            on_exit: called once, when it has exited and its last line was passed on.
+            on_ready: called once the role serves, with ``facts`` set.
+            on_exit: called once the process has exited and its last line was passed on.
 
-        The callbacks run on a thread of the child's own.
+        The callbacks run on a thread of the child.
         """
         self.name = name
         self.arguments = tuple(arguments)
         self.facts: dict[str, Any] | None = None
-        """What its ready line said; None before."""
+        """Content of its ready line; None before that."""
         self.tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
-        """The last log lines."""
+        """Last log lines."""
         self._last_words: str | None = None
         self._on_line = on_line
         self._on_ready = on_ready
@@ -72,12 +72,11 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The process id."""
         return self._process.pid
 
     @property
     def exit_text(self) -> str:
-        """How it ended, in words."""
+        """Exit of the process, in words."""
         code = self._process.returncode
         if code is None:
             return "still running"
@@ -85,22 +84,22 @@ class Child:
 
     @property
     def complaint(self) -> str | None:
-        """The error about its settings or arguments with which it ended; None if it ended otherwise."""
+        """Error about its settings or arguments with which it exited; None if it exited otherwise."""
         last = self.tail[-1] if self.tail else ""
         if self._process.returncode != WRONG_USAGE or not last.startswith(ERROR_PREFIX):
             return None
         return last.removeprefix(ERROR_PREFIX)
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Send SIGTERM."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """End it at once, unless it has ended."""
+        """Kill the process, unless it has exited."""
         self._process.kill()
 
     def stop(self, grace_seconds: float) -> bool:
-        """Wait for it to end, kill it after ``grace_seconds``; return whether that was needed."""
+        """Wait for the exit, and kill the process after ``grace_seconds``; return whether that was needed."""
         try:
             self._process.wait(grace_seconds)
             killed = False
@@ -111,7 +110,7 @@ class Child:
         return killed
 
     def _read(self) -> None:
-        """Until it has ended: take its ready line, and pass on the others."""
+        """Read its ready line, and pass on the other lines, until it exits."""
         process = self._process
         assert process.stdout is not None and process.stdin is not None
         for line in process.stdout:
@@ -121,7 +120,7 @@ class Child:
                 self._on_ready(self)
                 continue
             self.tail.append(line.rstrip("\n"))
-            if line.startswith(ERROR_PREFIX):  # if it ends with a complaint, whoever started it tells people of that
+            if line.startswith(ERROR_PREFIX):  # the starter of this child reports its complaint
                 self._last_words = line
             else:
                 self._print_line(line)

@@ -1,8 +1,8 @@
-"""Sources of settings: one YAML file, then the environment, then flags, each overriding the one before.
+"""Sources of settings: one YAML file, then the environment, then flags; each overrides the one before.
 
-``GEARTRAIN_SERVER__LISTEN=127.0.0.1:7001`` sets ``server.listen``, ``GEARTRAIN_MODE=production`` the key ``mode`` of no
-section; an empty variable is as good as none. This is the only place that reads settings from files or the environment;
-what comes out is a :class:`ClusterConfig`.
+``GEARTRAIN_SERVER__LISTEN=127.0.0.1:7001`` sets ``server.listen``, ``GEARTRAIN_MODE=production`` the key ``mode``,
+which has no section; an empty variable counts as none. Settings are read from files or the environment only here; the
+result is a :class:`ClusterConfig`.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ S = TypeVar("S", bound=Section)
 
 @dataclass(frozen=True)
 class Setting:
-    """One value and where it was found, so that a complaint can point there."""
+    """One value and its source, for error messages."""
 
     section: str
-    """Empty for a key of the whole cluster."""
+    """Section of the key; empty for a key of the whole cluster."""
     key: str
     value: object
     origin: str
@@ -50,7 +50,7 @@ class Setting:
 def flags(section: str, /, *, prefix: str = "", **values: object) -> list[Setting]:
     """Return the settings of ``section`` given on the command line; None stands for a flag that was not given.
 
-    ``prefix`` is what the flags' names have before those of the settings.
+    ``prefix`` is the part of the flags' names before those of the settings.
     """
     return [
         Setting(section, key, value, f"flag --{prefix}{key.replace('_', '-')}")
@@ -60,12 +60,12 @@ def flags(section: str, /, *, prefix: str = "", **values: object) -> list[Settin
 
 
 WHOLE = ""
-"""The section of the keys that are in none."""
+"""Section of the keys without a section."""
 WHOLE_KEYS = ("mode",)
 
 
 def sections() -> dict[str, type[Section]]:
-    """The sections of the configuration by name: one for each role, that of clients, and that of all of them."""
+    """Return the sections of the configuration by name: one for each role, ``client`` and ``security``."""
     return {**{name: role.settings for name, role in ROLES.items()}, "client": ClientConfig, "security": SecurityConfig}
 
 
@@ -76,18 +76,18 @@ def load(
 
     Args:
         path: a YAML file, or None for the defaults.
-        given: what was given on the command line.
+        given: settings from the command line.
         environ: the environment.
 
     Raises:
-        ConfigError: the file cannot be read, or holds an unknown key or an impossible value; names the place.
+        ConfigError: the file cannot be read, or has an unknown key or an impossible value; names the place.
     """
     found: dict[tuple[str, str], Setting] = {}
     for source in (_file_settings(path) if path else (), _environment_settings(environ), given):
         for setting in source:
             _require_known(setting)
             found[setting.section, setting.key] = setting
-    # Whether it is known says where roles may listen, and holds for every connection of this process.
+    # The mode decides where roles may listen, and holds for every connection of this process.
     security = _build("security", SecurityConfig, found)
     identify(security.folder, token=security.token)
     built: dict[str, Any] = {name: _build(name, section, found) for name, section in sections().items()}
@@ -97,7 +97,7 @@ def load(
 
 
 def to_plain(config: ClusterConfig) -> dict[str, Any]:
-    """The whole configuration by section, as people may see it: of URLs what holds no password."""
+    """Return the whole configuration by section, for people to read: URLs without passwords."""
     plain: dict[str, Any] = _without_secrets(config.model_dump())
     return plain
 
@@ -124,7 +124,7 @@ def to_yaml(config: ClusterConfig) -> str:
 
 
 def to_environment(config: ClusterConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return ``environ`` with the whole configuration in it, for a child process that shall see exactly this one."""
+    """Return ``environ`` with the whole configuration in it, for a child process with exactly this configuration."""
     inherited = {name: value for name, value in environ.items() if not _is_setting(name)}
     values = {
         f"{PREFIX}{name}{DELIMITER}{key}".upper(): value if isinstance(value, str) else json.dumps(value)

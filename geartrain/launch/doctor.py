@@ -1,6 +1,6 @@
-"""What ``geartrain doctor`` looks at: each check says what it found and, where that is not well, the remedy.
+"""Checks of ``geartrain doctor``: each yields a finding and, where something is wrong, the remedy.
 
-Nothing is changed but one small file, written and removed in the folder whose disk is measured.
+The only change on disk is one small file, written and removed in the folder whose disk is measured.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from geartrain.launch.roles import ROLES
 Verdict = Literal["ok", "warn", "fail"]
 
 DISK_GIB = 10.0
-"""Free space asked for by default."""
+"""Free space required by default."""
 NUM_SYNCS, SYNC_BYTES = 20, 4096
 SLOW_SYNC_SECONDS = 0.05
 OPEN_FILES = 1024
@@ -53,7 +53,7 @@ class Finding:
     state: Verdict
     found: str
     remedy: str = ""
-    """What to do; empty where all is well."""
+    """Remedy; empty where all is well."""
 
 
 def _judged(check: str, well: bool, found: str, remedy: str, otherwise: Verdict = "warn") -> Finding:
@@ -85,7 +85,7 @@ def examine(
 
 
 def check_versions() -> Finding:
-    """Python and the packages that Geartrain needs, in the versions it needs."""
+    """Check Python and the packages that Geartrain needs, with their versions."""
     wrong = []
     for text in importlib.metadata.requires("geartrain") or ():
         requirement = Requirement(text)
@@ -105,12 +105,12 @@ def check_versions() -> Finding:
 
 
 def check_core() -> Finding:
-    """Whether the compiled kernels load, and what they use of this processor."""
+    """Check that the compiled kernels load; report the processor features they use."""
     try:
         from geartrain.ams.kernels import ops
 
         uses = f"{ops.isa()}, rows ahead in {ops.lookahead()}"
-    except (ImportError, AttributeError) as exc:  # or it is of an earlier version
+    except (ImportError, AttributeError) as exc:  # or the core is of an earlier version
         return Finding("core", "fail", f"the compiled core does not load: {exc}", "build it anew: pip install -e .")
     names = [name for name in ("GEARTRAIN_ISA", "GEARTRAIN_LOOKAHEAD") if os.environ.get(name)]
     found = f"built for {platform.machine()}, uses {uses}"
@@ -119,7 +119,7 @@ def check_core() -> Finding:
 
 
 def check_gpu() -> Finding:
-    """Whether there is a GPU, and torch is built for it. (Training on a CPU is no fault.)"""
+    """Check for a GPU, and that torch is built for it. (Training on a CPU is no fault.)"""
     devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
     if not devices:
         return Finding("gpu", "ok", "none: workers train on the CPU")
@@ -130,7 +130,7 @@ def check_gpu() -> Finding:
 
 
 def check_port(check: str, listen: str) -> Finding:
-    """Whether a role could listen there, or which one does."""
+    """Check that a role could listen at ``listen``, or name the role that does."""
     _, port = split_address(listen)
     if port == 0:
         return Finding(check, "ok", f"{listen}: any free port")
@@ -146,7 +146,7 @@ def check_port(check: str, listen: str) -> Finding:
 
 
 def check_cluster(scheduler: str | None) -> Iterator[Finding]:
-    """Whether the cluster answers and is whole, and how far its clocks are from this machine's."""
+    """Check that the cluster answers and is complete, and the difference of its clocks to this machine's."""
     if scheduler is None:
         yield Finding("cluster", "ok", "skipped: no --scheduler HOST:PORT was given")
         return
@@ -188,7 +188,7 @@ def check_cluster(scheduler: str | None) -> Iterator[Finding]:
 
 
 def check_disk(folder: Path, disk_gib: float = DISK_GIB) -> Iterator[Finding]:
-    """Free space of the disk that snapshots go to, and how long it takes to make a small write safe."""
+    """Check the free space of the snapshot disk, and its time for a small synced write."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     free = psutil.disk_usage(str(existing)).free / _GIB
     found = f"{free:.1f} GiB free in {existing}"
@@ -206,14 +206,14 @@ def check_disk(folder: Path, disk_gib: float = DISK_GIB) -> Iterator[Finding]:
 
 
 def check_open_files() -> Finding:
-    """How many files and connections a process may have open."""
+    """Check how many files and connections a process may open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"at most {soft} (hard limit {hard})"
     return _judged("open files", soft >= OPEN_FILES, found, f"ulimit -n {min(hard, 65536)}")
 
 
 def check_shared_memory() -> Finding:
-    """What DataLoader workers hand their batches over in."""
+    """Check the shared memory in which DataLoader workers pass batches."""
     if not _SHARED_MEMORY.is_dir():
         return Finding("shared memory", "warn", f"there is no {_SHARED_MEMORY}", "mount a tmpfs there")
     free = psutil.disk_usage(str(_SHARED_MEMORY)).free / 2**20
@@ -222,7 +222,7 @@ def check_shared_memory() -> Finding:
 
 
 def check_huge_pages() -> Finding:
-    """Whether row slabs can lie in large pages."""
+    """Check that row slabs can use huge pages."""
     try:
         text = _HUGE_PAGES.read_text(encoding="ascii")
     except OSError:
@@ -233,7 +233,7 @@ def check_huge_pages() -> Finding:
 
 
 def check_machine() -> Finding:
-    """Cores and memory, and whether others use them."""
+    """Check cores and memory, and whether other processes use them."""
     cores, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory()
     load = psutil.getloadavg()[0]
     gib = f"{memory.available / _GIB:.1f} of {memory.total / _GIB:.1f} GiB free"
@@ -244,11 +244,11 @@ def check_machine() -> Finding:
 
 
 def check_cpus() -> Finding:
-    """Which CPUs the shards of this machine work on, and whether two are bound to one."""
+    """Check the CPUs of this machine's shards: two should not be bound to the same one."""
     on: dict[str, list[str]] = {}
     for pid in psutil.pids():
         for task in Path(f"/proc/{pid}/task").glob("*"):
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the process has ended
                 if (task / "comm").read_text().strip() == "geartrain-data":
                     status = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
                     on.setdefault(status["Cpus_allowed_list"].strip(), []).append(str(pid))
@@ -262,7 +262,7 @@ def check_cpus() -> Finding:
 
 
 def check_failpoints(environ: Mapping[str, str]) -> Finding:
-    """Whether roles started from here would misbehave on purpose."""
+    """Check that no fault injection is armed for roles started from here."""
     text = environ.get(VARIABLE)
     found = f"{VARIABLE}={text}" if text else "none armed"
     return _judged("failpoints", not text, found, f"unset {VARIABLE}, unless this is a test")

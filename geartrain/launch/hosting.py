@@ -1,4 +1,4 @@
-"""Shards of this process with the hosted models that all of Geartrain's shards have."""
+"""Embedded clusters with the hosted models that all shards of Geartrain have."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def local(
     stream: str | None = None,
     incarnation: int | None = None,
 ) -> Cluster:
-    """Return a cluster embedded in this process: the same shards on threads of their own, no sockets.
+    """Return a cluster embedded in this process: the same shards on threads, without sockets.
 
-    ``stream`` and ``incarnation`` are those of :func:`connect`. Raises ConfigError if ``num_shards`` is not 1 … 4096.
+    ``stream`` and ``incarnation`` are as in :func:`connect`. Raises ConfigError if ``num_shards`` is not 1 … 4096.
     """
     return factory.local(num_shards, config=config, stream=stream, incarnation=incarnation, models=hosted_models())

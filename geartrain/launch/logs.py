@@ -1,4 +1,4 @@
-"""Logging to stderr, coloured on a terminal, so that stdout carries only what a command prints."""
+"""Logging to stderr, coloured on a terminal; stdout carries only a command's output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from geartrain.ams.values.errors import ConfigError
 
 LEVELS = ("debug", "info", "warning", "error")
 _COLOURS = {"DEBUG": "2", "WARNING": "33", "ERROR": "31", "CRITICAL": "31"}
-"""Level -> how a terminal shows it: faint, yellow, red."""
+"""Terminal colour by level: faint, yellow, red."""
 
 
 def log_to_stderr(level: str) -> None:
@@ -25,11 +25,11 @@ def log_to_stderr(level: str) -> None:
 
 
 def audit_to(file: str | None) -> None:
-    """Add the lines of the audit to ``file``, and no more to the log; None: leave them there. Raises ConfigError."""
+    """Write audit lines to ``file`` instead of the log; None: leave them in the log. Raises ConfigError."""
     if file is None:
         return
     try:
-        handler = WatchedFileHandler(file)  # one that was moved away is begun anew
+        handler = WatchedFileHandler(file)  # reopens a file that was rotated
     except OSError as exc:
         raise ConfigError(f"security.audit is {file!r}, which cannot be written: {exc.strerror}") from exc
     auditor = logging.getLogger("geartrain.audit")
@@ -45,5 +45,5 @@ class _Lines(logging.Formatter):
         return f"\x1b[{colour}m{line}\x1b[0m" if is_coloured else line
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: ARG002, N802
-        """ISO 8601 with the zone, as other programs read it."""
+        """Return the time in ISO 8601 with the zone, for other programs to parse."""
         return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")

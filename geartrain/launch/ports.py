@@ -1,4 +1,4 @@
-"""Check, before a role starts, whether another process listens on its port, for a one-sentence error."""
+"""Check that a role's port is free before it starts, for a one-sentence error."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _ANSWER_SECONDS = 1.0
 
 
 def require_free(listen: str, flag: str) -> None:
-    """Raise ConfigError if another process listens at ``"host:port"``; says which, and what ``flag`` can change.
+    """Raise ConfigError if another process listens at ``"host:port"``; names it, and the ``flag`` to change.
 
-    Any other fault of the address is left to whoever binds it.
+    Other faults of the address are reported when it is bound.
     """
     _, port = split_address(listen)
     taken = False
@@ -43,11 +43,12 @@ def require_free(listen: str, flag: str) -> None:
 
 
 def is_taken(listen: str) -> bool:
-    """Whether a process listens at ``"host:port"``. Raises OSError if nobody can listen there for another reason."""
+    """Return whether a process listens at ``"host:port"``. Raises OSError if it cannot be bound for another reason."""
     host, port = split_address(listen)
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: a past connection is no user
+        # as gRPC does: a past connection does not occupy the port
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
             probe.listen()
@@ -59,7 +60,7 @@ def is_taken(listen: str) -> bool:
 
 
 def role_at(address: str) -> Pong | None:
-    """Return what the role at ``"host:port"`` says of itself; None if none answers."""
+    """Return the ping answer of the role at ``"host:port"``; None if none answers."""
     from geartrain.ams.rpc.carrier import AttemptFailed
     from geartrain.ams.rpc.client.calls import GrpcCalls
 
@@ -71,7 +72,7 @@ def role_at(address: str) -> Pong | None:
             return calls.call(Ping(), _ANSWER_SECONDS)
         except AttemptFailed:
             return None
-        except GeartrainError:  # another role, or none of ours
+        except GeartrainError:  # another role, or another program
             continue
         finally:
             calls.close()
@@ -79,7 +80,7 @@ def role_at(address: str) -> Pong | None:
 
 
 def user_of(port: int) -> str:
-    """The process that listens at a port of this machine, in words; only its owner and root are told which."""
+    """Return the process that listens at a port of this machine, in words; only its owner and root can see which."""
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             address = connection.laddr

@@ -1,4 +1,4 @@
-"""Lifecycle of one role process: start, report readiness, serve, and shut down cleanly on request."""
+"""Lifecycle of a role process: start, readiness, serving, and clean shutdown on request."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from geartrain.ams.values.rpc import version
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_SECONDS = 3.0
-"""For the calls under way when a role is told to end."""
+"""Time for calls in progress when a role is stopped."""
 KILL_AFTER_SECONDS = STOP_GRACE_SECONDS + 2.0
-"""For the whole process; then it is killed."""
+"""Time for the whole process to stop; then it is killed."""
 _LOOK_SECONDS = 1.0
-"""Longest that a signal is not noticed."""
+"""Longest delay until a signal is noticed."""
 
 
 class RunningRole(Protocol):
-    """What can be served until it is stopped."""
+    """A service that runs until it is stopped."""
 
     @property
     def end_reason(self) -> str | None:
-        """Why it ended by itself; None if it did not."""
+        """Reason why it ended by itself; None if it did not."""
 
     def wait(self) -> object:
-        """Block until it has ended by itself or was stopped."""
+        """Block until it has ended or was stopped."""
 
     def stop(self, grace_seconds: float) -> None:
-        """End; calls under way have ``grace_seconds``."""
+        """Stop; calls in progress have ``grace_seconds``."""
 
 
 class RoleEnded(GeartrainError):
-    """A role stopped serving although nobody told it to."""
+    """A role stopped serving without being told to."""
 
 
 def print_ready(role: str, *, as_json: bool = False, **facts: Any) -> None:
-    """Tell whoever started this process that it serves now: on a terminal in a sentence, else in a line of JSON."""
+    """Report on stdout that the role serves: on a terminal as a sentence, else as a line of JSON."""
     if as_json or not sys.stdout.isatty():
         print(json.dumps({"ready": role, **facts, "pid": os.getpid()}), flush=True)
     elif "url" in facts:
@@ -56,7 +56,7 @@ def print_ready(role: str, *, as_json: bool = False, **facts: Any) -> None:
 
 
 def exit_with_parent() -> None:
-    """End this process as if by SIGTERM when stdin closes: whoever started it holds the other end and is gone."""
+    """End this process as if by SIGTERM when stdin closes: the parent holds the other end and is gone."""
 
     def watch() -> None:
         # The descriptor, not sys.stdin: a buffered read would hold a lock that interpreter shutdown wants.
@@ -64,25 +64,25 @@ def exit_with_parent() -> None:
             pass
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(KILL_AFTER_SECONDS)
-        os._exit(1)  # nobody is left who would kill a process that cannot stop
+        os._exit(1)  # no parent is left to kill a process that cannot stop
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 def raise_open_files() -> None:
-    """Let this process have as many connections as the system allows: strangers shall not use up what others need."""
+    """Raise this process's limit of open files to the system's: connections of strangers must not use it up."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def warn_if_open(listen: str) -> None:
-    """Say that a role can be reached by anybody on the network. (The configuration refuses it unless told.)"""
+    """Warn if anybody on the network can reach a role. (The configuration refuses that unless told otherwise.)"""
     if not is_loopback(listen) and identity(listen)[0] is None:
         logger.warning("serving on %s without encryption or authentication: keep it on a private network", listen)
 
 
 def serve(role: str, service: RunningRole, *, as_json: bool = False, **facts: Any) -> None:
-    """Say that a started service is ready, with ``facts``; serve until SIGTERM or SIGINT, then stop in good order.
+    """Report a started service as ready, with ``facts``; serve until SIGTERM or SIGINT, then stop in order.
 
     The same signal once more ends the process at once.
 
@@ -99,7 +99,7 @@ def serve(role: str, service: RunningRole, *, as_json: bool = False, **facts: An
         if number in signals:
             logger.warning("%s: %s again, ending at once", role, name)
             os._exit(1)
-        signals.add(number)  # a terminal's SIGINT and a parent's SIGTERM mean one wish
+        signals.add(number)  # a terminal's SIGINT and a parent's SIGTERM are one request
         logger.info("%s: %s, stopping", role, name)
         told.set()
         ended.set()
@@ -111,11 +111,10 @@ def serve(role: str, service: RunningRole, *, as_json: bool = False, **facts: An
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     logger.info("%s: Geartrain %s", role, version())
-    print_ready(
-        role, as_json=as_json, **facts
-    )  # whoever reads it may end this process at once: the handlers are in place
+    print_ready(role, as_json=as_json, **facts)  # the reader may stop this process at once: the handlers are installed
     threading.Thread(target=watch, name="service-watch", daemon=True).start()
-    # Python runs handlers on this thread alone; if the system gives a signal to another, that does not wake this one.
+    # Python runs handlers on this thread alone; a signal that another thread receives does not wake it, hence the
+    # timeout.
     while not ended.wait(_LOOK_SECONDS):
         pass
     service.stop(STOP_GRACE_SECONDS)

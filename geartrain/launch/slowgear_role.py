@@ -1,4 +1,4 @@
-"""The slow-gear role: joins the user's module and samples, the cluster, the stores and the service."""
+"""The slow-gear role: connects the user's module and samples, the cluster, the stores and the service."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ _POLL_SECONDS = 0.02
 
 
 class SlowGearRole:
-    """One slow gear: start, serve until stopped."""
+    """One slow gear: started, then serving until stopped."""
 
     def __init__(self, config: SlowGearRoleConfig, client: ClientConfig) -> None:
-        """Raises ConfigError: it is not said what it is to serve, or what is said cannot be loaded."""
+        """Raise ConfigError if its module or samples are not set, or cannot be loaded."""
         for key in ("name", "module", "samples", "dim"):
             if getattr(config, key) is None:
                 raise ConfigError(f"which {key}? Give --{key}, or slowgear.{key} (GEARTRAIN_SLOWGEAR__{key.upper()})")
         self.name = str(config.name)
         self._config = config
-        # It may be started together with its scheduler.
+        # It may start together with its scheduler.
         patient = {"refused_timeout_seconds": client.connect_timeout_seconds}
         self._client = client.model_copy(update={"graph": None} | patient)
         self._build = load_function(str(config.module), "module")
@@ -67,11 +67,11 @@ class SlowGearRole:
         self._server: GrpcServer | None = None
         self._ended = threading.Event()
         self.end_reason: str | None = None
-        """Why it ended by itself, if it did."""
+        """Reason why it ended by itself; None if it did not."""
         self._handler: SlowGearHandler | None = None
         self._opened = ExitStack()
         self.partitions = 0
-        """Held when it began to serve."""
+        """Number of partitions held when it began to serve."""
 
     def start(self) -> str:
         """Bind, join the cluster and serve; return the address.
@@ -85,7 +85,7 @@ class SlowGearRole:
             raise
 
     def metrics(self) -> Iterator[Metric]:
-        """What it and its port count."""
+        """Yield the counters of the gear and its port."""
         if (handler := self._handler) is not None and (server := self._server) is not None:
             yield from handler.metrics()
             yield from call_metrics(((), counted) for counted in server.counts.read())
@@ -95,7 +95,7 @@ class SlowGearRole:
         return self._ended.wait(timeout_seconds)
 
     def stop(self, grace_seconds: float = 5.0) -> None:
-        """Apply what waits, hand partitions and account over, and end. Idempotent."""
+        """Apply waiting gradients, hand over partitions and deduplication ledger, and stop. Idempotent."""
         (server, self._server), (handler, self._handler) = (self._server, None), (self._handler, None)
         try:
             if server is not None:
@@ -115,14 +115,16 @@ class SlowGearRole:
         self._server = GrpcServer(config.listen, config.max_message_bytes, reflection=config.reflection)
         address = config.advertise or self._server.address
         journal = self._journal(address)
-        stream = None if journal is None else f"gear/{self.name}/{journal.stream}"  # its writes are told from repeats
+        stream = None if journal is None else f"gear/{self.name}/{journal.stream}"  # its writes are deduplicated
         joined = self._opened.enter_context(connect(config.scheduler, config=self._client, stream=stream))
         self._opened.callback(RevokedWatch(self._server.tokens, config.scheduler).close)
         incarnation = joined.write_stream.incarnation
         streams = joined.streams(job_of(self.name), worker=address, incarnation=incarnation)
         self._compare_widths(streams.holders)
         partitions = HeldPartitions(streams, before_release=self._flush)
-        self._opened.callback(partitions.release_all)  # also if it cannot start: nobody waits for its lease to run out
+        self._opened.callback(
+            partitions.release_all
+        )  # also after a failed start: nobody then waits for its lease to expire
         ticker = Ticker(lambda: self._tick(partitions), lambda: partitions.tick_seconds, self._stop)
         self._opened.callback(ticker.stop)
         dense_pass = open_pass(self._build, self._samples, self._decode, self._dim, self._settings, self._device)
@@ -155,10 +157,10 @@ class SlowGearRole:
             open_engine=open_here,
         )
         if journal is not None:
-            engine.flush()  # what was left: its ids may be another one's by now
+            engine.flush()  # gradients from before: another gear may hold their ids by now
             journal.joined(process_at(address, incarnation))
         self._handler = handler
-        # Beside the other ticks: it may wait for a table while the lease has to go on.
+        # A thread of its own: it may wait for a table while the lease must be renewed.
         going_back = Ticker(handler.follow_restore, lambda: partitions.tick_seconds, self._stop)
         self._opened.callback(going_back.stop)
         self._server.add(bind(GEAR, handler.by_request))
@@ -168,7 +170,7 @@ class SlowGearRole:
         return address
 
     def _compare_widths(self, holders: Callable[[], StreamHolders]) -> None:
-        """Raise SpecMismatch, before any partition is taken, if another slow gear makes features of another width."""
+        """Raise SpecMismatch, before it holds a partition, if another slow gear makes features of another width."""
         states, _ = describe_gears([self.name], lambda _: holders())
         for state in states:
             if state.dim != self._config.dim:
@@ -187,15 +189,15 @@ class SlowGearRole:
             handler.flush()
 
     def _await_partitions(self, partitions: HeldPartitions) -> None:
-        """Wait for a share; with more slow gears than partitions there is none, and none is needed."""
+        """Wait for a share of the partitions; with more slow gears than partitions some have none, and need none."""
         deadline = time.monotonic() + self._client.connect_timeout_seconds
         while not partitions.now and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         logger.info("%d of %d partitions of %r are held", len(partitions.now), NUM_PARTITIONS, self.name)
 
     def _journal(self, address: str) -> GradientJournal | None:
-        """Open the gradients that wait in the store; None: they are in memory. A Redis server, which others share, has
-        those of each address apart."""
+        """Open the journal of gradients in the store; None: they are in memory only. In a Redis server, which may be
+        shared, each address has a journal of its own."""
         config = self._config
         if config.store == _MEMORY:
             return None

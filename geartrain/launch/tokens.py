@@ -1,4 +1,4 @@
-"""Creation and revocation of the tokens of jobs: see :mod:`geartrain.ams.rpc.tokens`."""
+"""Creation and revocation of the tokens of jobs; :mod:`geartrain.ams.rpc.tokens` describes them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ TOKEN_KEY = "token.key"
 def create_token(
     folder: Path, job: str, allow: Iterable[str], days: float, out: Path | None = None
 ) -> tuple[Path, str]:
-    """Write a token for a job, signed by the key of a folder, which is made at first; return its file and its id.
+    """Write a token for a job, signed with the folder's key, which the first call makes; return its file and its id.
 
-    ``allow`` are texts as ``"faces/*=read,write"``. The file is ``JOB.token`` in the folder, or ``out``. Raises
+    ``allow`` holds texts such as ``"faces/*=read,write"``. The file is ``JOB.token`` in the folder, or ``out``. Raises
     ConfigError.
     """
     if not job.isprintable() or job != job.strip() or not 1 <= len(job) <= 200:
@@ -50,7 +50,7 @@ def create_token(
 
 
 def revoke(folder: Path, token_id: str) -> None:
-    """Let the roles of a folder believe a token no more. Raises ConfigError for what is no id."""
+    """Revoke a token for the roles of a folder. Raises ConfigError if ``token_id`` is no id."""
     if len(token_id) != 16 or not set(token_id) <= set("0123456789abcdef"):
         raise ConfigError(f"{token_id!r} is no id of a token; it has 16 of 0-9 and a-f, as 'certs token' printed them")
     path = folder / REVOKED_FILE
@@ -71,7 +71,7 @@ def _rule(text: str) -> tuple[str, int]:
 
 
 def _require_programs(folder: Path) -> None:
-    """Raises ConfigError where the certificate of programs may do everything, so that a token would bound nothing."""
+    """Raise ConfigError if the certificate of programs has all rights, so that a token would restrict nothing."""
     path = folder / f"{CLIENT}.pem"
     roles = (
         {name.role for name in names_of(x509.load_pem_x509_certificate(path.read_bytes()))}
@@ -86,7 +86,7 @@ def _require_programs(folder: Path) -> None:
 
 
 def _key(folder: Path) -> Ed25519PrivateKey:
-    """The key of the folder; made, and believed, if there is none."""
+    """Return the folder's key; make it, and add it to the trusted ones, if there is none."""
     path, believed = folder / TOKEN_KEY, folder / PUBLIC_FILE
     if path.exists():
         try:

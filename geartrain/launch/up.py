@@ -1,8 +1,8 @@
-"""``geartrain up``: a scheduler and its servers as processes of this machine, from ready to ended.
+"""``geartrain up``: a scheduler and its servers as processes of this machine, from start to stop.
 
-One thread decides: what children do and which signals arrive comes to it through one queue. A role that dies is
-started again where it was, so that its cluster finds it; one that dies again and again ends the whole cluster with an
-error that quotes its last lines.
+One thread decides: events of children and signals reach it through one queue. A role that dies is restarted at its
+address, so that its cluster finds it; one that dies too often ends the whole cluster with an error that quotes its
+last lines.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from geartrain.launch.role import KILL_AFTER_SECONDS
 
 START_TIMEOUT_SECONDS = 60.0
 MAX_RESTARTS = 5
-"""Restarts of one role within RESTART_WINDOW_SECONDS; one more, and the cluster ends."""
+"""Restarts of one role within RESTART_WINDOW_SECONDS; one more ends the cluster."""
 RESTART_WINDOW_SECONDS = 600.0
 _SCHEDULER, _DASHBOARD = "scheduler", "dashboard"
 
 
 class ChildFailed(GeartrainError):
-    """A role process exited, or did not get ready in time, although nobody told it to end."""
+    """A role process exited by itself, or did not get ready in time."""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A child serves."""
+    """Event: a child serves."""
 
     child: Child
 
 
 @dataclass(frozen=True)
 class Exited:
-    """A child has ended."""
+    """Event: a child has ended."""
 
     child: Child
 
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """What a user needs to know of a cluster that is ready."""
+    """Addresses and process ids of a cluster that is ready."""
 
     scheduler: str
     """host:port of the scheduler."""
@@ -60,15 +60,15 @@ class ClusterFacts:
     pids: dict[str, int]
     """Process id by role name."""
     more: dict[str, str]
-    """host:port of every other role that was started, by its name."""
+    """host:port of every other role, by name."""
     metrics: dict[str, str] = field(default_factory=dict)
-    """host:port where each role tells what it counts, by its name; of those that do."""
+    """host:port of each role's metrics, by name of the role; only roles that have them."""
     dashboard: str | None = None
-    """The link that opens the page, if there is one."""
+    """Link that opens the dashboard; None without one."""
 
 
 class Launcher:
-    """The processes of one cluster. A context manager: leaving it ends them all. Use it from the main thread."""
+    """The processes of one cluster. A context manager: leaving it stops them all. Use it from the main thread."""
 
     def __init__(
         self,
@@ -79,15 +79,15 @@ class Launcher:
         restart: bool = True,
         dashboard: str | None = None,
     ) -> None:
-        """Take the settings.
+        """Store the settings; :meth:`start` starts the processes.
 
         Args:
-            config: of the whole cluster; each server is told its shards, and its own port if one is given.
-            on_line: gets every log line of every child, from threads of their own.
-            more: roles to start when all shards serve; those that may are ``in_up`` in the registry.
-            restart: roles that die, where they were.
-            dashboard: host:port of a page that shows the cluster; None: there is none. However often it dies, the
-                cluster goes on.
+            config: of the whole cluster; each server gets its shards, and its own port if one is given.
+            on_line: called with every log line of every child, on threads of their own.
+            more: roles to start when all shards serve; allowed are those with ``in_up`` in the registry.
+            restart: whether to restart roles that die.
+            dashboard: host:port of a page that shows the cluster; None: no page. The cluster goes on however often it
+            dies.
 
         Raises:
             ConfigError: the shards cannot be divided among the servers, or several servers would share an address.
@@ -112,9 +112,9 @@ class Launcher:
         self._events: queue.SimpleQueue[Ready | Exited | signal.Signals] = queue.SimpleQueue()
         self._children: list[Child] = []
         self._restarts: dict[str, list[float]] = {}
-        """When each role was started again, by its name."""
+        """Times at which each role was restarted, by name."""
         self._facts: dict[str, dict[str, Any]] = {}
-        """What each role said when it was last ready, by its name."""
+        """Content of each role's last ready line, by name."""
 
     def __enter__(self) -> Self:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -124,14 +124,14 @@ class Launcher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):  # whoever asks again waits for nobody's snapshot
+        for number in (signal.SIGTERM, signal.SIGINT):  # a second signal does not wait for snapshots
             signal.signal(number, lambda *_: self._kill())
-        # Servers first, so that they can still take leave of the scheduler, and jobs their snapshots.
+        # Servers first: they can still sign off at the scheduler, and jobs take their snapshots.
         self._stop_children(self._children[1:], KILL_AFTER_SECONDS + self._server.leave_timeout_seconds)
         self._stop_children(self._children[:1], KILL_AFTER_SECONDS)
 
     def start(self) -> ClusterFacts | None:
-        """Start every role; return once all shards serve, or with None if told to end meanwhile.
+        """Start every role; return once all shards serve, or with None if stopped meanwhile.
 
         Raises:
             ConfigError: a child cannot run with its settings, for example because its port is in use.
@@ -140,7 +140,7 @@ class Launcher:
         for name, listen in self._listen.items():
             require_free(listen, f"--{name}-listen")
         if self._dashboard is not None:
-            importlib.import_module("geartrain.watch.page")  # it may lack a library, which is told before roles begin
+            importlib.import_module("geartrain.watch.page")  # reports a missing library before roles start
             require_free(self._dashboard, "--dashboard-listen")
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         told = self._await_ready([self._spawn(_SCHEDULER, "scheduler")], deadline)
@@ -171,10 +171,10 @@ class Launcher:
         return ClusterFacts(scheduler, shards, pids, more, metrics, page)
 
     def wait(self) -> None:
-        """Serve until told to end by SIGTERM or SIGINT.
+        """Serve until SIGTERM or SIGINT.
 
         Raises:
-            ChildFailed: a role died that is not to be restarted, or for the MAX_RESTARTS + 1st time in
+            ChildFailed: a role died that is not restarted, or for the MAX_RESTARTS + 1st time in
                 RESTART_WINDOW_SECONDS.
         """
         while not isinstance(event := self._events.get(), signal.Signals):
@@ -201,13 +201,13 @@ class Launcher:
             raise _failure(dead, f"ended by itself ({dead.exit_text}){times}")
         self._restarts[dead.name] = [*recent, now]
         self._on_line(f"{dead.name} | ended by itself ({dead.exit_text}); starting it again")
-        self._environ.pop(failpoints.VARIABLE, None)  # armed for the first life only, or it would never stand up again
+        self._environ.pop(failpoints.VARIABLE, None)  # armed for the first life only, or every restart would fail again
         again = self._child(dead.name, self._arguments_again(dead))
         self._on_line(f"{dead.name} | is process {again.pid} now")
         self._children[self._children.index(dead)] = again
 
     def _arguments_again(self, dead: Child) -> list[str]:
-        """What the role was started with, but the ports that it had: others know it by them."""
+        """Return the arguments of a role for its restart: the same, with the ports it had, by which others know it."""
         facts = self._facts[dead.name]
         again = {}
         if "metrics" in facts:
@@ -247,7 +247,7 @@ class Launcher:
         )
 
     def _await_ready(self, children: Sequence[Child], deadline: float) -> list[dict[str, Any]] | None:
-        """Return what each child said when it was ready, or None if told to end."""
+        """Return each child's ready facts, or None if stopped meanwhile."""
         awaited = set(children)
         while awaited:
             try:
@@ -277,7 +277,7 @@ class Launcher:
 
 
 def next_address(first: str, index: int) -> str:
-    """``first`` with a port so much higher; port 0 stays: any free one."""
+    """Return the address ``first`` with its port raised by ``index``; port 0, any free one, stays."""
     host, port = split_address(first)
     return format_address(host, port and port + index)
 

@@ -1,4 +1,4 @@
-"""Clusters on Ray: roles and the processes that train are actors, which Ray places and starts again."""
+"""Clusters on Ray: roles and training processes are actors, which Ray places and restarts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What runs in actors of Ray: roles, and the functions that train. A process each, which ends with Ray's daemon there
-(it watches that) and with the program that made the cluster."""
+"""Ray actors of roles and training functions: one process each, which ends with its node's Ray daemon (it watches that)
+and with the program that made the cluster."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _RETRY_SECONDS = 1.0
 
 
 class RoleActor:
-    """A role, which serves for as long as the actor lives.
+    """A role that serves while the actor lives.
 
-    Ray starts an actor again whose process died, but not one whose constructor failed: that is tried again here. Only
-    the very first failure is told, to whoever waits for :meth:`facts`.
+    Ray restarts an actor whose process died, but not one whose constructor failed: the constructor retries here. Only
+    the very first failure is reported, to the caller of :meth:`facts`.
     """
 
     def __init__(
         self, title: str, name: str, config: ClusterConfig, host: str | None, port: int, settings: Mapping[str, Any]
     ) -> None:
-        """Start the role at ``host``, None: at the address of its machine."""
+        """Start the role at ``host``; None: at the address of its machine."""
         log_to_stderr("info")
         raise_open_files()
         self._title = title
@@ -55,20 +55,20 @@ class RoleActor:
         threading.Thread(target=self._watch, name="role-watch", daemon=True).start()
 
     def __repr__(self) -> str:
-        return self._title  # before each line of its log
+        return self._title  # prefix of each line of its log
 
     def facts(self) -> dict[str, Any]:
-        """What its ready line would say. Raises the error with which it did not start."""
+        """Return the content of its ready line. Raises the error with which it did not start."""
         if self._error is not None:
             raise type(self._error)(f"{self._title} on {socket.gethostname()}: {self._error}")
         return {**self._role.facts, "pid": os.getpid()}
 
     def node(self) -> str:
-        """The number of Ray for the node where it is."""
+        """Return Ray's id of its node."""
         return str(ray.get_runtime_context().get_node_id())
 
     def close(self) -> None:
-        """End the role in good order."""
+        """Shut the role down in order."""
         self._closing = True
         if self._error is None:
             self._role.close()
@@ -81,25 +81,24 @@ class RoleActor:
 
 
 class WorkerActor:
-    """A process that trains."""
+    """A training process."""
 
     def __init__(self, rank: int, environ: Mapping[str, str]) -> None:
-        """Be one rank of those that ``environ`` tells of."""
+        """Set the environment of one rank from ``environ``."""
         log_to_stderr("info")
         self._rank = rank
-        os.environ.pop("MASTER_PORT", None)  # of a torchrun that this Ray may be under
+        os.environ.pop("MASTER_PORT", None)  # from a torchrun that may have started this Ray
         os.environ.update(environ)
 
     def __repr__(self) -> str:
         return f"worker {self._rank}"
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Call it."""
         return function(*arguments)
 
 
 def free_address(host: str | None, port: int) -> str:
-    """host:port on the machine where this runs; at port 0 one that is free."""
+    """Return host:port on this machine, with a free port in place of port 0."""
     host = host or ray.util.get_node_ip_address()
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         if port == 0:

@@ -1,4 +1,4 @@
-"""A cluster on Ray, from its first actor to the last."""
+"""Cluster on Ray: start, workers, checks and end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 _SCHEDULER = "scheduler"
 _WORKER_ERRORS = (RayActorError, RayTaskError, ObjectLostError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
-"""A worker failed or went, or what it returned did: with its node, or with what Ray's head knew of it."""
+"""Errors of a worker or its result: it failed, its node went, or Ray's head lost it."""
 _ERRORS_OF_ARGUMENTS = (ConfigError, InvalidArgument, SourceError)
 
 
@@ -60,35 +60,35 @@ def cluster(
     timeout_seconds: float = 120.0,
     config: ClusterConfig | None = None,
 ) -> RayCluster:
-    """Start a cluster on Ray, and keep room for processes that train; returns once all shards serve.
+    """Start a cluster on Ray, and reserve resources for training processes; returns once all shards serve.
 
         with gt.ray.cluster(num_shards=4, workers=2, gpus_per_worker=1) as cluster:
             losses = cluster.run(train, cluster.address)    # train(address) on each of the two
 
     Shards are spread over the nodes of Ray and workers packed, by a placement group each. An actor whose process dies
-    is started again: a shard on any node, empty, as under ``geartrain up``; the scheduler at its address, on the node
-    of this program. They all end with this program, however it ends. Ray is joined as ``ray.init()`` does unless it
-    was before.
+    is restarted: a shard on any node, empty, as under ``geartrain up``; the scheduler at its address, on the node of
+    this program. All actors end with this program, however it ends. Joins Ray as ``ray.init()`` does, unless this
+    program has.
 
     Args:
         num_shards: of the cluster; None: ``scheduler.num_shards`` of ``config``.
-        workers: how many processes :meth:`RayCluster.run` starts.
-        gpus_per_worker: of Ray's resources, for each of them.
-        cpus_per_worker: the same.
+        workers: number of processes that :meth:`RayCluster.run` starts.
+        gpus_per_worker: of Ray's resources, for each worker.
+        cpus_per_worker: of Ray's resources, for each worker.
         cpus_per_shard: of Ray's resources, for each process that holds shards (``server.shards`` of them).
         port: of the scheduler; 0: a free one.
-        more: further roles, as ``"graph"``; they stay on the scheduler's node.
-        max_restarts: how often an actor is started again; -1: as often as it dies, 0: not at all.
-        insecure: Let roles be reached from other machines without certificates: any process there reads all rows.
-        timeout_seconds: how long it may take until all of them serve; where Ray has to add nodes, minutes.
+        more: further roles, as ``"graph"``, on the scheduler's node.
+        max_restarts: number of restarts of an actor; -1: unlimited, 0: none.
+        insecure: Allow other machines to reach roles without certificates: any process there can read all rows.
+        timeout_seconds: time until all of them must serve; minutes where Ray has to add nodes.
         config: settings of all roles; None: as the environment says. With ``security.folder`` roles listen at the
-            address of their node; the folder must be at that path on every node, with the certificates of what runs
-            there. Without, all roles are on loopback.
+            address of their node; the folder must be at that path on every node, with the certificates of the roles
+            there. Without it, all roles are on loopback.
 
     Raises:
-        ConfigError: Ray has several machines and there is neither a folder of certificates nor ``insecure``; or a role
+        ConfigError: Ray has several machines and neither a folder of certificates nor ``insecure`` is given; or a role
             cannot run with its settings.
-        ClusterNotReady: Ray has no room for them, or it took longer than ``timeout_seconds``.
+        ClusterNotReady: Ray lacks the resources, or it took longer than ``timeout_seconds``.
     """
     config = config or configuration.load()
     identify(config.security.folder, token=config.security.token)
@@ -120,43 +120,43 @@ def cluster(
 
 
 class RayCluster:
-    """A cluster on Ray, as :func:`cluster` returns it. A context manager: leaving it closes it."""
+    """A cluster on Ray, as :func:`cluster` returns it. A context manager: leaving it closes the cluster."""
 
     def __init__(self, config: ClusterConfig, insecure: bool, max_restarts: int) -> None:
         self.address = ""
-        """host:port of the scheduler, for :func:`geartrain.connect`: the same for as long as the cluster lives."""
+        """host:port of the scheduler, for :func:`geartrain.connect`: constant while the cluster lives."""
         self.facts = ClusterFacts("", (), {}, {})
-        """What there was when all shards first served."""
+        """Addresses and process ids when all shards first served."""
         self._config = config
         self._insecure = insecure
         self._max_restarts = max_restarts
         self._host = None if insecure or config.security.folder not in (None, NO_FOLDER) else "127.0.0.1"
-        """Where roles listen; None: at the address of their node."""
+        """Host at which roles listen; None: the address of their node."""
         self._actors: dict[str, Any] = {}
         self._groups: list[PlacementGroup] = []
-        """Of the shards; and of the workers, if there are any."""
+        """Placement groups of the shards and, if there are any, of the workers."""
         self._started_ray = not ray.is_initialized()
         if self._started_ray:
             ray.init()
 
     def actor(self, name: str) -> Any:
-        """The actor of a role: ``"scheduler"``, ``"server 0"`` and so on, or one of ``more``."""
+        """Return the actor of a role: ``"scheduler"``, ``"server 0"`` and so on, or one of ``more``."""
         return self._actors[name]
 
     def run(self, function: Callable[..., Any], *arguments: Any, max_failures: int = 10) -> list[Any]:
-        """Call ``function(*arguments)`` in every worker at once; return what each returned, by rank.
+        """Call ``function(*arguments)`` in every worker at once; return each result, by rank.
 
         A worker is an actor with ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` (0: Ray shows each its own GPUs) in its
-        environment, and :func:`geartrain.init_process_group` lets them meet, by the scheduler. If one dies or raises,
-        all are started again, and the function is called anew: it looks for its last snapshot, and goes on from there.
+        environment; :func:`geartrain.init_process_group` joins them through the scheduler. If one dies or raises, all
+        are restarted and the function is called again; it should resume from its last snapshot.
 
         Args:
-            function: pickled by Ray, as are its arguments and what it returns.
-            max_failures: how often they are started again, -1: always; then the last failure is raised.
+            function: pickled by Ray, as are its arguments and result.
+            max_failures: number of restarts, -1: unlimited; after the last one the failure is raised.
 
         Raises:
             ConfigError: The cluster was made without workers.
-            Exception: What the function raised. ConfigError, InvalidArgument and SourceError at once.
+            Exception: The error of the function. ConfigError, InvalidArgument and SourceError without a restart.
         """
         if len(self._groups) < 2:
             raise ConfigError("this cluster has no workers; say how many: gt.ray.cluster(..., workers=2)")
@@ -166,7 +166,7 @@ class RayCluster:
             calls = [worker.run.remote(function, arguments) for worker in workers]
             try:
                 waiting = calls
-                while waiting:  # the first that fails is enough: the others may wait for that one
+                while waiting:  # the first failure is enough: the others may wait for that one
                     done, waiting = ray.wait(waiting)
                     ray.get(done)
                 return list(ray.get(calls))
@@ -175,34 +175,33 @@ class RayCluster:
                 failures += 1
                 if isinstance(cause, _ERRORS_OF_ARGUMENTS) or 0 <= max_failures < failures:
                     raise cause from exc
-                reason = str(cause).partition("\n")[0]  # Ray goes on for lines about what may have killed it
+                reason = str(cause).partition("\n")[0]  # Ray adds lines about possible causes
                 logger.warning("the workers are started again (%d so far): %s", failures, reason)
             finally:
                 for worker in workers:
                     ray.kill(worker)
 
     def check(self, timeout_seconds: float = 1.0) -> None:
-        """Raise ClusterNotReady if an actor has died for good; looks for at most so long."""
+        """Raise ClusterNotReady if an actor has died for good; takes at most ``timeout_seconds``."""
         asked = {actor.facts.remote(): name for name, actor in self._actors.items()}
         done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_seconds)
         for call in done:
             try:
-                with suppress(ObjectLostError):  # the answer, not the actor: it is asked again
+                with suppress(ObjectLostError):  # only the answer was lost: it is asked for again
                     ray.get(call)
             except RayActorError as exc:
                 raise ClusterNotReady(f"the actor of {asked[call]} is not started again any more: {exc}") from exc
 
     def close(self) -> None:
-        """End all roles, servers first, and give Ray its room back. Idempotent.
+        """Stop all roles, servers first, and free Ray's resources. Idempotent.
 
-        Servers wait for snapshots of running jobs (``server.leave_timeout_seconds``), but not where the cluster has
-        never been ready. Snapshots stay, and the folders
-        that settings name (``scheduler.data``).
+        Servers wait for snapshots of running jobs (``server.leave_timeout_seconds``), but not if the cluster was never
+        ready. Snapshots stay, as do the folders that settings name (``scheduler.data``).
         """
         servers = [actor for name, actor in self._actors.items() if name.startswith("server ")]
         others = [actor for actor in self._actors.values() if actor not in servers]
         for actors, leave in ((servers, self._config.server.leave_timeout_seconds), (others, 0.0)):
-            # Those that never served may yet wait for their scheduler, and hear nothing until then.
+            # Servers that never served may still wait for their scheduler, and hear nothing until then.
             if self.facts.scheduler and (calls := [actor.close.remote() for actor in actors]):
                 ray.wait(calls, num_returns=len(calls), timeout=KILL_AFTER_SECONDS + leave)
             for actor in actors:
@@ -221,7 +220,7 @@ class RayCluster:
         self.close()
 
     def _reserve(self, shards: list[dict[str, float]], workers: list[dict[str, float]]) -> None:
-        """Ask Ray for room. Raises ConfigError where rows would travel between machines in the open."""
+        """Reserve Ray's resources. Raises ConfigError if rows would travel between machines unencrypted."""
         nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         if self._host is not None:
             if len(machines := set(nodes.values())) > 1:
@@ -230,7 +229,7 @@ class RayCluster:
                     "nor authenticated; set security.folder to a folder that 'geartrain certs init' fills and that is "
                     "at that path on every node, or accept the risk on a private network with insecure=True"
                 )
-            # Nodes that Ray adds later are no place for shards: they have another loopback.
+            # Nodes that Ray adds later cannot hold shards: they have another loopback.
             here = {f"node:{nodes[ray.get_runtime_context().get_node_id()]}": 0.001}
             shards, workers = ([room | here for room in rooms] for rooms in (shards, workers))
         self._shards = shards
@@ -314,7 +313,7 @@ class RayCluster:
 
 
 def _options(room: Mapping[str, float]) -> dict[str, Any]:
-    """The options of an actor that takes so much."""
+    """Return the options of an actor with these resources."""
     own = {name: amount for name, amount in room.items() if name.startswith("node:")}
     return {
         "num_cpus": room.get("CPU", 0),

@@ -1,4 +1,4 @@
-"""``geartrain up --on ray``: a cluster on Ray, from ready to ended."""
+"""``geartrain up --on ray``: a cluster on Ray, from start to stop."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _LOOK_SECONDS = 1.0
 
 
 class RayLauncher:
-    """What :class:`geartrain.launch.up.Launcher` is on one machine; used alike, from the main thread."""
+    """Launcher of a cluster on Ray, used like :class:`geartrain.launch.up.Launcher`, from the main thread."""
 
     def __init__(self, config: ClusterConfig, address: str | None, more: Sequence[str], *, restart: bool) -> None:
-        """Take the settings; ``address`` is of Ray: None: as ``RAY_ADDRESS`` says, or one that runs on this machine,
-        else one is started for as long as this cluster lives."""
+        """Store the settings. ``address`` is that of Ray; None: ``RAY_ADDRESS``, else the Ray that runs on this
+        machine, else a new one that lives as long as this cluster."""
         self._config = config
         self._address = address or os.environ.get("RAY_ADDRESS")
         self._more = more
@@ -31,29 +31,29 @@ class RayLauncher:
         self._cluster: RayCluster | None = None
 
     def __enter__(self) -> Self:
-        """Raises ConfigError if there is no Ray at the address."""
+        """Connect to Ray. Raises ConfigError if there is none at the address."""
         quiet = {"logging_level": "WARNING"}
         try:
             ray.init(self._address or "auto", **quiet)
         except (ConnectionError, ValueError) as exc:
             if self._address is not None:
                 raise ConfigError(f"cannot join Ray at {self._address}: {exc}") from exc
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # what we start tells nobody of itself
-            servers = max(os.cpu_count() or 1, self._config.num_servers)  # which share the processors, as under 'up'
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a Ray that we start sends no usage statistics
+            servers = max(os.cpu_count() or 1, self._config.num_servers)  # servers share the processors, as under 'up'
             ray.init(num_cpus=servers, include_dashboard=False, **quiet)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.default_int_handler)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):  # whoever asks again waits for nobody's snapshot
-            signal.signal(number, lambda *_: os._exit(1))  # and Ray ends the actors of a program that is gone
+        for number in (signal.SIGTERM, signal.SIGINT):  # a second signal does not wait for snapshots
+            signal.signal(number, lambda *_: os._exit(1))  # Ray ends the actors of a program that is gone
         if self._cluster is not None:
             self._cluster.close()
         ray.shutdown()
 
     def start(self) -> ClusterFacts | None:
-        """Start every role; return once all shards serve, or with None if told to end meanwhile. Raises as
+        """Start every role; return once all shards serve, or with None if stopped meanwhile. Raises as
         :func:`cluster`."""
         settings: dict[str, Any] = {"port": split_address(self._config.scheduler.listen)[1], "more": self._more}
         try:
@@ -63,7 +63,7 @@ class RayLauncher:
         return self._cluster.facts
 
     def wait(self) -> None:
-        """Serve until told to end by SIGTERM or SIGINT. Raises ClusterNotReady if an actor has died for good."""
+        """Serve until SIGTERM or SIGINT. Raises ClusterNotReady if an actor has died for good."""
         assert self._cluster is not None
         try:
             while True:

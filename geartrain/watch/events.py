@@ -1,4 +1,4 @@
-"""The events of a cluster, page after page, as its scheduler has them."""
+"""Reader of a cluster's event log, page by page from its scheduler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMED = 5
 
 
 class EventReader:
-    """Gives each event once. Not thread-safe."""
+    """Yields each event of a cluster once. Not thread-safe."""
 
     def __init__(
         self,
@@ -23,15 +23,17 @@ class EventReader:
         most: int = 0,
         forgot: Callable[[int, int], None] = lambda last, since: None,  # noqa: ARG005
     ) -> None:
-        """``read`` asks for those behind a number. It begins behind number ``since``, or with the last ``most``.
+        """``read(number)`` returns a page of the events after a number. Starts after ``since``, or with the last
+        ``most``.
 
-        ``forgot`` hears of a scheduler that was restarted without its memory: the number of its last event, and that
-        of the last one that was given. It is begun with anew.
+        ``forgot`` is called when a scheduler was restarted without its data: with the number of its last event, and of
+        the last event yielded. Reading then starts at its first event.
         """
         self._read, self._since, self._most, self._forgot = read, since, most, forgot
 
     def new(self) -> Iterator[ClusterEvent]:
-        """Those that there are by now, the oldest first. Raises what ``read`` does; the next call goes on there."""
+        """Yield the events since the last call, oldest first. Raises errors of ``read``; the next call resumes
+        there."""
         if self._since is None:
             self._since = max(0, self._read(_NEWEST).last - self._most)
         last = None
@@ -52,8 +54,8 @@ class EventReader:
 
 
 def folded(events: Iterable[ClusterEvent]) -> Iterator[ClusterEvent]:
-    """The events, but of changes of tables that came one after another, as 36 that were dropped, the last in the place
-    of all: it tells how many, and names the first."""
+    """Merge changes of tables that came one after another, such as 36 dropped ones, into one event in the place of the
+    last: it has their number, and names the first."""
     for what, run in groupby(events, lambda event: event.text.rpartition(" ")[2] if event.kind == "schema" else None):
         same = list(run)
         if what is None or len(same) == 1:

@@ -15,35 +15,35 @@ from geartrain.watch.events import EventReader
 
 _ANSWER_SECONDS = 2.0
 JOBS_PER_LOOK = 100
-"""With more of them, they are asked for at every so many-th look: they tell less often, too."""
+"""Jobs above which reports are read at every n-th look only: each job then reports less often, too."""
 
 
 class Rates(NamedTuple):
-    """Of a shard, a second, since the look before."""
+    """Rates of a shard per second since the last look."""
 
     calls: float = 0.0
-    """For rows."""
+    """Calls for rows."""
     writes: float = 0.0
     cpu: float = 0.0
-    """Cores that its process kept busy."""
+    """CPU cores that its process kept busy."""
 
 
 class ClusterLook(NamedTuple):
-    """What there was at one look."""
+    """Result of one poll: status, rates, jobs and events."""
 
     status: ClusterStatus
     rates: dict[int, Rates]
-    """By shard, of those that the look before saw, too."""
+    """Rates by shard, of shards that the last poll saw, too."""
     jobs: tuple[JobEntry, ...]
     events: list[ClusterEvent]
-    """New ones, the oldest first."""
+    """New events, oldest first."""
 
 
 class ClusterWatch:
-    """Looks at a cluster. Not thread-safe."""
+    """Polls a cluster. Not thread-safe."""
 
     def __init__(self, config: ClusterConfig, most_events: int) -> None:
-        """``most_events``: of those that the first look finds."""
+        """``most_events`` limits the past events that the first poll returns."""
         self.address = config.server.scheduler
         self.config = config.client.model_copy(update={"connect_timeout_seconds": _ANSWER_SECONDS})
         self._events = EventReader(self._read_events, most=most_events)
@@ -52,10 +52,10 @@ class ClusterWatch:
         self._looks = 0
         self._jobs: tuple[JobEntry, ...] = ()
         self._before: tuple[float, dict[tuple[int, int], Rates]] = (0.0, {})
-        """When, and what each process of a shard had done."""
+        """Time of the last poll, and the totals of each process of a shard."""
 
     def poll(self) -> ClusterLook:
-        """Ask scheduler and shards once. Raises SchedulerUnavailable, AccessDenied; another look tries anew."""
+        """Poll scheduler and shards once. Raises SchedulerUnavailable, AccessDenied; the next poll retries."""
         if self._scheduler is None:
             self._scheduler, self._dial_shard = dial(self.address, self.config, once=True)
         try:
@@ -68,13 +68,13 @@ class ClusterWatch:
             self.close()
             raise SchedulerUnavailable(f"{exc}; {remedy(exc)}") from None
         up = {(shard.address, shard.shard) for shard in status.shards if shard.state in ("up", "leaving")}
-        for key in self._shards.keys() - up:  # a connection that failed waits before it tries again; a new one does not
+        for key in self._shards.keys() - up:  # a failed connection backs off before it retries; a new one does not
             self._shards.pop(key).close()
         now, (at, before) = time.monotonic(), self._before
         done = {
             (shard.shard, shard.incarnation): Rates(shard.row_calls, shard.writes, shard.cpu_seconds)
             for shard in status.shards
-            if shard.state in ("up", "leaving")  # of others nothing is known, not even that they did nothing
+            if shard.state in ("up", "leaving")  # the totals of other shards are unknown, not 0
         }
         self._before = now, done
         rates = {
@@ -84,7 +84,7 @@ class ClusterWatch:
         return ClusterLook(status, rates, self._jobs, events)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connections."""
         for carrier in self._shards.values():
             carrier.close()
         self._shards.clear()
@@ -103,7 +103,7 @@ class ClusterWatch:
 
 
 def health_of(status: ClusterStatus) -> str:
-    """``ready``, ``degraded`` if all shards are up and tables lack rows, or ``not ready``."""
+    """Return ``ready``, ``degraded`` if all shards are up and tables lack rows, or ``not ready``."""
     if any(shard.state != "up" for shard in status.shards):
         return "not ready"
     if status.incomplete_tables:
@@ -112,7 +112,7 @@ def health_of(status: ClusterStatus) -> str:
 
 
 class _KeptOpen:
-    """A carrier that whoever borrows it does not close."""
+    """A carrier that stays open when a borrower closes it."""
 
     def __init__(self, carrier: ShardCarrier) -> None:
         self.submit = carrier.submit

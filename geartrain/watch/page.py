@@ -1,7 +1,7 @@
-"""The page that shows a running cluster: a small HTTP server, a client of the cluster like others.
+"""Dashboard of a running cluster: a small HTTP server, which is an ordinary client of the cluster.
 
-Whoever has the link that it printed may look: the link is good once, for a cookie. The next one lies in a file that
-only its user can read. One task looks at the cluster, each second while a page is open, and tells all open pages by
+The link it prints gives access: it works once and sets a cookie. The next link is in a file that only its user can
+read. One task polls the cluster, each second while a page is open, and sends the result to all open pages as
 server-sent events.
 """
 
@@ -51,10 +51,10 @@ _ANOTHER = """<title>Geartrain: another link is needed</title><main><section>
 
 
 class Dashboard:
-    """Serves the page of a cluster, on a thread of its own. A :class:`geartrain.launch.role.RunningRole`."""
+    """Serves the page of a cluster on a thread of its own. A :class:`geartrain.launch.role.RunningRole`."""
 
     def __init__(self, config: ClusterConfig, listen: str) -> None:
-        """Listen at ``"host:port"``. Raises ConfigError: nobody can listen there, or strangers could read along."""
+        """Listen at ``"host:port"``. Raises ConfigError: it cannot be bound, or strangers could read along."""
         folder, _ = identity(listen)
         self._is_loopback = is_loopback(listen)
         if not self._is_loopback and folder is None:
@@ -66,10 +66,10 @@ class Dashboard:
         self._names = Names(listen)
         listener = listening_socket(listen, "show the page")
         host, _ = split_address(listen)
-        self._cookie = f"geartrain-{listener.getsockname()[1]}"  # cookies are of a host, not of a port
+        self._cookie = f"geartrain-{listener.getsockname()[1]}"  # a cookie belongs to a host, not to a port
         self._session = secrets.token_urlsafe(32)
         self._used: set[str] = set()
-        """Keys of links that were opened."""
+        """Keys of used links."""
         self._html = _html()
         self._told = Told(config)
         routes = [
@@ -90,24 +90,23 @@ class Dashboard:
             connections=2 * _MOST_PAGES,
         )
         self.address = self._server.address
-        """host:port that it listens at."""
+        """host:port of the page."""
         self.wait = self._server.wait
         self._create_key()
 
     def stop(self, grace_seconds: float) -> None:
-        """Serve no more."""
         self._server.stop(grace_seconds)
         with contextlib.suppress(OSError):
             _link_file(self.address).unlink()
 
     @property
     def end_reason(self) -> str | None:
-        """Why it ended by itself; None if it did not."""
+        """Reason why it ended by itself; None if it did not."""
         return self._server.end_reason
 
     @property
     def url(self) -> str:
-        """Opens the page, once."""
+        """Link that opens the page, once."""
         return f"http{'' if self._is_loopback else 's'}://{self.address}/?key={self._key}"
 
     @contextlib.asynccontextmanager
@@ -117,7 +116,7 @@ class Dashboard:
         looking.cancel()
 
     def _guarded(self, app: Any) -> Any:
-        """Nobody is answered under another's name (DNS rebinding), or without the cookie but for the key."""
+        """Refuse requests under another host name (DNS rebinding), and requests with neither the cookie nor the key."""
 
         async def guarded(scope: Any, receive: Any, send: Any) -> None:
             if scope["type"] != "http":
@@ -188,14 +187,14 @@ class Dashboard:
 
 
 def link_to(listen: str) -> str:
-    """A link for another browser to the dashboard of this user that listens at ``"host:port"`` of this machine.
+    """Return a link for another browser to the dashboard of this user at ``"host:port"`` of this machine.
 
     Raises ConfigError if there is none.
     """
     path = _link_file(listen)
     try:
         link = path.read_text(encoding="utf-8")
-        socket.create_connection(split_address(listen), _ANSWER_SECONDS).close()  # one that was killed left its file
+        socket.create_connection(split_address(listen), _ANSWER_SECONDS).close()  # a killed one leaves its file behind
     except OSError as exc:
         raise ConfigError(
             f"no dashboard of yours listens at {listen}; 'geartrain dashboard --listen {listen}' is one"
@@ -204,12 +203,12 @@ def link_to(listen: str) -> str:
 
 
 def _link_file(listen: str) -> Path:
-    """In a folder that hosts may share."""
+    """Return the file of the next link, in a folder that hosts may share."""
     return platformdirs.user_state_path("geartrain") / f"dashboard-{socket.gethostname()}-{listen}"
 
 
 def _html() -> str:
-    """The page, behind its curves and the library that draws them."""
+    """Return the page's HTML, after the script of its curves and the library that draws them."""
     names = ("uPlot.min.css", "uPlot.iife.min.js", "curves.js", "page.html")
     style, library, curves, page = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in names)
     return f"<style>{style}</style><script>{library}</script><script>{curves}</script>{page}"

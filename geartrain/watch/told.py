@@ -1,4 +1,4 @@
-"""What open pages are told: how the cluster was at the last look, curves, and what happened."""
+"""State of the open pages: the last poll of the cluster, curves, and events."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from geartrain.watch.looks import ClusterLook, ClusterWatch, Rates, health_of
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS, _IDLE_SECONDS = 1.0, 5.0
-"""Between two looks: while a page is open, and while none is (curves go on)."""
+"""Seconds between polls: while a page is open, and while none is (curves continue)."""
 _GEAR_SECONDS = 5.0
-"""Between two questions to gears and graphs."""
+"""Seconds between polls of gears and graphs."""
 _MOST_EVENTS, _MOST_SNAPSHOTS, _MOST_CURVES = 300, 100, 500
 _MOST_POINTS = 1500
-"""Of a curve, before old ones are thinned out."""
+"""Points of a curve before old ones are thinned out."""
 _FINENESS = 150
-"""Thinned points are no closer than this part of their age: an hour ago 24 s, a day ago 10 minutes."""
+"""Ratio of a thinned point's age to the distance of its neighbour: an hour ago 24 s, a day ago 10 minutes."""
 _TROUBLE = ("lost", "takeover", "recovery", "restore", "snapshot_failed", "job_failed", "job_silent")
-"""Events that curves are marked with, or that people look for: as many are kept as of all others."""
+"""Events that mark curves, or that people look for: kept apart from the others, up to the same number."""
 _FIRST_EVENTS = 10_000
-"""Looked through at first, for snapshots."""
+"""Events read at first to find snapshots."""
 
 Point = tuple[float, int | None, float]
-"""When (unix seconds), after how many steps of the job (None: of no job), and the value."""
+"""Time (unix seconds), steps of the job (None: not of a job), and value."""
 
 
 class Told:
-    """Looks at a cluster and keeps what pages are told. Used by one event loop."""
+    """Polls a cluster and stores the content of the pages. Used by one event loop."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
@@ -63,26 +63,26 @@ class Told:
             "start": f"{secured}geartrain worker ctr --data movielens --scheduler {self._watch.address}",
         }
         self._at = 0.0
-        """When it was last told anew, in unix seconds."""
+        """Time of the last change, in unix seconds."""
         self._curves: dict[str, list[Point]] = {}
         self._tables: dict[str, dict[str, Any]] = {}
-        """As they were last whole, until they are dropped."""
+        """Each table as it last was complete, until it is dropped."""
         self._events: dict[bool, deque[dict[str, Any]]] = {of: deque(maxlen=_MOST_EVENTS) for of in (False, True)}
-        """By whether they are trouble: a flood of others pushes none of it out."""
+        """Events by whether they are trouble: a flood of others then drops none of it."""
         self._last = 0
-        """Number of the last event: our own, as a scheduler may begin anew."""
+        """Number of the last event: counted here, as a scheduler may restart its numbers."""
         self._snapshots: dict[str, dict[str, Any]] = {}
-        """That events tell of, the newest last."""
+        """Snapshots that events mention, newest last."""
         self._there: set[str] = set()
-        """Paths of those that were found there."""
+        """Paths of the snapshots that exist."""
         self._verifying: asyncio.Task[None] | None = None
         self._news, self._opened = asyncio.Event(), asyncio.Event()
         self.pages = 0
-        """That are open."""
+        """Number of open pages."""
 
     @contextlib.contextmanager
     def open_page(self) -> Iterator[None]:
-        """A page is open for so long."""
+        """Count a page as open inside the ``with`` block."""
         self.pages += 1
         self._opened.set()
         try:
@@ -91,7 +91,7 @@ class Told:
             self.pages -= 1
 
     async def run(self) -> None:
-        """Look again and again, until cancelled."""
+        """Poll until cancelled."""
         beside = [asyncio.create_task(self._poll_gears_and_graphs()), asyncio.create_task(self._list_snapshots())]
         try:
             await self._poll_loop()
@@ -100,18 +100,18 @@ class Told:
                 task.cancel()
 
     async def _poll_gears_and_graphs(self) -> None:
-        """Ask gears and graphs, which make nobody wait who does not answer."""
+        """Poll gears and graphs in the background, so that one that does not answer delays nothing."""
         while True:
             try:
                 self._state |= await asyncio.to_thread(_gears_and_graphs, self._config)
-            except GeartrainError:  # as a look says
+            except GeartrainError:  # the poll of the cluster shows the error
                 pass
             except Exception:
                 logger.exception("gears and graphs were not asked")
             await asyncio.sleep(_GEAR_SECONDS)
 
     async def _list_snapshots(self) -> None:
-        """Look which snapshots are there; apart from the looks, as a disk may hang."""
+        """Check which snapshots exist; apart from the polls, as a disk may hang."""
         while True:
             told = list(self._snapshots)
             self._there = await asyncio.to_thread(_there, told)
@@ -127,7 +127,7 @@ class Told:
             try:
                 look = await asyncio.to_thread(self._watch.poll)
                 self._update(look)
-            except GeartrainError as exc:  # it may come back
+            except GeartrainError as exc:  # the cluster may come back
                 self._state["error"] = f"{exc}; asked again until it answers"
             except Exception:
                 logger.exception("a look failed")
@@ -138,14 +138,16 @@ class Told:
                 await asyncio.wait_for(self._opened.wait(), _LOOK_SECONDS if self.pages else _IDLE_SECONDS)
 
     async def is_newer(self, at: float) -> bool:
-        """Wait for what is newer than ``at``, for a second at most; return whether there is some."""
+        """Wait up to a second for a change after ``at``; return whether there was one."""
         if self._at <= at:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), _LOOK_SECONDS)
         return self._at > at
 
     def message(self, seen: int, at: float) -> tuple[dict[str, Any], int, float]:
-        """What a page is told that knows events up to number ``seen`` and curves up to ``at``; both of these now."""
+        """Return the message for a page that has events up to number ``seen`` and curves up to ``at``, and both numbers
+        now.
+        """
         message = {
             **self._state,
             "now": time.time(),
@@ -162,7 +164,7 @@ class Told:
         return message, self._last, self._at
 
     def start_verification(self, path: object) -> str:
-        """Read a snapshot that events tell of; return why not."""
+        """Start to verify a snapshot that events mention; return why not, or ""."""
         if not isinstance(path, str) or path not in self._snapshots:
             return "no event tells of this snapshot"
         if self._verifying is not None and not self._verifying.done():
@@ -220,7 +222,7 @@ class Told:
                 for name, value in _curves_of(job.report).items():
                     if value is not None and math.isfinite(value):
                         points[f"{name} {job.job}"] = (job.report.step, value)
-        points |= {f"rows {table.name}": (None, table.rows) for table in status.tables}  # last: where there is room
+        points |= {f"rows {table.name}": (None, table.rows) for table in status.tables}  # last: as far as there is room
         drawn = dict(itertools.islice(points.items(), _MOST_CURVES))
         for name, (step, value) in drawn.items():
             self._add_point(name, now, step, value)
@@ -243,7 +245,7 @@ class Told:
                 }
 
     def _tables_of(self, status: ClusterStatus) -> list[dict[str, Any]]:
-        """All tables, those that lack rows as they were last whole: the scheduler has but their names and rows."""
+        """Return all tables; an incomplete one as it last was complete, as the scheduler has only its name and rows."""
         whole = {
             table.name: asdict(table) | {"staleness": _staleness(table.staleness), "state": "whole"}
             for table in status.tables
@@ -257,13 +259,13 @@ class Told:
 
     def _add_point(self, name: str, at: float, step: int | None, value: float) -> None:
         points = self._curves.setdefault(name, [])
-        points.append((at, step, float(f"{value:.6g}")))  # a new page is told hundreds of thousands of them
+        points.append((at, step, float(f"{value:.6g}")))  # a new page gets hundreds of thousands of them
         if len(points) > _MOST_POINTS:
             self._curves[name] = thinned(points)
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """The first and the last of the points, and so many between that an older one is further from the next."""
+    """Return the first and last point, and points between them whose distance grows with their age."""
     now, kept = points[-1][0], [points[-1]]
     for point in reversed(points[1:-1]):
         if kept[-1][0] - point[0] >= (now - point[0]) / _FINENESS:
@@ -272,7 +274,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def _curves_of(report: JobReport) -> dict[str, float | None]:
-    """What is drawn of a job, by the first word of its curve's name."""
+    """Return the values of a job's curves, by the first word of the curve's name."""
     return {
         "loss": report.loss,
         "metric": report.metric_value,
@@ -284,20 +286,20 @@ def _curves_of(report: JobReport) -> dict[str, float | None]:
 
 
 def _there(paths: list[str]) -> set[str]:
-    """All but those that are gone from a folder that is here. What is in an object store, or on a disk of other
-    machines, is known by events alone.
+    """Return the paths without those that are missing from a folder of this machine. Snapshots in an object store, or
+    on a disk of other machines, are known by events alone.
     """
-    exists, is_here = os.path.exists, os.path.isdir  # a client may have told a path that is none
+    exists, is_here = os.path.exists, os.path.isdir  # a path from a client may be no path
     return {path for path in paths if exists(path) or not is_here(os.path.dirname(path))}  # noqa: PTH120
 
 
 def _finite(value: Any) -> Any:
-    """Nothing instead of a number that JSON has not."""
+    """Replace a number that JSON lacks (NaN, infinity) by None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _staleness(counts: Sequence[int]) -> str:
-    """In words: up to how many writes behind half of the pushes are, and all but one of a hundred."""
+    """Return in words the staleness of half of the pushes, and of 99 %, in writes."""
     if not sum(counts):
         return ""
     reached = [total / sum(counts) for total in itertools.accumulate(counts)]

@@ -1,1 +1,1 @@
-"""Commands that start a cluster or one of its roles, and that ask or change a cluster that runs."""
+"""Commands that start a cluster or one role, and that query or change a running cluster."""

@@ -1,4 +1,4 @@
-"""``geartrain certs``: fills the folder of certificates under which the processes of a cluster talk."""
+"""``geartrain certs``: certificates and tokens for the processes of a cluster."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def init(
     cluster: Annotated[str, typer.Option(help="Name of the cluster, in every certificate.")] = "geartrain",
     days: Days = 30.0,
 ) -> None:
-    """Make a private authority, and a certificate of every role.
+    """Make a private certificate authority, and a certificate of every role.
 
-    It stays where you issue. 'certs issue' makes the folder of each other machine.
+    The authority's key stays in this folder. 'certs issue' makes the folder of each other machine.
     """
     from geartrain.launch.certificates import create_authority, issue
 
@@ -54,9 +54,9 @@ def issue_(
     days: Days = 30.0,
 ) -> None:
     """Issue the folder of one machine or container: ca.pem, the key and certificate (ROLE.pem) of each role there, and
-    token.pub and revoked for roles other than client. No key of the authority is in it.
+    token.pub and revoked for roles other than client. The authority's key is not in it.
 
-    What the folder has already stays; it believes whom the authority's folder believes, too.
+    Files that the folder already has stay; its trusted authorities become those of the authority's folder, too.
     """
     from geartrain.ams.values.config import MAX_SHARDS, numbers_of
     from geartrain.ams.values.errors import ConfigError
@@ -81,9 +81,9 @@ def renew_(
     ] = None,
     all_of_them: Annotated[bool, typer.Option("--all", help="Also those that are good for long.")] = False,
 ) -> None:
-    """Issue again what is good for less than a third of its time, and bring ca.pem, token.pub and revoked up to date.
+    """Renew certificates that have less than a third of their time left, and update ca.pem, token.pub and revoked.
 
-    Processes that run take it up by themselves.
+    Running processes load the new files by themselves.
     """
     from geartrain.launch.certificates import renew
 
@@ -109,10 +109,10 @@ def token(
     days: Annotated[float, typer.Option(min=1e-5, max=3650, help="How long it is good.")] = 7.0,
     out: Annotated[Path | None, typer.Option(help="File to write.", show_default="FOLDER/JOB.token")] = None,
 ) -> None:
-    """Write the token of a job: what its programs may do to which tables. They name the file in security.token.
+    """Write the token of a job: its rights on tables. The job's programs name the file in security.token.
 
-    The first one makes token.key, to be kept where you issue, and token.pub: a role that has token.pub in its folder
-    wants a token of every client from then on.
+    The first token makes token.key, which stays where you issue, and token.pub: a role with token.pub in its folder
+    then requires a token of every client.
     """
     from geartrain.launch.tokens import create_token
 
@@ -143,7 +143,7 @@ def backup(
     file: Annotated[Path, typer.Argument(help="File to write.", show_default=False)],
     passphrase_file: Passphrase = None,
 ) -> None:
-    """Copy the key of the authority (ca.key) to a file that only who knows the passphrase can read (PKCS #12)."""
+    """Back up the authority's key (ca.key) to an encrypted file (PKCS #12) that the passphrase opens."""
     from geartrain.launch.certificates import back_up_authority
 
     back_up_authority(folder, file, _passphrase(passphrase_file, again=True))
@@ -156,7 +156,7 @@ def restore(
     folder: Folder,
     passphrase_file: Passphrase = None,
 ) -> None:
-    """Write the key of an authority back from its backup, to issue and renew with it in this folder."""
+    """Restore an authority's key from its backup into this folder, to issue and renew with it."""
     from geartrain.launch.certificates import restore_authority
 
     restore_authority(file, folder, _passphrase(passphrase_file, again=False))

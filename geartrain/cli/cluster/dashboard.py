@@ -25,10 +25,10 @@ def dashboard(
     as_json: Json = False,
     end_with_parent: EndWithParent = False,
 ) -> None:
-    """Show a running cluster in a browser: shards, tables, jobs with their losses, snapshots, events as they come.
+    """Show a running cluster in a browser: shards, tables, jobs with their losses, snapshots, live events.
 
-    Prints a link when it serves, which opens the page in one browser, once; --link prints one for the next. With
-    --json, and where stdout is no terminal, that is a line of JSON: {"ready": "dashboard", "url": ..., ...}.
+    Prints a link once it serves; the link opens the page in one browser, once. --link prints another. With --json, or
+    where stdout is no terminal, it prints a line of JSON: {"ready": "dashboard", "url": ..., ...}.
     """
     if link:
         from geartrain.watch.page import link_to

@@ -1,4 +1,4 @@
-"""``geartrain events``: what happened in a cluster, as its scheduler noted it."""
+"""``geartrain events``: the event log of a cluster's scheduler."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def events(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
-    """Print what happened in a cluster: shards lost and back, tables made and dropped, snapshots, restores, jobs.
+    """Print the events of a cluster: shards lost and back, tables made and dropped, snapshots, restores, jobs.
 
-    The scheduler keeps the newest 10,000, with a data folder (scheduler.data) also while it is restarted: the file
-    events.jsonl there. --follow survives its restart.
+    The scheduler keeps the newest 10,000; with a data folder (scheduler.data) they survive its restart, in the file
+    events.jsonl there. --follow continues after a restart.
     """
     config = settings(file, scheduler)
     from geartrain.ams.observe.event_log import as_json as fields_of
@@ -56,7 +56,7 @@ def events(
     try:
         reader = EventReader(read, since=since, most=_READ, forgot=_forgot)
         new = reader.new if as_json else lambda: folded(reader.new())
-        first = list(new())  # a scheduler that has never answered is not waited for
+        first = list(new())  # raises at once if the scheduler has never answered
         first = first[-_SHOWN:] if since is None else first
         for event in chain(first, _followed(new)) if follow else first:
             print(json.dumps(fields_of(event)) if as_json else line_of(event), flush=True)
@@ -69,16 +69,16 @@ def events(
 
 
 def line_of(event: ClusterEvent, *, is_brief: bool = False) -> str:
-    """An event for people, at their own time of day; brief: without its number and day."""
+    """Return an event as a line of text in local time; ``is_brief`` leaves out its number and day."""
     moment = datetime.fromtimestamp(event.unix_seconds).astimezone().isoformat(sep=" ", timespec="milliseconds")
     job = f" [{event.job}]" if event.job else ""
     when = moment[11:19] if is_brief else f"{event.number:>6} {moment[:23]}"
     line = printable(f"{when} {event.kind:<15}{job} {event.text}")
-    return line.replace("\n", " ")  # or a client's text could look like events
+    return line.replace("\n", " ")  # otherwise a client's text could look like events
 
 
 def _followed(new: Callable[[], Iterable[ClusterEvent]]) -> Iterator[ClusterEvent]:
-    """All from then on; a scheduler that is away for a while is waited for once it has answered."""
+    """Yield all events from then on; once the scheduler has answered, wait while it is away."""
     from geartrain.ams.rpc.carrier import AttemptFailed
 
     is_silent = False

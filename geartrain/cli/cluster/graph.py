@@ -1,4 +1,4 @@
-"""``geartrain graph build``, ``cancel``, ``list``: what a person asks of a graph service that runs."""
+"""``geartrain graph build``, ``cancel``, ``list``: commands to a running graph service."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ def build(
     graph: GraphAddress = None,
     as_json: Json = False,
 ) -> None:
-    """Build the graph of a class table anew, in the service, and wait for it. Ctrl-C leaves it to the service.
+    """Rebuild the graph of a class table in the graph service, and wait for it. Ctrl-C stops only the waiting.
 
-    A build that the service did not live to finish goes on with what it had kept, if the rows are the same.
+    If the service was restarted during an earlier build of the same rows, the build resumes from the parts it had
+    stored.
     """
     with _service(file, graph) as service, progress_bar(f"graph of {table}", quiet=as_json) as show:
         built = service.build(table, k, step=step, progress=lambda far: show(far.done_pairs, far.total_pairs))
@@ -51,7 +52,7 @@ def build(
 
 @app.command()
 def cancel(table: TableName, file: ConfigFile = None, graph: GraphAddress = None, as_json: Json = False) -> None:
-    """End the build of a table's graph; exits with 1 if there is none. The graph that was there stays."""
+    """Cancel the build of a table's graph; exits with 1 if there is none. The existing graph stays."""
     with _service(file, graph) as service:
         cancelled = service.cancel(table)
     facts = {"table": table, "cancelled": cancelled}
@@ -62,7 +63,7 @@ def cancel(table: TableName, file: ConfigFile = None, graph: GraphAddress = None
 
 @app.command(name="list")
 def list_(file: ConfigFile = None, graph: GraphAddress = None, as_json: Json = False) -> None:
-    """List the graphs, what they were built from and how old they are, and the builds under way."""
+    """List the graphs, with the rows they were built from and their age, and the builds in progress."""
     with _service(file, graph) as service:
         state = service.describe()
     if as_json:
@@ -78,7 +79,7 @@ def list_(file: ConfigFile = None, graph: GraphAddress = None, as_json: Json = F
 
 
 def report_of_graphs(config: ClusterConfig) -> Report | None:
-    """For ``geartrain status``: the graphs of the service that the client's settings name; None: they name none."""
+    """Return the part of ``geartrain status`` about graphs: those of the client settings' service; None without one."""
     from geartrain.ams.graph.client.remote import RemoteGraphs
     from geartrain.cli.cluster.status import age
 
@@ -104,7 +105,7 @@ def report_of_graphs(config: ClusterConfig) -> Report | None:
 
 
 def graph_line(info: GraphInfo) -> str:
-    """One graph in words: its version, size, size on the largest shard, and age."""
+    """Return a line about one graph: its version, size, size on the largest shard, and age."""
     from geartrain.ams.graph.service.store import GraphSizes
 
     size = str(GraphSizes(info.whole_bytes, info.shard_bytes or (info.whole_bytes,)))
@@ -118,7 +119,7 @@ def _service(file: Path | None, address: str | None) -> Iterator[RemoteGraphs]:
     config = configuration.load(file, configuration.flags("client", graph=address)).client
     if config.graph is None:
         raise ConfigError("which graph service? Give --graph HOST:PORT, or client.graph (GEARTRAIN_CLIENT__GRAPH)")
-    from geartrain.ams.graph.client.remote import RemoteGraphs  # after the settings are known to be right: it is slower
+    from geartrain.ams.graph.client.remote import RemoteGraphs  # slow to import: only after the settings are checked
 
     service = RemoteGraphs(config.graph, config)
     try:

@@ -1,4 +1,4 @@
-"""The commands that run a role in this process, each made of its entry in the registry: a flag for every setting."""
+"""Commands that run a role in this process, each made from the registry of roles: a flag for every setting."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EndWithParent = Annotated[bool, typer.Option("--end-with-parent", hidden=True, h
 
 
 def command_of(role: RoleKind) -> Callable[..., None] | typer.Typer:
-    """The command of a role, or the group of it and what is asked of one that runs."""
+    """Return the command of a role; for a role that also answers commands while it runs, the group of them."""
     if role.commands is None:
         return run_command(role)
     app: typer.Typer = load(role.commands)
@@ -33,7 +33,7 @@ def command_of(role: RoleKind) -> Callable[..., None] | typer.Typer:
 
 
 def run_command(role: RoleKind) -> Callable[..., None]:
-    """A function for typer that runs ``role`` until it is told to end."""
+    """Return a function for typer that runs ``role`` until it is stopped."""
 
     def run(
         context: typer.Context,
@@ -75,7 +75,7 @@ def run_command(role: RoleKind) -> Callable[..., None]:
 
 
 def add_parameters(function: Callable[..., Any], parameters: dict[str, tuple[Any, Any]]) -> None:
-    """Let typer see these parameters (annotation, default) of a function that takes them as ``**``."""
+    """Give a function that takes ``**`` a signature with these parameters (annotation, default), for typer."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(name, kind, annotation=what, default=value) for name, (what, value) in parameters.items()]
@@ -84,7 +84,7 @@ def add_parameters(function: Callable[..., Any], parameters: dict[str, tuple[Any
 
 
 def _flag(key: str, field: FieldInfo) -> tuple[Any, None]:
-    """The flag of a setting: None where it is not given."""
+    """Return the flag of a setting; its value is None where it is not given."""
     kinds = [field.annotation]
     if get_origin(field.annotation) in (Union, types.UnionType):
         kinds = [kind for kind in get_args(field.annotation) if kind is not type(None)]

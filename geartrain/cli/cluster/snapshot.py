@@ -1,4 +1,4 @@
-"""``geartrain snapshot``: take, list, check, restore, compact and remove snapshots of a cluster."""
+"""``geartrain snapshot``: create, list, verify, restore, compact and prune snapshots of a cluster."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def create(
     graph: GraphAddress = None,
     as_json: Json = False,
 ) -> None:
-    """Snapshot the tables of a running cluster, at a moment at which no worker is in the middle of a step.
+    """Snapshot the tables of a running cluster, at a moment when no worker is in the middle of a step.
 
-    Their graphs are in it if the graph service is named.
+    Includes the tables' graphs if the graph service is named.
     """
     with connected(file, scheduler, graph) as cluster:
         path = cluster.snapshot(root, name, step=step, tables=table or None, parent=parent).result()
@@ -64,7 +64,7 @@ def create(
 
 @app.command(name="list")
 def list_(root: Root, as_json: Json = False) -> None:
-    """List the snapshots of a folder, the newest first; only their manifests are read."""
+    """List the snapshots of a folder, newest first; reads only their manifests."""
     from geartrain.ams.storage.snapshot.folder import list_snapshots
 
     found = [_listed(listed) for listed in list_snapshots(_folder(root))]
@@ -80,7 +80,7 @@ def list_(root: Root, as_json: Json = False) -> None:
 
 @app.command()
 def verify(where: OfSnapshot, as_json: Json = False) -> None:
-    """Read every byte of a snapshot and name all damage; exits with 1 if there is any."""
+    """Read every byte of a snapshot and list all damage; exits with 1 if there is any."""
     from geartrain.ams.storage.snapshot.folder import list_snapshots, open_snapshot
 
     if _is_snapshot(where):
@@ -123,9 +123,9 @@ def restore(
     graph: GraphAddress = None,
     as_json: Json = False,
 ) -> None:
-    """Make a snapshot's tables, rows and slots, on a running cluster of any number of shards.
+    """Restore a snapshot's tables, with rows and slots, to a running cluster of any number of shards.
 
-    Its graphs come back if the graph service is named.
+    Also restores its graphs if the graph service is named.
     """
     from geartrain.ams.storage.snapshot.folder import latest
 
@@ -143,7 +143,7 @@ def compact(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Merge a snapshot and those it adds to into a new one, beside it, that stands alone; 'prune' then removes the
+    """Merge a snapshot and those it builds on into a new one beside it that stands alone; 'prune' then removes the
     others."""
     from geartrain.ams.storage.snapshot.compaction import compact as compact_chain
     from geartrain.ams.storage.snapshot.folder import latest, open_snapshot
@@ -161,7 +161,9 @@ def prune(
     keep: Annotated[int, typer.Option(min=1, help="How many of the newest snapshots stay.")],
     as_json: Json = False,
 ) -> None:
-    """Remove old snapshots and what interrupted ones left; never the last sound one, nor what a kept one adds to."""
+    """Remove old snapshots and the remains of interrupted ones; never the last sound one, nor one that a kept one
+    builds on.
+    """
     from geartrain.ams.storage.snapshot.folder import prune as prune_folder
 
     removed = prune_folder(_folder(root), keep)

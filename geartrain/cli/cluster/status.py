@@ -1,4 +1,4 @@
-"""``geartrain status`` and ``geartrain health``: how a cluster is, and whether one role answers."""
+"""``geartrain status`` and ``geartrain health``: the state of a cluster, and whether one role serves."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def status(
     graph: GraphAddress = None,
     as_json: Json = False,
 ) -> None:
-    """Show shards, tables, jobs and slow gears of a running cluster, and its graphs with --graph, each role with its
-    process, its version and since when it is up; exits with 1 if it is not ready."""
+    """Show shards, tables, jobs and slow gears of a running cluster, and its graphs with --graph; each role with its
+    process, version and uptime. Exits with 1 if the cluster is not ready."""
     config = settings(file, scheduler, graph)
     identify_as_role(config.server.scheduler)
     found = [load(role.report)(config) for role in ROLES.values() if role.report is not None]
@@ -59,14 +59,14 @@ def status(
 
 
 def _is_insecure(address: str) -> bool:
-    """Whether a role is asked without certificates, as those with them answer nobody."""
+    """Return whether this process has no certificates for ``address``; roles with certificates then refuse it."""
     from geartrain.ams.rpc.credentials import Credentials
 
     return not Credentials.mine(address).names
 
 
 def _pongs(addresses: Mapping[str, str]) -> dict[str, Pong]:
-    """What each role says of itself, by address; all are asked at once. One of an earlier version says nothing."""
+    """Ping all roles at once; return the answers by address. A role of an earlier version answers nothing."""
     from geartrain.ams.rpc.carrier import AttemptFailed
     from geartrain.ams.rpc.client.calls import GrpcCalls
 
@@ -81,7 +81,7 @@ def _pongs(addresses: Mapping[str, str]) -> dict[str, Pong]:
 
 
 def age(pong: Pong | None) -> str:
-    """`` (pid 12, version 0.1.0, up 12 s)``."""
+    """Return a role's process in words: `` (pid 12, version 0.1.0, up 12 s)``."""
     return (
         ""
         if pong is None
@@ -90,14 +90,14 @@ def age(pong: Pong | None) -> str:
 
 
 def report_of_cluster(config: ClusterConfig) -> Report:
-    """The scheduler, its servers and tables."""
+    """Return the report about the scheduler, its servers and tables."""
     from geartrain.ams.client.cluster_status import cluster_status, scheduler_jobs
     from geartrain.watch.looks import health_of
 
     address = config.server.scheduler
     found = cluster_status(address, config=config.client)
     jobs: tuple[JobEntry, ...] = ()
-    with contextlib.suppress(AccessDenied):  # a token that may not read
+    with contextlib.suppress(AccessDenied):  # the token lacks the right to read
         jobs = scheduler_jobs(address, config=config.client)
 
     def show(pongs: Mapping[str, Pong]) -> None:
@@ -120,7 +120,7 @@ def _job_facts(job: JobEntry) -> dict[str, Any]:
 
 
 def job_lines(job: JobEntry) -> Iterator[str]:
-    """How a job is, in lines that a terminal has room for."""
+    """Yield the state of a job, in lines that fit a terminal."""
     report = job.report
     state = f"silent for {lasting(job.heard_seconds_ago)}" if report.state == "silent" else report.state
     step = f"step {report.step:,}"
@@ -152,7 +152,7 @@ def job_lines(job: JobEntry) -> Iterator[str]:
 
 
 def report_of_gears(config: ClusterConfig) -> Report:
-    """The slow gears that hold partitions of a dense part."""
+    """Return the report about the slow gears that hold partitions of a dense part."""
     from geartrain.ams.client.cluster_status import slow_gear_status
 
     gears, silent = slow_gear_status(config.server.scheduler, config=config.client)
@@ -172,7 +172,7 @@ def report_of_gears(config: ClusterConfig) -> Report:
 
 
 def lost_gradients(gears: list[GearState]) -> int:
-    """Of all fast gears, as the slow gears of one dense part have heard it from them."""
+    """Return the lost gradients of all fast gears, as they reported them to the slow gears of one dense part."""
     heard: dict[str, int] = {}
     for gear in gears:
         for source, lost in gear.lost.items():
@@ -181,7 +181,7 @@ def lost_gradients(gears: list[GearState]) -> int:
 
 
 def gear_line(gear: GearState) -> str:
-    """One slow gear in words: what it holds, what its cache serves, what became of the gradients it was given."""
+    """Return a line about one slow gear: its partitions, its cache, and its received, applied and lost gradients."""
     asked = gear.cache_hits + gear.cache_misses
     rate = f"{100 * gear.cache_hits / asked:.0f} % of {asked:,} from its cache" if asked else "no feature asked for"
     account = gear.account
@@ -204,11 +204,11 @@ def health(
     timeout_seconds: Annotated[float, typer.Option(min=0, help="How long to wait for an answer.")] = 2.0,
     as_json: Json = False,
 ) -> None:
-    """Ask one role whether it serves (gRPC health protocol); exits with 1 if it does not, and says why on stderr.
+    """Check whether one role serves (gRPC health protocol); exits with 1 if it does not, with the reason on stderr.
 
-    A scheduler serves while shards are absent. With --service it is asked for more: "shards" (all are up), "complete"
-    (no table has lost rows), "restored" (none is being restored), "ready" (all of these). Servers know "restored" and
-    "ready".
+    A scheduler serves even while shards are absent. --service asks for more: "shards" (all are up), "complete"
+    (no table has lost rows), "restored" (no table is being restored), "ready" (all of these). Servers know "restored"
+    and "ready".
     """
     from geartrain.ams.rpc.client.health import why_not_serving
 
@@ -228,7 +228,7 @@ def health(
 
 
 def _why_no_service_of_models(address: str, timeout_seconds: float, otherwise: str) -> str:
-    """The same of a service of models, which speaks HTTP; ``otherwise`` if there is none, either."""
+    """Return why a model service, which speaks HTTP, is not ready ("": it is); ``otherwise`` if none answers."""
     from geartrain.serving.http.client import request_json
 
     try:

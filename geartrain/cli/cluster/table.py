@@ -1,4 +1,4 @@
-"""``geartrain table``: the tables of a running cluster, and how one that nobody needs any more goes."""
+"""``geartrain table``: list, expire, alter and drop the tables of a running cluster."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _RESTORING = (
 
 
 def why_incomplete(found: ClusterStatus, table: str) -> str:
-    """What is wrong with a table that is incomplete, and the remedy."""
+    """Return why a table is incomplete, and the remedy."""
     return _RESTORING if table in found.restoring_tables else _INCOMPLETE
 
 
@@ -39,10 +39,10 @@ app = typer.Typer(no_args_is_help=True, help="List, alter or drop the tables of 
 
 @app.command(name="list")
 def list_(file: ConfigFile = None, scheduler: SchedulerAddress = None, as_json: Json = False) -> None:
-    """List the tables of a cluster. A job drops its own at its end; one that was killed leaves it."""
+    """List the tables of a cluster. A job drops its own tables when it ends; a killed job leaves them."""
     config = settings(file, scheduler)
     from geartrain.ams.client.cluster_status import (
-        cluster_status,  # after the settings are known to be right: it is slower
+        cluster_status,  # slow to import: only after the settings are checked
     )
 
     found = cluster_status(config.server.scheduler, config=config.client)
@@ -83,7 +83,7 @@ def expire(
     scheduler: SchedulerAddress = None,
     as_json: Json = False,
 ) -> None:
-    """Remove rows by a rule, now; without one, by the table's own."""
+    """Remove rows by a rule, now; by default by the table's own rule."""
     from geartrain.ams.values.expiry.rules import Rule, SmallerThan, Unseen
 
     asked = {"steps": unseen_steps, "seconds": unseen_seconds, "norm": smaller_than, "rule": rule}
@@ -127,9 +127,9 @@ def alter(
     scheduler: SchedulerAddress = None,
     as_json: Json = False,
 ) -> None:
-    """Change settings of a living table on every shard, while it is trained; what is not given stays.
+    """Change settings of an existing table on every shard, also during training; settings not given stay.
 
-    In Python cluster.alter_table takes any rule of expiry and admission, and another initializer.
+    In Python cluster.alter_table takes any expiry and admission rule, and another initializer.
     """
     from geartrain.ams.values.admission.rules import MinCount
     from geartrain.ams.values.expiry.rules import Unseen
@@ -167,9 +167,10 @@ def drop(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove tables and their rows from every shard, after asking. A job that still uses one fails.
+    """Remove tables and their rows from every shard, after asking. A job that still uses one of them fails.
 
-    Their graphs go, too, if the graph service is named; else it drops each once there is another table of its name.
+    Also removes their graphs if the graph service is named; otherwise the service drops each graph once another table
+    of its name exists.
     """
     if as_json and not yes:
         raise ConfigError("--json asks nothing; confirm with --yes")
@@ -179,7 +180,7 @@ def drop(
         rows |= dict(zip(status.incomplete_tables, status.incomplete_rows, strict=True))
         for name in names:
             if name not in rows:
-                cluster.table(name)  # which says why it is not there
+                cluster.table(name)  # raises an error that says why it is absent
         rows = {name: rows.get(name, 0) for name in names}
         if not yes:
             _warn_of_absent_shards(status)

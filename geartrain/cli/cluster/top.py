@@ -1,4 +1,4 @@
-"""``geartrain top``: shards, jobs and the last events of a cluster, again and again."""
+"""``geartrain top``: shards, jobs and the last events of a cluster, refreshed each second."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _SHOWN_EVENTS = 10
 
 
 def top(file: ConfigFile = None, scheduler: SchedulerAddress = None) -> None:
-    """Show jobs, the last events, and shards with what they hold and write, anew each second until q or Ctrl-C.
+    """Show jobs, the last events, and shards with their rows and writes, refreshed each second until q or Ctrl-C.
 
-    Where it is no terminal it is printed once.
+    Prints once where stdout is no terminal.
     """
     config = settings(file, scheduler)
     from rich.live import Live
@@ -51,12 +51,12 @@ def top(file: ConfigFile = None, scheduler: SchedulerAddress = None) -> None:
             try:
                 shown = view.now()
                 live.update(shown, refresh=True)
-            except GeartrainError as exc:  # it may come back
+            except GeartrainError as exc:  # the cluster may come back
                 live.update(_stale(shown, exc), refresh=True)
 
 
 def _stale(shown: RenderableType, exc: GeartrainError) -> RenderableType:
-    """What was shown last, dimmed, below why it is old."""
+    """Return the last view, dimmed, below the reason why it is out of date."""
     from rich.console import Group
     from rich.styled import Styled
     from rich.text import Text
@@ -66,7 +66,7 @@ def _stale(shown: RenderableType, exc: GeartrainError) -> RenderableType:
 
 
 class _View:
-    """What is shown, with how much was written since the last time."""
+    """Builds the view, with the number of writes since the last one."""
 
     def __init__(self, config: ClusterConfig) -> None:
         from geartrain.watch.looks import ClusterWatch
@@ -110,7 +110,7 @@ class _View:
         lines = [line for job in look.jobs for line in job_lines(job)]
         lines += [line_of(event, is_brief=True) for event in self._newest]
         parts += [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
-        # last: of a hundred it shows those that are not up
+        # last: of a hundred shards, those that are not up are shown
         parts.append(table_of(headers, _shard_rows(look), expand=True))
         return Group(*parts)
 
@@ -133,7 +133,7 @@ def _shard_rows(look: ClusterLook) -> Iterator[tuple[str, ...]]:
 
 @contextmanager
 def _single_keys() -> Iterator[None]:
-    """Keys come as they are typed, and are not shown."""
+    """Read keys as they are typed, without echo."""
     if not sys.stdin.isatty():
         yield
         return
@@ -146,7 +146,7 @@ def _single_keys() -> Iterator[None]:
 
 
 def _asked_to_end() -> bool:
-    """Wait for the next time; True: q was typed meanwhile."""
+    """Wait until the next refresh; return True if q was typed meanwhile."""
     if not sys.stdin.isatty():
         time.sleep(_ASK_SECONDS)
         return False

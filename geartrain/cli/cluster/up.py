@@ -1,4 +1,4 @@
-"""``geartrain up``: a whole cluster on this machine."""
+"""``geartrain up``: a whole cluster on this machine or on Ray."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def up(
     as_json: Json = False,
     **more: Any,
 ) -> None:
-    """Start a scheduler and its servers as processes of this machine, or on Ray, and end them on Ctrl-C or SIGTERM.
+    """Start a scheduler and its servers as processes of this machine, or on Ray; stop them on Ctrl-C or SIGTERM.
 
-    Prints one line when every shard serves; the roles' logs go to stderr with their names before them.
+    Prints one line when every shard serves; the roles' logs go to stderr, prefixed with the role's name.
     """
     if on not in ("machine", "ray"):
         raise ConfigError(f"--on is {on!r}; it is machine or ray")
@@ -107,7 +107,7 @@ def up(
     given += configuration.flags("security", prefix="security-", folder=_absolute(security_folder))
     given += configuration.flags("security", audit=_absolute(audit))
     if data is not None and configuration.load(file, given).security.audit is None:
-        with suppress(OSError):  # the roles say what is wrong with it
+        with suppress(OSError):  # the roles report what is wrong with it
             data.mkdir(parents=True, exist_ok=True)
             given += configuration.flags("security", audit=_absolute(data / "audit.log"))
     config = configuration.load(file, given)
@@ -117,8 +117,8 @@ def up(
             given += configuration.flags(name, metrics=next_address(metrics, first))
         config = configuration.load(file, given)
     if is_loopback(config.scheduler.listen) and not config.scheduler.insecure:
-        create_private_folder()  # once, rather than by every child
-    failpoints.require_allowed(config.mode)  # here once, rather than by every child
+        create_private_folder()  # once here, rather than by every child
+    failpoints.require_allowed(config.mode)  # once here, rather than by every child
     with _launcher(config, on, address, wanted, restart, dashboard_listen) as launcher:
         facts = launcher.start()
         if facts is None:
@@ -165,7 +165,7 @@ def _optional() -> list[str]:
 
 
 def command() -> Callable[..., None]:
-    """``up`` with a flag for each role that it can start beside the cluster."""
+    """Return ``up`` with a flag for each role that it can start beside the cluster."""
     parameters = {
         name: (parameter.annotation, parameter.default)
         for name, parameter in inspect.signature(up, eval_str=True).parameters.items()
@@ -186,7 +186,7 @@ def command() -> Callable[..., None]:
 
 
 def _ready_line(facts: ClusterFacts) -> str:
-    """``ready: scheduler 127.0.0.1:7000 (pid 12) · 2 shards (pid 13, 14)``."""
+    """Return the line ``ready: scheduler 127.0.0.1:7000 (pid 12) · 2 shards (pid 13, 14)``."""
     pids = dict(facts.pids)
     scheduler = pids.pop("scheduler")
     more = [f" · {ROLES[name].title} {address} (pid {pids.pop(name)})" for name, address in facts.more.items()]
@@ -198,7 +198,8 @@ def _ready_line(facts: ClusterFacts) -> str:
 
 
 def _show_ready(facts: ClusterFacts, security_folder: str | None = None) -> None:
-    """To a person: what runs, the link and what to type next, in a box; below it in a window that would break them."""
+    """Print the roles, the link and the next commands for a person, in a box; below it where the window is too
+    narrow."""
     from rich.console import Console
     from rich.panel import Panel
     from rich.text import Text
@@ -221,5 +222,5 @@ def _show_ready(facts: ClusterFacts, security_folder: str | None = None) -> None
 
 
 def _print_log_line(line: str) -> None:
-    sys.stderr.write(f"{line}\n")  # one write a line, so that lines of several children never mix
+    sys.stderr.write(f"{line}\n")  # one write a line, so that lines of several children do not mix
     sys.stderr.flush()

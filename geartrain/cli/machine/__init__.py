@@ -1,1 +1,1 @@
-"""Commands about this machine: its fitness, its settings, and how fast Geartrain is on it."""
+"""Commands about this machine: health checks, settings, and benchmarks."""

@@ -1,4 +1,4 @@
-"""``geartrain bench``: ours against the rivals, on this machine, now."""
+"""``geartrain bench``: Geartrain against its rivals, measured on this machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Measure Geartrain against a rival in one run; a ratio above 1 means that Geartrain wins. Without a name: list the
-    benches, and what each file of one measures."""
+    benches, and what each of their files measures."""
     from geartrain.launch.bench import benches, machine, run_bench
 
     if name is None:
@@ -36,7 +36,7 @@ def bench(
         print(json.dumps(found) if as_json else _list_of(found))
         return
     results = []
-    # What a bench prints on its way is for people: stdout is kept for the figures.
+    # Benches print to people: stdout is for the figures alone.
     with contextlib.redirect_stdout(sys.stderr):
         for result in run_bench(name, folder, full=full):
             print(f"{result['case']}: {result['ratio']:.2f} x", flush=True)

@@ -1,4 +1,4 @@
-"""``geartrain config``: the settings a role would run with, and whether a file is right."""
+"""``geartrain config``: print the settings a role would run with, and check a file."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ app = typer.Typer(no_args_is_help=True, help="Show or check the configuration.")
 
 @app.command()
 def show(file: ConfigFile = None, as_json: Json = False) -> None:
-    """Print the configuration in force: defaults, then the file, then GEARTRAIN_SECTION__KEY from the environment."""
+    """Print the effective configuration: defaults, then the file, then GEARTRAIN_SECTION__KEY from the environment."""
     config = configuration.load(file)
     print(json.dumps(configuration.to_plain(config), indent=2) if as_json else configuration.to_yaml(config))
 
 
 @app.command()
 def validate(file: Annotated[Path, typer.Argument(help="YAML configuration.")], as_json: Json = False) -> None:
-    """Check a file; a mistake is named with its line, and exits with 2."""
+    """Check a file; reports a mistake with its line, and exits with 2."""
     config = configuration.load(file, environ={})
     servers = config.num_servers
     facts = {"valid": True, "num_shards": config.scheduler.num_shards, "num_servers": servers}

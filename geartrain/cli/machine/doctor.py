@@ -1,4 +1,4 @@
-"""``geartrain doctor``: whether this machine is fit for a cluster or a training, and what to do where it is not."""
+"""``geartrain doctor``: checks of this machine before a cluster or a training runs on it, with remedies."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Commands for services of trained models that run."""
+"""Commands for running model services."""

@@ -1,4 +1,4 @@
-"""``geartrain rollback``: an older version of a served model is the current one again."""
+"""``geartrain rollback``: serve an older version of a model again."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def rollback(
     security_folder: SecurityFolder = None,
     as_json: Json = False,
 ) -> None:
-    """Make an older version of a served model the current one, from the next question on; no request fails.
+    """Make an older version of a served model the current one, from the next request on; no request fails.
 
-    Versions have the steps of trainings as numbers. Those of higher numbers then wait, also those that come; 'geartrain
-    rollback HOST:PORT --to HIGHEST' goes on with them.
+    A version's number is the training step. Versions with higher numbers then wait, also later ones; 'geartrain
+    rollback HOST:PORT --to HIGHEST' resumes with them.
     """
     from geartrain.ams.values.config import split_address
     from geartrain.launch import configuration

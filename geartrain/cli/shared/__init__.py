@@ -1,1 +1,1 @@
-"""What commands share: where settings come from, options that several take, how tables are printed."""
+"""Code that commands share: settings, common options, help texts, printed tables."""

@@ -1,4 +1,4 @@
-"""The cluster that a command is about: its settings, and a client of it."""
+"""Settings of a command's cluster, and a client of it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 def settings(file: Path | None, scheduler: str | None, graph: str | None = None) -> ClusterConfig:
-    """What the file, the environment and these flags say."""
+    """Return the configuration of the file, the environment and these flags."""
     given = configuration.flags("server", scheduler=scheduler) + configuration.flags("client", graph=graph)
     return configuration.load(file, given)
 
 
 @contextmanager
 def connected(file: Path | None, scheduler: str | None, graph: str | None = None) -> Iterator[Cluster]:
-    """A client of the cluster of :func:`settings`."""
+    """Yield a client of the cluster that :func:`settings` describes."""
     config = settings(file, scheduler, graph)
-    from geartrain.ams.client.factory import connect  # after the settings are known to be right: it is slower
+    from geartrain.ams.client.factory import connect  # slow to import: only after the settings are checked
 
     with connect(config.server.scheduler, config=config.client) as cluster:
         yield cluster

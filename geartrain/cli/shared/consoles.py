@@ -1,4 +1,4 @@
-"""Tables on standard output, and how far something is on standard error."""
+"""Tables on standard output, and progress bars on standard error."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 HEALTH_COLOURS = {"ready": "green", "degraded": "yellow", "not ready": "red"}
-"""How a terminal shows what ``health_of`` says of a cluster."""
+"""Terminal colour of each result of ``health_of``."""
 _PIPED_WIDTH = 400
 _NUMBER = re.compile(r"[\d,]*(\.\d+)?( (bytes|[KMGT]iB|s|min|h|days|%)( .*)?)?")
 
 
 def table_console() -> Console:
-    """Standard output; so wide that no cell is broken where it is no terminal, for what reads it then reads lines."""
+    """Return a console of stdout; where stdout is no terminal it is so wide that no cell wraps, for programs to
+    parse."""
     breaks_at_window = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console() if breaks_at_window else Console(width=_PIPED_WIDTH)
 
 
 def table_of(headers: Sequence[str], rows: Iterable[Sequence[str]], *, expand: bool = False) -> Table:
-    """A table with numbers at the right, of which a long cell is folded where the window ends; or as wide as that."""
+    """Return a table with right-aligned numbers, which wraps long cells at the window; ``expand``: as wide as that."""
     from rich.table import Table
 
     rows = list(rows)
@@ -41,13 +42,12 @@ def table_of(headers: Sequence[str], rows: Iterable[Sequence[str]], *, expand: b
 
 
 def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table."""
     table_console().print(table_of(headers, rows))
 
 
 @contextmanager
 def progress_bar(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """A line on stderr; call what it yields with how much is done, and of how much."""
+    """Show a progress bar on stderr; yields a function to call with the amount done and the total."""
     from rich.progress import (
         BarColumn,
         Progress,

@@ -1,4 +1,4 @@
-"""What ``--help`` shows of a command: an example, what its options take in words, and few options at a glance."""
+"""``--help`` of a command: an example, option values in words, and long lists of options in groups."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ EXAMPLES = {
     "plan": "geartrain plan --classes 100000000 --dim 512 --rows ranks --ranks 16",
     "bench": "geartrain bench head",
 }
-"""Command -> one line to type."""
+"""Example to type, by command."""
 
 _WORDS = {bool: "", int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
 _GROUPS = {
@@ -70,18 +70,18 @@ _GROUPS = {
     "Options of many commands": "file|mode|insecure|security_folder|log_level|metrics|max_message_bytes|as_json|cache",
     "Times and limits": r"\w+_(seconds|millis|bytes|lag|per_second)|max_\w+|threads|workers|cpus|grace",
 }
-"""Title -> parameters that stand under it where a command has many."""
+"""Title of a group -> parameters below it, for a command with many options."""
 _MANY = 12
 
 
 def readable(function: Command, name: str = "") -> Command:
-    """Make ``--help`` of a command's function readable; ``name``: of which example."""
-    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")  # a terminal has a width of its own
+    """Make ``--help`` of a command's function readable; ``name`` selects the example."""
+    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")  # the terminal wraps the lines
     function.__doc__ = "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs).replace("`", "")
     if name in EXAMPLES and paragraphs[-1] != f"Example: {EXAMPLES[name]}":  # an application may be built again
         function.__doc__ += f"\n\nExample: {EXAMPLES[name]}"
     signature = inspect.signature(function, eval_str=True)
-    function.__signature__ = signature  # type: ignore[attr-defined]  # else typer makes other options of its texts
+    function.__signature__ = signature  # otherwise typer makes other options of its texts
     for parameter in signature.parameters.values():
         options = (*get_args(parameter.annotation), parameter.default)
         for option in (each for each in options if isinstance(each, OptionInfo)):
@@ -90,7 +90,7 @@ def readable(function: Command, name: str = "") -> Command:
 
 
 class _Grouped:
-    """A command whose help has options in groups where they are many, and names no types of Python, as ``<str>``."""
+    """Command whose help groups its options where they are many, and shows no Python types such as ``<str>``."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
@@ -105,15 +105,15 @@ class _Grouped:
 
 
 class ReadableCommand(_Grouped, TyperCommand):
-    """A command of its own."""
+    """A single command with this help."""
 
 
 class ReadableGroup(_Grouped, TyperGroup):
-    """Commands under one name."""
+    """A group of commands with this help."""
 
 
 def _taken(parameter: inspect.Parameter, meaning: str) -> str | None:
-    """What an option takes, in a word; None: typer says it, as a choice of several."""
+    """Return a word for an option's value; None where typer prints it, as for a choice."""
     annotation = parameter.annotation
     while get_origin(annotation) is not None or get_args(annotation):
         annotation = next(kind for kind in get_args(annotation) if kind is not type(None))

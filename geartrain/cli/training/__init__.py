@@ -1,1 +1,1 @@
-"""Commands that train a model, use one that was trained, and say what one would take."""
+"""Commands that train a model, use a trained one, and estimate the memory and time of a training."""

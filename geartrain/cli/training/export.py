@@ -1,4 +1,4 @@
-"""``geartrain export``: a trained model to serve; tables of a running cluster for followers, or as one file."""
+"""``geartrain export``: a trained model to serve, or table rows for followers or as one file."""
 
 from __future__ import annotations
 
@@ -110,17 +110,16 @@ def export(
     scheduler: SchedulerAddress = None,
     as_json: Json = False,
 ) -> None:
-    """Write a trained model as a folder to serve, or rows of a table for those who follow it.
+    """Write a trained model as a folder to serve, or rows of a table for its followers.
 
-    With --to the model of a run is written, without a cluster, once onnxruntime gives the same features as PyTorch.
-    'geartrain serve' and 'geartrain predict' take the folder, and gt.load_model.
+    With --to the model of a run is written, without a cluster, after a check that onnxruntime and PyTorch give the same
+    features. 'geartrain serve', 'geartrain predict' and gt.load_model read the folder.
 
-    Otherwise rows of a table, without the optimizer's state, become the next version in a folder: the first time all of
-    them, later those written since. TableFollower keeps a copy of it up to date in another process. --follow goes on
-    until Ctrl-C and compacts old versions by itself. With --json it prints an object a line.
+    Otherwise rows of a table, without the optimizer's state, become the next version in a folder: at first all rows,
+    then those written since. TableFollower keeps a copy up to date in another process. --follow continues until Ctrl-C
+    and compacts old versions by itself. With --json it prints an object a line.
 
-    Where OUT ends in .safetensors, all rows are written to that file, block by block: they may be more than memory
-    holds.
+    Where OUT ends in .safetensors, all rows are written to that file block by block, so they may exceed memory.
     """
     if to is None and out is None:
         raise ConfigError(f"where to? Give --to DIR for the model of a run, or an OUT for the rows of table {source}")
@@ -134,7 +133,7 @@ def export(
     if every is not None and not follow:
         raise ConfigError(f"--every {every:g} is the pause between versions of --follow; add --follow")
     if to is not None:
-        # torch is loaded after the arguments are known
+        # torch is loaded after the arguments are checked
         from geartrain.cli.training.export_models import ModelExport, export_run
 
         settings = ModelExport(
@@ -157,7 +156,7 @@ def export(
     if is_file:
         _export_file(config, source, Path(out), as_json)
         return
-    # After the settings are known to be right: it is slower.
+    # Slow to import: only after the settings are checked.
     from geartrain.cli.training.export_versions import Exporter
 
     exporter = Exporter(config.server.scheduler, config.client, source, out, keep=keep or 10, as_json=as_json)
@@ -174,7 +173,7 @@ def _export_file(config: ClusterConfig, table: str, out: Path, as_json: bool) ->
     from geartrain.bridge.head.weights import check_export_path, export_rows
     from geartrain.cli.training.export_versions import export_hashed
 
-    check_export_path(out)  # before anything is waited for
+    check_export_path(out)  # before waiting for anything
     with connect(config.server.scheduler, config=config.client) as cluster:
         opened = cluster.table(table)
         num_rows = opened.spec.num_rows

@@ -1,4 +1,4 @@
-"""``geartrain export RUN --to DIR``: a trained model as a folder that is served."""
+"""``geartrain export RUN --to DIR``: a trained model as a folder to serve."""
 
 from __future__ import annotations
 
@@ -42,32 +42,32 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelExport:
-    """How the model of a run is exported."""
+    """Settings of a model export."""
 
     precision: str = "fp32"
-    """Of the network; see :mod:`geartrain.workers.models.precision`."""
+    """Precision of the network; :mod:`geartrain.workers.models.precision` lists the choices."""
     recall: float = 1.0
-    """The share of questions whose best class the index must find; 1: always."""
+    """Share of queries whose best class the index must find; 1: exact."""
     index: str | None = None
-    """Its kind; None: the fastest that finds enough."""
+    """Kind of the index; None: the fastest with enough recall."""
     backbone: str | None = None
-    """``package.module:function`` of a backbone of the person's own."""
+    """``package.module:function`` of a user-defined backbone."""
     data: str | None = None
-    """Where the images of the run are now, if they were moved."""
+    """Current place of the run's images, if they were moved."""
     cache: Path = Path(".cache")
-    """Of characters."""
+    """Cache folder of rendered characters."""
     pairs: Path | None = None
-    """Pairs of pictures, by which it is found from which cosine on two show the same."""
+    """Pairs of pictures, from which the cosine threshold for "the same" is measured."""
     examples: bool = True
-    """Whether a few of the samples of clicks go along, for the page to try the model."""
+    """Whether to include a few samples of clicks, for trying the model on the page."""
     keep: int | None = None
-    """Versions that stay; None: one model, or so many as usual in a folder that holds versions."""
+    """Number of versions that stay; None: one model, or the default number in a folder of versions."""
 
 
 def export_run(run: Path, to: Path, settings: ModelExport, *, as_json: bool) -> None:
-    """Write the model of a run, or of its folder, to ``to``; of a folder of versions as the next one there.
+    """Write the model of a run, or of its folder, to ``to``; as the next version if ``to`` is a folder of versions.
 
-    Raises ConfigError, InvalidArgument, OSError; then what was there is there still.
+    Raises ConfigError, InvalidArgument, OSError; the existing export then stays.
     """
     job = job_of_rows(run)
     if job == "ctr":
@@ -83,7 +83,7 @@ def export_run(run: Path, to: Path, settings: ModelExport, *, as_json: bool) -> 
 def _export_rows(
     run: Path, to: Path, settings: ModelExport, write: Callable[..., dict[str, Any]]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Export a model of embeddings by ``write(run, folder, version=...)``, which returns its config."""
+    """Export a model of embeddings with ``write(run, folder, version=...)``, which returns its config."""
     if settings.pairs is not None:
         raise ConfigError(f"--pairs {settings.pairs} is for models of pictures; {run} has none: leave it out")
     job, step = read_run(run).job, best_snapshot(read_run(run).snapshots).manifest.step
@@ -112,9 +112,9 @@ def _export_rows(
 
 def _export_pictures(run: Path, to: Path, settings: ModelExport, console: Console) -> tuple[dict[str, Any], list[str]]:
     precision = require_precision(settings.precision)
-    require_choice(settings.recall, settings.index)  # before anything takes long
+    require_choice(settings.recall, settings.index)  # before anything slow
     if not has_run(run) and has_run(run.parent):
-        run = run.parent  # of its folder "model"
+        run = run.parent  # ``run`` was its folder "model"
     model = load_model(run, backbone=settings.backbone)
     if settings.pairs is not None and model.preprocessing is None:
         raise ConfigError(f"--pairs {settings.pairs} is for models of pictures; {run} takes tensors: leave it out")
@@ -151,14 +151,14 @@ def _export_pictures(run: Path, to: Path, settings: ModelExport, console: Consol
 
 
 def _verified(model: TrainedModel, staging: Path, pairs: Path) -> dict[str, Any]:
-    """From which cosine on two pictures show the same, by pairs; of the network that is exported."""
+    """Return the threshold measured on pairs with the exported network: two pictures above it show the same."""
     exported = TrainedModel(**{**vars(model), "backbone": OnnxBackbone(staging / ONNX)})
     found = verify_file(exported, pairs, mirror=False)  # as a service compares them
     return {"threshold": 1 - found.threshold / 2, "accuracy": found.accuracy, "pairs": found.pairs}
 
 
 def _images(run: Path, model: TrainedModel, settings: ModelExport, console: Console) -> tuple[RunImages | None, str]:
-    """The images of the run; or none, and why."""
+    """Return the images of the run, or None and the reason."""
     if model.preprocessing is None:
         return None, "the model takes tensors"
     try:
@@ -208,7 +208,7 @@ def _lines(folder: Path, config: Mapping[str, Any], why: str) -> Iterator[str]:
 
 
 def _index_line(index: Mapping[str, Any]) -> str:
-    """What was measured of an index that is not exact; "" of one that is."""
+    """Return the measured recall of an approximate index in words; "" for an exact one."""
     if index["kind"] == "exact":
         missed = "".join(f"; {tried['kind']} found {tried['recall_at_1']:.2%}" for tried in index["passed_over"])
         return "" if index["asked_recall"] == 1 and not missed else f"Index: exact, which always finds the best{missed}"
@@ -218,11 +218,10 @@ def _index_line(index: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _version_folder(to: Path, job: str | None, step: int | None, keep: int | None) -> Iterator[tuple[Path, int]]:
-    """The folder to write a version to, and its number: ``to``, or one in it where it has versions; older ones go at
-    the end.
+    """Yield the folder to write a version to, and its number: ``to`` itself, or a folder in it where it has versions.
 
-    The number is the step, or one more than the newest where that is not lower. The newest is replaced where it is of
-    the same job and step.
+    Removes older versions at the end. The number is the step, or the newest number plus one where that is higher. A
+    newest version of the same job and step is replaced.
     """
     versions = numbered_versions(to)
     has_versions = keep is not None or bool(versions)
@@ -247,7 +246,7 @@ def _version_folder(to: Path, job: str | None, step: int | None, keep: int | Non
 
 
 def _claimed(to: Path, number: int) -> tuple[int, Path]:
-    """Make the folder of a version, a later one where another process has made that."""
+    """Make the folder of a version; of a later one where another process has made that."""
     while True:
         try:
             (to / f"{number:06}").mkdir(parents=True)
@@ -258,7 +257,7 @@ def _claimed(to: Path, number: int) -> tuple[int, Path]:
 
 
 def _moment(model: TrainedModel, run: Path) -> tuple[str | None, int | None]:
-    """The job and the step that the model is of; None: nobody knows."""
+    """Return the job and step of the model; None where unknown."""
     found = read_run(run) if has_run(run) else None
     job = model.training.get("job") if found is None else found.job
     step = step_of(model.training)

@@ -1,4 +1,4 @@
-"""``geartrain export TABLE FOLDER``: versions of tables of a running cluster, for followers."""
+"""``geartrain export TABLE FOLDER``: table versions of a running cluster, for followers."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from geartrain.ams.values.config import ClientConfig
 
 _PASSING = (Unavailable, Fenced, TableNotFound, SnapshotFailed)
-"""What may be over when the next version is due: a shard is away, a table is being restored, a disk is full."""
+"""Transient errors: a shard is away, a table is being restored, a disk is full; the next version may succeed."""
 _MOST_DELTAS = 100
-"""One after another, before they are compacted."""
+"""Deltas in a row before they are compacted."""
 
 
 class Exporter:
-    """Writes versions of tables of one cluster into one folder."""
+    """Writes table versions of one cluster into one folder."""
 
     def __init__(self, address: str, config: ClientConfig, tables: str, root: str, *, keep: int, as_json: bool) -> None:
         self._address = address
@@ -51,7 +51,7 @@ class Exporter:
         self._keep = keep
         self._as_json = as_json
         self._seen: dict[str, tuple[int, ...]] = {}
-        """Writes that each shard had applied to each table when the last version was begun."""
+        """Writes that each shard had applied to each table when the last version started."""
 
     def once(self, since: int | None) -> None:
         """Write one version."""
@@ -59,11 +59,11 @@ class Exporter:
             self._write(cluster, since)
 
     def follow(self, every_seconds: float, since: int | None) -> None:
-        """Write a version now, and from then on whenever something was written, until Ctrl-C or SIGTERM."""
+        """Write a version now, then one whenever something was written, until Ctrl-C or SIGTERM."""
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             with connect(self._address, config=self._config) as cluster:
-                self._write(cluster, since)  # what fails for good, fails here
+                self._write(cluster, since)  # a permanent error is raised here
                 self._export_until_failure(cluster, every_seconds)
             while True:
                 time.sleep(every_seconds)
@@ -76,7 +76,7 @@ class Exporter:
             print(f"ended {at} of {self._root}", file=sys.stderr)
 
     def compact(self) -> None:
-        """Write the newest version as a base, and remove what nobody needs any more. No cluster is asked."""
+        """Write the newest version as a base, and remove versions that are no longer needed. Needs no cluster."""
         newest = newest_version(self._root)
         names = [] if newest is None else [str(spec["name"]) for spec in newest.manifest.tables]
         if newest is not None and self._tables not in names and not fnmatch.filter(names, self._tables):
@@ -90,7 +90,7 @@ class Exporter:
         )
 
     def _export_until_failure(self, cluster: Cluster, every_seconds: float) -> None:
-        """Until something fails that may be over when a new connection is made."""
+        """Write versions until an error that a new connection may cure."""
         with _passing():
             while True:
                 time.sleep(every_seconds)
@@ -114,7 +114,7 @@ class Exporter:
         }
 
     def _tidy(self) -> None:
-        """Compact a chain whose deltas weigh as much as its base; remove versions that nobody needs any more."""
+        """Compact a chain whose deltas are as large as its base; remove versions that are no longer needed."""
         newest = newest_version(self._root)
         assert newest is not None
         chain = newest.chain()
@@ -133,7 +133,7 @@ class Exporter:
 
 
 def export_hashed(cluster: Cluster, table: str, out: Path) -> int:
-    """Write ids and rows of a hashed table as one file; return how many. Raises as ``Cluster.export``."""
+    """Write ids and rows of a hashed table as one file; return the number of rows. Raises as ``Cluster.export``."""
     spec = cluster.table(table).spec
     folder = out.parent.absolute() / f".export-{uuid.uuid4().hex}"
     try:
@@ -146,7 +146,7 @@ def export_hashed(cluster: Cluster, table: str, out: Path) -> int:
 
 @contextmanager
 def _passing() -> Iterator[None]:
-    """Say what went wrong, and go on, if it may be over soon."""
+    """Report a transient error and continue."""
     try:
         yield
     except _PASSING as exc:

@@ -1,4 +1,4 @@
-"""``geartrain plan``: will it fit, and how long will a step take?"""
+"""``geartrain plan``: memory and step time of a training, before it is started."""
 
 from __future__ import annotations
 
@@ -118,16 +118,17 @@ def plan(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Print the memory of a class head by part, for each shard and rank, before anything is started.
+    """Print the memory of a class head by part, for each shard and rank, before a cluster is started.
 
-    With --ids that of a hashed table of embeddings, and whether its hosts have it: geartrain plan --ids 1e9 --dim 16
+    With --ids the memory of a hashed embedding table, and whether its hosts have enough: geartrain plan --ids 1e9 --dim
+    16
     --hosts 4 --memory 64GB
 
-    With --hardware also what a step of a backbone and the head with --rows ranks holds, sends and takes, and a build of
-    the graph of --k: geartrain plan --classes 100000000 --dim 512 --k 1000 --rows ranks --ranks 256 --sparsity 0.999
-    --hardware v100-25gbit. Times of GPUs are modelled by the rates of data sheets, and no such machine is as fast.
+    With --hardware also the memory and traffic of a step of a backbone and the head with --rows ranks, and of a build
+    of the graph of --k: geartrain plan --classes 100000000 --dim 512 --k 1000 --rows ranks --ranks 256 --sparsity 0.999
+    --hardware v100-25gbit. GPU times are modelled with data-sheet rates, which real machines do not reach.
 
-    With --fit the most that fits: geartrain plan --fit classes --dim 512 --rows ranks --ranks 8 --dtype float16
+    With --fit the largest size that fits: geartrain plan --fit classes --dim 512 --rows ranks --ranks 8 --dtype float16
     --hardware v100, or geartrain plan --fit batch --classes 10000000 --dim 512 --rows ranks --ranks 256 --k 100
     --hardware v100-25gbit
     """
@@ -232,7 +233,7 @@ def _hardware(hardware: str, device: str | None) -> Hardware:
 
 
 def _step(backbone: str, images: dict[str, int], network_dtype: str, settings: dict[str, Any]) -> Plan:
-    """Raises InvalidArgument or ConfigError for what it cannot be made of."""
+    """Plan a step of the classifier. Raises InvalidArgument or ConfigError for settings that cannot be right."""
     import torch
 
     from geartrain.bridge.parallel.plan.auto import plan_classifier

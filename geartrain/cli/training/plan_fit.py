@@ -1,4 +1,4 @@
-"""``geartrain plan --fit``: the most classes, or samples of a rank, that memory allows."""
+"""``geartrain plan --fit``: the largest number of classes, or samples of a rank, that fits in memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 _MOST_CLASSES, _MOST_SAMPLES = 2**36, 2**20
 _SAMPLES = 8, 16
-"""Batches that are traced: what a network keeps grows in proportion to the samples between them, and beyond."""
+"""Batch sizes that are traced: a network's activations grow linearly between them and beyond."""
 
 ReportOf = Callable[..., "MemoryReport"]
-"""Takes what is to be changed of the arguments of ``memory_report``."""
+"""Function that returns a memory report; its arguments replace those of ``memory_report``."""
 
 
 def check_fit(fit: str | None, classes: int | None, batch_size: int | None, hardware: str | None) -> None:
-    """Raise ConfigError for a question that cannot be answered."""
+    """Raise ConfigError unless --fit can be computed from these options."""
     if fit not in (None, "classes", "batch"):
         raise ConfigError(f"--fit is {fit!r}; it must be classes, or batch")
     if fit == "classes" and classes is not None:
@@ -34,7 +34,9 @@ def check_fit(fit: str | None, classes: int | None, batch_size: int | None, hard
 
 
 def most_classes(report_of: ReportOf, memory: int, network: int, shards_of_host: int) -> int:
-    """Whose head fits a rank of so much ``memory`` beside the ``network``, and the shards of a host of as much."""
+    """Return the most classes whose head fits a rank of ``memory`` bytes beside the ``network``, and the shards of a
+    host with as much memory.
+    """
 
     def is_too_large(classes: int) -> bool:
         report = report_of(num_classes=classes)
@@ -45,7 +47,9 @@ def most_classes(report_of: ReportOf, memory: int, network: int, shards_of_host:
 
 
 def most_samples(report_of: ReportOf, step_of: Callable[[int], Plan], others: dict[str, Any]) -> dict[str, int]:
-    """Of a rank, as asked, and with each of the ``others``, which change arguments of ``memory_report``."""
+    """Return the most samples of a rank, as asked, and with each of the ``others``: changed arguments of
+    ``memory_report``, by name.
+    """
     few, more = (step_of(samples) for samples in _SAMPLES)
     a_sample = (network_bytes(more) - network_bytes(few)) / (more.batch - few.batch)
     memory = few.hardware.memory_bytes
@@ -62,7 +66,7 @@ def most_samples(report_of: ReportOf, step_of: Callable[[int], Plan], others: di
 
 
 def fit_line(found: dict[str, int]) -> str:
-    """What was found, in words: "at least" of what ended at the largest number that is tried."""
+    """Return the result in words, with "at least" where the search ended at its limit."""
 
     def how(what: str, number: int) -> str:
         limit = _MOST_CLASSES if what == "classes" else _MOST_SAMPLES
@@ -72,7 +76,7 @@ def fit_line(found: dict[str, int]) -> str:
 
 
 def network_bytes(step: Plan) -> int:
-    """What a rank holds beside the head."""
+    """Return the bytes of a rank beside the head."""
     return sum(part.bytes for part in step.parts if part.name != "head")
 
 

@@ -1,4 +1,4 @@
-"""``geartrain plan --ids``: does a hashed table fit the hosts?"""
+"""``geartrain plan --ids``: the memory of a hashed table, and whether the hosts have it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _PARTS = {
 
 
 def print_table_plan(spec: TableSpec, ids: float, hosts: int, shards: int, memory: str, as_json: bool) -> None:
-    """Print what a table of ``ids`` rows takes on the fullest shard and host, and whether that fits.
+    """Print the bytes of a table of ``ids`` rows on the fullest shard and host, and whether they fit.
 
-    Raises ConfigError for numbers that cannot be.
+    Raises ConfigError for numbers that cannot be right.
     """
     host_bytes = bytes_of(memory)
     if not 1 <= ids <= MOST_IDS * MAX_SHARDS:
@@ -40,7 +40,7 @@ def print_table_plan(spec: TableSpec, ids: float, hosts: int, shards: int, memor
     ids = int(ids)
     if not 1 <= hosts <= shards <= MAX_SHARDS:
         raise ConfigError(f"--shards is {shards} and --hosts {hosts}; a host has a shard or more, up to {MAX_SHARDS}")
-    here, room = -(-shards // hosts), default_row_memory(host_bytes)  # shards of the host that has most
+    here, room = -(-shards // hosts), default_row_memory(host_bytes)  # shards of the fullest host
 
     def peak(number: int, of: int) -> float:
         return here * planned_rows(spec, number, of).peak if number <= MOST_IDS * of else math.inf

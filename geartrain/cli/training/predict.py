@@ -1,4 +1,4 @@
-"""``geartrain predict``: name images with a saved model, or score samples with a model of clicks."""
+"""``geartrain predict``: name images with a saved model, or score samples with a click model."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def predict(
     cache: CacheFolder = Path(".cache"),
     as_json: Json = False,
 ) -> None:
-    """Name images with a saved model; no cluster is needed. Scores are cosines, 1 at best.
+    """Name images with a saved model; no cluster is needed. Scores are cosines, at most 1.
 
-    A model of clicks (a run of 'geartrain worker ctr') gives the probability of a click for each sample of a Parquet
-    file with the columns it was trained on, a line each, or as the column score of --out.
+    A click model (a run of 'geartrain worker ctr') gives the probability of a click for each sample of a Parquet file
+    with the columns of its training, a line each, or as the column score of --out.
 
-    Exits with 1 if an image could not be read (the others are named all the same), with 2 if one does not exist.
+    Exits with 1 if an image could not be read (the others are still named), with 2 if one does not exist.
     """
     from geartrain.workers.ctr.predict import is_click_run
 
@@ -57,7 +57,7 @@ def predict(
     from geartrain.workers.models.predict import image_files
     from geartrain.workers.models.predict import predict as predictions
     from geartrain.workers.models.saved_model import step_of
-    from geartrain.workers.models.trained_model import picture_model  # torch is loaded after the arguments are known
+    from geartrain.workers.models.trained_model import picture_model  # torch is loaded after the arguments are checked
 
     files = image_files(images)
     loaded = picture_model(model, backbone)
@@ -114,5 +114,5 @@ def _score_clicks(run: Path, samples: list[Path], out: Path | None, cache: Path,
 
 
 def _shown(name: str) -> str:
-    """A character together with its code point: not every terminal has a font for it."""
+    """Return a character together with its code point: not every terminal has a font for it."""
     return f"{name} (U+{ord(name):04X})" if len(name) == 1 and not name.isascii() else name

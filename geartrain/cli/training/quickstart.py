@@ -1,4 +1,4 @@
-"""``geartrain quickstart``: a trained model from nothing, to see that all of it works here."""
+"""``geartrain quickstart``: trains a model from nothing, as a test of the installation."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def quickstart(
     cache: CacheFolder = Path(".cache"),
     as_json: Json = False,
 ) -> None:
-    """Train a model of 40,992 characters from fonts that are fetched, and test it on fonts that it never saw; with
-    --small one of 200 drawn signs.
+    """Train a classifier of 40,992 characters from downloaded fonts, and test it on fonts it never saw; with --small a
+    classifier of 200 drawn signs.
     """
     if not small:
         train("glyphs", out=out or Path("runs/quickstart"), overwrite=True, cache=cache, as_json=as_json)
         return
     out = out or Path("runs/small")
     pictures = out.with_name(f"{out.name}-pictures")
-    from geartrain.workers.recipes.signs import IMAGES_OF_EACH, NUM_SIGNS, drawn_signs  # after it is known to be wanted
+    from geartrain.workers.recipes.signs import IMAGES_OF_EACH, NUM_SIGNS, drawn_signs  # loaded only for --small
 
     _say(f"Drawing {NUM_SIGNS} signs, {IMAGES_OF_EACH} times each, into {pictures}")
     drawn_signs(pictures)
-    # Centers that begin at the means of their classes would name three of four before the first step.
+    # Centers that start at the class means would name three of four before the first step.
     settings = ["look.kind=ink", f"look.size={_SMALL_SIDE}", "imprint=false"]
     train("classify", str(pictures), out=out, overwrite=True, steps=SMALL_STEPS, settings=settings, as_json=as_json)
     model = json.loads((out / "report.json").read_text(encoding="utf-8"))["model"]

@@ -1,4 +1,4 @@
-"""``geartrain samples``: samples made ready for training."""
+"""``geartrain samples``: preparation of samples for training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ app = typer.Typer(no_args_is_help=True, help="Make samples ready for training.")
 
 @app.callback()
 def samples() -> None:
-    """Make samples ready for training."""
+    """Prepare samples for training."""
 
 
 @app.command()
@@ -48,9 +48,9 @@ def compress(
     compression: Annotated[str, typer.Option(help="Codec of the files: zstd, snappy, none, ...")] = "zstd",
     as_json: Json = False,
 ) -> None:
-    """Make prefix trees of samples: what neighbours share (a user, a page) is stored, read and computed once.
+    """Compress samples to prefix trees: data that neighbours share (a user, a page) is stored, read and computed once.
 
-    Columns that no level names go to the outermost level in which they never change. gt.TreeSamples reads the result.
+    Columns that no level names go to the outermost level where they are constant. gt.TreeSamples reads the result.
     """
     from geartrain.workers.samples.files import require_arrow
 
@@ -98,7 +98,7 @@ def _pair(text: str, option: str) -> tuple[str, str]:
 
 
 def _value(text: str) -> float | str:
-    """A number, else what YAML reads, as in --set: true, a text, also '7' in quotation marks."""
+    """Return a number, else the value as YAML reads it, as in --set: true, a text, also '7' in quotation marks."""
     try:
         return int(text) if text.lstrip("-").isdecimal() else float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""``geartrain verify``: how well a saved model tells pairs of pictures apart."""
+"""``geartrain verify``: accuracy of a saved model on pairs of pictures."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def verify(
     backbone: OwnBackbone = None,
     as_json: Json = False,
 ) -> None:
-    """Print the accuracy by 10 folds and the true accept rates (TAR) at false accept rates (FAR) of pairs.
+    """Print the accuracy (10-fold) and the true accept rates (TAR) at false accept rates (FAR) of pairs.
 
-    The files are pickles; they are read without running any of what they hold. With --images, --media and
-    --template-pairs templates are verified, too: the features of a template's pictures are pooled. Nothing is
-    interpolated: TAR@FAR is at the loosest threshold that accepts at most that part of the different pairs; a FAR below
-    one in so many different pairs is left out.
+    The files are pickles; none of their code is run. With --images, --media and --template-pairs, templates are
+    verified, too: the features of a template's pictures are pooled. Nothing is interpolated: TAR@FAR is at the loosest
+    threshold that accepts at most that share of the different pairs. A FAR below one in the number of different pairs
+    is left out.
     """
     of_templates = (images, media, template_pairs)
     if any(of_templates) and not all(of_templates):
         raise ConfigError("templates need all of --images, --media and --template-pairs")
     if not pairs and not any(of_templates):
         raise ConfigError("which pairs? Give .bin files, or --images, --media and --template-pairs")
-    # torch is loaded only after the arguments are known to be right
+    # torch is loaded only after the arguments are checked
     from geartrain.workers.job.folder import warn_if_unended
     from geartrain.workers.models.saved_model import step_of
     from geartrain.workers.models.templates import verify_templates

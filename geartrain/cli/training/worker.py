@@ -1,4 +1,4 @@
-"""``geartrain worker``: processes that train. All jobs have the same options; how they train is their recipe."""
+"""``geartrain worker``: training jobs. All have the same options; a job's recipe says how it trains."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from geartrain.cli.shared.options import CacheFolder, Json
 from geartrain.launch import configuration
 from geartrain.workers.job.interruption import GRACE_SECONDS, STOPPED, Stopped, interruption
 
-# Read by OpenMP when torch is loaded. Threads that spin while they wait slow a training on a shared machine down by
+# OpenMP reads this when torch is loaded. Threads that spin while they wait slow a training on a shared machine down by
 # three to six times (measured: 357 against 2,160 images/s beside two other jobs).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -82,7 +82,7 @@ _COMMANDS = {
     "ctr": (CTR, _HEAD_ONLY),
 }
 _COMMANDS["tdm"] = (TDM, {*_HEAD_ONLY, "joins"})
-"""Help of each job, and the options that it has no use for."""
+"""Help of each job, and the options it does not use."""
 
 
 def train(
@@ -221,7 +221,7 @@ def train(
     cache: CacheFolder = Path(".cache"),
     as_json: Json = False,
 ) -> None:
-    """Train: the options of every job."""
+    """Train a model: the body of every job's command."""
     config = configuration.load(None, configuration.flags("client", graph=graph))
     failpoints.arm_from_environment(config.mode)
     traces.start("worker")
@@ -247,7 +247,7 @@ def train(
             "--allow-fallback chooses among the snapshots of a run; give it with --resume RUN or --continue"
         )
     ended: list[int] = []
-    atexit.register(_exit_at_once, ended)  # the last thing: what torch registers comes before
+    atexit.register(_exit_at_once, ended)  # last, so that the handlers that torch registers run first
     with interruption() as stop:
         stop.doing, stop.grace_seconds = "loaded torch", grace
         try:
@@ -305,7 +305,7 @@ def train(
 
 
 def _exit_at_once(ended: list[int]) -> None:
-    """Spare a process that was stopped what the interpreter does for seconds to give back torch's memory."""
+    """Exit a stopped process without the interpreter's cleanup, which spends seconds on freeing torch's memory."""
     if ended:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Where the graph role meets the cluster whose rows it reads: ``ams.graph`` knows clusters by a protocol alone."""
+"""Adapter from the graph role to a cluster: ``ams.graph`` knows clusters by a protocol alone."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from geartrain.ams.values.scheduler_messages import DescribeCluster
 
 _STATUS_SECONDS = 2.0
 _PAUSE_SECONDS = 5.0
-"""How long a scheduler that did not answer is not asked for the tables again, so that no selection waits for it."""
+"""Time after a scheduler did not answer before it is asked for tables again, so that no selection waits for it."""
 
 
 class ConnectedCluster:
-    """Implements :class:`geartrain.ams.graph.service.graphs.RowCluster`: connects anew for each build.
+    """Cluster of a graph service, with a new connection for each build.
 
-    So a graph service starts before its cluster, and outlives shards that are replaced. Thread-safe.
+    A graph service can so start before its cluster, and outlives shards that are replaced. Implements
+    :class:`geartrain.ams.graph.service.graphs.RowCluster`. Thread-safe.
     """
 
     def __init__(self, scheduler: str, config: ClientConfig) -> None:
@@ -33,7 +34,7 @@ class ConnectedCluster:
         self._lock = threading.Lock()
         self._carrier: SchedulerCarrier | None = None
         self._silent_until = 0.0
-        """Unanswered until then, time.monotonic()."""
+        """time.monotonic() until which an unresponsive scheduler is not asked again."""
 
     def reading(self) -> Cluster:
         return connect(self._scheduler, config=self._config)

@@ -1,4 +1,8 @@
-"""Where the scheduler meets the clients' code: it takes snapshots of the jobs that ask it to restore them, and restores
+"""Snapshots and restores that the scheduler does for jobs: it restores the newest one when a job has lost rows.
+
+:class:`~geartrain.ams.scheduler.data_streams.StreamLeases` stores what is due before any action starts. After a crash,
+of the scheduler too, it is still due and is repeated in full: a restore replaces one that was cut off, and workers get
+no lease before it has finished.
 the newest one when a job has lost something.
 
 What is due is in :class:`~geartrain.ams.scheduler.data_streams.StreamLeases`, written down before anybody acts on it.
@@ -33,22 +37,22 @@ from geartrain.ams.values.scheduler_messages import Cursor
 logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.1
 _KEPT = 3
-"""Snapshots of a job: older ones are for when a file of the newest is damaged."""
+"""Snapshots kept for each job: the older ones are for a damaged file in the newest."""
 _SHARD_SECONDS = 10.0
-"""How long a shard that dies meanwhile is waited for, before all is looked at again."""
+"""Wait for a shard that dies meanwhile, before all jobs are looked at again."""
 
 
 class JobRestorer:
-    """Saves and restores the jobs that ask for it, on a thread of its own, while the ``with`` block lasts."""
+    """Thread that saves and restores the jobs that ask for it, while the ``with`` block lasts."""
 
     def __init__(self, scheduler: Scheduler, streams: StreamLeases, address: str) -> None:
-        """``address``: of the scheduler, whose client it is."""
+        """``address`` is that of the scheduler, of which this is a client."""
         self._scheduler, self._streams, self._address = scheduler, streams, address
         self._config = ClientConfig(recovery_timeout_seconds=_SHARD_SECONDS)
         self._saved_at: dict[str, float] = {}
-        """On the monotonic clock, by job; of a scheduler that was started again, when it began."""
+        """Time of each job's last snapshot on the monotonic clock; after a scheduler restart, its start."""
         self._failed: dict[str, str] = {}
-        """By job, what was said last of a failure."""
+        """Last failure logged for each job."""
         self._cluster: Cluster | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="restorer", daemon=True)
@@ -72,7 +76,7 @@ class JobRestorer:
                 try:
                     self._check_job(name, job)
                     self._failed.pop(name, None)
-                except Exception as exc:  # whatever it is, others are to be looked at, and this one again
+                except Exception as exc:  # other jobs go on, and this one is tried again
                     if self._failed.get(name) != str(exc) and not self._stopping.is_set():
                         self._failed[name] = str(exc)
                         logger.warning("job %r is neither saved nor restored now; tried again: %s", name, exc)
@@ -80,10 +84,10 @@ class JobRestorer:
     def _check_job(self, name: str, job: RestoredJob) -> None:
         view = self._scheduler.describe()
         if not view.ready:
-            return  # whoever is away may come back with its rows
+            return  # an absent shard may come back with its rows
         tables = set(job.order.tables)
         if job.due != "restore" and tables.intersection(view.incomplete_tables):
-            if not job.due or self._saved(job):  # nothing is due: it has had its first snapshot
+            if not job.due or self._saved(job):  # nothing is due, and the first snapshot exists
                 logger.warning("job %r has lost rows of a shard: it goes back to its newest snapshot", name)
                 self._streams.set_due(name, "restore")
             else:
@@ -97,14 +101,14 @@ class JobRestorer:
         elif not job.due and not tables.intersection(
             (*(spec.name for spec in view.tables), *view.incomplete_tables, *view.restoring_tables)
         ):
-            self._streams.stop_restoring(name)  # they were dropped: the job has ended
+            self._streams.stop_restoring(name)  # the tables were dropped: the job has ended
         elif not job.due and job.is_read:
             since = self._saved_at.setdefault(name, time.monotonic())
             if time.monotonic() - since > job.order.every_seconds:
                 self._streams.set_due(name, "snapshot")
 
     def _saved(self, job: RestoredJob) -> list[Snapshot]:
-        """The snapshots of a job, the newest first."""
+        """Return the snapshots of a job, newest first."""
         found = [listed.snapshot for listed in list_snapshots(job.order.root)]
         return [one for one in found if one is not None and one.manifest.job.get("order") == job.number]
 
@@ -113,24 +117,24 @@ class JobRestorer:
         return self._cluster
 
     def _save(self, name: str, job: RestoredJob) -> None:
-        """Take a snapshot while nobody reads: what was pushed is committed, and what was committed is pushed.
+        """Take a snapshot while no worker reads: every pushed row is then committed, and every committed row pushed.
 
-        One that fails is passed over, until the next is due; without a first one the job does not begin.
+        A failed one is skipped until the next is due; without the first snapshot the job does not start.
         """
         order, before = job.order, None
         try:
             with self._connected(name) as cluster:
-                cluster.require_snapshot_root(order.root)  # before anything is looked for there
+                cluster.require_snapshot_root(order.root)  # before reading the folder
                 before = next(iter(self._saved(job)), None)
                 cursors = self._streams.cursors(name)
                 values = {"order": job.number, "streams": {str(stream): list(at) for stream, at in cursors.items()}}
                 step = 0 if before is None else before.manifest.step + 1
                 pending = cluster.snapshot(order.root, step=step, values=values, tables=order.tables)
-                if before is not None:  # else there is no way back before it is whole
+                if before is not None:  # otherwise there is nothing to restore until it is complete
                     self._streams.set_due(name, "")
                 pending.result()
             prune(order.root, _KEPT)
-        except (Unavailable, Fenced):  # a shard was lost meanwhile, which is looked at next
+        except (Unavailable, Fenced):  # the next round handles the lost shard
             raise
         except GeartrainError as exc:
             if before is None:

@@ -1,6 +1,6 @@
-"""The role ``serve``: trained models over HTTP, in this process or in several workers.
+"""The role ``serve``: trained models over HTTP, from this process or from several workers.
 
-What a process needs that answers nobody itself is little: the rest is imported by those that answer.
+A parent of workers needs few imports; what answers requests is imported by the workers.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 class ServeRole:
     """The models of a configuration, served by this process or by workers. A
-    :class:`geartrain.launch.role.RunningRole`."""
+    :class:`geartrain.launch.role.RunningRole`.
+    """
 
     def __init__(self, config: ClusterConfig) -> None:
-        """Load the models and listen. Raises ConfigError, ModelDamaged: no model, or nobody can listen there."""
+        """Load the models and listen. Raises ConfigError, ModelDamaged: no model, or the address cannot be bound."""
         told = config.serve
         if not told.models and told.follow is None:
             raise ConfigError(
@@ -46,7 +47,7 @@ class ServeRole:
             self._serving = here = ModelServer(config, listener)
             self.service = here.service
             self.grpc = None if here.grpc is None else here.grpc.address
-            """host:port of gRPC, if it is to be there."""
+            """host:port of gRPC; None without it."""
         else:
             self._serving = workers = Workers(config)
             self.address, self.grpc = workers.address, workers.grpc
@@ -65,26 +66,27 @@ class ServeRole:
             self.models += list(self.service.following)
 
     def metrics(self) -> Iterator[Metric]:
-        """What it counts."""
+        """Yield the counters of the service."""
         yield from self.service.metrics()
 
     @property
     def end_reason(self) -> str | None:
-        """Why it ended by itself; None if it did not."""
+        """Reason why it ended by itself; None if it did not."""
         return self._serving.end_reason
 
     def wait(self) -> None:
-        """Block until it has ended."""
+        """Block until the service has ended."""
         self._serving.wait()
 
     def stop(self, grace_seconds: float) -> None:
-        """Answer the requests under way, take no others, close the models. A grace at all is :data:`DRAIN_SECONDS`."""
+        """Answer the requests in progress, refuse others, close the models. Any grace is at least
+        :data:`DRAIN_SECONDS`."""
         self._following.close()
         self._serving.stop(max(grace_seconds, DRAIN_SECONDS) if grace_seconds else 0)
 
 
 def _require_startable(told: ServeConfig) -> None:
-    """Raises ConfigError: a library is missing, or a setting was changed that nothing would read."""
+    """Raise ConfigError if a library is missing, or if a changed setting would have no effect."""
     for library in ("starlette", "uvicorn", "onnxruntime"):
         if importlib.util.find_spec(library) is None:
             raise ConfigError(f"a service needs {library}, which is not installed: pip install 'geartrain[serve]'")

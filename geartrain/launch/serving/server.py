@@ -1,4 +1,4 @@
-"""The models of a configuration, served by this process: one that serves alone, or a worker."""
+"""Server of the models of a configuration in this process: on its own, or as a worker."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 
 class ModelServer:
-    """Serves the models of a configuration on a socket that listens, on threads of this process."""
+    """Serves the models of a configuration on a listening socket, on threads of this process."""
 
     def __init__(self, config: ClusterConfig, listener: socket.socket, models: Mapping[str, Any] | None = None) -> None:
-        """Load the models, or ``models``: those of another process, by :meth:`ModelService.become`.
+        """Load the models, or take over the state ``models`` of another process with :meth:`ModelService.become`.
 
-        Raises ConfigError, ModelDamaged, NotServed; the socket is closed then, and when it ends.
+        Raises ConfigError, ModelDamaged, NotServed; the socket is then closed, as it is when the server ends.
         """
         told = config.serve
         folder = certificates_of(config)
-        warnings.filterwarnings("ignore", module=r"PIL\.")  # a line, kept for ever, for each picture that is damaged
+        warnings.filterwarnings("ignore", module=r"PIL\.")  # it stores a line for good for each damaged picture
         callers = Callers(told.listen, folder, told.origins, is_open=told.insecure)
         use_threads(told.threads)
         use_parts(told.parts)
@@ -54,21 +54,21 @@ class ModelServer:
         )
         self.service = ModelService(catalog, batcher, counts)
         self.grpc: GrpcServer | None = None
-        """The port of gRPC, if there is to be one."""
+        """gRPC server; None without its port."""
         try:
             tls, renew = None, None
             if folder is not None:
-                from geartrain.ams.rpc.credentials import Credentials  # gRPC with it
+                from geartrain.ams.rpc.credentials import Credentials  # imports gRPC
 
                 tls, renew = Credentials.mine(told.listen).https(shows_certificate=not callers.want_tokens)
             if models is None:
                 open_models(catalog, told)
-            else:  # before anybody is answered by other versions
+            else:  # before any request is answered by other versions
                 self.service.become(models)
             gc.collect()
-            gc.freeze()  # else looking through all that was imported stops answers for 0.1 s, now and then
+            gc.freeze()  # otherwise garbage collection of all imports stops answers for 0.1 s, now and then
             if told.grpc is not None:
-                from geartrain.serving.kserve.service import inference_server  # gRPC with it
+                from geartrain.serving.kserve.service import inference_server  # imports gRPC
 
                 self.grpc = inference_server(told.grpc, self.service, told, folder, rates, callers.client)
             self._server = HttpServer(
@@ -91,15 +91,15 @@ class ModelServer:
 
     @property
     def end_reason(self) -> str | None:
-        """Why it ended by itself; None if it did not."""
+        """Reason why it ended by itself; None if it did not."""
         return self._server.end_reason
 
     def wait(self) -> None:
-        """Block until it has ended."""
+        """Block until the server has ended."""
         self._server.wait()
 
     def stop(self, grace_seconds: float) -> None:
-        """Answer the requests under way, take no others, close the models."""
+        """Answer the requests in progress, refuse others, close the models."""
         self._stop_grpc(grace_seconds)
         self._server.stop(grace_seconds)
         self.service.close()

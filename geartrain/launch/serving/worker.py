@@ -1,4 +1,4 @@
-"""One worker of a service. Its arguments: the descriptor of a socket to its parent, the level of logs, its number."""
+"""Worker process of a model service. Arguments: descriptor of its control socket, log level, worker number."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from geartrain.serving.service import Told
 
 
 class _Parent:
-    """What the process with the port wants, and what is wanted of it."""
+    """Control connection to the parent, which holds the port: requests in both directions."""
 
     def __init__(self, lines: Lines) -> None:
         self.lines = lines
@@ -32,27 +32,27 @@ class _Parent:
         self._waiting: dict[int, queue.SimpleQueue[list[Told]]] = {}
 
     def everywhere(self, wish: Mapping[str, Any]) -> list[Told]:
-        """Have it done by all workers, this one included."""
+        """Have all workers carry out ``wish``, this one included; return each answer."""
         number = next(self._ids)
         waits = self._waiting[number] = queue.SimpleQueue()
         self.lines.send({"wish": wish, "id": number})
         return waits.get()
 
     def listen(self, server: ModelServer) -> None:
-        """Do what it says, one after the other, until it is gone: then this process ends, too."""
+        """Carry out the parent's requests in order until it closes the connection; then end this process."""
         with contextlib.suppress(OSError):
             while (message := self.lines.receive()) is not None:
                 if "do" in message:
                     self.lines.send({"id": message["id"], "told": server.service.apply(message["do"])})
                 else:
                     self._waiting.pop(message["id"]).put(message["all"])
-        for waits in list(self._waiting.values()):  # threads that wait would keep this process from ending
+        for waits in list(self._waiting.values()):  # threads that wait would keep this process from exiting
             waits.put([{"error": Unavailable.__name__, "message": "the service is ending"}])
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def main() -> None:
-    """Serve until the other end of the control socket is closed, or SIGTERM comes."""
+    """Serve until the control socket is closed, or SIGTERM comes."""
     control, level, number = sys.argv[1:]
     log_to_stderr(level)
     told_to_end = threading.Event()

@@ -1,8 +1,8 @@
-"""Several processes that serve one port: each has the models mapped, and a change goes to all of them.
+"""Several worker processes behind one port: each maps the models, and a change goes to all of them.
 
-This process holds the port, where workers listen, and answers nobody. Each worker has a socket to it, for lines of
-JSON: a worker passes on what was wished of it, all are told, and all say what came of it. A worker ends when that
-socket does; one that dies is started anew, and first told what the others said of their models.
+This process holds the port but answers no request: the workers listen on it. A control socket to each worker carries
+lines of JSON: a worker forwards a request for a change, all workers receive it, and all answer. A worker ends when its
+socket closes; one that dies is replaced, and the new one first receives the state of the others' models.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
 DRAIN_SECONDS = 8.0
-"""For what is under way when a service is told to end; who stops containers waits for 10 s."""
+"""Time for requests in progress at shutdown; container runtimes wait 10 s before they kill."""
 _WISH_SECONDS = 300.0
-"""For all workers to do what is wished: one may load a model."""
+"""Time for all workers to carry out a request: it may load a model."""
 _MOST_RESTARTS, _RESTART_SECONDS = 5, 600.0
 _LOOK_SECONDS = 1.0
 _CHANGES_NOTHING = ("counts", "state", "following")
-"""Wishes, of the versions that are served."""
+"""Requests that leave the served versions as they are."""
 _GONE: Told = {"error": InternalError.__name__, "message": "a worker died meanwhile", "is_gone": True}
 
 
 class WorkerDied(GeartrainError):
-    """A worker of a service ended although nobody told it to, again and again."""
+    """A worker of a service died repeatedly without being told to stop."""
 
 
 class Lines:
-    """One end of a socket for lines of JSON. Sending is thread-safe."""
+    """One end of a socket that carries lines of JSON. Sending is thread-safe."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._file, self._lock = connection, connection.makefile("rb"), threading.Lock()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Raises OSError: the other end is gone."""
+        """Send a message. Raises OSError if the peer is gone."""
         with self._lock:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> dict[str, Any] | None:
-        """The next message; None: there comes no other."""
+        """Return the next message; None at the end of the stream."""
         with contextlib.suppress(OSError, ValueError):
             if line := self._file.readline():
                 message: dict[str, Any] = json.loads(line)
@@ -65,7 +65,7 @@ class Lines:
         return None
 
     def close(self) -> None:
-        """The other end notices."""
+        """Close the connection; the peer sees the end of the stream."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._file.close()
@@ -99,7 +99,7 @@ class _Worker:
                 start_new_session=True,
             )
         self.lines = Lines(mine)
-        with contextlib.suppress(OSError):  # it ended at once, which is noticed below
+        with contextlib.suppress(OSError):  # a worker that ended at once is noticed below
             self.lines.send({"config": config.model_dump(mode="json"), "models": models})
         self.ready: queue.SimpleQueue[Told] = queue.SimpleQueue()
         self.was_ready = False
@@ -137,28 +137,28 @@ class _Worker:
 
 
 class Workers:
-    """The workers of one service, started with it and ended by their own handles."""
+    """The workers of one service: started with it, and stopped by it."""
 
     def __init__(self, config: ClusterConfig) -> None:
-        """Start them; all are ready when this returns.
+        """Start the workers; returns once all are ready.
 
-        Raises ConfigError (others have the port), and what the first worker says that cannot be.
+        Raises ConfigError (another process has the port), and the first worker's error about its settings.
         """
         self._ports = contextlib.ExitStack()
         self.address = self._reserve_port(config.serve.listen, "--listen")
         """host:port of HTTP."""
         self.grpc = None if config.serve.grpc is None else self._reserve_port(config.serve.grpc, "--grpc")
-        """host:port of gRPC, if it is to be there."""
+        """host:port of gRPC; None without it."""
         there = {"listen": self.address, "grpc": self.grpc}
         self._config = config = config.model_copy(update={"serve": config.serve.model_copy(update=there)})
         self._ids = itertools.count()
         self._one_wish = threading.Condition()
-        """Notified when one was done."""
+        """Notified when a request is done; its lock allows one at a time."""
         self._models: dict[str, Any] = {}
-        """What workers say of their models since the last change."""
+        """State of the models as the workers reported it at the last change."""
         self._is_ending = False
         self._starting = threading.Lock()
-        """Held while one is started: none is once it is ending."""
+        """Held while a worker starts; no worker starts once the service stops."""
         self._restarts: list[float] = []
         self.end_reason: str | None = None
         self.ended_all = threading.Event()
@@ -180,7 +180,7 @@ class Workers:
         return format_address(split_address(listen)[0], held.getsockname()[1])
 
     def everywhere(self, wish: Mapping[str, Any]) -> list[Told]:
-        """Have every worker do it, or none, one wish after the other; return what each said."""
+        """Have every worker carry out a request, or none of them, one request at a time; return each answer."""
         with self._one_wish:
             tell = functools.partial(self._replies, list(self._workers.values()))
             if wish["wish"] in _CHANGES_NOTHING:
@@ -197,11 +197,11 @@ class Workers:
         self._models = next((answer["said"] for answer in told if "said" in answer), self._models)
 
     def wait(self) -> None:
-        """Block until all have ended."""
+        """Block until all workers have ended."""
         self.ended_all.wait()
 
     def stop(self, grace_seconds: float) -> None:
-        """Let each answer what is under way, and end within another second."""
+        """Let each worker answer its requests in progress, and stop within another second."""
         with self._starting:
             self._is_ending = True
         self._ports.close()
@@ -221,11 +221,12 @@ class Workers:
         self.ended_all.set()
 
     def ended(self, worker: _Worker) -> None:
-        """A worker that served has ended: start another in its place, unless that was of no use again and again."""
+        """Replace a worker that served and has ended, unless workers die too often."""
         if not worker.was_ready:
             return
         why = f"ended with code {worker.process.returncode}"
-        with self._one_wish:  # no change between what others say of their models and what the new one is told
+        # no change may come between the others' report of their models and the new worker's start from it
+        with self._one_wish:
             while not self._is_ending:
                 now = time.monotonic()
                 self._restarts = [at for at in self._restarts if at > now - _RESTART_SECONDS] + [now]
@@ -269,7 +270,7 @@ class Workers:
 
     @staticmethod
     def _answer(worker: _Worker, waits: queue.SimpleQueue[Told], until: float) -> Told:
-        """Its answer. One that is stopped, or gives none, is ended: another takes its place."""
+        """Return the worker's answer. A worker that is stopped or does not answer is killed and replaced."""
         while True:
             with contextlib.suppress(queue.Empty):
                 return waits.get(timeout=_LOOK_SECONDS)
