@@ -1,1 +1,1 @@
-"""Answers of trained models over HTTP and gRPC, without torch."""
+"""Inference of trained models over HTTP and gRPC, without torch."""

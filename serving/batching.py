@@ -1,7 +1,7 @@
-"""Request batching: requests of one version, operation and parameters are one batch for the model.
+"""Request batching: requests of equal version, operation and parameters form one batch.
 
-A question to an idle service is answered at once. While others are being answered, those that come are joined: a batch
-begins when it is full, when its first question has waited for ``max_wait_seconds``, or when nothing else is under way.
+An idle service answers a request at once. While others are being answered, new requests are joined: a batch starts when
+it is full, when its first request has waited for ``max_wait_seconds``, or when nothing else is in progress.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ logger = logging.getLogger(__name__)
 
 
 class AnsweredBatch(NamedTuple):
-    """What was answered together, for counters."""
+    """An answered batch, for counters."""
 
     lease: Lease
-    """Of its first question."""
+    """Lease of the first question."""
     operation: str
     questions: int
     items: int
     waited_seconds: float
-    """Of its first question, which waited longest."""
+    """Wait of the first question, which waited longest."""
     ran_seconds: float
 
 
@@ -44,20 +44,20 @@ class _Asked:
     at: float
     answer: Future[Arrays] = field(default_factory=Future)
     question: Question = field(init=False)
-    """Once it is read."""
+    """Set once the question is read."""
     items: int = 1
 
 
 @dataclass(eq=False, slots=True)
 class _Group:
-    """Questions that may be answered together."""
+    """Questions that may share a batch."""
 
     asked: deque[_Asked] = field(default_factory=deque)
     items: int = 0
 
 
 class Batcher:
-    """Joins questions and answers them on threads of its own. Thread-safe."""
+    """Joins questions into batches and answers them on threads of its own. Thread-safe."""
 
     def __init__(
         self,
@@ -69,15 +69,15 @@ class Batcher:
         clock: Callable[[], float] = time.monotonic,
         on_batch: Callable[[AnsweredBatch], None] = lambda _: None,
     ) -> None:
-        """Begin to wait for questions.
+        """Start the threads.
 
         Args:
-            max_batch: most items of a batch; a question with more is one of its own.
+            max_batch: most items of a batch; a larger question is a batch of its own.
             max_wait_seconds: longest wait of a question for others, once a thread is free.
-            max_queued: most items that wait; who asks then is told to come again.
-            threads: batches at once. 0: :meth:`answer_next` is called by whoever made it, as tests do.
-            clock: in seconds, rising.
-            on_batch: told each batch when it is answered, on its thread.
+            max_queued: most items in the queue; further questions raise Busy.
+            threads: batches at once. 0: the owner calls :meth:`answer_next`, as tests do.
+            clock: in seconds, monotonic.
+            on_batch: called with each answered batch, on its thread.
         """
         self._max_batch, self._max_wait, self._max_queued = max_batch, max_wait_seconds, max_queued
         self._clock, self._on_batch = clock, on_batch
@@ -85,7 +85,7 @@ class Batcher:
         self._waiting: dict[Hashable, _Group] = {}
         self._unread: deque[tuple[_Asked, Callable[[], Question]]] = deque()
         self.queued = 0
-        """Items that wait now."""
+        """Number of items in the queue."""
         self._under_way = 0
         self._is_closed = False
         self._threads = [
@@ -96,12 +96,12 @@ class Batcher:
             thread.start()
 
     def submit(self, lease: Lease, operation: str, question: Question | Callable[[], Question]) -> Future[Arrays]:
-        """Answer a question to an operation of the leased version: arrays with a row for each of its items.
+        """Queue a question to an operation of the leased version; the result has arrays with a row for each item.
 
-        What is yet to be read is read by the thread that answers, which spares a change of threads where it is little;
-        it counts as one item until then. The version is held until the answer, also if its asker leaves: a cancel is
-        heard before its batch begins, and after that changes nothing. The future has what reading or the operation
-        raise. Raises Busy: too much waits already.
+        A callable is run by the answering thread to read the question, which saves a thread switch where it is quick;
+        it counts as one item until then. The version is held until the answer, even if the client leaves: a cancel has
+        an effect only before its batch starts. The future gets errors of reading and of the operation. Raises Busy if
+        the queue is full.
         """
         items = question.num_items if isinstance(question, Question) else 1
         with self._changed:
@@ -131,7 +131,7 @@ class Batcher:
         return True
 
     def close(self) -> None:
-        """Answer all that waits, then end. Questions that come now are refused."""
+        """Answer all queued questions, then stop. New questions are refused."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -163,7 +163,7 @@ class Batcher:
         self.queued += asked.items
 
     def _read(self) -> None:
-        """Read what is unread, no more than a batch: then others are answered."""
+        """Read unread questions, at most one batch, so that others are answered in between."""
         with self._changed:
             unread: list[tuple[_Asked, Callable[[], Question]]] = []
             while self._unread and len(unread) < self._max_batch:
@@ -184,10 +184,10 @@ class Batcher:
                 self._append(asked, found)
 
     def _next(self, now: float) -> tuple[list[_Asked], float | None]:
-        """Take the questions of the batch that begins now, the longest waiting first.
+        """Dequeue the questions of the batch that starts now, oldest first.
 
-        Without one: seconds until a question has waited enough; None: none waits. Those whose askers have left are
-        dropped.
+        If no batch starts, return the seconds until a question has waited enough; None: the queue is empty. Drops
+        questions whose clients have left.
         """
         batch: list[_Asked] = []
         is_free = self._is_closed or not self._under_way
@@ -234,7 +234,7 @@ class Batcher:
                 if len(array) != items:
                     raise InternalError(f"{operation.name} answered {items} items with {len(array)} {name}")
         except Exception as exc:
-            if len(batch) > 1:  # what is wrong with one is no matter of the others: halves, until it is alone
+            if len(batch) > 1:  # an error in one must not reach the others: halve until it is alone
                 self._run(batch[: len(batch) // 2])
                 self._run(batch[len(batch) // 2 :])
                 return

@@ -1,7 +1,7 @@
-"""Catalog of the served models and versions: a swap never closes a version that is still answering requests.
+"""Catalog of the served models and versions; a version is closed only after its last request.
 
-An asker leases one version and is answered by that one alone. A version that is current no more stays for a rollback
-until the next swap, and is closed when its last asker is answered.
+A request leases one version and is answered by it alone. After a swap the former version stays for a rollback until the
+next swap, and is closed when its last request is answered.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ class _Loaded:
     asking: int = 0
     asked: int = 0
     is_over: bool = False
-    """Closed when nobody asks it."""
+    """Closed once its last lease is released."""
 
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """One asker's hold of a version. A context manager; releasing it twice is releasing it once."""
+    """Hold of one request on a version. A context manager; a second release has no effect."""
 
     _catalog: Catalog
     _loaded: _Loaded
     model: str
     """Name of the model."""
     servable: Servable
-    """Not closed before this is released."""
+    """The version; stays open until the release."""
     is_canary: bool
     _is_held: bool = True
 
     def operation(self, name: str) -> Operation:
-        """What it can be asked by this name. Raises NotServed, which lists the others."""
+        """Return the operation of this name. Raises NotServed, which lists the others."""
         operation = self.servable.operations.get(name)
         if operation is None:
             known = ", ".join(self.servable.operations)
@@ -55,13 +55,13 @@ class Lease:
         return operation
 
     def again(self) -> Lease:
-        """Another hold of the same version, by somebody who may need it for longer."""
+        """Return another lease of the same version, for a caller that may need it longer."""
         with self._catalog._lock:
             self._loaded.asking += 1
         return Lease(self._catalog, self._loaded, self.model, self.servable, self.is_canary)
 
     def release(self, *_: object) -> None:
-        """Its asker is answered, or has left."""
+        """Release the version: the request is answered, or its client has left."""
         if not self._is_held:
             return
         self._is_held = False
@@ -82,10 +82,10 @@ class _Model:
     name: str
     loaded: dict[int, _Loaded] = field(default_factory=dict)
     folders: dict[int, Path] = field(default_factory=dict)
-    """Of versions that can be loaded, too."""
+    """Folders of known versions, loaded or not."""
     current: int | None = None
     previous: int | None = None
-    """Was current before, and stays loaded."""
+    """Former current version, which stays loaded."""
     canary: int | None = None
     share: float = 0.0
     asked: int = 0
@@ -93,7 +93,7 @@ class _Model:
     """Rolled back: newer versions do not become current by themselves."""
     is_expected: bool = False
     changing: Any = field(default_factory=threading.RLock)
-    """One change after the other."""
+    """Held during a change: one at a time."""
 
     @property
     def known(self) -> list[int]:
@@ -101,10 +101,10 @@ class _Model:
 
 
 class Catalog:
-    """The models of a service by name. Thread-safe; nobody who asks waits for a version that is being loaded."""
+    """The models of a service by name. Thread-safe; no request waits for a version that is loading."""
 
     def __init__(self, load: Load | None = None) -> None:
-        """``load`` opens the folder of a version that :meth:`know` told of; None: nothing is loaded here."""
+        """``load`` opens the folder of a version registered by :meth:`know`; None: nothing is loaded here."""
         self._load = load
         self._lock = threading.Lock()
         self._models: dict[str, _Model] = {}
@@ -112,37 +112,37 @@ class Catalog:
 
     @property
     def names(self) -> list[str]:
-        """Of all models, in the order in which they came."""
+        """Names of all models, in the order of their arrival."""
         return list(self._models)
 
     def expect(self, name: str) -> None:
-        """A model of this name will come: the service is not ready until it is :meth:`open`."""
+        """Announce a model: the service is not ready until :meth:`open`."""
         with self._lock:
             self._model(name, makes=True).is_expected = True
 
     def open(self, name: str) -> None:
-        """Every process of the service has a version of what was expected."""
+        """Report that every process of the service has a version of an expected model."""
         with self._lock:
             self._model(name).is_expected = False
 
     def know(self, name: str, version: int, folder: Path) -> None:
-        """A version can be loaded from ``folder`` when a rollback asks for it."""
+        """Register the folder of a version, to be loaded on a rollback to it."""
         with self._lock:
             self._model(name, makes=True).folders[version] = folder
 
     def forget(self, name: str, version: int) -> None:
-        """The folder of a version is gone. One that is loaded is served on."""
+        """Unregister the folder of a version. If loaded, it stays served."""
         with self._lock:
             self._model(name).folders.pop(version, None)
 
     def add(self, name: str, servable: Servable, folder: Path | None = None, *, share: float | None = None) -> bool:
-        """Serve a version, from the next question on; return whether it became current (or, with ``share``, canary).
+        """Add a version, served from the next request on; return whether it became current (with ``share``: canary).
 
-        One of a higher number than all before becomes current, unless the model was rolled back; others wait for a
-        rollback to them. With ``share`` it is asked that part of the questions, beside the current one. What does not
-        become current or canary is closed, and remembered if it has a folder.
+        A number higher than all before becomes current, unless the model was rolled back; other versions wait for a
+        rollback to them. With ``share`` the version gets that share of the requests, beside the current one. A version
+        that becomes neither is closed, and remembered if it has a folder.
 
-        Raises InvalidArgument: the version is served already or of another kind, or ``share`` is not in 0 … 1.
+        Raises InvalidArgument: the version is served already, is of another kind, or ``share`` is not in 0 … 1.
         """
         if share is not None:
             _require_share(share)
@@ -171,15 +171,15 @@ class Catalog:
         return taken
 
     def rollback(self, name: str | None = None, to: int | None = None) -> int:
-        """Make another version current and return it. The one that was stays loaded.
+        """Make another version current and return its number. The former one stays loaded.
 
-        Those of higher numbers do not become current from now on, until a rollback goes ``to`` the highest.
+        From then on higher numbers do not become current, until a rollback ``to`` the highest.
 
         Args:
             name: of the model; None: the only one.
-            to: the version; None: that of the next lower number that can be served.
+            to: the version; None: the next lower one that can be served.
 
-        Raises NotServed (no such model or version), and what loading it raises: then nothing has changed.
+        Raises NotServed (no such model or version), and errors of loading; then nothing has changed.
         """
         model = self._find(name)
         with model.changing:
@@ -193,9 +193,9 @@ class Catalog:
         return to
 
     def prepare(self, name: str | None = None, version: int | None = None) -> int:
-        """Load the version that a rollback or a canary will need, and return it; None: as of :meth:`rollback`.
+        """Load the version for a later rollback or canary, and return its number; None: as in :meth:`rollback`.
 
-        The change after it loads nothing. Raises what :meth:`rollback` raises.
+        The change itself then loads nothing. Raises the errors of :meth:`rollback`.
         """
         model = self._find(name)
         with model.changing:
@@ -205,7 +205,7 @@ class Catalog:
         return version
 
     def set_canary(self, name: str | None, version: int | None, share: float) -> None:
-        """Ask a version ``share`` of the questions, beside the current one; of 0: nobody any more.
+        """Send a version ``share`` of the requests, beside the current one; 0: end the canary.
 
         Raises NotServed, InvalidArgument (``share`` is not in 0 … 1, the version is the current one).
         """
@@ -226,7 +226,7 @@ class Catalog:
         _close(over)
 
     def lease(self, name: str | None = None, version: int | None = None) -> Lease:
-        """Take hold of the version that answers: the current one or, by its share, the canary, or ``version``.
+        """Lease the version for a request: the current one, the canary (by its share), or ``version``.
 
         ``name`` None: the only model. Raises NotServed, and Busy while the model has no version.
         """
@@ -236,7 +236,7 @@ class Catalog:
             if chosen is None:
                 chosen = model.current
                 model.asked += 1
-                # Evenly: with a share of 0.1 each tenth.
+                # Evenly: with a share of 0.1 every tenth request.
                 if model.canary is not None and int(model.asked * model.share) > int((model.asked - 1) * model.share):
                     chosen = model.canary
             loaded = None if chosen is None else model.loaded.get(chosen)
@@ -251,11 +251,11 @@ class Catalog:
             return Lease(self, loaded, model.name, loaded.servable, chosen == model.canary)
 
     def find(self, name: str | None = None) -> str:
-        """The name of the only model, or this one. Raises NotServed."""
+        """Return the model's name; None: that of the only model. Raises NotServed."""
         return self._find(name).name
 
     def state(self, name: str | None = None) -> dict[str, Any]:
-        """What is served of a model, as plain values: versions, which is current, the canary. Raises NotServed."""
+        """Return a model's versions, the current one and the canary as plain values. Raises NotServed."""
         with self._lock:
             model = self._model(name)
             loaded = [
@@ -292,7 +292,7 @@ class Catalog:
             }
 
     def become(self, models: Mapping[str, Any]) -> None:
-        """Serve the same versions as another process, or as this one did before a change that is undone."""
+        """Serve the same versions as another process, or as this one before a change that is undone."""
         for name, said in models.items():
             self.expect(name)
             model, folders = self._find(name), {int(version): Path(at) for version, at in said["folders"].items()}
@@ -344,7 +344,7 @@ class Catalog:
         return model
 
     def _before(self, model: _Model) -> tuple[int, _Loaded]:
-        """The newest version before the current one that can be served, loaded; others are passed over."""
+        """Return the newest version before the current one that loads; skip others."""
         with self._lock:
             current, known = model.current, model.known
         older = [version for version in known if current is None or version < current]
@@ -363,7 +363,7 @@ class Catalog:
         )
 
     def _loaded(self, model: _Model, version: int) -> _Loaded:
-        """The version, loaded now if it is not; nobody who asks waits meanwhile."""
+        """Return the version, loaded now if needed; no request waits for that."""
         if (loaded := model.loaded.get(version)) is not None:
             return loaded
         folder = model.folders.get(version)
@@ -407,7 +407,7 @@ class Catalog:
 
     @staticmethod
     def _remove_unused(model: _Model) -> list[Servable]:
-        """Take out what is neither current, canary nor previous; return what nobody asks."""
+        """Remove versions that are neither current, canary nor previous; return those without a lease."""
         over = []
         for version in [*model.loaded]:
             if version not in (model.current, model.canary, model.previous):
@@ -422,7 +422,7 @@ def _close(over: Iterable[Servable]) -> None:
     for servable in over:
         try:
             servable.close()
-        except (GeartrainError, OSError):  # others are served on
+        except (GeartrainError, OSError):  # other versions are still served
             logger.exception("version %d could not be closed", servable.version)
 
 

@@ -1,4 +1,4 @@
-"""A folder to serve: one model, or a folder of its versions; found, checked and loaded without torch."""
+"""Model folders: one model, or a folder of its versions; found, checked and loaded without torch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _READINGS = 3
-"""Of a folder that is replaced again and again while it is read."""
+"""Attempts to read a folder that is replaced meanwhile."""
 
 
 def version_folders(folder: Path) -> list[Path]:
-    """The folders of models that ``folder`` holds, the newest version first: itself, or those named by numbers.
+    """Return the model folders in ``folder``, newest version first: itself, or its folders named by numbers.
 
-    Raises ConfigError if it holds none.
+    Raises ConfigError if there is none.
     """
     folder = complete_folder(folder)
     if (folder / CONFIG).exists():
@@ -47,9 +47,9 @@ def version_folders(folder: Path) -> list[Path]:
 
 
 def versions_in(folder: Path) -> dict[int, Path]:
-    """The folder of each version that ``folder`` holds and whose config.json can be read, whatever its name says.
+    """Return the folder of each version in ``folder`` by the number in config.json, whatever the folder's name.
 
-    Raises ConfigError if it holds none.
+    Raises ConfigError if there is none.
     """
     found: dict[int, Path] = {}
     for path in version_folders(folder):
@@ -61,10 +61,10 @@ def versions_in(folder: Path) -> dict[int, Path]:
 
 
 def load_newest(folder: Path) -> tuple[Path, Servable]:
-    """The newest whole version that ``folder`` holds, behind its own folder. A damaged one is passed over where there
-    is one before it.
+    """Return the newest undamaged version in ``folder``, with its own folder. A damaged one is skipped if there is an
+    older one.
 
-    Raises ConfigError (no model), ModelDamaged (the newest, if none is whole).
+    Raises ConfigError (no model), ModelDamaged (the newest, if all are damaged).
     """
     damage: ModelDamaged | None = None
     for candidate in version_folders(folder):
@@ -78,10 +78,10 @@ def load_newest(folder: Path) -> tuple[Path, Servable]:
 
 
 def load_folder(folder: Path) -> Servable:
-    """The model of one folder, once every file was found to be as it was written.
+    """Load the model of one folder, after every file's checksum was verified.
 
-    Raises ConfigError (no model, or none that this version serves), ModelDamaged naming the file, InvalidArgument (a
-    network that onnxruntime cannot run).
+    Raises ConfigError (no model, or of a kind that this version cannot serve), ModelDamaged naming the file,
+    InvalidArgument (a network that onnxruntime cannot run).
     """
     for reading in range(_READINGS):
         there = complete_folder(folder)
@@ -93,14 +93,14 @@ def load_folder(folder: Path) -> Servable:
             if reading == _READINGS - 1 or not _was_replaced(folder, config):
                 raise
             continue
-        if not _was_replaced(folder, config):  # else some of its files may be of the other model
+        if not _was_replaced(folder, config):  # otherwise some of its files may be of the other model
             return servable
         servable.close()
     raise ModelDamaged(f"{folder} is replaced again and again while it is read; ask for it when it stays")
 
 
 def kind_of(folder: Path, config: dict[str, Any]) -> str:
-    """What kind of model config.json says it is. Raises ConfigError for that of a training."""
+    """Return the kind of model in config.json. Raises ConfigError for the model of a training."""
     if config.get("kind") is None:
         raise ConfigError(
             f"{folder} is the model of a training; write one to serve with geartrain export {folder} --to DIR"
@@ -109,7 +109,7 @@ def kind_of(folder: Path, config: dict[str, Any]) -> str:
 
 
 def _was_replaced(folder: Path, config: dict[str, Any]) -> bool:
-    """Whether another model is in ``folder`` than the one that was begun to be read."""
+    """Return whether the model in ``folder`` was replaced since reading began."""
     try:
         return read_config(complete_folder(folder)) != config
     except (ConfigError, ModelDamaged):

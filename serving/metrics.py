@@ -1,7 +1,7 @@
-"""What a service of models counts, for Prometheus: of each version by itself, so that a canary can be compared.
+"""Prometheus metrics of a model service, by version, so that a canary can be compared.
 
-Each process of a service counts for itself: label ``worker``. Names come from leases alone, never from requests: nobody
-outside can make a label.
+Each process of a service counts for itself: label ``worker``. Label values come from leases alone, never from requests:
+strangers cannot create labels.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from geartrain.serving.catalog import Catalog
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _ITEMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _MOST_VERSIONS = 8
-"""Of a model, those asked last; the counts of others go: a training makes new ones for ever."""
+"""Versions of a model with counts, the last used; older counts go, as a training makes new versions for ever."""
 
 
 class AskedOf(NamedTuple):
-    """Whom a request was for; all empty: it was refused before that was known."""
+    """Model, version and operation of a request; all empty: it was refused before they were known."""
 
     model: str = ""
     version: str = ""
@@ -33,9 +33,9 @@ class AskedOf(NamedTuple):
 class _Family(NamedTuple):
     help: str
     labels: tuple[str, ...] = ()
-    """Beside those of AskedOf."""
+    """Labels beside those of AskedOf."""
     bounds: Sequence[float] = ()
-    """None of them: a counter."""
+    """Bounds of a histogram; empty: a counter."""
 
 
 FAMILIES = {
@@ -59,24 +59,24 @@ FOLLOWED: dict[str, tuple[Literal["counter", "gauge"], str]] = {
     "versions": ("counter", "Versions taken of the training."),
     "failures": ("counter", "Attempts at a version that failed; what was served is served on."),
 }
-"""Of models that follow a training, by the names of their facts."""
+"""Metrics of models that follow a training, by the names of their facts."""
 
 
 class ServingCounts:
-    """Of one process. Thread-safe."""
+    """Counts of one process. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers: dict[tuple[str, tuple[str, ...]], list[float]] = {}
-        """How many were up to each bound, and above them all; last their sum."""
+        """Number of values up to each bound, and above all; last their sum."""
         self._versions: dict[str, OrderedDict[str, None]] = {}
 
     def request(self, asked: AskedOf, protocol: str, code: str, seconds: float) -> None:
-        """Count one that was answered or refused."""
+        """Count a request that was answered or refused."""
         self._add(asked, ("serve_requests_total", (protocol, code), 1), ("serve_request_seconds", (protocol,), seconds))
 
     def batch(self, batch: AnsweredBatch) -> None:
-        """Count items that were answered together."""
+        """Count the items of an answered batch."""
         self._add(
             AskedOf(batch.lease.model, str(batch.lease.servable.version), batch.operation),
             ("serve_items_total", (), batch.items),
@@ -86,12 +86,12 @@ class ServingCounts:
         )
 
     def read(self) -> list[Any]:
-        """All of it: [[family, [value of each label], numbers], ...]."""
+        """Return all counts: [[family, [value of each label], numbers], ...]."""
         with self._lock:
             return [[name, [*values], [*numbers]] for (name, values), numbers in self._numbers.items()]
 
     def _add(self, asked: AskedOf, *counted: tuple[str, tuple[str, ...], float]) -> None:
-        """Add a number to each family, under what was asked and its other labels; forget the oldest version."""
+        """Add a number to each family, under ``asked`` and the other labels; drop the oldest version's counts."""
         with self._lock:
             for name, labels, number in counted:
                 bounds, values = FAMILIES[name].bounds, (*asked, *labels)
@@ -109,7 +109,7 @@ class ServingCounts:
 
 
 def describe_process(counts: ServingCounts, queued: int, catalog: Catalog) -> dict[str, Any]:
-    """What one process says, as JSON can say it."""
+    """Return the metrics of one process as JSON values."""
     return {
         "numbers": counts.read(),
         "queued": queued,
@@ -119,7 +119,7 @@ def describe_process(counts: ServingCounts, queued: int, catalog: Catalog) -> di
 
 
 def serving_metrics(told: Mapping[int, Mapping[str, Any]]) -> Iterator[Metric]:
-    """What the processes of a service say, by their numbers."""
+    """Yield the metrics of a service's processes, by process number."""
     for family, (about, labels, bounds) in FAMILIES.items():
         samples = [
             ((worker, *values), Buckets(bounds, numbers[:-1], numbers[-1]) if bounds else numbers[-1])
@@ -144,7 +144,7 @@ def serving_metrics(told: Mapping[int, Mapping[str, Any]]) -> Iterator[Metric]:
 
 
 def _of_models(states: Iterable[Mapping[str, Any]]) -> Iterator[Metric]:
-    """The same in all processes."""
+    """Yield the metrics that are the same in all processes."""
     versions, created, shares = [], [], []
     for state in states:
         name = (state["name"],)
@@ -164,7 +164,7 @@ def _gauge(name: str, about: str, samples: list[tuple[Any, float]], *labels: str
 
 
 def following_metrics(following: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
-    """How far models are behind the trainings that they follow: facts of each, by its name."""
+    """Yield the lag of models behind the trainings they follow: facts of each, by its name."""
     for name, (kind, what) in FOLLOWED.items():
         found = [((model,), float(facts[name])) for model, facts in following.items() if facts.get(name) is not None]
         if found:

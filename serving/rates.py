@@ -1,4 +1,4 @@
-"""Requests of each client per second: one count for HTTP and gRPC."""
+"""Rate limit of each client per second: one count for HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 _MOST_CLIENTS = 10_000
-"""That are remembered; who was not seen for longest is forgotten."""
+"""Clients that are remembered; the one not seen for longest is dropped."""
 
 
 class ClientRates:
-    """Lets each client ask for longer than a second no more than so many times per second. Thread-safe."""
+    """Limits the requests of each client to a rate per second, averaged over more than a second. Thread-safe."""
 
     def __init__(self, per_second: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_second, self._clock = per_second, clock
         self._lock = threading.Lock()
         self._clients: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """Client -> (requests that it may make, as of when)."""
+        """Client -> (requests it may make, at which time)."""
 
     def wait(self, client: str) -> float:
-        """Count a request, and return 0; or the seconds until the client may make it."""
+        """Count a request, and return 0; or return the seconds until the client may send it."""
         if self._per_second is None:
             return 0.0
         with self._lock:
@@ -34,7 +34,7 @@ class ClientRates:
             return 0.0 if may >= 1 else (1 - may) / self._per_second
 
     def sentence(self, wait: float) -> str:
-        """What who must wait is told."""
+        """Return the message for a throttled client."""
         return (
             f"more than {self._per_second:g} requests per second; ask again in {wait:.2g} s, several items in one "
             "request count once"

@@ -1,4 +1,4 @@
-"""Requests to the models of a service, and their changes, shared by HTTP and gRPC."""
+"""Requests to the models of a service, and changes of the models, for HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from geartrain.serving.metrics import ServingCounts, describe_process, following
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 Told = dict[str, Any]
-"""What one process says of a change: ``{"said": ...}``, or ``{"error": class, "message": ...}``.
+"""Answer of one process to a change: ``{"said": ...}``, or ``{"error": class, "message": ...}``.
 
-With ``is_gone`` it has died; its successor is told what others serve."""
+With ``is_gone`` it has died; its replacement receives the state of the others."""
 
 
 def all_or_none(
     tell: Callable[[Mapping[str, Any]], list[Told]], wish: Mapping[str, Any], before: Mapping[str, Any]
 ) -> list[Told]:
-    """Have every process make a change, or none; return what each said last.
+    """Have every process make a change, or none; return each last answer.
 
-    Each first loads what the change needs. If one of them cannot, or they would come to different versions, all go back
-    to ``before``, which one said of its ``state``. One that has died counts for nothing.
+    Each first loads the versions that the change needs. If one of them fails, or they would come to different versions,
+    all go back to ``before``, a process's ``state``. A process that has died is left out.
     """
     told: list[Told] = []
     for step in ({"wish": "prepare", "change": wish}, wish):
@@ -43,20 +43,20 @@ def all_or_none(
 
 
 class ModelService:
-    """Models that answer. Thread-safe.
+    """Models that answer requests. Thread-safe.
 
-    What changes them goes to every process of the service by :meth:`change`; what asks them stays in this one.
+    :meth:`change` sends changes to every process of the service; requests stay in this one.
     """
 
     def __init__(self, catalog: Catalog, batcher: Batcher, counts: ServingCounts | None = None) -> None:
-        """``counts``: which ``batcher`` tells of its batches, too."""
+        """``counts`` also receives the batches of ``batcher``."""
         self.catalog, self.batcher, self.counts = catalog, batcher, counts or ServingCounts()
         self.everywhere: Callable[[Mapping[str, Any]], list[Told]] = lambda wish: [self.apply(wish)]
-        """Gives a wish to :meth:`apply` of every process of the service, this one included."""
+        """Sends a request for a change to :meth:`apply` of every process of the service, this one included."""
         self.following: dict[str, Mapping[str, Any]] = {}
-        """Of models that follow a training: how far they are behind it."""
+        """Lag of each model that follows a training."""
         self._prepared: dict[str, Servable] = {}
-        """Versions that a change is to add, by their folders."""
+        """Versions that a change will add, by their folders."""
         self._wishes: dict[str, Callable[..., Any]] = {
             "add": self._add,
             "know": self._know,
@@ -73,7 +73,7 @@ class ModelService:
         }
 
     def change(self, wish: str, **details: Any) -> list[Any]:
-        """Do what a wish says in every process of the service; return what each said. Raises the first error."""
+        """Make a change in every process of the service; return each answer. Raises the first error."""
         told = self.everywhere({"wish": wish, **details})
         told = [answer for answer in told if not answer.get("is_gone")] or told
         for answer in told:
@@ -82,19 +82,19 @@ class ModelService:
         return [answer["said"] for answer in told]
 
     def why_not_ready(self) -> str:
-        """What is missing until questions can be answered, such as a service of ``--parts``; empty: nothing."""
+        """Return what is missing to answer requests, such as a service of ``--parts``; empty: nothing."""
         parts = parts_in_use()
         return self.catalog.why_not_ready() or ("" if parts is None else parts.why_not_ready())
 
     def rollback(self, model: str, to: int | None = None) -> int:
-        """Make an older version current in every process, or in none: see :meth:`Catalog.rollback`."""
+        """Make an older version current in every process, or in none, as :meth:`Catalog.rollback`."""
         found = set(self.change("rollback", model=model, to=to))
-        if len(found) > 1:  # one of them cannot serve what others can: none has changed
+        if len(found) > 1:  # one process lacks a version that others have: nothing has changed
             found = set(self.change("rollback", model=model, to=min(found)))
         return int(found.pop())
 
     def apply(self, wish: Mapping[str, Any]) -> Told:
-        """Do what a wish says in this process."""
+        """Make a change in this process."""
         details = dict(wish)
         try:
             return {"said": self._wishes[details.pop("wish")](**details)}
@@ -104,21 +104,21 @@ class ModelService:
             return {"error": InternalError.__name__, "message": f"{type(exc).__name__}: {exc}"}
 
     def become(self, models: Mapping[str, Any]) -> None:
-        """Serve what the wish ``state`` said, of another process or before a change that is undone."""
+        """Serve the versions of a ``state``, of another process or before a change that is undone."""
         while self._prepared:
             self._prepared.popitem()[1].close()
         self.following |= {name: said["following"] for name, said in models.items() if said["following"] is not None}
         self.catalog.become(models)
 
     def metrics(self) -> Iterator[Metric]:
-        """What all processes of the service have counted."""
+        """Yield the counters of all processes of the service."""
         told = self.everywhere({"wish": "counts"})
         counts = {number: answer["said"] for number, answer in enumerate(told) if "said" in answer}
         yield from serving_metrics(counts)
         yield from following_metrics(self.following)
 
     def close(self) -> None:
-        """Answer what waits, then close the models."""
+        """Answer the queued requests, then close the models."""
         self.batcher.close()
         self.catalog.close()
 
@@ -145,9 +145,9 @@ class ModelService:
 
 
 def open_models(catalog: Catalog, config: ServeConfig) -> None:
-    """Load what ``config`` names, each model in its newest whole version.
+    """Load the models that ``config`` names, each in its newest undamaged version.
 
-    Raises ConfigError, ModelDamaged: what is no model, or is named twice.
+    Raises ConfigError, ModelDamaged: a folder is no model, or a name occurs twice.
     """
     for name, folder in named_folders(config.models).items():
         found, servable = load_newest(folder)
@@ -163,7 +163,7 @@ def open_models(catalog: Catalog, config: ServeConfig) -> None:
 
 
 def named_folders(models: Sequence[str]) -> dict[str, Path]:
-    """``DIR`` or ``NAME=DIR`` each -> name (by default the folder's own) and folder. Raises ConfigError."""
+    """Parse ``DIR`` or ``NAME=DIR`` each: name (by default the folder's own) -> folder. Raises ConfigError."""
     found: dict[str, Path] = {}
     for said in models:
         name, sign, folder = said.partition("=")

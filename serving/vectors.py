@@ -1,6 +1,6 @@
-"""The vectors of what a model looks up: the rows of its tables, of one moment, pooled as in training.
+"""Vectors of a model's features: the rows of its tables, of one moment, pooled as in training.
 
-Tables lie in mapped files, which processes of a machine share by its page cache. Legend: N samples, L ids of the
+Tables are in mapped files, which processes of a machine share through the page cache. Legend: N samples, L ids of the
 longest bag, V vectors, D width.
 """
 
@@ -27,14 +27,14 @@ _AGAIN = "bring it back from a copy, or export the model again"
 
 
 class MappedTables:
-    """Tables in files (:mod:`geartrain.ams.storage.export.mapped_rows`), asked as they lie on the disk. Thread-safe.
+    """Tables in mapped files (:mod:`geartrain.ams.storage.export.mapped_rows`). Thread-safe.
 
-    Nothing is read before it is asked for, and nothing is kept but by the system's page cache: a table may be larger
-    than memory, and what is asked for often stays in it.
+    Rows are read on demand and cached by the system's page cache alone: a table may be larger than memory, and frequent
+    rows stay in the cache.
     """
 
     def __init__(self, files: Mapping[str, tuple[Path, Mapping[str, Any]]]) -> None:
-        """``files``: of each table, and its specification. Raises ModelDamaged that names a file."""
+        """``files``: of each table, with its specification. Raises ModelDamaged that names a file."""
         self.specs = {name: TableSpec.from_dict(fields) for name, (_, fields) in files.items()}
         arrays = [_mapped(path, self.specs[name]) for name, (path, _) in files.items()]
         self.num_rows = {name: len(ids) for name, (_, ids, _) in zip(files, arrays, strict=True)}
@@ -46,7 +46,7 @@ class MappedTables:
     def pull(self, tables: Sequence[str], ids: Sequence[Ids], out: Sequence[Rows]) -> None:
         """Write the rows of ``ids`` [N] of each table to its ``out`` [N, D], which may be columns of a wider array.
 
-        One that is not there has its initial value, as in training; that of padding is zero.
+        An absent row has its initial value, as in training; that of padding is zero.
         """
         numbers = [self._numbers[name] for name in tables]
         for at, places in self._rows.pull(numbers, ids, out=out).items():
@@ -57,7 +57,7 @@ class MappedTables:
             out[at][places] = initial
 
     def have(self, table: str, ids: Ids) -> npt.NDArray[np.bool_]:
-        """Which of ``ids`` [N] have a row of their own, and not an initial one."""
+        """Return which of ``ids`` [N] have a stored row, not an initial one."""
         number = self._numbers[table]
         dim, dtype = self._shapes[number]
         found = np.ones(len(ids), np.bool_)
@@ -66,7 +66,7 @@ class MappedTables:
         return found
 
     def rows(self, ids: Mapping[str, Ids]) -> list[Rows]:
-        """The rows [N, D] of ids [N] of each table, by :meth:`pull`."""
+        """Return the rows [N, D] of ids [N] of each table, by :meth:`pull`."""
         shapes = [self._shapes[self._numbers[name]] for name in ids]
         out = [np.empty((len(own), dim), dtype) for own, (dim, dtype) in zip(ids.values(), shapes, strict=True)]
         self.pull(list(ids), list(ids.values()), out)
@@ -94,7 +94,7 @@ class FeatureVectors:
     """Looks up the vectors of a model's features. Thread-safe."""
 
     def __init__(self, tables: MappedTables, features: Sequence[SampleFeature]) -> None:
-        """Raises ModelDamaged where a feature and its table differ."""
+        """Raise ModelDamaged if a feature and its table differ."""
         self.features = tuple(features)
         self._tables = tables
         specs = tables.specs
@@ -110,14 +110,14 @@ class FeatureVectors:
     def __call__(self, ids: Mapping[str, Ids], out: Mapping[str, Floats]) -> dict[str, Floats]:
         """Write the vectors of pooled features to ``out`` [N, D]; return those of the others [N, L, D].
 
-        ``ids`` [N, L] are those of some features: >= 0, or :data:`PADDING` where there is none.
+        ``ids`` [N, L] are those of some features: >= 0, or :data:`PADDING` for none.
         """
         single, others = list[SampleFeature](), list[SampleFeature]()
         for feature in self.features:
             if feature.name in ids:
                 is_row = feature.name in out and ids[feature.name].shape[1] == 1 and feature.table in self._of_float32
                 (single if is_row else others).append(feature)
-        if single:  # a row is the vector, however it is pooled
+        if single:  # the row is the vector, whatever the pooling
             self._tables.pull(
                 [feature.table for feature in single],
                 [np.ascontiguousarray(ids[feature.name][:, 0]) for feature in single],
@@ -128,7 +128,7 @@ class FeatureVectors:
     def _looked_up(
         self, features: Sequence[SampleFeature], ids: Mapping[str, Ids], out: Mapping[str, Floats]
     ) -> dict[str, Floats]:
-        """As :meth:`__call__`: each id once, and pooled."""
+        """Look up as :meth:`__call__`: each id once, then pooled."""
         tables = {name: at for at, name in enumerate(dict.fromkeys(feature.table for feature in features))}
         asked = []
         for feature in features:

@@ -1,1 +1,1 @@
-"""The HTTP service: routes, limits, OpenAPI, the page to try a model."""
+"""HTTP service: routes, limits, OpenAPI, and the page to try a model."""

@@ -1,4 +1,4 @@
-"""A service of models as an ASGI app: questions in JSON or as the file itself, answers in JSON."""
+"""ASGI app of a model service: requests in JSON or as a raw file, answers in JSON."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ from geartrain.serving.service import ModelService, open_models
 logger = logging.getLogger(__name__)
 
 _READERS = 16
-"""Threads that read questions, as by decoding pictures; half of them may wait with a large one."""
+"""Threads that read requests, such as by decoding pictures; at most half of them wait for a large one."""
 _SMALL_BYTES = 65_536
-"""Shorter bodies are read by the thread that answers: a change of threads takes longer than most of them."""
+"""Shorter bodies are read by the answering thread: a thread switch takes longer than most of them."""
 _SMALL_ITEMS = 16
-"""Answers to so many items are written at once; longer ones on a thread."""
+"""Answers to at most so many items are written at once; longer ones on a thread."""
 _KINDS = ("", "application/json", "application/x-www-form-urlencoded", "application/octet-stream")
-"""Of bodies; the third is what curl says unless it is told."""
+"""Content types of bodies; the third is curl's default."""
 T = TypeVar("T")
 _LEFT = 499
-"""As others count requests whose client has left."""
+"""Status in the counters of a request whose client has left, as in other servers."""
 
 
 class HttpQuestions:
-    """The routes of a service. Used by one event loop."""
+    """Routes of a service. Used by one event loop."""
 
     def __init__(self, service: ModelService, callers: Callers, limits: Limits, rates: ClientRates | None) -> None:
         self.service, self.callers, self.limits = service, callers, limits
@@ -65,7 +65,7 @@ class HttpQuestions:
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="questions")
 
     def routes(self) -> list[Route]:
-        """All of them."""
+        """Return all routes."""
         return [
             try_page(),
             *(Route(path, self._live) for path in ("/livez", "/v2/health/live")),
@@ -83,7 +83,7 @@ class HttpQuestions:
         ]
 
     def bounded(self, app: Any) -> Any:
-        """``app``, asked only by those who may, as often as they may."""
+        """Return ``app`` behind the checks of access and rate."""
 
         async def bounded(scope: Any, receive: Any, send: Any) -> None:
             if scope["type"] != "http":
@@ -113,18 +113,18 @@ class HttpQuestions:
                 finally:
                     self._under_way -= 1
             finally:
-                if scope["method"] == "POST":  # a question
+                if scope["method"] == "POST":  # a question to a model
                     seconds = time.perf_counter() - began
                     self.service.counts.request(scope.get(ASKED, AskedOf()), "http", str(status), seconds)
 
         return bounded
 
     async def on_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call what may take long."""
+        """Run a slow function on a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, function, *arguments)
 
     def close(self) -> None:
-        """No more questions."""
+        """Stop the threads that read requests."""
         self._readers.shutdown(wait=False)
 
     async def _answer(self, request: Request) -> Response:
@@ -133,7 +133,7 @@ class HttpQuestions:
         catalog, model = self.service.catalog, request.path_params.get("name")
         try:
             lease = catalog.lease(model, version)
-        except GeartrainError:  # which versions a model has is told to those alone who may ask it
+        except GeartrainError:  # a model's versions are shown only to clients that may query it
             self.callers.require(request, "read", catalog.find(model))
             raise
         with lease:
@@ -154,7 +154,7 @@ class HttpQuestions:
             said = {"model": lease.model, "version": lease.servable.version, "created": lease.servable.created}
             if len(next(iter(answered.values()))) <= _SMALL_ITEMS:
                 return json_response({**said, "answers": operation.write(answered)})
-            # Not by asyncio.to_thread, whose threads may all wait for other processes of the service.
+            # Not with asyncio.to_thread, whose threads may all wait for other processes of the service.
             return await self.on_thread(lambda: json_response({**said, "answers": operation.write(answered)}))
 
     async def _live(self, _: Request) -> Response:
@@ -189,7 +189,7 @@ class HttpQuestions:
                 for operation in lease.servable.operations.values()
             }
             kind, facts = lease.servable.kind, lease.servable.facts
-            if follows is not None:  # of the version beside it, whatever the follower has said by now
+            if follows is not None:  # of the version beside it, whatever the follower reports by now
                 age = round(time.time() - lease.servable.created, 3)
                 state["following"] = {**follows, "step": facts["training"]["step"], "age_seconds": age}
             return json_response({**state, "kind": kind, "facts": facts, "operations": operations})
@@ -222,7 +222,7 @@ class HttpQuestions:
         return json_response(self.service.catalog.state(name))
 
     async def _wish(self, request: Request, *names: str) -> tuple[str, Mapping[str, Any]]:
-        """The model, and the body, of a change of it."""
+        """Return the model, and the body, of a request for a change."""
         name = self.service.catalog.find(request.path_params["name"])
         self.callers.require(request, "admin", name)
         wish = _json(await self.limits.body(request) or b"{}")
@@ -239,7 +239,7 @@ def build_app(
     rates: ClientRates | None = None,
     closes: bool = False,
 ) -> Any:
-    """An ASGI app, of Starlette within bounds: for :class:`geartrain.serving.http.server.HttpServer`, or any other."""
+    """Return a Starlette app within limits, for :class:`geartrain.serving.http.server.HttpServer` or another server."""
     limits = limits or Limits()
     if rates is None and limits.requests_per_second is not None:
         rates = ClientRates(limits.requests_per_second)
@@ -260,7 +260,7 @@ def build_app(
     bounded = questions.bounded(app)
     if not callers.origins:
         return bounded
-    # Before all else: what a browser asks beforehand has no token, and its page is to read why it is refused.
+    # First: a browser's preflight has no token, and its page must be able to read a refusal.
     return CORSMiddleware(bounded, callers.origins, allow_methods=["GET", "POST"], allow_headers=["*"])
 
 
@@ -272,19 +272,18 @@ def serve_app(
     preprocessing: str | None = None,
     **limits: Any,
 ) -> Any:
-    """An ASGI app that answers questions to exported models, as 'geartrain serve' does, for anybody's server.
+    """Return an ASGI app that serves exported models, as 'geartrain serve' does, for any ASGI server.
 
         app = geartrain.serve_app("exported/")           # uvicorn module:app
 
-    Who may ask, under which name and over which port is that server's matter. The models are closed when it ends the
-    app's lifespan.
+    Access, host names and ports are up to that server. The models are closed at the end of the app's lifespan.
 
     Args:
-        models: folder of one, or folders by name; each of one version, or of several, of which the newest is served.
-        max_batch: most items that are answered together.
-        max_wait_millis: longest wait of a question for others while some are being answered.
-        preprocessing: code of yours that models name, ``"package.module:function"``; it is run only if it is given.
-        limits: those of :class:`geartrain.serving.http.callers.Limits`, such as ``max_body_bytes``.
+        models: a folder, or folders by name; each of one version, or of several, of which the newest is served.
+        max_batch: most items in a batch.
+        max_wait_millis: longest wait of a request for others while some are being answered.
+        preprocessing: user code that models name, ``"package.module:function"``; it runs only if it is given here.
+        limits: fields of :class:`geartrain.serving.http.callers.Limits`, such as ``max_body_bytes``.
 
     Raises:
         ConfigError: there is no model.
@@ -305,7 +304,7 @@ def serve_app(
 
 
 def _question(operation: Operation, body: bytes, kind: str, parameters: Mapping[str, str], limits: Limits) -> Question:
-    """Read a body: JSON, or the file that an operation takes."""
+    """Read a body: JSON, or the raw file that an operation accepts."""
     given = {key: _value(text) for key, text in parameters.items()} if parameters else {}
     kind = kind.partition(";")[0].strip().lower()
     is_json = kind.endswith("json") or (not kind.startswith("image/") and body[:1024].lstrip()[:1] in (b"{", b"["))
@@ -340,7 +339,7 @@ def _json(body: bytes) -> Mapping[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """What a parameter of the address says: a number or a truth value where it is one."""
+    """Parse a query parameter: a number or a boolean where it is one."""
     try:
         value = json.loads(text)
     except ValueError:

@@ -1,6 +1,6 @@
-"""Who may ask a service over HTTP, for what, and how much.
+"""Access control and limits of HTTP requests.
 
-By tokens under certificates, else whoever is on this machine.
+With certificates, tokens decide; otherwise everybody on this machine has access.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from geartrain.serving.http.guard import Names
 from geartrain.serving.http.refusals import RefusedRequest
 
 OPEN_PATHS = ("/", "/livez", "/readyz", "/v2/health/live", "/v2/health/ready")
-"""What anybody may ask: the page, which is the same everywhere, and probes, which have no token."""
+"""Paths open to anybody: the page, which is the same everywhere, and probes, which have no token."""
 _GRANT = "geartrain.grant"
-"""In the scope of a request that may be here: the rights of its token; None: it needs none."""
+"""Key in the scope of an admitted request: its token's rights; None: it needs none."""
 
 
 class Callers:
-    """Decides about each request before its body is read."""
+    """Decides on each request before its body is read."""
 
     def __init__(
         self, listen: str, folder: str | None, origins: tuple[str, ...] = (), *, is_open: bool = False
     ) -> None:
-        """Take the rules.
+        """Store the rules.
 
         Args:
-            listen: where the service listens.
-            folder: of certificates; None: without, and then names of this host alone are answered.
-            origins: other web pages that may ask.
-            is_open: whatever name a request is for (``insecure``): others give this host names of their own.
+            listen: address of the service.
+            folder: of certificates; None: without, and then only names of this host are accepted.
+            origins: other web origins that may send requests.
+            is_open: accept any host name (``insecure``): others may give this host names of their own.
         """
         self._names = None if folder or is_open else Names(listen)
         self.origins = origins
         self.cluster = "local"
-        """What counters are labelled with."""
+        """Cluster label of the counters."""
         self._tokens: Any = None
         self._audit: Callable[..., None] = lambda *_, **__: None
         if folder is not None:
-            from geartrain.ams.rpc.credentials import Credentials  # gRPC with it
+            from geartrain.ams.rpc.credentials import Credentials  # imports gRPC
             from geartrain.ams.rpc.server.access import audit, tokens_of
 
             self._tokens, self._audit = tokens_of(folder), audit
@@ -53,13 +53,13 @@ class Callers:
 
     @property
     def want_tokens(self) -> bool:
-        """Whether a client must show one; else its certificate is enough."""
+        """Whether a client must show a token; otherwise its certificate is enough."""
         return self._tokens is not None and bool(self._tokens.are_wanted)
 
     def require_known(self, request: Request) -> str:
-        """Raises RefusedRequest unless the request is for this host and, where tokens are wanted, shows a good one.
+        """Raise RefusedRequest unless the request is for this host and, where tokens are required, shows a valid one.
 
-        Returns by whom it is, for :class:`ClientRates`; :meth:`require` asks later what its token allows.
+        Returns the client's key for :class:`ClientRates`; :meth:`require` checks later what its token allows.
         """
         host = request.headers.get("host", "")
         if self._names is not None and not self._names.has(host):
@@ -81,12 +81,12 @@ class Callers:
         return str(token.id)
 
     def client(self, authorization: str, address: str) -> str:
-        """By whom a request is that gRPC let through, for :class:`ClientRates`: as :meth:`require_known`."""
+        """Return the key for :class:`ClientRates` of a request that gRPC admitted, as :meth:`require_known` does."""
         believed = self._believed(authorization) if self.want_tokens else ""
         return address if isinstance(believed, str) else str(believed[0].id)
 
     def require(self, request: Request, right: str, model: str) -> None:
-        """Raises RefusedRequest unless the token of a known caller gives ``right`` to tables called as the model."""
+        """Raise RefusedRequest unless the token of a known client gives ``right`` on tables of the model's name."""
         grant = request.scope[_GRANT]
         if grant is not None and not grant.rights(model) & RIGHTS[right]:
             why = f"its token gives no right to {right} {model!r}"
@@ -105,8 +105,8 @@ class Callers:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How much a client may ask: bytes, items, time, requests at once. See
-    :class:`geartrain.ams.values.config.ServeConfig`."""
+    """Limits of a request: bytes, items, time, requests at once. :class:`geartrain.ams.values.config.ServeConfig`
+    describes them."""
 
     max_body_bytes: int = 16 << 20
     max_items: int = 256
@@ -116,7 +116,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: ServeConfig) -> Self:
-        """Those of a configuration."""
+        """Return the limits of a configuration."""
         return cls(**{name: getattr(config, name) for name in cls.__dataclass_fields__})
 
     async def body(self, request: Request) -> bytes:
@@ -150,7 +150,7 @@ class Limits:
             ) from None
 
     def require_items(self, items: int) -> None:
-        """Raises RefusedRequest for more than one request may have."""
+        """Raise RefusedRequest if a request has too many items."""
         if items > self.max_items:
             raise RefusedRequest(
                 413, f"the request has {items:,} items, the most is {self.max_items:,}; ask in several requests"

@@ -37,9 +37,9 @@ _NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def request_json(address: str, method: str, path: str, body: Any = None, *, timeout_seconds: float = 60.0) -> Any:
-    """The JSON that the service at ``"host:port"`` answers.
+    """Return the JSON answer of the service at ``"host:port"``.
 
-    Raises Unavailable (nobody answers there), AccessDenied, InvalidArgument, NotServed: with its sentence.
+    Raises Unavailable (no answer there), AccessDenied, InvalidArgument, NotServed: with its message.
     """
     data = None if body is None else json.dumps(body).encode()
     with closing(connection_to(address, timeout_seconds)) as connection:
@@ -58,9 +58,9 @@ def send_request(
     body: bytes | None = None,
     headers: Mapping[str, str] = _NONE,
 ) -> tuple[http.client.HTTPMessage, bytes]:
-    """Headers and body of the answer of a service, whose connection may be kept for the next question.
+    """Return headers and body of a service's answer; the connection may be reused for the next request.
 
-    Asks once more where the service had closed a kept one. Raises as :func:`request_json`.
+    Retries once if the service had closed a reused connection. Raises as :func:`request_json`.
     """
     was_kept, said = connection.sock is not None, {"Host": address, **headers}
     if isinstance(connection, http.client.HTTPSConnection) and (token := token_path()) is not None:
@@ -86,7 +86,7 @@ def _nobody(address: str, why: Exception) -> Unavailable:
 
 
 class _TlsConnection(http.client.HTTPSConnection):
-    """To a service whose certificate has the name of a role, not of a host."""
+    """Connection to a service whose certificate has the name of a role, not of a host."""
 
     def __init__(self, host: str, port: int, timeout: float, context: ssl.SSLContext, name: str) -> None:
         super().__init__(host, port, timeout=timeout, context=context)
@@ -98,7 +98,7 @@ class _TlsConnection(http.client.HTTPSConnection):
 
 
 def connection_to(address: str, timeout_seconds: float) -> http.client.HTTPConnection:
-    """A connection to the service at an address, opened by the first question."""
+    """Return a connection to the service at an address; the first request opens it."""
     host, port = split_address(address)
     folder, role = identity(address)
     if folder is None or (is_loopback(address) and not is_identified()):

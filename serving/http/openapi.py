@@ -1,4 +1,4 @@
-"""What a service can be asked, as OpenAPI: each operation of each model with its schema and an example."""
+"""OpenAPI document of a service: each operation of each model with its schema and an example."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ _CANARY = {
 
 
 def takes_files(operation: Operation) -> str | None:
-    """The input that a body of bytes can be, such as an image file; None: there is none, or another one beside it."""
+    """Return the input that a raw body can be, such as an image file; None without such an input, or with others."""
     (first, *others) = operation.inputs
     return first.name if not others and first.dtype == "object" and len(first.shape) == 1 else None
 
 
 def document(catalog: Catalog) -> dict[str, Any]:
-    """The whole document, of the models as they are now."""
+    """Return the whole document for the current models."""
     return {
         "openapi": "3.1.0",
         "info": {

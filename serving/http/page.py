@@ -1,4 +1,4 @@
-"""Pages without files beside them: they run their own scripts and ask the server that they came from, nothing else."""
+"""Self-contained pages: they run their own scripts and connect only to the server they came from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COMMON = Path(__file__).with_name("common.html").read_text(encoding="utf-8")
 
 
 def page_response(html: str) -> HTMLResponse:
-    """A page that begins with what all have in common, under a policy that allows no ``<script>`` but those in it."""
+    """Return a page with the common head, under a policy that allows no ``<script>`` but its own."""
     html = _COMMON + html
     response = HTMLResponse(html)
     script, style = (_hashes(html, tag) for tag in ("script", "style"))
@@ -32,7 +32,7 @@ def page_response(html: str) -> HTMLResponse:
 
 
 def try_page() -> Route:
-    """``GET /``: the page to try what is served; it asks the routes below ``v1/`` beside it."""
+    """Return the route ``GET /``: the page to try models; it uses the routes below ``v1/`` beside it."""
     html = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
     async def page(_: Request) -> Response:

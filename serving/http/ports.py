@@ -1,4 +1,4 @@
-"""Ports to be served at. Who only holds one for others has little to import."""
+"""Sockets of a service; a process that only holds a port needs few imports."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ BACKLOG = 1024
 
 
 def certificates_of(config: ClusterConfig) -> str | None:
-    """The folder under which HTTP goes: one that was named; on loopback none, by itself."""
+    """Return the folder of certificates for HTTP: an explicit one; by default none, on loopback."""
     folder = config.security.folder
     return None if folder in (None, NO_FOLDER) or config.serve.insecure else folder
 
 
 def listening_socket(listen: str, what: str, flag: str = "--listen") -> socket.socket:
-    """Listen at ``"host:port"``, which ``flag`` named. Raises ConfigError: nobody can; ``what`` was to be there."""
+    """Listen at ``"host:port"``, which ``flag`` set. Raises ConfigError if that fails; ``what`` names the service."""
     host, port = split_address(listen)
     try:
         family, *_, bind_to = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -32,16 +32,17 @@ def listening_socket(listen: str, what: str, flag: str = "--listen") -> socket.s
 
 
 def held_port(listen: str, flag: str) -> socket.socket:
-    """Hold a port that nobody else has, for processes that listen there by :func:`joined_port`. Raises ConfigError."""
-    with listening_socket(listen, "serve", flag) as alone:  # a port that others share would let this service in, too
+    """Hold an exclusive port for processes that listen there with :func:`joined_port`. Raises ConfigError."""
+    with listening_socket(listen, "serve", flag) as alone:  # a port shared by others would admit this service, too
         address = format_address(split_address(listen)[0], alone.getsockname()[1])
     held = joined_port(address, flag)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # nor does it let in another, before workers listen
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # nor may another service join before workers listen
     return held
 
 
 def joined_port(listen: str, flag: str = "--listen") -> socket.socket:
-    """A socket to listen with where others do (SO_REUSEPORT): the system spreads connections. Raises ConfigError."""
+    """Return a listening socket that shares its port (SO_REUSEPORT): the system spreads connections. Raises
+    ConfigError."""
     host, port = split_address(listen)
     family, *_, bind_to = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     joined = socket.socket(family)

@@ -1,4 +1,4 @@
-"""Every answer of HTTP that is no answer: a code and a sentence, in one form."""
+"""HTTP error answers: a status code and a sentence, in one form."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ CODES = {
 
 
 class RefusedRequest(GeartrainError):
-    """A request that is not answered: status of HTTP, and why."""
+    """A request that is refused, with the HTTP status and the reason."""
 
     def __init__(self, status: int, message: str, retry_after_seconds: float | None = None) -> None:
-        """``retry_after_seconds``: when it may be asked again."""
+        """``retry_after_seconds``: time until a retry."""
         super().__init__(message)
         self.status, self.retry_after_seconds = status, retry_after_seconds
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A JSON value."""
+    """Return a response with a JSON value."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return Response(text.encode(errors="replace"), status, headers, "application/json")
 
 
 def refusal(error: Exception, path: str) -> Response:
-    """What a client that asked for ``path`` is told of an error: its sentence; of a bug of ours nothing."""
+    """Return the answer to an error of a request for ``path``: its message; for a bug only that there is one."""
     status, message, headers = 500, str(error), {}
     wait: float | None = None
     if isinstance(error, RefusedRequest):
@@ -74,9 +74,9 @@ def refusal(error: Exception, path: str) -> Response:
         headers["WWW-Authenticate"] = "Bearer"
     if wait is not None:
         headers["Retry-After"] = str(max(1, math.ceil(wait)))
-    if status in (408, 413):  # more of it may be under way
+    if status in (408, 413):  # more of the body may be on its way
         headers["Connection"] = "close"
-    if path == "/v2" or path.startswith("/v2/"):  # clients of the protocol fail over any other form
+    if path == "/v2" or path.startswith("/v2/"):  # clients of the protocol fail on any other form
         return json_response({"error": message}, status, headers)
     return json_response({"error": {"code": CODES.get(status, "error"), "message": message}}, status, headers)
 
@@ -88,5 +88,5 @@ _ROUTES = {
 
 
 async def refuse(request: Request, error: Exception) -> Response:
-    """As Starlette wants it."""
+    """Return :func:`refusal`, as an exception handler of Starlette."""
     return refusal(error, request.url.path)

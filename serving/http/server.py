@@ -1,4 +1,4 @@
-"""A port of HTTP on a thread of this process: uvicorn, with bounds on what a connection may hold."""
+"""HTTP server on a thread of this process: uvicorn, with limits on what a connection may hold."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ except ImportError:
 logger = logging.getLogger(__name__)
 
 MOST_HEADER_BYTES = 16_384
-"""Of a request, its address included."""
+"""Longest headers of a request, including its address."""
 MOST_CONNECTIONS = 4096
 _KEEP_SECONDS = 30
-"""That a connection waits for its next request."""
+"""Idle time after which a connection is closed."""
 _TAKE_SECONDS = 60.0
-"""For a client to take what waits for it; a request that answers who takes nothing would be under way for ever."""
+"""Time for a client to read its answer; without it, a client that reads nothing would hold its request for ever."""
 
 
 class HttpServer:
-    """Serves an ASGI app on a thread, from its making until it is stopped."""
+    """Serves an ASGI app on a thread, from construction until it is stopped."""
 
     def __init__(
         self,
@@ -49,22 +49,22 @@ class HttpServer:
         connections: int = MOST_CONNECTIONS,
         take_seconds: float = _TAKE_SECONDS,
     ) -> None:
-        """Serve ``app`` at a socket, which listens once this returns.
+        """Serve ``app`` on a socket; it listens once this returns.
 
         Args:
-            app: of ASGI, with lifespan.
-            listener: closed when it ends.
-            host: what :attr:`address` calls it.
-            name: of its thread.
-            tls: None: without.
+            app: an ASGI app with lifespan.
+            listener: closed when the server ends.
+            host: host part of :attr:`address`.
+            name: of the thread.
+            tls: None: without TLS.
             each_second: called on the event loop.
             headers_seconds: longest time for the headers of a request.
-            grace_seconds: for requests under way when it is stopped.
-            connections: at once; others are closed.
-            take_seconds: longest time for a client to take what waits for it.
+            grace_seconds: for requests in progress when the server stops.
+            connections: most connections; further ones are closed.
+            take_seconds: longest time for a client to read its answer.
         """
         self.address = format_address(host, listener.getsockname()[1])
-        """host:port that it listens at."""
+        """host:port of the server."""
         self.end_reason: str | None = None
 
         async def tick() -> None:
@@ -96,29 +96,29 @@ class HttpServer:
 
     @property
     def is_ending(self) -> bool:
-        """Whether it was stopped."""
+        """Whether the server was told to stop."""
         return self._server.should_exit
 
     def wait(self) -> None:
-        """Block until it has ended."""
+        """Block until the server has ended."""
         self._thread.join()
 
     def stop(self, grace_seconds: float) -> None:
-        """Answer the requests under way, take no others, end."""
+        """Answer the requests in progress, accept no others, end."""
         self._server.should_exit = True
         self._thread.join(grace_seconds)
 
     def _serve(self) -> None:
         try:
             self._server.run(sockets=[self._listener])
-        except BaseException as exc:  # uvicorn exits where it cannot begin
+        except BaseException as exc:  # uvicorn exits if it cannot start
             self.end_reason = f"{type(exc).__name__}: {exc}"
             logger.exception("HTTP cannot be served")
 
 
 def _bounded(headers_seconds: float, connections: int, take_seconds: float) -> type[asyncio.Protocol]:
-    """uvicorn's own connection, which has no bound on the size of headers, nor on the time until they are there or an
-    answer is taken."""
+    """Return uvicorn's connection class with limits that it lacks: size of headers, time to receive them, time to read
+    an answer."""
 
     class BoundedConnection(HttpToolsProtocol):
         _in_headers = True

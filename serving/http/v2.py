@@ -1,4 +1,4 @@
-"""KServe's inference protocol over HTTP: tensors in JSON, or raw behind it (its extension for binary data)."""
+"""KServe's inference protocol over HTTP: tensors in JSON, or raw after it (the binary data extension)."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ from geartrain.serving.metrics import AskedOf
 from geartrain.serving.service import ModelService
 
 ASKED = "geartrain.asked"
-"""In the scope of a request: what of which model it asks, which is counted."""
+"""Key in the scope of a request: its model and operation, for counters."""
 LENGTH_HEADER = "inference-header-content-length"
-"""Bytes of the JSON, where tensors follow it raw."""
+"""Header with the length of the JSON, where raw tensors follow."""
 _BASE64 = {"content_type": "base64"}
 _MOST_NESTED = 8
 _OF_KIND: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,), "f": (int, float), "O": (str,)}
-"""What elements of a type of numpy are in JSON."""
+"""JSON types of the elements of a numpy kind."""
 
 
 class InferenceRoutes:
-    """The protocol's routes for the models of an app."""
+    """Routes of the protocol for the models of an app."""
 
     def __init__(
         self, service: ModelService, callers: Callers, limits: Limits, on_thread: Callable[..., Awaitable[Any]]
     ) -> None:
-        """``on_thread`` calls what may take long."""
+        """``on_thread`` runs slow functions on a thread."""
         self._service, self._callers, self._limits, self._on_thread = service, callers, limits, on_thread
 
     def routes(self) -> list[Route]:
-        """All of them."""
+        """Return all routes."""
         model, version = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
         found = [
             Route("/v2", self._server),
@@ -127,7 +127,7 @@ class InferenceRoutes:
 
 
 def _read(body: bytes, length: str | None, most_items: int) -> tuple[dict[str, Any], dict[str, Array]]:
-    """The request, checked, and its tensors."""
+    """Return the request, checked, and its tensors."""
     end = len(body)
     if length is not None:
         if not (length.isascii() and length.isdecimal() and len(length) < 12 and int(length) <= len(body)):
@@ -171,7 +171,7 @@ def _read(body: bytes, length: str | None, most_items: int) -> tuple[dict[str, A
 
 
 def _field(said: Any, name: str, kind: type, default: Any = None) -> Any:
-    """A field of an object. Raises InvalidArgument: it is missing without a default, or of another kind."""
+    """Return a field of an object. Raises InvalidArgument: it is missing without a default, or of another type."""
     value = said.get(name) if isinstance(said, dict) else None
     if value is None and default is not None:
         return default
@@ -184,7 +184,7 @@ _KINDS: dict[type, str] = {str: "a text", list: "a list", dict: "an object"}
 
 
 def _elements(name: str, data: Any, dtype: np.dtype[Any], parameters: Mapping[str, Any]) -> list[Any]:
-    """Elements of a flat or nested list, each of the kind that the type says."""
+    """Return the elements of a flat or nested list. Raises InvalidArgument if one is not of the tensor's type."""
     if not isinstance(data, list):
         raise InvalidArgument(f"input {quoted(name)} has data {quoted(data)}; give a list, flat or nested as its shape")
     elements: list[Any] = data
@@ -209,7 +209,7 @@ def _elements(name: str, data: Any, dtype: np.dtype[Any], parameters: Mapping[st
 
 
 def _written(said: dict[str, Any], answered: Arrays, raw: set[str]) -> Response:
-    """The response, those named in ``raw`` behind the JSON."""
+    """Return the response; outputs in ``raw`` follow the JSON as bytes."""
     outputs, parts = [], []
     for name, array in answered.items():
         output: dict[str, Any] = {"name": name, "datatype": datatype_of(array.dtype), "shape": list(array.shape)}

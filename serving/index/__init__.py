@@ -1,1 +1,1 @@
-"""Nearest-neighbor search over rows: exact, or by an index of faiss."""
+"""Nearest-neighbor search over rows: exact, or with a faiss index."""

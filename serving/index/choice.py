@@ -1,4 +1,4 @@
-"""Chooses the index for centers by their size and the recall that is asked for, measured against exact search.
+"""Choice of the index of class centers by their size and the asked recall, measured against exact search.
 
 Legend: C classes, K centers of a class, D width, N features.
 """
@@ -18,14 +18,14 @@ from geartrain.serving.index.nearest import NearestIndex
 from geartrain.serving.index.shortcut import KINDS, FaissShortcut, build, load_faiss
 
 EXACT_IS_ENOUGH = 32 << 20
-"""Numbers of all centers, up to which an exact search of one feature takes some milliseconds on two cores."""
+"""Elements of all centers up to which an exact search of one feature takes some milliseconds on two cores."""
 NUM_QUERIES = 1000
 _COSINE_OF_NOISE = 0.6
-"""Of a center and a feature made of it: held-out images of hard classes are as far away."""
+"""Cosine of a center and a feature sampled from it: held-out images of hard classes are as far away."""
 _EFFORTS = tuple(2**power for power in range(2, 10))
 _BATCH = 32
 _WORTHWHILE = 2.0
-"""How much faster than exact search another index must be, and twice that with which an older one is left."""
+"""Required speedup of an index over exact search; twice that for an older index to be kept."""
 
 
 def choose_index(
@@ -38,12 +38,13 @@ def choose_index(
     older: FaissShortcut | None = None,
     threads: int = 1,
 ) -> tuple[dict[str, Any], FaissShortcut | None]:
-    """The fastest index whose recall@1, measured, is at least ``asked_recall``: what was measured, and its shortcut.
+    """Return the fastest index whose measured recall@1 is at least ``asked_recall``: the measurements, and its
+    shortcut.
 
-    The exact one, which has none, if no other is.
+    Falls back to exact search, which has no shortcut.
 
-    ``kind``: of :data:`KINDS`, or "exact"; that alone is tried, and taken if its recall is enough. So is ``older``.
-    Raises InvalidArgument, ConfigError (a kind of faiss without faiss).
+    ``kind``, from :data:`KINDS` or "exact", restricts the choice to one, used if its recall is enough; ``older``
+    restricts it to that index. Raises InvalidArgument, ConfigError (a faiss kind without faiss).
     """
     require_choice(asked_recall, kind)
     exact = NearestIndex(rows, is_cosine=is_cosine, threads=threads, facts={})
@@ -69,7 +70,8 @@ def choose_index(
 
 
 def require_choice(asked_recall: float, kind: str | None) -> None:
-    """Raise InvalidArgument for what :func:`choose_index` does not know, ConfigError where faiss is missing."""
+    """Raise InvalidArgument for values that :func:`choose_index` does not accept, ConfigError where faiss is
+    missing."""
     if not 0 < asked_recall <= 1:
         raise InvalidArgument(f"asked_recall is {asked_recall!r}; it must be above 0 and at most 1")
     if kind not in (None, "exact", *KINDS):
@@ -79,7 +81,7 @@ def require_choice(asked_recall: float, kind: str | None) -> None:
 
 
 def sample_queries(centers: Floats, count: int = NUM_QUERIES) -> Floats:
-    """Features [N, D] as of images of some classes: their centers with noise, of a cosine of 0.6 with them."""
+    """Sample features [N, D] like those of images of some classes: their centers with noise, at a cosine of 0.6."""
     generator = np.random.default_rng(0)
     count = min(integer("count", count, 1), len(centers))
     chosen = np.sort(generator.choice(len(centers), count, replace=False))
@@ -93,7 +95,7 @@ def sample_queries(centers: Floats, count: int = NUM_QUERIES) -> Floats:
 
 
 class _Exam(NamedTuple):
-    """What a shortcut is measured by."""
+    """Measurement of a shortcut against exact search."""
 
     exact: NearestIndex
     queries: Floats
@@ -102,10 +104,10 @@ class _Exam(NamedTuple):
     exact_seconds: float
     asked_recall: float
     worthwhile: float
-    """How much faster than exact search it must be."""
+    """Required speedup over exact search."""
 
     def tune(self, shortcut: FaissShortcut) -> dict[str, Any]:
-        """Set the least effort that finds enough, or that which makes it too slow; return what was measured."""
+        """Set the least effort with enough recall, or the one at which it is too slow; return the measurements."""
         index = self.exact.by(shortcut)
         for effort in _EFFORTS if shortcut.kind != "flat" else (1,):
             shortcut.effort = effort
@@ -122,13 +124,13 @@ class _Exam(NamedTuple):
         }
 
     def is_passed(self, facts: dict[str, Any]) -> bool:
-        """Whether such an index may be taken."""
+        """Return whether an index with these measurements may be used."""
         enough = facts["recall_at_1"] >= self.asked_recall and facts["speed_of_exact"] >= self.worthwhile
         return bool(enough)
 
 
 def _answers(index: NearestIndex, queries: Floats) -> tuple[Floats, float]:
-    """The best score of each feature, and the seconds of processors that it took: those of a service are shared."""
+    """Return the best score of each feature, and the CPU seconds it took: the CPUs of a service are shared."""
     started = time.process_time()
     scores = [index.search(queries[at : at + _BATCH], 1)[0][:, 0] for at in range(0, len(queries), _BATCH)]
     return np.concatenate(scores), time.process_time() - started

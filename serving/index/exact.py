@@ -1,4 +1,4 @@
-"""Exact search: rows of one byte a column say which are worth an exact score; the answers are always the true ones.
+"""Exact search in two stages: rows quantized to one byte a column select candidates, which get exact scores.
 
 Legend: C classes, K centers of a class, R = C · K rows, P = R / 16 panels, D width, N features, k answers.
 """
@@ -18,24 +18,24 @@ from geartrain.ams.values.errors import InvalidRows, ModelDamaged
 Floats = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int64]
 Answers = tuple[Floats, Positions]
-"""Scores [N, k], falling, and the positions [N, k] of the rows that have them; of equal scores the lower one first."""
+"""Scores [N, k], descending, and positions [N, k] of their rows; of equal scores the lower position first."""
 PANELS = "index.npy"
 _ROWS_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedRows:
-    """Rows that are searched together. Immutable."""
+    """A set of rows to search. Immutable."""
 
     centers: Floats
     """[C, D] or [C, K, D]; may be mapped."""
     panels: npt.NDArray[np.uint8]
-    """[P, bytes], of :func:`encoded`; may be mapped."""
+    """[P, bytes], from :func:`encoded`; may be mapped."""
     biases: Floats | None
     """[C], finite."""
     largest_bias: float
     positions: Positions | None
-    """[C]: what the answers call the classes, rising; None: 0 … C - 1."""
+    """[C] positions of the classes in answers, ascending; None: 0 … C - 1."""
     centers_each: int
     """K."""
 
@@ -49,7 +49,7 @@ class EncodedRows:
         panels: npt.NDArray[np.uint8] | None = None,
         threads: int = 1,
     ) -> EncodedRows:
-        """``panels`` None: they are made. Raises InvalidRows."""
+        """Build from ``centers``; ``panels`` None: encode them. Raises InvalidRows."""
         centers = np.ascontiguousarray(centers, np.float32)
         if panels is None:
             panels = np.empty(panels_shape(centers), np.uint8)
@@ -61,14 +61,14 @@ class EncodedRows:
         return cls(centers, panels, biases, largest_bias, positions, centers_each)
 
     def part(self, classes: Positions) -> EncodedRows | None:
-        """Those of some classes, which keep their positions; None: there is none."""
+        """Return a subset of the classes, with their positions; None if empty."""
         if not len(classes):
             return None
         biases = None if self.biases is None else self.biases[classes]
         return EncodedRows.of(self.centers[classes], biases, positions=classes)
 
     def search(self, features_ND: Floats, k: int, threads: int) -> Answers:
-        """The k best classes, or all."""
+        """Return the k best classes, or all if there are fewer."""
         scores, classes = ops.best_classes(
             self.centers.reshape(-1, self.centers.shape[-1]),
             self.panels,
@@ -82,7 +82,7 @@ class EncodedRows:
         return scores, classes if self.positions is None else self.positions[classes]
 
     def best_among(self, features_ND: Floats, rows_NW: npt.NDArray[np.int32], k: int, threads: int) -> Answers:
-        """The k best classes of those that have the given rows, or as many as there are if these are all of theirs."""
+        """Return the k best classes among those of the given rows; fewer if the rows belong to fewer."""
         each = self.centers_each
         k, classes_NW = min(k, rows_NW.shape[1] // each), rows_NW // each
         of_classes = classes_NW if each == 1 else (classes_NW[:, :, None] * each + np.arange(each, dtype=np.int32))
@@ -90,7 +90,8 @@ class EncodedRows:
         scores_NW, counts = np.empty(of_classes.shape), np.full(len(rows_NW), of_classes.shape[1], np.int32)
         all_rows = self.centers.reshape(-1, self.centers.shape[-1])
         ops.exact_scores(features_ND, of_classes, counts, all_rows, 0, scores_NW, threads=threads)
-        scores_NW = scores_NW.reshape(*classes_NW.shape, each).max(axis=2)  # of all centers, the found ones or not
+        # over all centers of the class, found or not
+        scores_NW = scores_NW.reshape(*classes_NW.shape, each).max(axis=2)
         if self.biases is not None:
             scores_NW += self.biases[classes_NW]
         with np.errstate(over="ignore"):
@@ -101,13 +102,13 @@ class EncodedRows:
 
 
 def panels_shape(centers: Floats) -> tuple[int, int]:
-    """Of the panels of ``centers``."""
+    """Return the shape of the panels of ``centers``."""
     rows = int(np.prod(centers.shape[:-1]))
     return -(-rows // ops.PANEL_ROWS), ops.panel_bytes(centers.shape[-1])
 
 
 def encode(centers: Floats, panels: npt.NDArray[np.uint8], threads: int) -> None:
-    """Fill ``panels``, some rows at a time. Raises InvalidRows, naming a class with a number that is not finite."""
+    """Fill ``panels``, block by block. Raises InvalidRows, naming a class with a number that is not finite."""
     rows = centers.reshape(-1, centers.shape[-1])
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         some = np.ascontiguousarray(rows[start : start + _ROWS_AT_ONCE], np.float32)
@@ -120,16 +121,16 @@ def encode(centers: Floats, panels: npt.NDArray[np.uint8], threads: int) -> None
 
 
 def write_panels(path: Path, centers: Floats, threads: int) -> None:
-    """Write the panels of ``centers`` to a file that several processes may map. Raises InvalidRows, OSError."""
+    """Write the panels of ``centers`` to a file for several processes to map. Raises InvalidRows, OSError."""
     panels = np.lib.format.open_memmap(path, "w+", np.uint8, panels_shape(centers))
-    with path.open("rb+") as file:  # a full disk is an error here; in mapped memory it would end the process
+    with path.open("rb+") as file:  # a full disk is an error here; in mapped memory it would kill the process
         os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     encode(centers, panels, threads)
     panels.flush()
 
 
 def map_panels(path: Path, centers: Floats) -> npt.NDArray[np.uint8]:
-    """Map what :func:`write_panels` wrote for ``centers``. Raises ModelDamaged."""
+    """Map the file that :func:`write_panels` wrote for ``centers``. Raises ModelDamaged."""
     try:
         panels: npt.NDArray[np.uint8] = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as exc:
@@ -145,7 +146,7 @@ def map_panels(path: Path, centers: Floats) -> npt.NDArray[np.uint8]:
 
 
 def best_of(several: list[Answers], k: int) -> Answers:
-    """The k best of answers to the same features about different rows."""
+    """Merge answers to the same features about different rows into the k best."""
     if len(several) == 1:
         return several[0]
     scores, positions = (np.concatenate(parts, axis=1) for parts in zip(*several, strict=True))
@@ -153,6 +154,6 @@ def best_of(several: list[Answers], k: int) -> Answers:
 
 
 def ranked(scores: Floats, positions: Positions, k: int) -> Answers:
-    """The k best by (score falling, position rising)."""
+    """Return the k best by (score descending, position ascending)."""
     order = np.lexsort((positions, -scores), axis=1)[:, :k]
     return np.take_along_axis(scores, order, axis=1), np.take_along_axis(positions, order, axis=1)

@@ -1,4 +1,4 @@
-"""The index of a model: its rows, searched exactly or by a shortcut that finds most of the best.
+"""Index of a model: its rows, searched exactly or through an approximate shortcut.
 
 Legend: C classes, K centers of a class, D width, N features, k answers.
 """
@@ -17,9 +17,9 @@ from geartrain.serving.index.shortcut import FaissShortcut
 
 
 class NearestIndex:
-    """Classes to be searched for those of best score. Immutable and thread-safe.
+    """Search for the classes of best score. Immutable and thread-safe.
 
-    A class's score is that of the best of its centers; scores are exact, rounded to float32.
+    The score of a class is that of its best center; scores are exact, rounded to float32.
     """
 
     def __init__(
@@ -31,15 +31,16 @@ class NearestIndex:
         facts: Mapping[str, Any],
         shortcut: FaissShortcut | None = None,
     ) -> None:
-        """``shortcut``: finds rows; None: they are searched exactly."""
+        """``shortcut`` selects candidate rows; None: exact search."""
         self._rows, self._is_cosine, self._threads, self._shortcut = rows, is_cosine, threads, shortcut
         self.facts = facts
         self.num_classes, self.dim = len(rows.centers), int(rows.centers.shape[-1])
 
     def search(self, features_ND: Floats, k: int) -> Answers:
-        """Scores [N, k], falling, and positions [N, k] of classes; of equal scores the lower position first.
+        """Return scores [N, k], descending, and positions [N, k] of classes; of equal scores the lower position first.
 
-        All classes, where there are fewer than k >= 1. Raises InvalidArgument (width, a feature that is not finite).
+        Returns all classes if there are fewer than k >= 1. Raises InvalidArgument (width, a feature that is not
+        finite).
         """
         k = min(k, self.num_classes)
         if features_ND.ndim != 2 or features_ND.shape[1] != self.dim:
@@ -67,7 +68,7 @@ class NearestIndex:
         return scores, positions
 
     def by(self, shortcut: FaissShortcut) -> NearestIndex:
-        """The same rows, searched by ``shortcut``."""
+        """Return an index of the same rows, searched through ``shortcut``."""
         return NearestIndex(
             self._rows,
             is_cosine=self._is_cosine,

@@ -1,7 +1,8 @@
-"""The index of a model whose class rows lie with several services, each of which has a part of the classes.
+"""Index of a model whose class rows are spread over several services, each with a part of the classes.
 
-A question goes to all of them at once, and the best of their answers are the answer: those of one index, as the score
-of a class does not depend on the others. Cost: a request a part for each batch, 4 · N · D bytes there, 12 · N · k back.
+A query goes to all of them at once, and the best of their answers are returned. They equal those of a single index, as
+the score of a class does not depend on the others. Cost: a request to each part per batch, 4 · N · D bytes there,
+12 · N · k back.
 
 Legend: C classes, D width, N features, k answers.
 """
@@ -29,36 +30,36 @@ _parts: Parts | None = None
 
 
 def use_parts(addresses: Sequence[str]) -> None:
-    """Say which services have the class rows of models that are loaded from now on; none: the models have them."""
+    """Set the services that hold the class rows of models loaded from now on; none: the models hold them."""
     global _parts
     _parts = Parts(addresses) if addresses else None
 
 
 def parts_in_use() -> Parts | None:
-    """The services that :func:`use_parts` named."""
+    """Return the services set by :func:`use_parts`."""
     return _parts
 
 
 def bounds(num_classes: int, number: int, of: int) -> tuple[int, int]:
-    """The first class of part ``number``, from 1 on, and that behind its last. Raises ConfigError: one is empty."""
+    """Return the first class of part ``number`` (from 1) and its end. Raises ConfigError if a part would be empty."""
     if num_classes < of:
         raise ConfigError(f"part {number}/{of} would be of {num_classes} classes; make {num_classes} parts at most")
     return num_classes * (number - 1) // of, num_classes * number // of
 
 
 class _Version(NamedTuple):
-    """A moment of a model, at the service of a part."""
+    """One moment of a model at the service of a part."""
 
     address: str
     path: str
-    """Where it is asked."""
+    """Path of its queries."""
     number: int
-    """Of the part, from 1 on."""
+    """Number of the part, from 1 on."""
     of: int
 
 
 class Parts:
-    """The services of all parts of a model. Thread-safe."""
+    """Services of all parts of a model. Thread-safe."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         """``addresses``: host:port of each, in any order."""
@@ -69,7 +70,7 @@ class Parts:
     def request(
         self, address: str, method: str, path: str, body: bytes | None = None, **headers: str
     ) -> tuple[HTTPMessage, bytes]:
-        """Headers and body of what one service answers. Raises as :func:`ask_service`."""
+        """Return headers and body of one service's answer. Raises as :func:`ask_service`."""
         idle = self._idle[address]
         try:
             connection = idle.pop()  # another thread may have taken the last one
@@ -81,7 +82,7 @@ class Parts:
             idle.append(connection)
 
     def why_not_ready(self) -> str:
-        """Why one of them cannot be asked, with its address; empty: all can. Costs a request each."""
+        """Return why a service is not ready, with its address; empty: all are. Costs a request to each."""
 
         def why(address: str) -> str:
             try:
@@ -93,10 +94,10 @@ class Parts:
         return next(filter(None, self.threads.map(why, self.addresses)), "")
 
     def versions(self, created: float) -> list[_Version]:
-        """Where each part of the moment ``created`` is asked.
+        """Return where each part of the moment ``created`` is queried.
 
-        Raises Unavailable (a service does not answer), Busy (one has other versions), ConfigError (the services are not
-        those of all parts).
+        Raises Unavailable (a service does not answer), Busy (one has other versions), ConfigError (a part is missing or
+        there twice).
         """
         states = dict(zip(self.addresses, self.threads.map(self._state, self.addresses), strict=True))
         found = []
@@ -125,7 +126,7 @@ class Parts:
 
 
 class PartsIndex:
-    """The classes of one version, searched by the services of its parts. Immutable and thread-safe."""
+    """Classes of one version, searched by the services of its parts. Immutable and thread-safe."""
 
     def __init__(self, parts: Parts, created: float, num_classes: int, ids: Ids | None) -> None:
         """``created`` is the moment of the version; ``ids`` [C] are those of its classes. Raises as
@@ -135,14 +136,15 @@ class PartsIndex:
         self.facts: Mapping[str, Any] = {"kind": "parts", "parts": parts.addresses}
 
     def search(self, features_ND: Floats, k: int) -> Answers:
-        """See :meth:`NearestIndex.search`. Raises also Unavailable (a part is lost), Busy (it has newer versions)."""
+        """Search as :meth:`NearestIndex.search`. Raises also Unavailable (a part is lost), Busy (it has newer
+        versions)."""
         data = to_raw(np.asarray(features_ND, np.float32))
         asked = [self._parts.threads.submit(self._request, one, data, features_ND.shape, k) for one in self._versions]
         scores, ids = best_of([answer.result() for answer in asked], k)
         return scores, ids if self._ids is None else np.searchsorted(self._ids, ids)
 
     def _request(self, version: _Version, data: bytes, shape: tuple[int, ...], k: int) -> Answers:
-        """The best classes of one part, by their ids."""
+        """Return the best classes of one part, by their ids."""
         first, stop = bounds(self._num_classes, version.number, len(self._versions))
         features = {"name": "features", "datatype": "FP32", "shape": shape}
         question = {

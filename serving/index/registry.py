@@ -1,4 +1,4 @@
-"""Writes and opens the index of a model: which classes fit a feature best.
+"""Reading and writing of a model's index, which finds the classes that fit a feature best.
 
 Legend: C classes, K centers of a class, D width, N features, k answers.
 """
@@ -25,11 +25,11 @@ from geartrain.serving.index.nearest import NearestIndex
 from geartrain.workers.models.saved_model import CENTERS, map_arrays, write_arrays
 
 PLACES, FACTS = "index_places.safetensors", "index.json"
-"""Where the classes of an index that is older are in the model; what is said of an index that is in no model."""
+"""Files: positions of an older index's classes in the model; facts of an index outside a model."""
 _SAMPLED_CENTERS = 64
 _AT_ONCE = 65_536
 _NEAR = 0.5
-"""Of its length a center may have moved, for an index to look for it where it was."""
+"""Distance, in parts of its length, that a center may have moved for an older index to still find it."""
 
 
 def write_index(
@@ -45,32 +45,32 @@ def write_index(
     older: Path | None = None,
     threads: int | None = None,
 ) -> dict[str, Any]:
-    """Write the files of an index of ``centers`` to ``staging``; return what ``config["index"]`` is to say.
+    """Write the files of an index of ``centers`` to ``staging``; return the value of ``config["index"]``.
 
     Args:
-        staging: The folder of the model, not sealed yet; seal every file named in the answer's ``files``.
+        staging: The folder of the model, not sealed yet; seal every file in the result's ``files``.
         centers: [C, D] or [C, K, D] float32, of unit length if ``is_cosine``; may be mapped.
         biases: [C], added to the scores.
-        is_cosine: Whether a score is the cosine of feature and center, or their product.
-        asked_recall: The share of features whose best class must be found; 1: always, by exact search.
-        kind: exact, ivf, hnsw or flat (the last three of faiss); None: the fastest that finds enough.
+        is_cosine: Whether a score is the cosine of feature and center; otherwise their dot product.
+        asked_recall: Share of features whose best class must be found; 1: exact search.
+        kind: exact, ivf, hnsw or flat (the last three of faiss); None: the fastest with enough recall.
         queries: Features [N, D] to measure recall with, best those of held-out images; None: centers with noise.
-        ids: [C] of the classes, rising; None: 0 … C - 1.
-        older: A folder with an index of faiss, of other moments of classes; that alone is tried, nothing is built.
-        threads: That work; None: one for each core.
+        ids: [C] of the classes, ascending; None: 0 … C - 1.
+        older: Folder of a faiss index of an earlier moment; only that is tried, nothing is built.
+        threads: Number of threads; None: one for each core.
 
     Raises:
         InvalidRows: A center is not finite.
-        InvalidArgument: asked_recall or kind.
-        ConfigError: A kind of faiss was asked for, which is not installed.
-        ModelDamaged: ``older`` is not whole.
+        InvalidArgument: ``asked_recall`` or ``kind`` is out of range.
+        ConfigError: A faiss kind was asked for, and faiss is not installed.
+        ModelDamaged: ``older`` is damaged.
     """
     threads = threads or available_cores()
     write_panels(staging / PANELS, centers, threads)
     rows = EncodedRows.of(centers, biases, panels=map_panels(staging / PANELS, centers))
     given = None
     if older is not None and (built := json.loads((older / FACTS).read_text(encoding="utf-8")))["kind"] == "exact":
-        kind = "exact"  # no index was fast enough, with so much recall
+        kind = "exact"  # no index had both the speed and the recall
     elif older is not None:
         write_arrays(staging / PLACES, {"places": _places(map_arrays(older / CENTERS), rows, ids)})
         _link(older / shortcut.FILE, staging / shortcut.FILE)
@@ -94,7 +94,7 @@ def write_index(
 
 
 def write_older(folder: Path, centers: Path, **asked: Any) -> None:
-    """Build an index for ``write_index(older=folder)``, of the file of centers of a model; ``asked`` as there.
+    """Build an index for ``write_index(older=folder)`` from a model's file of centers; ``asked`` as there.
 
     Raises as that does.
     """
@@ -106,8 +106,8 @@ def write_older(folder: Path, centers: Path, **asked: Any) -> None:
 
 
 def _places(then: Mapping[str, npt.NDArray[Any]], rows: EncodedRows, ids: Ids | None) -> Ids:
-    """Where the classes of an index are among ``rows``; -1: one is gone, or somewhere else, as where another took its
-    id.
+    """Return the positions of an index's classes among ``rows``; -1: the class is gone or has moved, such as where
+    another class has its id.
     """
     if then["centers"].shape[1:] != rows.centers.shape[1:] or ("biases" in then) != (rows.biases is not None):
         raise ModelDamaged(f"the index is of centers {list(then['centers'].shape[1:])}, another size")
@@ -152,10 +152,10 @@ def open_index(
     *,
     threads: int | None = None,
 ) -> NearestIndex:
-    """Open the index in the folder of a model, or make an exact one if it has none.
+    """Open the index in a model's folder, or make an exact one if it has none.
 
-    ``config`` is the model's, of which ``is_cosine`` and ``index`` are read; ``centers`` [C, D] or [C, K, D] and
-    ``biases`` [C] may be mapped. Raises ModelDamaged (names the file), InvalidRows, ConfigError (faiss is missing).
+    ``is_cosine`` and ``index`` are read from the model's ``config``; ``centers`` [C, D] or [C, K, D] and ``biases``
+    [C] may be mapped. Raises ModelDamaged (names the file), InvalidRows, ConfigError (faiss is missing).
     """
     threads = threads or available_cores()
     facts = config.get("index")
@@ -173,7 +173,7 @@ def open_index(
 
 
 def _fingerprint(centers: Floats) -> str:
-    """Tells arrays of other shapes or moments of a training apart, by a few of their rows."""
+    """Return a hash of the shape and a few rows, to tell arrays of other shapes or moments apart."""
     digest = xxhash.xxh3_128(repr(centers.shape).encode())
     for place in range(_SAMPLED_CENTERS):
         digest.update(centers[place * (len(centers) - 1) // (_SAMPLED_CENTERS - 1)].tobytes())

@@ -1,7 +1,7 @@
-"""Shortcuts of faiss: indexes that look at some of the rows; their answers get exact scores.
+"""Approximate faiss indexes that select candidate rows, which then get exact scores.
 
-An index may be older than the rows: what it holds is looked up as it was, and scored as it is; classes that it does not
-hold are searched beside it. Legend: R rows, C classes, D width, N features, W rows that are looked at, k answers.
+An index may be older than the rows: it finds classes where they were, their scores are of the current rows, and classes
+it lacks are searched beside it. Legend: R rows, C classes, D width, N features, W candidate rows, k answers.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ from geartrain.serving.index.exact import EncodedRows, Floats, Positions
 FILE = "index.faiss"
 KINDS = ("ivf", "hnsw", "flat")
 _MORE = 16
-"""Rows beyond k that get exact scores: those of faiss are of codes of 8 bits."""
+"""Rows beyond k that get exact scores, as the scores of faiss are of 8-bit codes."""
 _TRAINED_OF_A_LIST = 64
 _LEAST_OF_A_LIST = 39
-"""As faiss wants."""
+"""Least rows of an ivf list that faiss recommends."""
 
 
 class FaissShortcut:
-    """An index of faiss. Thread-safe."""
+    """A faiss index. Thread-safe."""
 
     def __init__(self, index: Any, kind: str, effort: int) -> None:
-        """``effort``: lists that are looked at (ivf), or rows in the queue (hnsw)."""
+        """``effort``: number of lists to visit (ivf), or rows in the queue (hnsw)."""
         self.index, self.kind, self.effort = index, kind, effort
         self.younger: EncodedRows | None = None
-        """Classes that it does not hold."""
+        """Classes that the index lacks."""
         self._places: Positions | None = None
-        """Of each class that it holds among the rows, -1: that is gone; None: they are the rows."""
+        """Position of each indexed class among the rows, -1: gone; None: the index holds exactly the rows."""
         self._bits: npt.NDArray[np.uint8] | None = None
         self._num_held = int(index.ntotal)
 
     def of_later(self, places: Positions, rows: EncodedRows) -> FaissShortcut:
-        """The same index for ``rows`` of a later moment: where each class that it holds is now; -1: it is gone."""
+        """Return the same index for ``rows`` of a later moment; ``places`` are the classes' current positions, -1:
+        gone."""
         later = FaissShortcut(self.index, self.kind, self.effort)
         stayed = places >= 0
         later._places = places
@@ -52,7 +53,7 @@ class FaissShortcut:
         return later
 
     def search(self, rows: EncodedRows, features_ND: Floats, k: int, threads: int) -> npt.NDArray[np.int32]:
-        """Rows [N, W] of k classes and more, as far as it holds them; -1: it found too few."""
+        """Return candidate rows [N, W] for at least k classes, of those indexed; -1: too few found."""
         faiss, each = load_faiss(), rows.centers_each
         width = min(k * each + _MORE, self._num_held)
         if not width:
@@ -77,7 +78,7 @@ class FaissShortcut:
 
 
 def build(kind: str, rows: EncodedRows, threads: int) -> FaissShortcut:
-    """Make an index of one of KINDS. Raises ConfigError without faiss."""
+    """Build an index of one of KINDS. Raises ConfigError without faiss."""
     faiss = load_faiss()
     faiss.omp_set_num_threads(threads)
     centers = rows.centers.reshape(-1, rows.centers.shape[-1])
@@ -92,15 +93,15 @@ def build(kind: str, rows: EncodedRows, threads: int) -> FaissShortcut:
 
 
 def write(shortcut: FaissShortcut, path: Path) -> None:
-    """Write it for :func:`read`. Raises OSError."""
+    """Write the index for :func:`read`. Raises OSError."""
     try:
         load_faiss().write_index(shortcut.index, str(path))
-    except RuntimeError as exc:  # also of a full disk
+    except RuntimeError as exc:  # also for a full disk
         raise OSError(errno.EIO, f"it cannot be written; is there room on the disk? ({exc})", str(path)) from exc
 
 
 def read(path: Path, facts: Mapping[str, Any], rows: EncodedRows, num_held: int) -> FaissShortcut:
-    """Map what :func:`write` wrote of ``num_held`` classes. Raises ConfigError without faiss, ModelDamaged."""
+    """Map an index of ``num_held`` classes that :func:`write` wrote. Raises ConfigError without faiss, ModelDamaged."""
     faiss = load_faiss()
     how = faiss.IO_FLAG_MMAP if facts["kind"] == "ivf" else faiss.IO_FLAG_MMAP_IFC
     try:
@@ -121,8 +122,8 @@ def read(path: Path, facts: Mapping[str, Any], rows: EncodedRows, num_held: int)
 
 
 def load_faiss() -> Any:
-    """The library. Raises ConfigError where it is not installed."""
-    logging.getLogger("faiss.loader").setLevel(logging.WARNING)  # says which instructions it tries
+    """Import faiss. Raises ConfigError if it is not installed."""
+    logging.getLogger("faiss.loader").setLevel(logging.WARNING)  # it logs each instruction set it tries
     try:
         import faiss
     except ImportError as exc:
@@ -131,7 +132,7 @@ def load_faiss() -> Any:
 
 
 def _widened(features_ND: Floats, rows: EncodedRows) -> npt.NDArray[np.float32]:
-    """Features with a 1 behind them, which meets the bias."""
+    """Append a 1 to the features, which multiplies the bias."""
     if rows.biases is None:
         return features_ND
     return np.column_stack([features_ND, np.ones(len(features_ND), np.float32)])

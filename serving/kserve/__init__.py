@@ -1,1 +1,1 @@
-"""The gRPC service: the inference protocol v2 of KServe."""
+"""gRPC service: KServe's inference protocol v2."""

@@ -1,4 +1,4 @@
-"""What requests of the inference protocol mean, over gRPC and HTTP alike: versions, operations, outputs, the index."""
+"""Meaning of inference requests, over gRPC and HTTP alike: versions, operations, outputs, the model index."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from geartrain.serving.answers import Arrays, Operation
 from geartrain.serving.catalog import Catalog, Lease
 
 EXTENSIONS = ("model_repository", "binary_tensor_data")
-"""Of the protocol, beside what all servers of it have."""
+"""Supported extensions of the protocol."""
 
 
 def version_of(text: str) -> int | None:
-    """The version that a request names; None: none. Raises InvalidArgument."""
+    """Return the version that a request names; None: none. Raises InvalidArgument."""
     if not text:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) < 19):
@@ -24,12 +24,12 @@ def version_of(text: str) -> int | None:
 
 
 def operation_of(lease: Lease, name: object) -> Operation:
-    """What a request asks for; None: the model's first. Raises NotServed."""
+    """Return the operation that a request names; None: the model's first. Raises NotServed."""
     return lease.operation(next(iter(lease.servable.operations)) if name is None else str(name))
 
 
 def wanted_of(answered: Arrays, names: Sequence[str]) -> Arrays:
-    """The tensors that are wanted; none named: all. Raises InvalidArgument for one that is not among them."""
+    """Return the named tensors; without names: all. Raises InvalidArgument for an unknown name."""
     for name in names:
         if name not in answered:
             raise InvalidArgument(f"output {quoted(name)} is none of this operation's: {', '.join(answered)}")
@@ -37,7 +37,7 @@ def wanted_of(answered: Arrays, names: Sequence[str]) -> Arrays:
 
 
 def index_of(catalog: Catalog) -> list[dict[str, Any]]:
-    """All versions that can be asked: name, version, state, and why."""
+    """Return all versions that can be queried: name, version, state, and reason."""
     found = []
     for name in catalog.names:
         state = catalog.state(name)

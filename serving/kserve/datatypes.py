@@ -1,6 +1,6 @@
-"""Tensors of the inference protocol as arrays: names of types, shapes, and elements as raw bytes.
+"""Tensors of the inference protocol as arrays: type names, shapes, and raw bytes of elements.
 
-Every count is compared with what is there before memory is taken for it.
+Every count is checked against the received data before memory is allocated.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ DTYPES: dict[str, np.dtype[Any]] = {
     **{f"FP{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)},
     BYTES: np.dtype(object),
 }
-"""Of elements, by their name in the protocol."""
+"""dtype by its name in the protocol."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_DIMENSIONS = 8
 _LENGTH = struct.Struct("<I")
-"""Before each element of BYTES."""
+"""Length prefix of each element of BYTES."""
 
 
 def datatype_of(dtype: npt.DTypeLike) -> str:
-    """The protocol's name of a type; texts go as BYTES, in UTF-8."""
+    """Return the protocol's name of a dtype; texts are BYTES, in UTF-8."""
     found = np.dtype(dtype)
     return BYTES if found.kind in "OSU" else _NAMES[found.newbyteorder("=")]
 
 
 def described(spec: TensorSpec) -> tuple[str, str, list[int]]:
-    """A tensor as metadata tell it: (name, datatype, shape with -1 for any size)."""
+    """Return a tensor's metadata: (name, datatype, shape with -1 for any size)."""
     return spec.name, datatype_of(spec.dtype), [-1 if size is None else size for size in spec.shape]
 
 
 def checked(name: str, datatype: str, shape: Sequence[int], most_items: int) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Type and shape of a tensor that is given, whose first dimension counts items. Raises InvalidArgument."""
+    """Return dtype and shape of a given tensor, whose first dimension counts items. Raises InvalidArgument."""
     dtype = DTYPES.get(datatype)
     if dtype is None:
         raise InvalidArgument(f"input {name!r} has datatype {datatype!r}; those known here are {', '.join(DTYPES)}")
@@ -59,7 +59,7 @@ def checked(name: str, datatype: str, shape: Sequence[int], most_items: int) -> 
 
 
 def array_of(name: str, elements: Sequence[Any] | Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-    """Elements in the order of their rows, as an array. Raises InvalidArgument: they are others than was said."""
+    """Return row-major elements as an array. Raises InvalidArgument if they do not fit dtype and shape."""
     if len(elements) != math.prod(shape):
         raise InvalidArgument(
             f"input {name!r} has {len(elements)} elements where its shape {list(shape)} says {math.prod(shape)}; they "
@@ -70,7 +70,7 @@ def array_of(name: str, elements: Sequence[Any] | Array, dtype: np.dtype[Any], s
             array = np.empty(len(elements), object)
             array[:] = elements
         else:
-            array = np.asarray(list(elements), dtype)  # of Python numbers: those beyond the type are refused
+            array = np.asarray(list(elements), dtype)  # from Python numbers: those out of range are refused
     except (OverflowError, TypeError, ValueError) as exc:
         raise InvalidArgument(
             f"input {name!r} has an element that is no {datatype_of(dtype)}: {exc}; give its own datatype"
@@ -79,7 +79,7 @@ def array_of(name: str, elements: Sequence[Any] | Array, dtype: np.dtype[Any], s
 
 
 def from_raw(name: str, data: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-    """Read raw bytes. Raises InvalidArgument: there are fewer or more than the shape says."""
+    """Read raw bytes. Raises InvalidArgument if their number does not fit the shape."""
     count = math.prod(shape)
     if dtype.hasobject:
         return array_of(name, _split(name, data, count), dtype, shape)
@@ -110,13 +110,13 @@ def _split(name: str, data: bytes, count: int) -> list[bytes]:
 
 
 def elements_of(array: Array) -> list[Any]:
-    """All elements in the order of their rows; texts as UTF-8."""
+    """Return all elements in row-major order; texts as UTF-8."""
     flat = array.ravel().tolist()
     return list(map(_bytes, flat)) if datatype_of(array.dtype) == BYTES else flat
 
 
 def to_raw(array: Array) -> bytes:
-    """The same as raw bytes."""
+    """Return all elements in row-major order as raw bytes."""
     if datatype_of(array.dtype) == BYTES:
         elements = elements_of(array)
         return b"".join(itertools.chain.from_iterable((_LENGTH.pack(len(one)), one) for one in elements))

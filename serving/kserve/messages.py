@@ -1,4 +1,4 @@
-"""Messages of the inference protocol as questions and answers: arrays, parameters, and what is wanted."""
+"""Conversion between inference protocol messages and arrays, parameters and outputs."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ CONTENTS = {
     "FP64": "fp64_contents",
     BYTES: "bytes_contents",
 }
-"""Datatype -> its field of InferTensorContents. FP16 has none."""
+"""Field of InferTensorContents by datatype. FP16 has none."""
 Metadata = pb.ModelMetadataResponse.TensorMetadata
 
 
 def parameters_of(request: pb.ModelInferRequest) -> dict[str, Any]:
-    """What the request says beside its tensors. Raises InvalidArgument: a parameter has no value."""
+    """Return the parameters of a request. Raises InvalidArgument if one has no value."""
     found = {}
     for name, value in request.parameters.items():
         choice = value.WhichOneof("parameter_choice")
@@ -46,7 +46,7 @@ def parameters_of(request: pb.ModelInferRequest) -> dict[str, Any]:
 
 
 def inputs_of(request: pb.ModelInferRequest, most_items: int) -> dict[str, Array]:
-    """The tensors of a request by name. Raises InvalidArgument."""
+    """Return the tensors of a request by name. Raises InvalidArgument."""
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise InvalidArgument(
@@ -74,7 +74,7 @@ def inputs_of(request: pb.ModelInferRequest, most_items: int) -> dict[str, Array
 def response_of(
     request: pb.ModelInferRequest, version: int, operation: str, answered: Mapping[str, Array]
 ) -> pb.ModelInferResponse:
-    """The answer to a request, in the form that the request had."""
+    """Return the answer to a request, in the encoding of the request."""
     response = pb.ModelInferResponse(model_name=request.model_name, model_version=str(version), id=request.id)
     response.parameters["operation"].string_param = operation
     is_raw = bool(request.raw_input_contents) or any(datatype_of(a.dtype) not in CONTENTS for a in answered.values())
@@ -89,7 +89,7 @@ def response_of(
 
 
 def metadata_of(name: str, versions: Sequence[int], kind: str, operation: Operation) -> pb.ModelMetadataResponse:
-    """What a model takes and gives where a request names no operation."""
+    """Return inputs and outputs of a model, of the operation that requests without a name use."""
     inputs, outputs = (
         [Metadata(name=name, datatype=datatype, shape=shape) for name, datatype, shape in map(described, specs)]
         for specs in (operation.inputs, operation.outputs)

@@ -1,4 +1,4 @@
-"""The inference protocol over gRPC: requests of people's clients become questions to the models that are served."""
+"""Inference protocol over gRPC, for third-party clients."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ Index = pb.RepositoryIndexResponse.ModelIndex
 M = TypeVar("M", bound=Message)
 _PROBES = ("ServerLive", "ServerReady")
 _READERS = 16
-"""Questions that are read at once; half of them may wait with a large picture."""
+"""Requests that are read at once; at most half of them wait for a large picture."""
 _ROOM_BYTES = 64 << 10
-"""Of a message, beside what is in it."""
+"""Bytes of a message beside its content."""
 
 
 class InferenceService:
-    """Answers the protocol's calls by the models of a service. Thread-safe."""
+    """Handles the protocol's calls with the models of a service. Thread-safe."""
 
     def __init__(
         self,
@@ -47,13 +47,14 @@ class InferenceService:
         rates: ClientRates,
         client_of: Callable[[str, str], str],
     ) -> None:
-        """``most_items``: of one request; ``client_of``: whom ``rates`` counts, by authorization and address."""
+        """``most_items`` limits one request; ``client_of`` returns the client for ``rates``, by authorization and
+        address."""
         self._service, self._catalog, self._most_items = service, service.catalog, most_items
         self._rates, self._client_of = rates, client_of
         self._readers = threading.Semaphore(_READERS)
 
     def bound(self) -> Bound:
-        """Its methods by name, and what a token must give for each: to read the model that it names."""
+        """Return its methods by name, each with the right a token needs: to read the named model."""
         methods: dict[str, tuple[type[Any], Callable[[Any, grpc.ServicerContext], Message], str]] = {
             "ServerLive": (pb.ServerLiveRequest, lambda *_: pb.ServerLiveResponse(live=True), ""),
             "ServerReady": (pb.ServerReadyRequest, self._server_ready, ""),
@@ -142,9 +143,9 @@ def inference_server(
     rates: ClientRates,
     client_of: Callable[[str, str], str],
 ) -> GrpcServer:
-    """Serve the protocol at ``"host:port"``, under the certificates in ``folder``; health is yet to say so.
+    """Serve the protocol at ``"host:port"``, with the certificates in ``folder``; the caller sets its health.
 
-    ``rates`` and ``client_of`` as of :class:`InferenceService`. Raises ConfigError if nobody can listen there.
+    ``rates`` and ``client_of`` as in :class:`InferenceService`. Raises ConfigError if the address cannot be bound.
     """
     credentials = Credentials(folder, "serve")
     most_bytes = config.max_body_bytes + _ROOM_BYTES

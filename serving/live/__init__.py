@@ -1,1 +1,1 @@
-"""Models that follow a training still running: each of its snapshots is the next version."""
+"""Models that follow a running training: each of its snapshots becomes the next version."""

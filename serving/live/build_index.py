@@ -1,4 +1,4 @@
-"""Builds the index of a version for later ones. Its arguments: the version, an empty folder, the asked recall."""
+"""Program that builds an index of a version for later ones. Arguments: the version, an empty folder, the recall."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from geartrain.workers.models.saved_model import CENTERS, read_config
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Build it."""
+    """Build the index."""
     version, folder, asked_recall = Path(arguments[0]), Path(arguments[1]), float(arguments[2])
     is_cosine = read_config(version)["is_cosine"]
     write_older(folder, version / CENTERS, is_cosine=is_cosine, asked_recall=asked_recall)

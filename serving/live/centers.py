@@ -1,4 +1,4 @@
-"""Class rows as one snapshot has them, brought from those of a snapshot before at the cost of what changed.
+"""Class rows of a snapshot, updated from those of an earlier snapshot at the cost of the changes.
 
 Legend: C classes of the table, L of them living, W columns of a row.
 """
@@ -34,19 +34,19 @@ class LiveCenters:
     """Rows of the living classes at one moment. Immutable."""
 
     moment_id: str
-    """Of the snapshot."""
+    """Moment of the snapshot."""
     living: LiveClasses
     rows: npt.NDArray[np.float32]
     """[L, W], in the order of ``living.all_ids``."""
     changed: Ids | None
-    """Places in ``rows`` [M], rising, whose rows may be others than in those it was made from; None: all."""
+    """Positions in ``rows`` [M], ascending, whose rows may differ from those it was made from; None: all."""
 
 
 def centers_of(
     snapshot: Snapshot, table: str, living: LiveClasses, before: LiveCenters | None, *, unit: int | None = None
 ) -> LiveCenters:
-    """Read the rows of the classes that live: all of them or, if the snapshot adds to that of ``before``, what was
-    written since. With ``unit`` every so many columns are scaled to length 1. Memory: the rows once more, and a block.
+    """Read the rows of the living classes: all of them or, if the snapshot builds on that of ``before``, those written
+    since. ``unit`` scales every ``unit`` columns to length 1. Memory: the rows once more, and a block.
 
     Raises SnapshotDamaged, which names the file, and SnapshotNotFound if it was removed meanwhile.
     """
@@ -69,7 +69,7 @@ def centers_of(
 
 
 def _since(snapshot: Snapshot, table: str, moment: str) -> list[Snapshot] | None:
-    """The snapshots after ``moment``, the oldest first, if all of their shards wrote only what had changed."""
+    """Return the snapshots after ``moment``, oldest first, if all of their shards wrote only changes; else None."""
     newer: list[Snapshot] = []
     for found in snapshot.chain():
         if found.manifest.moment_id == moment:
@@ -83,7 +83,7 @@ def _since(snapshot: Snapshot, table: str, moment: str) -> list[Snapshot] | None
 def _with_changes(
     newer: Sequence[Snapshot], spec: TableSpec, living: LiveClasses, before: LiveCenters, unit: int | None
 ) -> tuple[Rows, Ids] | None:
-    """The rows of ``before`` with what ``newer`` snapshots wrote; None if those do not say all."""
+    """Return ``before`` updated with ``newer`` snapshots; None if those are incomplete."""
     written = np.zeros(living.num_living, np.bool_)
     if living.fingerprint == before.living.fingerprint:
         rows, stayed = before.rows.copy(), None
@@ -92,7 +92,7 @@ def _with_changes(
         stayed = before.living.holds(ids)
         rows = np.empty((len(ids), spec.dim), np.float32)
         rows[stayed] = before.rows[before.living.numbers(ids[stayed])]
-    for snapshot in newer:  # what comes later holds
+    for snapshot in newer:  # later snapshots override
         for entry in snapshot.manifest.files:
             if entry.table != spec.name or entry.kind not in (ROWS, REMOVED):
                 continue
@@ -111,7 +111,7 @@ def _with_changes(
 def _all_rows(snapshot: Snapshot, spec: TableSpec, living: LiveClasses) -> Rows:
     rows = np.empty((living.num_living, spec.dim), np.float32)
     missing = np.ones(len(rows), np.bool_)
-    for layer in layers_of(snapshot.chain(), spec.name):  # the newest first: what it has holds
+    for layer in layers_of(snapshot.chain(), spec.name):  # newest first: its values hold
         seen = [np.empty(0, np.int64)]
         for entry in layer.blocks():
             arrays = layer.snapshot.read(entry)
@@ -123,13 +123,13 @@ def _all_rows(snapshot: Snapshot, spec: TableSpec, living: LiveClasses) -> Rows:
             seen.append(places)
         missing[np.concatenate(seen)] = False
     never_written = np.flatnonzero(missing)
-    if len(never_written):  # such have their initial values
+    if len(never_written):  # these have their initial values
         rows[never_written] = _pulled(RowTable(spec, _ALL_BUCKETS), living.ids(never_written))
     return rows
 
 
 def _caught_up(snapshot: Snapshot, spec: TableSpec, ids: Ids) -> Rows:
-    """Rows that move at every step: as a shard that goes on from the snapshot gives them."""
+    """Return rows that move at every step, as a shard that resumes from the snapshot computes them."""
     table = RowTable(spec, _ALL_BUCKETS)
     folder = str(snapshot.path)
     restore_tables(folder, {spec.name: table}, _ALL_BUCKETS, nullcontext(), lambda: None)
@@ -148,7 +148,7 @@ def _pulled(table: RowTable, ids: Ids) -> Rows:
 
 
 def _unit(rows: Rows, width: int) -> Rows:
-    """Rows [N, W] with every ``width`` columns divided by their length."""
+    """Return rows [N, W] with every ``width`` columns scaled to length 1."""
     parts = rows.reshape(len(rows), rows.shape[1] // width, width)
     lengths = np.sqrt(np.einsum("nkd,nkd->nk", parts, parts))
     scaled: Rows = (parts / np.maximum(lengths, _TINY)[..., None]).reshape(rows.shape)

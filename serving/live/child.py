@@ -1,4 +1,4 @@
-"""Processes that have torch, for a service that has none."""
+"""Child processes with torch, for a service without it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pathlib import Path
 from geartrain.ams.values.errors import ConfigError
 
 NICE = 5
-"""Of all that is not an answer."""
+"""Niceness of all work but answers."""
 _LOOK_SECONDS = 0.2
 
 
 def run_child(what: str, *arguments: str, is_ending: Callable[[], bool]) -> None:
-    """Run ``python -m ARGUMENTS`` to its end, or until nobody waits for it. Raises ConfigError: ``what`` was not made,
-    and the last line that it said.
+    """Run ``python -m ARGUMENTS`` until it exits or ``is_ending``. Raises ConfigError: ``what`` was not made, with the
+    process's last line.
     """
     with tempfile.TemporaryFile() as said:
         command = [sys.executable, "-P", "-m", *arguments]
@@ -42,14 +42,14 @@ def run_child(what: str, *arguments: str, is_ending: Callable[[], bool]) -> None
 
 
 class ExportProcess:
-    """A process with torch that exports one snapshot after another: loading torch and the exporter takes most of the
-    time of the first. It ends by itself when none comes for a while. Used from one thread."""
+    """A process with torch that exports one snapshot after another, as loading torch and the exporter takes most of the
+    time of the first. It exits when none comes for a while. Used from one thread."""
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
 
     def export(self, snapshot: str, out: str, *, is_ending: Callable[[], bool]) -> None:
-        """Write the ``snapshot`` as the folder ``out``. Raises ConfigError: it was not made, and why."""
+        """Export the ``snapshot`` to the folder ``out``. Raises ConfigError with the reason if that fails."""
         what, may_be_over = f"the model of {snapshot} was not made", self._child is not None
         answer = self._request([snapshot, out], is_ending)
         if answer is None and may_be_over and not is_ending():
@@ -60,7 +60,7 @@ class ExportProcess:
             raise ConfigError(f"{what}: {answer}")
 
     def _request(self, question: list[str], is_ending: Callable[[], bool]) -> str | None:
-        """What went wrong; None: the process is over, or nobody waits for its answer any more."""
+        """Return the error; None: the process has exited, or the service is ending."""
         if self._child is None:
             command, pipe = [sys.executable, "-P", "-m", "geartrain.workers.live.export"], subprocess.PIPE
             self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)  # no Ctrl-C
@@ -76,13 +76,13 @@ class ExportProcess:
         if not line:
             self.close()
             return None
-        with suppress(OSError):  # answers come first, once there is a version
+        with suppress(OSError):  # answers have priority, once there is a version
             for thread in Path(f"/proc/{child.pid}/task").iterdir():
                 os.setpriority(os.PRIO_PROCESS, int(thread.name), NICE)
         return str(json.loads(line))
 
     def close(self) -> None:
-        """End the process."""
+        """Stop the process."""
         if self._child is not None:
             self._child.kill()
             with suppress(BrokenPipeError):

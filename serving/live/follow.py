@@ -1,4 +1,4 @@
-"""Follows a training: each snapshot becomes the version that is served, unless somebody has rolled back."""
+"""Follower of a training: each snapshot becomes the served version, unless an operator has rolled back."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 _SELDOM = 8
 _NO_ROOM = os.strerror(errno.ENOSPC)
 _SLOW_SECONDS = 10.0
-"""A follower so far behind says so."""
+"""Lag after which a follower logs a warning."""
 
 
 class Follower:
-    """Brings a model up to date from a thread of its own.
+    """Updates a model on a thread of its own.
 
-    A snapshot that cannot be taken (damaged, a full disk, removed meanwhile) is tried again, and so is the next one;
-    what is served is served on.
+    A snapshot that cannot be used (damaged, a full disk, removed meanwhile) is retried, as is the next one; the current
+    version stays served.
     """
 
     def __init__(
@@ -44,22 +44,22 @@ class Follower:
         every_seconds: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``serve`` makes a version current, or returns False: it waits. ``served`` is current already. ``held_at``
-        says the version that somebody has rolled back to, who wants no newer one; None: nobody has. ``tell`` is told
-        the facts after each look."""
+        """``serve`` makes a version current, or returns False if it waits. ``served`` is current already. ``held_at``
+        returns the version that an operator has rolled back to, which blocks newer ones; None: no rollback. ``tell`` is
+        called with the facts after each poll."""
         self._training, self._versions, self._serve = training, versions, serve
         self._held_at, self._tell, self._every, self._clock = held_at, tell, every_seconds, clock
         self._ending = threading.Event()
         self._lock = threading.Lock()
         self._served = served
-        """Was written last."""
+        """Version written last."""
         self._shown = served
-        """Is current, unless somebody has rolled back."""
+        """Current version, unless an operator has rolled back."""
         self._newest: Snapshot | ExportedModel | None = None
         self._passed_over = ""
-        """The newest when older ones were tried, or why it could not be looked at."""
+        """Newest snapshot when older ones were tried, or why the training could not be read."""
         self._newer_since: float | None = None
-        """When a snapshot that is not served was first seen."""
+        """Time when a snapshot that is not served was first seen."""
         self._progress: Progress | None = None
         self._state = "waiting"
         self._error = ""
@@ -67,22 +67,22 @@ class Follower:
         self._last_seconds = 0.0
         self._num_versions = self._num_failures = 0
         self._in_row = 0
-        """Failures since the last version; it looks less often then."""
+        """Failures since the last version; more of them slow the polls down."""
         self._thread = threading.Thread(target=self._run, name="geartrain-follow", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self, seconds: float = 10.0) -> None:
-        """End, once a version under way is served, or after so long."""
+        """Stop the thread after the version in progress, waiting ``seconds`` at most."""
         self._ending.set()
         if self._thread.ident is not None:
             self._thread.join(seconds)
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What people want to know of it, as how far what is served is behind the training. From any thread."""
+        """Facts for people, such as the lag behind the training. From any thread."""
         with self._lock:
             served, since = self._shown, self._newer_since
             at = 0 if served is None else served.step
@@ -101,7 +101,7 @@ class Follower:
             }
 
     def poll(self) -> bool:
-        """Look once; return whether a version became current. For the thread, and for tests."""
+        """Poll once; return whether a version became current. For the thread, and for tests."""
         try:
             newest, progress = self._training.newest(), self._training.progress()
         except (GeartrainError, OSError) as exc:
@@ -129,7 +129,7 @@ class Follower:
         return self._load(newest) or (self._served is None and self._load_older(_moment(newest)[1]))
 
     def _load_older(self, newest: str) -> bool:
-        """While nothing is served: one before ``newest``, which cannot be taken; they are tried once."""
+        """While no version is served, try once each snapshot before ``newest``, which cannot be used."""
         if self._passed_over == newest:
             return False
         self._passed_over = newest
@@ -180,12 +180,12 @@ class Follower:
         while not self._ending.is_set():
             if self._served is not None and not is_nice:
                 is_nice = True
-                with suppress(OSError):  # answers come first
+                with suppress(OSError):  # answers have priority
                     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
             try:
                 self.poll()
                 self._tell(self.facts)
-            except Exception:  # a follower that ended would be seen by nobody
+            except Exception:  # nobody would see a follower whose thread ended
                 logger.exception("following failed")
                 self._failed("an error that the log names")
             facts, now = self.facts, self._clock()
@@ -197,7 +197,7 @@ class Follower:
 
 
 def _moment(found: Snapshot | ExportedModel) -> tuple[int, str]:
-    """Its step, and what tells it from others."""
+    """Return the step and the id of a moment."""
     said = found if isinstance(found, ExportedModel) else found.manifest
     return said.step, said.moment_id
 

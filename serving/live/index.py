@@ -1,8 +1,8 @@
-"""An index for versions that follow one another: built beside them, and taken while it finds enough.
+"""Index for successive versions: built in the background, and used while its recall is high enough.
 
-Versions come every few seconds, and an index of millions of classes takes minutes. So it is of a version before: its
-classes are scored as they are now, and younger ones searched beside it. Recall is measured of each version; where it is
-too little the version is searched exactly, and another index is built.
+Versions come every few seconds, and an index of millions of classes takes minutes. So an earlier version's index is
+used: scores are of the current rows, and newer classes are searched beside it. Recall is measured for each version;
+where it is too low the version is searched exactly, and a new index is built.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 _QUERIES = 256
 _GROWN = 1.25
-"""So many times the classes make another try worth while, where no index was fast enough, or held all but these."""
+"""Growth of the classes that justifies another attempt, where no index was fast enough or the index lacks that many."""
 
 
 class LiveIndex:
-    """The index of the versions in a folder. Used from one thread."""
+    """Index of the versions in a folder. Used from one thread."""
 
     def __init__(self, out: Path, asked_recall: float) -> None:
-        """``asked_recall`` 1: exact search, without a file. Raises ConfigError: it wants faiss, which is missing."""
+        """``asked_recall`` 1: exact search, without a file. Raises ConfigError if faiss is needed and missing."""
         self._built, self._asked = out / ".index", asked_recall
         self._thread: threading.Thread | None = None
         self._ending = threading.Event()
@@ -47,7 +47,7 @@ class LiveIndex:
     def write(
         self, staging: Path, centers: Floats, biases: Floats | None, ids: Ids, *, is_cosine: bool
     ) -> dict[str, Any] | None:
-        """Write the files of a version's index; return what its ``config["index"]`` is to say, None: nothing.
+        """Write the files of a version's index; return the value of its ``config["index"]``, None: nothing.
 
         Raises InvalidRows, OSError.
         """
@@ -77,18 +77,18 @@ class LiveIndex:
         return write(kind="exact")
 
     def start(self, version: Path) -> None:
-        """Build another index of a version that was written, if that wanted one; it goes on meanwhile."""
+        """Start to build an index of a written version in the background, if one is needed."""
         if self._is_wanted and not self._is_building:
             self._thread = threading.Thread(target=self._build, args=(version,), name="index", daemon=True)
             self._thread.start()
 
     def wait(self) -> None:
-        """Until what is being built is there."""
+        """Wait for the index being built."""
         if self._thread is not None:
             self._thread.join()
 
     def close(self) -> None:
-        """Build no more."""
+        """Stop building."""
         self._ending.set()
         self.wait()
 
@@ -97,7 +97,7 @@ class LiveIndex:
         return self._thread is not None and self._thread.is_alive()
 
     def _build(self, version: Path) -> None:
-        with suppress(OSError):  # answers come first
+        with suppress(OSError):  # answers have priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         staging = self._built.with_name(".index-new")
         try:

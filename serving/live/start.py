@@ -1,4 +1,4 @@
-"""A model of a service that follows a training, from what a configuration says of it."""
+"""Start of a model that follows a training, from the configuration."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _NAMED = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,99})=(?P<training>.+)
 
 
 def follow(service: ModelService, told: ServeConfig, client: ClientConfig, cleanup: ExitStack) -> Follower:
-    """Begin to follow what ``told.follow`` names; ``cleanup`` ends it.
+    """Start to follow ``told.follow``; ``cleanup`` stops it.
 
-    Versions that are in ``told.versions`` are served at once. Raises InvalidArgument, OSError (no folder can be made).
+    Versions in ``told.versions`` are served at once. Raises InvalidArgument, OSError (the folder cannot be made).
     """
     assert told.follow is not None
     match = _NAMED.fullmatch(told.follow)
@@ -84,7 +84,7 @@ def follow(service: ModelService, told: ServeConfig, client: ClientConfig, clean
 
 
 def _newest_that_is_whole(service: ModelService, name: str, versions: LiveVersions) -> LiveVersion | None:
-    """Serve it; older ones wait for a rollback."""
+    """Serve the newest undamaged version; older ones wait for a rollback."""
     served = None
     for version in versions.written():
         details = {"model": name, "folder": str(version.folder)}
@@ -101,6 +101,6 @@ def _newest_that_is_whole(service: ModelService, name: str, versions: LiveVersio
 
 
 def _name_of(training: str) -> str:
-    """Of a run's folder, the job of a scheduler, or the folder in a URL."""
+    """Return a model name: of a run's folder, a scheduler's job, or the folder in a URL."""
     last = training.rstrip("/").rpartition("/")[2]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-._")[:100] or "model"

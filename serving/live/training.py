@@ -1,7 +1,7 @@
-"""A training to follow, as it is seen from outside: its newest snapshot, and how far it is itself.
+"""Training to follow, seen from outside: its newest snapshot, and its own progress.
 
-It is said by the folder of a run, by the folder or URL of its snapshots, or by a scheduler that knows the job. A folder
-to which models are exported is followed, too: each is a moment of a training.
+It is given by the folder of a run, the folder or URL of its snapshots, or a scheduler with its job. A folder of
+exported models can be followed, too: each is a moment of a training.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SCHEDULER = re.compile(r"(?P<address>[^/\s]+:\d{1,5})(?:/(?P<job>.+))?")
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a training is by what it says itself."""
+    """Progress of a training as it reports it."""
 
     step: int
     state: str
@@ -42,39 +42,39 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedModel:
-    """A version that somebody exported. Its files are checked when it is taken."""
+    """An exported version. Its files are checked when it is used."""
 
     folder: Path
     version: int
     step: int
-    """Of the training; that of a model which does not say it is its version."""
+    """Step of the training; its version number if the model has no step."""
     moment_id: str
 
 
 class Training(ABC):
-    """Something that takes snapshots. Used from one thread."""
+    """Source of snapshots. Used from one thread."""
 
     @property
     @abstractmethod
     def where(self) -> str:
-        """Where it is looked for, for people."""
+        """Place of the snapshots, for people."""
 
     @abstractmethod
     def newest(self) -> Snapshot | ExportedModel | None:
-        """Its newest snapshot whose manifest is sound; None: there is none yet.
+        """Return the newest snapshot with a valid manifest; None: there is none yet.
 
-        Raises GeartrainError, OSError: it cannot be looked at now.
+        Raises GeartrainError, OSError: it cannot be read now.
         """
 
     @abstractmethod
     def older(self) -> Iterable[Snapshot | ExportedModel]:
-        """Those before the newest, the newest first: for whom it is damaged, and who serves none.
+        """Return the snapshots before the newest, newest first, for a service with no version whose newest is damaged.
 
         Raises as :meth:`newest`.
         """
 
     def progress(self) -> Progress | None:
-        """How far it is; None: nobody knows but by its snapshots."""
+        """Return the reported progress; None: only the snapshots tell."""
         return None
 
 
@@ -82,17 +82,16 @@ class SnapshotFolder(Training):
     """Snapshots in a folder or at a URL."""
 
     def __init__(self, root: str | Path) -> None:
-        """Raises InvalidArgument for a URL that cannot be opened."""
+        """Raise InvalidArgument for a URL that cannot be opened."""
         self.root = place(root)
         self._damaged: set[str] = set()
 
     @property
     def where(self) -> str:
-        """See :class:`Training`."""
         return str(self.root)
 
     def newest(self) -> Snapshot | None:
-        """See :class:`Training`. Each damaged one is logged once."""
+        """Return the newest sound snapshot. Each damaged one is logged once."""
         for listed in list_snapshots(str(self.root)):
             if listed.snapshot is not None:
                 return listed.snapshot
@@ -102,7 +101,6 @@ class SnapshotFolder(Training):
         return None
 
     def older(self) -> Iterator[Snapshot]:
-        """See :class:`Training`."""
         whole = (listed.snapshot for listed in list_snapshots(str(self.root)) if listed.snapshot is not None)
         return itertools.islice(whole, 1, None)
 
@@ -115,7 +113,7 @@ class TrainingFolder(Training):
         self._snapshots = SnapshotFolder(folder)
 
     def newest(self) -> Snapshot | ExportedModel | None:
-        """See :class:`Training`. A run that takes the place of this one is followed from then on."""
+        """Return the newest snapshot or model. A run that replaces this one is followed from then on."""
         if exported := self._exported():
             return _exported(exported[0])
         root = read_run(self._folder).snapshots if has_run(self._folder) else str(place(self._folder))
@@ -124,7 +122,6 @@ class TrainingFolder(Training):
         return self._snapshots.newest()
 
     def older(self) -> Iterator[Snapshot | ExportedModel]:
-        """See :class:`Training`."""
         for folder in (exported := self._exported())[1:]:
             with suppress(GeartrainError):
                 yield _exported(folder)
@@ -133,7 +130,6 @@ class TrainingFolder(Training):
 
     @property
     def where(self) -> str:
-        """See :class:`Training`."""
         return f"{self._folder}{'' if self._folder.exists() else ', which does not exist'}"
 
     def _exported(self) -> list[Path]:
@@ -151,7 +147,7 @@ def _exported(folder: Path) -> ExportedModel:
 
 
 class ClusterJob(Training):
-    """A job that a scheduler knows; where its snapshots lie, its events say."""
+    """A job that a scheduler knows; its events name the place of its snapshots."""
 
     def __init__(self, address: str, job: str | None, config: ClientConfig | None = None) -> None:
         """``job`` None: the only one that took snapshots."""
@@ -159,11 +155,11 @@ class ClusterJob(Training):
         self._config = config or ClientConfig()
         self._since = 0
         self._roots: dict[str, str] = {}
-        """Where each job took its last snapshot."""
+        """Place of each job's last snapshot."""
         self._snapshots: SnapshotFolder | None = None
 
     def newest(self) -> Snapshot | None:
-        """See :class:`Training`. While the scheduler is away, what it said before holds."""
+        """Return the newest snapshot. While the scheduler is away, its last answer holds."""
         try:
             self._read_events()
         except (AttemptFailed, GeartrainError) as exc:
@@ -177,16 +173,13 @@ class ClusterJob(Training):
         return self._snapshots.newest()
 
     def older(self) -> Iterable[Snapshot]:
-        """See :class:`Training`."""
         return () if self._snapshots is None else self._snapshots.older()
 
     @property
     def where(self) -> str:
-        """See :class:`Training`."""
         return f"what the scheduler at {self._address} knows" + (f" of {self._wanted}" if self._wanted else "")
 
     def progress(self) -> Progress | None:
-        """See :class:`Training`."""
         try:
             jobs: tuple[JobEntry, ...] = self._call(DescribeJobs())
         except (AttemptFailed, GeartrainError):
@@ -208,7 +201,7 @@ class ClusterJob(Training):
         while True:
             page = self._call(ReadEvents(since=self._since))
             if page.last < self._since:
-                self._since = 0  # it was restarted without its memory
+                self._since = 0  # the scheduler was restarted without its data
                 continue
             for event in page.events:
                 if event.kind == "snapshot" and event.snapshot:
@@ -226,8 +219,8 @@ class ClusterJob(Training):
 
 
 def training_of(said: str, config: ClientConfig | None = None) -> Training:
-    """The training that a person names: the folder of a run, a folder or URL of snapshots, or HOST:PORT[/JOB] of a
-    scheduler. Raises InvalidArgument for a URL that cannot be opened.
+    """Return the training that a person names: the folder of a run, a folder or URL of snapshots, or HOST:PORT[/JOB] of
+    a scheduler. Raises InvalidArgument for a URL that cannot be opened.
     """
     if "://" in said:
         return SnapshotFolder(said)

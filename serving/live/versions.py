@@ -1,7 +1,7 @@
-"""Writes what a training's snapshots hold as folders of versions to serve: ``OUT/000000120/``, the newest the last.
+"""Writer of a training's snapshots as version folders to serve: ``OUT/000000120/``, the newest last.
 
-A version is made of one snapshot alone, so that network, class rows and names are of one moment. It costs what changed:
-the graph of the network is made once, rows are brought from those of the version before.
+A version is made from one snapshot, so that network, class rows and names are of one moment. Its cost is that of the
+changes: the network's graph is made once, and rows are updated from those of the version before.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from geartrain.workers.models.saved_model import (
 )
 
 _EXPORTED = ("ctr", "tdm")
-"""Jobs of which each version is an export as a whole: ten seconds of the first, two of the next."""
+"""Jobs whose versions are full exports: ten seconds for the first, two for the next."""
 _STATE, _CLASSES = "training.safetensors", "classes.json"
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """The network of a training."""
+    """Graph of a training's network."""
 
     network: LiveNetwork
     preprocessing: Mapping[str, Any]
@@ -59,16 +59,16 @@ class _Graph:
 
 @dataclass(frozen=True, kw_only=True)
 class LiveVersion:
-    """One that was written."""
+    """A written version."""
 
     folder: Path
     version: int
     step: int
-    """Of the training."""
+    """Step of the training."""
     created: float
     """Unix time of the snapshot."""
     moment_id: str
-    """Of the snapshot."""
+    """Moment of the snapshot."""
 
 
 class LiveVersions:
@@ -84,9 +84,9 @@ class LiveVersions:
         part: str | None = None,
         has_rows: bool = True,
     ) -> None:
-        """``keep`` of them stay; ``backbone`` is code of the person's own, as they named it; ``recall`` as
-        :class:`LiveIndex` has it, whose ConfigError this raises; ``part`` "2/3": of the classes the second of three
-        parts alone; without ``has_rows`` services of parts have the class rows."""
+        """``keep`` versions stay; ``backbone`` is user code, by name; ``recall`` is that of :class:`LiveIndex`, whose
+        ConfigError this raises; ``part`` "2/3": only the second of three parts of the classes; without ``has_rows``
+        other services have the class rows."""
         self.out = out
         self.index = LiveIndex(out, recall)
         self._keep, self._own, self._has_rows = keep, backbone, has_rows
@@ -98,32 +98,32 @@ class LiveVersions:
         self._last = -1
 
     def written(self) -> list[LiveVersion]:
-        """Those that are there, the newest first."""
+        """Return the existing versions, newest first."""
         return [found for path in reversed(self._folders()) if (found := _version_in(path)) is not None]
 
     def close(self) -> None:
-        """End the processes that write versions."""
+        """Stop the processes that write versions."""
         self.index.close()
         self._exporter.close()
 
     def prune(self, served: Collection[int | None] = ()) -> list[int]:
-        """Remove all but those that stay, and those that are ``served``; return their numbers."""
+        """Remove versions beyond those that stay and those in ``served``; return their numbers."""
         old = [folder for folder in self._folders()[: -self._keep] if int(folder.name) not in served]
         for folder in old:
             shutil.rmtree(folder, ignore_errors=True)
         return [int(folder.name) for folder in old]
 
     def drop(self, version: LiveVersion) -> None:
-        """Remove the newest, which nobody serves. Its number is free again."""
+        """Remove the newest version, which is not served. Its number is free again."""
         shutil.rmtree(version.folder, ignore_errors=True)
         self._last = version.version - 1
 
     def write(self, snapshot: Snapshot | ExportedModel, is_ending: Callable[[], bool] = lambda: False) -> LiveVersion:
-        """Write the snapshot as the next version; ``is_ending`` says that nobody waits for it any more.
+        """Write the snapshot as the next version; ``is_ending`` returns whether it is no longer needed.
 
-        Its number is the step, or one more than the last where a training went back. Raises SnapshotDamaged,
-        SnapshotNotFound (removed meanwhile), ModelDamaged (an exported one that is not whole, or not yet), ConfigError
-        (not a job that can be served), OSError (such as a full disk): then there is none.
+        Its number is the step, or the last plus one where a training went back. Raises SnapshotDamaged,
+        SnapshotNotFound (removed meanwhile), ModelDamaged (an exported model is damaged or incomplete), ConfigError (a
+        job that cannot be served), OSError (such as a full disk); then no version is written.
         """
         if isinstance(snapshot, ExportedModel):
             folder = self._copy(snapshot)
@@ -144,7 +144,7 @@ class LiveVersions:
         return max(step, self._last + 1)
 
     def _copy(self, exported: ExportedModel) -> Path:
-        """Of an exported model; it may be removed or replaced afterwards."""
+        """Copy an exported model, which may be removed or replaced afterwards; return the folder."""
         folder = self.out / f"{self._number(exported.version):09}"
         training = {"step": exported.step, "moment": exported.moment_id}
         with replacing_folder(folder) as staging:
@@ -153,7 +153,7 @@ class LiveVersions:
                 return folder
             try:
                 shutil.copytree(exported.folder, staging, dirs_exist_ok=True)
-            except shutil.Error as exc:  # of each file
+            except shutil.Error as exc:  # for each file
                 raise OSError(exc.args[0][0][2]) from exc
             try:
                 config = unseal_folder(staging)
@@ -166,7 +166,7 @@ class LiveVersions:
         return folder
 
     def _copy_part(self, exported: Path, staging: Path, said: Mapping[str, Any]) -> None:
-        """Of an exported classifier what this service has of its classes; its config says also ``said``."""
+        """Copy this service's part of the classes of an exported classifier; ``said`` is added to its config."""
         config = unseal_folder(exported)
         if CENTERS not in sealed_files(config):
             raise ConfigError(f"{exported} is no classifier, whose classes have parts; serve it without part and parts")
@@ -190,7 +190,7 @@ class LiveVersions:
         seal_model(staging, files.class_names[first:stop], config)
 
     def _export(self, snapshot: Snapshot, is_ending: Callable[[], bool]) -> Path:
-        """Of a model of clicks or a tree of items: the snapshot, exported as a whole by a process with torch."""
+        """Export a snapshot of a click model or a tree of items in full, by a process with torch; return the folder."""
         made = self.out / ".export"
         shutil.rmtree(made, ignore_errors=True)
         try:
@@ -259,8 +259,8 @@ class LiveVersions:
         return folder
 
     def _graph(self, snapshot: Snapshot, files: Mapping[str, bytes], is_ending: Callable[[], bool]) -> _Graph:
-        """That of the snapshot itself, or one made of its job, once. That of an earlier process will not do: code is
-        another, perhaps."""
+        """Return the graph in the snapshot, or one made from its job, once per process: the code of an earlier process
+        may have been another."""
         if NETWORK in files:
             said = _parsed(files[LAYOUT], snapshot)
             return _Graph(LiveNetwork.from_json(files[NETWORK], said["parameters"]), said["preprocessing"])
@@ -275,7 +275,7 @@ class LiveVersions:
 
 
 def _version_in(folder: Path) -> LiveVersion | None:
-    """What config.json says; None: it is no version, or damaged."""
+    """Return the version in a folder by its config.json; None: it is no version, or damaged."""
     try:
         config = read_config(folder)
         training = config["training"]
@@ -291,16 +291,16 @@ def _version_in(folder: Path) -> LiveVersion | None:
 
 
 def _made_of(job: Mapping[str, Any], own: str | None) -> str:
-    """Tells jobs apart whose networks may have other graphs, and moments of code of the person's own."""
+    """Return a key that tells apart jobs whose networks may differ, and states of user code."""
     said = json.dumps([job.get("recipe"), job["data"].get("backbone_settings")], sort_keys=True).encode()
     if own is not None:
-        with suppress(ImportError, AttributeError, TypeError, OSError):  # whoever makes the graph says what is wrong
+        with suppress(ImportError, AttributeError, TypeError, OSError):  # making the graph reports the error
             said += Path(find_spec(own.partition(":")[0]).origin).read_bytes()  # type: ignore[arg-type, union-attr]
     return xxhash.xxh3_128_hexdigest(said)
 
 
 def _made_graph(snapshot: Snapshot, own: str | None, is_ending: Callable[[], bool]) -> _Graph:
-    """Made by a process of its own: it needs torch, this one does not. Raises ConfigError, SnapshotDamaged."""
+    """Make the graph in a child process, as it needs torch. Raises ConfigError, SnapshotDamaged."""
     with tempfile.TemporaryDirectory(prefix="geartrain-graph-") as folder:
         what = f"the graph of the network of {snapshot.path}"
         module = "geartrain.workers.live.graph"
@@ -311,7 +311,7 @@ def _made_graph(snapshot: Snapshot, own: str | None, is_ending: Callable[[], boo
 
 
 def _names(files: Mapping[str, bytes], ids: Any) -> list[str]:
-    """Names of the living classes; that of one without a name is its id."""
+    """Return names of the living classes; a class without a name is named by its id."""
     given: Any = json.loads(files[_CLASSES]) if _CLASSES in files else {}
     if isinstance(given, list):
         return [str(given[label]) if label < len(given) else str(label) for label in ids.tolist()]

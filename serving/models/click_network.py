@@ -1,4 +1,4 @@
-"""The network of a click model with the rows that it takes: what models of clicks and trees of items share.
+"""Network of a click model with the rows it reads, shared by click models and trees of items.
 
 Legend: N samples, L ids of the longest bag or events of the longest history, D width of a vector.
 """
@@ -24,10 +24,10 @@ Inputs = Mapping[str, npt.NDArray[Any]]
 
 
 class ClickNetwork:
-    """Features, tables and network of a folder, as config.json says them. Thread-safe."""
+    """Features, tables and network of a folder, as in its config.json. Thread-safe."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        """Raises ModelDamaged, InvalidArgument (onnxruntime cannot run it)."""
+        """Load the files. Raises ModelDamaged, InvalidArgument (onnxruntime cannot run the network)."""
         self.version, self.created = int(config["version"]), float(config["created"])
         self.kinds = kinds_from_json(config["kinds"])
         self.features = tuple(SampleFeature.from_json(said) for said in config["features"])
@@ -45,7 +45,7 @@ class ClickNetwork:
         self._columns = {feature.name: slice(end - feature.dim, end) for feature, end in zip(pooled, ends, strict=True)}
         self._width = int(ends[-1])
         self._sequences = {feature.name for feature in self.features if feature.pooling is None}
-        self._session = open_network(folder / NETWORK, 1)  # several requests are answered beside one another
+        self._session = open_network(folder / NETWORK, 1)  # requests run in parallel
         taken = {given.name: given.shape for given in self._session.get_inputs()}
         if taken.get("vectors", [0])[-1] != self._width:
             raise ModelDamaged(
@@ -54,9 +54,9 @@ class ClickNetwork:
             )
 
     def inputs(self, ids: Mapping[str, Ids], shared: Inputs | None = None) -> dict[str, npt.NDArray[Any]]:
-        """What the network takes, of the ids [N, L] of features.
+        """Return the network's inputs for the ids [N, L] of features.
 
-        ``shared`` are inputs of the same samples, which other features are added to.
+        ``shared`` are inputs of the same samples, to which other features are added.
         """
         inputs = {} if shared is None else dict(shared)
         if "vectors" not in inputs:
@@ -64,7 +64,7 @@ class ClickNetwork:
         pooled = {name: inputs["vectors"][:, self._columns[name]] for name in ids if name in self._columns}
         for name, found in self._vectors(ids, pooled).items():
             inputs[name] = self._sized(found)
-        for name in ids.keys() & self._sequences:  # all tell of the same events
+        for name in ids.keys() & self._sequences:  # all are of the same events
             inputs["lengths"] = (ids[name] != PADDING).sum(1).astype(np.int64)
         return inputs
 
@@ -76,7 +76,7 @@ class ClickNetwork:
         return np.ascontiguousarray(np.pad(values_NLD, ((0, 0), (0, missing), (0, 0)))[:, : self._longest])
 
     def without(self, inputs: Inputs, field: str) -> dict[str, npt.NDArray[Any]]:
-        """The inputs as if the samples had nothing in a field."""
+        """Return the inputs with a field emptied in all samples."""
         fields = {HISTORY, HISTORY_ITEMS} if field == HISTORY else {field}
         found = {**inputs, "vectors": inputs["vectors"].copy()}
         for feature in self.features:
@@ -92,10 +92,10 @@ class ClickNetwork:
     def contributions(
         self, inputs: Inputs, fields: Sequence[str]
     ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """The log-odds [N] of samples with nothing in any field, and what each of F fields adds to them [N, F].
+        """Return the log-odds [N] of samples with all fields empty, and what each of F fields adds to them [N, F].
 
-        Fields are taken away one after the other, in both directions, and the two changes of each are halved: so all of
-        them add up to the log-odds, and they are Shapley values where no more than two fields act together. 2·F runs.
+        Fields are removed one after the other, in both directions, and the two changes of each are averaged: they add
+        up to the log-odds, and are Shapley values where no more than two fields interact. Costs 2·F runs.
         """
         parts = np.zeros((len(inputs["vectors"]), len(fields)))
         for order in (range(len(fields)), reversed(range(len(fields)))):
@@ -108,7 +108,7 @@ class ClickNetwork:
         return before, parts
 
     def unseen(self, ids: Mapping[str, Ids], fields: Sequence[str]) -> npt.NDArray[np.bool_]:
-        """In which fields [N, F] a sample has an id that training had no row for; ``ids`` [N, L] are of features."""
+        """Return in which fields [N, F] a sample has an id without a trained row; ``ids`` [N, L] are of features."""
         found = np.zeros((len(next(iter(ids.values()))), len(fields)), np.bool_)
         for feature in self.features:
             field = HISTORY if feature.of == (HISTORY_ITEMS,) else feature.of[0]
@@ -119,14 +119,14 @@ class ClickNetwork:
         return found
 
     def logits(self, inputs: Inputs) -> npt.NDArray[np.float64]:
-        """The log-odds of a click [N]."""
+        """Return the log-odds of a click [N]."""
         (found,) = self._session.run(["logits"], dict(inputs))
         logits: npt.NDArray[np.float64] = found.astype(np.float64)
         return logits
 
 
 def probabilities(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Of log-odds, without overflow."""
+    """Return the probabilities of log-odds, without overflow."""
     small = np.exp(-np.abs(logits))
     found: npt.NDArray[np.float64] = np.where(logits >= 0, 1, small) / (1 + small)
     return found

@@ -1,6 +1,6 @@
-"""Click models as they are served: the probability of a click, and the best of many candidates.
+"""Served click models: the probability of a click, and the best of many candidates.
 
-Legend: N samples or contexts, C candidates of the context that has most, M candidates of all, L ids of the longest bag.
+Legend: N samples or contexts, C candidates of the context with most, M candidates in all, L ids of the longest bag.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from geartrain.workers.ctr.samples.kinds import INTEGER, FieldKind, width_of
 
 MOST_CANDIDATES = 10_000
 _AT_ONCE = 65_536
-"""Candidates that are scored together, for memory."""
+"""Candidates scored at once, which bounds memory."""
 _BEST = 10
 _COUNTS = "num_candidates"
 
 
 class ClicksModel:
-    """A model of clicks of a folder that ``geartrain export RUN --to DIR`` wrote. Thread-safe."""
+    """Click model of a folder that ``geartrain export RUN --to DIR`` wrote. Thread-safe."""
 
     kind = "clicks"
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        """Raises ModelDamaged, InvalidArgument (onnxruntime cannot run it)."""
+        """Load the files. Raises ModelDamaged, InvalidArgument (onnxruntime cannot run the network)."""
         self.network = ClickNetwork(folder, config)
         self.items: tuple[str, ...] = tuple(config["items"])
         crossed = {name for feature in self.network.features for name in feature.of[:-1]}
@@ -63,11 +63,11 @@ class ClicksModel:
         self.operations = {"click": ClickOperation(self), "rank": RankOperation(self)}
 
     def close(self) -> None:
-        """Nothing is held but memory."""
+        """Do nothing: it holds only memory."""
 
 
 class ClickOperation:
-    """The probability of a click on each sample, and what each field contributed."""
+    """Operation: the probability of a click for each sample, and the contribution of each field."""
 
     name = "click"
     help = "The probability that each sample is clicked."
@@ -106,20 +106,21 @@ class ClickOperation:
         }
 
     def read(self, body: Mapping[str, Any]) -> Question:
-        """``{"samples": [{field: value | list}…], "explain": false}``. Raises InvalidArgument."""
+        """Read ``{"samples": [{field: value | list}…], "explain": false}``. Raises InvalidArgument."""
         require_keys(body, ("samples", "explain"))
         reader = self._model.reader
         arrays = reader.read(objects_of(body, "samples"), reader.names, "sample")
         return Question(arrays=arrays, parameters=_explained(body.get("explain", False)))
 
     def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
-        """Values [N] or [N, L] of each field. Raises InvalidArgument."""
+        """Read values [N] or [N, L] of each field. Raises InvalidArgument."""
         reader = self._model.reader
         checked = reader.ids_of(arrays, reader.names)
         return Question(arrays=checked, parameters=_explained(parameters.get("explain", False)))
 
     def run(self, question: Question) -> Arrays:
-        """``probability`` [N]; explained, also ``base`` [N], ``contributions`` and ``unseen`` [N, fields]."""
+        """Return ``probability`` [N]; with ``explain`` also ``base`` [N], ``contributions`` and ``unseen`` [N,
+        fields]."""
         model = self._model
         fields = with_histories(question.arrays, model.reader.history)
         ids = ids_by_feature(model.network.features, fields)
@@ -135,7 +136,8 @@ class ClickOperation:
         }
 
     def write(self, answered: Arrays) -> list[Any]:
-        """``{"probability": p}`` of each; explained, also base and contributions, in log-odds, and unseen fields."""
+        """Return ``{"probability": p}`` of each; explained, also base and contributions (log-odds), and unseen
+        fields."""
         names, found = self._model.reader.names, [{"probability": value} for value in answered["probability"].tolist()]
         if "base" not in answered:
             return found
@@ -158,7 +160,7 @@ def _explained(asked: object) -> tuple[tuple[str, Any], ...]:
 
 
 class RankOperation:
-    """The best of many candidates in one context, whose vectors are looked up once."""
+    """Operation: the best of many candidates in one context, whose vectors are looked up once."""
 
     name = "rank"
     help = "The candidates that are most probably clicked in a context, the best first."
@@ -197,8 +199,8 @@ class RankOperation:
         self.answer = {"type": "array", "items": {"type": "object", "properties": best, "required": list(best)}}
 
     def read(self, body: Mapping[str, Any]) -> Question:
-        """``{"context": {field: …}, "candidates": [{field: …}…], "k": 10}``: every field is in the context or in each
-        candidate. Raises InvalidArgument.
+        """Read ``{"context": {field: …}, "candidates": [{field: …}…], "k": 10}``: every field is in the context or in
+        each candidate. Raises InvalidArgument.
         """
         require_keys(body, ("context", "candidates", "k"))
         context, candidates = body.get("context"), objects_of(body, "candidates", MOST_CANDIDATES)
@@ -221,9 +223,9 @@ class RankOperation:
         return self._question(arrays, np.array([len(candidates)]), body.get("k", _BEST))
 
     def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
-        """Values [N] or [N, L] of the context, [N, C] or [N, C, L] of the candidates: the fields of items.
+        """Read values [N] or [N, L] of the context, [N, C] or [N, C, L] of the candidates: the fields of items.
 
-        Behind the last candidate of a row all of them are -1, of texts "". Raises InvalidArgument.
+        After the last candidate of a row all of them are -1, of texts "". Raises InvalidArgument.
         """
         reader, items = self._model.reader, self._model.items
         if not items:
@@ -235,7 +237,7 @@ class RankOperation:
         is_there = _are_there(given.values())
         for name, array in given.items() if is_there.ndim == 2 else ():
             mask = is_there.reshape(is_there.shape + (1,) * (array.ndim - 2))
-            given[name] = np.where(mask, array, array[:, :1])  # what is not there need not be a value of the field
+            given[name] = np.where(mask, array, array[:, :1])  # a missing candidate's value need not be valid
         of_candidates = reader.ids_of(given, items, ndim=3)
         checked.update({_candidate(name): ids for name, ids in of_candidates.items()})
         counts, most = np.maximum(is_there.sum(1), 1), is_there.shape[1]
@@ -253,7 +255,7 @@ class RankOperation:
         return Question(arrays={**arrays, _COUNTS: counts}, parameters=(("k", best),))
 
     def run(self, question: Question) -> Arrays:
-        """``candidate`` and ``probability`` [N, k], the best first; -1 and NaN where there are fewer candidates."""
+        """Return ``candidate`` and ``probability`` [N, k], best first; -1 and NaN where there are fewer candidates."""
         counts, k, parts, start = question.arrays[_COUNTS], int(dict(question.parameters)["k"]), list[Arrays](), 0
         while start < len(counts):
             end = start + max(1, int(np.searchsorted(counts[start:].cumsum(), _AT_ONCE, "right")))
@@ -288,7 +290,7 @@ class RankOperation:
         return best_of(model.network.logits(inputs), counts, k)
 
     def write(self, answered: Arrays) -> list[Any]:
-        """``[{"candidate": place in the request, "probability": p}…]`` of each context."""
+        """Return ``[{"candidate": place in the request, "probability": p}…]`` of each context."""
         return [
             [{"candidate": at, "probability": value} for at, value in zip(places, values, strict=True) if at >= 0]
             for places, values in zip(answered["candidate"].tolist(), answered["probability"].tolist(), strict=True)
@@ -296,7 +298,7 @@ class RankOperation:
 
 
 def _are_there(fields: Iterable[npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
-    """Which candidates [N, C] have a value in one of the fields [N, C] or [N, C, L]."""
+    """Return which candidates [N, C] have a value in one of the fields [N, C] or [N, C, L]."""
     each = [
         (array != (b"" if array.dtype.kind == "O" else PADDING)).any(tuple(range(2, array.ndim))) for array in fields
     ]
@@ -312,7 +314,7 @@ def _candidate(name: str) -> str:
 
 
 def best_of(logits_M: npt.NDArray[np.float64], counts: Ids, k: int) -> Arrays:
-    """Of each context the places [N, k] of its best candidates, the first of equal ones, and their probabilities."""
+    """Return the places [N, k] of each context's best candidates, the first of equal ones, and their probabilities."""
     ends = np.cumsum(counts)
     places = np.full((len(counts), k), -1, np.int64)
     found = np.full((len(counts), k), np.nan)

@@ -1,4 +1,4 @@
-"""Pictures that strangers send, decoded within bounds: a small file may hold a picture that takes long."""
+"""Decoder of untrusted pictures with limits: a small file may hold a picture that takes long."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from geartrain.serving.answers import require_time
 from geartrain.workers.data.bitmaps import MAX_PIXELS, Preprocessing, decode_picture
 
 MOST_PIXELS = 2 * MAX_PIXELS
-"""Of all pictures of a question: about a second."""
+"""Most pixels of all pictures of a request: about a second."""
 QUICK_PIXELS = 1 << 17
-"""Of a question that is read at once: a millisecond or two."""
+"""Most pixels of a request that is read at once: a millisecond or two."""
 LARGE_PIXELS = 4 << 20
-"""More are decoded by few threads at once, so that others go on with small ones."""
+"""Pixels from which few threads decode at once, so that others go on with small pictures."""
 MOST_LARGE = 8
-"""Questions with such a picture, those that wait included; fewer than there are threads that read."""
+"""Most requests with such a picture, including waiting ones; fewer than the threads that read."""
 _places = threading.Semaphore(MOST_LARGE)
 _turns = threading.Semaphore(max(1, len(os.sched_getaffinity(0)) // 2))
 
 
 @dataclass
 class QuestionPictures:
-    """Those of one question."""
+    """Pictures of one request."""
 
     _preprocessing: Preprocessing
     _pixels: int = 0
 
     def bitmap(self, picture: object, where: str) -> npt.NDArray[np.uint8]:
-        """[K, S, S] of an image file, named as ``where``. Raises InvalidArgument, and Busy: too many are large."""
+        """Decode an image file to [K, S, S]; ``where`` names it in errors. Raises InvalidArgument, Busy (too many large
+        ones)."""
         if not isinstance(picture, bytes):
             raise InvalidArgument(f"{where} is {quoted(picture)}; give the bytes of an image file")
         with ExitStack() as held:

@@ -1,4 +1,4 @@
-"""Networks, run by onnxruntime, and how many threads of this process work on one batch."""
+"""Networks run by onnxruntime, and the number of threads for one batch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _wished: int | None = None
 
 
 def use_threads(threads: int | None) -> None:
-    """Say how many, for models that are loaded from now on; None: as many as there are CPUs."""
+    """Set the number of threads for models loaded from now on; None: the number of CPUs."""
     global _wished
     _wished = threads
 
 
 def threads_of_batch() -> int:
-    """How many."""
+    """Return the number of threads for one batch."""
     return _wished or len(os.sched_getaffinity(0))
 
 
 def open_network(path: Path, threads: int) -> Any:
-    """The network of a file, ready to run. Raises ConfigError without onnxruntime, InvalidArgument."""
+    """Return the network of a file, ready to run. Raises ConfigError without onnxruntime, InvalidArgument."""
     try:
         import onnxruntime
     except ImportError as exc:
@@ -33,8 +33,8 @@ def open_network(path: Path, threads: int) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # other work waits for these cores
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # other work needs these cores
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as exc:  # its errors have no base but this
+    except Exception as exc:  # its errors share no other base
         raise InvalidArgument(f"onnxruntime cannot run {path}: {exc}") from exc

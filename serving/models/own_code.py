@@ -1,4 +1,4 @@
-"""Code of one's own that a service runs because it was told to: what a model's folder names alone is not enough."""
+"""User code that a service may run: it must be named at its start, not only in a model's folder."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from geartrain.ams.values.errors import ConfigError
 
 _TRUSTED: set[str] = set()
-"""``package.module:function`` that may be run in this process."""
+"""``package.module:function`` that may run in this process."""
 
 
 def trust(name: str | None) -> None:
-    """Let models that name it run this code; None: nothing."""
+    """Allow models that name this code to run it; None: nothing."""
     if name is not None:
         _TRUSTED.add(name)
 
 
 def function_of(name: str, whose: str) -> Callable[[list[Any]], Any]:
-    """The function that ``whose`` folder names. Raises ConfigError: it was not trusted, or cannot be imported."""
+    """Return the function that the folder ``whose`` names. Raises ConfigError: not trusted, or not importable."""
     if name not in _TRUSTED:
         raise ConfigError(
             f"{whose} makes its tensors by {name}, which is code of your own: it is run if the service is told so, "

@@ -1,7 +1,7 @@
-"""Models of pictures: which class, which features, which classes are near to features, and whether two show the same.
+"""Picture models: classes, features, classes nearest to features, and whether two pictures show the same.
 
-Pictures are decoded and checked where they are asked about, so that a broken one is its asker's alone; what is joined
-and answered together are bitmaps. Legend: N items, C classes, D width of a feature, k answers, K channels, S side.
+Pictures are decoded and checked in the request's thread, so that a broken one fails its own request alone; batches are
+of bitmaps. Legend: N items, C classes, D width of a feature, k answers, K channels, S side.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class ClassModel:
     kind: str
 
     def __init__(self, folder: Path, config: Mapping[str, Any], *, threads: int | None = None) -> None:
-        """Open the files of a folder that were checked; ``threads`` work on one batch, all cores by default.
+        """Open the checked files of a folder; ``threads`` work on one batch, all cores by default.
 
-        Raises ConfigError (it is asked with something else, or onnxruntime is not installed), ModelDamaged (also where
+        Raises ConfigError (the model has other inputs, or onnxruntime is not installed), ModelDamaged (also where
         network, preprocessing, centers and names are not of one model), InvalidArgument (a network that onnxruntime
-        cannot run); where others have the class rows, as :class:`PartsIndex`.
+        cannot run), and the errors of :class:`PartsIndex` where other services have the class rows.
         """
         files = read_files(folder, dict(config))
         self.version = int(config["version"])
@@ -92,29 +92,28 @@ class ClassModel:
         }
 
     def features(self, arrays: Arrays) -> Floats:
-        """Features [N, D] of what the network takes, by name."""
+        """Return the features [N, D] of the network's inputs, by name."""
         if not len(next(iter(arrays.values()))):
             return np.empty((0, self.dim), np.float32)
         (features_ND,) = self._session.run(["features"], dict(arrays))
         return np.asarray(features_ND, np.float32)
 
     def k_of(self, given: Mapping[str, Any]) -> int:
-        """How many classes are asked for. Raises InvalidArgument."""
+        """Return the number of classes asked for. Raises InvalidArgument."""
         most = min(MOST_K, self.num_classes)
         k = given.get("k")
         return min(DEFAULT_K, most) if k is None else integer("k", k, 1, most)
 
     def close(self) -> None:
-        """See :class:`Servable`: files stay mapped until the last answer was given."""
+        """Do nothing: files stay mapped until the last answer."""
 
 
 class PictureModel(ClassModel):
-    """Answers about pictures with onnxruntime and an index of class centers."""
+    """Picture model with onnxruntime and an index of class centers."""
 
     kind = "pictures"
 
     def __init__(self, folder: Path, config: Mapping[str, Any], *, threads: int | None = None) -> None:
-        """See :class:`ClassModel`."""
         try:
             self.preprocessing = Preprocessing(**config["preprocessing"])
         except (ConfigError, TypeError) as exc:
@@ -126,7 +125,7 @@ class PictureModel(ClassModel):
             raise _of_several(folder, f"its preprocessing makes bitmaps of {made}, and its network takes {taken}")
         pictures = ClassPictures(folder)
         self.picture = pictures.png
-        """What a class looks like, by its id: a PNG file, or None."""
+        """PNG of a class by its id, or None."""
         self.operations = {
             operation.name: operation for operation in (Classify(self), Embed(self), Nearest(self), Verify(self))
         }
@@ -134,7 +133,7 @@ class PictureModel(ClassModel):
 
 
 class NamesClasses:
-    """An operation that names the classes that fit each item best."""
+    """Operation that returns the best classes of each item."""
 
     name = "classify"
     outputs = (
@@ -145,19 +144,17 @@ class NamesClasses:
     answer: Mapping[str, Any] = _CLASSES
 
     def __init__(self, model: ClassModel, features: Callable[[Arrays], Floats] | None = None) -> None:
-        """``features`` [N, D] of what a question brings; None: the network's."""
+        """``features`` returns [N, D] for a question; None: the network's."""
         self._names, self._ids, self._index = model.names, model.ids, model.index
         self._features = features or model.features
 
     def run(self, question: Question) -> Arrays:
-        """See :class:`Operation`."""
         scores, places = self._index.search(self._features(question.arrays), dict(question.parameters)["k"])
         classes = np.array(self._names.several(places.ravel().tolist()), object)
         ids = places if self._ids is None else self._ids[places]
         return {"ids": ids, "scores": scores, "classes": classes.reshape(ids.shape)}
 
     def write(self, answered: Arrays) -> list[Any]:
-        """See :class:`Operation`."""
         answers: list[Any] = []
         names, ids, scores = answered["classes"].tolist(), answered["ids"].tolist(), answered["scores"].tolist()
         for item in zip(names, ids, scores, strict=True):
@@ -167,7 +164,7 @@ class NamesClasses:
 
 
 class GivesFeatures:
-    """An operation that gives the features of each item."""
+    """Operation that returns the features of each item."""
 
     name = "embed"
     answer: Mapping[str, Any] = {"type": "array", "items": {"type": "number"}}
@@ -177,11 +174,9 @@ class GivesFeatures:
         self.outputs = (TensorSpec(name="features", dtype="float32", shape=(None, model.dim)),)
 
     def run(self, question: Question) -> Arrays:
-        """See :class:`Operation`."""
         return {"features": self._features(question.arrays)}
 
     def write(self, answered: Arrays) -> list[Any]:
-        """See :class:`Operation`."""
         features: list[Any] = answered["features"].tolist()
         return features
 
@@ -194,14 +189,12 @@ class _OfPictures:
     _ranks = False
 
     def read(self, body: Mapping[str, Any]) -> Question:
-        """See :class:`Operation`."""
         pictures = []
         for place, text in enumerate(listed(fields_of(body, "images", *["k"] * self._ranks), "images")):
             pictures.append(_decoded(text, f"images[{place}]"))
         return self._question(pictures, body)
 
     def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
-        """See :class:`Operation`."""
         pictures = only(arrays, "images", 1, parameters, *["k"] * self._ranks)
         return self._question(pictures.tolist(), parameters)
 
@@ -213,7 +206,7 @@ class _OfPictures:
 
 
 class Classify(_OfPictures, NamesClasses):
-    """Names pictures."""
+    """Operation: classes of pictures."""
 
     help = "The classes that fit each picture best, with their scores."
     _ranks = True
@@ -225,7 +218,7 @@ class Classify(_OfPictures, NamesClasses):
 
 
 class Embed(_OfPictures, GivesFeatures):
-    """Gives features of pictures."""
+    """Operation: features of pictures."""
 
     help = "The features of each picture, as the network gives them."
 
@@ -236,7 +229,7 @@ class Embed(_OfPictures, GivesFeatures):
 
 
 class Nearest(NamesClasses):
-    """Names features."""
+    """Operation: classes of features."""
 
     name = "nearest"
     help = "The classes that are nearest to each feature, with their scores."
@@ -255,7 +248,6 @@ class Nearest(NamesClasses):
         self.request = request_of({"features": feature}, [[1.0] + [0.0] * (model.dim - 1)], model)
 
     def read(self, body: Mapping[str, Any]) -> Question:
-        """See :class:`Operation`."""
         given = fields_of(body, "features", "k")
         said = listed(given, "features")
         try:
@@ -268,7 +260,6 @@ class Nearest(NamesClasses):
         return self._question(features, self._model.k_of(given))
 
     def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
-        """See :class:`Operation`."""
         features = only(arrays, "features", 2, parameters, "k")
         return self._question(features, self._model.k_of(parameters))
 
@@ -279,7 +270,7 @@ class Nearest(NamesClasses):
             raise InvalidArgument(
                 f"features have shape {list(features.shape)}; this model takes [N, {self._model.dim}]"
             )
-        with np.errstate(over="ignore"):  # infinite is said below
+        with np.errstate(over="ignore"):  # infinity raises below
             features = np.asarray(features, np.float32)
         if not np.isfinite(features).all():
             raise InvalidArgument("features have a value that is not finite; give finite numbers")
@@ -287,7 +278,7 @@ class Nearest(NamesClasses):
 
 
 class Verify:
-    """Compares two pictures, such as of faces."""
+    """Operation: comparison of two pictures, such as of faces."""
 
     name = "verify"
     help = "How alike the two pictures of each pair are: the cosine of their features, 1 at most."
@@ -305,7 +296,6 @@ class Verify:
         self.request = request_of({"pairs": pair}, [[_EXAMPLE, _EXAMPLE]], None)
 
     def read(self, body: Mapping[str, Any]) -> Question:
-        """See :class:`Operation`."""
         pairs = listed(fields_of(body, "pairs"), "pairs")
         decoded = []
         for place, pair in enumerate(pairs):
@@ -315,7 +305,6 @@ class Verify:
         return self._question(decoded)
 
     def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
-        """See :class:`Operation`."""
         pairs = only(arrays, "pairs", 2, parameters)
         if pairs.shape[1] != 2:
             raise InvalidArgument(f"pairs have shape {list(pairs.shape)}; give [N, 2] pictures")
@@ -330,7 +319,6 @@ class Verify:
         return Question(arrays={"bitmaps": np.array(bitmaps)})
 
     def run(self, question: Question) -> Arrays:
-        """See :class:`Operation`."""
         bitmaps = question.arrays["bitmaps"]
         features = self._model.features({"images": bitmaps.reshape(-1, *bitmaps.shape[2:])})
         lengths = np.linalg.norm(features, axis=1, keepdims=True)
@@ -338,7 +326,6 @@ class Verify:
         return {"scores": (first * second).sum(axis=1)}
 
     def write(self, answered: Arrays) -> list[Any]:
-        """See :class:`Operation`."""
         scores = answered["scores"].tolist()
         if (verify := self._model.facts.get("verify")) is None:
             return [{"score": score} for score in scores]
@@ -347,7 +334,7 @@ class Verify:
 
 
 def request_of(items: Mapping[str, Any], example: list[Any], ranked: ClassModel | None) -> dict[str, Any]:
-    """The JSON schema of a body with a list of the only one of ``items``; of a ``ranked`` answer also k."""
+    """Return the JSON schema of a body with a list of ``items``; with ``ranked`` also k."""
     ((name, item),) = items.items()
     properties: dict[str, Any] = {name: {"type": "array", "items": item, "minItems": 1}}
     body: dict[str, Any] = {name: example}
@@ -365,7 +352,7 @@ def request_of(items: Mapping[str, Any], example: list[Any], ranked: ClassModel 
 
 
 def fields_of(body: Mapping[str, Any], *known: str) -> Mapping[str, Any]:
-    """``body`` with no other fields than those. Raises InvalidArgument."""
+    """Return ``body``. Raises InvalidArgument if it has other fields than ``known``."""
     for name in body:
         if name not in known:
             raise InvalidArgument(f"{quoted(name)} is no field of this question; it takes {' and '.join(known)}")
@@ -380,7 +367,7 @@ def listed(body: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _decoded(text: object, where: str) -> bytes:
-    """The bytes of a picture in base64, also of a data URL. Raises InvalidArgument."""
+    """Return the bytes of a picture in base64, also of a data URL. Raises InvalidArgument."""
     if not isinstance(text, str):
         raise InvalidArgument(f"{where} is {quoted(text)}; give an image file in base64, a string")
     if text.startswith("data:"):
@@ -392,7 +379,7 @@ def _decoded(text: object, where: str) -> bytes:
 
 
 def only(arrays: Arrays, name: str, ndim: int, parameters: Mapping[str, Any], *known: str) -> npt.NDArray[Any]:
-    """The only array, which must have a name, ``ndim`` dimensions and items. Raises InvalidArgument."""
+    """Return the only array. Raises InvalidArgument unless it has this name, ``ndim`` dimensions and items."""
     fields_of(parameters, *known)
     if set(arrays) != {name}:
         raise InvalidArgument(f"the inputs are {', '.join(map(quoted, arrays)) or 'none'}; give {name!r} alone")

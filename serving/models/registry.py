@@ -1,4 +1,4 @@
-"""The kinds of models that can be served, and how one is loaded from its folder."""
+"""Registry of the kinds of models that can be served, and their loader."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ KINDS: dict[str, str] = {
     "clicks": "geartrain.serving.models.clicks:ClicksModel",
     "tree": "geartrain.serving.models.tree:TreeModel",
 }
-"""``kind`` of config.json -> ``module:class`` of the Servable, made of a folder and its config."""
+"""``module:class`` of the Servable, by ``kind`` of config.json; made from a folder and its config."""
 
 
 def load_kind(kind: str, folder: Path, config: dict[str, object]) -> Servable:
-    """Load a model of a kind. Raises ConfigError for one that this version does not know, and as the kind does."""
+    """Load a model of a kind. Raises ConfigError for an unknown kind, and the errors of the kind."""
     place = KINDS.get(kind)
     if place is None:
         raise ConfigError(f"{folder} is a model of kind {kind!r}; this version serves {', '.join(KINDS) or 'none'}")

@@ -1,7 +1,7 @@
-"""Samples of fields as requests give them, made arrays of ids: of the kinds that training had, texts hashed as there.
+"""Reader of samples in requests: values of fields to arrays of ids, hashed as in training.
 
-Legend: N samples, L ids of the longest bag, a power of two, so that requests of about the same length are answered
-together; :data:`PADDING` stands behind the last id of a bag.
+Legend: N samples, L ids of the longest bag, rounded up to a power of two so that requests of similar lengths are
+batched; :data:`PADDING` follows the last id of a bag.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FORMS: dict[str, tuple[str, Any, list[dict[str, Any]]]] = {
     TEXT: ("object", "text", [_TEXT]),
     BOOLEAN: ("bool", True, [{"type": "boolean"}]),
 }
-"""Of values of each kind: the type in arrays, an example, and what they are in JSON."""
+"""Dtype, example and JSON forms of values, by kind of field."""
 
 
 class SampleReader:
@@ -48,9 +48,9 @@ class SampleReader:
         kinds: Mapping[str, FieldKind],
         shown: Mapping[str, Any],
     ) -> None:
-        """``history``: latest events that count; 0: samples have none. Fields ``single`` have one id each time.
+        """``history``: number of latest events; 0: none. Fields in ``single`` have exactly one id.
 
-        ``kinds`` are of fields, and of the arrays of a history; ``shown`` is of :func:`read_examples`.
+        ``kinds`` are those of fields, and of the arrays of a history; ``shown`` is from :func:`read_examples`.
         """
         self._shown = shown
         self.fields = tuple(fields)
@@ -60,7 +60,7 @@ class SampleReader:
         self._of_integers = frozenset(name for name in fields if kinds[name].item == INTEGER)
 
     def dtype(self, name: str) -> str:
-        """The type of an array of :meth:`array_names`."""
+        """Return the dtype of an array of :meth:`array_names`."""
         return _FORMS[self._kinds[name].item][0]
 
     def _forms(self, name: str) -> list[dict[str, Any]]:
@@ -69,13 +69,13 @@ class SampleReader:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that a sample has."""
+        """All fields of a sample."""
         return (*self.fields, *([HISTORY] if self.history else []))
 
     def read(self, samples: Sequence[Mapping[str, Any]], names: Collection[str], who: str) -> dict[str, Ids]:
-        """The ids [N, L] of each field among ``names`` of samples that have no other.
+        """Return the ids [N, L] of each field among ``names`` of samples that have no other.
 
-        Those of a history are those of its items and of what came of them. ``who`` says in errors what a sample is.
+        A history gives the ids of its items and of their outcomes. ``who`` is the word for a sample in errors.
         Raises InvalidArgument that names field, sample and value.
         """
         plain = self._plain(samples, names)
@@ -106,7 +106,7 @@ class SampleReader:
         return arrays
 
     def _plain(self, samples: Sequence[Mapping[str, Any]], names: Collection[str]) -> dict[str, Ids] | None:
-        """The ids of samples that have one integer in each field, as many do; None: there is more to look at."""
+        """Return the ids of samples with one integer in each field, the common case; None otherwise."""
         if len(names) < 2 or not self._of_integers.issuperset(names) or set(map(len, samples)) != {len(names)}:
             return None
         try:
@@ -119,15 +119,15 @@ class SampleReader:
         return None if int(ids.min()) < 0 else dict(zip(names, ids[:, :, None], strict=True))
 
     def array_names(self, names: Collection[str]) -> list[str]:
-        """The arrays of these fields: a history of events has two."""
+        """Return the arrays of these fields: a history of events has two."""
         of = {HISTORY: (HISTORY_ITEMS, HISTORY_OUTCOMES)} if self.history else {}
         return [part for name in names for part in of.get(name, (name,))]
 
     def ids_of(self, arrays: Mapping[str, npt.NDArray[Any]], names: Collection[str], ndim: int = 2) -> dict[str, Ids]:
-        """The ids [N, L] of arrays of values, [N] or [N, L], of histories those of items and of outcomes.
+        """Return the ids [N, L] of arrays of values, [N] or [N, L]; of histories those of items and of outcomes.
 
-        Behind the end of a list stands :data:`PADDING`, of texts "". Of a folded field -1 is a value: its lists of
-        several lengths are decimal texts. With ``ndim`` 3 they are [N, C] or [N, C, L].
+        :data:`PADDING` follows the end of a list, of texts "". In a folded field -1 is a value: its lists of several
+        lengths are decimal texts. With ``ndim`` 3 the arrays are [N, C] or [N, C, L].
         Raises InvalidArgument.
         """
         found = {}
@@ -182,7 +182,7 @@ class SampleReader:
         return self._kinds[name].ids(values, lambda _: f"one of {name} in {where}")
 
     def schema(self, names: Collection[str]) -> dict[str, Any]:
-        """JSON schema of one sample."""
+        """Return the JSON schema of one sample."""
         of = {name: self._schema(name) for name in names}
         return {"type": "object", "properties": of, "required": list(names), "additionalProperties": False}
 
@@ -199,7 +199,7 @@ class SampleReader:
         return {"anyOf": [*one, {"type": "array", **some}], **({"x-choices": choices} if choices else {})}
 
     def _choices(self, name: str) -> list[dict[str, Any]]:
-        """Values that a person may choose: ``value``; of an item also its ``title`` and its ``others``."""
+        """Return values for a person to choose from: ``value``; of an item also its ``title`` and its ``others``."""
         if name != self._shown.get("item"):
             return [{"value": value} for value in self._shown.get("choices", {}).get(name, ())]
         return [
@@ -212,17 +212,17 @@ class SampleReader:
         ]
 
     def examples(self, names: Collection[str]) -> list[dict[str, Any]]:
-        """Samples for people to begin with: some of the training where there are, or one that shows the form."""
+        """Return example samples: some of the training if available, or one that shows the form."""
         shown = [one for one in self._shown.get("samples", ()) if any(name in one for name in names)]
         return [self._filled(one, names) for one in shown] or [{name: self._form(name) for name in names}]
 
     def candidates(self, names: Collection[str]) -> list[dict[str, Any]]:
-        """As :meth:`examples`, of several items."""
+        """Return example candidates, as :meth:`examples`, of several items."""
         shown = self._shown.get("items", ())[:_SHOWN_ITEMS]
         return [self._filled(one, names) for one in shown] or [{name: self._form(name) for name in names}] * 2
 
     def _filled(self, shown: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-        """With nothing in the fields that are not shown, or a text or number that stands for one."""
+        """Return a sample with missing fields filled: empty, or a placeholder text or number."""
         blank = {name: self._form(name) if name in self._single else [] for name in names}
         return {name: shown.get(name, blank[name]) for name in names}
 
@@ -232,7 +232,7 @@ class SampleReader:
 
 
 def with_histories(fields: Mapping[str, Ids], history: int) -> dict[str, Ids]:
-    """The fields, with the ids of events, if the model reads a ``history``, in the place of their outcomes."""
+    """Return the fields, with the ids of events in place of their outcomes if the model reads a ``history``."""
     found = dict(fields)
     if history and HISTORY_OUTCOMES in found:
         found[HISTORY] = crossed(found[HISTORY_ITEMS], found.pop(HISTORY_OUTCOMES))
@@ -240,7 +240,7 @@ def with_histories(fields: Mapping[str, Ids], history: int) -> dict[str, Ids]:
 
 
 def _ids_of(array: npt.NDArray[Any], kind: FieldKind, where: str) -> Ids:
-    """The ids of an array of values, of its shape; :data:`PADDING`, in lists of texts "", stays that."""
+    """Return the ids of an array of values, of its shape; :data:`PADDING`, in lists of texts "", stays."""
     is_integer = array.dtype.kind in "iu"
     if is_integer and kind.fold:
         return np.asarray(fold_ids(array))
@@ -261,7 +261,7 @@ def _widened(ids: Ids) -> Ids:
 
 
 def objects_of(body: Mapping[str, Any], name: str, most: int = 1_000_000) -> list[Mapping[str, Any]]:
-    """The list of objects under ``name`` of a body. Raises InvalidArgument."""
+    """Return the list of objects under ``name`` of a body. Raises InvalidArgument."""
     given = body.get(name)
     if not isinstance(given, list) or not given or not all(isinstance(one, dict) for one in given):
         raise InvalidArgument(f"{name} is {quoted(given)}; it must be a list of one or more objects of fields")
@@ -271,7 +271,7 @@ def objects_of(body: Mapping[str, Any], name: str, most: int = 1_000_000) -> lis
 
 
 def require_keys(body: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise InvalidArgument that names a key of a body that is not known."""
+    """Raise InvalidArgument that names an unknown key of a body."""
     known = tuple(known)
     if unknown := [name for name in body if name not in known]:
         raise InvalidArgument(f"the body has {quoted(unknown[0])}; it may have {', '.join(map(repr, known))}")

@@ -1,4 +1,4 @@
-"""Models of tensors: networks of one's own, asked with what their forward takes.
+"""Tensor models: user networks, queried with the inputs of their forward.
 
 Legend: N items, C classes, D width of a feature, k answers.
 """
@@ -32,20 +32,19 @@ ITEMS = "items"
 
 
 class TensorModel(ClassModel):
-    """Answers about tensors with onnxruntime and an index of class centers."""
+    """Tensor model with onnxruntime and an index of class centers."""
 
     kind = "tensors"
 
     def __init__(self, folder: Path, config: Mapping[str, Any], *, threads: int | None = None) -> None:
-        """See :class:`ClassModel`."""
         own = config["preprocessing"]
         self._make = None if own is None else function_of(own, str(folder))
         super().__init__(folder, config, threads=threads)
         self.inputs = tuple(map(_spec_of, self._session.get_inputs()))
         self.asked = self.inputs if own is None else (TensorSpec(name=ITEMS, dtype="object", shape=(None,)),)
-        """What a request brings: tensors, or items that become some."""
+        """Inputs of a request: tensors, or items that user code converts to tensors."""
         self.field = "inputs" if own is None else ITEMS
-        """Of a JSON body."""
+        """Field of a JSON body with the inputs."""
         takes = {spec.name: [spec.dtype, *spec.shape] for spec in self.inputs}
         self.facts = {**self.facts, "preprocessing": own, "inputs": takes}
         self.operations = {
@@ -53,7 +52,7 @@ class TensorModel(ClassModel):
         }
 
     def read(self, body: Mapping[str, Any]) -> Arrays:
-        """The tensors of a JSON body: of nested lists by name, or of items. Raises InvalidArgument."""
+        """Return the tensors of a JSON body: from nested lists by name, or from items. Raises InvalidArgument."""
         if self._make is not None:
             return self.made(listed(body, ITEMS))
         given = body.get("inputs")
@@ -76,11 +75,11 @@ class TensorModel(ClassModel):
         return self.checked({**{name: np.empty(0) for name in given}, **arrays})
 
     def made(self, items: list[Any]) -> Arrays:
-        """The tensors that the code of one's own makes of items. Raises InvalidArgument."""
+        """Return the tensors that user code makes of items. Raises InvalidArgument."""
         assert self._make is not None
         try:
             found = self._make(items)
-        except Exception as exc:  # of code that is not ours
+        except Exception as exc:  # user code may raise anything
             raise InvalidArgument(f"the preprocessing refuses these items: {type(exc).__name__}: {exc}") from exc
         if not isinstance(found, Mapping):
             several = found if isinstance(found, tuple) else (found,)
@@ -91,24 +90,24 @@ class TensorModel(ClassModel):
         return arrays
 
     def accepted(self, arrays: Arrays) -> Arrays:
-        """The tensors of arrays as gRPC brings them. Raises InvalidArgument."""
+        """Return the tensors of arrays from gRPC. Raises InvalidArgument."""
         if self._make is None:
             return self.checked(arrays)
         items = only(arrays, ITEMS, 1, {})
         return self.made([item.decode(errors="replace") if isinstance(item, bytes) else item for item in items])
 
     def features(self, arrays: Arrays) -> Floats:
-        """See :class:`ClassModel`. Raises InvalidArgument where the network refuses values."""
+        """Return the features [N, D]. Raises InvalidArgument where the network refuses values."""
         try:
             features_ND = super().features(arrays)
-        except Exception as exc:  # errors of onnxruntime have no base but this
+        except Exception as exc:  # errors of onnxruntime share no other base
             raise InvalidArgument(f"the network refuses these inputs: {str(exc)[:300]}") from exc
         if not np.isfinite(features_ND).all():
             raise InvalidArgument("the network makes features of these inputs that are not finite")
         return features_ND
 
     def checked(self, arrays: Arrays) -> Arrays:
-        """``arrays``, which must be what the network takes. Raises InvalidArgument."""
+        """Return ``arrays``. Raises InvalidArgument unless the network accepts them."""
         wanted = {spec.name: spec for spec in self.inputs}
         if set(arrays) != set(wanted):
             raise InvalidArgument(f"the inputs are {', '.join(map(quoted, arrays)) or 'none'}; give {self._wanted()}")
@@ -132,30 +131,28 @@ class TensorModel(ClassModel):
 
 
 class _OfTensors:
-    """Reads questions of what the network takes."""
+    """Reads questions with the network's inputs."""
 
     _model: TensorModel
     _ranks = False
 
     def read(self, body: Mapping[str, Any]) -> Question:
-        """See :class:`Operation`."""
         given = fields_of(body, self._model.field, *["k"] * self._ranks)
         return self._question(self._model.read(given), given)
 
     def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
-        """See :class:`Operation`."""
         given = fields_of(parameters, *["k"] * self._ranks)
         return self._question(self._model.accepted(arrays), given)
 
     def _question(self, arrays: Arrays, given: Mapping[str, Any]) -> Question:
-        """Checked arrays; those of equal sizes are answered together."""
+        """Return a question of checked arrays; those of equal sizes are batched."""
         sizes = tuple((name, array.shape[1:]) for name, array in sorted(arrays.items()))
         ranked = (("k", self._model.k_of(given)),) if self._ranks else ()
         return Question(arrays=arrays, parameters=(*ranked, ("sizes", sizes)))
 
 
 class ClassifyTensors(_OfTensors, NamesClasses):
-    """Names items."""
+    """Operation: classes of items."""
 
     help = "The classes that fit each item best, with their scores."
     _ranks = True
@@ -167,7 +164,7 @@ class ClassifyTensors(_OfTensors, NamesClasses):
 
 
 class EmbedTensors(_OfTensors, GivesFeatures):
-    """Gives features of items."""
+    """Operation: features of items."""
 
     help = "The features of each item, as the network gives them."
 
@@ -186,7 +183,7 @@ def _spec_of(taken: Any) -> TensorSpec:
 
 
 def _request(model: TensorModel, *, ranked: bool) -> dict[str, Any]:
-    """The JSON schema of a body, with an example of zeros."""
+    """Return the JSON schema of a body, with an example of zeros."""
     zeros = {spec.name: np.zeros([size or 1 for size in spec.shape], spec.dtype).tolist() for spec in model.inputs}
     if model.field == ITEMS:
         item = {"description": f"As {model.facts['preprocessing']} takes it."}

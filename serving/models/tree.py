@@ -1,4 +1,4 @@
-"""Trees of items as they are served: what a user will like, found by a beam without scoring every item.
+"""Served trees of items: items that a user will like, found by beam search without scoring every item.
 
 Legend: N users, n nodes of a level for each, K items, L ids of the longest bag.
 """
@@ -26,18 +26,18 @@ from geartrain.workers.ctr.samples.features import HISTORY, ids_by_feature, late
 TREE, NODE = "tree.safetensors", "node"
 _BEST, _MOST_BEAM = 10, 10_000
 _SHOWN = 5
-"""Items that an example asks for."""
+"""Number of items in an example."""
 _AT_ONCE = 65_536
-"""Nodes that are scored together, for memory: fewer users at a time where the beam is wide."""
+"""Nodes scored at once, which bounds memory: fewer users at a time where the beam is wide."""
 
 
 class TreeModel:
-    """A tree of items of a folder that ``geartrain export RUN --to DIR`` wrote. Thread-safe."""
+    """Tree of items of a folder that ``geartrain export RUN --to DIR`` wrote. Thread-safe."""
 
     kind = "tree"
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        """Raises ModelDamaged, InvalidArgument (onnxruntime cannot run it)."""
+        """Load the files. Raises ModelDamaged, InvalidArgument (onnxruntime cannot run the network)."""
         self.network = ClickNetwork(folder, config)
         try:
             self.tree = ItemTree(map_tensors(folder / TREE)["items"])
@@ -52,12 +52,12 @@ class TreeModel:
         self.operations = {"items": ItemsOperation(self)}
 
     def close(self) -> None:
-        """Nothing is held but memory."""
+        """Do nothing: it holds only memory."""
 
     def best(self, fields: Mapping[str, Ids], k: int, beam: int) -> tuple[Ids, npt.NDArray[np.float64]]:
-        """The best items [N, k] that a beam finds for users with such fields, and their log-odds, the best first.
+        """Return the best items [N, k] that a beam finds for users with these fields, and their log-odds, best first.
 
-        As :meth:`geartrain.TDM.retrieve`: a run of the network for each level that has more nodes than the beam.
+        As :meth:`geartrain.TDM.retrieve`: one run of the network for each level with more nodes than the beam.
         """
         users = max(1, _AT_ONCE // (2 * beam))
         starts = range(0, len(next(iter(fields.values()))), users)
@@ -85,7 +85,7 @@ class TreeModel:
         return tree.items_at(np.take_along_axis(slots, order, 1)), np.take_along_axis(logits, order, 1)
 
     def _scored(self, once: Inputs, level: int, slots: Ids, is_there: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-        """The log-odds [N, n] of nodes; -inf of those that are not there."""
+        """Return the log-odds [N, n] of nodes; -inf of absent ones."""
         of_nodes = [feature for feature in self.network.features if NODE in feature.of]
         ids = {NODE: self.tree.ids_at(level, slots[is_there])[:, None]}
         each = {name: np.repeat(some, is_there.sum(1), 0) for name, some in once.items()}
@@ -96,12 +96,12 @@ class TreeModel:
 
 
 def _largest(values: npt.NDArray[np.float64], count: int) -> Ids:
-    """The places [N, count] of the largest of each row, the largest first, the first of equal ones."""
+    """Return the places [N, count] of each row's largest values, largest first, the first of equal ones."""
     return np.argsort(-values, 1, kind="stable")[:, :count]
 
 
 class ItemsOperation:
-    """The items that a user will like most, as far as a beam finds them."""
+    """Operation: the items that a user will like most, by beam search."""
 
     name = "items"
     help = "The items that each user will most probably like, the best first."
@@ -135,13 +135,13 @@ class ItemsOperation:
         self.answer = {"type": "array", "items": {**one, "required": ["item", "score"]}, "description": "Log-odds."}
 
     def read(self, body: Mapping[str, Any]) -> Question:
-        """``{"samples": [{field: …, "history": [items]}…], "k": 10, "beam": 100}``. Raises InvalidArgument."""
+        """Read ``{"samples": [{field: …, "history": [items]}…], "k": 10, "beam": 100}``. Raises InvalidArgument."""
         require_keys(body, ("samples", "k", "beam"))
         arrays = self._reader.read(objects_of(body, "samples"), self._reader.names, "sample")
         return self._question(arrays, body)
 
     def accept(self, arrays: Arrays, parameters: Mapping[str, Any]) -> Question:
-        """Values [N] or [N, L] of each field and of the history. Raises InvalidArgument."""
+        """Read values [N] or [N, L] of each field and of the history. Raises InvalidArgument."""
         return self._question(self._reader.ids_of(arrays, self._reader.names), parameters)
 
     def _question(self, arrays: dict[str, Ids], parameters: Mapping[str, Any]) -> Question:
@@ -153,14 +153,14 @@ class ItemsOperation:
         return Question(arrays=arrays, parameters=(("beam", beam), ("k", min(k, len(self._model.tree.items)))))
 
     def run(self, question: Question) -> Arrays:
-        """``item`` and ``score`` (log-odds) [N, k], the best first."""
+        """Return ``item`` and ``score`` (log-odds) [N, k], best first."""
         asked = dict(question.parameters)
-        fields = {**question.arrays, HISTORY: leaf_ids(question.arrays[HISTORY])}  # padding, -1, stays that
+        fields = {**question.arrays, HISTORY: leaf_ids(question.arrays[HISTORY])}  # padding, -1, stays
         items, scores = self._model.best(fields, asked["k"], asked["beam"])
         return {"item": items, "score": scores}
 
     def write(self, answered: Arrays) -> list[Any]:
-        """``[{"item": id, "title"?: name, "score": log-odds}…]`` of each user."""
+        """Return ``[{"item": id, "title"?: name, "score": log-odds}…]`` of each user."""
         named = self._named
         return [
             [{"item": item, **named.get(item, {}), "score": score} for item, score in zip(items, scores, strict=True)]
@@ -169,7 +169,7 @@ class ItemsOperation:
 
 
 def _with_history(shown: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Examples of samples of clicks as those of users: the item of each is the one that its user liked before."""
+    """Return click samples as samples of users: the item of each becomes one that its user liked before."""
     if not (item := shown.get("item")):
         return shown
     return {
