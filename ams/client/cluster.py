@@ -61,14 +61,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LONGEST_TOLD = 500
-"""Most characters of a text that the scheduler keeps."""
+"""Most characters of a text in an event that the scheduler accepts."""
 
 
 class LaterWrites(Protocol):
-    """Writes that somebody sends in the background."""
+    """Writes that another component sends in the background."""
 
     def wait(self) -> None:
-        """Wait until none is under way. Raises an error of theirs that nobody has seen."""
+        """Wait until none is in flight. Raises the first error that was not raised yet."""
 
 
 class Cluster:
@@ -100,7 +100,7 @@ class Cluster:
         self._stream_readers: dict[JobWorker, DataStreams] = {}
         self._events = EventTeller(scheduler)
         if stream.is_named:
-            # Only the dedup state of numbered writes means anything to a process that goes on under this name.
+            # Only a process that continues under this name has a use for the dedup state of numbered writes.
             try:
                 self._fence(stream.name, stream.incarnation, forget=False)
                 self._fence(stream.unnumbered, stream.incarnation, forget=True)
@@ -115,11 +115,11 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None and not issubclass(kind, Exception) and not self._calls.is_forked:
-            self.cancel_waits()  # Ctrl-C or an exit: whoever waits for a dead shard in the background waits no longer
+            self.cancel_waits()  # after Ctrl-C or an exit no background call waits for a dead shard any longer
         if kind is not None and not self._calls.is_forked:
             try:
                 self._finish_writes()
-            except GeartrainError as exc:  # what ended the block is the error to raise
+            except GeartrainError as exc:  # the error that ended the block is the one to raise
                 logger.warning("writes in the background were not applied: %s", exc)
         self.close()
 
@@ -130,15 +130,15 @@ class Cluster:
 
     @property
     def write_stream(self) -> ClientStream:
-        """The name and incarnation under which this process writes; see :func:`connect`."""
+        """Name and incarnation under which this process writes, as set by :func:`connect`."""
         return self._stream
 
     @property
     def graph(self) -> GraphCalls:
-        """The nearest classes of every class of a table: ``cluster.graph.build("faces", k=32)``, ``.select(...)``.
+        """Nearest classes of every class of a table: ``cluster.graph.build("faces", k=32)``, ``.select(...)``.
 
-        Of :func:`local` it is in this process, made when it is first asked for; of :func:`connect` the graph service
-        that ``client.graph`` names. Raises ConfigError if that names none.
+        With :func:`local` it is in this process, made on first use; with :func:`connect` it is the graph service that
+        ``client.graph`` names. Raises ConfigError without one.
         """
         with self._opening:
             if self._graph is None:
@@ -147,18 +147,18 @@ class Cluster:
 
     @property
     def graph_service(self) -> GraphCalls | None:
-        """:attr:`graph`, if it is another process; None: whoever needs a graph had better build it where it is used."""
+        """:attr:`graph` if it is another process; None: build graphs where they are used."""
         return self.graph if self._calls.remote and self._config.graph is not None else None
 
     @property
     def _graphs_of_tables(self) -> GraphCalls | None:
-        """The graphs that belong to the cluster's tables, if there can be any."""
+        """Graphs of the cluster's tables; None: there are none."""
         service = self.graph_service
         return self._graph if service is None else service
 
     def slow_gears(self, name: str, *, dim: int, wait: bool, freshness: Freshness) -> RemoteGears:
-        """The slow gears that serve the dense part ``name``: processes of ``geartrain slowgear``, found through the
-        scheduler; see :class:`geartrain.ams.gear.client.remote.RemoteGears`. Raises InvalidArgument, GearUnavailable.
+        """Return the client of the slow gears that serve the dense part ``name``: processes of ``geartrain slowgear``,
+        found through the scheduler. Raises InvalidArgument, GearUnavailable.
         """
         if not self._calls.remote:
             raise InvalidArgument(
@@ -190,26 +190,26 @@ class Cluster:
         Args:
             name: Of the table.
             dim: Width of a row.
-            optimizer: Applied where the rows are.
+            optimizer: Applied on the shards.
             num_rows: Ids are 0 ... num_rows - 1; None: any id >= 0.
-            initializer: Gives a row its first values; None: normal, std 0.01.
+            initializer: First values of a row; None: normal, std 0.01.
             seed: Of the initializer.
             dtype: Storage type of the rows: float32, float16 or bfloat16.
-            slot_dtype: That of the optimizer's state of each row.
-            admission: Which ids without a row get one at a push: ``gt.MinCount(3)``, ``gt.Probability(0.1)``; None:
+            slot_dtype: Storage type of the optimizer's state of each row.
+            admission: Which new ids get a row at a push: ``gt.MinCount(3)``, ``gt.Probability(0.1)``; None:
                 every id. Gradients of the others are dropped, and counted.
-            expiry: Which rows go when nobody needs them; None: none does by itself.
-            max_bytes: Of memory that all rows of a hashed table may take, slots and index included; each shard has its
-                share, by its buckets. Where new rows need room, those go that were pushed least often, of these the
-                ones not pushed for longest. None: any number.
-            reuse: Open the table if it is there. It keeps the settings that :meth:`alter_table` changes, and a warning
-                says which of them differ from these; modules made on it train by ``optimizer`` all the same.
-            wire_dtype: How rows travel to and from this process; see :meth:`table`.
+            expiry: Which rows are removed by age or rule; None: none.
+            max_bytes: Memory for all rows of a hashed table, slots and index included; each shard has its
+                share, by its buckets. When new rows need room, the least frequently pushed rows are evicted, of these
+                the least recently pushed. None: no limit.
+            reuse: Open the table if it exists. It keeps the settings that :meth:`alter_table` changes, and a warning
+                names those that differ from these; modules made on it still train by ``optimizer``.
+            wire_dtype: Type of rows sent to and from this process, as in :meth:`table`.
 
         Raises:
-            TableExists: The name is taken, and not ``reuse``: a script that runs twice never trains on yesterday's rows
+            TableExists: The name is taken, and not ``reuse``: a script that runs twice never trains on old rows
                 by accident.
-            SpecMismatch: The table is there, and differs in what cannot be altered.
+            SpecMismatch: The table exists, and differs in settings that cannot be altered.
         """
         spec = TableSpec(
             name=name,
@@ -236,38 +236,38 @@ class Cluster:
     def table(self, name: str, *, wire_dtype: DTypeName | None = None) -> Table:
         """Return an existing table.
 
-        With ``wire_dtype="bfloat16"`` or ``"float16"`` the rows of a float32 table that are pulled, and gradients that
-        are pushed, travel in 16 bits: half the bytes, rounded to the nearest. That is a choice of this client, not of
-        the table: others may make another one.
+        With ``wire_dtype="bfloat16"`` or ``"float16"`` pulled rows and pushed gradients of a float32 table are sent in
+        16 bits: half the bytes, rounded to the nearest. The choice is this client's, not the table's.
 
-        Raises TableNotFound, TableBeingRestored, ShardRestarted if a shard has lost its part of it, ClusterNotReady
-        if that is not known because shards have not registered yet, and InvalidArgument.
+        Raises TableNotFound, TableBeingRestored, ShardRestarted (a shard has lost its part of the table),
+        ClusterNotReady (shards that have not registered yet may have it), InvalidArgument.
         """
         return Table(self._scheduler.table(name), self._calls, self._stream, wire_dtype)
 
     def alter_table(self, name: str, **settings: Unpack[TableSettings]) -> Table:
-        """Change settings of a living table on every shard, while it is read and written; return it.
+        """Change settings of an existing table on every shard, while it is read and written; return it.
 
-        ``cluster.alter_table("t", max_bytes=8 << 30, expiry=gt.Unseen(steps=100_000))``. Its settings are
-        ``optimizer`` (other numbers of the same kind), ``initializer`` (of rows that are not there), ``admission``,
-        ``expiry`` and ``max_bytes``, as in :meth:`create_table`; what is left out stays. Other processes learn of it
-        with their next call. Pushes of heads, groups and dense modules carry the numbers of their own optimizers.
-        Snapshots and exports have the settings from now on, and a restore in the table's place keeps them.
+        ``cluster.alter_table("t", max_bytes=8 << 30, expiry=gt.Unseen(steps=100_000))``. Settings are ``optimizer``
+        (other numbers of the same kind), ``initializer`` (of rows not yet created), ``admission``, ``expiry`` and
+        ``max_bytes``, as in :meth:`create_table`; settings left out stay. Other processes receive them with their next
+        call. Pushes of heads, groups and dense modules carry the numbers of their own optimizers. Later snapshots and
+        exports have the new settings, and a restore in the table's place keeps them.
 
-        Raises TableNotFound, InvalidArgument for what cannot be altered, OutOfMemory, Busy (a snapshot of it is being
-        written); then all is as it was. ShardUnavailable, SchedulerUnavailable: some shards may have the new settings;
-        call it again. ClusterNotReady, ShardRestarted.
+        Raises TableNotFound, InvalidArgument (not alterable), OutOfMemory, Busy (a snapshot of it is being written);
+        then nothing has changed. After ShardUnavailable or SchedulerUnavailable some shards may have the new settings:
+        call it again. Raises also ClusterNotReady, ShardRestarted.
         """
         return Table(self._scheduler.alter_table(name, settings), self._calls, self._stream)
 
     def table_incarnations(self) -> dict[str, int]:
-        """The numbers of all tables by name, which tell a table from earlier and later ones of its name. One RPC."""
+        """Return the incarnation of each table by name, which differs from earlier and later tables of its name. One
+        RPC."""
         return {spec.name: spec.incarnation for spec in self._scheduler.describe().tables}
 
     def drop_table(self, name: str) -> None:
         """Remove a table and its rows from every shard, and its graph. Idempotent.
 
-        A graph service that does not answer is logged: what it keeps is of rows that are gone.
+        If a graph service does not answer, that is logged only: its graph is of rows that are gone.
         """
         self._scheduler.drop_table(name)
         if (graphs := self._graphs_of_tables) is not None:
@@ -277,14 +277,14 @@ class Cluster:
                 logger.warning("the graph of table %r was not dropped: %s", name, exc)
 
     def fence(self, job: str, incarnation: int, *, forget: bool = True) -> None:
-        """Shut out a job's past: every shard refuses from now on what streams named ``job`` or ``job/…`` write with a
-        lower incarnation (StaleClient), and the scheduler ends their leases of data streams. Idempotent; one RPC per
-        shard and one to the scheduler.
+        """Fence off a job's earlier runs: every shard refuses writes of streams named ``job`` or ``job/…`` with a lower
+        incarnation (StaleClient), and the scheduler ends their leases of data streams. Idempotent; one RPC per shard
+        and one to the scheduler.
 
-        ``forget`` (for a job that goes back to a snapshot) also forgets which of their writes were applied and the
-        steps of their sync groups, so that numbers may be used again; without it (a job that goes on) they are kept. A
-        shard that is restarted forgets fences as it forgets rows. Raises StaleClient if a higher incarnation was here
-        before, SchedulerUnavailable, ShardUnavailable (some shards may have been told).
+        ``forget`` (for a job that returns to a snapshot) also forgets which of their writes were applied, and the steps
+        of their sync groups, so that numbers may be used again; a job that goes on passes False. A restarted shard
+        loses fences with its rows. Raises StaleClient (a higher incarnation exists), SchedulerUnavailable,
+        ShardUnavailable (some shards may have the fence).
         """
         name, incarnation = checked_name("job", job), checked_incarnation(incarnation)
         self._scheduler.fence_job(name, incarnation)
@@ -304,13 +304,13 @@ class Cluster:
         data: str = "",
         restore: RestoreOrder | None = None,
     ) -> DataStreams:
-        """Return the data streams of ``job`` as ``worker`` leases them: however many workers there are, each of
-        ``num_streams`` parts of the data is read by one at a time, and goes on where it was committed.
+        """Return the data streams of ``job`` for ``worker`` to lease: each of ``num_streams`` parts of the data is read
+        by one worker at a time, and resumes where it was committed, whatever the number of workers.
 
-        The streams are shared out evenly among the workers that hold a lease; for one lease after the first has come,
-        among ``num_workers``. ``incarnation`` is that of :func:`connect`, unless it is given. ``data`` is a name of
-        what the streams are parts of: a worker that leases with another one than the job's is refused. With ``restore``
-        the scheduler saves the job and takes it back when it has lost something. Raises InvalidArgument.
+        The streams are divided evenly among the workers that hold a lease; during the first lease, among
+        ``num_workers``. ``incarnation`` is by default that of :func:`connect`. ``data`` names the data: a worker that
+        leases with another name than the job's is refused. With ``restore`` the scheduler saves the job, and restores
+        it when it has lost rows or a worker. Raises InvalidArgument.
         """
         if restore is not None:
             restore = dataclasses.replace(restore, root=str(place(restore.root)), tables=tuple(restore.tables))
@@ -332,11 +332,11 @@ class Cluster:
         )
 
     def job_steps(self, job: str, *, worker: str | None = None) -> JobSteps:
-        """Return the steps of ``worker`` among those of the other workers of ``job``, which it joins with its first
-        :meth:`~geartrain.ams.client.jobs.worker_steps.JobSteps.join`.
+        """Return the step counter of ``worker`` among the other workers of ``job``; the first
+        :meth:`~geartrain.ams.client.jobs.worker_steps.JobSteps.join` registers it.
 
-        ``worker`` is by default the name of :func:`connect`'s stream, else host and process number; closing the cluster
-        leaves the job. Raises InvalidArgument.
+        The name of ``worker`` is by default that of :func:`connect`'s stream, else host and process id; closing the
+        cluster unregisters it. Raises InvalidArgument.
         """
         checked_name("job", job)
         stream = self._stream
@@ -347,10 +347,11 @@ class Cluster:
         return steps
 
     def watch_leaves(self, job: str, report: Callable[[], JobReport] = JobReport) -> LeaveWatch | None:
-        """Say from now on that ``job`` trains, and hear which shards want to leave; None: they end with this process.
+        """Register ``job`` as training from now on, and return a watch of shards that want to leave; None: embedded
+        shards end with this process.
 
-        A server that is told to end waits until such jobs have taken a snapshot and are done. ``report`` is called
-        about once a second, from another thread: what ``geartrain status`` says of the job.
+        A server that is shutting down waits until such jobs have taken a snapshot and are done. ``report`` is called
+        about once a second on another thread, and returns the job's entry in ``geartrain status``.
         """
         if not self._calls.remote:
             return None
@@ -359,14 +360,14 @@ class Cluster:
         return watch
 
     def acknowledge(self, sequence: int) -> None:
-        """Say that no write numbered below ``sequence`` will be sent again, by this process or its successor.
+        """Declare that no write numbered below ``sequence`` will be sent again, by this process or its successor.
 
-        Shards remember 1,024 numbers from there on, and forget those below with the next numbered write to a table.
+        Shards remember 1,024 numbers from there on, and drop those below with the next numbered write to a table.
         """
         self._stream.acknowledge(sequence)
 
     def status(self) -> ClusterStatus:
-        """Describe the cluster now. Of a shard that does not answer, only what the scheduler knows."""
+        """Return the state of the cluster. A shard that does not answer is described by the scheduler alone."""
         self._calls.require_usable()
         try:
             return describe_cluster(self._scheduler.carrier, self._open_carrier)
@@ -385,22 +386,22 @@ class Cluster:
         parent: str | Path | None = None,
         graphs: bool = True,
     ) -> PendingSnapshot:
-        """Begin a snapshot of tables as they are now, in the folder ``root``/``name`` (by default
-        ``step-000000042``, or ``step-000000042-2`` if an earlier run has left that).
+        """Begin a snapshot of the tables' present state in the folder ``root``/``name`` (by default
+        ``step-000000042``, or ``step-000000042-2`` if that exists from an earlier run).
 
         ``root`` is a local folder or a URL (``s3://bucket/runs/1``; also gs, abfs and hdfs).
 
-        Returns once every shard holds the moment; training goes on while the files are written, and ``.result()``
-        waits until the snapshot is whole. Everything acknowledged before the call is in it; of writes under way
-        meanwhile a shard may hold some and another not, so call it at a step boundary. ``values`` (JSON) and ``files``
-        travel with it, for the job's own state. ``root`` must mean the same folder here and on every shard.
-        ``tables`` are the names of those to write; None: all. A shard holds a table for one snapshot at a time: a
+        Returns once every shard has frozen its state; training continues while the files are written, and ``.result()``
+        waits until the snapshot is complete. It contains every write acknowledged before the call; writes in flight may
+        be on some shards only, so call it at a step boundary. ``values`` (JSON) and ``files`` store the job's own state
+        with it. ``root`` must mean the same folder here and on every shard.
+        ``tables`` are the names of those to write; None: all. A shard freezes a table for one snapshot at a time: a
         second one of the same table ends the first, one of other tables does not.
-        With ``parent``, an earlier snapshot of the same root, only the rows written since are written, and the parent
-        is needed to restore. A shard can tell what was written since the last few snapshots of a table that were
-        completed, or that it was restored from: if the parent is none of them, it writes the whole table.
-        The graphs of the tables are in it, too, where :attr:`graph` keeps some, as they are when they are written,
-        unless ``graphs`` is false. A graph service that does not answer is logged: a graph can be built again.
+        With ``parent``, an earlier snapshot of the same root, only rows written since are stored, and a restore needs
+        the parent. A shard tracks writes since the last few completed snapshots of a table, and since the one it was
+        restored from: if the parent is none of them, it writes the whole table.
+        Unless ``graphs`` is false, the tables' graphs in :attr:`graph` are included, as they are when written. If a
+        graph service does not answer, that is logged only: a graph can be built again.
         Raises InvalidArgument, TableNotFound, SnapshotNotFound or SnapshotDamaged (of the parent), SnapshotFailed (also
         if ``name`` exists), SnapshotRefused (a server does not write there: ``snapshot_roots``), ShardUnavailable,
         StaleClient (of a named stream that was taken over).
@@ -430,9 +431,9 @@ class Cluster:
         return pending
 
     def require_snapshot_root(self, root: str | Path) -> None:
-        """Raise SnapshotRefused if a shard writes no snapshots below ``root`` (``snapshot_roots``), before there are
-        any. One RPC to each."""
-        asked = Restore(folder=f"{place(root)}/any", tables=())  # reads nothing more than whether one is there
+        """Raise SnapshotRefused if a shard may not write snapshots below ``root`` (``snapshot_roots``). To be called
+        before there are any. One RPC to each."""
+        asked = Restore(folder=f"{place(root)}/any", tables=())  # only checks whether one exists
         for outcome in self._calls.on_all_shards(asked, caller=self._stream.caller):
             if isinstance(outcome, SnapshotRefused):
                 raise outcome
@@ -446,7 +447,7 @@ class Cluster:
         error: BaseException | None,
         hold_seconds: float = 0.0,
     ) -> None:
-        """Tell the scheduler that a snapshot is whole, or why there is none (unless the caller alone is to blame)."""
+        """Report a complete or failed snapshot to the scheduler, unless the caller alone caused the failure."""
         if isinstance(error, InvalidArgument):
             return
         seconds = time.monotonic() - began
@@ -465,25 +466,26 @@ class Cluster:
         )
 
     def _report_event(self, event: ClusterEvent) -> None:
-        """Send the scheduler an event of this client's job, if it has one: of its stream ``job/rank0``, for example."""
+        """Send the scheduler an event of this client's job, if it has one, such as of its stream ``job/rank0``."""
         if self._calls.remote:
             job = self._stream.name.rpartition("/")[0] or self._stream.name if self._stream.is_named else ""
             texts = {field: getattr(event, field)[:_LONGEST_TOLD] for field in ("text", "snapshot")}
-            short = {field: text.encode(errors="replace").decode() for field, text in texts.items()}  # of a path
+            # a path may have surrogates
+            short = {field: text.encode(errors="replace").decode() for field, text in texts.items()}
             self._events.report(dataclasses.replace(event, job=job, **short))
 
     def export(self, tables: str | Sequence[str], root: str | Path, *, since: int | None = None) -> PendingExport:
-        """Begin to write tables as they are now, as the next version in the folder or URL ``root``, for those who
-        follow them (:class:`.TableFollower`): their rows, without the optimizer's state.
+        """Begin to write the tables' present rows, without the optimizer's state, as the next version in the folder or
+        URL ``root``, for followers (:class:`.TableFollower`).
 
         ``tables`` is a name, a pattern (``"ctr/*"``) or several of them; a version is one moment of all, as a snapshot
-        is, and returns once every shard holds it. The first version is a base, later ones hold what was written since
-        the one before, or since version ``since`` (0: a base). Of a shard that does not know what was written since
-        then (it was restarted, or versions and snapshots came between) all rows are in it. ``root`` must mean the same
-        folder here and on every shard. Snapshots and other exports of the same tables are waited for, for up to
-        ``recovery_timeout_seconds``; a snapshot that begins while this one is written ends it (SnapshotSuperseded).
-        Raises TableNotFound, InvalidArgument (also for a table whose untouched rows move), Busy, SnapshotNotFound
-        (there is no version ``since``), SnapshotFailed, SnapshotRefused, ShardUnavailable.
+        is. Returns once every shard has frozen it. The first version is a base; later ones hold rows written since the
+        previous one, or since version ``since`` (0: a base). A shard that does not know those (it was restarted, or
+        versions and snapshots came between) writes all rows. ``root`` must mean the same folder here and on every
+        shard. Waits up to ``recovery_timeout_seconds`` for snapshots and other exports of the same tables; a snapshot
+        that begins meanwhile ends this export (SnapshotSuperseded). Raises TableNotFound, InvalidArgument (also for a
+        table whose untouched rows move), Busy, SnapshotNotFound (there is no version ``since``), SnapshotFailed,
+        SnapshotRefused, ShardUnavailable.
         """
         return start_export(
             self._calls,
@@ -496,24 +498,23 @@ class Cluster:
         )
 
     def restore(self, path: str | Path, *, tables: Sequence[str] | None = None, replace: bool = False) -> Snapshot:
-        """Make the tables of the snapshot in the folder ``path``, rows and slots included; return the snapshot.
+        """Create the tables of the snapshot in the folder ``path``, with rows and slots; return the snapshot.
 
-        The number of shards may differ from that which wrote it; ``tables`` are the names of those to make, None: all.
-        All or nothing: nobody can open, read or write the tables (TableBeingRestored) before all of their rows are
-        there, and if anything fails before that, none of them stays. Those of a process that died meanwhile are listed
-        as incomplete; a restore in their place begins anew. With ``replace=True`` (a job that goes back) tables of
-        these names are dropped first, but only after every byte of the snapshot was read and found sound; each restored
-        table keeps the settings (:meth:`alter_table`) of the one in whose place it comes, and a warning says so. What
-        this process has open of them goes on with the restored rows: tables, and heads of one
-        process; a dense module once it is refreshed (``refresh()``). Heads of several ranks and slow gears are made
-        anew. Other processes must open theirs anew (:meth:`table`): until then they get TableNotFound, so that nobody
-        writes into what is restored. A write that the restored rows hold is recognised if it is sent again (exactly
-        on the same number of shards, at a step boundary on another one), and sync groups go on at their step.
-        Raises TableExists (a job never goes on with other rows by accident), TableNotFound (``tables`` names one that
-        the snapshot has not), SnapshotNotFound, SnapshotRefused (a server does not read there: ``snapshot_roots``),
-        SnapshotDamaged (naming the file; checked before any of its rows is written), ShardUnavailable,
-        SchedulerUnavailable. Graphs come back, once the tables are open, to where :attr:`graph` keeps them, if it was
-        used or is a service.
+        The number of shards may differ from that of the snapshot; ``tables`` are the names to restore, None: all. All
+        or nothing: until every row is there, opening, reading or writing the tables raises TableBeingRestored, and
+        after a failure none of them stays. Tables of a process that died meanwhile are listed as incomplete; a restore
+        in their place starts anew. With ``replace=True`` (a job that goes back) tables of these names are dropped
+        first, but only after every byte of the snapshot was verified; each restored table keeps the altered settings
+        (:meth:`alter_table`) of the one it replaces, and a warning says so. Objects of this process continue with the
+        restored rows: tables, and heads of one process; a dense module after ``refresh()``. Heads of several ranks and
+        slow gears must be made anew. Other processes must open their tables anew (:meth:`table`): until then they get
+        TableNotFound, so that they cannot write into restored rows. A write already in the restored rows is
+        deduplicated if it is sent again (exactly on the same number of shards, at a step boundary on another), and sync
+        groups continue at their step. Raises TableExists (a job never continues with other rows by accident),
+        TableNotFound (``tables`` names one that the snapshot lacks), SnapshotNotFound, SnapshotRefused (a server does
+        not read there: ``snapshot_roots``), SnapshotDamaged (naming the file; checked before any of its rows is
+        written), ShardUnavailable, SchedulerUnavailable. Once the tables are open, graphs are restored to
+        :attr:`graph`, if it was used or is a service.
         """
         began = time.monotonic()
         restored = restore_snapshot(
@@ -523,7 +524,7 @@ class Cluster:
             tables=tables,
             replace=replace,
             caller=self._stream.caller,
-            # An embedded cluster takes those there are even if nobody has asked for its graphs yet.
+            # An embedded cluster restores the graphs even if it has not been asked for any yet.
             graphs=lambda some: self.graph if some and not self._calls.remote else self._graphs_of_tables,
         )
         seconds, step = time.monotonic() - began, restored.manifest.step
@@ -540,15 +541,15 @@ class Cluster:
         return restored
 
     def reopen(self, names: Sequence[str]) -> None:
-        """Go on with tables that another process has restored, as the process that did: what is open of them
-        means those that there are now, on the shards that there are now. An RPC each, and one. Raises as :meth:`table`.
+        """Continue with tables that another process has restored, as if this one had: its open tables mean the restored
+        ones, on the present shards. One RPC for each, and one more. Raises as :meth:`table`.
         """
         restored = [self._scheduler.table(name) for name in names]
         self._calls.adopt(self._scheduler.describe())
         self._calls.restored(restored)
 
     def wait_for(self, writes: LaterWrites) -> None:
-        """Let snapshots, and the end, wait for writes that somebody sends later, as long as he holds them."""
+        """Let snapshots, and closing, wait for these later writes, while the caller holds a reference to them."""
         self._later_writes.add(writes)
 
     def _finish_writes(self) -> None:
@@ -556,10 +557,10 @@ class Cluster:
             writes.wait()
 
     def close(self) -> None:
-        """Finish what runs in the background, close connections; an embedded cluster ends with its rows. Idempotent.
+        """Finish background work and close connections; an embedded cluster ends with its rows. Idempotent.
 
-        Left by Ctrl-C, the ``with`` block does not wait: what runs in the background fails with Unavailable. In a
-        forked child, which cannot use the cluster, nothing happens.
+        After Ctrl-C the ``with`` block does not wait: background work fails with Unavailable. In a forked child, which
+        cannot use the cluster, it does nothing.
         """
         if self._closed or self._calls.is_forked:
             return
@@ -590,13 +591,13 @@ class Cluster:
 
     @property
     def waits_for_shard(self) -> bool:
-        """Whether a call waits for a shard that does not answer. Waits for nothing itself."""
+        """Whether a call waits for a shard that does not answer. Does not block."""
         return bool(self._calls.silence.named)
 
     def cancel_waits(self) -> None:
-        """End every wait for a shard: calls under way fail soon with Unavailable, also those in the background, and
+        """Abort every wait for a shard: calls in progress, also in the background, soon fail with Unavailable, and
         later ones at once. From any thread.
         """
         self._calls.cancel_waits()
         self._stream.close()
-        self._close()  # embedded shards answer, with an error, whoever waits for the other ranks of a step
+        self._close()  # embedded shards send an error to calls that wait for the other ranks of a step

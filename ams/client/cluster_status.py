@@ -1,4 +1,4 @@
-"""What a cluster is like at one moment: its shards, their tables, who answers."""
+"""State of a cluster at one moment: its shards, their tables, and which of them answer."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _ADDED_UP = (
     *("rows", "memory_bytes", "writes", "expired", "evicted"),
     *("refused_ids", "refused_gradients", "refused_occurrences"),
 )
-"""Numbers of a table on each shard."""
+"""Numbers of a table that are added up over the shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardStatus:
-    """One shard, as scheduler and shard describe it."""
+    """State of one shard, from scheduler and shard."""
 
     shard: int
     address: str
@@ -46,70 +46,69 @@ class ShardStatus:
     rows: int
     memory_bytes: int
     writes: int
-    """Of its tables, as in :class:`TableStatus`."""
+    """Writes to its tables, as in :class:`TableStatus`."""
     row_calls: int
-    """Frames with calls for rows, by shared memory and TCP, that it has answered since it began."""
+    """Frames with row calls, over shared memory and TCP, that it has answered since its start."""
     uptime_seconds: float
     heartbeat_age_seconds: float
     clock_ahead_seconds: float | None = None
-    """How far its clock is ahead of this process's, to half a round trip; None: it did not tell."""
+    """Lead of its clock over this process's, to half a round trip; None: not reported."""
     num_buckets: int = 0
-    """Buckets, of 4096, that it owns."""
+    """Number of buckets, of 4096, that it owns."""
     memory_limit_bytes: int = 0
-    """That its tables may take, its part of what its process may; 0: any number, or it did not answer."""
+    """Memory limit of its tables, its part of its process's; 0: no limit, or it did not answer."""
     cpu_seconds: float = 0.0
-    """Of all cores since its process began; several shards of one share alike."""
+    """CPU time of all cores since its process began; shards of one process share the figure."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableStatus:
-    """One table over all shards that answered."""
+    """State of one table over all shards that answered."""
 
     name: str
     dim: int
     num_rows: int | None
     """Number of ids of a dense table; None for a hashed one."""
     rows: int
-    """Rows present."""
+    """Number of existing rows."""
     memory_bytes: int
     writes: int
-    """Pushes, assigns and removals applied, added up over the shards: a push to two of them is two."""
+    """Applied pushes, assigns and removals, added up over the shards: a push to two of them counts twice."""
     staleness: tuple[int, ...] = ()
-    """Of pushes that say when their rows were pulled, as those of ``gt.EmbeddingGroup`` do: how many came with so many
-    writes of the table applied in between on a shard, at place i those of i bits: none, 1, 2 to 3, 4 to 7, ... Added up
-    over the shards, since each made the table."""
+    """Staleness histogram of pushes that report when their rows were pulled, as those of ``gt.EmbeddingGroup`` do:
+    entry i counts pushes with a number of i bits of other writes to the table in between on a shard: none, 1, 2 to 3, 4
+    to 7, ... Added up over the shards, since the table was made on each."""
     expired: int = 0
-    """Rows that went by a rule, since then."""
+    """Rows expired by a rule since then."""
     evicted: int = 0
-    """Rows that went because others needed their room, since then."""
+    """Rows evicted for want of room since then."""
     refused_ids: int = 0
-    """Ids that pushes brought, that were counted and not admitted so far, about: see ``gt.MinCount``."""
+    """Approximate number of distinct ids in pushes that were counted but not admitted so far (``gt.MinCount``)."""
     refused_gradients: int = 0
-    """Gradients of ids that were not admitted, which were dropped: one of each id and push, since the table was made on
-    each shard."""
+    """Dropped gradients of ids not admitted: one of each id and push, since the table was made on each shard."""
     refused_occurrences: int = 0
-    """How often those ids occurred in those pushes."""
+    """Occurrences of those ids in those pushes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterStatus:
-    """The whole cluster at one moment."""
+    """State of the whole cluster at one moment."""
 
     cluster_version: int
     map_version: int
-    """Of the bucket map, which says what shard each row is on."""
+    """Version of the bucket map, which assigns rows to shards."""
     num_shards: int
     ready: bool
-    """All shards are up, and every table is whole: as the service ``ready`` of a scheduler's health says it."""
+    """All shards are up, and every table is complete, as in the health service ``ready`` of a scheduler."""
     shards: tuple[ShardStatus, ...]
     tables: tuple[TableStatus, ...]
     incomplete_tables: tuple[str, ...] = ()
-    """Names of tables that lost rows with a shard that was restarted, or whose making or drop was cut off; and of those
-    being restored."""
+    """Names of tables that lost rows with a restarted shard, or whose creation or drop was cut off, or that are being
+    restored."""
     incomplete_rows: tuple[int, ...] = ()
-    """Rows that are left, or there already, of each of these on the shards that answered."""
+    """Present rows of each incomplete table on the shards that answered."""
     restoring_tables: tuple[str, ...] = ()
-    """Those of them that are being restored, unless whoever did so is gone: nobody can open them."""
+    """Incomplete tables that are being restored (or whose restore was cut off), which cannot be opened."""
 
 
 def cluster_status(address: str, *, config: ClientConfig | None = None) -> ClusterStatus:
@@ -128,7 +127,8 @@ def scheduler_jobs(address: str, *, config: ClientConfig | None = None) -> tuple
 
 
 def slow_gear_status(address: str, *, config: ClientConfig | None = None) -> tuple[list[GearState], list[str]]:
-    """Describe the slow gears of all dense tables of the cluster at ``address``; and say which do not answer.
+    """Return the states of the slow gears of all dense tables of the cluster at ``address``, and complaints about those
+    that do not answer.
 
     Raises ConfigError or SchedulerUnavailable.
     """
@@ -141,7 +141,7 @@ def slow_gear_status(address: str, *, config: ClientConfig | None = None) -> tup
 def _asking(
     address: str, config: ClientConfig | None
 ) -> Iterator[tuple[SchedulerCarrier, Callable[[str, int], ShardCarrier], float]]:
-    """The ways to a scheduler and its shards for the block, and how long one call may take."""
+    """Yield the scheduler's carrier, a function that opens one to a shard, and the seconds of one call."""
     config = config or ClientConfig()
     scheduler, open_carrier = dial(address, config, once=True)
     try:
@@ -155,7 +155,7 @@ def _asking(
 def describe_cluster(
     scheduler: SchedulerCarrier, open_carrier: Callable[[str, int], ShardCarrier], timeout_seconds: float = 10.0
 ) -> ClusterStatus:
-    """Ask the scheduler, then every shard that is up, once. May raise AttemptFailed of the scheduler."""
+    """Query the scheduler, then once every shard that is up. Raises AttemptFailed if the scheduler does not answer."""
     view = scheduler.call(DescribeCluster(), timeout_seconds)
     started = time.time()
     answered: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""A worker's side of a job's data streams: what it may read, and how far it has come."""
+"""Data streams of a job for one worker: leases, commits of cursors, and release."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from geartrain.ams.values.scheduler_messages import (
 
 R = TypeVar("R")
 Cursors = Mapping[int, tuple[int, int]] | Mapping[str, Sequence[int]]
-"""(epoch, position) by stream, as this module gives them or as they came back from JSON."""
+"""(epoch, position) by stream, as returned by this module or as read back from JSON."""
 NOTHING: Mapping[int, tuple[int, int]] = {}
 
 
 class DataStreams:
-    """The data streams of a job, as one worker leases them. Thread-safe. Each call is one RPC to the scheduler.
+    """Data streams of a job, leased by one worker. Thread-safe. Each call is one RPC to the scheduler.
 
-    A lease lasts ``lease_seconds`` from the last call; :meth:`commit` at least every third of that. After
-    SchedulerUnavailable a call may be repeated. StaleClient says that the streams are this worker's no more: throw
-    away what was read since the last commit, then :meth:`lease` again or end, as its message says.
+    A lease lasts ``lease_seconds`` from the last call; call :meth:`commit` at least every third of that. After
+    SchedulerUnavailable a call may be repeated. StaleClient means that the streams belong to this worker no more:
+    discard data read since the last commit, then :meth:`lease` again or end, as its message says.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class DataStreams:
         reopen: Callable[[Sequence[str]], None],
         finish_writes: Callable[[], None],
     ) -> None:
-        """``latest``: of this process, what leased last by each name; another one that had leased by it is stale.
-        ``reopen`` has this process go on with the tables that there are now; ``finish_writes`` waits for pushes.
+        """``latest`` maps each worker name to the object of this process that leased last by it; other ones are stale.
+        ``reopen`` makes this process continue with the present tables; ``finish_writes`` waits for pushes.
         """
         self._scheduler = scheduler
         self._reader = JobWorker(job, worker, incarnation)
@@ -72,7 +72,7 @@ class DataStreams:
             reader=self._reader, num_streams=num_streams, num_workers=num_workers, data=data, restore=restore
         )
         self.patience_seconds = patience_seconds if restore is not None else 0.0
-        """How long a scheduler that does not answer is waited for where a lease says no more."""
+        """Wait for a scheduler that does not answer, if a lease does not say another."""
         self._reopen, self.finish_writes = reopen, finish_writes
         self._timeout_seconds = timeout_seconds
         self._latest = latest
@@ -80,15 +80,15 @@ class DataStreams:
 
     @property
     def job(self) -> str:
-        """Whose streams they are."""
+        """Name of the job that owns the streams."""
         return self._reader.job
 
     def lease(self) -> StreamLease:
-        """Take this worker's share of the free streams; return all that it holds and where each begins.
+        """Lease this worker's share of the free streams; return all streams it holds, with their cursors.
 
-        Read a stream from its cursor on, but one whose epoch is beyond the job's only when :meth:`commit` says that
-        the job has come there. Tables that the scheduler restores are those that there are now, from here on. Raises
-        Busy while the job is saved or restored: ask again.
+        Read a stream from its cursor on; if its epoch is beyond the job's, wait until :meth:`commit` returns that
+        epoch. If the scheduler restores the job, the restored tables are reopened here. Raises Busy while the job is
+        being saved or restored: retry.
         """
         if not self._has_leased:
             self._has_leased, self._latest[self._reader] = True, self
@@ -96,22 +96,22 @@ class DataStreams:
         if lease.tables:
             try:
                 self._reopen(lease.tables)
-            except (TableNotFound, ShardRestarted, ClusterNotReady) as exc:  # something was lost once more
+            except (TableNotFound, ShardRestarted, ClusterNotReady) as exc:  # rows were lost once more
                 raise Busy(f"the tables of job {self.job!r} are not all there yet: {exc}") from exc
         return lease
 
     def commit(self, cursors: Cursors = NOTHING) -> StreamRenewal:
-        """Keep how far these streams were read, all or nothing, and prolong the lease.
+        """Commit how far these streams were read, all or nothing, and renew the lease.
 
-        A stream that ended epoch e is committed as ``(e + 1, 0)``. The reply asks for streams to be released
-        if other workers have too few, and says whether there is more to lease.
+        A stream that ended epoch e is committed as ``(e + 1, 0)``. The reply lists streams to release if other workers
+        have too few, and says whether there are more to lease.
         """
         return self._call(RenewStreams(reader=self._reader, cursors=_checked(cursors)))
 
     def release(self, streams: Sequence[int] | None = None, cursors: Cursors = NOTHING, *, lost: bool = False) -> None:
-        """Commit ``cursors``, then give ``streams`` back; None: all of them, as a worker that leaves does.
+        """Commit ``cursors``, then release ``streams``; None: all of them, as a worker that leaves does.
 
-        ``lost``: it leaves in the middle of a step, so that a job which the scheduler restores goes back.
+        ``lost``: the worker leaves in the middle of a step, so that a job restored by the scheduler goes back.
         """
         self._call(
             ReleaseStreams(
@@ -132,9 +132,9 @@ class DataStreams:
         return self._call(DescribeHolders(job=self._reader.job))
 
     def restore(self, cursors: Cursors) -> None:
-        """Put the job back to ``cursors``, one for each stream: every lease ends, lower incarnations are shut out.
+        """Reset the job to ``cursors``, one for each stream: ends every lease and fences off lower incarnations.
 
-        To be called, and if need be repeated, before the workers go on.
+        Call it before the workers go on; it may be repeated.
         """
         reader = self._reader
         self._call(RestoreStreams(job=reader.job, incarnation=reader.incarnation, cursors=_checked(cursors)))

@@ -27,21 +27,21 @@ _STREAM_LEASE_SECONDS = SchedulerConfig().stream_lease_seconds
 
 
 class LocalScheduler:
-    """The way to a scheduler of this process: implements :class:`SchedulerCarrier`."""
+    """Carrier to a scheduler of this process, a :class:`SchedulerCarrier`."""
 
     def __init__(self, handlers: SchedulerHandlers) -> None:
         self._handlers = handlers.by_request
 
     def call(self, request: Rpc[R], timeout_seconds: float | None) -> R:  # noqa: ARG002
-        """Nothing can be lost on the way, so there is no time-out."""
+        """Call the handler directly; without a network there is no time-out."""
         reply: R = self._handlers[type(request)](request, self)
         return reply
 
     def require_waiting(self) -> None:
-        """The caller is here."""
+        """Return: a caller in this process always waits."""
 
     def close(self) -> None:
-        """The scheduler ends with its cluster."""
+        """Do nothing: the scheduler ends with its cluster."""
 
 
 class EmbeddedCluster:
@@ -66,10 +66,10 @@ class EmbeddedCluster:
         self.scheduler = LocalScheduler(SchedulerHandlers(scheduler, streams, WorkerSteps(_STREAM_LEASE_SECONDS)))
 
     def open_carrier(self, address: str, _: int) -> LocalCarrier:
-        """Return the way to the shard at ``address``."""
+        """Return a carrier to the shard at ``address``."""
         return LocalCarrier(self._shards[address])
 
     def close(self) -> None:
-        """End the shards; their rows are gone."""
+        """Stop the shards; their rows are gone."""
         for shard in self._shards.values():
             shard.close()

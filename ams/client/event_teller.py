@@ -1,4 +1,4 @@
-"""What a client has done with a cluster, told to the scheduler for its events."""
+"""Background sender of a client's events to the scheduler."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ logger = logging.getLogger(__name__)
 _ANSWER_SECONDS = 2.0
 _PAUSE_SECONDS = 0.5
 _TOLD_FOR_SECONDS = 60.0
-"""After so long nobody need hear of it any more."""
+"""Age at which an unsent event is dropped."""
 _LAST_SECONDS = 1.0
-"""For what is untold when the client ends."""
+"""Time for unsent events when the client closes."""
 _MOST_WAITING = 100
 
 
 class EventTeller:
-    """Tells events, each until it was heard once. Waits for nothing, and fails nothing. Thread-safe.
+    """Sends events, each until it arrived once. Never blocks or raises. Thread-safe.
 
-    Cost: one RPC an event, from a thread that begins with the first and ends with the last.
+    Cost: one RPC an event, on a thread that starts with the first event and ends with the last.
     """
 
     def __init__(self, scheduler: SchedulerCarrier) -> None:
@@ -37,7 +37,7 @@ class EventTeller:
         self._ended = threading.Event()
 
     def report(self, event: ClusterEvent) -> None:
-        """Soon."""
+        """Send an event soon, in the background."""
         if self._ended.is_set():
             return
         with self._lock:
@@ -47,7 +47,7 @@ class EventTeller:
                 self._thread.start()
 
     def close(self) -> None:
-        """Wait a moment for what was not told yet, and tell nothing from then on. Idempotent."""
+        """Wait briefly for unsent events, then accept no more. Idempotent."""
         thread = self._thread
         if thread is not None:
             thread.join(_LAST_SECONDS)
@@ -65,7 +65,7 @@ class EventTeller:
                     return
 
     def _deliver(self, tell: TellEvent) -> bool:
-        """Whether there is no use in telling it again."""
+        """Send an event; return whether a retry is pointless."""
         try:
             self._scheduler.call(tell, _ANSWER_SECONDS)
         except AttemptFailed:

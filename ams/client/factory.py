@@ -24,9 +24,9 @@ def local(
     incarnation: int | None = None,
     models: HostedModels = MappingProxyType({}),
 ) -> Cluster:
-    """Return a cluster embedded in this process: the same shards on threads of their own, no sockets.
+    """Return a cluster embedded in this process: the same shards on threads, without sockets.
 
-    ``stream`` and ``incarnation`` are those of :func:`connect`; ``models`` are what the shards host.
+    ``stream`` and ``incarnation`` are as in :func:`connect`; ``models`` are the models that the shards host.
     Raises ConfigError if ``num_shards`` is not 1 … 4096.
     """
     # Only a process that embeds shards loads the server's code.
@@ -58,15 +58,15 @@ def connect(
     """Return the cluster whose scheduler listens at ``address`` ("host:port"), once all its shards have registered.
 
     ``stream`` names this process's writes, for example ``"job/rank0"``, and takes them over: from now on shards refuse
-    a process of the same name and a lower ``incarnation``, and recognise writes that it numbered
-    (``table.push(…, sequence=step)``). Without a name nobody is superseded. The scheduler gives incarnations, each
-    higher than all before, whatever the clocks of the machines say; one that is given here (of the processes of one
-    job, for example) must be from 1 to 2**62, or one that the scheduler gave. Costs two RPCs to the scheduler.
+    a process of the same name with a lower ``incarnation``, and deduplicate writes numbered by it
+    (``table.push(…, sequence=step)``). Without a name no process is superseded. The scheduler assigns incarnations,
+    each higher than all before, whatever the machines' clocks say; a given one (of the processes of one job, for
+    example) must be from 1 to 2**62, or one that the scheduler assigned. Costs two RPCs to the scheduler.
 
-    Raises InvalidArgument (not a stream name), ConfigError (malformed address), SchedulerUnavailable (nobody answers
-    there within ``connect_timeout_seconds``, or connections are refused for ``refused_timeout_seconds``),
-    ClusterNotReady (shards are missing after ``recovery_timeout_seconds``) or StaleClient (a higher incarnation has the
-    stream). Who or what is waited for is logged.
+    Raises InvalidArgument (not a stream name), ConfigError (malformed address), SchedulerUnavailable (no answer within
+    ``connect_timeout_seconds``, or connections are refused for ``refused_timeout_seconds``), ClusterNotReady (shards
+    are missing after ``recovery_timeout_seconds``) or StaleClient (a higher incarnation has the stream). Waits are
+    logged.
     """
     failpoints.arm_from_environment()
     config = _checked_config(config)

@@ -1,4 +1,4 @@
-"""A client's calls to the hosted models beside the rows of one table.
+"""Calls to the hosted models in a table's shards.
 
 Cost: one request per shard and call, all shards at once; the inputs travel to every shard.
 """
@@ -28,18 +28,18 @@ from geartrain.ams.values.shard_messages import (
 )
 
 InputsOfShard = Callable[[int], tuple[HostedInputs, ...]]
-"""The inputs for a shard, by its number."""
+"""Function that returns the inputs for a shard, by its number."""
 
 
 class HostedCalls:
     """Calls to one hosted model beside the rows of one table. Thread-safe.
 
-    A call may take ``hosted_timeout_seconds`` of the client's settings, for it computes. The shards' other requests
+    A call may take ``hosted_timeout_seconds`` of the client's settings, as it computes. Other requests to the shards
     wait meanwhile.
     """
 
     def __init__(self, plan: Callable[[], TablePlan], model: str, calls: ShardCalls, stream: ClientStream) -> None:
-        """``plan`` says which table is meant now."""
+        """``plan`` returns the table's present plan."""
         self._plan = plan
         self._model = model
         self._calls = calls
@@ -47,18 +47,18 @@ class HostedCalls:
 
     @property
     def part_bytes(self) -> int:
-        """What the inputs of one call, and its answer, should not exceed. Larger updates travel in parts."""
+        """Byte limit of the inputs of one call, and of its answer. Larger updates are split."""
         return self._calls.config.part_bytes
 
     @property
     def view(self) -> ClusterView:
-        """The shards, and which buckets are whose."""
+        """Shards of the cluster and the owners of its buckets."""
         return self._calls.view
 
     def compute(self, operation: str, inputs: InputsOfShard, *, required_sync: SyncGroup | None = None) -> list[Arrays]:
-        """What the model makes of the inputs on each shard, in the order of the shards.
+        """Return the model's results on each shard, in the order of the shards.
 
-        Raises what the model raises, StepMismatch as ``Table.pull_into``, ShardUnavailable, ShardRestarted.
+        Raises errors of the model, StepMismatch as ``Table.pull_into``, ShardUnavailable, ShardRestarted.
         """
         plan = self._plan()
         calls: list[tuple[int, Request]] = [
@@ -90,11 +90,11 @@ class HostedCalls:
         optimizer_scalars: Mapping[str, float] = NO_SCALARS,
         group: SyncGroup | None = None,
     ) -> Write:
-        """Number an update, but send nothing: it can be sent again after an error, and each shard applies it once.
+        """Number an update without sending it: it can be sent again after an error, and each shard applies it once.
 
-        Raises InvalidArgument for numbers of the optimizer that cannot be. Sending it raises what the model raises,
-        NonFinite (that shard changed nothing, others may have applied their part), StaleClient, SyncError,
-        ShardUnavailable, ShardRestarted.
+        Raises InvalidArgument for invalid numbers of the optimizer. Sending it raises errors of the model, NonFinite
+        (that shard changed nothing, others may have applied their part), StaleClient, SyncError, ShardUnavailable,
+        ShardRestarted.
         """
         plan = self._plan()
         plan.spec.optimizer.for_push(optimizer_scalars)

@@ -1,6 +1,7 @@
-"""A job's ear and mouth at the scheduler: which shards want to leave, so that it takes a snapshot first; how far it is.
+"""Reports a job's progress to the scheduler, and learns which shards are leaving so that the job takes a snapshot
+first.
 
-Cost: one RPC of some 100 bytes each way to the scheduler a second, or less often where it says so, from a thread of its
+Cost: one RPC of some 100 bytes each way to the scheduler a second, or less often where it says so, on a thread of its
 own.
 """
 
@@ -24,39 +25,39 @@ _ANSWER_SECONDS = 2.0
 
 
 class LeaveWatch:
-    """Says that a job trains until it is :meth:`done`. Thread-safe."""
+    """Registers a job as training until it is :meth:`done`. Thread-safe."""
 
     def __init__(
         self, scheduler: SchedulerCarrier, job: str, incarnation: int, report: Callable[[], JobReport] = JobReport
     ) -> None:
-        """``report`` says how far the job is, from another thread."""
+        """``report`` returns the job's progress; it is called on another thread."""
         self._scheduler, self._job, self._incarnation, self._report = scheduler, job, incarnation, report
         self._ended = threading.Event()
         self._silent_since: float | None = None
         self._is_dumb = False
         self._pause_seconds = _TELL_SECONDS
         self.leaving: tuple[int, ...] = ()
-        """The shards that want to leave, as last heard."""
-        self._report_once()  # before anything is trained: a shard that is told to end next knows whom to wait for
+        """Shards that want to leave, as of the last reply."""
+        self._report_once()  # before training starts: a shard that shuts down next then knows the job
         self._thread = threading.Thread(target=self._report_loop, name="geartrain-leave-watch", daemon=True)
         self._thread.start()
 
     @property
     def silent_seconds(self) -> float:
-        """For how long the scheduler has not answered; 0: it did, when it was asked last."""
+        """Seconds since the scheduler last answered; 0 if it answered the last report."""
         since = self._silent_since
         return 0.0 if since is None else time.monotonic() - since
 
     def done(self, state: JobCondition | None = None) -> None:
-        """Say that the job needs its rows no more: it has ended, or a snapshot has them. Idempotent.
+        """Report that the job needs its rows no more: it has ended, or a snapshot has them. Idempotent.
 
-        ``state`` is what it does now; None: as it reports, and it has ended if it says that it trains.
+        ``state`` is its present state; None: as it reports; "ended" if it reports that it trains.
         """
         if self._ended.is_set():
             return
         self._ended.set()
-        self._thread.join()  # first: a word under way that it trains would be heard as that it trains again
-        with suppress(AttemptFailed, GeartrainError):  # it is forgotten soon
+        self._thread.join()  # first: a report in flight would register the job as training again
+        with suppress(AttemptFailed, GeartrainError):  # the scheduler drops the job soon
             report = self._said() or JobReport()
             said = "ended" if report.state in ("training", "saving") else report.state
             report = replace(report, state=state or said)
@@ -69,7 +70,7 @@ class LeaveWatch:
             pass
 
     def _report_once(self) -> bool:
-        """Once; return whether there is a use in doing it again."""
+        """Report once; return whether to continue."""
         began = time.monotonic()
         try:
             tell = TellJob(job=self._job, incarnation=self._incarnation, report=self._said())
@@ -84,7 +85,7 @@ class LeaveWatch:
         return True
 
     def _said(self) -> JobReport | None:
-        """What the job reports; None: its own code fails. It trains all the same, and shards are to wait for it."""
+        """Return the job's report; None if its function fails: it still trains, and shards must wait for it."""
         try:
             return self._report()
         except Exception as exc:

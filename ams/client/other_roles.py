@@ -1,5 +1,5 @@
-"""What a program uses beside the shards of a cluster: graphs of its tables' rows, and slow gears. Only who uses a role
-loads its code.
+"""Lazy imports of a cluster's other roles: graphs of its tables' rows, and slow gears. Only programs that use a role
+load its code.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def embedded_graphs(cluster: Any) -> GraphCalls:
-    """The graphs of an embedded :class:`~geartrain.ams.client.cluster.Cluster`, in this process."""
+    """Return the graphs of an embedded :class:`~geartrain.ams.client.cluster.Cluster`, in this process."""
     from geartrain.ams.graph.service.graphs import Graphs, OwnCluster
 
     return Graphs(OwnCluster(cluster))
 
 
 def remote_graphs(config: ClientConfig) -> GraphCalls:
-    """Those of the graph role. Raises ConfigError."""
+    """Return the graphs of the graph role. Raises ConfigError."""
     if config.graph is None:
         raise ConfigError(
             "this cluster has no graph service that is known here; start one with 'geartrain graph' and give its "
@@ -46,7 +46,7 @@ def remote_gears(
     wait: bool,
     freshness: Freshness,
 ) -> RemoteGears:
-    """The slow gears of the dense part ``name``, found by the ``streams`` that they lease as a job. Raises
+    """Return the client of the slow gears of the dense part ``name``, found by the ``streams`` that they lease. Raises
     GearUnavailable.
     """
     from geartrain.ams.gear.client.remote import RemoteGears

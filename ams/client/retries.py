@@ -1,7 +1,7 @@
-"""How a client reaches the shards of its cluster, and the repetition of what a first attempt at them left undone.
+"""Retries of calls to the shards of a cluster, after their first attempt.
 
-Whoever calls makes the first attempt and says what it came to, shard by shard. From here each is asked again while that
-can help: a shard that is busy, silent or lost is waited for, its connection is made anew, and silent ones are named.
+The caller makes the first attempt and passes its outcome for each shard. Each shard is then retried while that can
+help: busy, unresponsive or lost shards are waited for, connections are reopened, and unresponsive shards are logged.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from geartrain.ams.values.shard_messages import Done, Reply
 
 Outcome = Reply | BaseException
 RowAttempt = Callable[[int, float, Callable[[Sequence[int]], object]], Any]
-"""One attempt at the rows of a shard, for so many seconds, whose watch may break it off. Returns what compiled code
-says of that shard: (created, duplicate) where it is done, an error, False if no reply came, None if no connection."""
+"""One attempt at the rows of a shard, with a time-out in seconds, whose watch may abort it. Returns the compiled code's
+result for the shard: (created, duplicate) if done, an error, False if no reply came, None if no connection."""
 Refusals = Mapping[int, BaseException]
-"""Of shards that a call has just tried to connect to in vain, why: that was an attempt at them."""
+"""Errors of shards that a call has just failed to connect to: each counts as an attempt."""
 NONE_REFUSED: Refusals = MappingProxyType({})
 CLOSED = "this cluster is closed; use it inside the 'with' block, or before close()"
 _CONNECTED_AT_ONCE = 16
@@ -61,22 +61,22 @@ if hasattr(os, "register_at_fork"):
 
 
 class CallPatience(Patience):
-    """The patience of one call, which ends with its caller."""
+    """Retry budget of one call, which ends with its caller."""
 
     _has_ended = False
 
     def stop(self) -> None:
-        """Nobody waits any more: nothing is sent again."""
+        """Record that the caller has left: nothing is sent again."""
         self._has_ended = True
 
     def require_a_caller(self) -> None:
-        """Raise BrokenOff if nobody waits any more."""
+        """Raise BrokenOff if the caller has left."""
         if self._has_ended:
             raise BrokenOff("the caller has gone")
 
 
 class Attempts(NamedTuple):
-    """Those at one call of a shard: each waits for the reply, or raises."""
+    """Attempts at one call of a shard: each waits for the reply, or raises."""
 
     shard: int
     first: Callable[[], Reply]
@@ -84,7 +84,7 @@ class Attempts(NamedTuple):
 
 
 class Retries:
-    """The shards of one cluster. Thread-safe."""
+    """Calls with retries to the shards of one cluster. Thread-safe."""
 
     def __init__(
         self,
@@ -103,12 +103,12 @@ class Retries:
         self.silence = SilenceWatch()
         self.is_forked = False
         """Whether this is a forked child of the process that opened the cluster. It would number its writes as its
-        parent does, so that the shards took one of two for a repetition; and neither connections nor threads came with
-        it."""
+        parent does, and shards would take one of two for a duplicate; connections and threads do not survive a fork
+        either."""
         self.is_ready = False
-        """Whether rows can be asked for without :meth:`prepare`."""
+        """Whether row calls need no :meth:`prepare`."""
         self.client = RowsClient(np.ascontiguousarray(view.bucket_shards), view.num_shards)
-        """Makes the calls for rows, each to all shards at once."""
+        """Makes row calls, each to all shards at once."""
         self.client.set_cluster_version(view.cluster_version)
         self._refresh, self._open_carrier = refresh, open_carrier
         self._carriers = [open_carrier(entry.address, entry.shard) for entry in view.shards]
@@ -117,9 +117,9 @@ class Retries:
             if carrier.engine is not None:
                 self.client.set_endpoint(shard, view.shards[shard].incarnation, carrier.engine, None)
         self.unconnected = {shard for shard, carrier in enumerate(self._carriers) if carrier.engine is None}
-        """Shards that no connection leads to."""
+        """Shards without a connection."""
         self._untried = sorted(self.unconnected)
-        """Those that none was ever made to."""
+        """Shards to which no connection was ever tried."""
         _all.add(self)
 
     def require_own_process(self) -> None:
@@ -138,8 +138,8 @@ class Retries:
             raise Unavailable(CLOSED)
 
     def prepare(self) -> Refusals:
-        """Before a first attempt at rows: connect to shards that no call has tried yet. One that cannot be connected to
-        is left to the calls that need it. Raises Unavailable if no call can be made.
+        """Connect, before a first row call, to shards not tried yet. A shard that cannot be reached is left to the
+        calls that need it. Raises Unavailable if no call is possible.
         """
         self.is_ready = not self.is_forked
         self.require_usable()
@@ -147,7 +147,7 @@ class Retries:
         return shielded(partial(self._connect_to_all, untried)) if untried else NONE_REFUSED
 
     def adopt(self, view: ClusterView) -> None:
-        """Go on with the shards that there are now. Tables that nobody has restored there are not found any more."""
+        """Continue with the present shards. Tables that were not restored there are not found any more."""
         for shard, now in enumerate(view.shards):
             before = self.view.shards[shard]
             if (now.incarnation, now.address) != (before.incarnation, before.address):
@@ -160,29 +160,27 @@ class Retries:
         self.is_ready = False
 
     def patience(self, recovery_seconds: float | None = None) -> CallPatience:
-        """How long calls that belong together wait for shards, all in all; None: the client's
+        """Return a retry budget for related calls: the total wait for shards; None: the client's
         ``recovery_timeout_seconds``.
         """
         seconds = self.config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds
         return CallPatience(seconds, given_up=self._given_up)
 
     def peer(self, shard: int) -> Peer:
-        """A shard as those are told of it who wait."""
+        """Return a shard's name and address for messages about waits."""
         return Peer(f"shard {shard}", self.view.shards[shard].address)
 
     def naming(self, silent: Callable[[], Sequence[Peer]], seconds: float) -> AbstractContextManager[None]:
-        """While the block lasts, which may be ``seconds``, name those of ``silent`` that do not answer."""
+        """Log, during the block of up to ``seconds``, those of ``silent`` that do not answer."""
         return self.silence.over(silent, f"up to {seconds:g} s") if self.remote else nullcontext()
 
     def naming_silent_shards(self) -> AbstractContextManager[None]:
-        """While the block lasts, in which another role works with all shards for this process, name those that do not
-        answer.
-        """
+        """Log shards that do not answer, during a block in which another role calls all shards for this process."""
         peers = [self.peer(shard) for shard in range(self.view.num_shards)]
         return self.naming(lambda: peers, self.config.attempt_timeout_seconds)
 
     def record_replies(self, asked: Sequence[int], left: Sequence[int]) -> None:
-        """Note that all of ``asked`` but those ``left`` have answered."""
+        """Record that all of ``asked`` but those ``left`` have answered."""
         for shard in set(asked).difference(left):
             self.silence.record_reply(self.peer(shard))
 
@@ -193,11 +191,11 @@ class Retries:
         refused: Refusals = NONE_REFUSED,
         patience: CallPatience | None = None,
     ) -> list[Outcome]:
-        """What calls for rows come to that a first attempt has ``left``, each with what compiled code said of its
-        shard. No longer is waited than ``patience`` has left.
+        """Finish row calls that a first attempt has ``left``, each with the compiled code's result for its shard;
+        return their outcomes. Waits no longer than ``patience`` has left.
 
-        Returns only when nobody uses the caller's arrays any more. So it is, too, if Ctrl-C breaks it off (but a second
-        one does not wait for that).
+        Returns only when the caller's arrays are no longer in use, also after Ctrl-C (but a second Ctrl-C does not wait
+        for that).
         """
         waits, lease, seconds = patience or self.patience(), BufferLease(), self.config.attempt_timeout_seconds
 
@@ -234,11 +232,12 @@ class Retries:
         seconds: float,
         has_ended: Callable[[int], bool] = lambda _: False,
     ) -> list[Outcome]:
-        """Bring all calls to their end; meanwhile name shards that do not answer."""
+        """Retry all calls to their end; meanwhile log shards that do not answer."""
         settled = 0
 
         def silent() -> list[Peer]:
-            """Of a retried call the one that is settled: its first attempt has ended."""
+            """Return peers with open calls; of retried calls only the one being settled: the others' first attempt has
+            ended."""
             left = range(settled, len(attempts))
             return [self.peer(attempts[n].shard) for n in left if n == settled or not has_ended(n)]
 
@@ -252,9 +251,9 @@ class Retries:
         return outcomes
 
     def _finish(self, attempts: Attempts, patience: CallPatience) -> Reply:
-        """Ask a shard until it answers, or until that cannot help any more."""
+        """Retry a shard until it answers, or until retries cannot help."""
         shard, ask, again = attempts
-        meant: int | None = None  # the cluster version of the attempt; of the first one unknown
+        meant: int | None = None  # cluster version of the attempt; unknown for the first one
         looked = set[int | None]()
         while True:
             try:
@@ -266,15 +265,15 @@ class Retries:
                 raise
             except StepPending:
                 self._require_not_given_up(shard)
-                patience.reset()  # the shard is well: other ranks are waited for, and it says for how long
+                patience.reset()  # the shard is up: it waits for other ranks, and has its own time-out
             except Busy as exc:
                 self._require_not_given_up(shard)
                 self._wait_for_busy(shard, exc, patience)
             except (AttemptFailed, ShardUnavailable, StaleCluster) as exc:
                 self._require_not_given_up(shard)
                 if isinstance(exc, StaleCluster) and meant not in looked:
-                    # The shard answers: it is this client that has not heard, and no waiting would tell it. Again as
-                    # long as looking tells something new: the cluster may change once more meanwhile.
+                    # The shard answers, but this client's view is outdated. Retry while a refresh of it brings news:
+                    # the cluster may change once more meanwhile.
                     looked.add(meant)
                 else:
                     self._wait_for_silent(shard, exc, patience)
@@ -307,18 +306,18 @@ class Retries:
             raise Unavailable(f"this cluster was closed while shard {shard} was waited for") from None
 
     def _refresh_cluster(self, shard: int) -> None:
-        """Learn the cluster version anew. Raises ShardRestarted if ``shard`` came back without our rows."""
+        """Refresh the cluster version. Raises ShardRestarted if ``shard`` came back without this client's rows."""
         try:
             view = self._refresh()
         except (AttemptFailed, GeartrainError):
-            return  # the shard may answer all the same
+            return  # the shard may still answer
         before, now = self.view.shards[shard], view.shards[shard]
         if now.incarnation not in (0, before.incarnation):
             raise ShardRestarted(
                 f"shard {shard} was restarted at {now.address}: the rows in its memory are gone; "
                 "connect again and restore a snapshot, or start the job again"
             ) from None
-        # Not the incarnations: they are those of the shards that hold our rows.
+        # Not the incarnations: these stay those of the shards that hold this client's rows.
         self.view = replace(self.view, cluster_version=view.cluster_version)
         self.client.set_cluster_version(view.cluster_version)
 
@@ -339,20 +338,20 @@ class Retries:
         return refused
 
     def _connect(self, shard: int, seconds: float) -> None:
-        """Raises AttemptFailed, DataPortClosed, or what the shard says."""
+        """Connect to a shard. Raises AttemptFailed, DataPortClosed, or the shard's error."""
         plane = self._carriers[shard].data_plane
         assert plane is not None
         self.client.set_endpoint(shard, self.view.shards[shard].incarnation, None, plane.connect(seconds))
         self.unconnected.discard(shard)
 
     def _error(self, shard: int, outcome: BaseException | bool | None) -> BaseException | None:
-        """What an attempt at a shard ended with; None: it has to be connected to, and can be asked at once then."""
+        """Return the error of an attempt at a shard; None: it must be reconnected, and can then be retried at once."""
         if isinstance(outcome, BaseException):
             return outcome
         plane = self._carriers[shard].data_plane
         assert plane is not None
         is_late = outcome is False
-        if not plane.may_go_on(is_late=is_late) or not is_late:  # or it was made anew for somebody else
+        if not plane.may_go_on(is_late=is_late) or not is_late:  # or another call has reopened it
             self.unconnected.add(shard)
         return AttemptFailed(f"{self._name(shard)} does not answer: no reply in time") if is_late else None
 
@@ -365,7 +364,7 @@ def _raise(error: BaseException) -> Any:
 
 
 class CallWatch:
-    """Told every 0.1 s of the shards that a first attempt waits for; has those that are silent named."""
+    """Callback of a first attempt, every 0.1 s with the shards it waits for; logs those that do not answer."""
 
     def __init__(self, retries: Retries) -> None:
         self._retries = retries
@@ -375,17 +374,17 @@ class CallWatch:
     def __call__(self, waiting: Sequence[int]) -> None:
         self._waiting = waiting
         if self._naming is None:
-            shielded(self._start)  # threads are begun there
+            shielded(self._start)  # starts threads
 
     def update(self, waiting: Sequence[int]) -> None:
-        """The same, for calls that go on and on: ``waiting`` may be empty."""
+        """Do the same for calls without end: ``waiting`` may be empty."""
         if waiting:
             self(waiting)
         else:
             self.stop()
 
     def stop(self) -> None:
-        """The call is over."""
+        """Stop: the call is over."""
         self._waiting = ()
         naming, self._naming = self._naming, None
         if naming is not None:

@@ -1,4 +1,4 @@
-"""What a client asks of the scheduler: to be let in, which tables there are, to make, open and remove them."""
+"""Calls of a client to the scheduler: registration, and listing, creation, opening and removal of tables."""
 
 from __future__ import annotations
 
@@ -44,26 +44,26 @@ R = TypeVar("R")
 
 _POLL_SECONDS = 0.05
 SNAPSHOT_SECONDS = 5.0
-"""How long a snapshot, for which a training stands still, waits for a scheduler that does not answer."""
+"""Wait of a snapshot, during which training stands still, for a scheduler that does not answer."""
 _TOLD_AFTER_SECONDS = 1.0
-"""Who waits for a cluster for so long is told for whom."""
+"""Wait for a cluster after which a message names what is missing."""
 
 
 class SchedulerCalls:
-    """Calls of one client. Thread-safe. Each raises SchedulerUnavailable if nobody answers."""
+    """Scheduler calls of one client. Thread-safe. Each raises SchedulerUnavailable without an answer."""
 
     def __init__(self, carrier: SchedulerCarrier, calls: ShardCalls, stream: ClientStream) -> None:
-        """Names, of the shards of ``calls``, those that keep the scheduler waiting; ``stream`` says who asks."""
+        """Logs, of the shards of ``calls``, those that keep the scheduler waiting; ``stream`` identifies the caller."""
         self.carrier = carrier
         self._calls = calls
         self._stream = stream
 
     def describe(self, timeout_seconds: float | None = None) -> ClusterView:
-        """The cluster as it is now; asked for at most so long, by default for ``attempt_timeout_seconds``."""
+        """Return the present cluster; waits ``timeout_seconds``, by default ``attempt_timeout_seconds``."""
         return self._request(DescribeCluster(), "", timeout_seconds=timeout_seconds)
 
     def table(self, name: str) -> TableSpec:
-        """The spec of a table that can be opened.
+        """Return the spec of a table that can be opened.
 
         Raises TableNotFound, TableBeingRestored, ShardRestarted, ClusterNotReady.
         """
@@ -85,9 +85,9 @@ class SchedulerCalls:
     def create_table(
         self, spec: TableSpec, *, reuse: bool = False, for_restore: bool = False, replace: bool = False
     ) -> TableSpec:
-        """Make a table, see :class:`CreateClusterTable`; return its spec as it is, with its incarnation.
+        """Create a table, as :class:`CreateClusterTable`; return its actual spec, with its incarnation.
 
-        One that was there keeps its settings, and that is said.
+        An existing one keeps its settings; differences are logged.
         """
         create = CreateClusterTable(
             spec=spec, reuse=reuse, caller=self._stream.caller, for_restore=for_restore, replace=replace
@@ -98,7 +98,7 @@ class SchedulerCalls:
         return made
 
     def alter_table(self, name: str, settings: TableSettings) -> TableSpec:
-        """Give a table other settings, see :class:`AlterClusterTable`; return it as it is now."""
+        """Change settings of a table, as :class:`AlterClusterTable`; return its present spec."""
         before = self.table(name)
         if fixed := settings.keys() - SETTINGS:
             raise InvalidArgument(
@@ -121,12 +121,12 @@ class SchedulerCalls:
         self._request(publish, f"whether tables {sorted(incarnations)} can be opened is unknown")
 
     def drop_table(self, name: str, incarnation: int = 0) -> None:
-        """Remove a table, but no other one of its name than ``incarnation``; 0: whichever there is. Idempotent."""
+        """Remove a table, only if its incarnation is ``incarnation``; 0: any. Idempotent."""
         drop = DropClusterTable(table=name, caller=self._stream.caller, incarnation=incarnation)
         self._request(drop, f"whether table {name!r} was dropped is unknown", asks_shards=True)
 
     def fence_job(self, job: str, incarnation: int) -> None:
-        """End the leases of data streams of a job's lower incarnations."""
+        """End the data stream leases of a job's lower incarnations."""
         self._request(
             FenceJob(job=job, incarnation=incarnation), f"whether job {job!r} was fenced is unknown, try again"
         )
@@ -139,8 +139,8 @@ class SchedulerCalls:
     def _request(
         self, request: Rpc[R], unknown: str, *, asks_shards: bool = False, timeout_seconds: float | None = None
     ) -> R:
-        """``unknown`` says what is not known if no answer comes. A shard that the scheduler asks in vain is waited for:
-        what it began is undone, and may be asked for again."""
+        """Call the scheduler, retrying while a shard that it needs does not answer: a change cut off there is undone,
+        and may be repeated. ``unknown`` is the sentence about the outcome if no answer comes."""
         self._calls.require_usable()
         naming: AbstractContextManager[None] = self._calls.naming_silent_shards() if asks_shards else nullcontext()
         patience = self._calls.patience()
@@ -158,7 +158,7 @@ class SchedulerCalls:
 
 
 def kept_settings(kept: TableSpec, other: TableSpec) -> str:
-    """What is said where a table keeps settings, though it was asked for with others or has them in a snapshot."""
+    """Return the message for a table that keeps settings which differ from the requested ones or a snapshot's."""
     return (
         f"table {kept.name!r} keeps its settings: {kept.unlike(other)}. cluster.alter_table({kept.name!r}, ...) and "
         "'geartrain table alter' change them; what a head or a group is given as its optimizer holds for its own pushes"
@@ -168,8 +168,8 @@ def kept_settings(kept: TableSpec, other: TableSpec) -> str:
 def await_cluster(
     scheduler: SchedulerCarrier, address: str, config: ClientConfig, chosen: int
 ) -> tuple[ClusterView, int]:
-    """Wait until all shards have registered; return the cluster, and the incarnation of this process: the ``chosen``
-    one, or, if that is 0, one that the scheduler gives.
+    """Wait until all shards have registered; return the cluster and this process's incarnation: the ``chosen`` one or,
+    if that is 0, one that the scheduler assigns.
     """
     start = time.monotonic()
     answered: ClusterView | None = None
@@ -206,7 +206,7 @@ def await_cluster(
 
 
 def remedy_for_absent(states: Iterable[ShardCondition], scheduler: str) -> str:
-    """What to do about shards that are not up: one that was never there is started, one that is lost may come back."""
+    """Return the remedy for absent shards: start one that never registered; a lost one may come back."""
     start, states = f"'geartrain server --scheduler {scheduler}'", set(states)
     if states & {"silent", "lost"}:
         return (
@@ -219,7 +219,7 @@ def remedy_for_absent(states: Iterable[ShardCondition], scheduler: str) -> str:
 
 
 def _absent_shards(view: ClusterView) -> str:
-    """``shard 1 (lost) at 127.0.0.1:7001 of 2 is``."""
+    """Return text such as ``shard 1 (lost) at 127.0.0.1:7001 of 2 is``."""
     absent = [entry for entry in view.shards if entry.state != "up"]
     named = ", ".join(
         f"{entry.shard} ({entry.state})" + (f" at {entry.address}" if entry.address else "") for entry in absent

@@ -1,4 +1,4 @@
-"""The calls of a client to its shards that carry no rows; its threads, and the tables that it has open."""
+"""Calls of a client to its shards that carry no rows; its threads, and its open tables."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class OpenTable(Protocol):
     incarnation: int
 
     def adopt_settings(self, spec: TableSpec) -> None:
-        """Go on with the settings of ``spec``, which is the same table."""
+        """Continue with the settings of ``spec``, which is the same table."""
 
 
 class ShardCalls(Retries):
@@ -53,9 +53,9 @@ class ShardCalls(Retries):
         self._settling: ThreadPoolExecutor | None = None
         self._is_closing = False
         self.held_snapshots: set[str] = set()
-        """Ids of those whose moment the shards hold for this process."""
+        """Ids of snapshots that the shards hold frozen for this process."""
         self._restored: dict[str, TableSpec] = {}
-        """By name."""
+        """Tables restored by this process, by name."""
         self._open_tables: weakref.WeakSet[OpenTable] = weakref.WeakSet()
         self._lock = threading.Lock()
         self.rows = RowCalls(self, self.elsewhere, self.finish_in_background)
@@ -63,7 +63,7 @@ class ShardCalls(Retries):
 
     @property
     def has_given_up(self) -> bool:
-        """Whether no call can succeed any more."""
+        """Whether every call fails from now on."""
         return self._closed or self._given_up.is_set()
 
     def deliver(
@@ -74,15 +74,15 @@ class ShardCalls(Retries):
         *,
         recovery_seconds: float | None = None,
     ) -> list[Outcome]:
-        """Make all calls side by side, each retried while that can help; return replies and errors in order.
+        """Make all calls side by side, each with retries; return replies and errors in order.
 
-        An attempt may take ``timeout_seconds``, or the client's ``attempt_timeout_seconds``; a shard that does not
-        answer is waited for ``recovery_seconds`` (0: it is asked once), or the client's ``recovery_timeout_seconds``.
+        An attempt may take ``timeout_seconds``, by default ``attempt_timeout_seconds``; a shard that does not answer is
+        waited for ``recovery_seconds`` (0: a single attempt), by default ``recovery_timeout_seconds``.
 
-        If Ctrl-C breaks it off, what is under way is not sent again, and whether it was done is unknown.
+        After Ctrl-C calls in flight are not sent again, and whether they were done is unknown.
         """
         self.require_usable()
-        patience = self.patience(recovery_seconds)  # one for all, or dead shards would add up
+        patience = self.patience(recovery_seconds)  # shared by all, or dead shards would add up
         seconds = self.config.attempt_timeout_seconds if timeout_seconds is None else timeout_seconds
 
         def attempt(shard: int, request: Request, *, alone: bool) -> Future[Reply]:
@@ -108,11 +108,11 @@ class ShardCalls(Retries):
         return shielded(deliver, if_broken_off=patience.stop)
 
     def read(self, calls: Sequence[tuple[int, Request]], context: CallContext = _NOBODY) -> list[Reply]:
-        """:meth:`deliver` calls that are no writes; raises the first error."""
+        """:meth:`deliver` read-only calls; raises the first error."""
         return all_of(self.deliver(calls, context))
 
     def restored(self, tables: Iterable[TableSpec]) -> None:
-        """Note that this process has restored tables: what it has open of these names means them from now on."""
+        """Record that this process has restored tables: its open tables of these names mean them from now on."""
         restored = {table.name: table for table in tables}
         with self._lock:
             self._restored.update(restored)
@@ -122,15 +122,15 @@ class ShardCalls(Retries):
         self.update_settings(restored.values())
 
     def opened(self, table: OpenTable) -> None:
-        """Have a table take its settings, now and, for as long as somebody has it, when they or the table that it means
-        become others.
+        """Register an open table: it receives its settings, now and, while it exists, whenever they or the table it
+        means change.
         """
         with self._lock:
             self._open_tables.add(table)
             table.adopt_settings(table.spec)
 
     def update_settings(self, tables: Iterable[TableSpec]) -> None:
-        """Let tables that are open here know the settings that they have now."""
+        """Pass the present settings of tables to those that are open here."""
         known = {(spec.name, spec.incarnation): spec for spec in tables}
         with self._lock:
             for table in list(self._open_tables):
@@ -144,8 +144,8 @@ class ShardCalls(Retries):
         return view
 
     def incarnation_of(self, table: TableSpec) -> int:
-        """Which table of its name is meant: the one that was opened, or that this process has restored since, if that
-        differs in settings alone.
+        """Return the incarnation of the table meant: the opened one, or one that this process has restored since and
+        that differs in settings alone.
         """
         restored = self._restored.get(table.name) if self._restored else None
         if restored is None or not (restored == table or restored.is_same_table(table)):
@@ -160,12 +160,13 @@ class ShardCalls(Retries):
         recovery_seconds: float | None = None,
         caller: CallContext | None = None,
     ) -> list[Outcome]:
-        """:meth:`deliver` the same request, which is no write, to every shard. ``caller`` says who may be fenced."""
+        """:meth:`deliver` the same read-only request to every shard. ``caller`` identifies a caller that may be
+        fenced."""
         calls = [(shard, request) for shard in range(self.view.num_shards)]
         return self.deliver(calls, caller or _NOBODY, timeout_seconds, recovery_seconds=recovery_seconds)
 
     def background(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Future[Any]:
-        """Run ``function`` on a thread of the client's own."""
+        """Run ``function`` on a thread of the client."""
         self.require_own_process()
         future = BackgroundFuture(partial(function, *arguments, **keywords))
         shielded(partial(self._submit, future), if_broken_off=future.cancel)
@@ -179,12 +180,12 @@ class ShardCalls(Retries):
             self._threads().submit(future.run)
 
     def elsewhere(self, work: Callable[[], object]) -> None:
-        """Do work that may wait on a thread of the client's own. Who closes this waits first for what asks for it."""
+        """Run work that may block on a thread of the client. Closing waits first for the callers of this."""
         with self._lock:
             self._threads().submit(work)
 
     def finish_in_background(self, work: Callable[[], object]) -> None:
-        """The same for work that waits for no number of a write: those that do may hold all threads of the others."""
+        """Run work that waits for no write number; work that does could occupy all threads of :meth:`elsewhere`."""
         with self._lock:
             if self._settling is None:
                 self._settling = ThreadPoolExecutor(_ASYNC_THREADS, thread_name_prefix="geartrain-settle")
@@ -196,7 +197,7 @@ class ShardCalls(Retries):
         return self._executor
 
     def cancel_waits(self) -> None:
-        """End every wait for a shard: calls under way, also in the background, fail soon, later ones at once."""
+        """Abort every wait for a shard: calls in progress, also in the background, soon fail, later ones at once."""
         shielded(self._cancel_waits)
 
     def _cancel_waits(self) -> None:
@@ -208,7 +209,7 @@ class ShardCalls(Retries):
             carrier.close()
 
     def _release_freezes(self) -> None:
-        """Tell the shards, once and for a moment, to hold nothing more for this process's snapshots."""
+        """Ask the shards, once and briefly, to release everything frozen for this process's snapshots."""
         told = []
         for snapshot_id in list(self.held_snapshots):
             for carrier, entry in zip(self._carriers, self.view.shards, strict=True):
@@ -216,7 +217,7 @@ class ShardCalls(Retries):
                 thaw = Thaw(snapshot_id=snapshot_id, kept=False)
                 told.append(carrier.submit(context, thaw, _FAREWELL_SECONDS))
         for future in told:
-            with suppress(GeartrainError, AttemptFailed):  # who cannot be told lets go when the lease is over
+            with suppress(GeartrainError, AttemptFailed):  # an unreachable shard releases it when the lease ends
                 future.result()
 
     def close(self) -> None:

@@ -1,9 +1,8 @@
-"""Tables of a cluster, as a client reads and writes them.
+"""Tables of a cluster: pulls, pushes, assigns and removals of rows by a client.
 
 Cost: one request per shard and operation, all shards at once, in one call of compiled code
-(:mod:`~geartrain.ams.client.rows.row_calls`). N ids of a table of dim D travel as 8·N bytes, their rows as itemsize·N·D
-bytes; ids that occur twice travel once. To and from a shard on this machine nothing of that travels: it lies in memory
-that both share.
+(:mod:`~geartrain.ams.client.rows.row_calls`). N ids of a table of dim D take 8·N bytes, their rows itemsize·N·D bytes;
+repeated ids are sent once. To and from a shard on this machine the data are in shared memory, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -57,9 +56,9 @@ from geartrain.ams.values.text import counted
 class Table:
     """A table of the cluster: pull, push, assign, remove. Thread-safe.
 
-    ids are integers [N] in [0, num_rows) (any >= 0 in a hashed table), rows and gradients [N, dim]. numpy arrays and
-    torch tensors are taken, and answered in kind. Once the table was dropped, every method raises TableNotFound, also
-    where another was made under its name, unless this process has restored that one.
+    ids are integers [N] in [0, num_rows) (any >= 0 in a hashed table), rows and gradients [N, dim], as numpy arrays or
+    torch tensors; results are of the same kind. Once the table was dropped, every method raises TableNotFound, even if
+    another exists under its name, unless this process has restored that one.
     """
 
     def __init__(
@@ -71,19 +70,20 @@ class Table:
         optimizer: RowOptimizerSpec | None = None,
     ) -> None:
         self.spec = spec
-        """What it is. Its settings become others once this process has heard that they were altered."""
+        """Spec of the table. Its settings change once this process has heard that they were altered."""
         self.optimizer = spec.optimizer if optimizer is None else spec.optimizer.with_numbers(optimizer)
-        """That which it was opened with: modules on it begin with its numbers, whichever the table's are."""
+        """Optimizer with the numbers it was opened with: modules on the table begin with them, whatever the table's
+        are."""
         self._calls = calls
         self._stream = stream
         self.wire_dtype = checked_wire_dtype(wire_dtype, spec.name, spec.dtype)
-        """How pulled rows and pushed gradients travel; None: in the table's type."""
+        """Type in which pulled rows and pushed gradients are sent; None: the table's."""
         calls.opened(self)
 
     def adopt_settings(self, spec: TableSpec) -> None:
-        """Go on with the settings of ``spec``, which is the same table, or with one that this process has restored."""
+        """Continue with the settings of ``spec``: the same table, or one that this process has restored."""
         self.incarnation = self._calls.incarnation_of(spec)
-        """Which table of its name it is; that of the restored one after this process has restored it. 0: not known."""
+        """Incarnation of the table; after a restore by this process that of the restored one. 0: unknown."""
         self._plan = TablePlan(spec, self.incarnation, self.wire_dtype)
         self.spec = spec
 
@@ -95,11 +95,11 @@ class Table:
 
     @property
     def write_log(self) -> WriteLog:
-        """Which rows this client writes, of all its tables."""
+        """Log of the rows that this client writes, of all its tables."""
         return self._calls.rows.write_log
 
     def with_wire(self, wire_dtype: DTypeName | None) -> Self:
-        """The same table, whose rows travel as ``"bfloat16"``, ``"float16"`` or, with None, as they are. Raises
+        """Return the same table with rows sent as ``"bfloat16"``, ``"float16"`` or, with None, as they are. Raises
         InvalidArgument.
         """
         return type(self)(self.spec, self._calls, self._stream, wire_dtype, self.optimizer)
@@ -107,8 +107,8 @@ class Table:
     def pull(self, ids: Any) -> Any:
         """Read rows: [N] -> [N, dim] of the table's dtype. A row never written has its initial value; none is created.
 
-        With a ``wire_dtype`` they are rounded to that. Raises InvalidIds, NonFinite (a row is beyond its range; the id
-        is named), ShardUnavailable, ShardRestarted.
+        With a ``wire_dtype`` they are rounded to it. Raises InvalidIds, NonFinite (a row is out of its range; the id is
+        named), ShardUnavailable, ShardRestarted.
         """
         plan = self._plan
         checked = ids_array(ids, plan.spec.num_rows)
@@ -117,7 +117,7 @@ class Table:
         return out if type(ids) is np.ndarray else like(out, ids)
 
     def pull_async(self, ids: Any) -> Future[Any]:
-        """:meth:`pull` in the background: sent at once where the request is small and shards are other processes."""
+        """:meth:`pull` in the background: sent at once if the request is small and shards are other processes."""
         if not self._is_sent_at_once(ids):
             return self._calls.background(self.pull, ids)
 
@@ -130,7 +130,7 @@ class Table:
         return self._calls.rows.start(prepared)
 
     def present(self, ids: Any) -> npt.NDArray[np.bool_]:
-        """Return which rows exist, [N] bool: were pushed or assigned."""
+        """Return which rows exist, [N] bool: those that were pushed or assigned."""
         plan = TablePlan(self.spec, self.incarnation, None)
         checked = ids_array(ids, plan.spec.num_rows)
         out = np.empty((len(checked), plan.spec.dim), plan.dtype)
@@ -139,24 +139,24 @@ class Table:
         return present
 
     def version(self) -> int:
-        """Return the table version: the writes applied to it on the shard that has had the fewest, assigns included.
+        """Return the table version: the writes applied to it, assigns included, on the shard with the fewest.
 
-        Of a table all of whose rows are in every write (dense ids, no shard without rows counts) that is the number of
-        writes that are in every row pulled from now on. It goes on after a restore. Cost and errors are those of
-        :meth:`versions`.
+        If every write has all rows of the table (dense ids; shards without rows do not count), rows pulled from now on
+        contain that many writes. It continues after a restore. Cost and errors are those of :meth:`versions`.
         """
         return min(self.versions())
 
     def versions(self) -> tuple[int, ...]:
-        """Return the writes applied to the table by each shard, of dense ids by each that has rows, in their order.
+        """Return the writes applied to the table by each shard, in order; with dense ids only shards that have rows.
 
-        No row has changed while these have not, though their lowest, the table version, may stay where one moves: a
-        write that was given up half way is on some shards only. Costs one small request per shard. Raises
-        TableNotFound, ShardUnavailable, ShardRestarted.
+        While these are unchanged, no row has changed; the lowest, the table version, may stay while a row changes: an
+        abandoned write is on some shards only. Costs one small request per shard. Raises TableNotFound,
+        ShardUnavailable, ShardRestarted.
         """
         shards: Sequence[int] = range(self._calls.view.num_shards)
         if self.spec.num_rows is not None:
-            first_ids = np.arange(min(self.spec.num_rows, NUM_BUCKETS), dtype=np.int64)  # of every bucket that has any
+            # one of every bucket that has any
+            first_ids = np.arange(min(self.spec.num_rows, NUM_BUCKETS), dtype=np.int64)
             shards = [shard for shard, _ in self._calls.rows.routes(self._plan, first_ids)]
         return tuple(
             self._state_in(reply).writes for reply in self._calls.read([(shard, Describe()) for shard in shards])
@@ -179,16 +179,16 @@ class Table:
         """Read rows into ``out`` [N, dim] of the table's dtype, C-contiguous, without further copies.
 
         ``out`` may be rows of several arrays (float32). With ``required_sync``, raises StepMismatch unless exactly the
-        group's writes before it are applied.
+        group's earlier writes are applied.
         """
         checked = self._checked_pull(ids, out)
         self._calls.rows.pull(self._plan, checked, out, required_sync=required_sync)
 
     @property
     def state_width(self) -> int:
-        """Numbers of a row's state, which :func:`pull_together` reads where ``out`` is so wide: the bytes of the row,
-        its slots, and an int64: how often it was updated, -1 where it does not exist; then 0 up to a whole number. 0:
-        it cannot be had, for rows move at steps that do not touch them, or travel as another type.
+        """Elements of a row's state, which :func:`pull_together` reads if ``out`` is that wide: the bytes of the row,
+        its slots, and an int64 with its number of updates (-1: it does not exist), padded with 0. 0: not available, as
+        rows move at steps that do not touch them, or are sent as another type.
         """
         spec = self.spec
         if spec.counts_steps or self.wire_dtype is not None:
@@ -196,7 +196,7 @@ class Table:
         return -(-(spec.row_bytes + spec.slot_bytes + 8) // spec.numpy_dtype.itemsize)
 
     def shards_of(self, ids: Ids) -> list[tuple[int, Ids | None]]:
-        """Each shard that owns some of the ids [N], and the places of those (None: all of them)."""
+        """Return each shard that owns some of the ids [N], with their places (None: all of them)."""
         return self._calls.rows.routes(self._plan, ids)
 
     @property
@@ -221,7 +221,7 @@ class Table:
     def pull_into_async(
         self, ids: Ids, out: npt.NDArray[Any], *, required_sync: SyncGroup | None = None
     ) -> Future[None]:
-        """:meth:`pull_into` in the background; ``out`` must be left alone until the future is done."""
+        """:meth:`pull_into` in the background; do not touch ``out`` until the future is done."""
         if not self._is_sent_at_once(ids):
             return self._calls.background(self.pull_into, ids, out, required_sync=required_sync)
 
@@ -234,18 +234,18 @@ class Table:
     def push(self, ids: Any, gradients: Any, **options: Unpack[PushOptions]) -> Done:
         """Apply gradients with the table's optimizer, exactly once per shard; gradients of equal ids are summed.
 
-        The options are ``lr``, ``scale``, ``optimizer_scalars``, ``group``, ``sequence``, and what the push says of
-        its batch: ``occurrences``, ``step``, ``unix_seconds`` and ``pulled_at``. Each is described at
-        :class:`~geartrain.ams.client.rows.push_options.PushOptions`. Raises InvalidArgument, InvalidIds, InvalidRows,
-        NonFinite (nothing changed anywhere), StaleClient, SyncError, ShardUnavailable (whether that shard applied it is
-        unknown; see :meth:`prepare_push`), DataPortClosed.
+        Options are ``lr``, ``scale``, ``optimizer_scalars``, ``group``, ``sequence``, and about the batch
+        ``occurrences``, ``step``, ``unix_seconds`` and ``pulled_at``;
+        :class:`~geartrain.ams.client.rows.push_options.PushOptions` describes them. Raises InvalidArgument, InvalidIds,
+        InvalidRows, NonFinite (nothing changed anywhere), StaleClient, SyncError, ShardUnavailable (whether that shard
+        applied it is unknown; :meth:`prepare_push` can be retried), DataPortClosed.
         """
         return send_once(self._pushed(ids, gradients, options))
 
     def push_async(self, ids: Any, gradients: Any, **options: Unpack[PushOptions]) -> Future[Done]:
-        """:meth:`push` in the background; the arrays must be left alone until the future is done.
+        """:meth:`push` in the background; do not touch the arrays until the future is done.
 
-        Waits while ``max_in_flight_writes`` of the client's are on their way.
+        Blocks while ``max_in_flight_writes`` of the client's are in flight.
         """
         if not self._is_sent_at_once(ids):
             return self._calls.background(self.push, ids, gradients, **options)
@@ -262,21 +262,21 @@ class Table:
         known_distinct: bool = False,
         **options: Unpack[PushOptions],
     ) -> RowWrite:
-        """Check a push and number it, but send nothing: the write can be sent again after an error, applied once.
+        """Check and number a push without sending it: the write can be sent again after an error, and is applied once.
 
-        The arrays must be left alone until the write is sent or abandoned.
+        Do not touch the arrays until the write is sent or abandoned.
 
         Args:
             ids: [N] of the rows.
-            gradients: [N, dim]; those of equal ids are summed. Or rows of several arrays, of ids that rise.
-            step_goes_on: More pushes of the same step follow, and rows that none of them has are to move once.
-            known_finite: The caller has looked for NaN and infinity; else that is done here, a pass over the gradients.
-            checked_on_send: Leave them to be found on the way if they reach no shard all the same: one that has all
-                rows looks for itself, and then sending raises NonFinite.
-            known_distinct: No id occurs twice; else they are merged here, a look at each.
+            gradients: [N, dim]; those of equal ids are summed. Or rows of several arrays, of ascending ids.
+            step_goes_on: More pushes of the same step follow; rows that none of them has move once.
+            known_finite: The caller has checked for NaN and infinity; else a pass over the gradients does.
+            checked_on_send: Leave that check to a shard that gets all rows of the push; sending then
+                raises NonFinite, and no shard has applied them.
+            known_distinct: No id occurs twice; else duplicates are merged here, a look at each.
             options: Those of :meth:`push`.
 
-        Raises what :meth:`push` does before it sends.
+        Raises the errors of :meth:`push` from before sending.
         """
         check = CHECK_PRODUCT if known_finite else None if checked_on_send else CHECK_FINITE
         same = {"step_goes_on": step_goes_on, "are_distinct": known_distinct}
@@ -293,7 +293,7 @@ class Table:
         are_distinct: bool = False,
         is_held: bool = False,
     ) -> RowWrite:
-        """A push, checked, cut and numbered; ``check`` None: as far as one is looked through that is sent at once."""
+        """Return a checked, split and numbered push; ``check`` None: the checks of one that is sent at once."""
         plan, calls = self._plan, self._calls
         lr, scale, scalars, group = plan.settings_of(options)
         checked = ids_array(ids, plan.spec.num_rows)
@@ -303,7 +303,7 @@ class Table:
             if rows.dtype != np.float32:
                 rows, code = ops.as_bits(rows)
         if check is None:
-            # All or nothing: a shard looks for itself, so what goes to one shard at once need not be looked at twice.
+            # All or nothing: a shard checks its rows, so a push to a single shard need not be checked twice.
             check = NO_CHECK if calls.view.num_shards == 1 and group is None else CHECK_FINITE
         batch: PushBatch | None = None
         if plan.asks_for_batch or not BATCH_OPTIONS.isdisjoint(options):
@@ -326,15 +326,15 @@ class Table:
         return RowWrite(calls.rows, numbers, [plan], [prepared], [checked], group, is_held=is_held)
 
     def _is_sent_at_once(self, ids: Any) -> bool:
-        # Rows that come are counted as those that go: one thread copies all replies to where they are wanted.
+        # Replies count as much as requests: one thread copies all of them to their arrays.
         return self._calls.rows.is_sent_at_once((8 + self.spec.row_bytes) * _count(ids))
 
     def assign(self, ids: Any, rows: Any, *, sequence: int | None = None) -> Done:
-        """Overwrite rows [N, dim] of the table's dtype; their slots become zero. ids must be distinct. They travel
-        as they are, whatever the ``wire_dtype``.
+        """Overwrite rows [N, dim] of the table's dtype; their slots become zero. ids must be distinct. Rows are sent
+        unrounded, whatever the ``wire_dtype``.
 
-        ``sequence`` numbers the write as it does a :meth:`push`. Raises InvalidIds, InvalidRows, NonFinite,
-        StaleClient, ShardUnavailable.
+        ``sequence`` numbers the write as in :meth:`push`. Raises InvalidIds, InvalidRows, NonFinite, StaleClient,
+        ShardUnavailable.
         """
         plan, calls = self._plan, self._calls
         checked = ids_array(ids, plan.spec.num_rows)
@@ -359,10 +359,10 @@ class Table:
     def remove(self, ids: Any, *, sequence: int | None = None) -> int:
         """Remove rows, exactly once per shard; return their number.
 
-        From now on they are as rows that were never written: they read as their initial values, and a push begins from
-        those, without slots. ids [N] may repeat; those that have no row are passed over. ``sequence`` numbers the write
-        as it does a :meth:`push`; what takes more than ``part_bytes`` of ids is several writes, and cannot have one.
-        Raises InvalidArgument, InvalidIds, StaleClient, ShardUnavailable (whether rows of that shard went is unknown).
+        They are then like rows that were never written: they read as their initial values, and a push starts from
+        those, without slots. ids [N] may repeat; ids without a row are skipped. ``sequence`` numbers the write as in
+        :meth:`push`; a removal of more than ``part_bytes`` of ids is several writes, and cannot have one. Raises
+        InvalidArgument, InvalidIds, StaleClient, ShardUnavailable (whether rows of that shard were removed is unknown).
         """
         checked = ids_array(ids, self.spec.num_rows)
         most = max(1, self._calls.config.part_bytes // checked.itemsize)
@@ -393,29 +393,28 @@ class Table:
         dry_run: bool = False,
         progress: Callable[[ExpiredRows], None] | None = None,
     ) -> ExpiredRows:
-        """Look at all rows now and remove those that a rule says, or the table's own ``expiry``; with ``dry_run`` count
-        them.
+        """Scan all rows now and remove those that a rule, by default the table's ``expiry``, selects; with ``dry_run``
+        count them.
 
-        Shards look block by block, and answer others in between; ``progress`` is told of the rows so far after each.
-        Raises InvalidArgument (there is no rule, or it asks for what the table does not keep), ShardUnavailable (some
-        rows have gone; ask again).
+        Shards scan block by block, and answer other requests in between; ``progress`` receives the counts so far after
+        each. Raises InvalidArgument (there is no rule, or it needs data that the table does not keep), ShardUnavailable
+        (some rows were removed; call it again).
         """
         context = replace(self._stream.caller or CallContext(), table_incarnation=self.incarnation)
         ask, num_shards = partial(self._calls.read, context=context), self._calls.view.num_shards
         return expire_rows(ask, self.spec.name, num_shards, rule, dry_run=dry_run, progress=progress)
 
     def hosted(self, model: str) -> HostedCalls:
-        """Return the way to a hosted model beside this table's rows; see :mod:`geartrain.ams.programs.hosted`."""
+        """Return the calls to a hosted model beside this table's rows (:mod:`geartrain.ams.programs.hosted`)."""
         return HostedCalls(lambda: self._plan, model, self._calls, self._stream)
 
 
 def pull_together(pulls: Sequence[tuple[Table, Ids, npt.NDArray[Any]]]) -> list[list[int]]:
-    """:meth:`Table.pull_into` of several tables, those of one cluster in one request to each shard.
+    """Run :meth:`Table.pull_into` for several tables; tables of one cluster share one request to each shard.
 
-    Each is (table, distinct ids [N] in its range, out [N, dim] of its dtype), both C-contiguous. Where
-    ``out`` is [N, ``table.state_width``] it gets the states. Returns of each the writes that every shard had applied to
-    the table, what a push takes as ``pulled_at``; -1: it was not asked, or does not tell. Raises as pull_into does, but
-    ValueError for other arrays.
+    Each is (table, distinct ids [N] in its range, out [N, dim] of its dtype), both C-contiguous. An ``out`` of
+    [N, ``table.state_width``] gets the states. Returns, for each table, the writes that every shard had applied to it
+    (a push's ``pulled_at``); -1: not asked, or unknown. Raises as pull_into, but ValueError for other arrays.
     """
     clusters = dict.fromkeys([table._calls.rows for table, _, _ in pulls])
     if len(clusters) == 1:
@@ -437,19 +436,19 @@ def prepare_pushes(
     pulled_at: Sequence[Sequence[int] | None] | None = None,
     **options: Unpack[StepOptions],
 ) -> RowWrite:
-    """:meth:`Table.prepare_push` of several tables of one cluster and optimizer, as one write: cut and numbered at
-    once, and sent in one request to each shard.
+    """Prepare :meth:`Table.prepare_push` of several tables of one cluster and optimizer as one write: split and
+    numbered at once, and sent in one request to each shard.
 
     Args:
-        tables: Each once.
+        tables: The tables, each once.
         ids: Of each table [N], distinct, in its range and C-contiguous.
         gradients: Of each [N, dim], finite and C-contiguous.
         occurrences: Of each [N], as in :class:`~geartrain.ams.client.rows.push_options.PushOptions`, C-contiguous;
-            None: not known.
-        pulled_at: Of each, as there.
-        options: Those that hold for all.
+            None: unknown.
+        pulled_at: Of each table, as in PushOptions.
+        options: Shared by all tables.
 
-    Raises as prepare_push; then nothing is numbered.
+    Raises as prepare_push; then no number is used.
     """
     plans, calls = [table._plan for table in tables], tables[0]._calls
     lr, scale, scalars, group = plans[0].settings_of(options)
@@ -472,7 +471,7 @@ def prepare_pushes(
 
 
 def next_step(tables: Sequence[Table]) -> int:
-    """Return the step after the largest that a push said to any of these tables of one cluster; 0: none said one.
+    """Return the step after the largest that a push to any of these tables of one cluster reported; 0: none did.
 
     Costs one small request per shard. Raises as :meth:`Table.versions`.
     """
@@ -492,7 +491,7 @@ def _duplicates(ids: Ids, count: int) -> InvalidArgument:
 
 
 def _count(ids: Any) -> int:
-    """How many ids there are; 0 if these are none, which is for others to say."""
+    """Return the number of ids; 0 if these are none, which later checks report."""
     try:
         return len(ids)
     except TypeError:

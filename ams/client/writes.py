@@ -1,7 +1,7 @@
-"""Writes that are applied once: their numbers, and writes on their way to their shards.
+"""Numbered writes that shards apply once, and their delivery to the shards.
 
-A client's stream has a name. The writes that nobody numbers are numbered here, and their numbers mean something in
-this process only. A caller may number writes itself, by its step: such a number means the same after a restart.
+A client's stream has a name. Writes without a number of the caller's are numbered here, and their numbers are valid in
+this process only. A caller's number, such as its step, means the same after a restart.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _SHARDS: Callable[[PreparedWrite], Sequence[int]] = attrgetter("shards")
 class WriteStream:
     """Numbers the writes of one process. Thread-safe.
 
-    At most ``window`` numbers are open at once, and with those of held writes ``WRITE_WINDOW``: the shards remember
-    replies only that far.
+    At most ``window`` numbers are open at once, or ``WRITE_WINDOW`` with those of held writes: shards remember that
+    many replies.
     """
 
     def __init__(self, window: int, name: str, incarnation: int) -> None:
@@ -49,22 +49,22 @@ class WriteStream:
         self._next = 1
         self._open: dict[int, None] = {}
         self._lock = threading.Lock()
-        """For who begins. Not a Condition: Ctrl-C on the main thread would leave one locked (see
+        """Held to begin a write. Not a Condition: Ctrl-C on the main thread would leave one locked (see
         geartrain.ams.values.interrupts)."""
         self._waiting: deque[threading.Lock] = deque()
-        """Locks that :meth:`reserve` waits for."""
+        """Locks of the threads that wait in :meth:`reserve`."""
         self._is_closed = False
         self.is_closing = False
-        """Set, a write begins yet, but waits no longer than :data:`_WARN_SECONDS` for another one to end."""
+        """If set, a write may begin, but waits at most :data:`_WARN_SECONDS` for another one to end."""
 
     def reserve(self, begun: list[int], count: int = 1, *, is_held: bool = False) -> None:
-        """Add the next ``count`` numbers to ``begun``: whatever breaks the caller off, who has that can end them.
+        """Append the next ``count`` numbers to ``begun``, so that they can be ended even if the caller is interrupted.
 
-        Blocks while the oldest open write is a whole window behind. ``is_held``: the caller may prepare others before
-        it sends this one, as those of all modules at a step, and would wait for itself. Raises InvalidArgument, and
-        Unavailable once the stream is closed.
+        Blocks while the oldest open write is a whole window behind. ``is_held``: the caller may prepare more writes
+        before it sends this one, such as those of all modules at a step, and would block itself. Raises
+        InvalidArgument, and Unavailable once the stream is closed.
         """
-        if count > WRITE_WINDOW:  # shards would apply some, and refuse the others however often they are sent
+        if count > WRITE_WINDOW:  # shards would apply some, and always refuse the others
             raise InvalidArgument(
                 f"{count:,} tables are written at once; at most {WRITE_WINDOW:,} can be, for shards remember so many. "
                 "Train them in several groups, each with a RowOptimizer of its own"
@@ -77,11 +77,11 @@ class WriteStream:
                 oldest = min(list(self._open), default=first)
                 if first + count - oldest <= window:
                     numbers = range(first, first + count)
-                    self._open.update(dict.fromkeys(numbers))  # before _next says so: oldest() takes no lock
+                    self._open.update(dict.fromkeys(numbers))  # before _next shows them: oldest() takes no lock
                     self._next = first + count
                     begun.extend(numbers)
                     return
-            if ended is None:  # to be looked for once more: a number may have ended before somebody waited for that
+            if ended is None:  # look once more: a number may have ended before this thread waited
                 ended = threading.Lock()
                 ended.acquire()
                 self._waiting.append(ended)
@@ -91,35 +91,35 @@ class WriteStream:
                     "write %d waits for write %d, which was prepared %d writes ago: send it, or abandon() it",
                     *(first, oldest, first - oldest),
                 )
-                if self.is_closing:  # else whoever ends the cluster waits for this one, and for each behind it
+                if self.is_closing:  # else closing the cluster would wait for this write, and each behind it
                     self.close()
             ended = None
         raise Unavailable(CLOSED)
 
     def close(self) -> None:
-        """Nobody waits any more for a write that was prepared and is not sent."""
+        """Stop waits for writes that were prepared and are not sent."""
         self._is_closed = True
         self.finish()
 
     def finish(self, *sequences: int) -> None:
-        """The writes are acknowledged, or given up: they will not be sent again. Waits for nothing: the garbage
+        """Record that writes are acknowledged or abandoned: they are not sent again. Does not block: the garbage
         collector calls it, at any place of any thread.
         """
         for sequence in sequences:
             self._open.pop(sequence, None)
         while self._waiting:
-            with suppress(IndexError):  # another thread has let it go on
+            with suppress(IndexError):  # another thread has released it
                 self._waiting.popleft().release()
 
     def oldest(self) -> int:
-        """The number below which every write was acknowledged, or given up."""
-        following = self._next  # read first: what begins meanwhile is not below it
+        """Return the number below which every write was acknowledged or abandoned."""
+        following = self._next  # read first: writes that begin meanwhile are not below it
         return min(list(self._open), default=following)
 
 
 @dataclass(frozen=True)
 class GivenNumber:
-    """The number that the caller gave to one write."""
+    """Number that the caller gave to one write."""
 
     name: str
     incarnation: int
@@ -127,25 +127,25 @@ class GivenNumber:
     acknowledged: Callable[[], int]
 
     def reserve(self, begun: list[int], count: int = 1, *, is_held: bool = False) -> None:  # noqa: ARG002
-        """See :class:`WriteStream`."""
+        """Append the given number to ``begun``."""
         begun.append(self.sequence)
 
     def finish(self, *sequences: int) -> None:
-        """It may be sent again, by this process or the next: :meth:`ClientStream.acknowledge` ends it."""
+        """Do nothing: this process or the next may send it again, until :meth:`ClientStream.acknowledge`."""
 
     def oldest(self) -> int:
-        """See :class:`WriteStream`."""
+        """Return the oldest number that is not acknowledged."""
         return self.acknowledged()
 
 
 Numbers = WriteStream | GivenNumber
-"""Where a write has its number from. Thread-safe."""
+"""Source of a write's number. Thread-safe."""
 
 
 class ClientStream:
-    """The writes of one client: those it numbers and those it does not. Thread-safe.
+    """Write numbers of one client: its own and those given by the caller. Thread-safe.
 
-    Without a name it is nobody's successor. With one, the shards refuse lower incarnations of the same name.
+    Without a name it succeeds no process. With one, the shards refuse lower incarnations of the same name.
     """
 
     def __init__(self, window: int, name: str | None = None, incarnation: int = 1) -> None:
@@ -154,30 +154,31 @@ class ClientStream:
         self.incarnation = incarnation
         self.acknowledged = 0
         """Numbers below this one that the caller gave are not used again."""
-        # Named, its numbers begin anew with every incarnation, so each has a stream of its own.
+        # Numbers start again with every incarnation, so each named one has a stream of its own.
         own = f"{self.unnumbered}/{self.incarnation}" if self.is_named else self.name
         self._unnumbered = WriteStream(window, own, self.incarnation)
 
     def close_soon(self) -> None:
-        """Let begin what was asked for, but not wait for writes that nobody sends."""
+        """Let waiting writes begin, but no longer wait for writes that are never sent."""
         self._unnumbered.is_closing = True
 
     def close(self) -> None:
-        """No write begins any more, and nobody waits to begin one."""
+        """Refuse new writes, and end all waits to begin one."""
         self._unnumbered.close()
 
     @property
     def unnumbered(self) -> str:
-        """The job that fences the writes that nobody numbered."""
+        """Job name that fences the writes without a caller's number."""
         return f"{self.name}/process"
 
     @property
     def caller(self) -> CallContext | None:
-        """Who calls, for what is no write but only the present incarnation may do; None without a name."""
+        """Identity of the caller for calls other than writes, which the present incarnation alone may make; None: no
+        name."""
         return CallContext(stream=self.name, incarnation=self.incarnation) if self.is_named else None
 
     def numbers(self, table: str, sequence: int | None) -> Numbers:
-        """Return where a write to ``table`` has its number from. Raises InvalidArgument."""
+        """Return the source of numbers for a write to ``table``. Raises InvalidArgument."""
         if sequence is None:
             return self._unnumbered
         if not self.is_named:
@@ -195,7 +196,7 @@ class ClientStream:
         return GivenNumber(f"{self.name}/table/{table}", self.incarnation, sequence, lambda: self.acknowledged)
 
     def acknowledge(self, sequence: int) -> None:
-        """No write numbered below ``sequence`` is sent again. Shards learn it with the next numbered write."""
+        """Declare that no write below ``sequence`` is sent again. Shards learn it with the next numbered write."""
         self.acknowledged = max(self.acknowledged, integer("sequence", sequence, 0, 2**63 - 1))
 
 
@@ -210,22 +211,22 @@ def check_stream(name: str | None, incarnation: int | None) -> None:
 
 
 def checked_incarnation(incarnation: int) -> int:
-    """Return the incarnation of a stream or job. Raises InvalidArgument."""
+    """Return the checked incarnation of a stream or job. Raises InvalidArgument."""
     return integer("incarnation", incarnation, 1, 2**63 - 1)
 
 
 class Write(ABC):
-    """A write, prepared: numbered and cut by shard. :meth:`send` may be called again after an error.
+    """A prepared write: numbered and split by shard. :meth:`send` may be repeated after an error.
 
-    A repeated send reaches only the shards that have not answered, under the same number, so that no shard applies
-    the write twice. One of several tables has a number for each. Not thread-safe.
+    A repeated send reaches only the shards that have not answered, under the same number, so that no shard applies the
+    write twice. A write to several tables has a number for each. Not thread-safe.
     """
 
     _begun: list[int] | tuple[()] = ()
-    """Its numbers, as soon as they are open."""
+    """Numbers of the write, as soon as they are open."""
 
     _logged: Sequence[int | None] = ()
-    """Of each table its number in the log of writes, once it was announced and where somebody reads that."""
+    """Number in the write log for each table, once announced, if the log has readers."""
 
     def __init__(
         self,
@@ -238,17 +239,17 @@ class Write(ABC):
         *,
         is_held: bool = False,
     ) -> None:
-        """The ``tables`` that are there now are meant, for half of a write may be lost with one that is restored later.
+        """Prepare a write to the present ``tables``: half of it may be lost with a table that is restored later.
 
-        ``shards``: of each table those that have a part. ``group``: it is one rank's part of a joint step. ``log`` is
-        told of the ``ids`` of each table whose rows it touches. ``is_held``: see :meth:`WriteStream.reserve`.
+        ``shards``: of each table those with a part. ``group``: the write is one rank's part of a joint step. ``log``
+        receives the ``ids`` of each table whose rows it touches. ``is_held``: as in :meth:`WriteStream.reserve`.
         """
         self.shards = shards
         self._numbers = numbers
         self._tables = tables
         self._log, self._ids = log, ids
         self._pending = list(shards)
-        """Of each table those that have not answered."""
+        """Shards of each table that have not answered."""
         self._group = group
         self._created = [0] * len(shards)
         self._duplicate = False
@@ -257,42 +258,42 @@ class Write(ABC):
         numbers.reserve(begun, len(shards), is_held=is_held)
 
     def __del__(self) -> None:
-        """Nobody can send what nobody holds: else a number would stay open for ever."""
+        """End the numbers of a write that no caller holds, which would otherwise stay open for ever."""
         if self._begun:
             self._close()
 
     @property
     def is_on_a_shard(self) -> bool:
-        """Whether a shard has answered that it has applied its part."""
+        """Whether some shard has confirmed its part."""
         return any(len(left) < len(asked) for left, asked in zip(self._pending, self.shards, strict=True))
 
     @property
     def is_sent(self) -> bool:
-        """Whether every shard has answered that it has applied its part."""
+        """Whether every shard has confirmed its part."""
         return not any(self._pending)
 
     @abstractmethod
     def send(self) -> Done:
         """Send to every shard that has not answered yet; return the joint reply.
 
-        Raises the first GeartrainError of a shard; the shards that answered keep the write, the others may be tried
-        again with the same write. Raises StepPartlyApplied if it is one rank's part of a joint step that some shards
-        have applied and one refuses.
+        Raises the first GeartrainError of a shard; shards that answered keep the write, and the same write may be sent
+        again to the others. Raises StepPartlyApplied if it is one rank's part of a joint step that some shards have
+        applied and one refuses.
         """
 
     def announce(self) -> None:
-        """Let those who keep rows know that these change from now on. To send it does so, too."""
+        """Record in the write log that the rows change from now on. :meth:`send` does so, too."""
         if self._log is not None and self._log.readers and not self._logged:
             pairs = zip(self._tables, self._ids, strict=True)
             self._logged = [self._log.start(table.spec.name, ids) for table, ids in pairs]
 
     def abandon(self) -> None:
-        """Give the write up. On shards that have not answered it is unknown whether it was applied."""
+        """Abandon the write. Whether shards that have not answered applied it is unknown."""
         self._pending = [()] * len(self.shards)
         self._close()
 
     def _close(self) -> None:
-        """It is not sent again."""
+        """End its numbers: it is not sent again."""
         self._numbers.finish(*self._begun)
         self._begun = ()
         for number in self._logged:
@@ -300,9 +301,7 @@ class Write(ABC):
                 self._log.finish(number)
 
     def _record_replies(self, replies: Sequence[WriteReply]) -> Done:
-        """Note what an attempt has come to, of each table that was not done; return the joint reply of all attempts, or
-        raise.
-        """
+        """Record an attempt's outcome for each unfinished table; return the joint reply of all attempts, or raise."""
         failed: list[tuple[int, int, BaseException]] = []
         said = iter(replies)
         for place, pending in enumerate(self._pending):
@@ -326,7 +325,7 @@ class Write(ABC):
         return Done(created=sum(self._created), duplicate=self._duplicate)
 
     def _failed_of(self, place: int, outcomes: Sequence[WriteOutcome]) -> list[tuple[int, int, BaseException]]:
-        """Note what each shard has answered that was left of a table; return those that have not done their part."""
+        """Record the answers of a table's remaining shards; return those that failed."""
         failed: list[tuple[int, int, BaseException]] = []
         for shard, outcome in zip(self._pending[place], outcomes, strict=True):
             if isinstance(outcome, Done):
@@ -338,7 +337,7 @@ class Write(ABC):
         return failed
 
     def _error_of(self, failed: Sequence[tuple[int, int, BaseException]]) -> BaseException:
-        """What to raise for the errors of some shards: the first, unless a step is half applied for good."""
+        """Return the error to raise for some shards: the first, unless a step is half applied for good."""
         for place, shard, error in failed:
             if isinstance(error, GeartrainError) and not isinstance(error, Unavailable | Fenced):
                 group, name, asked = self._group, self._tables[place].spec.name, len(self.shards[place])
@@ -356,11 +355,11 @@ class Write(ABC):
 
 
 Deliver = Callable[[Sequence[int], CallContext], Sequence[WriteOutcome]]
-"""Sends a write to some of its shards; returns what each of them answered."""
+"""Function that sends a write to some of its shards; returns each one's answer."""
 
 
 class MessageWrite(Write):
-    """A write to one table that carries no rows: removed ids, or gradients of a hosted model."""
+    """A write to one table without rows: removed ids, or gradients of a hosted model."""
 
     def __init__(
         self,
@@ -392,18 +391,18 @@ class MessageWrite(Write):
 
 
 class WrittenPart(NamedTuple):
-    """What became of one table's part of a write of rows."""
+    """Outcome of one table's part of a write of rows."""
 
     shards: Sequence[int]
-    """Those that have rows of it."""
+    """Shards that have rows of it."""
     created: int
-    """Rows that it has made on the shards that have answered."""
+    """Rows created on the shards that have answered."""
     log_number: int | None
-    """Its number in the log of writes, once it was announced and where somebody reads that."""
+    """Its number in the write log, once announced, if the log has readers."""
 
 
 class RowWrite(Write):
-    """A write of rows, of one table or several. Several of them can be sent together."""
+    """A write of rows to one table or several. Several RowWrites can be sent together."""
 
     def __init__(
         self,
@@ -422,11 +421,11 @@ class RowWrite(Write):
         super().__init__(numbers, tables, list(map(_SHARDS, prepared)), group, rows.write_log, ids, is_held=is_held)
 
     def part(self, place: int) -> WrittenPart:
-        """What became of the part of the table at this place."""
+        """Return the outcome for the table at this place."""
         return WrittenPart(self.shards[place], self._created[place], self._logged[place] if self._logged else None)
 
     def copy_rows(self) -> None:
-        """Copy what is not sent yet: from now on its arrays are the caller's own."""
+        """Copy unsent rows: from now on the caller may reuse its arrays."""
         if not self.is_sent:
             for prepared in self._prepared:
                 prepared.keep_rows()
@@ -437,9 +436,9 @@ class RowWrite(Write):
         return self._record_replies(self._rows.write(requests) if requests else ())
 
     def send_with(self, others: Sequence[RowWrite]) -> None:
-        """:meth:`send` this one and others: what goes to a shard, in one request for all of them.
+        """:meth:`send` this write and others, in one request to each shard.
 
-        Raises the first error once all were sent. Who sends them again reaches only the shards that have not answered.
+        Raises the first error once all were sent. A repetition reaches only the shards that have not answered.
         """
         left = [write for write in (self, *others) if not write.is_sent]
         errors = []
@@ -452,7 +451,7 @@ class RowWrite(Write):
                     write._record_replies([next(replies) for _ in requests])
                 except GeartrainError as exc:
                     errors.append(exc)
-            del replies  # see _settle
+            del replies  # as in _settle
         if errors:
             try:
                 raise errors[0]
@@ -460,7 +459,7 @@ class RowWrite(Write):
                 del errors
 
     def send_and_pull(self, out: ScatteredRows) -> tuple[Done, tuple[int, ...] | None]:
-        """:meth:`send` a push of one table and no group, and read its rows; see :meth:`RowCalls.write_and_pull`."""
+        """:meth:`send` a push of one table without a group, and read its rows, as :meth:`RowCalls.write_and_pull`."""
         if self.is_sent or self.is_on_a_shard:
             return self.send(), None
         failpoints.reach("client.send.before")
@@ -468,7 +467,7 @@ class RowWrite(Write):
         return self._record_replies([reply]), writes
 
     def to_begin(self) -> PreparedCall:
-        """This write of one table, not sent yet, for :meth:`RowCalls.start`. It is given up where it fails."""
+        """Return this unsent write of one table for :meth:`RowCalls.start`. It is abandoned if it fails."""
         failpoints.reach("client.send.before")
         requests: list[RowsToWrite] = []
 
@@ -486,7 +485,7 @@ class RowWrite(Write):
         return PreparedCall(send, finish, self.abandon)
 
     def _rows_to_send(self, *, or_nothing: bool = False) -> list[RowsToWrite]:
-        """What is sent now, of each table not done; ``or_nothing``: of one that has no rows to send, too."""
+        """Return the requests to send now, of each unfinished table; ``or_nothing``: also of one without rows."""
         if self._rows.write_log.readers:
             self.announce()
         stream, incarnation, oldest = self._numbers.name, self._numbers.incarnation, self._numbers.oldest()
@@ -499,7 +498,7 @@ class RowWrite(Write):
 
 
 def send_once(write: Write) -> Done:
-    """Send a write that nobody will send again: after an error it is abandoned."""
+    """Send a write that is never repeated: after an error it is abandoned."""
     try:
         return write.send()
     except BaseException:

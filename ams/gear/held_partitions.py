@@ -1,4 +1,4 @@
-"""The partitions that a slow gear holds: leased from the scheduler, kept up, shared out anew when others come or go."""
+"""Partitions of a slow gear: leased from the scheduler, renewed, and rebalanced when others come or go."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _TICKS_PER_LEASE = 10
 _LONGEST_TICK_SECONDS = 1.0
 _SOON_SECONDS = 0.02
 _MARGIN = 0.05
-"""Of a lease: so much earlier than the scheduler a slow gear believes that its lease has run out."""
+"""Part of a lease by which a slow gear considers it ended earlier than the scheduler does."""
 
 
 class Leases(Protocol):
-    """The part of :class:`geartrain.ams.client.data_streams.DataStreams` that is used here."""
+    """The methods of :class:`geartrain.ams.client.data_streams.DataStreams` that are used here."""
 
     def lease(self) -> StreamLease:
-        """Take what is this gear's share."""
+        """Lease this gear's share."""
 
     def commit(self) -> StreamRenewal:
-        """Prolong the lease."""
+        """Renew the lease."""
 
     def release(self, streams: Sequence[int] | None = None) -> None:
-        """Give partitions back; None: all."""
+        """Release partitions; None: all."""
 
 
 class HeldPartitions:
-    """What this slow gear may answer for. Thread-safe; :meth:`tick` is for one thread.
+    """Partitions that this slow gear serves. Thread-safe; :meth:`tick` is for one thread.
 
-    ``before_release`` is called before partitions go to others: what waits for them here has to be applied first.
+    ``before_release`` is called before partitions go to others, to apply their waiting gradients first.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class HeldPartitions:
 
     @property
     def now(self) -> frozenset[int]:
-        """The partitions it holds; none once the lease may have run out."""
+        """Partitions it holds; none once the lease may have ended."""
         return self._held if self._clock() < self._until else frozenset()
 
     @property
     def tick_seconds(self) -> float:
-        """How often :meth:`tick` should be called."""
+        """Interval at which :meth:`tick` should be called."""
         if self._applying is not None:
             return _SOON_SECONDS
         return min(_LONGEST_TICK_SECONDS, self._lease_seconds / _TICKS_PER_LEASE)
@@ -91,8 +91,8 @@ class HeldPartitions:
             )
 
     def tick(self) -> None:
-        """Prolong the lease; take and give back what the scheduler asks for. Raises StaleClient if another process has
-        this gear's address."""
+        """Renew the lease; lease and release partitions as the scheduler asks. Raises StaleClient if another process
+        has this gear's address."""
         if self._has_left:
             return
         try:
@@ -117,11 +117,11 @@ class HeldPartitions:
             self._lease(self._clock())
 
     def refuse(self) -> None:
-        """Answer for nothing from now on; the lease goes on."""
+        """Refuse all requests from now on; the lease continues."""
         self._is_leaving = True
 
     def release_all(self) -> None:
-        """Give all back."""
+        """Release all partitions."""
         self.refuse()
         self._background.shutdown(wait=True)
         self._has_left = True
@@ -133,7 +133,7 @@ class HeldPartitions:
                 logger.warning("partitions are not given back, they will be free after their lease: %s", exc)
 
     def _release(self, partitions: Sequence[int]) -> None:
-        """Release them, once what waits for them is applied: meanwhile the lease is kept up."""
+        """Release partitions once their waiting gradients are applied; meanwhile the lease is renewed."""
         if self._applying is None:
             self._applying = self._background.submit(self._before_release)
         if self._applying.done():
@@ -153,8 +153,9 @@ class HeldPartitions:
 
 
 class Ticker:
-    """A thread that ticks until it is stopped, whatever a tick raises. ``on_stale`` is called, once, when it cannot go
-    on: StaleClient."""
+    """A thread that ticks until it is stopped, whatever a tick raises. ``on_stale`` is called once if StaleClient ends
+    it.
+    """
 
     def __init__(
         self,
@@ -170,7 +171,7 @@ class Ticker:
         self._thread.start()
 
     def stop(self) -> None:
-        """End it. Idempotent."""
+        """Stop the thread. Idempotent."""
         self._ended.set()
         self._thread.join()
 
@@ -184,6 +185,6 @@ class Ticker:
                 return
             except GeartrainError as exc:
                 logger.warning("%s", exc)
-            except Exception:  # of the user's module, whatever it is: the lease goes on
+            except Exception:  # the user's module may raise anything: the lease goes on
                 logger.exception("what a slow gear does now and then failed; it is tried again")
             self._ended.wait(self._seconds())

@@ -1,4 +1,4 @@
-"""Query of the process at a shard's address: a newcomer there may be the holder's successor, or its duplicate."""
+"""Query of the process at a shard's address: a newcomer there may be its successor, or a duplicate."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _ANSWER_SECONDS = 1.0
 
 
 def incarnations_at(address: str) -> set[int]:
-    """Return the incarnations of all that answer at ``"host:port"``; 0: one that has no shard yet, or is none.
+    """Return the incarnations of all processes that answer at ``"host:port"``; 0: one without a shard.
 
-    A name may be that of several machines: all of them are asked. Raises AttemptFailed if one keeps silent.
+    A name may resolve to several machines: all are asked. Raises AttemptFailed if one does not answer.
     """
     host, port = split_address(address)
     hosts = {host}
-    with suppress(OSError):  # one that cannot be resolved is asked for by its name: gRPC says what is wrong
+    with suppress(OSError):  # an unresolvable one is asked by its name: gRPC reports the error
         hosts = {str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     answers = [_incarnation_at(f"[{name}]:{port}" if ":" in name else f"{name}:{port}") for name in hosts]
     return {incarnation for incarnation in answers if incarnation is not None}

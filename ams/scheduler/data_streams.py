@@ -1,15 +1,15 @@
-"""Data streams: which worker reads which part of a job's data, and how far.
+"""Data streams: leases of a job's data to its workers, with committed cursors.
 
-A job's data are a fixed number of logical streams, however many workers read them. A worker leases streams, reads on
-from their cursors and commits how far it has come; what it leaves, or loses with its lease, another reads on from the
-last committed cursor. So each position is with at most one worker at a time, and is committed once.
+A job's data are a fixed number of logical streams, however many workers read them. A worker leases streams, reads from
+their cursors on and commits its progress; a stream that it releases, or loses with its lease, another worker resumes
+from the last committed cursor. So each position is with at most one worker at a time, and is committed once.
 
-A cursor is (epoch, position). A stream that has ended epoch e is at (e + 1, 0) and is not read before all streams
-have ended e: every epoch is exact, and the job's epoch is the lowest of its streams. Its holder keeps it meanwhile.
+A cursor is (epoch, position). A stream that has ended epoch e is at (e + 1, 0) and is not read before all streams have
+ended e: every epoch is exact, and the job's epoch is the lowest of its streams. Its holder keeps it meanwhile.
 
-A job may ask to be restored by the scheduler. Then a snapshot is taken while nobody reads, so that its rows are those
-of the cursors in it; and a worker that is lost with streams in its hands, or rows that are lost with a shard, take
-tables and cursors back to the newest one. Here is what is due; :mod:`geartrain.launch.connected.restorer` does it.
+A job may ask the scheduler to restore it. Then a snapshot is taken while no worker reads, so that its rows match its
+cursors; a worker lost while it holds streams, or rows lost with a shard, return tables and cursors to the newest
+snapshot. Here is recorded what is due; :mod:`geartrain.launch.connected.restorer` carries it out.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ MAX_STREAMS = 4096
 MOST_READ = 2**62
 """Largest epoch or position of a cursor."""
 _MOST_GONE = 256
-"""Workers without a lease that a job remembers: names are new for each process where containers make them."""
+"""Workers without a lease that a job remembers: containers make new names for each process."""
 _KIND, _FENCE = "streams", "fence"
 _BUSY_SECONDS = 0.2
 Due = Literal["", "snapshot", "restore"]
-"""What the scheduler is to do for a job before anybody reads on."""
+"""Action that the scheduler owes a job before reading continues."""
 
 
 class RestoredJob(NamedTuple):
-    """A job that is restored by the scheduler."""
+    """A job that the scheduler restores."""
 
     order: RestoreOrder
     number: int
-    """Of the order, in its snapshots: those of an earlier job of the name are another's."""
+    """Number of the order, stored in its snapshots: it tells those of an earlier job of the name apart."""
     due: Due
     is_read: bool
-    """A worker has a lease."""
+    """Whether a worker has a lease."""
 
 
 @dataclass(frozen=True)
 class _Worker:
     incarnation: int
     deadline: float
-    """When its lease runs out."""
+    """End of its lease."""
 
 
 @dataclass
@@ -65,14 +65,14 @@ class _Job:
     cursors: list[Cursor]
     holders: list[str | None]
     workers: dict[str, _Worker] = field(default_factory=dict)
-    """Those with a lease."""
+    """Workers with a lease."""
     incarnations: dict[str, int] = field(default_factory=dict)
-    """The highest of each worker that has a lease, and of the last that had one; the latest at the end."""
+    """Highest incarnation of each worker with a lease, and of the last that had one; newest at the end."""
     data: str = ""
-    """What the streams are parts of, in the words of the first worker that said so."""
+    """Name of the data, as the first worker gave it."""
     expected_workers: int = 1
     expected_until: float = float("-inf")
-    """So long streams are kept for ``expected_workers``, though fewer have come."""
+    """Time until which streams are reserved for ``expected_workers``, though fewer have come."""
     restore: RestoreOrder | None = None
     order_number: int = 0
     due: Due = ""
@@ -91,7 +91,7 @@ class _Job:
 
     @property
     def free(self) -> list[int]:
-        """Streams that nobody holds, those to be read now first."""
+        """Free streams, those to be read now first."""
         nobody = [stream for stream, holder in enumerate(self.holders) if holder is None]
         return sorted(nobody, key=lambda stream: self.cursors[stream].epoch)
 
@@ -100,19 +100,19 @@ class _Job:
         self.holders = [None if holder == worker else holder for holder in self.holders]
 
     def lose(self, worker: str) -> None:
-        """Drop a worker that ended without a word. What it read may be in the rows, in part."""
+        """Drop a worker that ended without release. The rows may contain part of its reads."""
         must_go_back = self.restore is not None and worker in self.holders
         self.drop(worker)
         if must_go_back:
             self.end_leases()
 
     def end_leases(self) -> None:
-        """End every lease: nobody reads before tables and cursors are restored."""
+        """End every lease: no worker reads before tables and cursors are restored."""
         self.due, self.holders = "restore", [None] * len(self.holders)
         self.workers.clear()
 
     def record_lease(self, worker: str, incarnation: int) -> None:
-        """Note who has a lease now; of those who have none any more the earliest is forgotten."""
+        """Record a worker with a lease; of those without one the earliest is forgotten."""
         self.incarnations.pop(worker, None)
         self.incarnations[worker] = incarnation
         gone = [name for name in self.incarnations if name not in self.workers]
@@ -120,17 +120,17 @@ class _Job:
             del self.incarnations[name]
 
     def share(self, worker: str, now: float) -> int:
-        """How many streams a worker should hold: as many as each other, or one more."""
+        """Return the number of streams a worker should hold: an even share, or one more."""
         count = max(len(self.workers), self.expected_workers if now < self.expected_until else 0)
         least, more = divmod(len(self.cursors), count)
-        # Those who hold most keep the odd ones, so that the fewest move.
+        # Workers that hold most keep the odd ones, so that the fewest move.
         held = Counter(self.holders)
         order = sorted(self.workers, key=lambda name: (-held[name], name))
         return least + (order.index(worker) < more)
 
 
 class StreamLeases:
-    """The data streams of all jobs. Thread-safe. What a method returns or acknowledges was written to the store."""
+    """Data streams of all jobs. Thread-safe. Results and acknowledgements were first written to the store."""
 
     def __init__(
         self,
@@ -139,15 +139,15 @@ class StreamLeases:
         clock: Callable[[], float] = time.monotonic,
         incarnations: Incarnations | None = None,
     ) -> None:
-        """Go on from what ``store`` holds; every worker has a whole lease from now.
+        """Load the state in ``store``; every worker has a whole lease from now.
 
-        ``incarnations`` learns of those that callers chose; None: that of the store.
+        ``incarnations`` records those that callers chose; None: that of the store.
         """
         self.lease_seconds = lease_seconds
         self.can_restore = False
-        """Whether somebody does what is due, and remembers it."""
+        """Whether a restorer carries out what is due, and the store is durable."""
         self._refusals: dict[str, GeartrainError] = {}
-        """By job, why there could be no first snapshot."""
+        """Error that prevented the first snapshot, by job."""
         self._incarnations = Incarnations(store) if incarnations is None else incarnations
         self._store = store
         self._clock = clock
@@ -160,16 +160,14 @@ class StreamLeases:
             if key.startswith(f"{_FENCE}/"):
                 fence = json.loads(value)
                 self._fences[fence["job"]] = fence["incarnation"]
-                self._incarnations.record_seen(
-                    fence["incarnation"]
-                )  # it may have come when a shard had said a higher one
+                self._incarnations.record_seen(fence["incarnation"])  # a shard may have reported a higher one before
             if key.startswith(f"{_KIND}/"):
                 name, job = _from_json(value, clock() + lease_seconds)
                 self._jobs[name] = job
                 self._incarnations.record_seen(max(job.incarnations.values(), default=0))
 
     def pulse(self) -> None:
-        """Note that the scheduler runs. To be called several times a lease, or never."""
+        """Record that the scheduler runs. To be called several times a lease, or never."""
         with self._lock:
             self._stops.pulse()
 
@@ -183,12 +181,12 @@ class StreamLeases:
         data: str = "",
         restore: RestoreOrder | None = None,
     ) -> StreamLease:
-        """Give a worker its share of the free streams; return all that it holds, at their committed cursors.
+        """Lease a worker its share of the free streams; return all that it holds, at their committed cursors.
 
-        For one lease after the first worker's, streams are kept for ``num_workers``. A higher incarnation takes the
-        place of a lower one of the same name. Raises StaleClient, and InvalidArgument, also for other ``data`` or
-        another ``restore`` than those of the job; Busy while the job is saved or restored, and, once, whatever kept it
-        from having its first snapshot.
+        During the first worker's lease, streams are reserved for ``num_workers``. A higher incarnation takes the place
+        of a lower one of the same name. Raises StaleClient; InvalidArgument, also for other ``data`` or another
+        ``restore`` than the job's; Busy while the job is saved or restored; and, once, the error that prevented its
+        first snapshot.
         """
         checked_name("job", job)
         checked_name("worker", worker)
@@ -241,7 +239,7 @@ class StreamLeases:
             return StreamLease(epoch=changed.epoch, lease_seconds=self.lease_seconds, cursors=cursors, tables=tables)
 
     def renew(self, job: str, worker: str, incarnation: int, cursors: Mapping[int, Cursor]) -> StreamRenewal:
-        """Commit how far a worker has come, all or nothing, and prolong its lease.
+        """Commit a worker's progress, all or nothing, and renew its lease.
 
         Raises StaleClient (the worker has lost its lease, or was superseded; nothing is committed), InvalidArgument.
         """
@@ -251,7 +249,7 @@ class StreamLeases:
             held, share = changed.held_by(worker), changed.share(worker, self._clock())
             is_paused = changed.due == "snapshot"
             surplus = max(0, len(held) - share)
-            # Ended ones first: nothing of them is being read.
+            # Ended ones first: they are not being read.
             by_use = sorted(held, key=lambda stream: (-changed.cursors[stream].epoch, -stream))
             return StreamRenewal(
                 epoch=changed.epoch,
@@ -271,8 +269,8 @@ class StreamLeases:
         *,
         lost: bool = False,
     ) -> None:
-        """Commit ``cursors``, then give ``streams`` back; None: all, and the worker leaves, ``lost`` in the middle of a
-        step. Raises as :meth:`renew`."""
+        """Commit ``cursors``, then release ``streams``; None: all, and the worker leaves, if ``lost`` in the middle of
+        a step. Raises as :meth:`renew`."""
         with self._lock:
             changed = self._committed(job, worker, incarnation, cursors)
             if lost:
@@ -285,13 +283,13 @@ class StreamLeases:
             self._commit(job, changed)
 
     def cursors(self, job: str) -> dict[int, Cursor]:
-        """Return the committed cursor of every stream; nothing if the job has none."""
+        """Return the committed cursor of every stream; empty if the job has none."""
         with self._lock:
             known = self._jobs.get(job)
             return {} if known is None else dict(enumerate(known.cursors))
 
     def holders(self, job: str) -> StreamHolders:
-        """Return who holds each stream now: workers whose lease has run out hold none."""
+        """Return the holder of each stream; workers whose lease has ended hold none."""
         with self._lock:
             if job not in self._jobs:
                 return StreamHolders(lease_seconds=self.lease_seconds, holders=(), incarnations={})
@@ -301,7 +299,7 @@ class StreamLeases:
             )
 
     def readers(self) -> dict[str, tuple[int, int, int]]:
-        """Of each job that is read: its workers, its epoch, and streams of that epoch that nobody reads."""
+        """Return, for each job that is read: its workers, its epoch, and unread streams of that epoch."""
         with self._lock:
             found, now = {}, self._clock()
             for name, job in self._jobs.items():
@@ -312,9 +310,9 @@ class StreamLeases:
             return found
 
     def restore(self, job: str, incarnation: int, cursors: Mapping[int, Cursor]) -> None:
-        """Put a job back to ``cursors``, one for each stream from 0 on, and end every lease.
+        """Reset a job to ``cursors``, one for each stream from 0 on, and end every lease.
 
-        Lower incarnations are shut out. Raises StaleClient, InvalidArgument.
+        Fences off lower incarnations. Raises StaleClient, InvalidArgument.
         """
         if not 1 <= len(cursors) <= MAX_STREAMS or set(cursors) != set(range(len(cursors))):
             raise InvalidArgument(
@@ -342,7 +340,7 @@ class StreamLeases:
             self._commit(job, restored, fence=incarnation)
 
     def _order(self, job: str, changed: _Job, restore: RestoreOrder | None) -> None:
-        """Have the scheduler restore the job from now on: first it is saved. Raises InvalidArgument."""
+        """Make the scheduler restore the job from now on: first it is saved. Raises InvalidArgument."""
         assert restore is not None
         said = f"job {job!r} asks the scheduler to restore it"
         if not self.can_restore:
@@ -378,7 +376,7 @@ class StreamLeases:
         changed.restore = restore
 
     def restored_jobs(self) -> dict[str, RestoredJob]:
-        """The jobs that the scheduler restores, and what is due now."""
+        """Return the jobs that the scheduler restores, with the action due."""
         with self._lock:
             jobs = {name: self._current(name) for name, job in list(self._jobs.items()) if job.restore is not None}
         return {
@@ -388,7 +386,7 @@ class StreamLeases:
         }
 
     def set_due(self, job: str, due: Due) -> None:
-        """Have a job saved or restored; what is due for it already comes first. ``""``: it was saved."""
+        """Set a job's due action; one that is already due comes first. ``""``: it was saved."""
         with self._lock:
             changed = self._current(job)
             if changed.due == "restore":
@@ -399,14 +397,14 @@ class StreamLeases:
             self._commit(job, changed)
 
     def restore_cursors(self, job: str, cursors: Mapping[int, Cursor]) -> None:
-        """The tables of a job are restored: let its workers read on from the ``cursors`` of the same snapshot."""
+        """Let a job's workers continue, after a restore of its tables, from the ``cursors`` of the same snapshot."""
         with self._lock:
             changed = self._current(job)
             changed.cursors, changed.due = [cursors[stream] for stream in range(len(cursors))], ""
             self._commit(job, changed)
 
     def stop_restoring(self, job: str, why: GeartrainError | None = None) -> None:
-        """Restore the job no more; ``why`` it cannot be, for one of its workers."""
+        """Stop restoring a job; one of its workers gets the error ``why``."""
         with self._lock:
             changed = self._current(job)
             changed.restore, changed.due = None, ""
@@ -415,7 +413,7 @@ class StreamLeases:
             self._commit(job, changed)
 
     def fence(self, job: str, incarnation: int) -> None:
-        """Shut workers of a lower incarnation out of ``job`` and ``job/…``, and end their leases.
+        """Fence off workers of a lower incarnation of ``job`` and ``job/…``, and end their leases.
 
         Raises StaleClient if a higher incarnation did so before.
         """
@@ -431,13 +429,13 @@ class StreamLeases:
                 self._commit(name, changed)
 
     def require_current(self, caller: CallContext | None) -> None:
-        """Raise StaleClient if the caller has a name and its job was taken over."""
+        """Raise StaleClient if a named caller's job was taken over."""
         if caller is not None and caller.stream:
             with self._lock:
                 self._require_fence(caller.stream, caller.incarnation)
 
     def _current(self, job: str, num_streams: int = 0) -> _Job:
-        """Return a copy of the job as it is now, without workers whose time is up; a new one if it is not known."""
+        """Return a copy of the job without workers whose lease has ended; a new one if it is not known."""
         self._stops.notice()
         known = self._jobs.get(job)
         if known is None:
@@ -448,7 +446,7 @@ class StreamLeases:
         late = [name for name, worker in changed.workers.items() if worker.deadline < now]
         for name in late:
             changed.lose(name)
-        if late:  # before anyone is told so: a restart must not give it back to them
+        if late:  # stored before the answer: a restart must not return the streams to them
             self._commit(job, changed.copy())
         return changed
 
@@ -512,14 +510,14 @@ class StreamLeases:
             )
 
     def _commit(self, name: str, job: _Job | None, *, fence: int | None = None) -> None:
-        """Write these changes, then show them."""
+        """Write these changes, then publish them."""
         changes: dict[str, bytes | None] = {}
         if job is not None:
             changes[key_of(_KIND, name)] = _to_json(name, job)
         shadowed: list[str] = []
         if fence is not None:
             changes[key_of(_FENCE, name)] = json.dumps({"job": name, "incarnation": fence}).encode()
-            # A job's fence shuts out whatever a lower one of its parts would.
+            # A job's fence covers those of its parts with lower incarnations.
             shadowed = [part for part, low in self._fences.items() if part.startswith(f"{name}/") and low <= fence]
             changes.update(dict.fromkeys((key_of(_FENCE, part) for part in shadowed), None))
         self._store.write(changes)

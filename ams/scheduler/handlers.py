@@ -1,4 +1,4 @@
-"""What the scheduler does about each request, whichever way it came."""
+"""Handlers of the scheduler's requests, independent of the transport."""
 
 from __future__ import annotations
 
@@ -60,18 +60,18 @@ from geartrain.ams.values.specs import TableSpec
 from geartrain.ams.values.text import quoted
 
 _LONGEST_TOLD = 1_000
-"""Characters of a text of an event that a client tells."""
+"""Most characters of a text in a client's event."""
 
 
 class WaitingCaller(Protocol):
-    """What a handler needs of the call that brought a request."""
+    """The call of a request, as far as a handler needs it."""
 
     def require_waiting(self) -> None:
-        """End it if its caller waits no longer."""
+        """End the call if its caller no longer waits."""
 
 
 class SchedulerHandlers:
-    """Answers requests: a handler for each type of them."""
+    """Handlers of requests, by type."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class SchedulerHandlers:
         events: EventLog | None = None,
         revoked: Callable[[], Revoked] = Revoked,
     ) -> None:
-        """``revoked`` says which tokens are believed no more."""
+        """``revoked`` returns the revoked tokens."""
         self._scheduler = scheduler
         self._revoked = revoked
         self._streams = streams
@@ -121,9 +121,9 @@ class SchedulerHandlers:
 
     def _register(self, shard: Register, _: WaitingCaller) -> Registration:
         require_same_wire(f"the server at {quoted(shard.address)}", shard.version, shard.wire, "the scheduler")
-        if split_address(shard.address)[1] == 0:  # the scheduler itself calls it, and tells it to every client
+        if split_address(shard.address)[1] == 0:  # the scheduler itself calls the address, and gives it to every client
             raise ConfigError(f"address {shard.address!r} has port 0, where nobody can be reached")
-        # First: once all shards have registered, incarnations are given out above what they have seen.
+        # First: once all shards have registered, incarnations are assigned above those they have seen.
         self._scheduler.record_incarnation(shard.highest_incarnation)
         registration = self._scheduler.register(
             shard.address,
@@ -138,7 +138,8 @@ class SchedulerHandlers:
         return dataclasses.replace(registration, revoked=self._revoked().digest)
 
     def _heartbeat(self, beat: Heartbeat, _: WaitingCaller) -> Beat:
-        if beat.wire != WIRE:  # the scheduler was replaced: the shard registers again, and hears why it is refused
+        # the scheduler was replaced: the shard registers again, and gets the reason of its refusal
+        if beat.wire != WIRE:
             return Beat(cluster_version=0, unknown=True)
         self._scheduler.record_incarnation(beat.highest_incarnation)
         heard = self._scheduler.heartbeat(
@@ -199,7 +200,7 @@ class SchedulerHandlers:
         )
 
     def _require_current(self, caller: CallContext | None, call: WaitingCaller) -> Callable[[], None]:
-        """What ends a change of tables whose turn comes too late: nobody waits for it, or its job was taken over."""
+        """Return a check that ends a change of tables at its turn if its caller has left, or its job was taken over."""
 
         def require() -> None:
             call.require_waiting()

@@ -16,7 +16,7 @@ from geartrain.ams.values.text import counted
 _SILENT_BEATS = 3
 _COUNT_SECONDS = 1.0
 _BEATS_PER_SECOND = 33
-"""Of all shards together: each costs the scheduler half a millisecond of a core, nearly all of it gRPC's."""
+"""Heartbeats per second of all shards: each costs the scheduler half a millisecond of a core, mostly gRPC's."""
 
 
 class Membership:
@@ -30,9 +30,9 @@ class Membership:
         self._started = clock()
         self._stops = PauseDetector(lease_seconds / 2, clock, self._forgive_silence)
         self._pools: Counter[str] = Counter()
-        """Shards of each memory pool."""
+        """Number of shards in each memory pool."""
         self._counted = -math.inf
-        self._forgive_silence()  # they may live, unheard as long as there was no scheduler
+        self._forgive_silence()  # they may live: no heartbeat could arrive without a scheduler
 
     def pulse(self) -> None:
         """Record that the scheduler runs."""
@@ -43,8 +43,8 @@ class Membership:
         self._stops.notice()
 
     def holder_at(self, address: str, shard: int | None, incarnation: int) -> int | None:
-        """Return the incarnation of another process that has the address of one that wants ``shard`` (None: any), and
-        may live.
+        """Return the incarnation of a possibly live process at the address of a newcomer that wants ``shard`` (None:
+        any).
         """
         for number in range(self._num_shards) if shard is None else (shard,):
             member = self._state.members.get(number)
@@ -55,10 +55,10 @@ class Membership:
     def choose(
         self, shard: int | None, address: str, incarnation: int, *, has_past: bool, gone: int | None = None
     ) -> int:
-        """Return the shard that a process may hold: ``shard``, or if it is None one that is free.
+        """Return the shard that a process may hold: ``shard``, or if it is None a free one.
 
-        ``has_past`` says whether it comes from an earlier scheduler; ``gone`` is an incarnation that is known to have
-        ended. Raises ShardHeld if a living process holds it, or all of them; ClusterNotReady if that is not known yet;
+        ``has_past`` says whether it comes from an earlier scheduler; ``gone`` is an incarnation known to have ended.
+        Raises ShardHeld if a live process holds it, or all of them; ClusterNotReady if that is not known yet;
         InvalidArgument if there is no such shard.
         """
         if shard is None:
@@ -104,7 +104,7 @@ class Membership:
     def _claim(self, shard: int, incarnation: int, gone: int | None, *, has_past: bool) -> int:
         if not 0 <= shard < self._num_shards:
             raise InvalidArgument(f"shard {shard} does not exist; this cluster has shards 0 … {self._num_shards - 1}")
-        # After a restart of the scheduler a newcomer may be given the number of a shard that still holds its rows.
+        # After a scheduler restart a newcomer must not get the number of a shard that still holds its rows.
         if has_past and self._is_empty_newcomer(shard):
             return shard
         if not self.is_free(shard, incarnation, gone):
@@ -143,7 +143,7 @@ class Membership:
         )
 
     def is_free(self, shard: int, incarnation: int, gone: int | None = None) -> bool:
-        """Whether a process may have a shard without taking it from one that may live; ``gone`` has ended."""
+        """Return whether a process may have a shard without replacing a possibly live one; ``gone`` has ended."""
         member = self._state.members.get(shard)
         if member is None or member.left or member.incarnation in (incarnation, gone):
             return True
@@ -160,30 +160,30 @@ class Membership:
 
 
 class ShardEvents:
-    """Notes in the log whatever becomes of shards. Not thread-safe."""
+    """Records all changes of shards in the event log. Not thread-safe."""
 
     def __init__(self, log: EventLog) -> None:
         self._log = log
         self._heard_late: set[int] = set()
-        """Incarnations that were noted to live although another process has their shard."""
+        """Incarnations recorded as live although another process has their shard."""
         self.restarts: Counter[int] = Counter()
-        """How often a new process took the place of one that had ended, or seemed to."""
+        """Replacements of a process that had ended, or seemed to, by shard."""
         self.takeovers: Counter[int] = Counter()
-        """How often another process took the place of one that lived."""
+        """Replacements of a process that lived, by shard."""
         self._lost: set[int] = set()
-        """Shards that were noted to be lost, or to have left."""
+        """Shards recorded as lost, or as having left."""
         for event in log.since(0, MOST_KEPT).events:
             self._remember(event)
 
     def update(self, entries: Sequence[ShardEntry]) -> None:
-        """Note those that were lost since the last time."""
+        """Record shards lost since the last call."""
         for entry in entries:
             if entry.state == "lost" and entry.shard not in self._lost:
                 said = f"no heartbeat for {entry.heartbeat_age_seconds:.1f} s"
                 self._record_lost(entry.shard, entry, said, seconds=entry.heartbeat_age_seconds)
 
     def joined(self, shard: int, member: Member, previous: Member | None, *, lived: bool) -> None:
-        """A process was given a shard; ``lived``: the one before may live."""
+        """Record that a process got a shard; ``lived``: the one before may live."""
         if previous is None:
             self._record("joined", shard, member, f"shard {shard} joined: it is at {member.address}")
         elif previous.incarnation == member.incarnation:
@@ -201,14 +201,14 @@ class ShardEvents:
             self._record("back", shard, member, said)
 
     def record_heartbeat(self, shard: int, member: Member, silent_seconds: float) -> None:
-        """Its process gave a sign of life."""
+        """Record a heartbeat of a shard's process."""
         if shard in self._lost:
             silent = f", silent for {silent_seconds:.1f} s" if silent_seconds else ""
             said = f"shard {shard} is heard again at {member.address}: the same process{silent}, with its rows"
             self._record("back", shard, member, said, seconds=silent_seconds)
 
     def record_late_heartbeat(self, shard: int, member: Member, incarnation: int) -> None:
-        """A process gave a sign of life whose shard ``member`` has."""
+        """Record a heartbeat of a process whose shard ``member`` has."""
         if incarnation not in self._heard_late:
             self._heard_late.add(incarnation)
             self.takeovers[shard] += 1
@@ -216,13 +216,13 @@ class ShardEvents:
             self._record("takeover", shard, member, f"{said}; it was told to stop")
 
     def leaves(self, shard: int, member: Member) -> None:
-        """It was told to end, and waits for the snapshots of jobs."""
+        """Record that a shard is shutting down, and waits for the snapshots of jobs."""
         self._record(
             "leaving", shard, member, f"shard {shard} at {member.address} is to end: jobs take a snapshot first"
         )
 
     def left(self, shard: int, member: Member) -> None:
-        """It ended in good order."""
+        """Record that a shard ended in order."""
         self._record("left", shard, member, f"shard {shard} at {member.address} ended in good order, with its rows")
 
     def _record_lost(self, shard: int, who: Member | ShardEntry, why: str, seconds: float = 0.0) -> None:

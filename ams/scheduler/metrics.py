@@ -1,4 +1,4 @@
-"""What the scheduler counts, for Prometheus: read from membership, jobs and events at each scrape."""
+"""Prometheus metrics of the scheduler, read from membership, jobs and events at each scrape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from geartrain.ams.scheduler.worker_steps import WorkerSteps
 def scheduler_metrics(
     scheduler: Scheduler, jobs: RunningJobs, streams: StreamLeases, steps: WorkerSteps
 ) -> Iterator[Metric]:
-    """Everything, as it is now. Thread-safe."""
+    """Yield all metrics. Thread-safe."""
     yield from _of_shards(scheduler)
     yield from _of_jobs(jobs)
     yield from _of_workers(streams, steps)
@@ -62,7 +62,7 @@ def _of_shards(scheduler: Scheduler) -> Iterator[Metric]:
 
 
 def _of_jobs(jobs: RunningJobs) -> Iterator[Metric]:
-    """What is a time or an interval, of jobs that are under way, or should be; the rest of ended ones, too."""
+    """Yield metrics of jobs: times and intervals only while a job runs or should; the others also once it has ended."""
     now, entries = time.time(), jobs.entries()
     going = [entry for entry in entries if entry.report.state in UNDER_WAY or entry.report.state == "silent"]
     job = ("job",)
@@ -84,7 +84,7 @@ def _of_jobs(jobs: RunningJobs) -> Iterator[Metric]:
     stepped = {entry.job: now - entry.step_seconds_ago for entry in going}
     what = "When its step last rose, since 1970."
     yield Metric("job_last_step_timestamp_seconds", "gauge", what, job, _by(stepped))
-    # A job that never gets one must alarm, too; and one that begins again must not, before there could be one.
+    # A job that never gets one must alarm, too; one that starts again must not, before there could be one.
     saved = {}
     for entry in going:
         ago = entry.snapshot_seconds_ago
@@ -96,7 +96,7 @@ def _of_jobs(jobs: RunningJobs) -> Iterator[Metric]:
 
 
 def _of_workers(streams: StreamLeases, steps: WorkerSteps) -> Iterator[Metric]:
-    """Of jobs whose workers are known: those that share data streams, and those that may not go far apart."""
+    """Yield metrics of jobs with known workers: those that share data streams, or may not drift apart."""
     read, job = streams.readers(), ("job",)
     for index, (name, text) in enumerate(
         (
@@ -111,5 +111,5 @@ def _of_workers(streams: StreamLeases, steps: WorkerSteps) -> Iterator[Metric]:
 
 
 def _by(values: Mapping[Any, float]) -> list[tuple[tuple[object], float]]:
-    """Samples with one label."""
+    """Return samples with one label."""
     return [((label,), value) for label, value in values.items()]

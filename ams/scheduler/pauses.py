@@ -21,7 +21,7 @@ class PauseDetector:
         self._ran = self._clock()
 
     def notice(self) -> None:
-        """Look whether it was stopped since the last pulse; each stop is told once."""
+        """Check for a pause since the last pulse; each is reported once."""
         now = self._clock()
         if self._ran is not None and now - self._ran > self._longest_seconds:
             self._ran = now

@@ -1,5 +1,5 @@
-"""Small values by which the processes of a job find each other before they train: torchrun's rendezvous and the store
-of its ranks. They are in memory alone: who still wants one after the scheduler was restarted writes it again.
+"""Key-value store by which the processes of a job find each other before they train: torchrun's rendezvous and the
+store of its ranks. Values are in memory alone; after a scheduler restart they are written again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Rendezvous:
         self._bytes = 0
 
     def read(self, job: str, keys: Sequence[str]) -> tuple[RendezvousValue, ...]:
-        """What is under each key. Raises InvalidArgument."""
+        """Return the value of each key. Raises InvalidArgument."""
         if len(keys) > _MOST_KEYS:
             raise InvalidArgument(f"{len(keys)} keys are asked for; at most {_MOST_KEYS} at once")
         with self._lock:
@@ -51,7 +51,8 @@ class Rendezvous:
             return tuple(values.get(key, _NOTHING) for key in keys)
 
     def write(self, write: WriteRendezvous) -> RendezvousValue:
-        """Do it if its version is the expected one; return what there is then. Raises InvalidArgument, OutOfMemory."""
+        """Write if the version is the expected one; return the value afterwards. Raises InvalidArgument,
+        OutOfMemory."""
         if not 1 <= len(write.key) <= _MOST_KEY:
             raise InvalidArgument(f"key is {quoted(write.key)}; it must have 1 … {_MOST_KEY} characters")
         if write.version == 0:
@@ -82,7 +83,7 @@ class Rendezvous:
             return written
 
     def _known(self, name: str) -> _Job | None:
-        """That job, if there is one, for a whole lease from now; those whose lease is over go."""
+        """Return an existing job with its lease renewed; drops jobs whose lease has ended."""
         now = self._clock()
         for ended in [other for other, job in self._jobs.items() if job.deadline < now]:
             self._bytes -= sum(_size(key, kept.value) for key, kept in self._jobs.pop(ended).values.items())

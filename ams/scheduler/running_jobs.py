@@ -1,8 +1,8 @@
-"""Which jobs train now, and how far they are: as they say about once a second, or where there are many of them up to
-half a minute apart, and as the events tell.
+"""Running jobs and their progress, from their reports (each second, or with many jobs up to half a minute apart) and
+from events.
 
-Whoever wants to end a shard waits until they have taken a snapshot. What is counted of a job (snapshots, recoveries)
-is counted from the events, those of an earlier scheduler included. Memory: some kilobytes a job, of 1,000 at most.
+A shard that is shutting down waits until they have taken a snapshot. Counts of a job (snapshots, recoveries) come from
+events, those of an earlier scheduler included. Memory: some kilobytes a job, for 1,000 jobs at most.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from geartrain.ams.values.scheduler_messages import ClusterEvent, JobCondition, 
 from geartrain.ams.values.text import counted
 
 _WORDS_PER_SECOND, _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 33, 1.0, 30.0
-"""Of all jobs together: each word costs the scheduler half a millisecond of a core, nearly all of it gRPC's. And the
-shortest and the longest that a job is silent."""
+"""Reports per second of all jobs together (each costs the scheduler half a millisecond of a core, mostly gRPC's); the
+shortest and the longest pause of a job between reports."""
 _SILENT_SECONDS = 5.0
-"""A job that says nothing for so long behind its pause is not waited for."""
+"""Seconds after a due report from which a job is not waited for."""
 _RECOVERING_SECONDS = 120.0
-"""One that goes back to its snapshot says nothing meanwhile: for so long it is not called silent."""
+"""Time for which a job that returns to its snapshot is not called silent: it reports nothing meanwhile."""
 _LATE_SECONDS = 2.0
-"""So long behind their pauses a scheduler that was restarted has heard from every job."""
+"""Seconds after all due reports by which a restarted scheduler has heard from every job."""
 _MOST_JOBS = 1_000
 _MOST_REASONS = 20
-"""Clients say why there is no snapshot, and each reason is a series for Prometheus."""
+"""Most reasons of failed snapshots: clients choose them, and each is a Prometheus series."""
 _KEPT_SECONDS: dict[JobCondition, float] = {"ended": 3.6e3, "stopped": 3.6e3, "failed": 86.4e3, "silent": 86.4e3}
 UNDER_WAY = frozenset[JobCondition]({"training", "saving", "recovering", "waiting"})
 _KINDS: dict[str, JobCondition] = {
@@ -40,7 +40,7 @@ _KINDS: dict[str, JobCondition] = {
     "job_failed": "failed",
     "job_silent": "silent",
 }
-"""What a job does behind an event."""
+"""State of a job after an event."""
 
 
 @dataclass
@@ -48,35 +48,35 @@ class _Job:
     incarnation: int
     heard: float
     pause: float
-    """So long it was told to be silent."""
+    """Pause until its next report."""
     began: float = field(default_factory=time.time)
-    """Unix time, of its process."""
+    """Start of its process, Unix time."""
     report: JobReport = field(default_factory=JobReport)
     stepped: float = -math.inf
-    """When its step last rose."""
+    """Time at which its step last rose."""
     trains: bool = False
-    """It said so itself, and not that it is done."""
+    """Whether it reported that it trains, and not that it is done."""
     saved: float = -math.inf
-    """When it said that it needs its rows no more."""
+    """Time at which it reported that it needs its rows no more."""
     snapshot_step: int | None = None
     snapshot_at: float = 0.0
-    """Unix time."""
+    """Unix time of its last snapshot."""
     snapshot_failures: Counter[str] = field(default_factory=Counter)
     snapshot_failed_at: dict[str, float] = field(default_factory=dict)
-    """Unix time of the last one, by the same reasons."""
+    """Unix time of the last failed snapshot, by the same reasons."""
     failed_at: float = 0.0
-    """Unix time, if it has failed and did not begin again."""
+    """Unix time of its failure, if it did not start again."""
     recoveries: int = 0
     steps_lost: int = 0
 
     @property
     def due(self) -> float:
-        """When it is to be heard again, at the latest."""
+        """Time by which it must report again."""
         return self.heard + self.pause + _SILENT_SECONDS
 
 
 class RunningJobs:
-    """The jobs that say so until they have saved what they are asked to, and what became of others. Thread-safe."""
+    """Running jobs, until they have saved their rows, and the outcome of others. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, events: EventLog | None = None) -> None:
         self._events = EventLog() if events is None else events
@@ -88,13 +88,13 @@ class RunningJobs:
         for event in self._events.since(0, MOST_KEPT).events:
             self._apply_event(event)
         self._first_pause = self._pause(sum(job.report.state in UNDER_WAY for job in self._jobs.values()))
-        """Such a one they may have been told by an earlier scheduler."""
+        """Pause that an earlier scheduler may have given them."""
         for job in self._jobs.values():
             job.pause = self._first_pause
-        self._extend_all()  # they may live, unheard as long as there was no scheduler
+        self._extend_all()  # they may live: no report could arrive without a scheduler
 
     def pulse(self) -> None:
-        """Note that the scheduler runs, and who is silent. To be called several times in 6 s, or never."""
+        """Record that the scheduler runs, and which jobs are silent. To be called several times in 6 s, or never."""
         with self._lock:
             self._stops.pulse()
             now = self._clock()
@@ -111,9 +111,10 @@ class RunningJobs:
     def report(
         self, job: str, incarnation: int, *, done: bool, report: JobReport | None = None, is_urgent: bool = False
     ) -> float:
-        """Note that a job trains, or that it is ``done``: it has ended, or saved and waits. Past ones are ignored.
+        """Record that a job trains, or that it is ``done``: it has ended, or saved and waits. Ignores past
+        incarnations.
 
-        Returns for how long it is to be silent; ``is_urgent``: as briefly as can be.
+        Returns the pause until its next report; ``is_urgent``: the shortest.
         """
         report = report or JobReport(state="ended" if done else "training")
         with self._lock:
@@ -148,7 +149,7 @@ class RunningJobs:
             self._apply_event(event)
 
     def to_ask(self, *, was_restarted: bool) -> JobsToAsk:
-        """Those that train, and those that trained a moment ago. ``was_restarted``: jobs may live unheard."""
+        """Return jobs that train, or trained a moment ago. ``was_restarted``: jobs may live unheard."""
         with self._lock:
             now = self._clock()
             recent = now - _SILENT_SECONDS - _PAUSE_SECONDS
@@ -180,7 +181,8 @@ class RunningJobs:
         return tuple(sorted(found, key=lambda entry: entry.report.state not in UNDER_WAY))
 
     def failed_at(self) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
-        """When jobs failed that did not begin again, and when snapshots failed last, by job and reason: unix times."""
+        """Return Unix times of failed jobs that did not start again, and of the last failed snapshots by job and
+        reason."""
         with self._lock:
             jobs = {name: job.failed_at for name, job in self._jobs.items() if job.report.state == "failed"}
             snapshots = {
@@ -189,7 +191,7 @@ class RunningJobs:
         return jobs, snapshots
 
     def _begins(self, name: str, incarnation: int, report: JobReport, known: _Job | None, now: float) -> _Job:
-        """A process of the job came that was not there: it begins, goes on, or went back because something was lost."""
+        """Record a new process of a job: it starts, resumes, or went back because rows were lost."""
         step = report.step
         job = self._jobs[name] = (
             replace(known, incarnation=incarnation) if known else _Job(incarnation, now, _PAUSE_SECONDS)
@@ -240,6 +242,6 @@ class RunningJobs:
             job.failed_at = event.unix_seconds
 
     def _extend_all(self) -> None:
-        """Nobody could be heard meanwhile."""
+        """Extend all deadlines: no report could arrive meanwhile."""
         for job in self._jobs.values():
             job.heard = max(job.heard, self._clock())

@@ -1,7 +1,7 @@
 """Decisions of the scheduler, without sockets: the members and tables of the cluster.
 
-A table is intact while every shard is still the incarnation that made it. When a shard comes back empty the table is
-not, and says so until somebody drops it: rows are never replaced by initial values behind a user's back.
+A table is complete while every shard is still the incarnation that made it. When a shard comes back empty the table is
+incomplete until it is dropped: rows are never silently replaced by initial values.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class Scheduler:
         incarnations_at: Callable[[str], Collection[int]] = lambda _: (0,),
         events: EventLog | None = None,
     ) -> None:
-        """Go on from what ``store`` holds (None: nothing, and nothing is kept); number tables by ``incarnations``,
-        which data streams share (None: those of the store). ``incarnations_at`` asks who answers at an address (by
-        default the one that registers), and raises AttemptFailed if that is not to be known. What becomes of
-        shards and tables is noted in ``events``.
+        """Load the state in ``store`` (None: nothing is stored); number tables by ``incarnations``, shared with data
+        streams (None: those of the store). ``incarnations_at`` queries the processes at an address (by default only the
+        one that registers), and raises AttemptFailed if they do not answer. Changes of shards and tables are recorded
+        in ``events``.
 
         Raises ConfigError (another number of shards, a newer format), StateDamaged.
         """
@@ -80,13 +80,13 @@ class Scheduler:
         store = MemoryStore() if store is None else store
         self._state = State(store, num_shards)
         self.was_restarted = bool(self._state.members)
-        """Whether there was a scheduler of this cluster before, from which jobs may be unheard."""
+        """Whether an earlier scheduler of this cluster existed, from which jobs may be unheard."""
         self._incarnations = Incarnations(store) if incarnations is None else incarnations
         for schema in self._state.schemas.values():
             self._incarnations.record_seen(schema.spec.incarnation)
         self._membership = Membership(self._state, num_shards, lease_seconds, clock)
         self.events = EventLog() if events is None else events
-        """What became of shards and tables."""
+        """Log of the changes of shards and tables."""
         self.shard_events = ShardEvents(self.events)
         knows = f"knows {counted(len(self._state.members), 'shard')} and {counted(len(self._state.schemas), 'table')}"
         begun = f"the scheduler of {counted(num_shards, 'shard')} began; from before it {knows}"
@@ -94,11 +94,11 @@ class Scheduler:
         self._lock = threading.Lock()
         self._schema_change = threading.Lock()
         self._changing: tuple[str, ...] = ()
-        """The tables that are being made, published or dropped."""
+        """Tables that are being made, published or dropped."""
 
     def pulse(self) -> None:
-        """Note that the scheduler runs. To be called several times a lease, from where heartbeats are answered, so that
-        it is late when they are; or never.
+        """Record that the scheduler runs. To be called several times a lease, on the threads that answer heartbeats, so
+        that it is late when they are; or never.
         """
         with self._lock:
             self._membership.pulse()
@@ -116,13 +116,12 @@ class Scheduler:
         restoring_tables: Collection[str] = (),
         bucket_map: BucketMap | None = None,
     ) -> Registration:
-        """Take a shard into the cluster, or take back one that knew an earlier scheduler.
+        """Admit a shard to the cluster, or readmit one of an earlier scheduler.
 
-        ``heartbeat_seconds`` is how often it means to send heartbeats, ``restoring_tables`` are the names of those of
-        its ``tables`` that are being restored, ``bucket_map`` is the one that it was given. Raises ShardHeld if the
-        shard asked for, or every shard, is held by a living process; ClusterNotReady if that is not known yet;
-        InvalidArgument if a number is none that a shard can have; StaleBucketMap if it holds its rows by
-        another map than the cluster's.
+        ``heartbeat_seconds`` is its intended heartbeat interval, ``restoring_tables`` are those of its ``tables`` that
+        are being restored, ``bucket_map`` is the one it was given. Raises ShardHeld if a live process holds the shard
+        it asks for, or every shard; ClusterNotReady if that is not known yet; InvalidArgument if a number is out of
+        range; StaleBucketMap if its bucket map is not the cluster's.
         """
         failpoints.reach("scheduler.register.before")
         self._check_numbers(incarnation, cluster_version, heartbeat_seconds)
@@ -164,10 +163,10 @@ class Scheduler:
             )
 
     def _gone_from(self, address: str, shard: int | None, incarnation: int) -> int | None:
-        """The incarnation that had the address of a newcomer and has ended; None: nobody had it.
+        """Return the incarnation that had a newcomer's address and has ended; None: there was none.
 
-        One that died and was started again need not wait for its own lease. But two processes may have one address by
-        mistake, as two containers of a name have: so the old one is asked first. Raises ShardHeld if it answers,
+        A process that died and was restarted need not wait for its own lease. But two processes may have one address by
+        mistake, as two containers of one name have: so the old one is queried first. Raises ShardHeld if it answers,
         ClusterNotReady if that is not known.
         """
         with self._lock:
@@ -176,7 +175,7 @@ class Scheduler:
         if holder is None:
             return None
         unknown = f"whether the process that held a shard at {address} lives is not known yet: "
-        if not self._asking.acquire(blocking=False):  # heartbeats are answered by the threads that would wait here
+        if not self._asking.acquire(blocking=False):  # the threads that would wait here answer heartbeats
             raise ClusterNotReady(f"{unknown}another one is being asked; try again")
         try:
             found = self._incarnations_at(address)
@@ -196,7 +195,7 @@ class Scheduler:
         return holder
 
     def _check_numbers(self, incarnation: int, cluster_version: int, heartbeat_seconds: float) -> None:
-        """Refuse what would be taken over from a shard and leaves no room to count on."""
+        """Raise InvalidArgument for a shard's numbers that leave no room to count on."""
         if not 1 <= incarnation < 2**63:
             raise InvalidArgument(f"incarnation of the shard is {incarnation}; it must be from 1 to 2^63 - 1")
         if cluster_version > max(MOST_GIVEN, self._state.cluster_version):
@@ -208,7 +207,7 @@ class Scheduler:
             raise InvalidArgument(f"heartbeat_seconds is {heartbeat_seconds}; it must be a number of seconds, or 0")
 
     def _check_map(self, held: BucketMap | None) -> None:
-        """Refuse a shard that comes from a cluster whose clients looked for its rows elsewhere."""
+        """Raise StaleBucketMap for a shard of a cluster with another bucket map."""
         if held is None or not held.is_as(self._state.bucket_map):
             theirs = "a bucket map that it does not tell" if held is None else f"version {held.version} of a bucket map"
             raise StaleBucketMap(
@@ -220,9 +219,9 @@ class Scheduler:
     def _held(
         self, shard: int, incarnation: int, tables: Sequence[TableSpec], restoring: Collection[str]
     ) -> dict[str, Schema]:
-        """Return the schemas as they are once a shard has said which tables it holds.
+        """Return the schemas updated with the tables that a shard reports.
 
-        One that no scheduler can have numbered is left out: somebody made it there, and it must not keep the shard out.
+        Skips a table that no scheduler can have numbered: it was made there directly, and must not keep the shard out.
         """
         changed = {}
         for spec in tables:
@@ -230,10 +229,10 @@ class Scheduler:
                 continue
             schema = self._state.schemas.get(spec.name, Schema(spec))
             if schema.spec.is_same_table(spec) and schema.spec.incarnation == spec.incarnation:
-                if spec.altered > schema.spec.altered:  # by a scheduler before this one, which has no memory
+                if spec.altered > schema.spec.altered:  # by an earlier scheduler without a store
                     schema = dataclasses.replace(schema, spec=spec)
-                # A scheduler without a memory learns from the shards alone what is not published. One that knew all
-                # holders of a settled table has published it, perhaps while the shard wrote this.
+                # A scheduler without a store learns from the shards alone which tables are unpublished. One that knew
+                # all holders of a settled table has published it, perhaps while the shard wrote this.
                 if spec.name in restoring and len(schema.holders) < self._num_shards:
                     schema = dataclasses.replace(schema, is_unsettled=True, for_restore=True)
                 changed[spec.name] = dataclasses.replace(schema, holders=schema.holders | {shard: incarnation})
@@ -242,7 +241,7 @@ class Scheduler:
     def heartbeat(
         self, shard: int, incarnation: int, memory_pool: str = "", *, unix_seconds: float = 0.0, build: str = ""
     ) -> Beat:
-        """Note that a shard lives, in which memory pool, and its clock and version of Geartrain."""
+        """Record a shard's heartbeat, memory pool, clock and version of Geartrain."""
         with self._lock:
             version = self._state.cluster_version
             member = self._state.members.get(shard)
@@ -268,7 +267,7 @@ class Scheduler:
             )
 
     def leave(self, shard: int, incarnation: int) -> None:
-        """Note that a shard goes in good order; its place is free at once."""
+        """Record that a shard leaves in order; its place is free at once."""
         with self._lock:
             member = self._state.members.get(shard)
             if member is not None and member.incarnation == incarnation:
@@ -281,7 +280,7 @@ class Scheduler:
             return dict(self._state.members)
 
     def prepare_leave(self, shard: int, incarnation: int) -> None:
-        """Note that a shard wants to leave: the cluster is not ready from now on, until another takes its place."""
+        """Record that a shard is shutting down: the cluster is not ready until another takes its place."""
         with self._lock:
             member = self._state.members.get(shard)
             if member is not None and member.incarnation == incarnation and not member.is_leaving:
@@ -289,17 +288,17 @@ class Scheduler:
                 self.shard_events.leaves(shard, member)
 
     def leaving_shards(self) -> tuple[int, ...]:
-        """Those that want to leave, and have not yet."""
+        """Return shards that are shutting down, and have not left yet."""
         with self._lock:
             wanted = sorted(shard for shard, member in self._state.members.items() if member.is_leaving)
             return tuple(shard for shard in wanted if self._membership.entry(shard).state == "leaving")
 
     def issue_incarnation(self, chosen: int = 0) -> int:
-        """Return an incarnation for a job or stream that begins, higher than all before; if ``chosen`` is not 0, that
-        one, and give out higher ones from now on.
+        """Return a new incarnation for a job or stream, higher than all before; or ``chosen`` if it is not 0, above
+        which later ones are then assigned.
 
-        Raises InvalidArgument (``chosen`` leaves no room), ClusterNotReady (a scheduler that was restarted does not
-        know what a shard has seen before that has registered).
+        Raises InvalidArgument (``chosen`` leaves no room), ClusterNotReady (a restarted scheduler does not know what a
+        shard has seen before that has registered).
         """
         if chosen:
             self._incarnations.record_chosen("incarnation", chosen)
@@ -308,7 +307,7 @@ class Scheduler:
         return self._incarnations.next()
 
     def record_incarnation(self, highest: int) -> None:
-        """Note the highest incarnation that a shard has seen."""
+        """Record the highest incarnation that a shard has seen."""
         self._incarnations.record_seen(highest)
 
     def describe(self) -> ClusterView:
@@ -318,7 +317,7 @@ class Scheduler:
             return self._view()
 
     def readiness(self) -> dict[str, bool]:
-        """What the cluster is ready for, by the names of health services."""
+        """Return the readiness of the cluster, by names of health services."""
         view = self.describe()
         found = {
             "shards": view.ready,
@@ -336,15 +335,14 @@ class Scheduler:
         for_restore: bool = False,
         replace: bool = False,
     ) -> TableSpec:
-        """Make a table on every shard, and number it, unless it exists; return its spec with its incarnation.
+        """Create a table on every shard, and number it, unless it exists; return its spec with its incarnation.
 
         ``require_current`` raises if the caller was superseded; a change that it let pass is over before the next
-        begins, so that a successor's is never undone. A table ``for_restore`` can be neither opened nor read nor
-        written before :meth:`publish_tables`; it takes the place of what another restore left under the name, whether
-        that goes on or not, and with ``replace`` that of any table; if it is the same table, it has the settings of the
-        one before it, which were altered for a reason. Raises TableExists, TableBeingRestored, SpecMismatch (reuse of
-        what differs in more than settings), ShardRestarted (reuse of one that lost rows), ClusterNotReady or
-        ShardUnavailable; then no shard keeps it.
+        begins, so that a successor's is never undone. A table ``for_restore`` cannot be opened, read or written before
+        :meth:`publish_tables`; it replaces the remains of another restore of the name, whether that still runs or not,
+        and with ``replace`` any table; if it is the same table, it inherits the altered settings. Raises TableExists,
+        TableBeingRestored, SpecMismatch (reuse of a table that differs in more than settings), ShardRestarted (reuse of
+        one that lost rows), ClusterNotReady or ShardUnavailable; then no shard keeps it.
         """
         if reuse and (made := self._existing(spec, require_current)) is not None:
             return made
@@ -361,9 +359,9 @@ class Scheduler:
             if for_restore and existing is not None and spec.is_same_table(existing.spec):
                 spec = spec.with_settings(existing.spec)
             spec = dataclasses.replace(spec, incarnation=self._incarnations.next())
-            # First, so that nobody opens any more what is dropped, nor makes another while there is none.
+            # First, so that no client opens the dropped table, nor creates another meanwhile.
             self._store_schema(spec.name, Schema(spec, is_unsettled=True, for_restore=for_restore))
-            if existing is not None:  # to be replaced, or of a change that was cut short: some shards may hold it
+            if existing is not None:  # to be replaced, or of a change that was cut off: some shards may hold it
                 broadcast(self._open_carrier, view.shards, self._drop_of(existing, view))
             try:
                 failpoints.reach("table.create.before")
@@ -381,7 +379,8 @@ class Scheduler:
             return spec
 
     def _existing(self, spec: TableSpec, require_current: Callable[[], None]) -> TableSpec | None:
-        """The table to reuse, or None if it is not there, or only on its way. Waits for no change of another table."""
+        """Return the table to reuse; None if it does not exist or is unsettled. Waits for no change of another
+        table."""
         with self._lock:
             existing = self._state.schemas.get(spec.name)
         if existing is None or existing.is_unsettled:
@@ -393,11 +392,11 @@ class Scheduler:
     def alter_table(
         self, wanted: TableSpec, settings: Collection[str], *, require_current: Callable[[], None] = lambda: None
     ) -> TableSpec:
-        """Give a table the ``settings`` of ``wanted`` on every shard; return it as it is now.
+        """Set ``settings`` of a table to those of ``wanted`` on every shard; return its present spec.
 
-        It is kept first, so that a shard that cannot be told is no way back: whoever opens the table, and a restore in
-        its place, has what was asked for, and the same call again tells all shards. Where a shard refuses, all have
-        what they had. The cluster version rises: so clients learn of it. Raises TableNotFound, SpecMismatch,
+        They are stored first, so that a shard that cannot be reached does not undo them: opening the table, or a
+        restore in its place, uses them, and the same call again reaches all shards. If a shard refuses, all get their
+        former settings. The cluster version rises, by which clients learn of it. Raises TableNotFound, SpecMismatch,
         InvalidArgument, OutOfMemory, Busy (a shard writes a snapshot that cannot hold both), ShardRestarted,
         ClusterNotReady, ShardUnavailable.
         """
@@ -437,10 +436,10 @@ class Scheduler:
         return spec
 
     def publish_tables(self, tables: Mapping[str, int], *, require_current: Callable[[], None] = lambda: None) -> None:
-        """Open tables that were made ``for_restore``, by name with their incarnations: all of them at once. Idempotent.
+        """Open tables made ``for_restore``, by name with their incarnations, all at once. Idempotent.
 
-        ``require_current`` is that of :meth:`create_table`. If it is cut off, all of them stay as they were. Raises
-        TableNotFound (one was dropped, or another restore took its place), ShardRestarted (rows of one were lost),
+        ``require_current`` is as in :meth:`create_table`. If it is cut off, all stay as they were. Raises TableNotFound
+        (one was dropped, or another restore replaced it), ShardRestarted (rows of one were lost),
         ClusterNotReady, ShardUnavailable.
         """
         with self._change_of(*tables):
@@ -473,9 +472,9 @@ class Scheduler:
     def drop_table(
         self, name: str, *, incarnation: int = 0, require_current: Callable[[], None] = lambda: None
     ) -> None:
-        """Remove a table from every shard, unless it is another than ``incarnation`` (0: whichever). Idempotent.
+        """Remove a table from every shard, only if its incarnation is ``incarnation`` (0: any). Idempotent.
 
-        ``require_current`` is that of :meth:`create_table`.
+        ``require_current`` is as in :meth:`create_table`.
         """
         with self._change_of(name):
             require_current()
@@ -495,7 +494,8 @@ class Scheduler:
 
     @staticmethod
     def _drop_of(existing: Schema, view: ClusterView) -> DropTable:
-        """What removes a table: by its number if every shard has that one, else whichever they have."""
+        """Return the request that drops a table: by incarnation if every shard has that one, else whichever they
+        have."""
         held = {entry.shard: entry.incarnation for entry in view.shards}
         is_sure = existing.holders == held and not existing.is_unsettled
         return DropTable(table=existing.spec.name, incarnation=existing.spec.incarnation if is_sure else 0)
@@ -540,10 +540,10 @@ class Scheduler:
         )
 
     def _is_incomplete(self, name: str, entries: Sequence[ShardEntry]) -> bool:
-        """Whether a table is so for good: neither on its way, nor on shards that may still say that they hold it."""
+        """Return whether a table is incomplete for good: neither in progress, nor on shards yet to report it."""
         schema = self._state.schemas[name]
         if schema.for_restore:
-            return True  # for good, if whoever restores it is gone
+            return True  # for good, if the process that restores it is gone
         if schema.is_unsettled:
             return name not in self._changing
         return any(

@@ -34,15 +34,15 @@ logger = logging.getLogger(__name__)
 _PULSES_PER_LEASE = 10
 _LOOK_SECONDS = 0.1
 
-# A change of tables waits for shards and for other changes, for minutes if it must. Heartbeats that waited behind such
-# calls would cost living shards their place.
+# A change of tables may wait minutes for shards and other changes. Heartbeats that waited behind such calls would cost
+# living shards their place.
 _MEMBERSHIP_THREADS = 8
 _MEMBERSHIP = ("Register", "Heartbeat", "Leave")
 _TABLE_THREADS = 64
 _TABLES = ("CreateClusterTable", "AlterClusterTable", "DropClusterTable", "PublishClusterTables")
 
 _CONNECT_SECONDS = 5.0
-"""How long a shard that is overloaded, or stopped for a moment, is waited for when it is to be told of a table."""
+"""Wait for an overloaded or paused shard when a table change is sent to it."""
 
 
 class SchedulerServer:
@@ -53,8 +53,8 @@ class SchedulerServer:
         config: SchedulerConfig,
         restorer: Callable[[Scheduler, StreamLeases, str], AbstractContextManager[object]] | None = None,
     ) -> None:
-        """``restorer`` makes what restores jobs, given the address here, from when this serves until it stops; None:
-        jobs that ask for that are refused, as they are where no state is kept."""
+        """``restorer`` makes the job restorer, given the address, which runs while this serves; None: jobs that ask to
+        be restored are refused, as they are without a durable store."""
         self._config = config
         self._restorer = restorer
         self._server: GrpcServer | None = None
@@ -63,12 +63,12 @@ class SchedulerServer:
         self._scheduler: Scheduler | None = None
         self._counted: Callable[[], Iterable[Metric]] = tuple
         self._on_stop = ExitStack()
-        """What ends it, in the order in which it began, backwards."""
+        """Shutdown actions, run in reverse order."""
         self._grace_seconds = 0.0
         self._stopping = threading.Event()
         self._ended = threading.Event()
         self.end_reason: str | None = None
-        """Why it ended by itself: it never does."""
+        """Reason why it ended by itself: never set."""
 
     def start(self) -> str:
         """Bind and serve; return the address.
@@ -84,12 +84,12 @@ class SchedulerServer:
     def _start(self) -> str:
         store: KeyValueStore = MemoryStore()
         if self._config.data is not None:
-            # Loaded only where it is wanted.
+            # Loaded only where it is used.
             from geartrain.ams.storage.kv.lmdb_store import LmdbStore
 
             store = LmdbStore(self._config.data)
             self._on_stop.callback(store.close)
-        events = EventLog(self._config.data)  # once the folder is held alone
+        events = EventLog(self._config.data)  # once this process alone holds the folder
         self._on_stop.callback(events.close)
         incarnations = Incarnations(store)
         streams = StreamLeases(store, self._config.stream_lease_seconds, incarnations=incarnations)
@@ -124,7 +124,7 @@ class SchedulerServer:
         publish_readiness()
         server.start()
         server.ready()
-        # Each in the queue of the calls that it speaks for: if these wait, so does the pulse.
+        # Each pulse in the queue of the calls that it stands for: if these wait, so does the pulse.
         pulses = dict.fromkeys((streams.pulse, steps.pulse, handlers.jobs.pulse, publish_readiness), server.calls)
         pulses[scheduler.pulse] = self._membership
         pulse = threading.Thread(target=self._run_pulse, args=(pulses,), name="pulse", daemon=True)
@@ -143,7 +143,7 @@ class SchedulerServer:
                     last[pulse] = queue.submit(pulse)
 
     def metrics(self) -> Iterator[Metric]:
-        """What it counts."""
+        """Yield the counters of the scheduler and its calls."""
         yield from self._counted()
         if (server := self._server) is not None:
             yield from call_metrics(((), counted) for counted in server.counts.read())
@@ -153,9 +153,9 @@ class SchedulerServer:
         return self._ended.wait(timeout_seconds)
 
     def stop(self, grace_seconds: float = 5.0) -> None:
-        """Finish the calls under way and end. Idempotent.
+        """Finish the calls in progress and stop. Idempotent.
 
-        Unless ``grace_seconds`` is 0, servers that end are waited for first: jobs save by it before they do.
+        Unless ``grace_seconds`` is 0, it first waits for servers that are shutting down: jobs save through it before.
         """
         if grace_seconds > 0 and self._scheduler is not None:
             if leaving := self._scheduler.leaving_shards():
@@ -163,7 +163,7 @@ class SchedulerServer:
             while self._scheduler.leaving_shards():
                 time.sleep(_LOOK_SECONDS)
         self._scheduler = None
-        self._stopping.set()  # before the threads that pulses run on end
+        self._stopping.set()  # before the threads of the pulses end
         self._grace_seconds = grace_seconds
         self._on_stop.close()
         for lane in (self._membership, self._tables):

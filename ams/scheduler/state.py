@@ -57,16 +57,16 @@ class Schema:
     holders: dict[int, int] = field(default_factory=dict)
     """Incarnation of each shard that holds the table."""
     is_unsettled: bool = False
-    """Being made or dropped: some shards may hold it, none need."""
+    """Being made or dropped: any number of shards may hold it."""
     for_restore: bool = False
     """Being restored from a snapshot, and unsettled until it is published."""
 
 
 class State:
-    """Cluster version, members, schemas and placement, as they were last kept. Not thread-safe."""
+    """Cluster version, members, schemas and placement, as last stored. Not thread-safe."""
 
     def __init__(self, store: KeyValueStore, num_shards: int) -> None:
-        """Read the state, or begin one. Raises ConfigError, StateDamaged."""
+        """Read the state, or create one. Raises ConfigError, StateDamaged."""
         self._store = store
         self.cluster_version = 1
         self.members: dict[int, Member] = {}
@@ -92,7 +92,7 @@ class State:
         members: Mapping[int, Member] | None = None,
         schemas: Mapping[str, Schema | None] | None = None,
     ) -> None:
-        """Write these changes (None: remove) at once, then show them. Raises StateFailed: nothing is shown."""
+        """Write these changes (None: remove) at once, then publish them. Raises StateFailed: nothing has changed."""
         members, schemas = members or {}, schemas or {}
         changes: dict[str, bytes | None] = {}
         if cluster_version is not None and cluster_version != self.cluster_version:
@@ -120,7 +120,7 @@ class State:
                 self.schemas[name] = schema
 
     def _read(self, values: Mapping[str, bytes], num_shards: int) -> BucketMap:
-        """Take over what was kept, and return its bucket map, by which rows lie."""
+        """Load the stored values, and return the bucket map that placed the rows."""
         cluster = _parsed("cluster", values.get("cluster"))
         if cluster["format"] != FORMAT:
             raise ConfigError(

@@ -22,11 +22,11 @@ def broadcast(
     *,
     best_effort: bool = False,
 ) -> bool:
-    """Make a request of every shard, of all at once; return whether all did it, once every one has answered or failed.
+    """Send a request to every shard at once; return whether all succeeded, once every one has answered or failed.
 
-    A shard that cannot be reached (a name that does not resolve yet, a machine that is overloaded) is asked again for
-    3 s, unless ``best_effort``; one that does not answer is given up after 30 s. Raises the failure of the first shard
-    that has one (ShardUnavailable, or what the shard raised), unless ``best_effort``.
+    A shard that cannot be reached (a name that does not resolve yet, an overloaded machine) is retried for 3 s, unless
+    ``best_effort``; one that does not answer is given up after 30 s. Raises the failure of the first failed shard
+    (ShardUnavailable, or the shard's error), unless ``best_effort``.
     """
     deadline = time.monotonic() + (0.0 if best_effort else _PATIENCE_SECONDS)
     failures: dict[int, GeartrainError | AttemptFailed] = {}

@@ -1,12 +1,12 @@
-"""How many steps each worker of a job has done, where none may be more than some ahead of the slowest.
+"""Steps done by each worker of a job, for jobs whose workers may be only a number of steps apart.
 
-The rule is the workers': they ask, and wait by themselves. Here is who is how far, and who counts: a worker with a
-lease. One that joins begins at the slowest's step, so that nobody waits for what it never was to do, and the slowest's
-step never falls. Nothing is kept on disk: workers tell their steps anew at each step and at least three times a lease.
+The workers apply the rule: they ask, and wait by themselves. Here is recorded the progress of each worker with a lease.
+One that joins starts at the slowest's step, so that no worker waits for steps that were never its own, and the
+slowest's step never falls. Nothing is stored on disk: workers report at each step and at least three times a lease.
 
-A scheduler that was restarted knows nobody. For one lease it takes each worker's own word for its steps and says of
-the slowest only what is sure: who is silent for so long would not count either. (Workers that join meanwhile, before
-any of the others has told, do not wait for those.)
+A restarted scheduler knows no workers. For one lease it trusts each worker's own count and reports of the slowest only
+what is certain: a worker silent for that long would not count either. (Workers that join meanwhile, before any of the
+others has reported, do not wait for those.)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Worker:
     deadline: float
     """End of its lease."""
     is_guess: bool
-    """It joined when others may have been there that had not told yet."""
+    """Whether it joined while others may not have reported yet."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class _Job:
 
     @property
     def known_workers(self) -> list[_Worker]:
-        """Those whose steps are no guess."""
+        """Workers whose steps are certain."""
         return [worker for worker in self.workers.values() if not worker.is_guess]
 
     @property
@@ -52,7 +52,7 @@ class _Job:
 
 
 class WorkerSteps:
-    """The steps of all jobs. Thread-safe. Memory: some 200 bytes a worker."""
+    """Steps of all jobs. Thread-safe. Memory: some 200 bytes a worker."""
 
     def __init__(self, lease_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._lease_seconds = lease_seconds
@@ -61,15 +61,15 @@ class WorkerSteps:
         self._lock = threading.Lock()
         self._jobs: dict[str, _Job] = {}
         self._all_known_at = clock() + lease_seconds
-        """Until then an earlier scheduler may have known workers that have not told this one yet."""
+        """Until then an earlier scheduler may have known workers that have not reported to this one yet."""
 
     def pulse(self) -> None:
-        """Note that the scheduler runs. To be called several times a lease, or never."""
+        """Record that the scheduler runs. To be called several times a lease, or never."""
         with self._lock:
             self._stops.pulse()
 
     def report(self, who: JobWorker, done: int | None) -> StepsDone:
-        """Note that a worker has ``done`` so many steps (None: it joins), and prolong its lease.
+        """Record that a worker has ``done`` so many steps (None: it joins), and renew its lease.
 
         Raises StaleClient (a higher incarnation of the worker has come), InvalidArgument.
         """
@@ -95,7 +95,7 @@ class WorkerSteps:
         return {name: max(steps) - min(steps) for name, steps in done.items()}
 
     def leave(self, who: JobWorker) -> None:
-        """Have nobody wait for a worker any more."""
+        """Unregister a worker: others no longer wait for it."""
         with self._lock:
             job = self._jobs.get(who.job)
             known = None if job is None else job.workers.get(who.worker)
@@ -105,7 +105,7 @@ class WorkerSteps:
                     del self._jobs[who.job]
 
     def _worker(self, job: _Job, who: JobWorker, done: int | None, now: float) -> _Worker:
-        """The one that tells; it joins if it is not known, or not under this incarnation."""
+        """Return the reporting worker; it joins if unknown, or under another incarnation."""
         known = job.workers.get(who.worker)
         if known is not None and known.incarnation > who.incarnation:
             raise StaleClient(
@@ -116,7 +116,7 @@ class WorkerSteps:
             return known
         job.workers.pop(who.worker, None)
         is_early = now < self._all_known_at
-        # Who had lost its lease was waited for no more: the others may be far ahead of what it has done.
+        # A worker that had lost its lease was not waited for: the others may be far ahead.
         begins = done if done is not None and is_early else max(done or 0, job.slowest)
         worker = job.workers[who.worker] = _Worker(who.incarnation, begins, now, now, is_early and done is None)
         return worker
@@ -134,7 +134,8 @@ class WorkerSteps:
         )
 
     def _drop_expired(self, now: float) -> None:
-        """Drop those whose time is up; once all who live have told, put those that joined meanwhile beside them."""
+        """Drop workers whose lease has ended; once all live ones have reported, move those that joined meanwhile to
+        them."""
         self._stops.notice()
         if now >= self._all_known_at:
             for job in self._jobs.values():
@@ -147,7 +148,7 @@ class WorkerSteps:
                 del self._jobs[name]
 
     def _extend_all(self) -> None:
-        """Nobody could be heard meanwhile."""
+        """Extend all leases: no report could arrive meanwhile."""
         deadline = self._clock() + self._lease_seconds
         for job in self._jobs.values():
             for worker in job.workers.values():

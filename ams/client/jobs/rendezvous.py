@@ -1,4 +1,4 @@
-"""Small values that the processes of a job share by the scheduler, to find each other before they train."""
+"""Key-value rendezvous of a job's processes through the scheduler."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.005, 0.25
 
 
 class RendezvousValues:
-    """Those of one job: bytes under keys. Thread-safe.
+    """Values of one job: bytes under keys. Thread-safe.
 
-    Each method asks again for ``recovery_timeout_seconds`` what a scheduler does not answer (one that is restarted
-    meanwhile has forgotten all), then raises SchedulerUnavailable.
+    Each method retries for ``recovery_timeout_seconds`` while the scheduler does not answer, then raises
+    SchedulerUnavailable. A scheduler that is restarted meanwhile has forgotten all values.
     """
 
     def __init__(self, scheduler: str, job: str, config: ClientConfig | None = None) -> None:
-        """Of the scheduler at ``"host:port"``. Nothing is sent yet. Raises ConfigError."""
+        """Use the scheduler at ``"host:port"``; sends nothing yet. Raises ConfigError."""
         self._config = config or ClientConfig()
         self._scheduler, _ = dial(scheduler, self._config)
         self._job = job
 
     def read(self, keys: Sequence[str]) -> tuple[RendezvousValue, ...]:
-        """What is under each key."""
+        """Return the value of each key."""
         return self._asked(ReadRendezvous(job=self._job, keys=tuple(keys)))
 
     def write(
         self, key: str, value: bytes | None = None, *, expected: int | None = None, add: int | None = None
     ) -> tuple[RendezvousValue, bool]:
-        """Set (None: remove) or ``add``, if ``expected`` is None or the version that there is.
+        """Set a key (None: remove) or ``add`` to it, if ``expected`` is None or its present version.
 
-        Returns what there is then, and whether it was written by this call.
+        Returns the value afterwards, and whether this call wrote it.
         """
         version = secrets.randbits(63) | 1
         write = WriteRendezvous(job=self._job, key=key, version=version, value=value, expected=expected, add=add)
@@ -50,7 +50,7 @@ class RendezvousValues:
         return now, now.version in ((0, version) if value is None and add is None else (version,))
 
     def wait(self, keys: Sequence[str], seconds: float) -> tuple[bytes, ...] | None:
-        """The values once there is one under every key; None if that takes longer."""
+        """Return the values once every key has one; None if that takes longer."""
         start = time.monotonic()
         while True:
             values = [found.value for found in self.read(keys)]

@@ -1,7 +1,7 @@
-"""A worker's side of a job whose workers may be only so many steps apart: what it has done, and the wait for others.
+"""Step counter of a worker in a job whose workers may be only a number of steps apart, and the wait for others.
 
-Cost: one RPC of some 100 bytes each way to the scheduler for each step, and three a lease between them; while it waits
-one each time when it has waited an eighth longer.
+Cost: one RPC of some 100 bytes each way to the scheduler for each step, and three a lease between them; during a wait
+one each time it has lasted an eighth longer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _names: set[tuple[str, str]] = set()
 
 
 def worker_name(job: str, stream: str | None) -> str:
-    """A name for one more worker of a job in this process: that of its ``stream``, or of host and process."""
+    """Return a name for another worker of a job in this process: that of its ``stream``, or of host and process."""
     name = f"{socket.gethostname()}:{os.getpid()}" if stream is None else stream
     if (job, name) in _names:
         return f"{name}/{next(_numbers[job, name])}"
@@ -44,9 +44,10 @@ def worker_name(job: str, stream: str | None) -> str:
 
 
 class JobSteps:
-    """See the module. Of one thread; a thread of its own renews the lease from :meth:`join` to :meth:`leave`.
+    """Step counter of one worker of a job. Used by one thread; a background thread renews the lease from :meth:`join`
+    to :meth:`leave`.
 
-    After a pause longer than the lease it goes on at the slowest's step, as a worker that joins.
+    After a pause longer than the lease it resumes at the slowest worker's step, as a worker that joins.
     """
 
     def __init__(self, scheduler: SchedulerCarrier, who: JobWorker, config: ClientConfig) -> None:
@@ -57,7 +58,7 @@ class JobSteps:
         register_source(self)
 
     def metrics(self) -> Iterator[Metric]:
-        """How far it is ahead of the slowest, and how long it waited for those."""
+        """Yield its lead over the slowest worker, and the time it waited for slower ones."""
         names, who = ("job", "worker"), (self._who.job, self._who.worker)
         ahead, waited = "Steps ahead of the slowest worker.", "Time that the worker waited for slower ones."
         yield Metric("worker_steps_ahead", "gauge", ahead, names, [(who, self.ahead)])
@@ -65,30 +66,30 @@ class JobSteps:
 
     @property
     def done(self) -> int:
-        """Steps that this worker counts as having done: those of the slowest when it joined, and its own since."""
+        """Steps counted for this worker: those of the slowest when it joined, and its own since."""
         return self._known.done
 
     @property
     def ahead(self) -> int:
-        """Steps that it is ahead of the slowest, at most: as of the last reply."""
+        """Upper bound of its lead over the slowest, in steps, as of the last reply."""
         return self._known.done - self._known.slowest
 
     def join(self) -> None:
-        """Be waited for from now on. Nothing if it is already. Raises SchedulerUnavailable, StaleClient."""
+        """Register: others wait for this worker from now on. Idempotent. Raises SchedulerUnavailable, StaleClient."""
         if self._renewal is None:
             self._record(self._asked(None))
             self._renewal = renewal = _Renewal(self._scheduler, self._who, self._known)
             weakref.finalize(self, renewal.stop)
 
     def step_done(self) -> None:
-        """Tell that one more step is done. Others hear of it later if the scheduler does not answer."""
+        """Report one more step. If the scheduler does not answer, others hear of it later."""
         self.join()
         self._record(StepsDone(done=self.done + 1, slowest=self._known.slowest, lease_seconds=0.0))
         with suppress(SchedulerUnavailable):
             self._report(once=True)
 
     def wait(self, most_ahead: int, seconds: float) -> None:
-        """Return once it is at most ``most_ahead`` steps ahead of the slowest.
+        """Wait until it is at most ``most_ahead`` steps ahead of the slowest.
 
         Raises WorkerStalled after ``seconds``, SchedulerUnavailable, StaleClient.
         """
@@ -110,7 +111,7 @@ class JobSteps:
             self._waited_seconds += time.monotonic() - began
 
     def leave(self) -> None:
-        """Have nobody wait for this worker any more. Idempotent; the next :meth:`join` joins again."""
+        """Unregister: no worker waits for this one any more. Idempotent; :meth:`join` registers it again."""
         renewal, self._renewal = self._renewal, None
         if renewal is not None:
             renewal.stop()
@@ -126,7 +127,7 @@ class JobSteps:
         self._record(self._asked(self.done, once=once))
 
     def _record(self, said: StepsDone) -> None:
-        """The slowest never fall back: what was heard of them holds, whatever a restarted scheduler knows."""
+        """Record a reply. The slowest's step never falls, whatever a restarted scheduler knows."""
         known = self._known
         slowest = min(max(said.slowest, known.slowest), said.done)
         lease_seconds = said.lease_seconds or known.lease_seconds
@@ -135,7 +136,7 @@ class JobSteps:
             self._renewal.done = said.done
 
     def _asked(self, done: int | None, *, once: bool = False) -> StepsDone:
-        """What the scheduler answers; asked again for ``recovery_timeout_seconds``, unless ``once``."""
+        """Return the scheduler's answer; retries for ``recovery_timeout_seconds``, unless ``once``."""
         patience = Patience(self._config.recovery_timeout_seconds, longest_pause_seconds=_LONGEST_PAUSE)
         patience.count_from(time.monotonic())
         while True:
@@ -149,7 +150,7 @@ class JobSteps:
 
 
 class _Renewal:
-    """Renews a lease from a thread, and leaves when it ends. Knows nobody who could keep it alive."""
+    """Thread that renews a lease, and unregisters the worker at its stop. Holds no reference to its owner."""
 
     def __init__(self, scheduler: SchedulerCarrier, who: JobWorker, known: StepsDone) -> None:
         self.done = known.done

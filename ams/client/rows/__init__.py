@@ -1,1 +1,1 @@
-"""Pulls, pushes and assigns of rows, by one call of compiled code to all shards."""
+"""Pulls, pushes and assigns of rows, each one call of compiled code to all shards."""

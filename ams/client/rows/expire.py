@@ -1,4 +1,4 @@
-"""A look at all rows of a table, and those removed that a rule says: shard by shard, block by block."""
+"""Scan of all rows of a table that removes expired ones, shard by shard and block by block."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from geartrain.ams.values.shard_messages import Expire, Expired, Reply, Request
 
 
 class ExpiredRows(NamedTuple):
-    """What became of the rows of a table."""
+    """Result of a scan for expired rows."""
 
     looked_at: int
-    """Rows that there were."""
+    """Rows scanned."""
     expired: int
-    """Of these, those that went, or would have."""
+    """Rows removed, or that would be."""
 
 
 def expire_rows(
@@ -28,8 +28,8 @@ def expire_rows(
     dry_run: bool,
     progress: Callable[[ExpiredRows], None] | None,
 ) -> ExpiredRows:
-    """Ask every shard for block after block until all have looked at all of their rows. ``ask`` makes calls side by
-    side; a block that is asked for twice is looked at twice, and its rows go once.
+    """Scan every shard block by block until all rows were looked at. ``ask`` makes calls side by side; a block that is
+    asked for twice is scanned twice, and its rows are removed once.
     """
     positions = dict.fromkeys(range(num_shards), 0)
     total = ExpiredRows(0, 0)

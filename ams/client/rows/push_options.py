@@ -1,4 +1,4 @@
-"""What a push says beside its rows, checked, and with what its table asks for."""
+"""Options of a push: checks, and defaults from the table."""
 
 from __future__ import annotations
 
@@ -17,44 +17,45 @@ _MOST = 2**32 - 1
 
 
 class StepOptions(TypedDict, total=False):
-    """Keywords that all pushes of a step may have in common."""
+    """Keywords that all pushes of a step may share."""
 
     lr: float | None
     """Replaces the table's learning rate."""
     scale: float
     """Multiplies the gradients."""
     optimizer_scalars: Mapping[str, float]
-    """Replace other numbers of the table's optimizer, by name: ``{"momentum": 0.85}``; ``beta1``, ``beta2`` of Adam."""
+    """Override other numbers of the table's optimizer, by name: ``{"momentum": 0.85}``; ``beta1``, ``beta2`` of
+    Adam."""
     group: SyncGroup | None
     """Makes the push one rank's part of a synchronous one."""
     step: int | None
-    """Of the worker, >= 0; the largest one of all pushes is the table's clock of steps. The table's admission and
-    expiry go by it and by what else is said of a batch."""
+    """Step of the worker, >= 0; the largest one of all pushes is the table's step clock, by which its admission and
+    expiry go."""
     unix_seconds: float | None
-    """When it is; the largest one of all pushes is the table's clock of seconds. Left out: time.time()."""
+    """Present time; the largest one of all pushes is the table's clock of seconds. Default: time.time()."""
 
 
 class PushOptions(StepOptions, total=False):
     """Keywords of a push."""
 
     occurrences: Any
-    """How often each id was in the batch, integers [N]; left out: as often as it is among the ids."""
+    """Occurrences of each id in the batch, integers [N]; default: as often as it is among the ids."""
     pulled_at: Sequence[int] | None
-    """What :func:`~geartrain.ams.client.table.pull_together` said of these rows: the table measures how stale they
-    were."""
+    """Table writes that :func:`~geartrain.ams.client.table.pull_together` returned with these rows, for the table's
+    measure of their staleness."""
     sequence: int | None
-    """Numbers the push, for example by the step, as the only write of that number to this table: sent again under the
-    same number and stream name, by this process or one started in its place, it changes nothing and answers
-    ``duplicate``; see :meth:`Cluster.acknowledge`."""
+    """Number of the push, for example the step, unique among the writes to this table. Sent again under the same number
+    and stream name, by this process or its replacement, it changes nothing and returns ``duplicate``;
+    :meth:`Cluster.acknowledge` ends that."""
 
 
 OPTIONS = PushOptions.__annotations__.keys() | StepOptions.__annotations__.keys()
 BATCH_OPTIONS = frozenset({"occurrences", "step", "unix_seconds", "pulled_at"})
-"""Those that say something of the batch."""
+"""Options that describe the batch."""
 
 
 def clock_of(given: StepOptions) -> tuple[int | None, float | None]:
-    """The step and the time that a push gives, checked. Raises InvalidArgument."""
+    """Return the checked step and time of a push. Raises InvalidArgument."""
     step, seconds = given.get("step"), given.get("unix_seconds")
     if step is not None:
         step = integer("step", step, 0, 2**63 - 1)
@@ -67,7 +68,7 @@ def clock_of(given: StepOptions) -> tuple[int | None, float | None]:
 
 
 def checked_occurrences(given: Any, count: int) -> npt.NDArray[np.uint32] | None:
-    """How often each of ``count`` ids was in a batch, as compiled code takes it. Raises InvalidArgument."""
+    """Return the occurrences of ``count`` ids in a batch, as compiled code takes them. Raises InvalidArgument."""
     if given is None:
         return None
     array = np.asarray(given)

@@ -1,12 +1,10 @@
 """Pulls, pushes and assigns of rows: each is one call of compiled code, which sends to all shards at once.
 
-Or only sent so: :mod:`~geartrain.ams.client.rows.row_futures` has the replies brought then.
+That call is the first attempt; :class:`~geartrain.ams.client.retries.Retries` retries the shards it leaves undone. A
+call may also only be sent; :mod:`~geartrain.ams.client.rows.row_futures` then collects the replies.
 
-That is the first attempt. What it leaves undone, shard by shard, is asked again by
-:class:`~geartrain.ams.client.retries.Retries`.
-
-Cost: the interpreter lock is given up once a call. A thread that waits holds nothing; on the main thread Ctrl-C ends
-the wait within 0.1 s, and the caller's arrays are its own then.
+Cost: the interpreter lock is released once a call. A waiting thread holds no lock; on the main thread Ctrl-C ends the
+wait within 0.1 s, and the caller's arrays are then free.
 """
 
 from __future__ import annotations
@@ -28,15 +26,15 @@ from geartrain.ams.values.shard_messages import Done, SyncGroup
 from geartrain.ams.values.specs import Ids
 
 _MOST_SENT_BYTES = 256 << 10
-"""What a caller that does not wait sends by itself; more is sent from the background."""
+"""Most bytes that a non-blocking caller sends by itself; larger requests are sent in the background."""
 _MOST_PULLED_BYTES = 512 << 20
-"""Of one request; more is pulled piece by piece."""
+"""Most bytes of one request; larger pulls are split."""
 WriteOutcome = Done | BaseException
-"""What a shard answered to its part of a write, or why it did not."""
+"""A shard's answer to its part of a write, or the error."""
 WriteReply = tuple[int, bool] | Sequence[WriteOutcome]
-"""What the shards answered to a write: (created, duplicate) if all have done it, else what each of them said."""
+"""The shards' answers to a write: (created, duplicate) if all have done it, else each one's answer."""
 WriteContext = tuple[str, int, int, int, int]
-"""Stream, its incarnation, number of the write, the oldest that is not acknowledged, and which table is meant."""
+"""Stream, its incarnation, number of the write, oldest unacknowledged number, and incarnation of the table."""
 RowsToWrite = tuple[PreparedWrite, WriteContext, Sequence[int]]
 """A write, and the shards that have not answered."""
 
@@ -46,7 +44,7 @@ def _describe_pull(table: TableFacts, _: int, ids: Ids, *__: object) -> dict[str
 
 
 class RowCalls:
-    """See the module. Thread-safe."""
+    """Row calls of one cluster. Thread-safe."""
 
     def __init__(
         self,
@@ -54,7 +52,7 @@ class RowCalls:
         elsewhere: Callable[[Callable[[], object]], None],
         settle: Callable[[Callable[[], object]], None],
     ) -> None:
-        """``elsewhere`` and ``settle`` are those of :class:`RowFutures`."""
+        """``elsewhere`` and ``settle`` are as in :class:`RowFutures`."""
         self._retries = retries
         self._client = retries.client
         self._traced = traces.traced(
@@ -67,10 +65,10 @@ class RowCalls:
         )
         self._futures = RowFutures(self._client, elsewhere, settle, CallWatch(retries).update)
         self.write_log = WriteLog()
-        """Writes of rows of this client."""
+        """Log of this client's row writes."""
 
     def close(self) -> None:
-        """Wait for the calls that :meth:`start` began."""
+        """Wait for the calls started by :meth:`start`."""
         self._futures.close()
 
     def pull(
@@ -94,8 +92,8 @@ class RowCalls:
             self._pull_rest(table, ids, out, left, refused, present, required_sync)
 
     def _first_attempt(self, call: Callable[..., Any], *given: Any) -> tuple[Any, Refusals]:
-        """What a call of compiled code comes to, and the shards that could not be connected to before it. While it
-        lasts, shards that do not answer are named.
+        """Return the result of a call of compiled code, and the shards that could not be connected to before it. Logs
+        shards that do not answer meanwhile.
         """
         retries = self._retries
         refused = NONE_REFUSED if retries.is_ready else retries.prepare()
@@ -119,7 +117,7 @@ class RowCalls:
         watch: Callable[[Sequence[int]], object] | None,
         shards: Sequence[int] = (),
     ) -> list[tuple[int, Any]] | None:
-        """What compiled code has left undone, of these shards or, without any, of all; None: nothing."""
+        """Return what compiled code left undone, of these shards or, by default, of all; None: nothing."""
         asked = table.facts, table.incarnation, ids
         if isinstance(out, ScatteredRows):
             return self._traced.pull_scattered(*asked, out, required_sync, seconds, watch, shards)
@@ -150,7 +148,7 @@ class RowCalls:
         present: npt.NDArray[np.bool_] | None = None,
         required_sync: SyncGroup | None = None,
     ) -> None:
-        """Read the rows that the first attempt has left; None: it has left none."""
+        """Read the rows that the first attempt has ``left``; None: none."""
         if self._retries.silence.named:
             self._retries.record_replies(
                 [shard for shard, _ in self.routes(table, ids)], [shard for shard, _ in left or ()]
@@ -167,10 +165,10 @@ class RowCalls:
                 raise outcome
 
     def pull_together(self, pulls: Sequence[tuple[TablePlan, Ids, npt.NDArray[Any]]]) -> list[list[int]]:
-        """:meth:`pull` of several tables (distinct ids each): one request to each shard for all of them.
+        """:meth:`pull` from several tables (distinct ids each), in one request to each shard.
 
-        Returns of each the writes that every shard had applied to the table; -1: it was not asked, or does not tell.
-        Raises the first error of a shard; the rows of the shards that have answered are read then.
+        Returns, for each table, the writes that every shard had applied to it; -1: not asked, or unknown. Raises the
+        first error of a shard; the rows of shards that answered are then read.
         """
         if sum([out.nbytes for _, _, out in pulls]) > _MOST_PULLED_BYTES:
             for table, ids, out in pulls:
@@ -187,13 +185,13 @@ class RowCalls:
         return cast("list[list[int]]", writes)
 
     def is_sent_at_once(self, num_bytes: int) -> bool:
-        """Whether a request of so many bytes, with those of its reply, is one for :meth:`start`: it is small, and every
-        shard is behind a connection. Shards of this process have nothing sent.
+        """Return whether a request of ``num_bytes``, reply included, suits :meth:`start`: it is small, and every shard
+        is connected. Shards of this process need no sending.
         """
         return self._retries.remote and num_bytes <= _MOST_SENT_BYTES and not self._retries.unconnected
 
     def start(self, prepare: Callable[[], PreparedCall]) -> RowFuture:
-        """Begin a call whose caller does not wait for it; see :meth:`RowFutures.start`."""
+        """Start a call without waiting for it, as :meth:`RowFutures.start`."""
         self._retries.require_usable()
         return self._futures.start(prepare)
 
@@ -206,7 +204,7 @@ class RowCalls:
         *,
         required_sync: SyncGroup | None = None,
     ) -> PreparedCall:
-        """:meth:`pull`, for :meth:`start`; ``result`` makes what its future holds, once the rows are in ``out``."""
+        """Prepare :meth:`pull` for :meth:`start`; ``result`` makes the future's result once the rows are in ``out``."""
         bits = out if table.dtype_code == 0 else out.view(np.uint16)
 
         def send(future: RowFuture) -> bool:
@@ -221,28 +219,28 @@ class RowCalls:
         return PreparedCall(send, finish)
 
     def write(self, writes: Sequence[RowsToWrite]) -> list[WriteReply]:
-        """Send writes, each to the shards that have not answered, in one request to each shard for all of them."""
+        """Send writes, each to the shards that have not answered, in one request to each shard."""
         replies: list[WriteReply]
         replies, refused = self._first_attempt(self._traced.write, writes)
         patience: CallPatience | None = None
         for number, reply in enumerate(replies):
             if type(reply) is not tuple or self._retries.silence.named:
-                patience = patience or self._retries.patience()  # one for all, or dead shards would add up
+                patience = patience or self._retries.patience()  # shared by all, or dead shards would add up
                 replies[number] = self.written(writes[number], reply, refused, patience)
         return replies
 
     def write_and_pull(self, write: RowsToWrite, out: ScatteredRows) -> tuple[WriteReply, tuple[int, ...] | None]:
-        """Send a push of no group to all of its shards, and read its rows [N, dim] into ``out`` as they are after it,
-        in the same requests.
+        """Send a push without a group to all of its shards, and read its rows [N, dim] after it into ``out``, in the
+        same requests.
 
-        The second result is the writes that each shard with rows had applied to the table by then; None: not all of
+        The second result is the number of table writes that each shard with rows had applied by then; None: not all of
         the rows came.
         """
         (reply, writes), refused = self._first_attempt(self._traced.write_and_pull, *write[:2], out)
         return self.written(write, reply, refused), writes
 
     def start_write(self, write: RowsToWrite, future: RowFuture) -> bool:
-        """Send a write to all of its shards. False: not now; see :class:`PreparedCall`."""
+        """Send a write to all of its shards. False: not now, as in :class:`PreparedCall`."""
         return self._client.begin_write(*write[:2], self._retries.config.attempt_timeout_seconds, future)
 
     def written(
@@ -252,9 +250,7 @@ class RowCalls:
         refused: Refusals = NONE_REFUSED,
         patience: CallPatience | None = None,
     ) -> WriteReply:
-        """What a write has come to, once each shard is asked again that the first attempt, which replied so, did not
-        bring to its end.
-        """
+        """Retry a write where its first attempt, which replied ``reply``, left it undone; return the result."""
         prepared, context, shards = write
         if type(reply) is tuple:
             if self._retries.silence.named:
@@ -274,6 +270,6 @@ class RowCalls:
         ]
 
     def routes(self, table: TablePlan, ids: Ids) -> list[tuple[int, Ids | None]]:
-        """Each shard that has some of the ``ids`` [N], and the positions of those (None: all)."""
+        """Return each shard that owns some of the ``ids`` [N], with their positions (None: all)."""
         view = self._retries.view
         return split_by_shard(ids, view.bucket_shards, view.num_shards, dense=table.facts.is_dense)

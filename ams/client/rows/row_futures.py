@@ -1,8 +1,7 @@
-"""Calls for rows whose callers do not wait: sent at once, and brought to their end by one thread of the cluster.
+"""Non-blocking row calls: sent at once, and completed by one thread of the cluster.
 
-Cost: who makes a call sends it. The replies of all calls come to one thread, which holds the interpreter lock only
-while it settles a future. What the first attempt does not bring to its end, and callbacks, which may wait for other
-futures, are left to the threads of the client's background.
+Cost: the caller sends. The replies of all calls come to one thread, which holds the interpreter lock only while it
+settles a future. Retries, and callbacks, which may wait for other futures, run on the client's background threads.
 """
 
 from __future__ import annotations
@@ -23,31 +22,31 @@ from geartrain.ams.values.interrupts import BackgroundFuture, shielded
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.1
-"""The thread looks so often for shards that are silent, and whether it is needed still."""
+"""Interval at which the thread checks for unresponsive shards, and whether it is still needed."""
 
 
 class PreparedCall(NamedTuple):
-    """A call, checked, and not sent yet. Both hold the caller's arrays."""
+    """A checked call, not yet sent. Both functions hold the caller's arrays."""
 
     send: Callable[[RowFuture], bool]
-    """Sends it, for the future that it gets. False: so much is under way that it has to wait for others to end."""
+    """Sends it for the given future. False: too many calls are in flight, so it must wait."""
     finish: Callable[[Any], Any]
-    """Makes the result of what compiled code says the call came to, or raises; asks again where that can help."""
+    """Makes the result from the compiled code's reply, or raises; retries where that can help."""
     abandon: Callable[[], None] = lambda: None
-    """Gives it up before it was sent."""
+    """Drops the call before it was sent."""
 
 
 class RowFuture(BackgroundFuture):
-    """The outcome of a call for rows."""
+    """Future of a row call."""
 
     def __init__(self, futures: RowFutures) -> None:
         super().__init__()
         self.call: PreparedCall | None = None
-        """None: it is settled."""
+        """None once it is settled."""
         self._futures = futures
 
     def send_at_once(self) -> bool:
-        """:meth:`send`, while nobody else has this."""
+        """:meth:`send`, before any other thread knows this future."""
         self._is_running = True
         self._is_running = self.send()
         return self._is_running
@@ -57,18 +56,18 @@ class RowFuture(BackgroundFuture):
         return self.call.send(self)
 
     def resolve(self, reply: Any) -> None:
-        """Make the result of what the call came to."""
+        """Set the result from the reply."""
         assert self.call is not None
         self._work, self.call = partial(self.call.finish, reply), None
         self.run()
 
     def fail(self, error: BaseException) -> None:
-        """It cannot be sent."""
+        """Set the error of a call that cannot be sent."""
         self._work, self.call = partial(_raise, error), None
         self.run()
 
     def cancel(self) -> bool:
-        """See :class:`concurrent.futures.Future`: only what stands in line can be cancelled."""
+        """Cancel a call that is still queued; return whether it was."""
         if self._is_running or not super().cancel():
             return False
         if self.call is not None:
@@ -84,9 +83,9 @@ def _raise(error: BaseException) -> None:
 
 
 class RowFutures:
-    """The calls of one cluster. Thread-safe.
+    """Non-blocking calls of one cluster. Thread-safe.
 
-    So many are under way at once as compiled code allows; the others stand in line, and are sent in their order.
+    Compiled code limits the calls in flight; others are queued, and sent in order.
     """
 
     def __init__(
@@ -96,22 +95,22 @@ class RowFutures:
         settle: Callable[[Callable[[], object]], object],
         watch: Callable[[list[int]], object],
     ) -> None:
-        """``elsewhere`` has work done that may wait, also for the number of a write; ``settle`` has work done that may
-        wait, but for none: others wait for what it ends. ``watch`` is told now and then of the shards that have been
+        """``elsewhere`` runs work that may block, also on the number of a write; ``settle`` runs work that may block,
+        but not on a number, as other work waits for it. ``watch`` is called now and then with the shards that have been
         silent for a while.
         """
         self._client = client
         self._elsewhere, self._settle, self._watch = elsewhere, settle, watch
         self._open: set[RowFuture] = set()
-        """Those that are not settled."""
+        """Futures that are not settled."""
         self._line: deque[RowFuture] = deque()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._is_closed = False
 
     def start(self, prepare: Callable[[], PreparedCall]) -> RowFuture:
-        """Return the future of a call, which is sent now, or once others have ended. What ``prepare`` raises is its
-        error. Raises Unavailable once closed.
+        """Return the future of a call, which is sent now, or once others have ended. An error of ``prepare`` becomes
+        the future's. Raises Unavailable once closed.
         """
         future = RowFuture(self)
         try:
@@ -135,7 +134,7 @@ class RowFutures:
         return future
 
     def run_callback(self, fn: Callable[[Future[Any]], object], future: Future[Any]) -> None:
-        """Call what somebody has asked to be called: not on the thread that he may wait for."""
+        """Run a user's callback, not on the thread that it may wait for."""
         if threading.current_thread() is self._thread:
             self._elsewhere(partial(_logged, fn, future))
         else:
@@ -169,24 +168,24 @@ class RowFutures:
                 next_look = time.monotonic() + _LOOK_SECONDS
 
     def _is_over(self) -> bool:
-        """Whether the thread ends. It is begun anew where a call is made once the main thread has ended."""
+        """Return whether the thread ends. A call made after the main thread has ended starts it again."""
         if self._open or not (self._is_closed or not threading.main_thread().is_alive()):
             return False
         with self._lock:
             thread, self._thread = self._thread, None
-            if self._open:  # whoever begins now sees no thread, and waits for the lock
+            if self._open:  # a new call sees no thread, and waits for the lock
                 self._thread = thread
         return self._thread is None
 
     def _resolve(self, future: RowFuture, reply: Any) -> None:
-        """Settle a future whose call has come to its end, or has not by its first attempt."""
-        self._open.discard(future)  # who closes waits for this thread, and then for those elsewhere
+        """Settle a future whose call has ended, or whose first attempt has."""
+        self._open.discard(future)  # close waits for this thread, then for the background work
         if reply is None or isinstance(reply, tuple):
             future.resolve(reply)
             return
         try:
             self._settle(partial(future.resolve, reply))
-        except Exception as exc:  # no thread is to be had
+        except Exception as exc:  # no thread is available
             future.fail(exc)
 
     def _send_line(self) -> None:

@@ -1,4 +1,4 @@
-"""What pulls and writes of a table go by that holds from call to call."""
+"""Settings of a table's pulls and writes that are constant between calls."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.ams.values.specs import DTYPES, DTypeName, TableSpec
 
 NO_CHECK, CHECK_PRODUCT, CHECK_FINITE = 0, 1, 2
-"""What is looked for in the rows of a write: nothing; that the largest times ``scale`` is finite; that all are, too."""
+"""Checks of a write's rows: none; the largest value times ``scale`` is finite; all values are finite, too."""
 PushBatch = tuple[npt.NDArray[np.uint32] | None, int | None, float | None, Sequence[int] | None]
-"""Occurrences, step, unix seconds and pulled_at of each shard; -1: it is not known."""
+"""Occurrences, step, unix seconds, and pulled_at of each shard (-1: unknown)."""
 PushSettings = tuple[float | None, float, Mapping[str, float], SyncGroup | None]
 """Learning rate (None: the table's), scale of the gradients, other numbers of the optimizer, and group."""
 
 
 class TablePlan:
-    """A table as one client means it: another one takes its place once its settings, or the table meant, are others."""
+    """A table as one client means it; replaced when its settings, or the table meant, change."""
 
     def __init__(self, spec: TableSpec, incarnation: int, wire_dtype: DTypeName | None) -> None:
-        """``wire_dtype``: the type that rows travel in; None: as they are."""
+        """``wire_dtype``: type in which rows are sent; None: their own."""
         self.spec = spec
         self.incarnation = incarnation
-        """Which table of its name it is; 0: not known."""
+        """Incarnation of the table; 0: unknown."""
         self.dtype = spec.numpy_dtype
         self.dtype_code = ops.DTYPE_CODES[self.dtype]
         self.counts_steps = spec.counts_steps
-        """Whether every shard hears of every push."""
+        """Whether every shard receives every push."""
         self._asks_for_clock, self._counts_occurrences = spec.asks_for_clock, spec.counts_occurrences
         self.asks_for_batch = self._asks_for_clock or self._counts_occurrences
-        """Whether pushes say something of their batch."""
+        """Whether pushes describe their batch."""
         wire_code = self.dtype_code if wire_dtype is None else ops.DTYPE_CODES[DTYPES[wire_dtype]]
         is_dense = spec.num_rows is not None
         self.facts = TableFacts(spec.name, spec.dim, self.dtype_code, is_dense, wire_code, self._counts_occurrences)
-        """What compiled code knows of it."""
+        """Facts of the table for compiled code."""
         self._checked_scalars: Mapping[str, float] = NO_SCALARS
 
     def settings_of(self, options: StepOptions) -> PushSettings:
-        """What pushes with these options say to the compiled code, whatever table of this optimizer they are of.
+        """Return the settings that pushes with these options send to compiled code, for any table of this optimizer.
         Raises TypeError, InvalidArgument, NonFinite.
         """
         if not options:
@@ -72,8 +72,8 @@ class TablePlan:
         seconds: float | None,
         pulled_at: Sequence[int] | None,
     ) -> PushBatch | None:
-        """What a push says of its batch; None: nothing. Occurrences, step and time travel only where the table's
-        admission or expiry asks for them.
+        """Return a push's description of its batch; None: nothing. Occurrences, step and time are sent only if the
+        table's admission or expiry uses them.
         """
         if not self._asks_for_clock:
             step = seconds = None

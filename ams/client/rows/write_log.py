@@ -1,4 +1,4 @@
-"""Which rows the writes of a client touch, for whoever goes on with rows that it has read before."""
+"""Log of the rows that a client's writes touch, for readers that reuse rows read before."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from geartrain.ams.values.specs import Ids
 
 
 class WriteLog:
-    """The writes of rows of one client, numbered as they begin. Thread-safe.
+    """Row writes of one client, numbered as they begin. Thread-safe.
 
-    Cost: none while nobody reads it; else 8 bytes an id of a write, until all readers have forgotten it.
+    Cost: none without readers; else 8 bytes an id of a write, until all readers have forgotten it.
     """
 
     def __init__(self) -> None:
         self.readers: list[weakref.ref[WriteReader]] = []
-        """Those who are told."""
+        """Readers, which receive every write."""
         self._lock = threading.Lock()
         self._next = 0
         self._open: dict[int, tuple[str, Ids]] = {}
-        """Those that have begun and are not over: table and ids."""
+        """Writes in progress: table and ids."""
 
     def reader(self) -> WriteReader:
-        """Return one who is told of every write that begins from now on, as long as somebody holds it.
+        """Return a reader of every write that begins from now on; it is kept while the caller holds it.
 
-        It knows of those that are not over, too, if they began while somebody read.
+        It also knows writes in progress that began while there was a reader.
         """
         made = WriteReader(self)
         with self._lock:
@@ -35,10 +35,10 @@ class WriteLog:
         return made
 
     def start(self, table: str, ids: Ids) -> int | None:
-        """A write is about to touch rows of a table. Returns its number; None: nobody wants to know."""
+        """Record a write that is about to touch rows. Returns its number; None if there is no reader."""
         if not self.readers:
             return None
-        ids = ids.copy()  # the caller's are its own again before readers have forgotten them
+        ids = ids.copy()  # the caller's array is reused before readers have forgotten it
         with self._lock:
             number = self._next
             self._open[number] = (table, ids)
@@ -50,11 +50,11 @@ class WriteLog:
         return number
 
     def finish(self, number: int) -> None:
-        """It was applied, or given up. Waits for nothing: the garbage collector calls it."""
+        """Record that a write was applied or abandoned. Does not block: the garbage collector calls it."""
         self._open.pop(number, None)
 
     def mark(self, reader: WriteReader) -> int:
-        """The number below which all writes are over: they are in every row that the reader pulls from now on."""
+        """Return the number below which all writes are over: rows that the reader pulls from now on contain them."""
         with self._lock:
             mark = self._all_over_below()
             reader.marks.append(mark)
@@ -64,7 +64,7 @@ class WriteLog:
         return min(list(self._open), default=self._next)
 
     def forget(self, reader: WriteReader, mark: int) -> None:
-        """A reader is done with rows of this mark, and has no use for writes that all its other rows have."""
+        """Drop a mark of a reader, and writes that all its other rows contain."""
         with self._lock:
             reader.marks.remove(mark)
             first = min(reader.marks, default=self._all_over_below())
@@ -72,27 +72,27 @@ class WriteLog:
                 reader.entries.popleft()
 
     def copy_of(self, reader: WriteReader) -> list[tuple[int, str, Ids]]:
-        """What a reader has been told of."""
+        """Return the writes recorded for a reader."""
         with self._lock:
             return list(reader.entries)
 
 
 class WriteReader:
-    """Knows which rows were touched since it read some. Thread-safe."""
+    """Reader of the write log: the rows touched since it read some. Thread-safe."""
 
     def __init__(self, log: WriteLog) -> None:
         self._log = log
         self.entries: deque[tuple[int, str, Ids]] = deque()
-        """Number, table and ids of writes, as they began. The log's."""
+        """Number, table and ids of writes, in order. Owned by the log."""
         self.marks: list[int] = []
-        """Those of rows that will be asked about. The log's."""
+        """Marks of rows that may still be asked about. Owned by the log."""
 
     def mark(self) -> int:
-        """To be taken before rows are read: see :meth:`touched`."""
+        """Return a mark, to be taken before rows are read and passed to :meth:`touched`."""
         return self._log.mark(self)
 
     def touched(self, mark: int, *, missing: int = 0) -> dict[str, list[Ids]]:
-        """The ids of writes, by table, that rows read after ``mark`` was taken may lack; but for the last ``missing``
+        """Return the ids of writes, by table, that rows read after ``mark`` may lack; without the last ``missing``
         writes of each table.
         """
         by_table: dict[str, list[Ids]] = {}
@@ -102,5 +102,5 @@ class WriteReader:
         return {table: each[: len(each) - missing] for table, each in by_table.items() if len(each) > missing}
 
     def forget(self, mark: int) -> None:
-        """Rows read after ``mark`` was taken will not be asked about again."""
+        """Drop a mark: rows read after it will not be asked about again."""
         self._log.forget(self, mark)

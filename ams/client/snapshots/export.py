@@ -1,4 +1,4 @@
-"""Versions of tables written for followers: the rows of one moment, or those written since an earlier version.
+"""Table versions for followers: the rows of one moment, or those written since an earlier version.
 
 A version is a snapshot (:mod:`~geartrain.ams.client.snapshots.snapshot`) of the rows alone, in a folder of its own.
 """
@@ -26,23 +26,23 @@ logger = logging.getLogger(__name__)
 
 
 class PendingExport:
-    """A version whose moment has passed and whose files are being written."""
+    """A version whose moment is frozen and whose files are being written."""
 
     def __init__(self, number: int, snapshot: PendingSnapshot) -> None:
         self.version = number
-        """The number that it will have."""
+        """Number that the version will have."""
         self.path: Place = snapshot.path
-        """The folder it will be: an absolute Path, or a URL."""
+        """Folder of the version: an absolute Path, or a URL."""
         self._snapshot = snapshot
 
     def done(self) -> bool:
-        """Whether :meth:`result` returns at once."""
+        """Return whether :meth:`result` returns at once."""
         return self._snapshot.done()
 
     def result(self, timeout_seconds: float | None = None) -> int:
-        """Wait until followers can see it; return its number.
+        """Wait until the version is visible to followers; return its number.
 
-        Raises SnapshotSuperseded if a snapshot of the same tables was begun before it was written, SnapshotFailed, or
+        Raises SnapshotSuperseded if a snapshot of the same tables began before it was written, SnapshotFailed, or
         another GeartrainError if a shard was lost; TimeoutError if it is not done in time.
         """
         self._snapshot.result(timeout_seconds)
@@ -59,9 +59,9 @@ def start_export(
     caller: CallContext | None = None,
     check_caller: Callable[[], None] = lambda: None,
 ) -> PendingExport:
-    """Hold the present moment of tables on every shard and begin to write it as the next version in ``root``.
+    """Freeze the present moment of tables on every shard and begin to write it as the next version in ``root``.
 
-    See :meth:`geartrain.ams.client.cluster.Cluster.export`.
+    :meth:`geartrain.ams.client.cluster.Cluster.export` describes the arguments.
     """
     root = place(root)
     specs = {spec.name: spec for spec in view().tables}
@@ -98,7 +98,7 @@ def start_export(
 
 
 def tables_named(wanted: str | Sequence[str], existing: Iterable[str]) -> list[str]:
-    """The tables of these names or patterns (``"ctr/*"``), each once. Raises TableNotFound, InvalidArgument."""
+    """Return the tables of these names or patterns (``"ctr/*"``), each once. Raises TableNotFound, InvalidArgument."""
     patterns = [wanted] if isinstance(wanted, str) else list(wanted)
     if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
         raise InvalidArgument(f"tables are {quoted(wanted)}; give a name ('ctr/item'), a pattern ('ctr/*') or a list")
@@ -113,7 +113,7 @@ def tables_named(wanted: str | Sequence[str], existing: Iterable[str]) -> list[s
 
 
 def _parent(root: Place, since: int | None) -> Snapshot | None:
-    """The version to add to; None: a base is written."""
+    """Return the version to build on; None: a base is written."""
     if since is not None:
         number = integer("since", since, 0)
         return None if number == 0 else version(root, number)

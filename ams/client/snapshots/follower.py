@@ -1,4 +1,4 @@
-"""A read-only copy of an exported table, brought up to date from the files of its versions."""
+"""Read-only copy of an exported table, updated from the files of its versions."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _COPIED_ROWS = 65_536
 
 
 class FollowedTables:
-    """Tables of an export as they were at one version, all of one moment. Thread-safe."""
+    """Tables of an export at one version, all of one moment. Thread-safe."""
 
     def __init__(self, root: str | Path, tables: Sequence[str] | None = None) -> None:
-        """Read the newest version. ``tables`` are those to keep; None: all that it has.
+        """Read the newest version. ``tables`` are those to keep; None: all.
 
         Raises SnapshotNotFound if there is none, TableNotFound, and as :meth:`refresh`.
         """
@@ -44,35 +44,35 @@ class FollowedTables:
         self._at: Snapshot | None = None
         self._refreshing = threading.Lock()
         self._copying = threading.Lock()
-        """A table is read as a whole by one thread at a time."""
+        """Held while a whole table is read, by one thread at a time."""
         self._readers = _Readers()
         if self.refresh() is None:
             raise SnapshotNotFound(f"{root} holds no version yet: geartrain export TABLE {root} writes one")
 
     @property
     def version(self) -> int:
-        """The number of the version that the rows are of."""
+        """Number of the version of the rows."""
         assert self._at is not None
         return self._at.manifest.step
 
     @property
     def created(self) -> float:
-        """When that version was written, Unix time in seconds."""
+        """Unix time at which that version was written, in seconds."""
         assert self._at is not None
         return self._at.manifest.created
 
     @property
     def specs(self) -> dict[str, TableSpec]:
-        """What each table is; its optimizer is left out."""
+        """Spec of each table, without its optimizer."""
         return {name: table.spec for name, table in self._tables.items()}
 
     def refresh(self) -> int | None:
-        """Go on to the newest version; return its number, or None if it is the one that is here.
+        """Update to the newest version; return its number, or None if it is already here.
 
-        Versions between are applied in order, each whole: whoever pulls meanwhile finds rows of one version. Costs a
+        Versions between are applied in order, each atomically: concurrent pulls see rows of one version. Costs a
         listing and a manifest if there is nothing new. If a file is missing or damaged, raises SnapshotDamaged, which
-        names it, and the rows are those of the last version that was applied. Raises SnapshotFailed if the folder
-        cannot be read, TableNotFound if a table is in it no more. After Ctrl-C it comes to its end in the background.
+        names it, and the rows stay at the last version that was applied. Raises SnapshotFailed if the folder cannot be
+        read, TableNotFound if a table is no longer in it. After Ctrl-C it completes in the background.
         """
         return shielded(self._refresh)
 
@@ -81,15 +81,15 @@ class FollowedTables:
             before = self._at
             try:
                 self._follow()
-            except SnapshotDamaged:  # or compacted and removed since its successor was looked at
+            except SnapshotDamaged:  # or it was compacted and removed since its successor was looked for
                 if not self._skip_to_base():
                     raise
             return None if self._at is before else self.version
 
     def pull(self, table: str, ids: Any) -> Any:
-        """Read rows: [N] -> [N, dim] of the table's dtype; one that is not there has its initial value.
+        """Read rows: [N] -> [N, dim] of the table's dtype; an absent row has its initial value.
 
-        numpy arrays and torch tensors are taken, and answered in kind. Raises InvalidIds.
+        Returns a numpy array or torch tensor, as ``ids`` is. Raises InvalidIds.
         """
         checked = ids_array(ids, self._table(table).spec.num_rows)
         return like(self.pull_together({table: checked})[table], ids)
@@ -105,11 +105,11 @@ class FollowedTables:
         return rows
 
     def num_rows(self, table: str) -> int:
-        """How many rows are there."""
+        """Return the number of rows present."""
         return self._table(table).num_present
 
     def rows(self, table: str) -> tuple[Ids, Rows]:
-        """Return all rows that are there: ids [N], rising, and rows [N, dim]. A copy."""
+        """Return all rows present: ids [N], ascending, and rows [N, dim]. A copy."""
         with self._copying, self._readers.reading():
             blocks = list(_rows_of(self._table(table), None))
             spec = self._table(table).spec
@@ -134,7 +134,7 @@ class FollowedTables:
             self._apply(step)
 
     def _skip_to_base(self) -> bool:
-        """Go on from a base that is newer than what is here, whatever lies between; whether there is one."""
+        """Continue from a base newer than the present version, whatever lies between; return whether there is one."""
         newest = newest_version(self.root)
         steps = [] if newest is None else route_to(newest, "")
         if not steps or (self._at is not None and steps[0].manifest.step <= self.version):
@@ -154,7 +154,7 @@ class FollowedTables:
         made: dict[str, RowTable] = {}
         removed: dict[str, Ids] = {}
         blocks: dict[str, list[Arrays]] = {}
-        for name in names:  # all of them are read, and have room, before any changes
+        for name in names:  # all are read, and have room, before any changes
             table = self._tables.get(name)
             replaced = _replaced(step, name)
             if table is None or table.spec != specs[name] or replaced.any():
@@ -182,7 +182,7 @@ class TableFollower:
     """
 
     def __init__(self, root: str | Path, table: str | None = None) -> None:
-        """Read the newest version in the folder or URL ``root``; ``table`` is the one to keep where it has several.
+        """Read the newest version in the folder or URL ``root``; ``table`` names the one to keep if there are several.
 
         Raises SnapshotNotFound if there is no version, TableNotFound, InvalidArgument if ``table`` must be named, and
         as :meth:`refresh`.
@@ -200,37 +200,37 @@ class TableFollower:
 
     @property
     def spec(self) -> TableSpec:
-        """What the table is: its name, dim, dtype, initial values."""
+        """Spec of the table: its name, dim, dtype, initial values."""
         return self._followed.specs[self._name]
 
     @property
     def version(self) -> int:
-        """The number of the version that the rows are of."""
+        """Number of the version of the rows."""
         return self._followed.version
 
     @property
     def created(self) -> float:
-        """When that version was written, Unix time in seconds."""
+        """Unix time at which that version was written, in seconds."""
         return self._followed.created
 
     def refresh(self) -> int | None:
-        """Go on to the newest version; return its number, or None if it is the one that is here.
+        """Update to the newest version; return its number, or None if it is already here.
 
-        Versions between are applied in order, each whole: whoever pulls meanwhile finds rows of one version. Where
-        deltas do not lead to it any more its base is read, beside the rows that are here. Costs a listing and a
-        manifest if there is nothing new. If a file is missing or damaged, raises SnapshotDamaged, which names it, and
-        the rows are those of the last version that was applied. Raises SnapshotFailed if the folder cannot be read.
+        Versions between are applied in order, each atomically: concurrent pulls see rows of one version. If deltas no
+        longer lead to it, its base is read beside the present rows. Costs a listing and a manifest if there is nothing
+        new. If a file is missing or damaged, raises SnapshotDamaged, which names it, and the rows stay at the last
+        version that was applied. Raises SnapshotFailed if the folder cannot be read.
         """
         return self._followed.refresh()
 
     def pull(self, ids: Any) -> Any:
-        """Read rows: [N] -> [N, dim] of the table's dtype; one that is not there has its initial value, as in the
-        trained table. numpy arrays and torch tensors are taken, and answered in kind. Raises InvalidIds.
+        """Read rows: [N] -> [N, dim] of the table's dtype; an absent row has its initial value, as in the trained
+        table. Returns a numpy array or torch tensor, as ``ids`` is. Raises InvalidIds.
         """
         return self._followed.pull(self._name, ids)
 
     def rows(self) -> tuple[Ids, Rows]:
-        """Return all rows that are there: ids [N], rising, and rows [N, dim]. A copy."""
+        """Return all rows present: ids [N], ascending, and rows [N, dim]. A copy."""
         return self._followed.rows(self._name)
 
     def __len__(self) -> int:
@@ -243,7 +243,7 @@ class TableFollower:
 
 
 class _Readers:
-    """Any number of readers at once, or one that changes something, who is not kept waiting by new readers."""
+    """Reader-writer lock: any number of readers, or one writer, which new readers do not keep waiting."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -282,20 +282,19 @@ class _Readers:
 
 
 def spec_of_rows(fields: Mapping[str, Any]) -> TableSpec:
-    """Of a table's specification as JSON values that of its rows alone: it trains nothing, admits all, and nothing goes
-    by itself."""
+    """Return the spec of a table's rows alone from its spec in JSON: no training, no admission, no expiry."""
     spec = TableSpec.from_dict(dict(fields))
     rows = {name: getattr(spec, name) for name in ("name", "dim", "num_rows", "initializer", "seed", "dtype")}
     return TableSpec(optimizer=SGD(1.0), **rows)
 
 
 def _replaced(step: Snapshot, table: str) -> Buckets:
-    """The buckets in which no row of before counts: those of shards that wrote all of their rows."""
+    """Return the buckets in which a version replaces all earlier rows: those of shards that wrote all of their rows."""
     return ~np.isin(step.manifest.bucket_shards, step.manifest.deltas.get(table, []))
 
 
 def _blocks_of(step: Snapshot, table: str) -> Iterator[Arrays]:
-    """Blocks of a version, each checked when it is read."""
+    """Yield the blocks of a version, each verified when it is read."""
     return map(step.read, _entries(step, EXPORT, table))
 
 
@@ -304,7 +303,7 @@ def _entries(step: Snapshot, kind: str, table: str) -> list[FileEntry]:
 
 
 def _removed_by(step: Snapshot, table: str) -> Ids:
-    """Ids of rows that were removed since the version before; those that have a row again are among the blocks."""
+    """Return ids of rows removed since the version before; rows that exist again are among the blocks."""
     removed = [step.read(entry)["ids"] for entry in _entries(step, REMOVED, table)]
     return np.concatenate([np.empty(0, np.int64), *removed])
 
@@ -312,10 +311,11 @@ def _removed_by(step: Snapshot, table: str) -> Ids:
 def _made_anew(
     step: Snapshot, spec: TableSpec, before: RowTable | None, counting: Buckets, copying: threading.Lock
 ) -> RowTable:
-    """A table with the rows of ``before``, read under ``copying``, in the buckets where they count, and a version's."""
+    """Return a table with the rows of ``before`` in the buckets ``counting``, read under ``copying``, and a
+    version's."""
     table = RowTable(spec, np.arange(NUM_BUCKETS))
-    table.moments.forget_all()  # nobody asks what was written, or removed, since
-    if spec.num_rows is None:  # at once, rather than as they come: any ids that are not there will do
+    table.moments.forget_all()  # nobody asks for earlier changes
+    if spec.num_rows is None:  # allocates all rows at once; any absent ids will do
         table.reserve(np.arange(sum(entry.num_rows for entry in _entries(step, EXPORT, spec.name))))
     if before is not None and before.spec.is_same_table(spec) and counting.any():
         with copying:
@@ -328,7 +328,7 @@ def _made_anew(
 
 
 def _rows_of(table: RowTable, buckets: Buckets | None) -> Iterator[tuple[Ids, Rows]]:
-    """The rows of some buckets, in blocks. Nothing is written to the table meanwhile."""
+    """Yield the rows of some buckets, in blocks. Nothing is written to the table meanwhile."""
     table.freeze()
     try:
         while len((part := table.read_frozen(_COPIED_ROWS, buckets)).ids):

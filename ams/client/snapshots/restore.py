@@ -1,8 +1,8 @@
-"""Restores of a whole cluster: tables of a snapshot made anew, given their rows, and opened once every shard has them.
+"""Restore of a snapshot to a whole cluster: tables are created, filled, and opened once every shard has their rows.
 
-Order: the snapshot is checked, the tables are made (in the place of those that are to go), the shards read their rows,
-the scheduler publishes all tables at once. Before that nobody can open, read or write them. One that is cut off on the
-way leaves tables that stay so, until a restore in their place begins anew or somebody drops them.
+Order: the snapshot is verified, the tables are created (in the place of those to replace), the shards read their rows,
+the scheduler publishes all tables at once. Before that no client can open, read or write them. A restore that is cut
+off leaves them unpublished, until a restore in their place starts anew or they are dropped.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def restore_snapshot(
     caller: CallContext | None = None,
     graphs: Callable[[bool], GraphCalls | None] = lambda _: None,
 ) -> Snapshot:
-    """Make the tables of a snapshot, with all their rows, on the shards there are now, however many wrote it.
+    """Create the tables of a snapshot, with all their rows, on the present shards, however many wrote it.
 
-    ``path`` must mean the same folder here and on every shard; ``tables`` are those to make, None: all. Nobody can open
-    them before every shard has its rows. If anything fails before that, the tables made so far are dropped. With
-    ``replace`` tables of these names are dropped first, once the whole snapshot was read and found sound, which is one
-    more read of all of it, here, and every shard has found it. ``graphs``, told whether the snapshot holds graphs of
-    these tables, says who takes them, when the tables are open.
+    ``path`` must mean the same folder here and on every shard; ``tables`` are those to restore, None: all. No client
+    can open them before every shard has its rows. After a failure before that, the tables made so far are dropped. With
+    ``replace`` tables of these names are dropped first, once the whole snapshot was verified here, which is one more
+    read of all of it, and every shard has found it. ``graphs``, called with whether the snapshot holds graphs of these
+    tables, returns their receiver once the tables are open.
     Raises TableExists, TableNotFound, SnapshotNotFound, SnapshotDamaged, ShardUnavailable, SchedulerUnavailable.
     """
     snapshot = _open(place(path))
@@ -78,7 +78,7 @@ def restore_snapshot(
     graph_files = [entry for entry in snapshot.manifest.files if entry.kind == GRAPH and entry.table in numbered]
     made: list[TableSpec] = []
     try:
-        snapshot.job_files()  # all of it is sound, or nothing of it is used
+        snapshot.job_files()  # verify all of it before any of it is used
         if replace:
             all_of(snapshot.verify())
             # Every shard finds it too, and the caller is not superseded.
@@ -87,7 +87,7 @@ def restore_snapshot(
             made.append(_made(scheduler, spec, replace=replace))
             failpoints.reach("restore.create.after")
         _restore_rows(calls, snapshot, made, caller)
-        for entry in graph_files if not replace else ():  # while there is a way back
+        for entry in graph_files if not replace else ():  # while the tables can still be kept
             snapshot.read(entry)
         failpoints.reach("restore.publish.before")
     except BaseException as exc:
@@ -95,7 +95,7 @@ def restore_snapshot(
         if not (replace and made):
             raise
         gone = f"the tables that it was to replace ({', '.join(table.name for table in made)}) are gone"
-        if isinstance(exc, OutOfMemory):  # which says of each write that it changed nothing
+        if isinstance(exc, OutOfMemory):  # it says of each write that it changed nothing
             raise OutOfMemory(
                 f"{snapshot.path} was not restored, and {gone}; make room, and restore it again: {exc}"
             ) from exc
@@ -121,7 +121,7 @@ def _made(scheduler: SchedulerCalls, spec: TableSpec, *, replace: bool) -> Table
 
 
 def _restore_rows(calls: ShardCalls, snapshot: Snapshot, made: Sequence[TableSpec], caller: CallContext | None) -> None:
-    """Let every shard read its rows of the tables."""
+    """Make every shard read its rows of the tables."""
     chain = snapshot.chain()
     expected = sum(entry.num_rows for spec in made for layer in layers_of(chain, spec.name) for entry in layer.blocks())
     request = Restore(
@@ -136,9 +136,9 @@ def _restore_rows(calls: ShardCalls, snapshot: Snapshot, made: Sequence[TableSpe
 
 
 def _publish(calls: ShardCalls, scheduler: SchedulerCalls, made: Sequence[TableSpec]) -> None:
-    """Open the tables; a scheduler that is away for a moment costs no long restore.
+    """Open the tables; a scheduler that is away for a moment does not void a long restore.
 
-    If it refuses they are dropped, unless an attempt before had no answer: others may have them open then.
+    If it refuses they are dropped, unless an earlier attempt had no answer: other clients may then have them open.
     """
     patience = Patience(calls.config.recovery_timeout_seconds)
     may_be_open = False
@@ -158,7 +158,7 @@ def _publish(calls: ShardCalls, scheduler: SchedulerCalls, made: Sequence[TableS
 
 def _drop(scheduler: SchedulerCalls, made: Sequence[TableSpec]) -> None:
     for table in made:
-        with suppress(GeartrainError):  # what went wrong first is what the caller must hear
+        with suppress(GeartrainError):  # the first error is the one to raise
             scheduler.drop_table(table.name, table.incarnation)
 
 
@@ -167,7 +167,7 @@ def _restore_graphs(graphs: GraphCalls, snapshot: Snapshot, tables: Mapping[str,
         if there_are_some:
             graphs.restore_snapshot(str(snapshot.path), tables)
             return
-        for table in tables:  # what is kept is of other rows; a service that is gone is not waited for
+        for table in tables:  # existing graphs are of other rows; a service that is gone is not waited for
             graphs.forget(table)
     except GeartrainError as exc:  # the tables are open, so the restore is done; a graph can be built again
         logger.warning("the graphs of %s were not restored: %s", snapshot.path, exc)

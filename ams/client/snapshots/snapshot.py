@@ -1,7 +1,7 @@
-"""Snapshots of a whole cluster: all shards hold one moment, write it beside the training, and one process commits it.
+"""Snapshots of a whole cluster: all shards freeze one moment, write it in the background, and one process commits it.
 
 Order: freeze on every shard (short), blocks written and synced by the shards, manifest committed here, freeze ended.
-Whatever fails on the way, the snapshot is given up as a whole: nothing is listed, and the shards go on.
+After any failure the snapshot is given up as a whole: it is not listed, and the shards go on.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ logger = logging.getLogger(__name__)
 
 _RENEW_SECONDS = FREEZE_LEASE_SECONDS / 4
 _TELL_SECONDS = 2.0
-"""How long a shard that does not answer may delay the end of a snapshot that no longer needs it."""
+"""Delay of a snapshot's end by a shard that does not answer and is no longer needed, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobContents:
-    """What a snapshot holds beside the rows."""
+    """Contents of a snapshot beside the rows."""
 
     step: int = 0
     """Step at whose boundary it is taken."""
@@ -73,26 +73,26 @@ class JobContents:
 
 
 class PendingSnapshot:
-    """A snapshot whose moment has passed and whose files are being written."""
+    """A snapshot whose moment is frozen and whose files are being written."""
 
     def __init__(self, path: Place, work: Future[Place]) -> None:
         self.path = path
-        """The folder it will be: an absolute Path, or a URL."""
+        """Folder of the snapshot: an absolute Path, or a URL."""
         self._work = work
 
     def done(self) -> bool:
-        """Whether :meth:`result` returns at once."""
+        """Return whether :meth:`result` returns at once."""
         return self._work.done()
 
     def result(self, timeout_seconds: float | None = None) -> Place:
-        """Wait until it is whole and on the disk; return its folder.
+        """Wait until the snapshot is complete and on disk; return its folder.
 
         Raises SnapshotFailed, or another GeartrainError if a shard was lost; TimeoutError if it is not done in time.
         """
         return self._work.result(timeout_seconds)
 
     def when_done(self, then: Callable[[BaseException | None], None]) -> None:
-        """Call ``then`` once it is whole, or has failed with an error."""
+        """Call ``then`` with None once it is complete, or with the error once it has failed."""
 
         def finish(work: Future[Place]) -> None:
             if not work.cancelled():
@@ -103,7 +103,7 @@ class PendingSnapshot:
 
 @dataclass
 class _Hold:
-    """Renews the leases of a freeze until the snapshot is done, and no longer than this process lives."""
+    """Renews the leases of a freeze until the snapshot is done or this process dies."""
 
     calls: ShardCalls
     freeze: Freeze
@@ -113,19 +113,19 @@ class _Hold:
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
-        """From now on."""
+        """Start to renew."""
         self.calls.held_snapshots.add(self.freeze.snapshot_id)
         renewing = threading.Thread(target=self._renew, name="geartrain-freeze", daemon=True)
         shielded(renewing.start)
 
     def stop(self) -> None:
-        """No more. Idempotent."""
+        """Stop. Idempotent."""
         self._ended.set()
         self.calls.held_snapshots.discard(self.freeze.snapshot_id)
 
     def require_current(self) -> None:
-        """Raise StaleClient if a shard or the scheduler knows that this process was superseded. Who is silent is passed
-        over."""
+        """Raise StaleClient if a shard or the scheduler knows that this process was superseded. Skips those that do not
+        answer."""
         for outcome in self._renewed():
             if isinstance(outcome, StaleClient):
                 raise outcome
@@ -137,15 +137,15 @@ class _Hold:
 
     def _renew(self) -> None:
         while not self._ended.wait(_RENEW_SECONDS):
-            with suppress(GeartrainError):  # of a shard: the writing, or the commit, hears of it
+            with suppress(GeartrainError):  # the write or the commit meets the shard's error
                 self._renewed()
             if self.calls.has_given_up:
                 return
 
 
 def free_name(root: str | Path, step: int) -> str:
-    """Return ``step-000000042``, or ``step-000000042-2`` and so on where that is taken: by an earlier run of the same
-    script, for example.
+    """Return ``step-000000042``, or ``step-000000042-2`` and so on if that exists, for example from an earlier run of
+    the same script.
     """
     folder, name = place(root), f"step-{step:09}"
     store = store_of(folder)
@@ -153,7 +153,7 @@ def free_name(root: str | Path, step: int) -> str:
     try:
         return next(free for free in names if not store.exists(within(folder, free)))
     except OSError:
-        return name  # whoever writes there says what is wrong with the folder
+        return name  # writing there reports what is wrong with the folder
 
 
 def start_snapshot(
@@ -170,15 +170,14 @@ def start_snapshot(
     graphs: GraphCalls | None = None,
     rows_alone: bool = False,
 ) -> PendingSnapshot:
-    """Hold the present moment on every shard and begin to write it; returns as soon as it is held.
+    """Freeze the present moment on every shard and begin to write it; returns once it is frozen.
 
-    ``root`` must mean the same folder here and on every shard. ``view`` asks which tables there are; ``tables`` are
-    those to write, None: all but what is being restored. A shard that no longer knows what was written since
-    ``parent``, a snapshot of the same root, writes all of its rows. ``check_caller`` raises StaleClient if the
-    scheduler knows that ``caller`` was superseded. ``rows_alone``: a version of an export, without the optimizer's
-    state; rather than end another snapshot of the same tables it raises Busy. Raises InvalidArgument, TableNotFound,
-    SnapshotNotFound, SnapshotDamaged (of the parent), SnapshotFailed, ShardUnavailable, and StaleClient if ``caller``
-    was superseded.
+    ``root`` must mean the same folder here and on every shard. ``view`` returns the existing tables; ``tables`` are
+    those to write, None: all but those being restored. A shard that does not know the writes since ``parent``, a
+    snapshot of the same root, writes all of its rows. ``check_caller`` raises StaleClient if the scheduler knows that
+    ``caller`` was superseded. ``rows_alone``: a version of an export, without the optimizer's state; it raises Busy
+    rather than end another snapshot of the same tables. Raises InvalidArgument, TableNotFound, SnapshotNotFound,
+    SnapshotDamaged (of the parent), SnapshotFailed, ShardUnavailable, and StaleClient if ``caller`` was superseded.
     """
     root = place(root)
     older = None if parent is None else _parent(root, parent)
@@ -197,7 +196,7 @@ def start_snapshot(
     hold = _Hold(calls, freeze, caller, check_caller, graphs)
     try:
         hold.start()
-        # One that waited on a shard for another to end would hold moments far apart.
+        # If one shard waited for another snapshot to end, the moments would be far apart.
         all_of(calls.on_all_shards(freeze, recovery_seconds=0 if rows_alone else None, caller=caller))
         specs = [spec for spec in view().tables if spec.name in chosen]
         there = {(spec.name, spec.incarnation) for spec in specs}
@@ -220,7 +219,7 @@ def _finish(
     calls, caller = hold.calls, hold.caller
     try:
         if older is not None:
-            _require_parent(older)  # nothing is added to what cannot be restored
+            _require_parent(older)  # the parent must be restorable
         outcomes = all_of(calls.on_all_shards(write, calls.config.snapshot_timeout_seconds, caller=caller))
         replies = [reply for reply in outcomes if isinstance(reply, Written)]
         files = [FileEntry.model_validate_json(text) for reply in replies for text in reply.files]
@@ -234,13 +233,13 @@ def _finish(
         if unknown:
             raise SnapshotFailed(f"tables {sorted(unknown)} came or went at that moment: take it again")
         if older is not None:
-            _require_parent(older)  # nor to what was pruned meanwhile
+            _require_parent(older)  # nor may it have been pruned meanwhile
         files += [
             write_job_file(staging.path, snapshot_id=staging.id, name=name, data=data)
             for name, data in job.files.items()
         ]
         files += _graph_files(hold.graphs, staging, specs, files)
-        if caller is not None:  # it may have been stopped for long, and its job have gone on without it
+        if caller is not None:  # it may have been paused for long, and its job have gone on without it
             hold.require_current()
         path = staging.commit(
             step=job.step,
@@ -269,7 +268,8 @@ def _names(specs: Sequence[TableSpec]) -> tuple[str, ...]:
 
 
 def _whole_tables(view: ClusterView) -> tuple[str, ...]:
-    """Names of all tables but those being restored. Raises SnapshotFailed if rows of one are gone, or may be."""
+    """Return names of all tables but those being restored. Raises SnapshotFailed if a table has lost rows, or may
+    have."""
     lost = sorted(set(view.incomplete_tables).difference(view.restoring_tables))
     if lost or any(entry.state == "missing" for entry in view.shards):
         raise SnapshotFailed(
@@ -283,7 +283,7 @@ def _whole_tables(view: ClusterView) -> tuple[str, ...]:
 def _graph_files(
     graphs: GraphCalls | None, staging: Staging, specs: Sequence[TableSpec], others: Sequence[FileEntry]
 ) -> list[FileEntry]:
-    """The blocks of the graphs; none if the service is gone or cannot read them, since a graph can be built again."""
+    """Return the blocks of the graphs; none if the service is gone or cannot read them: a graph can be built again."""
     sizes = {spec.name: spec.num_rows for spec in specs if spec.num_rows is not None}
     if graphs is None or not sizes:
         return []
@@ -291,7 +291,7 @@ def _graph_files(
         return graphs.write_snapshot(staging.path, staging.id, sizes)
     except (GraphUnavailable, StateError) as exc:
         logger.warning("snapshot %r holds no graph: %s", staging.name, exc)
-        staging.remove_all_but(others)  # it may have written some of its blocks
+        staging.remove_all_but(others)  # the service may have written some of its blocks
         return []
 
 
@@ -303,7 +303,7 @@ def _discard(calls: ShardCalls, staging: Staging) -> None:
 
 
 def _parent(root: Place, parent: str | Path) -> Snapshot:
-    """The snapshot to add to, if its manifest is sound; those that it adds to are looked at in the background."""
+    """Return the snapshot to build on, if its manifest is sound; its own parents are checked in the background."""
     folder = within(root, parent) if isinstance(parent, str) and is_name(parent) else place(parent)
     if parent_of(folder) != root:
         raise InvalidArgument(f"parent is {str(parent)!r}; it must be a snapshot in {root}")
@@ -311,7 +311,7 @@ def _parent(root: Place, parent: str | Path) -> Snapshot:
 
 
 def _require_parent(older: Snapshot) -> None:
-    """Raise SnapshotError unless the snapshot to add to, and all that it adds to, are there still."""
+    """Raise SnapshotError unless the parent snapshot, and all that it builds on, still exist."""
     now = open_snapshot(older.path)
     if now.manifest.id != older.manifest.id:
         raise SnapshotFailed(f"{older.path}, to be added to, was replaced by another snapshot meanwhile; take it anew")
@@ -319,12 +319,12 @@ def _require_parent(older: Snapshot) -> None:
 
 
 def _thaw(calls: ShardCalls, thaw: Thaw) -> None:
-    """Best effort: a shard that cannot be told lets go when the lease of the freeze is over."""
+    """Send a thaw, best effort: an unreachable shard releases the freeze when its lease ends."""
     calls.on_all_shards(thaw, min(_TELL_SECONDS, calls.config.attempt_timeout_seconds), recovery_seconds=0)
 
 
 def chosen_tables(names: Sequence[str], existing: Sequence[str], where: str) -> tuple[str, ...]:
-    """The names, each once. Raises TableNotFound if one does not exist, InvalidArgument if there are none."""
+    """Return the names, each once. Raises TableNotFound for an unknown one, InvalidArgument if there are none."""
     if isinstance(names, str) or not isinstance(names, Collection) or len(names) == 0:
         raise InvalidArgument(f"tables is {names!r}; it must be a list of names, or None for all tables")
     unknown = [name for name in names if name not in existing]

@@ -1,4 +1,4 @@
-"""Counts of a fast gear's gradients that were applied, dropped or lost, as slow gears come and go."""
+"""Account of a fast gear's gradients: applied, dropped or lost, as slow gears come and go."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ logger = logging.getLogger(__name__)
 
 
 class GearLedger:
-    """Last account of every slow gear, and the losses of those that are gone. Thread-safe.
+    """Last account of every slow gear, and the losses with those that are gone. Thread-safe.
 
-    A gradient counts as lost if its slow gear is gone and never told that it had applied or dropped it: an upper bound
-    by what it did between its last word and its end. One that only seemed to be gone and is heard again had lost
-    nothing; one that left in order has handed its account to another.
+    A gradient counts as lost if its slow gear is gone and never reported it as applied or dropped: an upper bound, too
+    high by its work between its last report and its end. A slow gear that answers again had lost nothing; one that left
+    in order has handed its account to another.
     """
 
     def __init__(self, name: str) -> None:
@@ -46,13 +46,13 @@ class GearLedger:
         )
 
     def knows_gone(self, live: Iterable[str]) -> bool:
-        """Whether a slow gear that has told something is not at any of these addresses."""
+        """Return whether a slow gear that has reported is at none of these addresses."""
         addresses = set(live)
         with self._lock:
             return any(address_of(process) not in addresses for process in self._told)
 
     def update(self, states: Iterable[GearState], silent: Iterable[str], keepers: Collection[str] = ()) -> None:
-        """These are all slow gears there are, and ``silent`` the addresses of those that did not answer."""
+        """Record all existing slow gears, and the addresses of those that did not answer (``silent``)."""
         states, unheard = list(states), set(silent)
         taken_over = {process for state in states for process in state.taken_over}
         with self._lock:
@@ -64,12 +64,12 @@ class GearLedger:
                 self._lost.pop(process, None)
             for process in [known for known in self._told if known not in live and address_of(known) not in unheard]:
                 if process in taken_over:
-                    del self._told[process]  # its gradients are in the account of the one that took over
-                elif process not in keepers:  # which wait in a store for who is started in its place
+                    del self._told[process]  # its gradients are in the account of its successor
+                elif process not in keepers:  # its gradients wait in a store for its replacement
                     self._lose(process)
 
     def total(self) -> GearAccount:
-        """What became of all gradients."""
+        """Return the account of all gradients."""
         with self._lock:
             given_up = GearAccount(received=self._given_up, lost=self._given_up)
             return sum((*self._told.values(), *self._lost.values()), given_up)

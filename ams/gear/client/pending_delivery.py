@@ -1,4 +1,4 @@
-"""How requests are cut by who holds their ids, and what of a delivery is not acknowledged yet."""
+"""Parts of a delivery of gradients, split by the holders of their ids, until they are acknowledged."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from geartrain.ams.values.specs import Ids
 
 Positions = npt.NDArray[np.int64]
 Holders = Sequence[str | None]
-"""The address that holds each partition; None: nobody."""
+"""Address of the holder of each partition; None: unheld."""
 
 
 def routes(ids: Ids, positions: Positions, holders: Holders, max_ids: int) -> Iterator[tuple[str | None, Positions]]:
-    """Cut positions in ``ids`` by who holds their partitions, and into messages of at most ``max_ids``."""
+    """Split positions in ``ids`` by the holders of their partitions, into messages of at most ``max_ids``."""
     addresses = np.array([holders[part] or "" for part in partitions_of(ids[positions])], object)
     for address in sorted(set(addresses)):
         mine = positions[addresses == address]
@@ -28,34 +28,34 @@ def routes(ids: Ids, positions: Positions, holders: Holders, max_ids: int) -> It
 
 @dataclass(frozen=True, eq=False)
 class DeliveryPart:
-    """What of one delivery goes to one slow gear, under a name and number of its own."""
+    """Part of a delivery for one slow gear, with a name and number of its own."""
 
     source: str
     address: str | None
     positions: Positions
     process: str = ""
-    """That may have counted it and did not say so: no other may take it."""
+    """Process that may have counted the part without reply; no other one may receive it."""
 
 
 class PendingDelivery:
-    """The parts of a delivery that are not acknowledged."""
+    """Unacknowledged parts of a delivery."""
 
     def __init__(self, delivery: Delivery, holders: Holders, max_ids: int) -> None:
         self.number = delivery.source, delivery.sequence
         self._ids = delivery.ids
         self._names: set[tuple[str, str]] = set()
-        """The (address, source) of all parts that there were: no two have the same."""
+        """(address, source) of all parts so far: each is unique."""
         self.parts = self._cut(delivery.source, np.arange(len(delivery.ids)), holders, max_ids)
 
     def cut_anew(self, part: DeliveryPart, holders: Holders, max_ids: int) -> list[DeliveryPart]:
-        """Give what nobody can have taken to those who hold its ids now."""
+        """Split a part that no process can have received among the present holders of its ids."""
         if part.address is None:
             return self._cut(part.source, part.positions, holders, max_ids)
         anew = self._cut(_series(part.source, f"@{part.address}"), part.positions, holders, max_ids)
         return [replace(cut, source=part.source) if cut.address == part.address else cut for cut in anew]
 
     def _cut(self, source: str, positions: Positions, holders: Holders, max_ids: int) -> list[DeliveryPart]:
-        """Parts for each slow gear; a second one to the same has a name, and so numbers, of its own."""
+        """Return parts for each slow gear; a second one to the same has a name, and so numbers, of its own."""
         parts = []
         for address, mine in routes(self._ids, positions, holders, max_ids):
             name, nth = source, 0
@@ -69,5 +69,5 @@ class PendingDelivery:
 
 
 def _series(source: str, mark: str) -> str:
-    """A series of deliveries of the same fast gear, with numbers of its own."""
+    """Return the name of a series of deliveries of the same fast gear, with numbers of its own."""
     return f"{source}{mark}" if "\t" in source else f"{source}\t{mark}"

@@ -1,5 +1,4 @@
-"""The slow gears of other processes, as a fast gear reaches them: found through the scheduler, asked again until one
-answers.
+"""Client of slow gears in other processes: they are found through the scheduler, with retries.
 
 Legend: D width of a dense feature, K distinct ids.
 """
@@ -48,28 +47,28 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R")
 AwaitReply = Callable[[], R]
 _BYTES_BESIDE = 24
-"""Of an id in a message, beside its vector."""
+"""Bytes of an id in a message, beside its vector."""
 _PASSING = (AttemptFailed, NotHolder, GearUnavailable)
-"""What may be another way in a moment."""
+"""Errors that a retry may cure."""
 _DESCRIBE_SECONDS = 5.0
 _LONGEST_PAUSE_SECONDS = 0.5
 _LEASES = 1.5
-"""The partitions of a slow gear that died are free after one lease; the others need a moment to take them."""
+"""Leases to wait: partitions of a dead slow gear are free after one, and the others need a moment to take them over."""
 
 
 class RemoteGears:
-    """Implements :class:`geartrain.ams.values.gear_messages.GearPort`. Thread-safe.
+    """Client of a dense part's slow gears, a :class:`geartrain.ams.values.gear_messages.GearPort`. Thread-safe.
 
-    A request goes to the slow gears that hold the partitions of its ids, in messages of at most ``part_bytes``. Where
-    one does not answer, or holds a partition no more, the scheduler is asked again, for ``recovery_timeout_seconds`` or
+    A request goes to the slow gears that hold the partitions of its ids, in messages of at most ``part_bytes``. If one
+    does not answer, or no longer holds a partition, the scheduler is asked again, for ``recovery_timeout_seconds`` or
     one and a half leases, whichever is longer (0: not at all).
 
-    A part of a delivery keeps its source and number until it is acknowledged. Which nobody can have taken (it was
-    refused, or there was no connection) is cut anew for the new holders. Else it is sent again to the same process
-    while that one holds anything: so it counts once. Of one that died nobody can tell whether it had applied it. No
-    gradient may be applied twice, so it is given up, counted in ``account().lost`` and logged: an upper bound of what
-    is missing from the weights. But one that keeps gradients in a store is waited for, half of the time that there is:
-    who is started in its place can tell.
+    A part of a delivery keeps its source and number until it is acknowledged. A part that no process can have received
+    (it was refused, or there was no connection) is split anew for the present holders. Otherwise it is sent again to
+    the same process while that one holds any partition: so it counts once. Whether a process applied it before it died
+    is unknown. As no gradient may be applied twice, the part is then given up, counted in ``account().lost`` and
+    logged: an upper bound of the gradients missing from the weights. But for a slow gear that stores gradients, half of
+    the time is spent waiting for its replacement, which knows.
     """
 
     def __init__(
@@ -83,8 +82,8 @@ class RemoteGears:
         wait: bool,
         freshness: Freshness,
     ) -> None:
-        """``open_carrier`` (address, on_wait) opens the way to a slow gear; on_wait is to be called now and then while
-        a reply is waited for. ``wait``: a delivery returns when the updates it made due are applied. Raises
+        """``open_carrier`` (address, on_wait) opens a connection to a slow gear, which calls on_wait now and then
+        during a wait for a reply. ``wait``: a delivery returns once the updates it triggered are applied. Raises
         GearUnavailable, InvalidArgument (the slow gears make features of another width)."""
         self._name = name
         self._dim = dim
@@ -94,7 +93,7 @@ class RemoteGears:
         self._wait = wait
         self._freshness = freshness
         self.gradients_per_id = 0
-        """That make one backward pass in the slow gears."""
+        """Gradients that trigger one backward pass in the slow gears."""
         self._ledger = GearLedger(name)
         self._carriers: dict[str, GrpcGearCarrier] = {}
         self._holders: tuple[str | None, ...] = (None,) * NUM_PARTITIONS
@@ -102,9 +101,9 @@ class RemoteGears:
         self._lease_seconds = 0.0
         self._versions: dict[str, int] = {}
         self._keepers: set[str] = set()
-        """Processes that keep gradients for who is started in their place."""
+        """Processes that store gradients for their replacement."""
         self._successors: dict[str, str] = {}
-        """By process: the address of the slow gear that goes on for it."""
+        """Address of the slow gear that succeeds a process, by process."""
         self._source = ""
         self._pending: PendingDelivery | None = None
         self._lock = threading.Lock()
@@ -153,7 +152,7 @@ class RemoteGears:
         )
 
     def deliver(self, delivery: Delivery) -> GearAccount:
-        """See :class:`GearPort`. After an error, the same delivery goes on with the parts not acknowledged."""
+        """Send a delivery. After an error, the same delivery continues with the parts not acknowledged."""
         with self._delivering:
             self._source = delivery.source
             if self._pending is None or self._pending.number != (delivery.source, delivery.sequence):
@@ -163,7 +162,7 @@ class RemoteGears:
             patience, began = self._patience(), time.monotonic()
             while parts:
                 calls = [(part, self._send(delivery, part)) for part in parts]
-                parts[:] = map(self._sent, parts)  # from now on they may be counted, until somebody says they are not
+                parts[:] = map(self._sent, parts)  # from now on they may be counted, until a reply denies it
                 left: list[tuple[DeliveryPart, DeliveryPart, Exception]] = []
                 for (before, call), part in zip(calls, list(parts), strict=True):
                     try:
@@ -202,7 +201,7 @@ class RemoteGears:
                 self._refresh()
 
     def account(self, source: str | None = None) -> GearAccount:
-        """See :class:`GearPort`. Of one that is dead, ``lost`` is known once its lease has run out."""
+        """Return the account of the gradients. For a dead slow gear, ``lost`` is known once its lease has ended."""
         self._refresh()
         if source is None:
             states, _ = self._describe([])
@@ -273,25 +272,25 @@ class RemoteGears:
         self._ledger.record(taken.process, taken.account)
 
     def _sent(self, part: DeliveryPart) -> DeliveryPart:
-        """A part, when it is under way."""
+        """Return a part marked as sent to the process at its address."""
         return part if part.process or part.address is None else replace(part, process=self._process(part.address))
 
     def _known(self, before: DeliveryPart, part: DeliveryPart, error: Exception) -> DeliveryPart:
-        """A part, after an error: who may have counted it."""
+        """Return a part after an error, with the process that may have counted it."""
         answered = self._process(before.address or ""), self._successors.get(part.process) == before.address
         if isinstance(error, NotHolder) and (part.process == answered[0] or answered[1]):
-            return replace(part, process="")  # who knows has said that it is not there
+            return replace(part, process="")  # the process has said that it lacks the part
         return before if isinstance(error, NotSent | NotHolder) else part
 
     def _again(self, pending: PendingDelivery, part: DeliveryPart, *, waits: bool) -> list[DeliveryPart]:
-        """Where a part goes that was not acknowledged: nowhere, if only one that is gone could tell whether it was."""
+        """Return where an unacknowledged part goes next: nowhere, if only a process that is gone knows of it."""
         if not part.process:
             return pending.cut_anew(part, self._holders, self._max_ids)
         owner = address_of(part.process)
         if owner in self._addresses() and self._process(owner) == part.process:
             return [replace(part, address=owner)]
         if part.process in self._keepers:
-            self._account()  # who goes on for it says so
+            self._account()  # finds its successor
             successor = self._successors.get(part.process)
             if successor in self._addresses() or waits:
                 return [replace(part, address=successor)]
@@ -313,7 +312,7 @@ class RemoteGears:
                 carrier = self._carriers[address] = self._open_carrier(address, self._glance)
         try:
             return begin(carrier)
-        except AttemptFailed as exc:  # another thread has just hung up
+        except AttemptFailed as exc:  # another thread has just closed the connection
             error = exc
 
         def failed() -> R:
@@ -322,7 +321,7 @@ class RemoteGears:
         return failed
 
     def _glance(self) -> None:
-        """While a reply is waited for: hang up on slow gears that hold nothing any more."""
+        """Close connections, during a wait for a reply, to slow gears that no longer hold a partition."""
         if self._glancing.acquire(blocking=False):
             try:
                 self._read_holders()
@@ -332,13 +331,13 @@ class RemoteGears:
                 self._glancing.release()
 
     def _refresh(self, *, required: bool = False) -> None:
-        """Ask the scheduler who holds what; account for those who are gone."""
+        """Ask the scheduler for the holders; account for those that are gone."""
         try:
             self._read_holders()
         except SchedulerUnavailable:
             if required:
                 raise
-            return  # it may come back; the slow gears are known as they were
+            return  # it may come back; the known slow gears stay
         if self._ledger.knows_gone(self._addresses()):
             self._account()
 
@@ -368,7 +367,7 @@ class RemoteGears:
                 self._successors.update(dict.fromkeys(state.taken_over, state.address))
 
     def _describe(self, sources: Sequence[str]) -> tuple[list[GearState], list[str]]:
-        """What every slow gear says, and which do not answer."""
+        """Return the reports of every slow gear, and the addresses of those that do not answer."""
         timeout = min(_DESCRIBE_SECONDS, self._config.attempt_timeout_seconds)
         calls = [
             (address, self._start(address, lambda carrier: carrier.describe(sources, timeout)))
@@ -387,7 +386,7 @@ class RemoteGears:
         return sorted({holder for holder in self._holders if holder is not None})
 
     def _record_version(self, address: str | None, dense_version: int) -> None:
-        """The versions of all slow gears go on side by side, and back together when the cluster is restored."""
+        """Record a slow gear's version; all of them go on side by side, and back together at a restore."""
         if address is not None:
             with self._lock:
                 self._versions[address] = dense_version
@@ -396,8 +395,8 @@ class RemoteGears:
         return Patience(self._config.recovery_timeout_seconds, longest_pause_seconds=_LONGEST_PAUSE_SECONDS)
 
     def _pause(self, patience: Patience) -> None:
-        """Wait a little before the next attempt. Raises GearUnavailable when it has been long enough."""
-        if patience.seconds:  # how long a lease is, is known once the holders are
+        """Back off before the next attempt. Raises GearUnavailable after the time limit."""
+        if patience.seconds:  # the length of a lease is known once the holders are
             patience.seconds = max(self._config.recovery_timeout_seconds, _LEASES * self._lease_seconds)
         if patience.is_fresh:
             logger.warning(

@@ -17,11 +17,11 @@ _TIMEOUT_SECONDS = 2.0
 
 
 def describe_gears(names: Iterable[str], holders: Callable[[str], StreamHolders]) -> tuple[list[GearState], list[str]]:
-    """Ask the slow gears of these dense parts; return what they say, and complaints about those that do not answer.
+    """Query the slow gears of these dense parts; return their states, and complaints about those that do not answer.
 
     One call to the scheduler per name, one to each slow gear.
     """
-    from geartrain.ams.rpc.client.gear import GrpcGearCarrier  # only where slow gears are asked: it loads gRPC
+    from geartrain.ams.rpc.client.gear import GrpcGearCarrier  # only where slow gears are queried: it loads gRPC
 
     states, complaints = [], []
     for name in names:
