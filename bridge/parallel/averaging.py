@@ -1,4 +1,4 @@
-"""What DistributedDataParallel does to replicated gradients, with errors that name what happened."""
+"""DistributedDataParallel's averaging of replicated gradients, with errors that name their cause."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from geartrain.bridge.collectives.communicator import (
 
 
 class BackwardPasses:
-    """Refuses to go backward a second time from what forward passes gave, if DDP would not average that.
+    """Refuses a second backward pass from the output of forward passes if DDP would not average it.
 
-    DDP averages once after a forward pass, when every gradient is there; what is added later stays that of the rank.
+    DDP averages once after a forward pass, when every gradient has arrived; later additions stay those of the rank.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Hooks that learn of each gradient stay with the ``parameters``."""
+        """Register hooks on the ``parameters`` that record each gradient; they stay."""
         self._missing: set[int] = set()
         self._is_local = True
         self._ids = {id(parameter) for parameter in parameters}
@@ -37,13 +37,13 @@ class BackwardPasses:
             parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
 
     def forward_begins(self, *, averages: bool) -> None:
-        """``averages``: False inside ``no_sync()``, where passes only add up."""
+        """Record the start of a forward pass. ``averages``: False inside ``no_sync()``, where passes only add up."""
         self._is_local = not averages
         if averages:
             self._missing = set(self._ids)
 
     def forward_ends(self, output: Any) -> None:
-        """``output`` is what the user may go backward from."""
+        """Record the ``output`` of a forward pass, from which the user may go backward."""
         for leaf in tree_leaves(output):
             tensor = getattr(leaf, "local_BL", leaf)  # of split logits
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -63,7 +63,7 @@ class BackwardPasses:
 
 
 class AverageHook:
-    """DDP's own averaging of gradients of a CPU, as a communication hook, so that a rank lost in it is RankLost."""
+    """DDP's own averaging of CPU gradients, as a communication hook, so that a rank lost in it raises RankLost."""
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self._link = Communicator(process_group)
@@ -71,20 +71,20 @@ class AverageHook:
         self._failure: Exception | None = None
 
     def register(self, ddp: DistributedDataParallel) -> None:
-        """Unless ``ddp`` has a hook already."""
+        """Register the hook, unless ``ddp`` has one already."""
         if getattr(ddp, "_comm_hooks", None):
             return
         try:
             ddp.register_comm_hook(self, _on_bucket)
         except RuntimeError as exc:
-            if "once" not in str(exc):  # one of C++, which only DDP's reducer knows of
+            if "once" not in str(exc):  # an error of C++ about a hook that only DDP's reducer knows of
                 raise
 
     def on_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Called by DDP for each bucket in order, once its gradients are there."""
+        """Average a bucket; DDP calls it for each in order, once its gradients are complete."""
         if bucket.index() == 0:
             self._begun, self._failure = [], None
-        if bucket.is_last():  # before DDP's own, which waits for the futures at the end of the pass
+        if bucket.is_last():  # before DDP's own callback, which waits for the futures at the end of the pass
             Variable._execution_engine.queue_callback(self._finish)
         buffer = bucket.buffer().mul_(1 / self._link.world_size)
         pending = None
@@ -105,11 +105,11 @@ class AverageHook:
             except RankLost as exc:
                 self._failure = self._failure or exc
             future.set_result(buffer)
-        if self._failure is not None:  # DDP is to end its pass before
+        if self._failure is not None:  # DDP must end its pass first
             Variable._execution_engine.queue_callback(self._raise_failure)
 
     def _raise_failure(self) -> NoReturn:
-        failure, self._failure = self._failure, None  # which would keep its caller's frames, and DDP in them
+        failure, self._failure = self._failure, None  # it holds its caller's frames, and DDP in them
         assert failure is not None
         raise failure
 
@@ -119,13 +119,13 @@ def _on_bucket(hook, bucket):  # type: ignore[no-untyped-def]  # DDP reads annot
 
 
 def name_lost_ranks(sharded: Any) -> None:
-    """Let what a lost rank ends in a module under ``fully_shard`` be RankLost."""
+    """Make a lost rank in a module under ``fully_shard`` raise RankLost."""
     sharded.set_custom_all_gather(_Named("all-gather", all_gather_tensor))
     sharded.set_custom_reduce_scatter(_Named("reduce-scatter", reduce_scatter_tensor))
 
 
 class _Named:
-    """A collective of FSDP2, in which a lost rank is RankLost."""
+    """A collective of FSDP2, in which a lost rank raises RankLost."""
 
     def __init__(self, operation: str, run: Callable[..., dist.Work | None]) -> None:
         self._operation, self._run = operation, run

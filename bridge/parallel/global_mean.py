@@ -1,4 +1,4 @@
-"""One loss over the samples of all ranks, made of what each rank has of it.
+"""Mean loss over the samples of all ranks, from each rank's part.
 
 Legend: R ranks.
 """
@@ -27,22 +27,22 @@ LossFunction = Callable[[Any, Tensor], Tensor]
 def mean_over_ranks(
     losses: Tensor, weights: Tensor | None = None, process_group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Mean (0-dim) of the losses of all ranks, Σ w·loss / Σ w; the loss of one worker with the joint batch.
+    """Return the mean (0-dim) of the losses of all ranks, Σ w·loss / Σ w: that of one worker with the joint batch.
 
         losses = F.binary_cross_entropy_with_logits(logits, clicks, reduction="none")
         loss = gt.mean_over_ranks(losses)
 
-    DDP, FSDP2 and rows that ranks train together average gradients over the R ranks, all alike, however many samples
-    each has. So the derivative given to each rank's losses is R times that of the mean. The returned number is the same
-    on every rank. Every rank calls it, and goes backward from it: one all-reduce of two numbers. Without
-    torch.distributed it is the plain weighted mean. NaN where the weights of all ranks are 0, as torch's own.
+    DDP, FSDP2 and rows that ranks train together average gradients over the R ranks with equal weights, however many
+    samples each has. So the derivative by each rank's losses is R times that of the mean. The returned number is the
+    same on every rank. Every rank calls it, and goes backward from it: one all-reduce of two numbers. Without
+    torch.distributed it is the plain weighted mean. NaN where the weights of all ranks are 0, as in torch.
 
     Args:
-        losses: Of this rank's samples, floating point of any shape, maybe empty.
-        weights: What each counts, in their shape; 0: not at all. None: 1.
+        losses: Of this rank's samples, floating point of any shape, possibly empty.
+        weights: Weight of each loss, in their shape; None: 1.
         process_group: The ranks whose gradients are averaged; None: all of torch.distributed.
 
-    Raises InvalidArgument for what is no such tensor, RankLost.
+    Raises InvalidArgument for other tensors, RankLost.
     """
     if not isinstance(losses, Tensor) or not losses.is_floating_point():
         raise InvalidArgument(f"losses is {quoted(losses)}; it must be a floating point tensor, a loss for each sample")
@@ -54,13 +54,13 @@ def mean_over_ranks(
     own_sum, amount = losses.sum(), losses.new_tensor(losses.numel(), dtype=torch.float64)
     if weights is not None:
         own_sum, amount = (losses * weights).sum(), weights.sum(dtype=torch.float64)
-    if losses.device.type == "cpu":  # which NCCL does not carry
+    if losses.device.type == "cpu":  # NCCL does not support it
         own_sum = own_sum.to(link.device)
     return mean_of_ranks(own_sum, amount, link).to(losses)
 
 
 def own_sum_of(loss: LossFunction, reduction: str, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of the own samples as a sum, and what a mean divides such sums by, of outputs that are whole."""
+    """Return the summed loss of the own samples, and the divisor of its mean, from outputs that are not split."""
     if type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss):
         known: Any = loss
         if type(loss) is nn.NLLLoss:
@@ -81,7 +81,7 @@ def own_sum_of(loss: LossFunction, reduction: str, output: Any, labels: Tensor) 
 
 
 def _nothing_of(output: Any) -> Tensor:
-    """0, as a function of all that a model returned for no samples: a backward pass reaches its parameters."""
+    """Return 0 as a function of all that a model returned for no samples: backward reaches its parameters."""
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.dtype.is_floating_point]
     if not tensors or (torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors)):
         raise InvalidArgument(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class MeshGroup:
-    """Ranks that work on one part of a model together, as one of them sees it."""
+    """Ranks that together work on one part of a model, seen from one of them."""
 
     ranks: tuple[int, ...]
     """Ranks of the group, as numbers among all ranks of the job."""
@@ -30,13 +30,13 @@ class MeshGroup:
 
     @property
     def device(self) -> torch.device:
-        """Initial device of what they hold: the current CUDA device if their group is NCCL's, else the host."""
+        """Initial device of their parts: the current CUDA device if their group is NCCL's, else the host."""
         return self.link.device
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:
-        """Their mesh for DTensor and ``fully_shard``, one dimension. Raises InvalidArgument without ranks."""
-        # It takes long to import, and one process alone does not need it.
+        """One-dimensional mesh for DTensor and ``fully_shard``. Raises InvalidArgument without ranks."""
+        # Slow to import, and not needed by a single process.
         from torch.distributed.device_mesh import DeviceMesh
 
         group = self.process_group or (dist.group.WORLD if dist.is_initialized() else None)
@@ -48,9 +48,9 @@ class MeshGroup:
 class Mesh:
     """The ranks that train one model; :func:`mesh` makes it.
 
-    Attributes: ``world_size``, ``rank``, ``whole`` (all ranks), ``stages``: with stages, for each of them the ranks'
-    numbers; ``own_stage``: the number of the stage this rank is of, ``stage``: its :class:`MeshGroup`. Without stages
-    every rank works on every part (Whale calls it fusion): ``stages`` is empty, ``stage`` is ``whole``.
+    Attributes: ``world_size``, ``rank``, ``whole`` (all ranks), ``stages``: the numbers of each stage's ranks;
+    ``own_stage``: the number of this rank's stage, ``stage``: its :class:`MeshGroup`. Without stages every rank works
+    on every part (Whale calls it fusion): ``stages`` is empty, ``stage`` is ``whole``.
     """
 
     def __init__(self, whole: MeshGroup, stages: tuple[tuple[int, ...], ...], stage: MeshGroup) -> None:
@@ -70,22 +70,22 @@ class Mesh:
 
     @property
     def device(self) -> torch.device:
-        """Device of this rank's parts and samples: see :attr:`MeshGroup.device`."""
+        """Device of this rank's parts and samples, as :attr:`MeshGroup.device`."""
         return self.stage.device
 
     @property
     def own_stage(self) -> int | None:
-        """Number of the stage that this rank is of; None without stages."""
+        """Number of this rank's stage; None without stages."""
         return next((number for number, ranks in enumerate(self.stages) if self.rank in ranks), None)
 
     def __repr__(self) -> str:
-        """What :func:`mesh` was given."""
+        """Return the arguments of :func:`mesh`, and the rank."""
         stages = f"stages={[list(ranks) for ranks in self.stages]}, " if self.stages else ""
         return f"mesh({stages}rank {self.rank} of {self.world_size})"
 
 
 def mesh(stages: Sequence[Sequence[int]] | None = None) -> Mesh:
-    """Say which ranks of ``torch.distributed`` work on which part of a model.
+    """Assign the ranks of ``torch.distributed`` to the parts of a model.
 
     Without ``stages`` every rank works on every part. ``stages=[[0, 1, 2, 3], [4, 5]]`` gives the first part of the
     model to ranks 0 to 3, the second to ranks 4 and 5: the lists are disjoint and name every rank. One process without
@@ -108,7 +108,7 @@ def mesh(stages: Sequence[Sequence[int]] | None = None) -> Mesh:
     whole = MeshGroup(tuple(range(link.world_size)), link, None)
     stage = whole
     for ranks in lists:
-        group = dist.new_group(list(ranks), time_limit())  # every rank takes part in the making of every group
+        group = dist.new_group(list(ranks), time_limit())  # every rank takes part in making every group
         if link.rank in ranks:
             stage = MeshGroup(ranks, Communicator(group), group)
     return Mesh(whole, lists, stage)

@@ -1,4 +1,4 @@
-"""A model whose parts are replicated or split, as a module: one call is a forward pass on all ranks."""
+"""Model with replicated or split parts, as a module: one call is a forward pass on all ranks."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ if TYPE_CHECKING:
 
 
 class PlanMaker(Protocol):
-    """Knows the model as it was before anything of it was split."""
+    """Makes plans of a model from its state before it was split."""
 
     def saw(self, inputs: Any, labels: Any) -> None:
-        """The model is called with them: a rank's batch."""
+        """Record a call of the model: a rank's batch."""
 
     def plan(
         self, model: Any, hardware: Hardware | None, optimizer: Callable[[list[nn.Parameter]], Any] | None
     ) -> Plan:
-        """Of the batch that was seen; None: hardware measured here, AdamW."""
+        """Plan for the recorded batch; ``hardware`` None: measured here, ``optimizer`` None: AdamW."""
 
 
 class ParallelModel(nn.Module):
-    """What :func:`geartrain.parallelize` returns.
+    """The result of :func:`geartrain.parallelize`.
 
     Attributes: ``module``, the model itself with its split layers; ``mesh``, ``scopes``, ``loss``; ``micro_batches``;
     ``replicas``, whose ``ddp`` takes communication hooks.
 
-    ``parameters()`` are those of the model: give them to any optimizer of torch that works number by number, or to LARS
-    and LAMB. Those of split layers are DTensors over the ranks, which torch's ``SGD(fused=True)`` refuses.
-    ``state_dict()`` has the names of the model that is not parallel. ``gt.save`` and ``torch.distributed.checkpoint``
-    save it, to be loaded on any number of ranks. Not thread-safe.
+    ``parameters()`` are those of the model: give them to any elementwise optimizer of torch, or to LARS and LAMB. Those
+    of split layers are DTensors over the ranks, which torch's ``SGD(fused=True)`` refuses. ``state_dict()`` has the
+    names of the original model. ``gt.save`` and ``torch.distributed.checkpoint`` save it, to be loaded on any number of
+    ranks. Not thread-safe.
     """
 
     def __init__(
@@ -79,34 +79,34 @@ class ParallelModel(nn.Module):
         linear = [part for part in module.modules() if isinstance(part, SplitLinear)]
         self._parted = linear[0] if micro_batches > 1 else None
         self._left_others: str | None = None
-        """The error of this rank that the others do not know of."""
+        """Error of this rank that the others do not know of."""
         self.train(module.training)
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
-        """That of all parameters that are whole on every rank; None with one rank, or without such parameters."""
+        """DDP module of all parameters that are whole on every rank; None with one rank, or without such parameters."""
         return self.replicas.ddp
 
     @property
     def saving_ranks(self) -> Communicator | None:
-        """Who calls ``gt.save`` and ``gt.load`` of it together; None: one process."""
+        """Ranks that call ``gt.save`` and ``gt.load`` of it together; None: one process."""
         return self.mesh.whole.link if self.mesh.world_size > 1 else None
 
     @property
     def plan(self) -> Plan:
-        """What a step costs, of batches as the first that it was trained with: ``print(model.plan.explain())``.
+        """Cost of a step with batches like the first of the training: ``print(model.plan.explain())``.
 
-        No other rank is asked, so that a single one may print it: compute is measured in this process in about two
-        seconds, links count as if they cost nothing, and AdamW is assumed. :meth:`plan_for` takes what is so. Raises
-        InvalidArgument before the first batch, and for a model that cannot run without values.
+        It needs no other rank, so a single one may print it: compute is measured in this process in about two seconds,
+        links count as free, and AdamW is assumed; :meth:`plan_for` takes the actual ones. Raises InvalidArgument before
+        the first batch, and for a model that cannot run without values.
         """
         return self.plan_for()
 
     def plan_for(
         self, hardware: Hardware | None = None, optimizer: Callable[[list[nn.Parameter]], Any] | None = None
     ) -> Plan:
-        """As ``plan``, on ``hardware`` (``gt.Hardware.measure()`` on every rank measures the links, too) and with what
-        ``optimizer`` makes, as ``lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)``.
+        """Plan as ``plan`` does, on ``hardware`` (``gt.Hardware.measure()`` on every rank measures the links, too) and
+        with the optimizer made by ``optimizer``, as ``lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)``.
         """
         if self._plans is None:
             raise InvalidArgument("this model has no plan: gt.parallelize did not make it")
@@ -114,25 +114,25 @@ class ParallelModel(nn.Module):
 
     @runs_eagerly
     def forward(self, inputs: Any, labels: Tensor | None = None, **options: Any) -> Any:
-        """Loss (0-dim) over the samples of all ranks, of this rank's ``inputs`` and ``labels``; every rank calls it.
+        """Return the loss (0-dim) over the samples of all ranks, from this rank's part; every rank calls it.
 
-        It is the same number on every rank, and its backward pass gives every parameter the gradient of it: ranks may
-        have different numbers of samples, or none. Every rank goes backward from it, with the same factor. A
-        ``loss`` of yours with ``reduction`` "mean", or without such an attribute, counts as a mean over samples: where
-        some labels do not count, give ``nn.CrossEntropyLoss(ignore_index=...)`` itself.
+        It is the same number on every rank, and its backward pass computes its gradient by every parameter: ranks may
+        have different numbers of samples, or none. Every rank goes backward from it, with the same factor. A custom
+        ``loss`` with ``reduction`` "mean", or without such an attribute, counts as a mean over samples: if some labels
+        do not count, pass ``nn.CrossEntropyLoss(ignore_index=...)`` itself.
 
-        Without labels it is what the model returns; of split logits, in ``eval()``, all classes of the own samples
-        [S, C], while training :class:`SplitLogits`, which ``F.cross_entropy`` takes. ``inputs`` that are a tuple or a
-        dict are several arguments of the model; ``options`` go to it, too. Where ``loss`` is None, so do the labels,
-        behind a tuple, beside a dict by that name, and it returns its own loss. Where a model returns a tuple, list or
-        dict with split logits in it, ``loss`` makes one number of all: what it adds of whole outputs counts as a mean
-        over the own samples.
+        Without labels it is the model's output; of split logits, in ``eval()``, all classes of the own samples [S, C],
+        in training :class:`SplitLogits`, which ``F.cross_entropy`` accepts. A tuple or dict as ``inputs`` is several
+        arguments of the model; ``options`` are passed to it, too. If ``loss`` is None, so are the labels, after a
+        tuple, or in a dict under that name, and the model returns its own loss. If a model returns a tuple, list or
+        dict with split logits in it, ``loss`` reduces all of it to one number: its terms from whole outputs count as
+        means over the own samples.
 
-        ``torch.compile`` leaves it alone; compile parts, such as ``model.module.backbone``.
+        ``torch.compile`` skips it; compile parts, such as ``model.module.backbone``.
 
         Raises InvalidIds for labels (on a CPU), InvalidArgument, SpecMismatch where ranks differ, SyncError where
-        another rank failed, RankLost where one is gone. A rank that fails in a sharded part cannot tell
-        the others, who gather its next parameters: it refuses further calls (SyncError), and they wait until it ends.
+        another rank failed, RankLost where one is gone. A rank that fails in a sharded part cannot report it to the
+        others, which gather its next parameters: it refuses further calls (SyncError), and they wait until it ends.
         """
         if self.loss is None and labels is not None:
             inputs = _with_labels(inputs, labels)
@@ -167,7 +167,7 @@ class ParallelModel(nn.Module):
                 return self.module(inputs, **options)
 
     def _run(self, inputs: Any, labels: Tensor | None, options: Mapping[str, Any]) -> Any:
-        # A whole model that only looks at its samples may do so on one rank.
+        # A whole model that only checks its samples may do so on one rank.
         meets = self._agreement.has_layers or labels is not None or (self.training and torch.is_grad_enabled())
         if meets:
             self._agreement.start_forward(has_labels=labels is not None, trains=self.training)
@@ -185,7 +185,8 @@ class ParallelModel(nn.Module):
         return self._loss_of_ranks(output, labels)
 
     def loss_of_split(self, output: Any, labels: Tensor) -> Tensor:
-        """Of split logits; unless the loss is torch's, which ends with a collective, the ranks meet behind it."""
+        """Return the loss of split logits; unless it is torch's, which ends with a collective, the ranks meet after
+        it."""
         assert self.loss is not None
         value = self.loss(output, labels)
         if type(self.loss) is not nn.CrossEntropyLoss:
@@ -193,7 +194,7 @@ class ParallelModel(nn.Module):
         return value
 
     def _logits_of_parts(self, layer: SplitLinear, inputs: Any, options: Mapping[str, Any]) -> SplitLogits:
-        """The logits of the batch, whose micro-batches' features travel while others are computed."""
+        """Return the logits of the batch; features of one micro-batch travel while others are computed."""
         count, samples = self.micro_batches, num_samples(inputs)
         batches = [
             micro_batch([inputs, dict(options)], part, count, samples, with_settings=True) for part in range(count)
@@ -208,7 +209,7 @@ class ParallelModel(nn.Module):
         return parts.logits()
 
     def _loss_of_ranks(self, output: Any, labels: Tensor) -> Tensor:
-        """Of outputs that are whole, of the own samples alone."""
+        """Return the mean loss over all ranks from whole outputs of the own samples."""
         assert self.loss is not None
         link, reduction = self.mesh.stage.link, getattr(self.loss, "reduction", "mean")
         own: list[tuple[Tensor, Tensor]] = []
@@ -226,7 +227,7 @@ class ParallelModel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate: backward passes inside only add up, the first one behind averages over the ranks.
+        """Accumulate gradients: backward passes inside only add up; the first one after it averages over the ranks.
 
         Gradients of split layers are those of all ranks at once; they add up, too.
         """
@@ -234,11 +235,11 @@ class ParallelModel(nn.Module):
             yield
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
-        """That of the model, by its own names; parameters of split and sharded parts are DTensors."""
+        """Return the model's state by its own names; parameters of split and sharded parts are DTensors."""
         return self.module.state_dict(*arguments, **options)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *arguments: Any, **options: Any) -> Any:
-        """Load it: what :meth:`state_dict` gave, on any number of ranks, or the plain one of the model."""
+        """Load a :meth:`state_dict` of any number of ranks, or the original model's."""
         return self.module.load_state_dict(state_dict, *arguments, **options)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModel:

@@ -1,4 +1,4 @@
-"""``gt.parallelize``: an ordinary module becomes one whose parts are replicated or split over a mesh."""
+"""``gt.parallelize``: turns a module into one whose parts are replicated or split over a mesh."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def parallelize(
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model(images, labels).backward()
 
-    The model stays what it is, and keeps its names; its split layers are replaced by ones that hold this rank's rows.
-    Every rank calls it with the same model and arguments. Values are rank 0's. What is on the meta device gets its
-    memory here, on the device of the mesh, split and sharded parts only their own rows: values are those of
-    ``reset_parameters`` (of nn.Linear and nn.Embedding the same distributions), a function of ``seed`` and names alone,
-    whatever the number of ranks and the scopes.
+    The model object stays, with its names; split layers are replaced by ones with this rank's rows. Every rank calls it
+    with the same model and arguments. Values are rank 0's. Tensors on the meta device are allocated here, on the device
+    of the mesh, split and sharded parts only with their own rows: values are those of ``reset_parameters`` (of
+    nn.Linear and nn.Embedding the same distributions), a function of ``seed`` and names alone, whatever the number of
+    ranks and the scopes.
 
     Args:
         model: An ``nn.Module``, on its device or on the meta device. Move it before, not after.
-        mesh: See :func:`geartrain.mesh`. With stages the ranks of the first have the samples; those of each other one
+        mesh: From :func:`geartrain.mesh`. With stages the ranks of the first have the samples; those of each other one
             have the scopes with its number, called in their order, and call ``model(None, None)``
             (:class:`~geartrain.bridge.parallel.staged.staged_model.StagedModel`).
         scopes: By name of a module, ``gt.Replicate()`` or ``gt.Split()``. Every parameter is in one. A split layer may
@@ -58,13 +58,13 @@ def parallelize(
         loss: Of (what the model returns, labels), such as ``nn.CrossEntropyLoss()``: with "mean" and "sum" over the
             samples of all ranks. None: the model returns its loss itself.
         seed: Of first values on the meta device.
-        micro_batches: Into how many each batch is divided, so that features travel while the rest of the model works
-            on others (4 to 8), or with stages each stage on another: of models that return the logits of one split
-            ``nn.Linear``, with a ``loss``, and of any model in stages. Loss and
-            gradients are the same to rounding, but for what batch norm and dropout make of a smaller batch. Memory is
-            that of the whole batch. With class heads :class:`geartrain.MicroBatches` does it.
+        micro_batches: Parts of each batch, whose features travel while the rest of the model computes others (4 to 8),
+        or with stages, parts on which the stages work at once: for models that return the logits of one split
+        ``nn.Linear``, with a ``loss``, and for any model in stages. Loss and gradients are the same to rounding, except
+        that batch norm and dropout see smaller batches. Memory is that of the whole batch. For class heads use
+        :class:`geartrain.MicroBatches`.
 
-    Costs an exchange and an all-gather of what is given, and for values a broadcast of replicated and a send of split
+    Costs an exchange and an all-gather of the arguments, and for values a broadcast of replicated and a send of split
     parts.
 
     Raises:
@@ -149,7 +149,7 @@ def _check_micro_batches(count: int, found: ScopedModel, mesh: Mesh, loss: LossF
 
 
 def _description(model: nn.Module, found: ScopedModel, loss: LossFunction | None, seed: int) -> dict[str, Any]:
-    """What the ranks must agree on."""
+    """Return the settings on which the ranks must agree."""
     return {
         "scopes": {name: repr(scope) for name, scope in found.scopes.items()},
         "stages": {name: scope.stage for name, scope in found.scopes.items()},
@@ -177,7 +177,7 @@ def _described(loss: LossFunction | None) -> str:
 
 
 def _setting(value: Any) -> str:
-    """What ranks can compare; of functions and objects the name, for their addresses differ."""
+    """Return a value's text for comparison between ranks; of functions and objects the name, as addresses differ."""
     if isinstance(value, str | int | float | bool | tuple | list | dict | type(None)):
         return repr(value)
     return getattr(value, "__qualname__", type(value).__qualname__)

@@ -1,4 +1,4 @@
-"""The replicated parts of a model of any shape, under DistributedDataParallel or ``fully_shard``."""
+"""Replicated parts of a model, under DistributedDataParallel or ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from geartrain.bridge.rows.stand_in import StandIn, named_dense_parameters
 
 
 class Replicas:
-    """What every rank has, and the averaging of its gradients.
+    """Replicated parameters, and the averaging of their gradients.
 
     Attributes: ``ddp``, one DistributedDataParallel of all parameters that are whole on every rank, which takes a
     communication hook before the first step; None with one rank, or without such parameters. ``sharded``: the modules
@@ -37,7 +37,7 @@ class Replicas:
     ) -> None:
         """``split`` are the ids of parameters in ``whole`` modules that are not replicated. Collective.
 
-        All ranks begin with rank 0's values.
+        All ranks start with rank 0's values.
         """
         self.sharded = list(sharded)
         self._not_gathered: set[int] = set()
@@ -46,9 +46,9 @@ class Replicas:
         self.ddp: DistributedDataParallel | None = None
         self._passes = BackwardPasses([])
         self._hook: AverageHook | None = None
-        """To be registered, unless the user has done so with another one before the first step."""
+        """Hook to register, unless the user registers another one before the first step."""
         self._names: list[str] = []
-        """Of the parameters of ``ddp``, as it numbers them."""
+        """Names of the parameters of ``ddp``, in its numbering."""
         if group.link.world_size == 1:
             return
         parameters = [
@@ -71,7 +71,7 @@ class Replicas:
                 group.link.broadcast_from_first(tensor)
 
     def run(self, forward: Callable[[], Any]) -> Any:
-        """``forward()``, after which a backward pass averages the gradients. Raises RankLost."""
+        """Run ``forward()`` so that the backward pass averages the gradients. Raises RankLost."""
         self.gather_anew()
         if self.ddp is None or not torch.is_grad_enabled():
             return forward()
@@ -95,23 +95,23 @@ class Replicas:
                 raise InvalidArgument(_unused(str(exc), self._names)) from exc
             with lost_ranks_named(
                 "all-reduce", self.ddp.process_group
-            ):  # what DDP itself asks the others, of its buckets and buffers
+            ):  # DDP's own collectives, of its buckets and buffers
                 raise exc
         self._passes.forward_ends(output)
         return output
 
     def gather_anew(self) -> None:
-        """All sharded parts are to be gathered, as a forward pass or one of a micro-batch begins."""
+        """Mark all sharded parts as not gathered, as a forward pass or one of a micro-batch begins."""
         self._not_gathered = set(map(id, self.sharded))
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the forward pass has come behind all sharded parts, so that no rank gathers another."""
+        """Whether the forward pass is past all sharded parts, so that no rank gathers another."""
         return not self._not_gathered
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only add to the gradients here; the first one behind averages them all."""
+        """Accumulate gradients: backward passes inside only add up; the first one after it averages them all."""
         for module in self.sharded:
             _set_sync(module, False)
         try:
@@ -125,7 +125,7 @@ class Replicas:
 def replicated(
     model: nn.Module, scopes: Mapping[str, tuple[Replicate, nn.Module]], group: MeshGroup, seed: int, split: set[int]
 ) -> Replicas:
-    """Replicate the ``scopes`` of ``model`` over ``group``, and give those on the meta device their values. Collective.
+    """Replicate the ``scopes`` of ``model`` over ``group``, and initialize those on the meta device. Collective.
 
     ``split`` are the ids of parameters in them that are not replicated.
     """
@@ -142,7 +142,7 @@ def replicated(
 
 
 class _Holder(nn.Module):
-    """Parameters and buffers of several modules, which DistributedDataParallel is to know nothing else of."""
+    """Parameters and buffers of several modules, the only ones that DistributedDataParallel sees."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], buffers: Iterable[Tensor]) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class _Holder(nn.Module):
 
 
 def _unused(message: str, names: list[str]) -> str:
-    """What DDP says of parameters that a backward pass did not reach, with their names."""
+    """Return DDP's message about parameters without a gradient, with their names."""
     listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
     numbers = [int(number) for number in listed[1].split()] if listed else []
     unused = ", ".join(repr(names[number]) for number in numbers if number < len(names)) or "some"
@@ -172,7 +172,7 @@ def _distinct(modules: Iterable[nn.Module], tensors: Callable[[nn.Module], Itera
 
 
 def _shard(name: str, module: nn.Module, group: MeshGroup, seed: int) -> None:
-    """Divide the parameters of ``module`` among the ranks; no more than one layer of it is ever made whole."""
+    """Shard the parameters of ``module`` over the ranks; at most one layer of it is ever whole."""
     blanks = {owner_name: copy.deepcopy(owner) for owner_name, owner in _owners({name: module})}
     if group.link.world_size == 1:
         _materialise({name: module}, group.device, seed)
@@ -199,11 +199,12 @@ def _set_sync(module: Any, value: bool) -> None:
 
 
 def _materialise(modules: Mapping[str, nn.Module], device: torch.device, seed: int) -> None:
-    """Give every module on the meta device its memory on ``device``, and the values of its ``reset_parameters``.
+    """Allocate every module on the meta device on ``device``, with the values of its ``reset_parameters``.
 
-    They depend on ``seed`` and the module's name alone, and are those of the layer if it were split. Parameters that
-    are one stay so, with the values of the first of their names; tensors that are not on the meta device stay as they
-    are.
+    They depend on ``seed`` and the module's name alone, and equal those of the layer if it were split. Shared
+    parameters stay shared, with the values of the first of their names; tensors that are not on the meta device stay
+    unchanged.
+
     """
     made: dict[int, tuple[Tensor | None, nn.Parameter]] = {}
     for name, owner in _owners(modules):
@@ -220,12 +221,12 @@ def _materialise(modules: Mapping[str, nn.Module], device: torch.device, seed: i
             if tensor is not None and not _is_meta(tensor):
                 kept[key] = tensor  # type: ignore[assignment]
             elif isinstance(tensor, nn.Parameter):
-                # What it was is held, so that no other tensor gets its id.
+                # A reference to the original is held, so that no other tensor gets its id.
                 kept[key] = made.setdefault(id(tensor), (tensor, owner._parameters[key]))[1]  # type: ignore[arg-type]
 
 
 def _fill(name: str, owner: nn.Module, blank: nn.Module, group: MeshGroup, seed: int) -> None:
-    """Give ``owner``, of which this rank has a part, the values of ``blank``, which is on the meta device."""
+    """Copy the values of ``blank``, on the meta device, to this rank's part in ``owner``."""
     if has_first_rows(blank):
         with torch.no_grad():
             for key, parameter in owner.named_parameters(recurse=False):
@@ -260,7 +261,7 @@ def _named(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _owners(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
-    """The modules that have parameters or buffers of their own on the meta device."""
+    """Return the modules that have parameters or buffers of their own on the meta device."""
     return [(name, part) for name, part in _named(modules) if any(_is_meta(tensor) for _, tensor in _own(part))]
 
 
@@ -273,7 +274,7 @@ def _is_meta(tensor: Tensor) -> bool:
 
 
 def require_first_values(scopes: Mapping[str, tuple[Replicate, nn.Module]], split: Iterable[nn.Module]) -> None:
-    """Raise InvalidArgument for what is on the meta device and cannot be given values; ``split`` layers can be."""
+    """Raise InvalidArgument for meta tensors that cannot be initialized; ``split`` layers can be."""
     skipped = {id(module) for module in split}
     for name, owner in _owners({name: module for name, (_, module) in scopes.items()}):
         if id(owner) in skipped:

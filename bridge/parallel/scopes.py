@@ -1,4 +1,4 @@
-"""Which parts of a model are replicated and which are split: named in a dict, or marked where they are made."""
+"""Scopes of a model's parts, replicated or split: named in a dict, or marked where the modules are made."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Replicate:
     """A part of a model that every rank has, with its own samples: gradients are averaged over the ranks.
 
     ``shard=False``: whole on every rank (DistributedDataParallel). ``shard=True``: its parameters, gradients and
-    optimizer state lie in parts on the ranks, and travel when they are needed (FSDP2, ``fully_shard``).
-    ``stage``: on a mesh with stages, the number of the one whose ranks have it; None: the first.
+    optimizer state are sharded over the ranks, and gathered when needed (FSDP2, ``fully_shard``). ``stage``: on a mesh
+    with stages, the number of its stage; None: the first.
     """
 
     shard: bool = False
     stage: int | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
-        """Raise InvalidArgument for what is no bool, or no stage."""
+        """Raise InvalidArgument unless ``shard`` is a bool and ``stage`` a stage number."""
         boolean("shard", self.shard)
         _check_stage(self.stage)
 
@@ -38,13 +38,13 @@ class Replicate:
 class Split:
     """A part of a model whose rows are divided among the ranks: every rank works on its rows, for all samples.
 
-    ``stage``: on a mesh with stages, the number of the one whose ranks divide it; None: the last.
+    ``stage``: on a mesh with stages, the number of its stage; None: the last.
     """
 
     stage: int | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
-        """Raise InvalidArgument for what is no stage."""
+        """Raise InvalidArgument unless ``stage`` is a stage number."""
         _check_stage(self.stage)
 
 
@@ -60,15 +60,15 @@ _open: list[Scope] = []
 
 
 def replicate(*, shard: bool = False, stage: int | None = None) -> contextlib.AbstractContextManager[None]:
-    """Mark the modules that are made inside as :class:`Replicate`; nothing else happens to them.
+    """Mark the modules made inside as :class:`Replicate`; nothing else happens to them.
 
-    ``gt.parallelize(model, mesh, loss=...)`` without a dict reads the marks. Of nested blocks the innermost counts.
+    ``gt.parallelize(model, mesh, loss=...)`` without a dict reads the marks. In nested blocks the innermost counts.
     """
     return _marking(Replicate(shard=shard, stage=stage))
 
 
 def split(*, stage: int | None = None) -> contextlib.AbstractContextManager[None]:
-    """Mark the modules that are made inside as :class:`Split`, as :func:`replicate` does."""
+    """Mark the modules made inside as :class:`Split`, as :func:`replicate` does."""
     return _marking(Split(stage=stage))
 
 
@@ -88,21 +88,21 @@ def _mark(module: nn.Module) -> None:
 
 
 def marked_scopes(model: nn.Module) -> dict[str, Scope]:
-    """The marks of ``model`` as such a dict: by the names of the largest modules whose parameters have one mark.
+    """Return the marks of ``model`` as a dict: by names of the largest modules whose parameters have one mark.
 
     Raises InvalidArgument if there are none.
     """
     found: dict[str, Scope] = {}
 
     def scopes_in(module: nn.Module) -> set[Scope | None]:
-        """The marks of the modules of ``module`` that have parameters themselves; None for one without a mark."""
+        """Return the marks of the modules of ``module`` that own parameters; None for one without a mark."""
         owners = [part for part in module.modules() if part._parameters]
         return {_marks.get(part) for part in owners}
 
     def walk(name: str, module: nn.Module) -> None:
         scopes = scopes_in(module)
         only = next(iter(scopes)) if len(scopes) == 1 else None
-        # A split scope names single layers: a folder of them is not one that can be split.
+        # A split scope names single layers: a container of them cannot be split.
         if only is not None and (isinstance(only, Replicate) or module._parameters):
             found[name] = only
             return
@@ -120,21 +120,21 @@ def marked_scopes(model: nn.Module) -> dict[str, Scope]:
 
 @dataclass(frozen=True)
 class ScopedModel:
-    """A model by its scopes."""
+    """A model with its scopes."""
 
     scopes: Mapping[str, Scope]
-    """As they were given or marked."""
+    """Scopes as given or marked."""
     split: Mapping[str, nn.Module]
-    """The modules to split, by name."""
+    """Modules to split, by name."""
     replicated: Mapping[str, tuple[Replicate, nn.Module]]
-    """The scopes to replicate, by name; the modules of ``split`` may lie inside."""
+    """Scopes to replicate, by name; the modules of ``split`` may be inside."""
 
 
 def scoped(model: nn.Module, scopes: Mapping[str, Scope]) -> ScopedModel:
     """Look up the scopes of ``model``.
 
     Raises InvalidArgument for a name that is none of its modules, a scope inside another of its kind, and a parameter
-    that is in no scope, or in a replicated and a split one.
+    that is in no scope, or in both a replicated and a split one.
     """
     if not isinstance(scopes, Mapping) or not scopes:
         raise InvalidArgument(
@@ -167,7 +167,7 @@ def scoped(model: nn.Module, scopes: Mapping[str, Scope]) -> ScopedModel:
 
 
 def called_parts(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """``module`` with its name; of a container without a forward, such as nn.ModuleList, the modules in it."""
+    """Yield ``module`` with its name; for a container without a forward, such as nn.ModuleList, its modules."""
     if type(module).forward is not nn.Module.forward:
         yield name, module
         return
@@ -176,7 +176,7 @@ def called_parts(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]
 
 
 def replaced(model: nn.Module, name: str, layer: nn.Module) -> nn.Module:
-    """``model`` with ``layer`` in the place ``name``; ``layer`` itself in that of the whole model."""
+    """Return ``model`` with ``layer`` at ``name``; ``layer`` itself if that is the whole model."""
     if not name:
         return layer
     model.set_submodule(name, layer)
@@ -184,7 +184,7 @@ def replaced(model: nn.Module, name: str, layer: nn.Module) -> nn.Module:
 
 
 def is_inside(name: str, outer: str) -> bool:
-    """Whether ``name`` is of a module or a parameter in the module ``outer``."""
+    """Return whether ``name`` is a module or parameter inside the module ``outer``."""
     return not outer or name.startswith(f"{outer}.")
 
 

@@ -1,1 +1,1 @@
-"""Communication that goes on while a rank computes: a step over micro-batches, and traces that measure the overlap."""
+"""Overlap of communication and computation: a step over micro-batches, and traces that measure the overlap."""

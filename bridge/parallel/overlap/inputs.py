@@ -1,4 +1,4 @@
-"""A batch divided into micro-batches, whatever the model takes."""
+"""Division of a batch into micro-batches, for any inputs of a model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from geartrain.ams.values.text import quoted
 
 
 def sizes_of_parts(num_samples: int, num: int) -> list[int]:
-    """How many samples each of ``num`` micro-batches has: as even as can be, the larger ones first."""
+    """Return the samples of each of ``num`` micro-batches: as even as possible, larger ones first."""
     return [num_samples // num + (part < num_samples % num) for part in range(num)]
 
 
 def micro_batch(value: Any, part: int, num: int, num_samples: int, *, with_settings: bool = False) -> Any:
-    """Micro-batch ``part`` of what a model takes: of each tensor [``num_samples``, …], in tuples, lists and dicts.
+    """Return micro-batch ``part`` of a model's inputs: of each tensor [``num_samples``, …], in tuples, lists and dicts.
 
-    ``with_settings``: what is no tensor is the same in each of them. Raises InvalidArgument for what has no samples.
+    ``with_settings``: other values are the same in each of them. Raises InvalidArgument for inputs without samples.
     """
 
     def cut(leaf: Any) -> Any:

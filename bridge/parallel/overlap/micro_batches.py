@@ -1,7 +1,7 @@
-"""A training step over micro-batches, whose features and gradients travel between ranks while the backbone works.
+"""A training step over micro-batches, whose features and gradients travel between ranks while the backbone computes.
 
-Called, it runs the whole batch forward: most is hidden. :meth:`MicroBatches.backward` goes forward and backward in each
-micro-batch: the least memory.
+A call runs the whole batch forward, which hides most communication. :meth:`MicroBatches.backward` goes forward and
+backward in each micro-batch, which needs the least memory.
 
 The schedule is that of hybrid parallel pipelining (Song et al., "Large-Scale Training System for 100-Million
 Classification at Alibaba", section 3.3.1), with the head in one piece: its rows are read once for all micro-batches.
@@ -34,14 +34,14 @@ from geartrain.bridge.parallel.overlap.inputs import micro_batch, sizes_of_parts
 
 
 class TakesParts(Protocol):
-    """A head to which features may come part by part; :class:`~geartrain.ClassHead` is one."""
+    """Head that accepts features part by part, such as :class:`~geartrain.ClassHead`."""
 
     takes_parts: bool
-    """Whether they may, as it is; else it is called with the features of the whole batch."""
+    """Whether it does so at present; else it is called with the features of the whole batch."""
     backend: RowBackend
 
     def loss_of_parts(self, parts: FeatureParts, labels: Tensor, weight: Tensor | None = None) -> Tensor:
-        """As a call with the features of all parts."""
+        """Return the loss, as a call with the features of all parts."""
 
 
 class MicroBatches(nn.Module):
@@ -57,33 +57,33 @@ class MicroBatches(nn.Module):
     With ``ClassHead(rows="ranks")`` on several ranks the features of a micro-batch are all-gathered while the backbone
     computes the next one, and the gradients of a micro-batch's features are summed while the backbone's backward pass
     works on the one after it, last first; DDP and FSDP2 reduce once, in the backward pass of the first. At most two of
-    these collectives are on their way. Loss, gradients and row updates are those of ``head(backbone(images), labels)``
-    to rounding, for every selection, margin and reduction, but for what the backbone itself makes of a smaller batch:
+    these collectives are in flight. Loss, gradients and row updates are those of ``head(backbone(images), labels)``
+    to rounding, for every selection, margin and reduction, except for the backbone's own dependence on the batch size:
     batch norm uses the statistics of a micro-batch, dropout draws anew.
 
-    Any other head is called once, with the features of all micro-batches: same result, nothing overlaps.
+    Any other head is called once, with the features of all micro-batches: same result, no overlap.
 
     Memory: activations of the whole batch, unless the backbone checkpoints them; the features and feature gradients of
     all ranks, 2·4·B·R·D bytes, until the backward pass has ended. :meth:`backward` needs those of one or two
     micro-batches, and hides less. Costs of a step on ranks: those of the head, with
     one all-gather and one reduce-scatter for each micro-batch, and an exchange of one number for each but the first.
 
-    Every rank gives as many micro-batches; batches may be uneven or empty. A rank whose backbone fails in a
-    micro-batch raises its error, the others SyncError; one that is lost is RankLost, within the time limit of the
-    process group. A backbone that says things to other ranks in its own forward pass (FSDP2, synchronised batch norm)
-    has only that limit. Not thread-safe.
+    Every rank passes as many micro-batches; batches may be uneven or empty. A rank whose backbone fails in a
+    micro-batch raises its error, the others SyncError; a lost rank is RankLost, within the time limit of the process
+    group. A backbone with collectives in its forward pass (FSDP2, synchronised batch norm) has only that limit. Not
+    thread-safe.
     """
 
     def __init__(self, backbone: nn.Module, head: nn.Module, num: int, *, overlap: bool = True) -> None:
-        """Join them; every rank does.
+        """Join backbone and head; every rank does.
 
         Args:
-            backbone: Gives features [B, D] of a batch; may be in DDP or FSDP2, whole or in parts.
-            head: Gives the loss of ``head(features, labels)``.
-            num: Micro-batches of a batch. More hide more, and each has less to compute: 4 to 8.
-            overlap: Whether anything travels while something else is computed; else the same is waited for at once.
+            backbone: Returns features [B, D] of a batch; may be in DDP or FSDP2, whole or in parts.
+            head: Returns the loss of ``head(features, labels)``.
+            num: Micro-batches of a batch. More of them hide more, but each has less to compute: 4 to 8.
+            overlap: Whether communication overlaps computation; else it is waited for at once, with the same result.
 
-        Raises InvalidArgument, and SpecMismatch on every rank unless all give equal numbers.
+        Raises InvalidArgument, and SpecMismatch on every rank unless all pass equal numbers.
         """
         super().__init__()
         for name, module in (("backbone", backbone), ("head", head)):
@@ -101,15 +101,15 @@ class MicroBatches(nn.Module):
 
     @property
     def _parted(self) -> TakesParts | None:
-        """The head, if features may come to it in parts."""
+        """The head, if it accepts features in parts; else None."""
         return cast(TakesParts, self.head) if getattr(self.head, "takes_parts", False) else None
 
     def forward(self, images: Any, labels: Tensor, weight: Tensor | None = None) -> Tensor:
-        """The loss of a batch, as ``head(backbone(images), labels, weight)``.
+        """Return the loss of a batch, as ``head(backbone(images), labels, weight)``.
 
-        ``images`` is what the backbone takes: a tensor [B, …], or a tuple, list or dict of such. ``labels`` [B] int64
-        and ``weight`` [B] as the head takes them. Raises what backbone and head do, InvalidArgument, SyncError,
-        RankLost.
+        ``images`` is the backbone's input: a tensor [B, …], or a tuple, list or dict of such. ``labels`` [B] int64 and
+        ``weight`` [B] are the head's. Raises errors of backbone and head, InvalidArgument, SyncError, RankLost.
+
         """
         num_samples = len(labels) if isinstance(labels, Tensor) and labels.ndim else 0
         inputs = [micro_batch(images, part, self.num, num_samples) for part in range(self.num)]
@@ -125,23 +125,24 @@ class MicroBatches(nn.Module):
         reduces: bool = True,
         ended: Callable[[str], object] = lambda phase: None,  # noqa: ARG005
     ) -> Tensor:
-        """Go forward and backward in one micro-batch after the other; return the loss of the batch, without a graph.
+        """Go forward and backward in each micro-batch in turn; return the loss of the batch, without a graph.
 
             optimizer.zero_grad(); rows.zero_grad()
             loss = step.backward(images, labels)             # in the place of step(images, labels).backward()
             optimizer.step(); rows.step()
 
-        Memory: activations, features and logits of one micro-batch, of two where they come to the head in parts: the
-        features of the second travel while the first waits for none. Row gradients add up to one push. Loss and
-        gradients are those of the whole batch where all classes are active and the margin looks at single samples; of
-        ``PartialFC`` and ``KNNSoftmax`` each micro-batch has its own labels, and the same random classes. DDP reduces
-        once, FSDP2 in each. ``scale`` changes what goes backward: ``scaler.scale`` of a GradScaler. A step of several
-        batches divides by their number so, and gives ``reduces=False`` for all but the last: DDP waits for that one.
-        ``ended`` is called with "forward" and "backward" where each ends, again and again.
+        Memory: activations, features and logits of one micro-batch, or of two if the head accepts parts: the features
+        of the second are in flight meanwhile. Row gradients add up to one push. Loss and gradients are those of the
+        whole batch if all classes are active and the margin depends on single samples; with ``PartialFC`` and
+        ``KNNSoftmax`` each micro-batch has its own labels, and the same random classes. DDP reduces once, FSDP2 in each
+        micro-batch. ``scale`` is applied to the loss before backward: ``scaler.scale`` of a GradScaler. A step of
+        several batches divides by their number there, and passes ``reduces=False`` for all but the last, in which DDP
+        reduces. ``ended`` is called with "forward" and "backward" at the end of each, again and again.
 
-        With ranks an exchange and an all-reduce of ``num`` numbers more than :meth:`forward`; labels on a device are
-        waited for. If it raises, drop what the micro-batches before have left: ``zero_grad()`` of both optimizers.
-        Raises as :meth:`forward`, and InvalidArgument for a head that is no ClassHead or gives the loss of each sample.
+        With ranks it costs an exchange and an all-reduce of ``num`` numbers more than :meth:`forward`, and waits for
+        labels on a device. If it raises, discard the gradients of earlier micro-batches: ``zero_grad()`` of both
+        optimizers. Raises as :meth:`forward`, and InvalidArgument for a head that is no ClassHead or returns the loss
+        of each sample.
         """
         head, num_samples = cast(ClassHead, self.head), len(labels) if isinstance(labels, Tensor) and labels.ndim else 0
         if not getattr(head, "adds_up", False):
@@ -184,7 +185,7 @@ class MicroBatches(nn.Module):
     def _loss(
         self, inputs: list[Any], sizes: Sequence[int], labels: Tensor, weight: Tensor | None, *, is_last: bool = True
     ) -> Tensor:
-        """The loss over some micro-batches; DDP reduces in the backward pass of those that are the ``last``."""
+        """Return the loss over some micro-batches; DDP reduces in their backward pass if they are the last."""
 
         def compute(part: int) -> Tensor:
             with _reducing(self.backbone, is_last and part == len(sizes) - 1):
@@ -201,7 +202,7 @@ class MicroBatches(nn.Module):
 
 
 def _counted(head: ClassHead, labels: Tensor, weight: Tensor | None, samples: list[int]) -> Tensor:
-    """How many samples of each micro-batch count in the mean, or their weights: float64, on the host."""
+    """Return the samples of each micro-batch that count in the mean, or their weights: float64, on the host."""
     counts_B = torch.ones(len(labels), dtype=torch.float64) if weight is None else weight.detach().cpu().double()
     ignored = head.backend.settings.config.ignore_index
     if ignored is not None:
@@ -211,7 +212,8 @@ def _counted(head: ClassHead, labels: Tensor, weight: Tensor | None, samples: li
 
 @contextlib.contextmanager
 def _reducing(backbone: nn.Module, last: bool) -> Iterator[None]:
-    """A forward pass of one micro-batch: DDP prepares to reduce once, for all of them, and copies its buffers once."""
+    """Run a forward pass of one micro-batch: DDP prepares to reduce once for all of them, and copies its buffers
+    once."""
     with contextlib.ExitStack() as contexts:
         if not last:
             for module in backbone.modules():

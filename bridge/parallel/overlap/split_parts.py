@@ -1,8 +1,8 @@
-"""A split linear layer over micro-batches: features of one are gathered while the model computes the next.
+"""Split linear layer over micro-batches: features of one are gathered while the model computes the next.
 
 The layer works once, on the features of all micro-batches, so that its rows are read once. In the backward pass the
-gradients of features are summed while the layer computes those of its rows, and then while the rest of the model's
-backward pass works on the micro-batch behind, last first: autograd runs what was made last first.
+gradients of features are summed while the layer computes those of its rows, and then while the backward pass of the
+rest of the model works on another micro-batch, last first, in the order of autograd.
 
 Legend: B rows of features of all ranks, S of one micro-batch of this rank, P micro-batches, D width, C classes, L of
 them here.
@@ -31,7 +31,7 @@ Operation = tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]
 
 
 class PartLogits(LogitsOperations):
-    """Stands for the logits of a micro-batch, which are computed with those of all; notes what is done to them."""
+    """Placeholder for a micro-batch's logits, which are computed with all others; records the operations on it."""
 
     def __init__(self, shape: torch.Size, operations: tuple[Operation, ...] = ()) -> None:
         self.shape = shape
@@ -46,12 +46,12 @@ class PartLogits(LogitsOperations):
 class SplitParts:
     """One forward pass over micro-batches; the :class:`FeatureSink` of its layer meanwhile. Every rank makes one.
 
-    Costs beside a pass without micro-batches an exchange of P integers, and one of a number for each of them.
+    Costs, more than a pass without micro-batches, an exchange of P integers, and one of a number for each of them.
     """
 
     def __init__(self, layer: SplitLinear, samples: Sequence[int], may_tell: Callable[[], bool]) -> None:
-        """``samples``: how many each micro-batch of this rank has. ``may_tell()``: whether this rank, having failed in
-        the model, may tell the others, or they are in a collective of the model's own."""
+        """``samples``: number in each micro-batch of this rank. ``may_tell()``: whether this rank, after a failure in
+        the model, may report it to the others; False while they are in a collective of the model."""
         self._layer, self._samples, self._may_tell = layer, list(samples), may_tell
         self._link = layer.shard.group.link
         self._gradients = _FeatureGradients(self._link)
@@ -63,9 +63,9 @@ class SplitParts:
         self._failure: Exception | None = None
 
     def compute(self, run: Callable[[], Any]) -> None:
-        """Run the model on the next micro-batch, and let its features travel.
+        """Run the model on the next micro-batch, and start to gather its features.
 
-        If that fails on a rank, every rank raises, now or in a later call: its own error there, SyncError elsewhere.
+        If that fails on a rank, every rank raises, now or in a later call: that rank its error, the others SyncError.
         """
         self._arrived = None
         try:
@@ -73,7 +73,7 @@ class SplitParts:
                 self._operations.append(self._checked(run()))
         except Exception as exc:  # of any kind: the others wait for this rank
             if self._sizes is None or not self._may_tell():
-                raise  # the model tells them, if it can
+                raise  # the model reports it, if it can
             self._failure = exc
         if self._sizes is None or self._gathered is None:
             raise InvalidArgument(f"the model did not call its split layer {self._layer.layer_name!r}")
@@ -85,7 +85,7 @@ class SplitParts:
         self._joined.append(own_SD)
 
     def logits(self) -> SplitLogits:
-        """Those of all micro-batches, in the order of the samples. Raises as :meth:`compute`."""
+        """Return the logits of all micro-batches, in the order of the samples. Raises as :meth:`compute`."""
         assert self._gathered is not None
         assert self._sizes is not None
         joint_BD = self._gathered.whole(self._failure)
@@ -101,7 +101,7 @@ class SplitParts:
         return logits
 
     def arrive(self, features_SD: Tensor) -> PartLogits:
-        """See :class:`FeatureSink`. The first micro-batch's call asks the other ranks."""
+        """Receive the features of a micro-batch. The first call exchanges sizes with the other ranks."""
         layer, part = self._layer, len(self._joined)
         if self._arrived is not None:
             raise InvalidArgument(
@@ -129,7 +129,7 @@ class SplitParts:
         return PartSizes(self._link.exchange(rows), self._link.rank)
 
     def _rows(self, first: int) -> list[int]:
-        """Rows of features of each micro-batch, if the first one has so many."""
+        """Return the rows of features of each micro-batch, if the first one has this many."""
         samples = self._samples[0]
         if first % max(1, samples) or (first and not samples):
             raise InvalidRows(
@@ -161,7 +161,7 @@ class SplitParts:
 
 
 class _FeatureGradients:
-    """Gradients by the features of this rank, by micro-batch, on their way from all ranks."""
+    """Gradients by this rank's features, by micro-batch, being summed over all ranks."""
 
     def __init__(self, link: Communicator) -> None:
         self._link = link
@@ -169,20 +169,20 @@ class _FeatureGradients:
         self._summed: SummedParts | None = None
 
     def start(self, by_features_BD: Tensor) -> None:
-        """Let them travel, the last micro-batch's first."""
+        """Start to sum them, the last micro-batch's first."""
         assert self.sizes is not None
         order = reversed(range(self.sizes.num_parts))
         self._summed = SummedParts(self._link, self.sizes, by_features_BD, order)
 
     def collect(self, part: int) -> Tensor:
-        """Those of a micro-batch [S, D], as ``travel.py`` says. Raises RankLost."""
+        """Return those of a micro-batch [S, D], scaled as in ``travel.py``. Raises RankLost."""
         assert self._summed is not None
         own_SD = self._summed.collect(part)
         return own_SD * self._link.world_size if self._link.world_size > 1 else own_SD
 
 
 class _PartsLinear(torch.autograd.Function):
-    """``F.linear`` of features that have travelled, as the function of ``joined``, what each micro-batch gave."""
+    """``F.linear`` of gathered features, as a function of ``joined``, each micro-batch's own features."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
-"""Computation and communication times of the ranks in a step, as a trace to look at and as numbers.
+"""Computation and communication times of all ranks in a step, as a trace file and as numbers.
 
-PyTorch's profiler says when each operation, work on rows of a class head and collective was. A collective lasts from
-the call that begins it until this rank has its result, waiting for other ranks included: gloo's carry such a range,
-NCCL's are kernels.
+PyTorch's profiler reports the time of each operation, of work on a class head's rows, and of collectives. A collective
+lasts from the call that begins it until this rank has its result, waits for other ranks included: gloo's have such a
+range, NCCL's are kernels.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from geartrain.ams.values.text import counted
 from geartrain.bridge.collectives.communicator import Communicator
 
 Interval = tuple[float, float]
-"""A range of moments [start, end)."""
+"""A time range [start, end)."""
 
 _STEP = "geartrain::traced_step"
 _NO_COMPUTATION = ("autograd::", "c10d::", "_c10d", "c10d_functional::", "gloo:", "nccl:", _STEP)
-"""How names of ranges begin that are no work of this rank's: autograd's nodes hold what their hooks wait for."""
+"""Name prefixes of ranges that are not this rank's computation: autograd's nodes include the waits of their hooks."""
 _COLLECTIVE_KERNELS = ("nccl", "rccl")
 
 
 @dataclass(frozen=True)
 class TracedRange:
-    """One operation or collective."""
+    """Time range of one operation or collective."""
 
     name: str
     start: float
@@ -45,17 +45,17 @@ class TracedRange:
 
     @property
     def interval(self) -> Interval:
-        """When it was."""
+        """Its time range."""
         return self.start, self.start + self.seconds
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What one rank did in a traced step."""
+    """Times of one rank in a traced step."""
 
     rank: int
     seconds: float
-    """The whole step."""
+    """Duration of the whole step."""
     ranges: Sequence[TracedRange]
 
     def _intervals(self, collective: bool) -> list[Interval]:
@@ -63,28 +63,28 @@ class RankTimes:
 
     @property
     def compute_seconds(self) -> float:
-        """In which any operation was at work."""
+        """Time with any operation at work."""
         return _length(self._intervals(False))
 
     @property
     def communication_seconds(self) -> float:
-        """In which any collective was under way."""
+        """Time with any collective in flight."""
         return _length(self._intervals(True))
 
     @property
     def hidden_seconds(self) -> float:
-        """Of communication, in which an operation was at work, too."""
+        """Communication time with an operation at work, too."""
         told, computed = self._intervals(True), self._intervals(False)
         return _length(told) + _length(computed) - _length([*told, *computed])
 
 
 @dataclass
 class TracedStep:
-    """What :func:`trace_step` found; complete when its ``with`` has ended. Seconds are of the mean rank."""
+    """Result of :func:`trace_step`, complete once its ``with`` block has ended. Seconds are means over the ranks."""
 
     path: Path
     ranks: list[RankTimes] = field(default_factory=list)
-    """By rank; on other ranks than 0 the own one alone."""
+    """Times by rank; on ranks other than 0 only the own ones."""
 
     def _mean(self, what: str) -> float:
         if not self.ranks:
@@ -93,32 +93,32 @@ class TracedStep:
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """Duration of the whole step."""
         return self._mean("seconds")
 
     @property
     def compute_seconds(self) -> float:
-        """In which an operation was at work."""
+        """Time with an operation at work."""
         return self._mean("compute_seconds")
 
     @property
     def communication_seconds(self) -> float:
-        """In which a collective was under way."""
+        """Time with a collective in flight."""
         return self._mean("communication_seconds")
 
     @property
     def hidden_seconds(self) -> float:
-        """Of communication, in which an operation was at work, too."""
+        """Communication time with an operation at work, too."""
         return self._mean("hidden_seconds")
 
     @property
     def hidden_fraction(self) -> float:
-        """That part of communication; 1 where there is none."""
+        """Hidden part of the communication; 1 without communication."""
         communication = self.communication_seconds
         return self.hidden_seconds / communication if communication else 1.0
 
     def summary(self) -> str:
-        """One line for each rank, and one for all."""
+        """Return one line for each rank, and one for all."""
         lines = [_line(f"rank {rank.rank}", rank) for rank in self.ranks]
         collectives = sum(found.is_collective for found in self.ranks[0].ranges) if self.ranks else 0
         about = _line(counted(len(self.ranks), "rank"), self)
@@ -126,7 +126,7 @@ class TracedStep:
 
 
 def _length(intervals: Sequence[Interval]) -> float:
-    """How long they are together, once each."""
+    """Return the length of the union of the intervals."""
     total, end = 0.0, -math.inf
     for first, last in sorted(intervals):
         total += max(0.0, last - max(first, end))
@@ -144,7 +144,7 @@ def _line(who: str, times: RankTimes | TracedStep) -> str:
 
 @contextlib.contextmanager
 def trace_step(path: str | Path, process_group: dist.ProcessGroup | None = None) -> Iterator[TracedStep]:
-    """Trace what is in the ``with``: a step, or several, of any training loop over torch.distributed.
+    """Trace the ``with`` block: one or more steps of any training loop over torch.distributed.
 
         with gt.trace_step("step.json") as trace:
             step(images, labels).backward()
@@ -153,17 +153,17 @@ def trace_step(path: str | Path, process_group: dist.ProcessGroup | None = None)
             print(trace.summary())
 
     Every rank enters it. Rank 0 writes ``path`` for Perfetto (ui.perfetto.dev) or chrome://tracing: a process for each
-    rank, with a lane of what it computes and one of its collectives: those of class heads, split layers, DDP and FSDP2.
-    Trace a step after the first, which allocates. Tracing lengthens a step by some microseconds an operation.
+    rank, with a lane of its computation and one of its collectives: those of class heads, split layers, DDP and FSDP2.
+    Do not trace the first step, which allocates. Tracing adds some microseconds to each operation.
 
     Args:
-        path: Of the file; its folder must be there.
+        path: Of the file; its folder must exist.
         process_group: The ranks; None: all of them, or this process alone without torch.distributed.
 
     Raises:
         ConfigError: the file cannot be written.
-        InvalidArgument: a profiler, or another ``trace_step``, is at work already.
-        RankLost: a rank did not come to the end.
+        InvalidArgument: a profiler, or another ``trace_step``, is active.
+        RankLost: a rank did not reach the end.
     """
     target = Path(path_name("path", path, "the name of a file for the trace, such as 'step.json'"))
     link = Communicator(process_group)
@@ -177,7 +177,7 @@ def trace_step(path: str | Path, process_group: dist.ProcessGroup | None = None)
     on_device = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])]
     with profile(activities=activities, acc_events=True) as profiler:
-        link.agree(True)  # so that all begin together, and moments of different ranks can be compared
+        link.agree(True)  # so that all start together, and times of different ranks are comparable
         with record_function(_STEP):
             yield traced
             if on_device:
@@ -213,7 +213,7 @@ def _times_of(rank: int, events: Sequence[Any]) -> RankTimes:
 
 
 def _kind(event: Any, on_device: bool) -> bool | None:
-    """Whether it is a collective; None for what is neither that nor a computation."""
+    """Return whether an event is a collective; None: neither that nor a computation."""
     name: str = event.name
     if name.startswith("gloo:"):
         return True
@@ -230,12 +230,12 @@ def _is_of_device(event: Any) -> bool:
 
 
 def _is_annotation(event: Any) -> bool:
-    """A range that somebody named, as the device lived through it: no kernel."""
+    """Return whether an event is a named range on the device, not a kernel."""
     return bool(getattr(event, "is_user_annotation", False))
 
 
 def _chrome_events(ranks: Sequence[RankTimes]) -> list[dict[str, Any]]:
-    """In the Trace Event Format of Chrome: "X" is a range in microseconds, "M" a name."""
+    """Return the events in Chrome's Trace Event Format: "X" is a range in microseconds, "M" a name."""
     events: list[dict[str, Any]] = []
     for times in ranks:
         events.append({"ph": "M", "name": "process_name", "pid": times.rank, "args": {"name": f"rank {times.rank}"}})

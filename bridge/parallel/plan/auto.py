@@ -1,4 +1,4 @@
-"""Choice of the replicated and split parts, by memory and expected step time, with its reasons."""
+"""Choice of replicated and split parts by memory and expected step time, with reasons."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from geartrain.bridge.parallel.scopes import Replicate, Scope, Split
 from geartrain.bridge.rows.stand_in import named_dense_parameters
 
 _MOST_SPLIT = 3
-"""Layers that are tried, the largest first: each costs a dry run."""
+"""Layers that are tried, largest first: each costs a dry run."""
 _LEAST_PART = 0.05
-"""Of the model's parameters: smaller layers are not worth splitting."""
+"""Share of the model's parameters below which a layer is not worth splitting."""
 
 
 def auto_plan(
@@ -44,31 +44,31 @@ def auto_plan(
     hardware: Hardware | None = None,
     optimizer: OptimizerMaker = torch.optim.AdamW,
 ) -> Plan:
-    """Choose between data parallel, sharded, split and hybrid: what fits into memory and has the shortest step.
+    """Choose the fastest of data parallel, sharded, split and hybrid that fits into memory.
 
         plan = gt.auto_plan(model, mesh, (images, labels), loss=nn.CrossEntropyLoss())
         print(plan.explain())
         model = gt.parallelize(model, mesh, plan.scopes, loss=nn.CrossEntropyLoss())
 
-    Nothing is trained or allocated: each candidate runs once on the meta device. Tried are: everything replicated;
-    everything sharded (FSDP2); up to three of the largest layers that can be split, alone and together, the rest
-    replicated. What was tried, and what each would cost, is in ``plan.reasons``.
+    Nothing is trained or allocated: each candidate runs once on the meta device. Candidates are: all replicated; all
+    sharded (FSDP2); up to three of the largest splittable layers split, alone and together, the rest replicated.
+    ``plan.reasons`` has each candidate with its cost.
 
     Args:
-        model: An ``nn.Module``, on any device or on the meta device; it is left as it is. Its forward must run without
+        model: An ``nn.Module``, on any device or on the meta device; it is not changed. Its forward must run without
             values.
-        ranks: How many, or a :class:`Mesh` without stages.
-        example: One rank's batch as the parallel model is called: ``(inputs, labels)``, or inputs alone without
+        ranks: Number of ranks, or a :class:`Mesh` without stages.
+        example: One rank's batch, as the parallel model is called: ``(inputs, labels)``, or inputs alone without
             ``loss``. Only shapes and dtypes count.
         loss: As in :func:`parallelize`.
         batch: Samples of a rank; None: those of the example.
-        hardware: What to divide by. None: measured here, in seconds, if this is the mesh that trains: then every rank
+        hardware: Rates of the machine. None: measured here, in seconds, if this is the training mesh: then every rank
             calls it.
         optimizer: Makes the optimizer of parameters, as ``lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)``: its
             state and step are counted.
 
-    Raises InvalidArgument for a model that needs values, if nothing fits (it says what each would take), and where
-    hardware has to be given.
+    Raises InvalidArgument for a model that needs values, if nothing fits (with the memory of each), and if hardware
+    must be given.
     """
     count = _count_of(ranks)
     hardware = hardware or _measured(count)
@@ -110,26 +110,26 @@ def plan_classifier(
     sparsity: float | None = None,
     compare: bool = False,
 ) -> Plan:
-    """A step of ``backbone`` under DDP and a ``ClassHead`` with ``rows="ranks"``; nothing is allocated.
+    """Plan a step of ``backbone`` under DDP and a ``ClassHead`` with ``rows="ranks"``; nothing is allocated.
 
     Args:
-        backbone: Gives features [B, D] of images; best on the meta device.
+        backbone: Returns features [B, D] of images; best on the meta device.
         images: An example [n, …]; only its shape and dtype count.
         num_classes: Of the head.
         dim: Width D of features.
-        ranks: That train together.
+        ranks: Number of ranks that train together.
         batch: Samples of a rank.
-        hardware: What to divide by.
+        hardware: Rates of the machine.
         select: Which classes of the head are active.
         row_optimizer: Of the head's rows.
         config: Its other settings.
         sub_centers: Of each class.
-        micro_batches: Of a step, as in :class:`MicroBatches`; the rivals' are computed at once.
+        micro_batches: Of a step, as in :class:`MicroBatches`; those of the rivals are not overlapped.
         sparsity: Of the backbone's gradients, as in :class:`TopKGradients`; of the rivals', too.
-        compare: Whether its ``reasons`` say what the rivals of :func:`auto_plan` take: the same backbone and an
-            ``nn.Linear`` with cross entropy, replicated, split and sharded, which look at every class in every step.
+        compare: Whether ``reasons`` has the costs of the rivals from :func:`auto_plan`: the same backbone and an
+            ``nn.Linear`` with cross entropy, replicated, split and sharded, with every class active in every step.
 
-    Raises InvalidArgument for a backbone that gives no features [B, D], or that needs values.
+    Raises InvalidArgument for a backbone that does not return features [B, D], or that needs values.
     """
     num_classes, dim = integer("num_classes", num_classes, 1), integer("dim", dim, 1)
     _require_features(backbone, images, dim)
@@ -167,7 +167,7 @@ def plan_classifier(
 
 
 class _AdamW:
-    """Steps as ``torch.optim.AdamW`` does; to make one imports torch's compiler, which takes a second."""
+    """Stand-in that steps as ``torch.optim.AdamW``, whose construction imports torch's compiler for a second."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.state = {each: {name: meta_like(each) for name in ("mean", "square")} for each in parameters}
@@ -182,7 +182,7 @@ class _AdamW:
 
 
 class _Classifier(nn.Module):
-    """A head takes labels, and gives the loss."""
+    """Backbone with a head that takes labels, and returns the loss."""
 
     def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ def _require_features(backbone: nn.Module, images: Tensor, dim: int) -> None:
 def _planned_candidates(
     model: nn.Module, ranks: int, hardware: Hardware, example: Any, batch: int | None, **settings: Any
 ) -> tuple[dict[str, Plan], list[str]]:
-    """The plans to choose from, by what they are called; a line for each that is not possible.
+    """Return the candidate plans by name, and a line for each candidate that is impossible.
 
     Raises InvalidArgument for a model that cannot be planned at all.
     """
@@ -231,7 +231,7 @@ def _planned_candidates(
 
 
 def _line(name: str, plan: Plan) -> str:
-    """What matters of a plan, in a line."""
+    """Return the main figures of a plan, in a line."""
     fits = "" if plan.fits else ", does not fit"
     return (
         f"{name}: {seconds_text(plan.step.seconds)} a step, {bytes_text(plan.rank_bytes)} a rank{fits}, sends "
@@ -259,7 +259,7 @@ def _candidates(model: nn.Module, ranks: int) -> Iterator[tuple[str, dict[str, S
 
 
 def _splittable(model: nn.Module) -> list[str]:
-    """Names of the largest layers that could be split, by size."""
+    """Return names of the largest splittable layers, by size."""
 
     def size(module: nn.Module) -> int:
         return sum(parameter.numel() for parameter in module.parameters())
@@ -270,7 +270,7 @@ def _splittable(model: nn.Module) -> list[str]:
 
 
 def _with_rest(model: nn.Module, split: Mapping[str, Scope], rest: Replicate) -> dict[str, Scope]:
-    """``split``, and ``rest`` for all other parameters: by the names of the model's own parts, or as a whole."""
+    """Return ``split``, and ``rest`` for all other parameters: by names of the model's own parts, or of all of it."""
     if "" in split:
         return dict(split)
     parts = {

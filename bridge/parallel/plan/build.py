@@ -1,6 +1,6 @@
-"""From a model and its scopes to a plan: run it dry, count what it does, divide by the hardware's rates.
+"""Plan of a model and its scopes: a dry run counts operations, which are divided by the hardware's rates.
 
-The rules for what ranks have in common are those of ``torch.nn.parallel.DistributedDataParallel`` and
+The rules for replicated parts are those of ``torch.nn.parallel.DistributedDataParallel`` and
 ``torch.distributed.fsdp.fully_shard``.
 """
 
@@ -30,24 +30,24 @@ from geartrain.bridge.parallel.topk.selection import sent_counts
 OptimizerMaker = Callable[[list[nn.Parameter]], Any]
 
 _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20
-"""DistributedDataParallel's own: its first bucket is small, so that the network begins soon."""
+"""Bucket sizes of DistributedDataParallel: its first is small, so that communication begins soon."""
 _INDEXED_BYTES = 8
-"""Of a gradient value that travels with its place: int32 and float32."""
+"""Bytes of a gradient value sent with its index: int32 and float32."""
 
 
 @dataclass(kw_only=True, eq=False)
 class PlanRequest:
-    """What a plan is made of; :meth:`plan` makes it."""
+    """Inputs of a plan; :meth:`plan` makes it."""
 
     model: nn.Module
-    """Itself, or its skeleton; its values are not looked at."""
+    """The model, or its skeleton; its values are not read."""
     scopes: Mapping[str, Scope]
     ranks: int
     hardware: Hardware
     inputs: Any
-    """What the model is called with, a rank's batch: tensors on the meta device."""
+    """Inputs of the model, a rank's batch: tensors on the meta device."""
     labels: Any
-    """For the loss; None where the model returns its own."""
+    """Labels of the loss; None if the model returns its own."""
     batch: int
     """Samples of a rank."""
     loss: LossFunction | None
@@ -56,7 +56,7 @@ class PlanRequest:
     sparsity: float | None = None
 
     def __post_init__(self) -> None:
-        """Check what is no module."""
+        """Check the numbers."""
         integer("ranks", self.ranks, 1)
         integer("batch", self.batch, 1)
         integer("micro_batches", self.micro_batches, 1)
@@ -67,7 +67,8 @@ class PlanRequest:
     def of(
         cls, model: nn.Module, scopes: Mapping[str, Scope], example: Any, batch: int | None, **fields: Any
     ) -> PlanRequest:
-        """Of an ``example`` as ``ParallelModel`` is called: (inputs, labels), or inputs where the loss is its own.
+        """Make a request from an ``example``, as ``ParallelModel`` is called: (inputs, labels), or inputs if the loss
+        is the model's own.
 
         Raises InvalidArgument for an example without tensors, or without labels where a loss needs them.
         """
@@ -82,7 +83,7 @@ class PlanRequest:
         return cls(model=model, scopes=dict(scopes), inputs=inputs, labels=labels, batch=samples, **fields)
 
     def changed(self, *, batch: int | None = None, **fields: Any) -> PlanRequest:
-        """The same with another batch, or other fields."""
+        """Return the same request with another batch, or other fields."""
         if batch is None:
             return replace(self, **fields)
         (inputs, labels), _ = without_values((self.inputs, self.labels), batch)
@@ -92,7 +93,7 @@ class PlanRequest:
         """Run it dry. Raises InvalidArgument for scopes that do not fit, and a model that needs values."""
         heads = [name for name, module in self.model.named_modules() if _is_head_on_ranks(module)]
         unnamed: dict[str, Scope] = {name: Split() for name in heads if name not in self.scopes}
-        if unnamed:  # they have no parameters, so that parallelize takes them without a scope
+        if unnamed:  # they have no parameters, so parallelize accepts them without a scope
             return replace(self, scopes={**self.scopes, **unnamed}).plan()
         trace = StepTrace(self.hardware)
         dry = dry_model(self.model, self.scopes, self.loss, self.ranks, trace)
@@ -166,7 +167,7 @@ class PlanRequest:
     def _expected(
         self, parts: Sequence[PlannedPart], found: Sequence[tuple[str, Collective]], averages: Sequence[Collective]
     ) -> ExpectedStep:
-        """How long it takes, where what can be hidden is: buckets but the last beside the rest of the backward pass.
+        """Return the step's time with overlap: buckets but the last beside the rest of the backward pass.
 
         With n micro-batches the features of one travel while the next is computed, and their gradients while the split
         part works on the next: all but the n-th part of such a collective is hidden.
@@ -200,9 +201,9 @@ class PlanRequest:
         )
 
     def _averages(self, replicated: Sequence[nn.Parameter]) -> Iterator[Collective]:
-        """Those of the gradients: of each bucket an all-reduce, and with ``sparsity`` an all-gather.
+        """Yield the collectives of gradients: an all-reduce of each bucket, and with ``sparsity`` an all-gather.
 
-        Of a tensor as many values travel, with their places, as :class:`TopKGradients` sends; small ones are dense.
+        Of a tensor as many values, with their indices, are sent as :class:`TopKGradients` does; small ones are dense.
         """
         trained = [parameter for parameter in reversed(replicated) if parameter.requires_grad]
         for bucket in buckets(trained) if self.ranks > 1 else ():
@@ -220,7 +221,7 @@ class PlanRequest:
                 )
 
     def _in_micro_batches(self, part: str, collective: Collective) -> list[tuple[str, Collective]]:
-        """Features and their gradients travel once for each; labels and sums of the softmax for all of them at once."""
+        """Split the features and their gradients by micro-batch; labels and softmax sums travel once for all."""
         count = self.micro_batches if collective.is_of_features else 1
         return [(part, replace(collective, bytes=-(-collective.bytes // count)))] * count
 
@@ -270,20 +271,20 @@ class PlanRequest:
 
 
 class ModelPlans:
-    """Makes plans of one model that is parallelized: of its shapes before that, and of the first batch it saw."""
+    """Makes plans of one parallel model: from its shapes before the split, and the first batch it received."""
 
     def __init__(self, model: nn.Module) -> None:
-        """``model`` before anything of it is replaced or sharded; a copy without values is kept."""
+        """Keep a copy of ``model`` without values; call it before anything is replaced or sharded."""
         self._failure: Exception | None = None
         self._skeleton = model
         self._inputs: Any = None
         try:
             self._skeleton = skeleton_of(model)
-        except Exception as exc:  # whatever a user's module raises when copied: it trains, and has no plan
+        except Exception as exc:  # a user's module may raise anything when copied: it trains, and has no plan
             self._failure, self._skeleton = exc, nn.Module()
 
     def saw(self, inputs: Any, labels: Any) -> None:
-        """The model is called with them: a rank's batch. The first one counts, unless it is empty."""
+        """Record a call of the model: a rank's batch. The first one that is not empty counts."""
         if self._inputs is None and self._failure is None:
             try:
                 self._inputs = without_values((inputs, labels), None)
@@ -291,7 +292,7 @@ class ModelPlans:
                 return
 
     def plan(self, model: ParallelModel, hardware: Hardware | None, optimizer: OptimizerMaker | None) -> Plan:
-        """Of the batch that was seen. Raises InvalidArgument before one was, and for a model that has none."""
+        """Plan for the recorded batch. Raises InvalidArgument without one, and for a model that has no plan."""
         if self._failure is not None:
             reason = str(self._failure) or type(self._failure).__name__
             kind = type(self._failure) if isinstance(self._failure, GeartrainError) else InvalidArgument
@@ -317,9 +318,9 @@ class ModelPlans:
 
 
 def buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    """How gradients that come in this order are averaged together, from the second step on.
+    """Return the groups in which gradients that come in this order are averaged, from the second step on.
 
-    A bucket is closed as soon as it is as large as its limit; each has one dtype.
+    A bucket is closed once it reaches its limit; each has one dtype.
     """
     closed: list[list[Tensor]] = []
     limits: dict[torch.dtype, int] = {}
@@ -341,14 +342,14 @@ def _is_head_on_ranks(module: nn.Module) -> bool:
 
 
 def _shard_of(parameter: nn.Parameter, ranks: int) -> nn.Parameter:
-    """The largest shard of a parameter on the meta device: a part of its first dimension."""
+    """Return the largest shard of a parameter on the meta device: a part of its first dimension."""
     whole = parameter.shape or (1,)
     local = torch.empty(-(-whole[0] // ranks), *whole[1:], dtype=parameter.dtype, device="meta")
     return nn.Parameter(local, requires_grad=parameter.requires_grad)
 
 
 def _of_buffers(buffers: Sequence[Tensor], ranks: int) -> list[Collective]:
-    """Buffers, such as running means, are rank 0's in each forward pass: a broadcast of each dtype's together."""
+    """Return the broadcast of buffers, such as running means, from rank 0 in each forward pass: one for each dtype."""
     sizes: Counter[torch.dtype] = Counter()
     for buffer in buffers:
         sizes[buffer.dtype] += buffer.nbytes
@@ -360,7 +361,7 @@ def _of_buffers(buffers: Sequence[Tensor], ranks: int) -> list[Collective]:
 
 
 def _of_sharded(shards: Sequence[nn.Parameter], ranks: int) -> list[Collective]:
-    """Parameters gathered before their forward pass, gradients divided after their backward pass."""
+    """Return the collectives of shards: gathered before their forward pass, gradients scattered after the backward."""
     gathered = sum(shard.nbytes for shard in shards) * ranks
     trained = sum(shard.nbytes for shard in shards if shard.requires_grad) * ranks
     return [

@@ -1,4 +1,4 @@
-"""A model as rank 0 of some ranks has it, without values and without the other ranks: its own code runs, on meta.
+"""Dry run of a model as rank 0 of several ranks: its own code runs on meta tensors, without the other ranks.
 
 Legend: A active classes of all ranks, B samples of all ranks, D width, R ranks.
 """
@@ -31,34 +31,34 @@ from geartrain.bridge.parallel.split.registry import SplitPlace, backend_of, che
 from geartrain.bridge.parallel.split.shard import RowShard
 
 _EXCHANGED = 12
-"""Integers that the ranks of a class head tell each other before a step; see ``RankStep.agree``."""
+"""Integers that the ranks of a class head exchange before a step, as in ``RankStep.agree``."""
 _MEMORY_SETTINGS = ("num_classes", "dim", "sub_centers", "bias", "optimizer", "select", "config")
-"""Of a class head, for ``memory_report``."""
+"""Settings of a class head that ``memory_report`` takes."""
 
 
 class DryLink(Communicator):
-    """Rank 0 of ``world_size`` ranks that all do the same; nothing travels, ``trace`` notes what would.
+    """Rank 0 of ``world_size`` ranks that all do the same; it sends nothing, and ``trace`` records its collectives.
 
     The bytes of a collective are those that :class:`Communicator` counts.
     """
 
-    def __init__(self, world_size: int, trace: StepTrace) -> None:  # no process group: nothing of Communicator's
+    def __init__(self, world_size: int, trace: StepTrace) -> None:  # no process group: Communicator's own is not called
         self.world_size, self.rank = world_size, 0
         self.traffic = Traffic()
         self._trace = trace
 
     def start_exchange(self, values: Sequence[int], operation: str = "all-gather") -> Pending[list[list[int]]]:
-        """As if every rank gave the same."""
+        """Return the result as if every rank passed the same."""
         del operation
         self._record("all-gather", len(values) * 8 * self.world_size, "sizes and checks")
         return Pending.done([list(values)] * self.world_size)
 
     def gather_json(self, value: Any) -> list[Any]:
-        """As if every rank gave the same; what is said once, as layers are made, is not counted."""
+        """Return the result as if every rank passed the same; exchanges while layers are made are not counted."""
         return [value] * self.world_size
 
     def start_gather(self, tensor: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
-        """[Σ n_r, …] of nothing."""
+        """Return [Σ n_r, …] without values."""
         what = "labels or ids"
         if tensor.dtype.is_floating_point:
             what = FEATURES if tensor.ndim > 1 else "numbers of samples"
@@ -67,13 +67,13 @@ class DryLink(Communicator):
         return Pending.done(tensor.new_empty(sum(sizes), *tensor.shape[1:]))
 
     def start_sum_to_owners(self, tensor_BD: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
-        """[n_0, D] of nothing."""
+        """Return [n_0, D] without values."""
         rows = max(sizes) * self.world_size
         self._record("reduce-scatter", rows * tensor_BD[:1].nbytes, FEATURE_GRADIENTS)
         return Pending.done(tensor_BD.new_empty(sizes[0], *tensor_BD.shape[1:]))
 
     def all_to_all(self, values: Tensor, leaving: Sequence[int], arriving: Sequence[int]) -> Tensor:
-        """Σ ``arriving`` numbers of nothing."""
+        """Return Σ ``arriving`` numbers without values."""
         del leaving
         self._record("all-to-all", sum(arriving) * values.element_size(), "logits of the own samples")
         return values.new_empty(sum(arriving))
@@ -89,13 +89,14 @@ class DryLink(Communicator):
 
 
 class HeadSkeleton(nn.Module):
-    """Stands for a :class:`ClassHead` with ``rows="ranks"``: notes its collectives and work; its loss has no value.
+    """Stands for a :class:`ClassHead` with ``rows="ranks"``: records its collectives and work; its loss has no value.
 
-    What it costs is by the formulas that its code follows: compiled code cannot be traced.
+    Costs are formulas that follow its code, as compiled code cannot be traced.
     """
 
     def __init__(self, name: str, settings: Mapping[str, Any] | None, *, margin: bool = False, sums: int = 2) -> None:
-        """``settings``: arguments of ``memory_report``; None: its rows are in a cluster. ``sums``: of its softmax."""
+        """``settings``: arguments of ``memory_report``; None: its rows are in a cluster. ``sums``: number in its
+        softmax."""
         super().__init__()
         self.name, self.settings, self.has_margin, self.sums = name, settings, margin, sums
         self.link: DryLink | None = None
@@ -103,10 +104,11 @@ class HeadSkeleton(nn.Module):
         self.products = "float32"
         """Type of the features, in which products are made."""
         self.device = "cpu"
-        """Where the rows are."""
+        """Device of the rows."""
 
     def forward(self, features: Tensor, labels: Tensor, weight: Tensor | None = None) -> Tensor:
-        """A loss (0-dim) without value; features [S, D], labels [S]. Raises InvalidArgument with sample weights."""
+        """Return a loss (0-dim) without value; features [S, D], labels [S]. Raises InvalidArgument with sample
+        weights."""
         if self.settings is not None and (self.link is None or weight is not None):
             raise InvalidArgument("a plan counts a class head without sample weights, on ranks; leave the weights out")
         active = self.memory(len(features), self.link.world_size if self.link else 1).num_active
@@ -114,7 +116,7 @@ class HeadSkeleton(nn.Module):
         return loss
 
     def memory(self, batch: int, ranks: int) -> MemoryReport:
-        """Bytes by part, of ``batch`` samples a rank. Raises InvalidArgument if its rows are in a cluster."""
+        """Return bytes by part, for ``batch`` samples a rank. Raises InvalidArgument if its rows are in a cluster."""
         if self.settings is None:
             raise InvalidArgument(
                 f"class head {self.name!r} has its rows in a cluster, whose costs depend on its shards; make it with "
@@ -123,16 +125,18 @@ class HeadSkeleton(nn.Module):
         return memory_report(**self.settings, rows="ranks", batch_size=batch, num_ranks=ranks, device=self.device)
 
     def update_seconds(self, samples: int, ranks: int, hardware: Hardware) -> float:
-        """Of the step: gradients of the active rows, from features and kept logits, and the update of each."""
+        """Return the time of the update: gradients of the active rows, from features and kept logits, and each row's
+        step."""
         report = self.memory(samples, ranks)
         rows = -(-report.num_active // ranks)
         row_bytes = report.table_bytes // report.num_classes
         return hardware.operation(2 * rows * samples * ranks * self.width, row_bytes * 2 * rows, self.products)
 
     def graph_seconds(self, ranks: int, hardware: Hardware) -> float:
-        """Of building the graph of KNN softmax once (``rank_ring.py``), while nothing is trained; 0: there is none.
+        """Return the time to build the graph of KNN softmax once (``rank_ring.py``), between steps; 0: there is none.
 
-        2·C²·D / R operations of each rank, and two laps of all rows: as products take them, and as they are.
+        2·C²·D / R operations of each rank, and two passes of all rows around the ring: in the products' type, and
+        stored.
         """
         assert self.settings is not None
         num, dim, dtype = self.settings["num_classes"], self.settings["dim"], self.settings["config"].dtype
@@ -148,7 +152,7 @@ class HeadSkeleton(nn.Module):
 
     @property
     def width(self) -> int:
-        """Of a row."""
+        """Width of a row."""
         assert self.settings is not None
         return int(self.settings["dim"] * self.settings["sub_centers"] + self.settings["bias"])
 
@@ -169,7 +173,7 @@ class _HeadPass(torch.autograd.Function):
             head.trace.record_collective("all-reduce", "counts of neighbours", 8 * k, ranks)
         head.products = str(own_SD.dtype).removeprefix("torch.")
         width, rows = own_SD.shape[1], -(-active // ranks)
-        for _ in range(1 + features_SD.requires_grad):  # logits, and the features' gradient as they pass
+        for _ in range(1 + features_SD.requires_grad):  # logits, and the features' gradient in the same pass
             num_bytes = rows * width * own_SD.element_size()
             head.trace.record(flops=2 * rows * len(joint_BD) * width, num_bytes=num_bytes, dtype=head.products)
         if not head.has_margin:
@@ -186,7 +190,7 @@ class _HeadPass(torch.autograd.Function):
 
 
 def skeleton_of(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` on the meta device; nothing of its parameters and buffers is copied or allocated.
+    """Return a copy of ``model`` on the meta device; its parameters and buffers are neither copied nor allocated.
 
     Class heads, whose rows are no parameters, become :class:`HeadSkeleton`.
     """
@@ -210,9 +214,9 @@ def skeleton_of(model: nn.Module) -> nn.Module:
 
 
 def without_values(example: Any, batch: int | None) -> tuple[Any, int]:
-    """The tensors of ``example`` on the meta device, with ``batch`` samples (None: as many as there are); how many.
+    """Return the tensors of ``example`` on the meta device, with ``batch`` samples (None: unchanged), and their number.
 
-    The first dimension of its first tensor counts samples; tensors as long as that become as long as ``batch``. Raises
+    The first dimension of its first tensor counts samples; tensors of that length get ``batch`` entries. Raises
     InvalidArgument for an example without a tensor.
     """
     first = next((len(leaf) for leaf in tree_leaves(example) if isinstance(leaf, Tensor) and leaf.ndim), 0)
@@ -234,9 +238,9 @@ def without_values(example: Any, batch: int | None) -> tuple[Any, int]:
 def dry_model(
     model: nn.Module, scopes: Mapping[str, Scope], loss: LossFunction | None, ranks: int, trace: StepTrace
 ) -> ParallelModel:
-    """``model`` as :func:`parallelize` makes it, as the first of ``ranks``, which has the most rows; on meta.
+    """Return ``model`` as :func:`parallelize` makes it on the first of ``ranks``, which has the most rows; on meta.
 
-    Without the averaging of replicated parts: that is not seen in a forward pass. Raises InvalidArgument for scopes
+    The averaging of replicated parts is left out: it does not show in a forward pass. Raises InvalidArgument for scopes
     that do not fit.
     """
     link = DryLink(ranks, trace)
@@ -252,7 +256,7 @@ def dry_model(
             check_can_split(name, module, group.ranks)
             shard = RowShard(next(module.parameters()).shape[0], group)
             layer = split_layer(_DryPlace(name, alone, agreement, 0, shard), module)
-            layer.shard = shard  # a DTensor over ranks that are not there cannot be made: its rows are one rank's
+            layer.shard = shard  # a DTensor over absent ranks cannot be made: its rows are one rank's
             if name:
                 skeleton.set_submodule(name, layer)
             else:
@@ -262,7 +266,7 @@ def dry_model(
 
 @dataclass(frozen=True)
 class _DryPlace(SplitPlace):
-    """Where a layer would be: rank 0's rows of it are made on the meta device."""
+    """Place of a split layer: makes rank 0's rows of it on the meta device."""
 
     shard: RowShard
 

@@ -1,4 +1,4 @@
-"""Hardware of a training, as data: the rates that the cost model divides by. Given, published, read or measured."""
+"""Hardware of a training as data: the rates of the cost model. Given, published, read or measured."""
 
 from __future__ import annotations
 
@@ -71,31 +71,31 @@ class Hardware:
     """
 
     name: str
-    """Of the cluster, in reports."""
+    """Name of the cluster, in reports."""
     flops: Mapping[str, float]
-    """Floating-point operations a second that large matrix products reach, by dtype ("float32"); a multiplication and
-    an addition are two. A dtype that is not there counts as float32."""
+    """Floating-point operations a second of large matrix products, by dtype ("float32"); a multiplication and an
+    addition are two. A missing dtype counts as float32."""
     memory_bandwidth: float
-    """Bytes a second of an operation: what it reads and what it writes together."""
+    """Bytes a second that an operation reads and writes together."""
     memory_bytes: int
-    """Of a rank's device; on a CPU what the ranks of a machine have, shared evenly."""
+    """Memory of a rank's device; on a CPU an even share of the machine's."""
     ranks_per_node: int = 1
-    """Ranks whose links are the intra-node ones."""
+    """Ranks connected by intra-node links."""
     intra_node_bandwidth: float = math.inf
-    """Bytes a second that a rank sends to another of its node while it gets as many."""
+    """Bytes a second that a rank sends to another of its node while it receives as many."""
     inter_node_bandwidth: float = math.inf
-    """Bytes a second of the link of a node in each direction; a ring crosses it once."""
+    """Bytes a second of a node's link in each direction; a ring crosses it once."""
     intra_node_latency_seconds: float = 0.0
-    """Of a message between two ranks of a node, beside its bytes."""
+    """Latency of a message between two ranks of a node, beside its bytes."""
     inter_node_latency_seconds: float = 0.0
-    """Of a message between two nodes, beside its bytes."""
+    """Latency of a message between two nodes, beside its bytes."""
     operation_seconds: float = 0.0
-    """What beginning one operation takes, whatever its size."""
+    """Launch time of one operation, whatever its size."""
     device: str = "cpu"
-    """Where tensors are: "cpu" or "cuda"."""
+    """Device of the tensors: "cpu" or "cuda"."""
     overlap: float = 1.0
-    """Part of the time of a hidden collective that costs the computation beside it nothing: 1 where a network card
-    works alone, 0 where processors carry the bytes that should compute."""
+    """Share of a hidden collective's time that does not slow the computation beside it: 1 if a network card works
+    alone, 0 if the processors that compute also carry the bytes."""
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -121,12 +121,13 @@ class Hardware:
             raise InvalidArgument(f"device is {quoted(self.device)}; it must be 'cpu' or 'cuda'")
 
     def operation(self, flops: int, num_bytes: int, dtype: str) -> float:
-        """Seconds of an operation: the longer of its arithmetic and its bytes (Williams et al., Roofline, 2009)."""
+        """Return the time of an operation: the longer of its arithmetic and its bytes (Williams et al., Roofline,
+        2009)."""
         arithmetic = flops / self.flops.get(dtype, self.flops["float32"])
         return max(arithmetic, num_bytes / self.memory_bandwidth) + self.operation_seconds
 
     def link(self, ranks: int) -> tuple[float, float]:
-        """Bytes a second and seconds of latency of the slowest link in a ring of ``ranks``, node after node."""
+        """Return bytes a second and latency in seconds of the slowest link in a ring of ``ranks``, node after node."""
         within = self.intra_node_bandwidth, self.intra_node_latency_seconds
         between = self.inter_node_bandwidth, self.inter_node_latency_seconds
         if ranks <= self.ranks_per_node:
@@ -136,18 +137,18 @@ class Hardware:
         return min(within[0], between[0]), max(within[1], between[1])
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values; infinite rates are left out."""
+        """Return all fields as plain values, without infinite rates."""
         return {key: value for key, value in asdict(self).items() if value != math.inf}
 
     def write(self, path: str | Path) -> None:
-        """Write it to a YAML file, which :meth:`read` reads."""
+        """Write a YAML file for :meth:`read`."""
         Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
 
     @classmethod
     def read(cls, path: str | Path) -> Hardware:
-        """Of a YAML file, or of a ``.json`` one. Raises InvalidArgument, which names the file, for one that is none.
+        """Read a YAML or ``.json`` file. Raises InvalidArgument, which names the file, if it is invalid.
 
-        YAML takes 1.0e+12 for a number, and 1e12 for a text.
+        YAML reads 1.0e+12 as a number, and 1e12 as a text.
         """
         name = path_name("path", path, "the name of a YAML or JSON file with the fields of a Hardware")
         try:
@@ -171,10 +172,10 @@ class Hardware:
 
     @classmethod
     def named(cls, name: str) -> Hardware:
-        """A cluster of published figures: "v100-25gbit", "v100-35gbit", "v100", "a100", "h200"; InvalidArgument else.
+        """Return a published cluster: "v100-25gbit", "v100-35gbit", "v100", "a100", "h200"; else raise InvalidArgument.
 
-        Rates are the peaks of data sheets, so that an expected step is one that real ones come near from above. The
-        first three are the clusters of the 100-million-class paper, of Whale's documentation and of PLSC.
+        Rates are the peaks of data sheets, so that real steps take at least the expected time. The first three are the
+        clusters of the 100-million-class paper, of Whale's documentation and of PLSC.
         """
         if name not in CLUSTERS:
             raise InvalidArgument(f"no hardware is named {quoted(name)}; there are {', '.join(CLUSTERS)}")
@@ -184,11 +185,12 @@ class Hardware:
     def measure(
         cls, process_group: Any = None, *, device: torch.device | str | None = None, alone: bool = False
     ) -> Hardware:
-        """Of this machine and process group, in a few seconds; every rank calls it, all get the slowest rank's rates.
+        """Measure this machine and process group in a few seconds; every rank calls it and gets the slowest rank's
+        rates.
 
-        All ranks work at once, as in training. ``device``: where tensors are; None: the current CUDA device if there
-        is one, else the CPU. ``alone``: measure this process without the others, who are not asked; links then count
-        as if they cost nothing. Raises RankLost.
+        All ranks work at once, as in training. ``device``: of the tensors; None: the current CUDA device if there is
+        one, else the CPU. ``alone``: measure this process without the others; links then count as free. Raises
+        RankLost.
         """
         if device is None:
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
@@ -220,7 +222,7 @@ _LATENCIES = ("intra_node_latency_seconds", "inter_node_latency_seconds")
 
 
 def _seconds(call: Callable[[], object], device: torch.device, link: Communicator | None, repeats: int = 7) -> float:
-    """The median of a few calls that all ranks begin together, after one that does not count."""
+    """Return the median time of a few calls that all ranks start together, after a warm-up call."""
     times = []
     for turn in range(repeats + 1):
         if turn == 1 and link is not None:
@@ -241,7 +243,7 @@ def _compute_rates(device: torch.device, link: Communicator | None) -> dict[str,
     for dtype in (torch.float32, torch.float16, torch.bfloat16) if on_cuda else (torch.float32,):
         left = torch.ones(size, size, dtype=dtype, device=device)
         right = torch.ones(size, 4 * size, dtype=dtype, device=device)
-        # The first products of a process may be a fifth slower than what a training settles at.
+        # The first products of a process may be a fifth slower than those of a long training.
         seconds = _seconds(lambda left=left, right=right: left @ right, device, link, 101)  # type: ignore[misc]
         flops[str(dtype).removeprefix("torch.")] = 8 * size**3 / seconds
     memory = torch.cuda.get_device_properties(device).total_memory if on_cuda else psutil.virtual_memory().total

@@ -12,13 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _LIKE_FIRST = {"add", "sub", "mul", "div", "sqrt", "_prelu_kernel", "ones_like"}
 _KEEPS_SHAPE = {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded}
-"""Tags of which an operation in place changes no more than values."""
+"""Tags of operations whose in-place form changes only values."""
 
 
 class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes the results of what residual networks are made of, while it is entered; torch makes those of all others.
+    """Computes result shapes of the operations of residual networks while it is entered; torch does those of all
+    others.
 
-    torch's are the same, but it decomposes operations in Python, and imports its compiler for that: a second and more.
+    torch's are the same, but it decomposes operations in Python, and imports its compiler for that: over a second.
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,7 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip it would import it
+        return False  # skipping would import it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation."""
@@ -40,12 +41,12 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def meta_like(tensor: Tensor) -> Tensor:
-    """An empty tensor of the same shape, strides and type on the meta device."""
+    """Return an empty tensor of the same shape, strides and type on the meta device."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _made(name: str, args: Any, kwargs: Any) -> Any:
-    """What the operation gives; None: torch says it, or what is wrong."""
+    """Return an operation's result; None: torch computes it, or raises."""
     first: Tensor = args[0]
     if name in _LIKE_FIRST and not kwargs.get("dtype") and _are_like(first, args[1:]):
         return meta_like(first)
@@ -69,7 +70,7 @@ def _made(name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _are_like(tensor: Tensor, others: Sequence[Any]) -> bool:
-    """Whether what is computed of all of them, number by number, has the shape and type of ``tensor``."""
+    """Return whether an elementwise result of all of them has the shape and type of ``tensor``."""
     return tensor.is_floating_point() and all(
         (other.dtype == tensor.dtype and np.broadcast_shapes(other.shape, tensor.shape) == tensor.shape)
         or (other.ndim == 0 < tensor.ndim and not other.is_complex())

@@ -1,4 +1,4 @@
-"""Cost of a step, as data that can be printed: memory of the fullest rank, collectives, expected time."""
+"""Cost of a step as printable data: memory of the fullest rank, collectives, expected time."""
 
 from __future__ import annotations
 
@@ -14,119 +14,119 @@ from geartrain.bridge.parallel.scopes import Scope
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedPart:
-    """One part of a model, as the fullest rank has it."""
+    """One part of a model on the fullest rank."""
 
     name: str
     scope: str
-    """"replicated", "sharded", "split", or "" for what has no parameters."""
+    """"replicated", "sharded", "split", or "" for a part without parameters."""
     num_parameters: int
-    """Of the whole part, over all ranks."""
+    """Parameters of the whole part, over all ranks."""
     parameter_bytes: int
-    """On this rank, as the four below."""
+    """Bytes on this rank, as the four below."""
     gradient_bytes: int
-    """With the buckets that they travel in."""
+    """Bytes of gradients, with their communication buckets."""
     optimizer_bytes: int
     activation_bytes: int
-    """Kept from the forward to the backward pass; of a split part, its logits and the features of all ranks."""
+    """Bytes kept from the forward to the backward pass; of a split part, its logits and the features of all ranks."""
     forward_seconds: float
     backward_seconds: float
     update_seconds: float
 
     @property
     def bytes(self) -> int:
-        """All of it together."""
+        """Sum of the bytes above."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedCollective:
-    """One collective of a step, or several that are alike."""
+    """One collective of a step, or several equal ones."""
 
     part: str
     times: int
     collective: Collective
     seconds: float
-    """Of all ``times`` of them, nothing beside them."""
+    """Time of all ``times`` of them, without overlap."""
 
     @property
     def bytes(self) -> int:
-        """Of all of them, counted as :class:`Traffic` does."""
+        """Bytes of all of them, counted as :class:`Traffic` does."""
         return self.times * self.collective.bytes
 
     @property
     def sent_bytes(self) -> int:
-        """That one rank sends in all of them."""
+        """Bytes that one rank sends in all of them."""
         return self.times * self.collective.sent_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedStep:
-    """How long a step is to take, in seconds."""
+    """Expected time of a step, in seconds."""
 
     forward: float
     backward: float
     update: float
     communication: float
-    """Of all collectives, were there nothing beside them."""
+    """Time of all collectives, without overlap."""
     hidden: float
-    """That part of it during which the rank computes."""
+    """Part of it during which the rank computes."""
     slowed: float
-    """What hidden communication costs the computation beside it."""
+    """Slowdown of the computation by hidden communication."""
 
     @property
     def compute(self) -> float:
-        """Forward, backward and update."""
+        """Time of forward, backward and update."""
         return self.forward + self.backward + self.update
 
     @property
     def exposed(self) -> float:
-        """Communication during which the rank waits."""
+        """Communication time during which the rank waits."""
         return self.communication - self.hidden
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """Time of the whole step."""
         return self.compute + self.exposed + self.slowed
 
     def to_dict(self) -> dict[str, float]:
-        """All of it as plain values."""
+        """Return all figures as plain values."""
         return {**asdict(self), "compute": self.compute, "exposed": self.exposed, "seconds": self.seconds}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A step of a model on ranks, before it is run; :func:`auto_plan` and ``ParallelModel.plan`` make it.
+    """Expected step of a model on ranks; :func:`auto_plan` and ``ParallelModel.plan`` make it.
 
-    ``print(plan.explain())`` shows it, ``scopes`` go to :func:`parallelize`.
+    ``print(plan.explain())`` shows it; pass ``scopes`` to :func:`parallelize`.
     """
 
     scopes: Mapping[str, Scope]
-    """What is replicated, and what is split."""
+    """Replicated and split parts, by name."""
     ranks: int
-    """That train together."""
+    """Number of ranks that train together."""
     batch: int
     """Samples of a rank."""
     hardware: Hardware
-    """That it is for."""
+    """Hardware of the plan."""
     changed: Callable[..., Plan] = field(repr=False, compare=False)
     """Makes the plan of the same model with another ``batch``, other ``scopes``, ``ranks``, ``hardware`` and so on."""
     parts: tuple[PlannedPart, ...]
     collectives: tuple[PlannedCollective, ...]
     step: ExpectedStep
-    """With buckets sent while the backward pass goes on, and micro-batches if there are some."""
+    """Expected step with overlap: buckets sent during the backward pass, and micro-batches if there are any."""
     graph_seconds: float = 0.0
-    """Of building the graph of KNN softmax once, between steps; 0: there is none."""
+    """Time to build the graph of KNN softmax once, between steps; 0: there is none."""
     reasons: tuple[str, ...] = ()
-    """Why :func:`auto_plan` chose it."""
+    """Reasons of :func:`auto_plan` for its choice."""
 
     @property
     def is_by_peaks(self) -> bool:
-        """Whether it is for hardware that nobody measured."""
+        """Whether its rates are from data sheets, not measured."""
         return self.hardware.name in CLUSTERS
 
     @property
     def step_without_overlap(self) -> ExpectedStep:
-        """Each collective waited for where it begins."""
+        """Expected step in which each collective is waited for at once."""
         return replace(self.step, hidden=0.0, slowed=0.0)
 
     @property
@@ -136,21 +136,21 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether that is within the memory of its device."""
+        """Whether the fullest rank's memory is within that of its device."""
         return self.rank_bytes <= self.hardware.memory_bytes
 
     @property
     def sent_bytes(self) -> int:
-        """That one rank sends in a step."""
+        """Bytes that one rank sends in a step."""
         return sum(planned.sent_bytes for planned in self.collectives)
 
     @property
     def samples_per_second(self) -> float:
-        """Of all ranks."""
+        """Throughput of all ranks."""
         return self.ranks * self.batch / self.step.seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """Return all figures as plain values."""
         return {
             "scopes": {name: str(scope) for name, scope in self.scopes.items()},
             "ranks": self.ranks,
@@ -173,7 +173,7 @@ class Plan:
         }
 
     def explain(self) -> str:
-        """The same in words and tables: memory by part, collectives in their order, the expected step."""
+        """Return words and tables: memory by part, collectives in order, the expected step."""
         step, memory = self.step, self.hardware.memory_bytes
         slowed = f" (it slows the computation by {seconds_text(step.slowed)})" if step.slowed else ""
         parts = [
@@ -225,14 +225,14 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        """One line."""
+        """Return the plan in one line."""
         scopes = ", ".join(f"{name or 'the model'} {scope}" for name, scope in self.scopes.items())
         ranks = f"{counted(self.ranks, 'rank')} of {counted(self.batch, 'sample')}"
         return f"{ranks}: {scopes}; {seconds_text(self.step.seconds)} a step expected"
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """Columns as wide as their contents, the first ones to the left, numbers to the right."""
+    """Return columns as wide as their contents, the first ones to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     are_texts = [not any(text[:1].isdigit() for text in column) for column in zip(*rows, strict=True)]
     return [
@@ -246,7 +246,7 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def bytes_text(number: float) -> str:
-    """As "1.5 GB", of 10^9 bytes."""
+    """Return text such as "1.5 GB", of 10^9 bytes."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if number >= size:
             return f"{number / size:,.1f} {unit}"
@@ -254,7 +254,7 @@ def bytes_text(number: float) -> str:
 
 
 def seconds_text(number: float) -> str:
-    """As "1.50 ms"."""
+    """Return text such as "1.50 ms"."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if number >= size:
             return f"{number / size:,.2f} {unit}"

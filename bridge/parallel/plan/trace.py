@@ -1,6 +1,6 @@
-"""Operations that a module computes: traced on the meta device, where nothing is allocated or computed.
+"""Operations of a module, traced on the meta device, where nothing is allocated or computed.
 
-Products have arithmetic, by torch's own formulas; all other operations have bytes.
+Matrix products count arithmetic, by torch's own formulas; all other operations count bytes.
 
 Legend: R ranks, n bytes.
 """
@@ -29,36 +29,36 @@ Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broa
 Phase = Literal["forward", "backward", "update"]
 
 FEATURES, FEATURE_GRADIENTS = "features", "gradients of features"
-"""What travels between replicated and split parts."""
+"""Data that travel between replicated and split parts."""
 REST = "(rest)"
-"""The part of what no named module does: the loss, and the model's own forward."""
+"""Part of operations outside the named modules: the loss, and the model's own forward."""
 
 _READS_WHAT_IT_PICKS = {"embedding", "index_select", "index", "gather", "nll_loss_forward"}
-"""Operations that look at no more of their first tensor than at their result."""
+"""Operations that read no more of their first tensor than the size of their result."""
 _NO_WORK = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "record_stream"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One that every rank takes part in, in a ring, whose pace the slowest link sets."""
+    """A collective of all ranks in a ring, limited by the slowest link."""
 
     kind: Kind
     what: str
-    """What travels, as "features"."""
+    """Data that it carries, such as "features"."""
     phase: Phase
-    """When it begins."""
+    """Phase in which it begins."""
     bytes: int
-    """Of the tensor on one rank: of an all-gather what it gets, of a reduce-scatter what it gives."""
+    """Bytes of the tensor on one rank: of an all-gather the output, of a reduce-scatter the input."""
     ranks: int
 
     @property
     def is_of_features(self) -> bool:
-        """Whether micro-batches have one each."""
+        """Whether each micro-batch has one."""
         return self.what in (FEATURES, FEATURE_GRADIENTS)
 
     @property
     def sent_bytes(self) -> int:
-        """That each rank sends: 2 n (R-1)/R of an all-reduce, half of that gathered or reduce-scattered.
+        """Bytes that each rank sends: 2 n (R-1)/R of an all-reduce, half of that gathered or reduce-scattered.
 
         Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009).
         """
@@ -67,10 +67,10 @@ class Collective:
         return round(self.bytes * factors.get(self.kind, part))
 
     def seconds(self, hardware: Hardware) -> float:
-        """What each rank sends over the slowest link's bandwidth, and a latency for each of its turns.
+        """Return sent bytes over the slowest link's bandwidth, plus a latency for each round.
 
-        R-1 turns, 1 of a send. An all-reduce has 2 (R-1), or is done in log2(R) exchanges of everything, whichever is
-        shorter (Thakur et al., Optimization of collective communication operations in MPICH, 2005).
+        R-1 rounds, 1 of a send. An all-reduce has 2 (R-1), or log2(R) exchanges of everything, whichever is faster
+        (Thakur et al., Optimization of collective communication operations in MPICH, 2005).
         """
         if self.ranks == 1:
             return 0.0
@@ -83,10 +83,9 @@ class Collective:
 
 
 class StepTrace(MetaMode):  # type: ignore[no-untyped-call]
-    """Adds up, while it is entered, what a step takes on ``hardware``; ``part`` and ``phase`` say whose and when.
+    """Adds up, while it is entered, the times of operations on ``hardware``, by the current ``part`` and ``phase``.
 
-    Attributes: ``seconds`` of computation by part and phase; ``collectives`` in the order of their beginning, each with
-    its part.
+    Attributes: ``seconds`` of computation by part and phase; ``collectives`` in order, each with its part.
     """
 
     def __init__(self, hardware: Hardware) -> None:
@@ -99,7 +98,7 @@ class StepTrace(MetaMode):  # type: ignore[no-untyped-call]
         self._kept: dict[str, dict[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and note it."""
+        """Run the operation and record it."""
         out = super().__torch_dispatch__(func, types, args, kwargs)
         name = func._overloadpacket.__name__.rstrip("_") or func._overloadpacket.__name__
         if func.is_view or name in _NO_WORK or func.namespace == "profiler":
@@ -119,32 +118,34 @@ class StepTrace(MetaMode):  # type: ignore[no-untyped-call]
         return out
 
     def record(self, *, flops: int, num_bytes: int, dtype: str = "float32") -> None:
-        """Add an operation: of a product ``flops``, of which a multiplication and an addition are two."""
-        self.seconds[self.part, self.phase] += self.hardware.operation(flops, num_bytes, dtype)  # type: ignore[assignment]
+        """Add an operation of ``flops``; a multiplication and an addition are two."""
+        # type: ignore[assignment]
+        self.seconds[self.part, self.phase] += self.hardware.operation(flops, num_bytes, dtype)
 
     def record_collective(self, kind: Kind, what: str, num_bytes: int, ranks: int) -> None:
-        """Add one that ranks would take part in."""
+        """Add a collective of ``ranks``."""
         collective = Collective(kind=kind, what=what, phase=self.phase, bytes=num_bytes, ranks=ranks)
         self.collectives.append((self.part, collective))
 
     def record_kept(self, tensor: Tensor, known: Set[StorageWeakRef]) -> Tensor:
-        """Note what autograd keeps for the backward pass, unless its memory is ``known``."""
+        """Record a tensor that autograd keeps for the backward pass, unless its memory is ``known``."""
         storage = _storage(tensor)
         if storage not in known and not any(storage in kept for kept in self._kept.values()):
             self._kept.setdefault(self.part, {})[storage] = tensor.untyped_storage().nbytes()
         return tensor
 
     def kept_bytes(self, part: str) -> int:
-        """What the forward pass of ``part`` keeps for its backward pass, without inputs, parameters and buffers."""
+        """Return bytes kept by the forward pass of ``part`` for its backward pass, without inputs, parameters and
+        buffers."""
         return sum(self._kept.get(part, {}).values())
 
 
 def traced_step(
     model: nn.Module, parts: Sequence[str], run: Callable[[], Tensor], inputs: Any, trace: StepTrace
 ) -> None:
-    """Let ``trace`` see ``run()``, a forward pass of ``model`` that returns its loss, and its backward pass, on meta.
+    """Trace ``run()``, a forward pass of ``model`` that returns its loss, and its backward pass, on meta.
 
-    ``parts`` are names of modules that operations are told apart by. Raises InvalidArgument if the model cannot run
+    ``parts`` are names of modules to which operations are assigned. Raises InvalidArgument if the model cannot run
     without values, and for a part that its forward does not call.
     """
     known = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers(), *_tensors(inputs))}
@@ -163,7 +164,7 @@ def traced_step(
             loss.backward()  # type: ignore[no-untyped-call]
     except GeartrainError:
         raise
-    except Exception as exc:  # whatever the user's code raises
+    except Exception as exc:  # the user's code may raise anything
         raise InvalidArgument(
             f"{type(model).__name__} or its loss cannot run without values, on the meta device: {_reason(exc)}. They "
             "must not look at values of tensors; give an example that is as one rank's batch"
@@ -179,9 +180,9 @@ def traced_step(
 def traced_update(
     parameters: Sequence[nn.Parameter], make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], hardware: Hardware
 ) -> tuple[float, int]:
-    """Seconds of one optimizer step over ``parameters`` (meta device), and the bytes of the optimizer's state.
+    """Return seconds of one optimizer step over ``parameters`` (meta device), and the bytes of the optimizer's state.
 
-    The step that is traced is the second: the first one makes the state. Raises InvalidArgument if it cannot step.
+    The second step is traced: the first one creates the state. Raises InvalidArgument if it cannot step.
     """
     if not parameters:
         return 0.0, 0
@@ -194,7 +195,7 @@ def traced_update(
             optimizer.step()
         with trace:
             optimizer.step()
-    except Exception as exc:  # whatever the user's code raises
+    except Exception as exc:  # the user's code may raise anything
         raise InvalidArgument(
             f"the optimizer cannot step without values, on the meta device: {_reason(exc)}. Give a function of a list "
             "of parameters that makes one whose step() needs no closure, as torch.optim.AdamW does"
@@ -205,7 +206,7 @@ def traced_update(
 
 
 def _boundaries(module: nn.Module, name: str, trace: StepTrace, called: set[str]) -> Iterator[RemovableHandle]:
-    """Hooks that let the trace know when it is within ``module``; backward, until the next part begins."""
+    """Yield hooks that mark when ``module`` runs; in the backward pass, until the next part begins."""
     outer: list[str] = []
 
     def enter(*_: Any) -> None:
@@ -241,5 +242,5 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """That lie in memory: of an expanded tensor no more than it has."""
+    """Return allocated bytes: of an expanded tensor only those it has."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())

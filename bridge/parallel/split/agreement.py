@@ -17,23 +17,23 @@ _NOTHING = [0] * (2 + len(_WHAT))
 
 LOSS, WHOLE, END = "the loss", "all classes of the own samples", "the end of the step"
 _MEETINGS = (LOSS, WHOLE, END)
-"""Where the ranks meet besides the split layers."""
+"""Meeting points of the ranks besides the split layers."""
 
 
 class StepAgreement:
-    """One of a model on ranks; each of its split layers asks it how many samples the ranks have. Not thread-safe.
+    """Agreement of a model's ranks; its split layers get the ranks' numbers of samples from it. Not thread-safe.
 
     Ranks meet in an exchange before the collectives of each split layer and of a loss, and at the end of a step. A rank
-    that fails in between says so in the exchange that the others wait in (:meth:`announce_failure`): all of them raise.
+    that fails in between reports it in the exchange in which the others wait, so that all of them raise (:meth:`announce_failure`).
     """
 
     def __init__(self, link: Communicator) -> None:
         self._link = link
         self._others_ask_next = False
-        """Whether an exchange, not another collective, is what the other ranks come to next."""
+        """Whether the other ranks' next collective is an exchange of this."""
         self._has_labels = self._trains = False
         self.layers: list[str] = list(_MEETINGS)
-        """Names of the split layers, the same on every rank, behind these."""
+        """Meeting points, then names of the split layers, the same on every rank."""
 
     @property
     def has_layers(self) -> bool:
@@ -41,19 +41,19 @@ class StepAgreement:
         return len(self.layers) > len(_MEETINGS)
 
     def start_forward(self, *, has_labels: bool = True, trains: bool = True) -> None:
-        """A forward pass begins. Ranks must agree on both: they decide which collectives follow."""
+        """Start a forward pass. Ranks must agree on both flags: they decide which collectives follow."""
         self._others_ask_next = True
         self._has_labels, self._trains = has_labels, trains
 
     def finish_forward(self) -> None:
-        """It has ended."""
+        """End a forward pass."""
         self._others_ask_next = False
 
     def sizes(self, layer: str, samples: Tensor, check: Callable[[], None]) -> list[int]:
-        """Rows of ``samples`` [n, …] on each rank. One exchange of six integers between the hosts.
+        """Return the rows of ``samples`` [n, …] on each rank. One exchange of six integers between the hosts.
 
-        ``check()`` raises what is wrong with them here. Raises that error, SyncError if it is another rank's, and
-        SpecMismatch if ranks are at different layers or with different samples.
+        ``check()`` raises an error in them. Raises that error, SyncError if it is another rank's, and SpecMismatch if
+        ranks are at different layers or have different samples.
         """
         try:
             check()
@@ -71,11 +71,13 @@ class StepAgreement:
         self.sizes(where, torch.empty(0), check)
 
     def collectives_end(self) -> None:
-        """Those that the last exchange was for are done: this rank may fail, and be heard, until the next one."""
+        """Record the end of the collectives after the last exchange: until the next one, this rank can report a
+        failure."""
         self._others_ask_next = True
 
     def announce_failure(self, failure: Exception) -> None:
-        """Tell the others of an error between collectives. Those that miss this rank in one wait for it."""
+        """Report an error between collectives to the others. Ranks already in a collective wait for this one
+        instead."""
         if self._others_ask_next:
             self._exchange(failure, _NOTHING)
 
@@ -100,7 +102,7 @@ class StepAgreement:
 
 
 def _compared(answers: list[int]) -> dict[str, int]:
-    """What must be equal on all ranks, by what it is called."""
+    """Return the values that must be equal on all ranks, by name."""
     _, _, *numbers, flags = answers
     whether = {what: flags >> place & 1 for place, what in enumerate(_WHETHER)}
     return {**dict(zip(_WHAT, numbers, strict=True)), **whether}

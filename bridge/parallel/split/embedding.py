@@ -1,8 +1,8 @@
 """``nn.Embedding`` split by rows.
 
 Per step: one exchange of six integers between the hosts, an all-gather of the ids (8·N bytes of all ranks) and a
-reduce-scatter of N·D numbers; backward an all-gather of N·D. A batch that looks up a few of very many ids is better off
-with ``gt.Embedding``, whose rows travel alone.
+reduce-scatter of N·D numbers; backward an all-gather of N·D. For a batch that looks up few of very many ids,
+``gt.Embedding`` is better: it sends those rows alone.
 
 Legend: N ids of all ranks, n of this one, V rows, L of them here, D width.
 """
@@ -24,9 +24,9 @@ from geartrain.bridge.parallel.split.travel import own_samples
 
 
 class SplitEmbedding(SplitLayer):
-    """An ``nn.Embedding`` whose rows lie on several ranks; gives the vectors of the own ids, as that does.
+    """An ``nn.Embedding`` with rows spread over ranks; returns the vectors of the own ids, as that does.
 
-    Attributes: ``weight`` [V, D], see :class:`SplitLayer`; ``num_embeddings``, ``embedding_dim``, ``padding_idx``.
+    Attributes: ``weight`` [V, D], as in :class:`SplitLayer`; ``num_embeddings``, ``embedding_dim``, ``padding_idx``.
     """
 
     weight: nn.Parameter
@@ -44,9 +44,9 @@ class SplitEmbedding(SplitLayer):
         self.padding_idx = embedding.padding_idx
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Vectors [..., D] of ids [...], int32 or int64; ids on a device that are no rows give NaN.
+        """Return vectors [..., D] of ids [...], int32 or int64; ids on a device that are out of range give NaN.
 
-        Raises InvalidIds for those on a CPU, SyncError where they are another rank's, SpecMismatch where ranks differ.
+        Raises InvalidIds for those on a CPU, SyncError for another rank's, SpecMismatch where ranks differ.
         """
         link, shard = self.shard.group.link, self.shard
         flat_n = ids.reshape(-1) if isinstance(ids, Tensor) else torch.empty(0, dtype=torch.int64)
@@ -82,6 +82,5 @@ class SplitEmbedding(SplitLayer):
                 )
 
     def extra_repr(self) -> str:
-        """For print()."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, here={self.shard.first}:{self.shard.stop}"

@@ -1,4 +1,4 @@
-"""First values of layers that were never whole anywhere: a function of the seed, the name and the row's number."""
+"""First values of layers that were never whole on one rank: a function of the seed, the name and the row's number."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _BUCKETS = 4096
 
 
 def has_first_rows(module: nn.Module) -> bool:
-    """Whether :func:`first_rows` knows what ``reset_parameters`` of ``module`` draws from."""
+    """Return whether :func:`first_rows` knows the distributions of the ``reset_parameters`` of ``module``."""
     return type(module) in (nn.Linear, nn.Embedding)
 
 
 def first_rows(name: str, module: nn.Module, parameter: str, rows: range, device: torch.device, seed: int) -> Tensor:
-    """These ``rows`` [len(rows), …] of a ``parameter`` of the module called ``name``, on ``device``.
+    """Return ``rows`` [len(rows), …] of a ``parameter`` of the module called ``name``, on ``device``.
 
-    They are drawn from the distributions of its ``reset_parameters``, with the precision of float32, as the rows of
-    tables are; so they do not depend on who has them.
+    They are drawn from the distributions of its ``reset_parameters``, with the precision of float32, as rows of tables
+    are, and so do not depend on their rank.
     """
     like = module._parameters[parameter]
     assert like is not None
@@ -36,7 +36,7 @@ def first_rows(name: str, module: nn.Module, parameter: str, rows: range, device
 
 
 def _initializer_of(module: nn.Module) -> Initializer:
-    if isinstance(module, nn.Linear):  # weight and bias alike
+    if isinstance(module, nn.Linear):  # the same for weight and bias
         bound = module.in_features**-0.5 if module.in_features else 0.0
         return Uniform(-bound, bound)
     return Normal(0.0, 1.0)

@@ -1,4 +1,4 @@
-"""Base of split layers: parameters of which each rank has some rows."""
+"""Base of split layers: each rank has some rows of their parameters."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from geartrain.bridge.parallel.split.shard import RowShard, local_part
 class SplitLayer(nn.Module):
     """A layer of ``num`` rows over the ranks of ``group``: a parameter [num, …] is a DTensor, ``Shard(0)``.
 
-    So optimizers, ``torch.distributed.checkpoint`` and whoever takes a norm see the whole of it, and this rank's rows
-    are ordinary memory. One rank alone has ordinary parameters. A ``state_dict`` loads DTensors, and plain tensors
-    [num, …] of a layer that is not split.
+    Optimizers, ``torch.distributed.checkpoint`` and norms so see the whole parameter, and this rank's rows are ordinary
+    memory. A single rank has ordinary parameters. A ``state_dict`` loads DTensors, and plain tensors [num, …] of a
+    layer that is not split.
     """
 
     def __init__(
         self, name: str, whole: nn.Module, rows: Mapping[str, Tensor | None], group: MeshGroup, agreement: StepAgreement
     ) -> None:
-        """``rows`` [num_local, …] of each parameter of ``whole`` are here."""
+        """``rows`` [num_local, …] are this rank's part of each parameter of ``whole``."""
         super().__init__()
         self.layer_name = name
         self.shard = RowShard(next(whole.parameters()).shape[0], group)
@@ -38,7 +38,7 @@ class SplitLayer(nn.Module):
             self.register_parameter(of, parameter)
 
     def local(self, name: str) -> Tensor | None:
-        """The rows [num_local, …] of the parameter ``name`` that are here, in the graph of autograd."""
+        """Return this rank's rows [num_local, …] of the parameter ``name``, in the autograd graph."""
         parameter = self._parameters[name]
         return None if parameter is None else local_part(parameter)
 
@@ -75,7 +75,7 @@ def check_floating(samples: Any, width: int, layer: str) -> None:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast computes products in on ``device``; None where it is off, and on the meta device."""
+    """Return the dtype of products under autocast on ``device``; None if it is off, and on the meta device."""
     if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)

@@ -1,8 +1,8 @@
 """``nn.Linear`` split by output features.
 
 Per training step: one exchange of six integers between the hosts, an all-gather of B·D numbers (in the type that
-autocast computes in), and a reduce-scatter of B·D in the backward pass; the loss adds another exchange and what
-``cross_entropy.py`` says.
+autocast computes in), and a reduce-scatter of B·D in the backward pass; the loss adds another exchange and the
+collectives listed in ``cross_entropy.py``.
 Time O(B·D·C / R). Memory: C·D / R parameters, B·D features, B·C / R logits once.
 
 Legend: B samples of all ranks, S of this one, C output features, L of them here, D input features, R ranks.
@@ -24,16 +24,17 @@ from geartrain.bridge.parallel.split.travel import all_samples
 
 
 class FeatureSink(Protocol):
-    """Takes the features of a micro-batch instead of the layer, which works on those of all together."""
+    """Receives the features of a micro-batch in place of the layer, which then works on those of all together."""
 
     def arrive(self, features_SD: Tensor) -> Any:
-        """What the layer returns for them: something that stands for their logits."""
+        """Return the layer's output for them: a placeholder for their logits."""
 
 
 class SplitLinear(SplitLayer):
-    """An ``nn.Linear`` whose output features lie on several ranks; gives :class:`SplitLogits`.
+    """An ``nn.Linear`` with output features spread over ranks; returns :class:`SplitLogits`.
 
-    Attributes: ``weight`` [C, D] and ``bias`` [C] or None, see :class:`SplitLayer`; ``in_features``, ``out_features``.
+    Attributes: ``weight`` [C, D] and ``bias`` [C] or None, as in :class:`SplitLayer`; ``in_features``,
+    ``out_features``.
     """
 
     weight: nn.Parameter
@@ -50,13 +51,14 @@ class SplitLinear(SplitLayer):
         super().__init__(name, linear, rows, group, agreement)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.sink: FeatureSink | None = None
-        """Where features go while a step is made of micro-batches."""
+        """Receiver of features during a step of micro-batches."""
 
     def forward(self, features_SD: Tensor) -> Any:
-        """Logits (:class:`SplitLogits`) of features [S, D].
+        """Return the logits (:class:`SplitLogits`) of features [S, D].
 
-        Raises InvalidRows for features that do not fit, SyncError where they do not on another rank, SpecMismatch
-        where ranks differ.
+        Raises InvalidRows for features that do not fit, SyncError if another rank's do not, SpecMismatch where ranks
+        differ.
+
         """
         if self.sink is not None:
             return self.sink.arrive(features_SD)
@@ -76,16 +78,15 @@ class SplitLinear(SplitLayer):
         check_floating(features_SD, self.in_features, self.layer_name)
 
     def travelling(self, features_SD: Tensor) -> Tensor:
-        """The features in the type that they travel in: that of autocast, if it is on and narrower."""
+        """Return the features in the type in which they are sent: that of autocast, if it is on and narrower."""
         dtype = autocast_dtype(features_SD.device)
         return features_SD if dtype is None or features_SD.dtype.itemsize > 4 else features_SD.to(dtype)
 
     def logits(self, local_BL: Tensor, sizes: list[int]) -> SplitLogits:
-        """What the layer returns, of its own classes' logits of the samples of all ranks."""
+        """Return the layer's output, from its own classes' logits of the samples of all ranks."""
         return SplitLogits(local_BL, sizes, self.shard, self.agreement)
 
     def extra_repr(self) -> str:
-        """For print()."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"here={self.shard.first}:{self.shard.stop}"

@@ -1,4 +1,4 @@
-"""Logits whose classes lie on several ranks, and what may be done with them."""
+"""Logits whose classes are spread over ranks, and the operations on them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MAY_DO = (
 
 
 class _NoSuchOperation(InvalidArgument, AttributeError):
-    """So that ``hasattr`` may ask."""
+    """Error for an unsupported attribute, on which ``hasattr`` returns False."""
 
 
 def _refused(what: str) -> str:
@@ -41,38 +41,32 @@ def _refused(what: str) -> str:
 
 
 class LogitsOperations(ABC):
-    """Elementwise operations with numbers; anything else that tensors have is refused, with what may be done."""
+    """Elementwise operations with numbers; other tensor operations are refused, with a list of the allowed ones."""
 
     @abstractmethod
     def mapped(self, operation: Callable[..., Tensor], arguments: tuple[Any, ...], options: dict[str, Any]) -> Self:
-        """Such logits of ``operation(logits, *arguments, **options)``; arguments are numbers."""
+        """Return the logits of ``operation(logits, *arguments, **options)``; arguments are numbers."""
 
     def float(self) -> Self:
-        """In float32."""
         return self._map(Tensor.float)
 
     def __mul__(self, other: Number) -> Self:
-        """Times a number."""
         return self._map(torch.mul, other)
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Number) -> Self:
-        """Divided by a number."""
         return self._map(torch.div, other)
 
     def __add__(self, other: Number) -> Self:
-        """Plus a number."""
         return self._map(torch.add, other)
 
     __radd__ = __add__
 
     def __sub__(self, other: Number) -> Self:
-        """Minus a number."""
         return self._map(torch.sub, other)
 
     def __neg__(self) -> Self:
-        """Times -1."""
         return self._map(torch.neg)
 
     def _map(self, operation: Callable[..., Tensor], *arguments: Any, **options: Any) -> Self:
@@ -82,18 +76,17 @@ class LogitsOperations(ABC):
         return self.mapped(operation, arguments, options)
 
     def __getitem__(self, key: object) -> NoReturn:
-        """Refuse it."""
+        """Raise InvalidArgument: indexing is not supported."""
         raise InvalidArgument(_refused("indexing"))
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Refuse what only tensors have."""
+        """Raise for attributes that only tensors have."""
         raise _NoSuchOperation(_refused(f".{name}"))
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """What PyTorch calls instead of its own functions."""
         del types
         options = kwargs or {}
         if func in _ELEMENTWISE and args and isinstance(args[0], cls):
@@ -103,16 +96,16 @@ class LogitsOperations(ABC):
 
 
 class LogitsMemory:
-    """Whether the backward pass of a loss may write the gradient over the logits: if nobody else has used them."""
+    """Permission for a loss's backward pass to write the gradient over the logits: if nothing else has used them."""
 
     def __init__(self, *, is_own: bool) -> None:
-        """``is_own``: nothing that autograd keeps for the backward pass lies there."""
+        """``is_own``: the memory holds nothing that autograd keeps for the backward pass."""
         self._is_own = is_own
         self._uses = 0
         self._is_taken = False
 
     def use(self) -> None:
-        """Note that somebody reads the logits, in the graph or not. Raises InvalidArgument if they are gone."""
+        """Record a reader of the logits, in the graph or not. Raises InvalidArgument if they were overwritten."""
         if self._is_taken:
             raise InvalidArgument(
                 "backward() has written the gradient over these logits, for nothing but the loss had used them; take "
@@ -121,7 +114,7 @@ class LogitsMemory:
         self._uses += 1
 
     def claim(self) -> bool:
-        """Whether the memory may be written over; it is, then."""
+        """Return whether the memory may be overwritten; if so, it counts as overwritten."""
         self._is_taken = self._is_own and self._uses == 1
         return self._is_taken
 
@@ -130,52 +123,53 @@ class LogitsMemory:
 class SplitLogits(LogitsOperations):
     """Logits [S, C] of this rank's samples, of which no rank holds all.
 
-    Each rank holds those of its own classes, of the samples of all ranks: ``local_BL``. ``F.cross_entropy`` (and so
-    ``nn.CrossEntropyLoss``) of it and of the own labels [S] is the loss over all classes and over the samples of all
-    ranks, the same number on every rank. Elementwise operations with numbers give such logits again. Anything else
-    raises InvalidArgument: :meth:`whole` makes an ordinary tensor of it.
+    Each rank holds the logits of its own classes, of the samples of all ranks: ``local_BL``. ``F.cross_entropy`` (and
+    so ``nn.CrossEntropyLoss``) with the own labels [S] is the loss over all classes and the samples of all ranks, the
+    same number on every rank. Elementwise operations with numbers return such logits again. Anything else raises
+    InvalidArgument: :meth:`whole` makes an ordinary tensor of it.
     """
 
     local_BL: Tensor
-    """Part of a graph of autograd; see ``travel.py`` for what its gradient stands for."""
+    """Part of an autograd graph; ``travel.py`` defines the scale of its gradient."""
     sizes: Sequence[int]
-    """Samples of each rank."""
+    """Number of samples of each rank."""
     shard: RowShard
-    """Which classes are here."""
+    """Classes of this rank."""
     agreement: StepAgreement
     memory: LogitsMemory = field(default_factory=lambda: LogitsMemory(is_own=True))
-    """Who needs that of ``local_BL``."""
+    """Uses of the memory of ``local_BL``."""
 
     @property
     def shape(self) -> torch.Size:
-        """[S, C]."""
+        """Shape [S, C]."""
         return torch.Size((self.sizes[self.shard.group.link.rank], self.shard.num))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the logits."""
+        """Dtype of the logits."""
         return self.local_BL.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """Device of the logits."""
         return self.local_BL.device
 
     @property
     def ndim(self) -> int:
-        """2."""
+        """Number of dimensions, 2."""
         return 2
 
     def size(self, dim: int | None = None) -> Any:
-        """As that of a tensor."""
+        """Return the shape or one of its sizes, as a tensor does."""
         return self.shape if dim is None else self.shape[dim]
 
     def __len__(self) -> int:
-        """S."""
+        """Return S."""
         return self.shape[0]
 
     def whole(self) -> Tensor:
-        """All classes of the own samples, [S, C], for autograd too: one all-to-all, and S · C numbers of memory.
+        """Return all classes of the own samples, [S, C], also for autograd: one all-to-all, and S · C numbers of
+        memory.
 
         Every rank calls it. Raises SyncError where another rank failed.
         """
@@ -195,7 +189,6 @@ class SplitLogits(LogitsOperations):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """What PyTorch calls instead of its own functions."""
         if func is F.cross_entropy and args and isinstance(args[0], cls):
             return _cross_entropy(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
@@ -242,7 +235,7 @@ def _cross_entropy(
 
 
 def _check_loss(reduction: str, smoothing: float, weight: Tensor | None, num_classes: int) -> None:
-    """Raise InvalidArgument for what cannot be; the same on every rank."""
+    """Raise InvalidArgument for settings that cannot be right; the same on every rank."""
     if reduction not in ("mean", "sum"):
         raise InvalidArgument(
             f"reduction is {reduction!r}; cross entropy over split logits takes 'mean' or 'sum', over the samples of "
@@ -260,7 +253,7 @@ def _check_loss(reduction: str, smoothing: float, weight: Tensor | None, num_cla
 def check_labels(labels: Any, num_samples: int | None, num_classes: int, ignore_index: int) -> None:
     """Raise InvalidIds or InvalidArgument unless ``labels`` are [S] int64 in [0, C), or ``ignore_index``.
 
-    Those on a device are not looked at, which would stall it: a label outside makes the loss NaN.
+    Those on a device are not checked, which would stall it: a label out of range makes the loss NaN.
     """
     if not isinstance(labels, Tensor) or labels.ndim != 1 or labels.dtype != torch.int64:
         given = f"{tuple(labels.shape)} {labels.dtype}" if isinstance(labels, Tensor) else quoted(labels)

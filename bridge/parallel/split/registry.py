@@ -22,7 +22,7 @@ from geartrain.bridge.parallel.split.shard import RowShard
 
 @dataclass(frozen=True)
 class SplitPlace:
-    """Where a layer is to be, and what its first values depend on."""
+    """Place of a split layer, with the inputs of its first values."""
 
     name: str
     group: MeshGroup
@@ -30,9 +30,9 @@ class SplitPlace:
     seed: int
 
     def rows(self, module: nn.Module, of: str) -> Tensor | None:
-        """This rank's rows of the parameter ``of`` [num, …]; None if ``module`` has none.
+        """Return this rank's rows of the parameter ``of`` [num, …]; None if ``module`` has none.
 
-        They are rank 0's values, or first ones if it is on the meta device.
+        They are rank 0's values, or newly initialized if it is on the meta device.
         """
         parameter = module._parameters[of]
         if parameter is None:
@@ -60,15 +60,15 @@ _CAN_BE = (
 
 
 def backend_of(module: nn.Module) -> RowBackend | None:
-    """What keeps the rows of a class head; None for any other module."""
+    """Return the backend with the rows of a class head; None for any other module."""
     backend = getattr(module, "backend", None)
     return backend if hasattr(module, "row_update") else None
 
 
 def check_can_split(name: str, module: nn.Module, ranks: tuple[int, ...]) -> bool:
-    """Whether ``module`` is to be made anew; a class head over ``ranks`` is taken as it is.
+    """Return whether ``module`` is to be replaced; a class head over ``ranks`` stays as it is.
 
-    Raises InvalidArgument for what cannot be split.
+    Raises InvalidArgument for a module that cannot be split.
     """
     if (backend := backend_of(module)) is not None:
         _check_head(name, backend, ranks)
@@ -105,6 +105,6 @@ def _check_head(name: str, backend: Any, ranks: tuple[int, ...]) -> None:
 
 
 def split_layer(place: SplitPlace, module: nn.Module) -> SplitLayer:
-    """The split layer of a ``module`` that :func:`check_can_split` has looked at. Collective."""
+    """Return the split layer of a ``module`` that passed :func:`check_can_split`. Collective."""
     rows = {of: place.rows(module, of) for of in module._parameters}
     return _SPLIT[type(module)](place.name, module, rows, place.group, place.agreement)

@@ -14,45 +14,45 @@ from geartrain.bridge.parallel.mesh import MeshGroup
 class RowShard:
     """Rows [first, stop) of ``num``, on one of the ranks of ``group``; the last ranks may have fewer, or none.
 
-    It is how DTensor's ``Shard(0)`` divides.
+    The division is that of DTensor's ``Shard(0)``.
     """
 
     num: int
     group: MeshGroup
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """(first, stop) of ``rank``."""
+        """Return (first, stop) of ``rank``."""
         each = -(-self.num // self.group.link.world_size)
         return min(rank * each, self.num), min((rank + 1) * each, self.num)
 
     @property
     def first(self) -> int:
-        """The first row of this rank."""
+        """First row of this rank."""
         return self.bounds(self.group.link.rank)[0]
 
     @property
     def stop(self) -> int:
-        """Behind its last one."""
+        """End of this rank's rows, exclusive."""
         return self.bounds(self.group.link.rank)[1]
 
     @property
     def num_local(self) -> int:
-        """How many this rank has."""
+        """Number of rows of this rank."""
         return self.stop - self.first
 
     @property
     def rows(self) -> range:
-        """Those of this rank."""
+        """Rows of this rank."""
         return range(self.first, self.stop)
 
     @property
     def sizes(self) -> list[int]:
-        """How many each rank has."""
+        """Number of rows of each rank."""
         bounds = [self.bounds(rank) for rank in range(self.group.link.world_size)]
         return [stop - first for first, stop in bounds]
 
     def as_dtensor(self, local: Tensor) -> Tensor:
-        """The tensor [num, …] of which this rank holds ``local`` [num_local, …], the same memory."""
+        """Return the tensor [num, …] of which this rank holds ``local`` [num_local, …], in the same memory."""
         if self.group.link.world_size == 1:
             return local
         from torch.distributed.tensor import DTensor, Shard
@@ -69,5 +69,5 @@ class RowShard:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What of a parameter is here; its gradient becomes a DTensor if it is one."""
+    """Return this rank's part of a parameter; its gradient becomes a DTensor if the parameter is one."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

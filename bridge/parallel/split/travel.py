@@ -1,8 +1,8 @@
-"""Samples on their way to the rows and back, for autograd.
+"""Samples on their way to split layers and back, for autograd.
 
-Where modules are replicated, every rank has its own samples, and its gradients are averaged over the R ranks (DDP,
-FSDP2). So that the average is the gradient of one loss over all samples, a gradient by what a replicated module gives
-is R times that of the loss; in the split layers it is that of the loss. Both functions here convert.
+With replicated modules every rank has its own samples, and its gradients are averaged over the R ranks (DDP, FSDP2).
+For the average to be the gradient of one loss over all samples, a gradient by a replicated module's output is R times
+that of the loss; in split layers it is that of the loss. The functions here convert.
 
 Legend: B samples of all ranks, S of this one, D width, R ranks.
 """
@@ -50,16 +50,16 @@ class _OwnSamples(torch.autograd.Function):
 
 
 def all_samples(own_SD: Tensor, arriving: Pending[Tensor], link: Communicator, sizes: Sequence[int]) -> Tensor:
-    """The samples [B, D] of all ranks, which ``link.start_gather(own_SD, sizes)`` has begun to fetch.
+    """Return the samples [B, D] of all ranks, whose gathering ``link.start_gather(own_SD, sizes)`` has started.
 
-    Backward: one reduce-scatter of B·D numbers (of 32 bits at least) and nothing else.
+    Backward: one reduce-scatter of B·D numbers (of at least 32 bits).
     """
     joint: Tensor = _AllSamples.apply(own_SD, arriving, link, sizes)  # type: ignore[no-untyped-call]
     return joint
 
 
 def own_samples(parts_BD: Tensor, link: Communicator, sizes: Sequence[int]) -> Tensor:
-    """Sum over the ranks of ``parts_BD``, of which each gets its own samples [S, D]: one reduce-scatter.
+    """Return this rank's samples [S, D] of the sum of ``parts_BD`` over the ranks: one reduce-scatter.
 
     Backward: one all-gather.
     """
@@ -88,7 +88,7 @@ class _WholeRows(torch.autograd.Function):
 
 
 def whole_rows(local_BL: Tensor, link: Communicator, sizes: Sequence[int], widths: Sequence[int]) -> Tensor:
-    """All columns [S, C] of the own samples, where ``widths`` of them lie on the ranks: one all-to-all; so backward."""
+    """Return all columns [S, C] of the own samples, of which each rank has ``widths``: one all-to-all; so backward."""
     if link.world_size == 1:
         return local_BL
     whole: Tensor = _WholeRows.apply(local_BL, link, sizes, widths)  # type: ignore[no-untyped-call]

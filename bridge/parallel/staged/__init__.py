@@ -1,1 +1,1 @@
-"""Stages of a model on ranks of their own: each computes on the output of the stage before."""
+"""Pipeline stages of a model, each on ranks of its own, which compute on the output of the stage before."""

@@ -1,4 +1,4 @@
-"""What stands on the ranks of the first stage for the layers of later stages, and for what these give."""
+"""Placeholders, on the ranks of the first stage, for layers of later stages and their outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_DIMENSIONS = 4
 
 
 def rows_to_send(value: Any, giver: str) -> Tensor:
-    """The tensor [S, …] that a stage gives to the next one; split logits are made whole. Raises InvalidRows."""
+    """Return the tensor [S, …] that a stage sends to the next one; split logits are made whole. Raises InvalidRows."""
     if isinstance(value, SplitLogits):
         value = value.whole()
     if not isinstance(value, Tensor) or not 2 <= value.ndim <= MOST_DIMENSIONS or not value.dtype.is_floating_point:
@@ -27,10 +27,10 @@ def rows_to_send(value: Any, giver: str) -> Tensor:
 
 
 class DistantOutput:
-    """What later stages make of this rank's samples; the model returns it as it is."""
+    """Placeholder for the later stages' output for this rank's samples; the model must return it unchanged."""
 
     def __init__(self, rows_SD: Tensor, passed: tuple[str, ...]) -> None:
-        """``rows_SD`` are given to the next stage; ``passed`` are the layers that the model has called since."""
+        """``rows_SD`` are sent to the next stage; ``passed`` are the layers that the model has called since."""
         self.rows_SD = rows_SD
         self.passed = passed
 
@@ -41,14 +41,13 @@ class DistantOutput:
     __matmul__ = __rmatmul__ = __pow__ = __getitem__ = __len__ = _refuse_operator
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Refuse what only tensors have."""
+        """Raise for attributes that only tensors have."""
         if name.startswith("__"):
             raise AttributeError(name)
         _refuse(f".{name}")
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], *_: Any) -> NoReturn:
-        """What PyTorch calls instead of its own functions."""
         _refuse(getattr(func, "__name__", str(func)))
 
 
@@ -60,7 +59,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 class DistantLayer(nn.Module):
-    """Takes the place of a layer that the ranks of a later stage hold."""
+    """Placeholder for a layer that the ranks of a later stage hold."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -73,5 +72,4 @@ class DistantLayer(nn.Module):
         return DistantOutput(rows_to_send(given, f"what {self.layer_name!r} was given"), (self.layer_name,))
 
     def extra_repr(self) -> str:
-        """For print()."""
         return "held by ranks of a later stage"

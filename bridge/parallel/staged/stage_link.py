@@ -1,10 +1,10 @@
-"""What the ranks of two neighbouring stages say to each other in a step: senders, and the owners of the next stage.
+"""Communication of two neighbouring stages in a step: from senders to the owners, the ranks of the next stage.
 
-For every micro-batch they have an exchange of a few integers between their hosts, when the senders have their rows; by
-it the owners learn how many come, of what dtype and shape. Whoever fails before says so there, so that every rank of
-both raises. Samples and their gradients go point to point.
+For every micro-batch they exchange a few integers between their hosts once the senders have their rows; from it the
+owners learn the number, dtype and shape of the samples. A rank that fails before reports it there, so that every rank
+of both raises. Samples and their gradients go point to point.
 
-Legend: S samples of a sender, D what follows them in the shape.
+Legend: S samples of a sender, D the rest of the shape.
 """
 
 from __future__ import annotations
@@ -22,58 +22,58 @@ from geartrain.bridge.parallel.staged.distant import MOST_DIMENSIONS
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 KIND = MOST_DIMENSIONS
-"""Integers that :func:`kind_of` makes."""
+"""Number of integers of :func:`kind_of`."""
 
 
 def kind_of(rows: Tensor) -> list[int]:
-    """Dtype and shape of one sample of ``rows`` [S, …], as integers."""
+    """Return dtype and shape of one sample of ``rows`` [S, …], as integers."""
     shape = list(rows.shape[1:])
     return [_DTYPES.index(rows.dtype), *shape, *[0] * (KIND - 1 - len(shape))]
 
 
 def kind_from(numbers: Sequence[int]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """What :func:`kind_of` was of."""
+    """Return the dtype and shape from :func:`kind_of`."""
     return _DTYPES[numbers[0]], tuple(size for size in numbers[1:] if size)
 
 
 @dataclass(frozen=True)
 class SampleSpan:
-    """Consecutive samples of one sender that one owner takes."""
+    """Consecutive samples of one sender that go to one owner."""
 
     sender: int
     owner: int
     num: int
-    """How many, at least 1."""
+    """Number of samples, at least 1."""
     at_sender: int
-    """Where they begin among the samples of the sender."""
+    """Position of the first among the samples of the sender."""
     at_owner: int
-    """Where they begin among those that the owner takes."""
+    """Position of the first among those that the owner receives."""
 
 
 @dataclass(frozen=True)
 class StagedBatch:
-    """The samples of one micro-batch, as the ranks of two stages agreed on them."""
+    """Samples of one micro-batch, as the ranks of two stages agreed on them."""
 
     asks_for_loss: bool
-    """Else for what the last stage makes of them."""
+    """Whether the step computes the loss; else the last stage's output."""
     is_last: bool
-    """Of the step."""
+    """Whether it is the last of the step."""
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Of one sample."""
+    """Shape of one sample."""
     spans: Sequence[SampleSpan]
-    """Those that this rank sends or takes."""
+    """Spans that this rank sends or receives."""
     num_taken: int
-    """Samples that this owner takes."""
+    """Number of samples that this owner receives."""
     wants_gradient: bool
-    """Whether they are to have one."""
+    """Whether the samples need a gradient."""
 
 
 class StageLink:
-    """Senders and owners: the ranks of a stage and those of the next. Not thread-safe.
+    """Link between the ranks of a stage (senders) and those of the next (owners). Not thread-safe.
 
-    Attributes: ``link``, of both; ``senders``, ``owners``, their numbers among all ranks; ``culprit``, the rank that
-    the others here have heard a failure of in this step.
+    Attributes: ``link``, of both; ``senders``, ``owners``, their numbers among all ranks; ``culprit``, the rank whose
+    failure the others here have heard of in this step.
     """
 
     def __init__(self, link: Communicator, rank: int, senders: Sequence[int], owners: Sequence[int]) -> None:
@@ -83,18 +83,18 @@ class StageLink:
         self.open()
 
     def open(self) -> None:
-        """A step begins."""
+        """Start a step."""
         self.culprit: int | None = None
         self._is_awaited = True
-        """Whether the other stage comes to another exchange in this step."""
+        """Whether the other stage reaches another exchange in this step."""
 
     @property
     def is_sender(self) -> bool:
-        """Whether this rank is."""
+        """Whether this rank is a sender."""
         return self._rank in self.senders
 
     def agree(self, rows_SD: Tensor | None, *, asks_for_loss: bool = False, is_last: bool = True) -> StagedBatch:
-        """Agree on a micro-batch: one exchange. Owners give no rows, and learn what is asked for.
+        """Agree on a micro-batch: one exchange. Owners pass no rows, and learn the request.
 
         Raises:
             SyncError: another rank failed.
@@ -129,9 +129,9 @@ class StageLink:
         )
 
     def report(self, culprit: int) -> None:
-        """Tell the others of the failure of a rank, if they come to another exchange in this step."""
+        """Report the failure of a rank to the others, if they reach another exchange in this step."""
         if self._is_awaited:
-            with contextlib.suppress(SyncError):  # the caller raises what it tells of
+            with contextlib.suppress(SyncError):  # the caller raises the reported error
                 self._exchange(culprit + 1, [0] * (5 + KIND))
 
     def _exchange(self, failed: int, numbers: Sequence[int]) -> list[list[int]]:
@@ -144,12 +144,12 @@ class StageLink:
         return [numbers for _, *numbers in answers]
 
     def send(self, spans: Sequence[SampleSpan], *rows: Tensor) -> None:
-        """Send the rows of the spans, of each tensor [S, …], to those at their other ends."""
+        """Send the rows of the spans, of each tensor [S, …], to the ranks at the other ends."""
         cut = [(part.contiguous(), rank) for part, rank in self._cut(spans, rows)]
         self.link.start_transfers(cut, []).result()
 
     def receive(self, spans: Sequence[SampleSpan], *rooms: Tensor) -> None:
-        """Write what :meth:`send` sends at the other ends to the rows of the spans in ``rooms`` [S, …]."""
+        """Receive rows that :meth:`send` sends at the other ends into the spans of ``rooms`` [S, …]."""
         cut = self._cut(spans, rooms)
         self.link.start_transfers([], cut).result()
 
@@ -171,9 +171,9 @@ class StageLink:
 
 
 def deal(sizes: Sequence[int], num_owners: int) -> list[SampleSpan]:
-    """Share the samples of senders, ``sizes`` of each, among the owners, in order and as evenly as can be.
+    """Divide the samples of senders, ``sizes`` of each, among the owners, in order and as evenly as possible.
 
-    There are at most senders + owners - 1 spans. The owners' samples, one owner behind the other, are those of the
+    There are at most senders + owners - 1 spans. The owners' samples, one owner after the other, are those of the
     senders in their order.
     """
     total = sum(sizes)

@@ -1,4 +1,4 @@
-"""A model in stages: ranks of the first have the samples, each other stage works on what the one before gives."""
+"""Model in pipeline stages: ranks of the first have the samples, each other stage works on the output before it."""
 
 from __future__ import annotations
 
@@ -29,40 +29,40 @@ from geartrain.bridge.rows.eager import runs_eagerly
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Where a rank stands among the stages."""
+    """Links of a rank to the stages before and after its own."""
 
     previous: StageLink | None
-    """To the stage before; None in the first one."""
+    """Link to the stage before; None in the first one."""
     next: StageLink | None
-    """To the stage behind; None in the last one."""
+    """Link to the next stage; None in the last one."""
     later: Mapping[str, nn.Module]
-    """The layers of all stages but the first, as they were, in the order in which they are to be called."""
+    """Original layers of all stages but the first, in the order of their calls."""
 
     @property
     def num_classes(self) -> int:
-        """Outputs of the last layer; more than any label where that is no nn.Linear."""
+        """Outputs of the last layer; more than any label if that is no nn.Linear."""
         last = list(self.later.values())[-1]
         return last.out_features if isinstance(last, nn.Linear) else sys.maxsize
 
 
 @dataclass(frozen=True)
 class StageInput:
-    """A micro-batch, as a stage has it before its layers."""
+    """A micro-batch before a stage's layers."""
 
     inputs: Any
     options: Mapping[str, Any]
     labels: Tensor | None
-    """None: the step asks for outputs, not for a loss."""
+    """Labels; None: the step computes outputs, not a loss."""
     is_last: bool
     batch: StagedBatch | None
-    """What was agreed on with the stage before; None in the first one."""
+    """Agreement with the stage before; None in the first one."""
 
 
 class StagedModel(ParallelModel):
-    """A model in stages, as one of its ranks has it; :func:`geartrain.parallelize` makes it on a mesh with stages.
+    """A model in stages on one of its ranks; :func:`geartrain.parallelize` makes it on a mesh with stages.
 
-    ``parameters()`` and ``state_dict()`` are those of this rank's stage, by the names of the whole model. All else is
-    as of a model without stages, and so are values and gradients.
+    ``parameters()`` and ``state_dict()`` are those of this rank's stage, by the names of the whole model. All else,
+    values and gradients included, is as of a model without stages.
     """
 
     def __init__(
@@ -92,19 +92,19 @@ class StagedModel(ParallelModel):
 
     @runs_eagerly
     def forward(self, inputs: Any = None, labels: Tensor | None = None, **options: Any) -> Any:
-        """Loss (0-dim) over the samples of all ranks, the same number on every rank; every rank calls it.
+        """Return the loss (0-dim) over the samples of all ranks, the same number on every rank; every rank calls it.
 
-        A rank of the first stage gives its samples and labels [S], the others neither: ``model(None, None)``. Every
-        rank goes backward from the loss, with the same factor. Where no labels are given, in ``eval()`` or
-        ``torch.no_grad()``, a rank of the first stage gets the last one's output [S, …] of its samples, the others
-        None.
+        A rank of the first stage passes its samples and labels [S], the others neither: ``model(None, None)``. Every
+        rank goes backward from the loss, with the same factor. Without labels, in ``eval()`` or ``torch.no_grad()``, a
+        rank of the first stage gets the last one's output [S, …] for its samples, the others None.
 
-        With ``micro_batches`` a stage works on one while the next works on the one before. The last stage works on all
+
+        With ``micro_batches`` neighbouring stages work on successive ones at the same time. The last stage works on all
         of them at once, so that loss and gradients are those of the batch.
 
         Per training step: for each micro-batch an exchange of ten integers between the hosts of neighbouring stages,
         and one of five between all; samples, labels and gradients travel once between each two stages; the ranks of a
-        stage do among themselves what those of a model without stages do.
+        stage communicate among themselves as those of a model without stages do.
 
         Raises InvalidArgument, InvalidRows, InvalidIds, SpecMismatch where ranks differ, SyncError where another rank
         failed, RankLost where one is gone.
@@ -126,7 +126,7 @@ class StagedModel(ParallelModel):
             raise
 
     def _send_on(self, inputs: Any, labels: Tensor | None, options: Mapping[str, Any]) -> Tensor | None:
-        """Send what this stage makes of its samples to the next one; receive the loss, or the output of the last."""
+        """Send this stage's output to the next one; receive the loss, or the output of the last."""
         before, behind = self._at.previous, self._at.next
         assert behind is not None
         tokens = []
@@ -168,11 +168,11 @@ class StagedModel(ParallelModel):
         return loss
 
     def _teller_of(self, rank: int) -> int:
-        """The rank of the last stage that tells ``rank`` the loss."""
+        """Return the rank of the last stage that sends ``rank`` the loss."""
         return self.mesh.stages[-1][rank % len(self.mesh.stages[-1])]
 
     def _own_batches(self, inputs: Any, labels: Tensor | None, options: Mapping[str, Any]) -> Iterator[StageInput]:
-        """The micro-batches of a rank of the first stage."""
+        """Yield the micro-batches of a rank of the first stage."""
         if labels is None and self.training and torch.is_grad_enabled():
             raise InvalidArgument(
                 "no labels were given, and the output of another stage has no gradients here; give labels, or call "
@@ -188,7 +188,7 @@ class StagedModel(ParallelModel):
             yield StageInput(mine, settings, own_labels, is_last=part == count - 1, batch=None)
 
     def _received_batches(self, before: StageLink) -> Iterator[StageInput]:
-        """The micro-batches that the stage before gives."""
+        """Yield the micro-batches from the stage before."""
         is_last = False
         while not is_last:
             batch = before.agree(None)
@@ -201,7 +201,7 @@ class StagedModel(ParallelModel):
             yield StageInput(rows_TD, {}, labels_T if batch.asks_for_loss else None, is_last, batch)
 
     def _run_stage(self, samples: StageInput) -> Tensor:
-        """Compute the rows [S, …] for the next stage. The ranks of a stage with split layers meet behind it."""
+        """Compute the rows [S, …] for the next stage. The ranks of a stage with split layers meet after it."""
         if not self._agreement.has_layers:
             return self._checked_rows(samples)
         self._agreement.start_forward(has_labels=samples.labels is not None, trains=self.training)
@@ -242,7 +242,7 @@ class StagedModel(ParallelModel):
         return output.rows_SD
 
     def _answer(self, failed: int, kind: list[int]) -> list[int]:
-        """Wait until the last stage has what was asked for; its kind, which the last stage gives. One exchange.
+        """Wait until the last stage has the result; return its dtype and shape as integers. One exchange.
 
         ``failed`` is 1 and the number of a rank that failed, or 0. Raises SyncError if another rank failed.
         """
@@ -254,11 +254,11 @@ class StagedModel(ParallelModel):
         return answers[self.mesh.stages[-1][0]][1:]
 
     def _report_failure(self) -> None:
-        """Tell the ranks that wait for this one; the later stages first, so that no two wait for each other."""
+        """Report to the ranks that wait for this one; later stages first, so that no two wait for each other."""
         heard = [link.culprit for link in self._links if link.culprit is not None]
         culprit = heard[0] if heard else self.mesh.rank
         for link in self._links:
             link.report(culprit)
         if not self._has_answered:
-            with contextlib.suppress(SyncError):  # the caller raises what it tells of
+            with contextlib.suppress(SyncError):  # the caller raises the reported error
                 self._answer(culprit + 1, [])

@@ -1,4 +1,4 @@
-"""Conversion of an ordinary model into one in stages: every rank keeps the part that is its stage's."""
+"""Conversion of an ordinary model into one in stages: every rank keeps the part of its stage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from geartrain.bridge.parallel.staged.staged_model import Neighbours, StagedMode
 
 
 class StagePart(nn.Module):
-    """The layers of a stage but the first, in their places in the model, called one after the other."""
+    """Layers of a later stage, at their places in the model, called one after the other."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -38,14 +38,14 @@ class StagePart(nn.Module):
             holder.add_module(last, layer)
 
     def forward(self, rows: Any) -> Any:
-        """What the last layer makes of them."""
+        """Return the output of the last layer."""
         for name in self.order:
             rows = self.get_submodule(name)(rows)
         return rows
 
 
 def check_stages(model: nn.Module, mesh: Mesh, found: ScopedModel, loss: LossFunction | None) -> None:
-    """Raise InvalidArgument for a model that the stages of ``mesh`` cannot have."""
+    """Raise InvalidArgument for a model that cannot run in the stages of ``mesh``."""
     last = len(mesh.stages) - 1
     for name, scope in found.scopes.items():
         if _stage_of(scope, last) > last:
@@ -91,7 +91,7 @@ def check_stages(model: nn.Module, mesh: Mesh, found: ScopedModel, loss: LossFun
 def stage(
     model: nn.Module, mesh: Mesh, found: ScopedModel, loss: LossFunction, seed: int, micro_batches: int
 ) -> StagedModel:
-    """This rank's part of ``model``. Collective over all ranks; a stage begins with the values of its first rank."""
+    """Return this rank's part of ``model``. Collective over all ranks; a stage starts with its first rank's values."""
     group, own = mesh.stage, mesh.own_stage
     agreement = StepAgreement(group.link)
     parts, trains = _layers_of_stages(mesh, found), model.training
@@ -116,7 +116,7 @@ def stage(
 
 
 def _links(mesh: Mesh) -> dict[int, StageLink]:
-    """Of this rank: by the number of a stage, what joins it with the next. Every rank makes every group."""
+    """Return this rank's links by number of a stage, each to the next stage. Every rank makes every group."""
     found = {}
     for number, (senders, owners) in enumerate(zip(mesh.stages, mesh.stages[1:], strict=False)):
         link = mesh.whole.link
@@ -126,7 +126,7 @@ def _links(mesh: Mesh) -> dict[int, StageLink]:
             if mesh.rank not in members:
                 continue
             link = Communicator(group)
-        # NCCL: the first call over a group is one that all of it take part in.
+        # NCCL: all ranks of a group must take part in its first call.
         link.sum(torch.zeros(1, device=mesh.device))
         found[number] = StageLink(link, mesh.rank, senders, owners)
     return found
@@ -139,7 +139,7 @@ def _stage_of(scope: Scope, last: int) -> int:
 
 
 def _layers_of_stages(mesh: Mesh, found: ScopedModel) -> list[dict[str, nn.Module]]:
-    """For each stage its layers by name, in the order of the scopes; those that lie inside others go with them."""
+    """Return each stage's layers by name, in the order of the scopes, without layers inside others."""
     parts: list[dict[str, nn.Module]] = [{} for _ in mesh.stages]
     modules = {**found.split, **{name: module for name, (_, module) in found.replicated.items()}}
     for name, scope in found.scopes.items():

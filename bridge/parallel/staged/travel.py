@@ -1,9 +1,9 @@
-"""Samples that go from one stage to the next, as autograd sees them: their gradients come back.
+"""Autograd functions for samples sent from one stage to the next, with their gradients on the way back.
 
-The backward pass goes over micro-batches from the last to the first on every rank: autograd takes what was made last.
-A stage's gradients are scaled as if its own modules were averaged; on the way they become those of the stage before.
+The backward pass visits micro-batches from last to first on every rank, in the order of autograd. A stage's gradients
+are scaled as if its own modules were averaged; on the way back they become those of the stage before.
 
-Legend: S samples of a sender, T samples that an owner takes.
+Legend: S samples of a sender, T samples that an owner receives.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from geartrain.bridge.parallel.staged.stage_link import StagedBatch, StageLink
 
 
 def departed(rows_SD: Tensor, link: StageLink, batch: StagedBatch) -> Tensor:
-    """0 (0-dim), as a function of rows that went to the next stage: its backward waits for their gradient."""
+    """Return 0 (0-dim), as a function of rows sent to the next stage: its backward waits for their gradient."""
     # The loss of a stage that is not trained has a backward pass, too: every rank calls it.
     anchor = torch.empty(0, requires_grad=True)
     token: Tensor = _Departed.apply(rows_SD, anchor, link, batch)  # type: ignore[no-untyped-call]
@@ -25,7 +25,7 @@ def departed(rows_SD: Tensor, link: StageLink, batch: StagedBatch) -> Tensor:
 
 
 def arrived(rows_TD: Tensor, link: StageLink, batch: StagedBatch) -> Tensor:
-    """The rows that came from the stage before, whose gradient goes back there."""
+    """Return the rows received from the stage before, whose gradient is sent back there."""
     anchor = torch.empty(0, requires_grad=True)
     rows: Tensor = _Arrived.apply(rows_TD, anchor, link, batch)  # type: ignore[no-untyped-call]
     return rows
@@ -41,7 +41,7 @@ class _Departed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, None, None, None]:
-        del upstream  # what the owners send has theirs in it; the same script gives the same
+        del upstream  # the owners' gradient contains theirs; every rank runs the same script
         if not ctx.batch.wants_gradient:
             return None, None, None, None
         link: StageLink = ctx.link

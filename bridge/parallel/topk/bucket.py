@@ -1,7 +1,7 @@
-"""One of DDP's buckets: which of its tensors travel sparse, what is sent of them, and what the ranks' sum becomes.
+"""One DDP bucket with sparsified tensors: the message of a rank, and the update from the ranks' sum.
 
-A bucket is a flat buffer with the gradients of some parameters one after the other. What a rank sends of the sparse
-ones is int32 [2 · K + 1]: the bits of K float32 values, K indices, and a number that says whether all is well there.
+A bucket is a flat buffer with the gradients of some parameters one after the other. A rank sends of the sparse ones
+int32 [2 · K + 1]: the bits of K float32 values, K indices, and a status.
 
 Legend: R ranks, K selected elements of all sparse tensors of a bucket.
 """
@@ -22,25 +22,25 @@ from geartrain.bridge.parallel.topk.compaction import CompiledCompaction, Tensor
 from geartrain.bridge.parallel.topk.state import GradientState, in_memory_order, taken_out
 
 WELL, NOT_STEPPED, FAILED = 0, -1, -2
-"""What a rank says of itself; n + 1: the gradient of tensor n of the bucket is not finite there."""
+"""Status of a rank; n + 1: the gradient of tensor n of the bucket is not finite there."""
 _WITH_STATE = 1 << 30
-"""Beside n + 1: with what has gathered, momentum or residual, tensor n is not finite; its gradient is."""
+"""Added to n + 1: tensor n's gradient is finite, but not with its accumulated momentum or residual."""
 _NOTHING = 2**31 - 1
 
 
 def is_of_state(status: int) -> bool:
-    """Whether what is not finite is in the state, so that no other gradient mends it."""
+    """Return whether the state is not finite, so that no other gradient repairs it."""
     return status > _WITH_STATE
 
 
 def tensor_of(status: int) -> int:
-    """The number of the tensor that is not finite."""
+    """Return the number of the tensor that is not finite."""
     return status % _WITH_STATE - 1
 
 
 @dataclass(frozen=True)
 class SgdSettings:
-    """How gradients become what the optimizer applies."""
+    """Settings by which gradients become the optimizer's update."""
 
     momentum: float
     nesterov: bool
@@ -48,10 +48,10 @@ class SgdSettings:
 
 
 class BucketLayout:
-    """What depends on the parameters of a bucket and on the sparsity alone."""
+    """Layout of a bucket, which depends on its parameters and the sparsity alone."""
 
     def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], ks: Sequence[int]) -> None:
-        """``ks``: how many elements of each tensor are sent; as many as it has where it is sent dense."""
+        """``ks``: elements sent of each tensor; all of them if it is sent dense."""
         self.names, self.parameters = list(names), list(parameters)
         self.numels = [parameter.numel() for parameter in parameters]
         self.dense = [number for number, (k, numel) in enumerate(zip(ks, self.numels, strict=True)) if k == numel]
@@ -66,15 +66,15 @@ class BucketLayout:
             [torch.zeros(0, dtype=index_type)]
             + [torch.full((k,), starts[n], dtype=index_type) for n, k in zip(self.sparse, self.ks, strict=True)]
         ).to(device)
-        """Where in the bucket the tensor of each selected element begins."""
+        """Start in the bucket of each selected element's tensor."""
         sparse, dense = (torch.tensor(numbers, dtype=torch.int32) + 1 for numbers in (self.sparse, self.dense))
         self.sparse_codes_2T = torch.stack([sparse, sparse + _WITH_STATE]).to(device)
         self.dense_codes_T = dense.to(device)
-        """What a rank says if a tensor is not finite."""
+        """Status of a rank if a tensor is not finite."""
 
 
 class BucketWork:
-    """What is under way for one bucket in one backward pass."""
+    """Work on one bucket in one backward pass."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class BucketWork:
         update: SgdSettings,
         may_be_unused: bool,
     ) -> None:
-        """``may_be_unused``: a gradient that is zero everywhere may be that of a parameter which took no part."""
+        """``may_be_unused``: a gradient of zeros may be that of a parameter which took no part."""
         self.layout = layout
         self.buffer = buffer
         self._state = state
@@ -97,22 +97,22 @@ class BucketWork:
         self._summed: Pending[Tensor] | None = None
         self.failure: Exception | None = None
         self.begun: Future[None] | None = None
-        """:meth:`start`, where a thread does it."""
+        """Result of :meth:`start`, if a thread runs it."""
         self.future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
         )
-        """What DDP waits for: the buffer, once the optimizer may apply it."""
+        """Future that DDP waits for: the buffer, once the optimizer may apply it."""
         self._parts_RW = buffer.new_zeros(0, dtype=torch.int32)
         self._means = buffer[:0]
 
     @torch.no_grad()
     def start(self, status: int, factor: Tensor | None, *, keep: bool) -> None:
-        """Accumulate, select, and begin to tell the other ranks; if it fails, tell them that, and keep the ``failure``.
+        """Accumulate, select, and start to send; on an error send FAILED, and keep the ``failure``.
 
         Args:
             status: WELL or NOT_STEPPED.
             factor: of the gradients; a scalar.
-            keep: momentum and residuals, so that they can be put back.
+            keep: copies of momentum and residuals, so that they can be put back.
         """
         if factor is not None:
             self.buffer.mul_(factor)
@@ -131,7 +131,7 @@ class BucketWork:
             self._summed = self._link.start_sum(torch.cat(parts) if self.layout.sparse else self.buffer)
 
     def receive(self) -> Tensor:
-        """Wait for the other ranks: the status of each, and of the means of the dense tensors: int32 [R + 1]."""
+        """Wait for the other ranks; return the status of each, and of the means of the dense tensors: int32 [R + 1]."""
         num_ranks, found = self._link.world_size, self.buffer.new_zeros(0, dtype=torch.int32)
         said_R, of_means = found.new_zeros(num_ranks), found.new_zeros(1)
         if self._gathered is not None:
@@ -145,7 +145,7 @@ class BucketWork:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Write to the bucket what the optimizer is to apply."""
+        """Write the optimizer's update to the bucket."""
         means = self._dense_means()
         self._step_dense(means)
         if not self.layout.sparse:
@@ -160,7 +160,7 @@ class BucketWork:
             self._decay([(number, segments[number]) for number in self.layout.sparse])
 
     def _packed(self, gradients: list[Tensor], status: int) -> Tensor:
-        """What this rank sends: int32 [2 · K + 1]."""
+        """Return this rank's message: int32 [2 · K + 1]."""
         names = [self.layout.names[number] for number in self.layout.sparse]
         momenta, residuals = ([kind[name] for name in names] for kind in (self._state.momentum, self._state.residual))
         self._state.loaded.difference_update(names)
@@ -191,7 +191,8 @@ class BucketWork:
         return torch.cat([values.view(torch.int32), indices, said])
 
     def _what_is_bad(self, gradients: list[Tensor], momenta: list[Tensor], residuals: list[Tensor]) -> int:
-        """The status of the first tensor whose gradient is not finite; if all are, of the first that is not with it."""
+        """Return the status of the first tensor whose gradient is not finite; else of the first that is not with its
+        state."""
         for number, gradient in zip(self.layout.sparse, gradients, strict=True):
             if not torch.isfinite(gradient).all():
                 return 1 + number
@@ -204,7 +205,7 @@ class BucketWork:
         return parts_of(self._means, [self.layout.numels[number] for number in self.layout.dense])
 
     def _add_up(self) -> None:
-        """The mean over the ranks of what each sent: rank by rank, so that every rank adds in the same order."""
+        """Return the mean of the ranks' messages, added rank by rank, so that every rank adds in the same order."""
         num_selected = sum(self.layout.ks)
         total = (
             self.buffer.zero_()
@@ -218,7 +219,7 @@ class BucketWork:
             self.buffer.copy_(total)
 
     def _step_dense(self, means: Sequence[Tensor]) -> None:
-        """Put what SGD with momentum would apply in place of each mean gradient."""
+        """Replace each mean gradient by the update of SGD with momentum."""
         taking_part = [
             (number, mean)
             for number, mean in zip(self.layout.dense, means, strict=True)
@@ -243,13 +244,14 @@ class BucketWork:
         if update.nesterov:
             torch._foreach_add_(gradients, momenta, alpha=update.momentum)
         torch._foreach_copy_(targets, gradients if update.nesterov else momenta)
-        for name, target in loaded:  # as merged, so every rank has the same
+        for name, target in loaded:  # as merged, so the same on every rank
             state.loaded.discard(name)
             if (residual := taken_out(state.residual, name, stays=name in state.sparse)) is not None:
                 target.add_(residual)
 
     def _decay(self, segments: list[tuple[int, Tensor]]) -> None:
-        """Add what weight decay with momentum applies; weights are the same on every rank, so nobody is asked."""
+        """Add the update of weight decay with momentum; weights are equal on every rank, so it needs no
+        communication."""
         update = self._update
         for number, segment in segments:
             if self._may_be_unused and not segment.any():
@@ -263,11 +265,11 @@ class BucketWork:
 
 
 def first_bad(are_finite: Tensor, codes: Tensor) -> Tensor:
-    """The lowest code of what is not finite, int32 [1]; WELL if all is."""
+    """Return the lowest code of a tensor that is not finite, int32 [1]; WELL if all are."""
     return codes.masked_fill(are_finite, _NOTHING).amin().remainder(_NOTHING).view(1)
 
 
 def parts_of(flat: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """Views of so many elements, one after the other."""
+    """Return views of ``sizes`` elements, one after the other."""
     parts: Sequence[Tensor] = torch.split(flat, list(sizes))
     return parts

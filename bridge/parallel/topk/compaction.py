@@ -1,9 +1,9 @@
-"""Two ways to accumulate gradients and take the largest of what has gathered: compiled for CPUs, in tensor operations.
+"""Two implementations of accumulation and top-k selection of gradients: compiled for CPUs, in tensor operations.
 
-Deep gradient compression (Lin 2017, section 3): momentum correction, accumulation of what was not sent, and masking of
-what was. Of each tensor u = momentum · u + g; v = v + u, with ``nesterov`` v = v + g + momentum · u, as in
-``torch.optim.SGD``. At the selected places u = v = 0. Where magnitudes are equal, the lower index is selected. The two
-differ by rounding at most, where a device computes fused multiply-adds.
+Deep gradient compression (Lin 2017, section 3): momentum correction, accumulation of unsent values, and masking of sent
+ones. Of each tensor u = momentum · u + g; v = v + u, with ``nesterov`` v = v + g + momentum · u, as in
+``torch.optim.SGD``. At the selected places u = v = 0. Of equal magnitudes the lower index is selected. The two differ
+at most by rounding, where a device computes fused multiply-adds.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class CompiledCompaction:
         momentum: float,
         nesterov: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """The indices int32 [K] within each tensor, rising, one tensor after the other; and what v was there, float32.
+        """Return the indices int32 [K] within each tensor, ascending, one tensor after the other, and v there, float32.
 
         ``gradients`` are float32 or of 16 bits, in C order; ``velocities`` and ``residuals`` float32, changed in place.
-        Raises NonFinite, without a name; velocities and residuals may have been changed then.
+        Raises NonFinite, without a name; velocities and residuals may then have been changed.
         """
         indices, values = accumulate_and_take(
             [_array(gradient) for gradient in gradients],
@@ -54,7 +54,7 @@ class CompiledCompaction:
 
 
 def _array(tensor: Tensor) -> np.ndarray:
-    """The elements in C order, in the tensor's memory where they lie there like that."""
+    """Return the elements in C order, as a view if the tensor's memory has that order."""
     flat = tensor.detach().reshape(-1)
     return flat.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if flat.dtype == torch.bfloat16 else flat.numpy()
 
@@ -75,8 +75,8 @@ class TensorCompaction:
         momentum: float,
         nesterov: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As :meth:`CompiledCompaction.compact`, and instead of an error bool [2, T] of T tensors: which gradients are
-        finite, and which are with what has gathered. The host waits for nothing."""
+        """Return as :meth:`CompiledCompaction.compact`, and instead of an error bool [2, T] of T tensors: which gradients
+        are finite, and which are with the accumulated state. Does not synchronize the host."""
         flat_gradients, flat_velocities, flat_residuals = (
             [tensor.detach().reshape(-1) for tensor in tensors] for tensors in (gradients, velocities, residuals)
         )
@@ -99,7 +99,7 @@ class TensorCompaction:
 
 
 def finite_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Whether all elements of each of T tensors are finite, bool [T] on their device: their largest magnitude is."""
+    """Return whether all elements of each of T tensors are finite, bool [T] on their device."""
     filled = [number for number, tensor in enumerate(tensors) if tensor.numel()]
     if len(filled) == len(tensors):
         return torch.stack(torch._foreach_norm(list(tensors), torch.inf)) < torch.inf

@@ -45,7 +45,7 @@ from geartrain.bridge.parallel.topk.state import GradientState, digest_of
 
 @dataclass(frozen=True)
 class Settings:
-    """What all ranks agree on."""
+    """Settings that all ranks agree on."""
 
     sparsity: float
     warmup_steps: int
@@ -54,11 +54,11 @@ class Settings:
 
 
 class GradientExchange:
-    """The communication hook of one model.
+    """Communication hook of one model.
 
-    A hook accumulates, selects and begins to tell; what the ranks said is taken with the last bucket, so that nothing
-    is changed by a step of which any bucket is not sound. On a CPU the hooks' work is done by a thread of its own
-    beside the rest of the backward pass, which tells over a process group of its own: others may use DDP's meanwhile.
+    A hook accumulates, selects and starts to send; the ranks' messages are received with the last bucket, so that a
+    step with any bad bucket changes nothing. On a CPU a thread does the hooks' work during the rest of the backward
+    pass, over a process group of its own: others may use DDP's meanwhile.
 
     Attributes: ``steps``, ``skipped_steps``, ``state``, ``link``, ``is_merged``.
     """
@@ -71,7 +71,7 @@ class GradientExchange:
         optimizer: Any,
         grad_scaler: Any,
     ) -> None:
-        """See ``TopKGradients.attach``; ``named`` has the parameters of ``model`` by their names."""
+        """Attach as ``TopKGradients.attach`` does; ``named`` has the parameters of ``model`` by their names."""
         self.steps = 0
         self.skipped_steps = 0
         self.is_merged = True
@@ -92,9 +92,9 @@ class GradientExchange:
         self._awaits_step = False
         self._broken = False
         self._loaded = 0
-        """A digest of the state that was loaded since the last step; 0: none was."""
+        """Digest of the state that was loaded since the last step; 0: none was."""
         self._refusal: Exception | None = None
-        """Why the backward pass that is under way exchanges nothing."""
+        """Reason why the backward pass in progress exchanges nothing."""
 
         def check() -> Optimizer:
             require_types(parameters, settings.sparsity)
@@ -117,7 +117,7 @@ class GradientExchange:
         self._optimizer.register_step_post_hook(self._stepped)
 
     def load(self, saved: Mapping[str, Mapping[str, Any]], steps: int) -> None:
-        """Go on from a state; raises what ``GradientState.load`` does, and changes nothing then."""
+        """Load a state; raises as ``GradientState.load``, and changes nothing then."""
         self.state.load(saved)
         self.steps = steps
         self.is_merged = True
@@ -125,7 +125,7 @@ class GradientExchange:
         self._loaded = digest_of(saved)
 
     def merge(self) -> None:
-        """Give every rank the mean of all ranks' momentum and residuals; where all have that, change nothing."""
+        """Average all ranks' momentum and residuals on every rank; if all are equal, change nothing."""
         self.link.run_together(self.require_between_steps, "the residuals were not merged")
         if not self.link.agree(self.is_merged):
             self.state.average(self.link)
@@ -152,7 +152,7 @@ class GradientExchange:
         self._awaits_step = False
 
     def on_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Called by DDP for each bucket in order, once its gradients are there."""
+        """Process a bucket; DDP calls it for each in order, once its gradients are complete."""
         if torch._C._current_graph_task_id() < 0:
             self._refuse_to_join()
         if bucket.index() == 0:
@@ -195,25 +195,25 @@ class GradientExchange:
         def ask() -> None:
             try:
                 require_alike(self.link.exchange(numbers), failure)
-            except Exception as exc:  # of any kind: DDP is to end its pass before it is raised
+            except Exception as exc:  # of any kind: DDP must end its pass before it is raised
                 self._refusal = exc
 
         self._asked = self._done_beside(ask)
 
     def _refuse_to_join(self) -> NoReturn:
-        """DDP sends zeros for this rank, which has left its loop in ``model.join()``; the others are in a step."""
+        """Raise: DDP sends zeros for this rank, which has left its loop in ``model.join()`` while others step."""
         failure = no_more_batches()
         require_alike(self.link.exchange([False, self._loaded, self.steps]), failure)
         raise failure
 
     def _clipping(self, clip: float) -> Tensor:
-        """What makes the norm of this rank's gradient at most clip · √R; gradients may be scaled."""
+        """Return the factor that clips this rank's gradient norm to clip · √R; gradients may be scaled."""
         norms = torch.stack([_norm_of(bucket.buffer) for bucket in self._buckets])
         norm = torch.linalg.vector_norm(norms)
         if self._factor is not None:
             norm = norm * self._factor
         most = clip * self.link.world_size**0.5
-        # A gradient that holds NaN stays so only where it does, so that its parameter is the one that is named.
+        # NaN stays where it is in a gradient, so that its parameter is the one that is named.
         factor: Tensor = (most / norm).clamp(max=1).nan_to_num(0.0)
         return factor
 
@@ -229,14 +229,15 @@ class GradientExchange:
         bucket.begun = self._done_beside(begin)
 
     def _done_beside(self, work: Callable[[], None]) -> Future[None] | None:
-        """Do it after what was given before: beside the backward pass if there is a thread for it, or at once."""
+        """Run work after earlier work: on the thread during the backward pass if there is one, else at once."""
         if self._thread is not None:
             return self._thread.submit(work)
         work()
         return None
 
     def _layout(self, bucket: Any) -> BucketLayout:
-        """DDP makes its buckets anew after the first step, and the sparsity rises in the warm-up."""
+        """Return a bucket's layout: DDP makes its buckets anew after the first step, and the sparsity rises in the
+        warm-up."""
         parameters = bucket.parameters()
         sparsity = sparsity_at(self.steps, self._settings.sparsity, self._settings.warmup_steps)
         made_for = (sparsity, [id(parameter) for parameter in parameters])
@@ -248,15 +249,15 @@ class GradientExchange:
         return known[1]
 
     def _finish(self) -> None:
-        """All gradients are there: take what the ranks said."""
+        """Receive the ranks' messages once all gradients are complete."""
         buckets, self._buckets = self._buckets, []
         try:
             failure = self._apply_results(buckets)
-        except Exception as exc:  # of any kind: DDP is to end its pass before it is raised
+        except Exception as exc:  # of any kind: DDP must end its pass before it is raised
             failure = exc
         if failure is not None:
             self._broken = self._broken or self._refusal is None
-            self._refusal = None  # it keeps its caller's frames, and DDP in them
+            self._refusal = None  # it holds its caller's frames, and DDP in them
             for bucket in buckets:
                 bucket.buffer.zero_()
         for bucket in buckets:
@@ -265,15 +266,15 @@ class GradientExchange:
             raise_after_backward(failure)
 
     def _apply_results(self, buckets: list[BucketWork]) -> Exception | None:
-        """Take what the ranks said into the buckets; return what is wrong, the same on every rank."""
+        """Receive the ranks' messages into the buckets; return the error, the same on every rank."""
         begun = [task for task in (self._asked, *(bucket.begun for bucket in buckets)) if task is not None]
         wait(begun)
         for task in begun:
             task.result()
         if self._refusal is not None:
             return self._refusal
-        statuses = torch.stack([bucket.receive() for bucket in buckets]).cpu().tolist()  # the one wait of a pass
-        of_means = self.link.world_size  # who sent what is not finite there is not known
+        statuses = torch.stack([bucket.receive() for bucket in buckets]).cpu().tolist()  # the only host wait of a pass
+        of_means = self.link.world_size  # which rank's part is not finite there is unknown
         troubles = [
             (bucket, None if rank == of_means else rank, status)
             for bucket, of_bucket in zip(buckets, statuses, strict=True)
@@ -314,7 +315,7 @@ def _on_bucket(exchange, bucket):  # type: ignore[no-untyped-def]  # DDP reads a
 
 
 def _norm_of(buffer: Tensor) -> Tensor:
-    """The 2-norm, float32, added up in float32 at least."""
+    """Return the 2-norm, float32, accumulated in at least float32."""
     wide = torch.float64 if buffer.dtype == torch.float64 else torch.float32
     norm: Tensor = torch.linalg.vector_norm(buffer, dtype=wide)
     return norm.float()

@@ -10,7 +10,7 @@ from geartrain.ams.values.errors import InvalidArgument, NonFinite, SpecMismatch
 
 
 def require_alike(answers: list[list[int]], failure: Exception | None) -> None:
-    """Raise, on every rank, what is wrong with what the ranks answered at the start of a backward pass."""
+    """Raise, on every rank, the error in the ranks' answers at the start of a backward pass."""
     if failure is not None:
         raise failure
     sound, loaded, steps = zip(*answers, strict=True)
@@ -26,12 +26,12 @@ def require_alike(answers: list[list[int]], failure: Exception | None) -> None:
 
 
 def not_exchanged(rank: int) -> SyncError:
-    """What the others are told where ``rank`` failed."""
+    """Return the error of the other ranks where ``rank`` failed."""
     return SyncError(f"gradients were not exchanged: rank {rank} failed; its error tells why")
 
 
 def not_stepped(rank: int) -> InvalidArgument:
-    """Gradients that a backward pass left are applied before the next one, or lost."""
+    """Return the error for gradients of a backward pass that were not applied before the next one."""
     return InvalidArgument(
         f"backward() exchanged gradients on rank {rank} before optimizer.step() had applied the last ones, which would "
         "be lost; step after each backward(), or accumulate under model.no_sync()"
@@ -39,7 +39,7 @@ def not_stepped(rank: int) -> InvalidArgument:
 
 
 def no_more_batches() -> InvalidArgument:
-    """Of a rank that has left its loop while others step."""
+    """Return the error of a rank that has left its loop while others step."""
     return InvalidArgument(
         "this rank has no more batches, and others have: in model.join() it would send zeros, and never what it "
         "keeps. Give every rank as many batches: DistributedSampler pads or drops the last ones"
@@ -47,7 +47,8 @@ def no_more_batches() -> InvalidArgument:
 
 
 def not_finite(name: str, rank: int | None, *, of_state: bool) -> NonFinite:
-    """Of the parameter ``name``; ``of_state``: no other gradient mends it. ``rank`` is None where it is not known."""
+    """Return the error for the parameter ``name``; ``of_state``: no other gradient repairs it. ``rank`` None:
+    unknown."""
     where = "" if rank is None else f" on rank {rank}"
     if of_state:
         return NonFinite(
@@ -61,7 +62,7 @@ def not_finite(name: str, rank: int | None, *, of_state: bool) -> NonFinite:
 
 
 def raise_after_backward(failure: Exception) -> None:
-    """Raise from ``backward()``, of the type that it is, once DDP has ended its pass and can begin another."""
+    """Raise from ``backward()``, with its own type, once DDP has ended its pass and can begin another."""
     queue = Variable._execution_engine.queue_callback
 
     def fail() -> NoReturn:

@@ -1,9 +1,9 @@
-"""The largest magnitudes of many tensors at once: tensors of similar size in one matrix, divided into chunks.
+"""Top-k selection in many tensors at once: tensors of similar size in one matrix, divided into chunks.
 
-Tensors of similar size are the rows of a matrix, padded with zeros, so that each operation serves all of them. A row
-is divided into chunks of C elements. The k chunks with the largest maxima hold all of the k largest elements of a row:
-if an element lies in another chunk, the maxima of those k are k elements that come before it. So one look at every
-element gives the maxima, and exact selections follow among n / C maxima and k · C survivors, C about √(n / k).
+Tensors of similar size are the rows of a matrix, padded with zeros, so that each operation serves all of them. A row is
+divided into chunks of C elements. The k chunks with the largest maxima contain the k largest elements of a row: if an
+element is in another chunk, the maxima of those k are k elements before it. So one pass over all elements gives the
+maxima, and exact selections follow among n / C maxima and k · C survivors, C about √(n / k).
 
 After the 100-million-class paper, section 3.3.2, Fig. 5. There the k largest of every chunk survive, which are more.
 
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 SIMILAR = 0.75
-"""A tensor joins a group if it has at least this part of the elements of the group's largest."""
+"""Share of a group's largest tensor that another one must have in elements to join it."""
 SMALL = 4096
-"""Tensors up to so many elements share one group: padding costs less than another group's operations."""
+"""Largest size of tensors in one common group: padding costs less than another group's operations."""
 _LAST_PLACE = 2**32 - 1
 
 
@@ -33,13 +33,13 @@ class Group:
     tensors: list[int]
     """[T] numbers of the tensors."""
     ks: list[int]
-    """[T] how many of each are selected."""
+    """[T] number selected of each."""
     start: int
-    """Where the matrix begins among all of them."""
+    """Start of the matrix in the buffer."""
     chunks: int
-    """M."""
+    """M, chunks of a row."""
     chunk: int
-    """C."""
+    """C, elements of a chunk."""
 
     @property
     def row(self) -> int:
@@ -48,7 +48,7 @@ class Group:
 
 
 def grouped(numels: Sequence[int], ks: Sequence[int]) -> list[Group]:
-    """Put tensors with 0 < k into groups of similar size, the largest first."""
+    """Group tensors with 0 < k by similar size, largest first."""
     order = sorted((number for number, k in enumerate(ks) if k), key=lambda number: (-numels[number], number))
     members: list[list[int]] = []
     for number in order:
@@ -69,7 +69,7 @@ def grouped(numels: Sequence[int], ks: Sequence[int]) -> list[Group]:
 
 
 def ranked(magnitudes: Tensor, places: Tensor) -> Tensor:
-    """Keys that order by magnitude, and by place from the last to the first where magnitudes are equal.
+    """Return keys ordered by magnitude, and for equal magnitudes by place from last to first.
 
     Args:
         magnitudes: float32 [...], none below 0.
@@ -83,18 +83,18 @@ def ranked(magnitudes: Tensor, places: Tensor) -> Tensor:
 
 
 def places_of(keys: Tensor) -> Tensor:
-    """The places that :func:`ranked` put into keys."""
+    """Return the places that :func:`ranked` put into keys."""
     return _LAST_PLACE - (keys & _LAST_PLACE)
 
 
 class GroupedTopK:
-    """Selects in tensors that lie, group by group, in one buffer. What depends on their sizes is made once.
+    """Selects in tensors that follow each other, group by group, in one buffer. Index tensors are made once.
 
     About 20 operations for each group, whatever the number of tensors in it; no host sync.
     """
 
     def __init__(self, numels: Sequence[int], ks: Sequence[int], device: torch.device) -> None:
-        """Tensors of so many elements, and how many to select of each: 0 <= ks[i] <= numels[i] < 2**31."""
+        """Prepare for tensors of ``numels`` elements, selecting ``ks`` of each: 0 <= ks[i] <= numels[i] < 2**31."""
         self.device = device
         self._groups = grouped(numels, ks)
         self._numels = [numel if k else 0 for numel, k in zip(numels, ks, strict=True)]
@@ -114,18 +114,18 @@ class GroupedTopK:
         """Elements of the buffer, padding included."""
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """The part [numel] of the buffer that belongs to each tensor; [0] for one of which nothing is selected."""
+        """Return each tensor's part [numel] of the buffer; [0] for one of which nothing is selected."""
         return [buffer[start : start + numel] for start, numel in zip(self._starts, self._numels, strict=True)]
 
     def select(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
-        """Select the largest magnitudes of each tensor; where magnitudes are equal, those of lower index.
+        """Select the largest magnitudes of each tensor; of equal ones those of lower index.
 
         Args:
             buffer: float32 [buffer_numel], zeros between the tensors. NaN counts as larger than infinity.
 
         Returns:
-            The indices int64 [K] within each tensor, one tensor after the other, rising in each; and where in the
-            buffer they are, int64 [K].
+            Indices int64 [K] within each tensor, one tensor after the other, ascending in each; and their places in the
+            buffer, int64 [K].
         """
         if not self._groups:
             return self._owners, self._owners
@@ -135,11 +135,11 @@ class GroupedTopK:
         return indices, self._starts_on_device[keys >> 32] + indices
 
     def _in_group(self, number: int, buffer: Tensor) -> Tensor:
-        """The indices of a group's selected elements, one tensor after the other."""
+        """Return the indices of a group's selected elements, one tensor after the other."""
         group = self._groups[number]
         matrix = buffer[group.start : group.start + len(group.tensors) * group.row].view(-1, group.chunks, group.chunk)
         most = max(group.ks)
-        largest = torch.maximum(matrix.amax(2), matrix.amin(2).neg_()).abs_()  # no copy of the matrix
+        largest = torch.maximum(matrix.amax(2), matrix.amin(2).neg_()).abs_()  # without a copy of the matrix
         maxima = ranked(largest, torch.arange(group.chunks, device=buffer.device))
         chosen = places_of(maxima.topk(min(most, group.chunks), sorted=False).values)
         rows = torch.arange(len(group.tensors), device=buffer.device)[:, None]

@@ -17,25 +17,25 @@ from geartrain.bridge.parallel.topk.requirements import replicated_part
 
 
 class TopKGradients:
-    """Lets the ranks of a ``DistributedDataParallel`` model exchange only the largest elements of their gradients.
+    """Reduces the gradient exchange of a ``DistributedDataParallel`` model to the largest elements.
 
-    Deep gradient compression (Lin 2017; section 3.3.2 of the 100-million-class paper): what a rank does not send stays
-    in a residual of its own until it is among the largest, with momentum applied before (momentum correction) and
-    forgotten for what was sent (factor masking). ::
+    Deep gradient compression (Lin 2017; section 3.3.2 of the 100-million-class paper): unsent values stay in a rank's
+    own residual until they are among the largest, with momentum applied before (momentum correction) and cleared for
+    sent values (factor masking). ::
 
         model = DistributedDataParallel(network)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)        # without momentum: TopKGradients has it
         topk = gt.TopKGradients(sparsity=0.999, momentum=0.9, warmup_steps=2000).attach(model, optimizer)
 
-    The training loop stays as it is. After ``backward()`` the gradients are what the optimizer is to apply, momentum
-    and weight decay included: clip by ``clip``, not by ``clip_grad_norm_``. Tensors of up to 4096 elements, and those
-    for which k · ranks >= elements, travel dense, and train as SGD with momentum does; with ``sparsity=0`` all of them.
-    A rate that changes applies to late elements, too.
+    The training loop stays as it is. After ``backward()`` the gradients are the optimizer's update, momentum and weight
+    decay included: clip by ``clip``, not by ``clip_grad_norm_``. Tensors of up to 4096 elements, and those for which
+    k · ranks >= elements, are sent dense, and train as SGD with momentum does; with ``sparsity=0`` all of them. A
+    changed learning rate applies to late elements, too.
 
-    A backward pass costs an exchange of three integers, one all-gather of 8 · k + 4 bytes a rank for each of DDP's
-    buckets, and one all-reduce of the bucket's dense tensors: on a CPU all beside the rest of the backward pass; on
-    devices the hosts wait for one another at its begin. A rank keeps two numbers (float32) for each parameter, three
-    with weight decay, five with a GradScaler.
+    A backward pass costs an exchange of three integers, one all-gather of 8 · k + 4 bytes a rank for each DDP bucket,
+    and one all-reduce of the bucket's dense tensors: on a CPU all during the rest of the backward pass; on devices the
+    hosts wait for one another at its start. A rank keeps two numbers (float32) for each parameter, three with weight
+    decay, five with a GradScaler.
     """
 
     def __init__(
@@ -48,18 +48,18 @@ class TopKGradients:
         weight_decay: float = 0.0,
         clip: float | None = None,
     ) -> None:
-        """Settings, the same on every rank.
+        """Store the settings, the same on every rank.
 
         Args:
-            sparsity: the part of each large tensor that is not sent in a step, in [0, 1): 0.999 sends one in 1000.
-            warmup_steps: over how many steps the sparsity rises: 75, 93.75, 98.4, 99.6 %. The paper takes four epochs.
+            sparsity: unsent share of each large tensor in a step, in [0, 1): 0.999 sends one element in 1000.
+            warmup_steps: steps over which the sparsity rises: 75, 93.75, 98.4, 99.6 %. The paper takes four epochs.
             momentum: in [0, 1).
-            nesterov: look ahead, as ``torch.optim.SGD`` does.
-            weight_decay: added to the gradient, as ``torch.optim.SGD`` does; exact, for it needs no communication.
+            nesterov: Nesterov momentum, as in ``torch.optim.SGD``.
+            weight_decay: added to the gradient, as in ``torch.optim.SGD``; exact, as it needs no communication.
             clip: each rank clips the 2-norm of its own gradient of all parameters to clip · √ranks before it
                 accumulates it, so that the mean of as many independent ones is at most about ``clip`` (Lin 2017,
-                section 3.2, of shares that carry 1 / ranks already). Of gradients that are alike it is up to √ranks
-                more. Nothing is sent before the backward pass has ended then, for the norm is not known earlier.
+                section 3.2, of shares that are already divided by ranks). The mean of similar gradients is up to √ranks
+                larger. Nothing is then sent before the end of the backward pass, as the norm is not known earlier.
 
         Raises:
             InvalidArgument: a value is out of its range.
@@ -78,18 +78,18 @@ class TopKGradients:
         self._exchange: GradientExchange | None = None
 
     def attach(self, model: nn.Module, optimizer: Any, *, grad_scaler: Any = None) -> TopKGradients:
-        """Exchange the gradients of ``model`` in this way from now on; return self. Every rank calls it.
+        """Start to exchange the gradients of ``model`` in this way; return self. Every rank calls it.
 
         Args:
             model: a DistributedDataParallel without another communication hook, with parameters in float32 or bfloat16;
-                or what :func:`geartrain.parallelize` made, before its first step: then of the parts that are whole on
-                every rank. With ``find_unused_parameters`` or ``static_graph`` a gradient that is zero everywhere
-                counts as that of a parameter which took no part: its momentum and residual wait.
+            or a model from :func:`geartrain.parallelize`, before its first step: then for its parts that are whole on
+            every rank. With ``find_unused_parameters`` or ``static_graph`` a gradient of zeros counts as that of an
+            unused parameter: its momentum and residual wait.
             optimizer: trains all of those parameters, without momentum or weight decay: ``torch.optim.SGD(lr=...)``.
-                Split parts have another one, with momentum.
-            grad_scaler: the ``torch.amp.GradScaler`` of the loop, which has to be given if there is one. Residuals are
-                kept without its scale. If a gradient of any rank holds NaN or infinity, the scaler skips the step on
-                every rank, and momentum and residuals are put back as they were.
+            Split parts have another one, with momentum.
+            grad_scaler: the ``torch.amp.GradScaler`` of the loop; required if there is one. Residuals are kept
+            unscaled. If a gradient of any rank holds NaN or infinity, the scaler skips the step on every rank, and
+            momentum and residuals are restored.
 
         Raises:
             InvalidArgument: one of these does not hold, or this object is attached already.
@@ -103,47 +103,48 @@ class TopKGradients:
 
     @property
     def steps(self) -> int:
-        """How many steps were applied; the warm-up goes by them."""
+        """Number of applied steps, which drives the warm-up."""
         return self._attached.steps
 
     @property
     def skipped_steps(self) -> int:
-        """How many were left out because some rank's gradient was not finite and a GradScaler is there."""
+        """Number of steps skipped because some rank's gradient was not finite, with a GradScaler."""
         return self._attached.skipped_steps
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank's collectives were, and how many bytes they had."""
+        """Collectives of this rank and their bytes."""
         return self._attached.link.traffic
 
     def merge(self) -> None:
-        """Give every rank the mean of all ranks' momentum and residuals, so that :meth:`state_dict` has them all.
+        """Average all ranks' momentum and residuals on every rank, so that :meth:`state_dict` is complete.
 
-        Every rank calls it, between two steps; :func:`geartrain.save` does. What waits to be sent stays the same in
-        sum, and training goes on from it. It costs two all-reduces of the size of the model; nothing where no step was
-        made since.
+        Every rank calls it, between two steps; :func:`geartrain.save` does. The sum of unsent values stays the same,
+        and training continues from it. Costs two all-reduces of the size of the model; nothing if there was no step
+        since.
+
 
         Raises:
             InvalidArgument: an earlier step failed, or ``optimizer.step()`` has not applied the last gradients.
-            SyncError: so it is on another rank.
+            SyncError: that is so on another rank.
             RankLost: a rank died.
         """
         self._attached.merge()
 
     @property
     def saving_ranks(self) -> Communicator:
-        """The ranks that save together: each has a part of the residuals."""
+        """Ranks that save together: each has a part of the residuals."""
         return self._attached.link
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps, momentum and residuals: the same on every rank, for any number of ranks.
+        """Return steps, momentum and residuals: the same on every rank, for any number of ranks.
 
-        Give this object to :func:`geartrain.save` on every rank, or call :meth:`merge` on every rank and keep what this
-        returns in any way (``torch.save`` on one rank, ``torch.distributed.checkpoint`` on all).
+        Pass this object to :func:`geartrain.save` on every rank, or call :meth:`merge` on every rank and store the
+        result in any way (``torch.save`` on one rank, ``torch.distributed.checkpoint`` on all).
 
         Raises:
-            InvalidArgument: :meth:`merge` was not called since the last step, so that this rank has only its part; or
-                ``optimizer.step()`` has not applied the last gradients.
+            InvalidArgument: :meth:`merge` was not called since the last step, so this rank has only its part; or
+            ``optimizer.step()`` has not applied the last gradients.
         """
         exchange = self._attached
         exchange.require_between_steps()
@@ -155,7 +156,7 @@ class TopKGradients:
         return {"steps": exchange.steps, **exchange.state.shaped()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a :meth:`state_dict`; on every rank the same. Sparsity and number of ranks may be others.
+        """Load a :meth:`state_dict`, the same on every rank. Sparsity and number of ranks may differ.
 
         If a rank loads another one, or none, the next ``backward()`` raises SpecMismatch on every rank.
 

@@ -15,18 +15,18 @@ from geartrain.bridge.rows.stand_in import named_dense_parameters
 
 DTYPES = (torch.float32, torch.bfloat16)
 _COMPILED = "_orig_mod."
-"""torch.compile puts this before the names of parameters."""
+"""Prefix that torch.compile adds to names of parameters."""
 
 
 def replicated_part(model: object) -> tuple[DistributedDataParallel, nn.Module]:
-    """What averages the gradients of ``model``, and the module that names its parameters.
+    """Return the DDP module that averages the gradients of ``model``, and the module that names its parameters.
 
     Raises InvalidArgument if no process group averages them.
     """
     if isinstance(model, DistributedDataParallel):
         return model, model.module
     ddp, module = getattr(model, "ddp", None), getattr(model, "module", None)
-    if isinstance(ddp, DistributedDataParallel) and isinstance(module, nn.Module):  # of gt.parallelize
+    if isinstance(ddp, DistributedDataParallel) and isinstance(module, nn.Module):  # from gt.parallelize
         return ddp, module
     raise InvalidArgument(
         f"model is {quoted(type(model).__name__)}; it must be a torch.nn.parallel.DistributedDataParallel, whose "
@@ -36,7 +36,7 @@ def replicated_part(model: object) -> tuple[DistributedDataParallel, nn.Module]:
 
 
 def trained_parameters(model: DistributedDataParallel, named: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters whose gradients DDP exchanges, by the names they have in ``named``."""
+    """Return the parameters whose gradients DDP exchanges, by their names in ``named``."""
     ignored: set[str] = getattr(model, "parameters_to_ignore", set())
     averaged = {
         id(parameter)
@@ -62,7 +62,7 @@ def require_types(parameters: Mapping[str, nn.Parameter], sparsity: float) -> No
 
 
 def require_plain(optimizer: object, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
-    """``optimizer`` itself. Raises InvalidArgument if it would apply momentum or decay a second time, or does not train
+    """Return ``optimizer``. Raises InvalidArgument if it would apply momentum or decay a second time, or does not train
     one of ``parameters``."""
     if not isinstance(optimizer, Optimizer):
         raise InvalidArgument(f"optimizer is {quoted(optimizer)}; it must be a torch.optim.Optimizer, such as SGD")
@@ -80,7 +80,7 @@ def require_plain(optimizer: object, parameters: Mapping[str, nn.Parameter]) -> 
 def require_no_momentum(optimizer: Optimizer) -> None:
     """Raise InvalidArgument if the optimizer would apply momentum or decay a second time.
 
-    Schedulers (``OneCycleLR``) and a loaded ``state_dict`` may give it some later.
+    Schedulers (``OneCycleLR``) and a loaded ``state_dict`` may add some later.
     """
     for number, group in enumerate(optimizer.param_groups):
         if "betas" in group:

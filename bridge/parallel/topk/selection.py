@@ -1,4 +1,4 @@
-"""Number of elements of a gradient that are sent, and the sparsity of a step's gradients."""
+"""Number of elements of a gradient that are sent, and the sparsity of each step."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from fractions import Fraction
 from geartrain.ams.values.errors import InvalidArgument
 
 MOST_ELEMENTS = 2**31 - 1
-"""Of a tensor: indices travel as int32."""
+"""Most elements of a tensor: indices are sent as int32."""
 SMALL = 4096
-"""Tensors of up to so many elements travel dense: biases and norms, which are few bytes."""
+"""Largest tensors that are always dense: biases and norms, which are few bytes."""
 _FIRST_KEPT = 0.25
-"""What the first level of the warm-up sends, and by what each level sends less than the one before."""
+"""Share sent at the first level of the warm-up, and the factor between levels."""
 
 
 def sent_counts(numels: Sequence[int], sparsity: float, ranks: int) -> list[int]:
-    """How many elements of each tensor a rank sends: all where it is small, or better off dense."""
+    """Return the elements of each tensor that a rank sends: all if it is small, or cheaper dense."""
     found = counts(numels, sparsity, ranks=ranks)
     return [numel if numel <= SMALL else k for numel, k in zip(numels, found, strict=True)]
 
 
 def counts(numels: Sequence[int], sparsity: float, *, ranks: int = 2) -> list[int]:
-    """How many elements of each tensor to send: ``numel`` where it had better be sent dense.
+    """Return the elements of each tensor to send: ``numel`` where dense is cheaper.
 
-    k = max(1, ⌈numel · (1 − sparsity)⌉), with ``sparsity`` in [0, 1) as it is written: 0.999 leaves one in 1000. A rank
-    receives 8 · k bytes (int32 index, float32 value) from each other rank; of a dense all-reduce it receives
-    8 · numel / ranks bytes for each of them. So a tensor is dense where k · max(ranks, 2) >= numel.
+    k = max(1, ⌈numel · (1 − sparsity)⌉), with ``sparsity`` in [0, 1) as a decimal: 0.999 leaves one in 1000. A rank
+    receives 8 · k bytes (int32 index, float32 value) from each other rank; of a dense all-reduce it receives 8 · numel
+    / ranks bytes for each of them. So a tensor is dense where k · max(ranks, 2) >= numel.
 
     Raises InvalidArgument for a tensor of 2**31 elements or more.
     """
@@ -42,7 +42,7 @@ def _count(numel: int, kept: Fraction, ranks: int) -> int:
 
 
 def sparsity_at(step: int, sparsity: float, warmup_steps: int) -> float:
-    """The sparsity of ``step``, from 0 on: 75, 93.75, 98.4, 99.6 % (so many levels as are below ``sparsity``), then it.
+    """Return the sparsity of ``step``, from 0 on: 75, 93.75, 98.4, 99.6 % (the levels below ``sparsity``), then it.
 
     The levels share ``warmup_steps`` evenly (Lin 2017, section 3.3, where each is an epoch).
     """

@@ -14,14 +14,14 @@ from geartrain.bridge.collectives.communicator import Communicator
 
 
 class GradientState:
-    """By name of a parameter, tensors [numel] in the order of its memory, as DDP's buckets have it.
+    """Tensors [numel] by name of a parameter, in the order of its memory, as in DDP's buckets.
 
     They are float32, or float64 where the parameter is.
 
     Attributes:
         momentum: u of Lin 2017, of every parameter.
         residual: v, of those that are sent sparse; of others while a loaded one waits to be sent.
-        decay: the momentum of weight decay, which is the same on every rank; of those with a residual.
+        decay: the momentum of weight decay, equal on every rank; of those with a residual.
         sparse: names of those that are sent sparse, at the latest after the warm-up.
     """
 
@@ -37,41 +37,41 @@ class GradientState:
         self._kept: list[tuple[Tensor, Tensor]] = []
 
     def average(self, link: Communicator) -> None:
-        """Give every rank the mean over the ranks, so that what waits in all of them stays the same in sum."""
+        """Give every rank the mean over the ranks, which keeps the sum of unsent values."""
         for tensors in (self.momentum, self.residual):
             for tensor in tensors.values():
                 tensor.copy_(link.start_sum(tensor).result()).div_(link.world_size)
 
     def save(self, names: list[str]) -> None:
-        """Note what momentum and residuals of ``names`` are, for :meth:`restore`."""
+        """Copy momentum and residuals of ``names`` for :meth:`restore`."""
         both = [tensors[name] for name in names for tensors in (self.momentum, self.residual)]
         self._kept += [(tensor, tensor.clone()) for tensor in both]
 
     def restore(self) -> None:
-        """Make what was kept valid again."""
+        """Restore the copies."""
         for tensor, kept in self._kept:
             tensor.copy_(kept)
         self._kept = []
 
     def discard(self) -> None:
-        """Forget what was kept."""
+        """Drop the copies."""
         self._kept = []
 
     def shaped(self) -> dict[str, dict[str, Tensor]]:
-        """The tensors themselves in the shapes of their parameters."""
+        """Return the tensors in the shapes of their parameters, as views."""
         return {
             kind: {name: _in_shape(tensor, self._parameters[name]) for name, tensor in tensors.items()}
             for kind, tensors in (("momentum", self.momentum), ("residual", self.residual), ("decay", self.decay))
         }
 
     def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take the values of :meth:`shaped`.
+        """Load the values of :meth:`shaped`.
 
         Raises, and changes nothing: SpecMismatch, if they are of other parameters; NonFinite.
         """
         self._require_same(saved)
         for mine, theirs in ((self.residual, saved["residual"]), (self.decay, saved["decay"])):
-            for name in {*mine} - {*theirs} - self.sparse:  # of a state before: all ranks have the same ones
+            for name in {*mine} - {*theirs} - self.sparse:  # from an earlier load: equal on all ranks
                 del mine[name]
             mine |= {name: _zeros(self._parameters[name]) for name in theirs if name not in mine}
         for kind, tensors in self.shaped().items():
@@ -104,7 +104,7 @@ class GradientState:
 
 
 def digest_of(saved: Mapping[str, Mapping[str, Any]]) -> int:
-    """Of all values: a positive number of 63 bits."""
+    """Return a digest of all values: a positive number of 63 bits."""
     hashed = xxhash.xxh3_64()
     for kind, tensors in sorted(saved.items()):
         for name, tensor in sorted(tensors.items()):
@@ -114,7 +114,7 @@ def digest_of(saved: Mapping[str, Mapping[str, Any]]) -> int:
 
 
 def taken_out(tensors: dict[str, Tensor], name: str, *, stays: bool) -> Tensor | None:
-    """What ``name`` has; nothing, or zeros where it ``stays``, are left there."""
+    """Remove and return the tensor of ``name``; if it ``stays``, leave zeros."""
     found = tensors.pop(name, None)
     if found is not None and stays:
         tensors[name] = torch.zeros_like(found)
@@ -127,13 +127,13 @@ def _zeros(parameter: nn.Parameter) -> Tensor:
 
 
 def _in_shape(flat: Tensor, parameter: nn.Parameter) -> Tensor:
-    """A view of ``flat`` whose memory is laid out as the parameter's, or in C order where DDP's buckets have that."""
+    """Return a view of ``flat`` with the parameter's memory layout, or in C order where DDP's buckets have that."""
     like = torch.empty_like(parameter, device="meta")
     return flat.as_strided(like.shape, like.stride())
 
 
 def in_memory_order(parameter: nn.Parameter) -> Tensor:
-    """The elements [numel] of a parameter as DDP's buckets have them."""
+    """Return the elements [numel] of a parameter in the order of DDP's buckets."""
     like = torch.empty_like(parameter, device="meta")
     weight = parameter.detach()
     return weight.as_strided((weight.numel(),), (1,)) if like.stride() == weight.stride() else weight.reshape(-1)
