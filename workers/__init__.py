@@ -1,1 +1,1 @@
-"""The programs that train: jobs, models, data and recipes."""
+"""Training programs: jobs, models, data and recipes."""

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all."""
+"""Atomic writes of files and folders: they appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 @contextmanager
 def sole_user(folder: Path) -> Iterator[None]:
-    """Lock ``folder`` against other processes of this machine, which end without a trace of it. BlockingIOError: one
+    """Lock ``folder`` against other processes of this machine; the lock leaves no trace. Raises BlockingIOError if one
     of them has it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -26,7 +26,7 @@ def sole_user(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path beside ``path`` to write to; it takes the name ``path`` once the block has ended well."""
+    """Yield a path beside ``path`` to write to; it is renamed to ``path`` once the block has succeeded."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -39,10 +39,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty folder to fill; it takes the name ``path`` once the block has ended well.
+    """Yield an empty folder to fill; it is renamed to ``path`` once the block has succeeded.
 
-    The old folder is moved aside once the new one is on the disk, and removed last, so that at every moment one of
-    the two is complete: :func:`complete_folder` finds it.
+    The old folder is moved aside once the new one is on disk, and removed last, so that one of the two is always
+    complete: :func:`complete_folder` finds it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -68,13 +68,13 @@ def _sync(path: Path) -> None:
 
 
 def previous_folder(path: Path) -> Path:
-    """Where the old folder lies while it is being replaced."""
+    """Return the place of the old folder during its replacement."""
     path = path.absolute()  # "." has no name
     return path.with_name(f".{path.name}.previous")
 
 
 def complete_folder(path: Path) -> Path:
-    """``path``, or what it replaced if a crash fell between the two renames."""
+    """Return ``path``, or the folder it replaced if a crash fell between the two renames."""
     previous = previous_folder(path)
     return previous if not path.exists() and previous.exists() else path
 

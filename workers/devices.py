@@ -1,4 +1,4 @@
-"""Which device a worker computes on, and in which precision."""
+"""Choice of a worker's device and batch size for passes without gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from geartrain.ams.values.errors import ConfigError
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """``auto`` is a CUDA device if there is one, else the CPU. Raises ConfigError for one that is not there."""
+    """Return the device; ``auto`` is a CUDA device if there is one, else the CPU. Raises ConfigError if it is
+    absent."""
     if name == "auto":
         return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     try:
@@ -20,5 +21,5 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def images_at_once(device: torch.device) -> int:
-    """Batch size of passes without gradients: on a CPU, what stays in its caches (four times as fast as 1,024)."""
+    """Return the batch size of passes without gradients: on a CPU one that fits its caches (4x as fast as 1,024)."""
     return 128 if device.type == "cpu" else 1024

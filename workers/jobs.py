@@ -1,4 +1,4 @@
-"""The jobs that ``geartrain worker`` knows, by name."""
+"""Registry of the jobs of ``geartrain worker``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ JOBS: dict[str, type[Trainer]] = {
 
 
 def recipe_for(job: str, data: str | None, stated: Mapping[str, Any]) -> Any:
-    """The recipe of a job on ``data`` where ``stated`` is said, nested as the recipe is. Raises ConfigError."""
+    """Return the recipe of a job on ``data`` with the ``stated`` keys, nested as the recipe is. Raises ConfigError."""
     trainer = JOBS[job]
     return recipe_of(trainer.recipe_class, merged(trainer.usual_recipe(data, stated), stated))
 

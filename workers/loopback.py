@@ -1,4 +1,4 @@
-"""Where ranks of one machine meet, and whether strangers could join them."""
+"""Names of torchrun rendezvous backends, and a check whether other machines reach a port."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from itertools import chain
 import psutil
 
 BACKEND = "loopback"
-"""The rendezvous of one machine in ``rendezvous.py``, by the name under which pyproject.toml tells torchrun of it."""
+"""Name, in torchrun and pyproject.toml, of the rendezvous of one machine in ``rendezvous.py``."""
 BY_SCHEDULER = "geartrain"
-"""That of several machines."""
+"""Name of the rendezvous of several machines."""
 
 
 def open_address(port: int) -> str | None:
-    """An address of this machine at which others reach a listener on ``port``; None if there is none."""
+    """Return an address of this machine at which others reach a listener on ``port``; None if there is none."""
     for found in chain.from_iterable(psutil.net_if_addrs().values()):
         if found.family in (socket.AF_INET, socket.AF_INET6) and not ip_address(found.address).is_loopback:
             with suppress(OSError), socket.create_connection((found.address, port), 1.0):

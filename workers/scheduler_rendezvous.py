@@ -1,11 +1,12 @@
-"""``torchrun --rdzv-backend geartrain --rdzv-endpoint SCHEDULER``: ranks of several machines meet by the scheduler.
+"""``torchrun --rdzv-backend geartrain --rdzv-endpoint SCHEDULER``: rendezvous of several machines' ranks by the
+scheduler.
 
-The protocol is torch's for elastic jobs, and so are the numbers of machines, by their addresses: a machine that stays
-keeps its place. But the state of torch's own rendezvous is a pickle behind a port for all: whoever reaches it runs
-code. Here it is JSON at the scheduler, which asks for a certificate of the cluster, and so is the store of the agents;
-no agent opens a port. Ranks have a store there, too: ``bridge/collectives/scheduler_store.py``.
+The protocol is torch's for elastic jobs; so is the numbering of machines, by their addresses: a machine that stays
+keeps its number. But the state of torch's own rendezvous is a pickle behind an open port: whoever reaches it runs code.
+Here it is JSON at the scheduler, which requires a certificate of the cluster, and so is the store of the agents; no
+agent opens a port. Ranks have a store there, too: ``bridge/collectives/scheduler_store.py``.
 
-torchrun imports this module by its entry point, while it sets itself up; nobody else does.
+torchrun imports this module by its entry point during its setup; nothing else does.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ _STATE = "rendezvous"
 
 
 class ByScheduler(DynamicRendezvousHandler):
-    """The rendezvous of one agent among those of its job."""
+    """Rendezvous of one agent with those of its job."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        """Raise ConfigError: the endpoint is no address, or the folder of certificates is not as it must be."""
+        """Raise ConfigError if the endpoint is no address, or the folder of certificates is not valid."""
         names = ("join", "last_call", "close", "heartbeat")
         timeouts = {name: parameters.get_as_int(f"{name}_timeout") for name in names}
         settings = RendezvousSettings(
@@ -81,7 +82,8 @@ class ByScheduler(DynamicRendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other agents; name a store for this start of the ranks.
 
-        They find it by MASTER_PORT, which each start gives them: what forkserver starts has the variables of its first.
+        Ranks find it by MASTER_PORT, set at each start: processes of a forkserver have the variables of its first
+        start.
         """
         os.environ[VARIABLE] = f"{self._scheduler}/{self.get_run_id()}"
         meeting = super().next_rendezvous()
@@ -95,7 +97,8 @@ class ByScheduler(DynamicRendezvousHandler):
         return meeting
 
     def num_nodes_waiting(self) -> int:
-        """How many agents wait to join; ranks train on while the scheduler does not say."""
+        """Return the number of agents that wait to join; 0, so that ranks train on, if the scheduler does not
+        answer."""
         try:
             return super().num_nodes_waiting()
         except RendezvousConnectionError as exc:
@@ -104,7 +107,7 @@ class ByScheduler(DynamicRendezvousHandler):
 
 
 class SharedState(_BackendRendezvousStateHolder):
-    """What all agents know of their rendezvous, as JSON at the scheduler. Of one handler, under its locks."""
+    """Rendezvous state shared by all agents, as JSON at the scheduler. Used by one handler, under its locks."""
 
     def __init__(self, values: RendezvousValues, settings: RendezvousSettings) -> None:
         super().__init__(None, settings)  # type: ignore[arg-type]  # only sync would ask it
@@ -113,16 +116,16 @@ class SharedState(_BackendRendezvousStateHolder):
         self._version = 0
         self._known: bytes | None = None
         self._ended_version: int | None = None
-        """Of the state that an earlier torchrun of this id left."""
+        """Version of the state that an earlier torchrun of this id left."""
 
     def store(self, ranks: RendezvousValues) -> None:
-        """Let the scheduler keep these values for as long as the state is asked for, and no earlier ones."""
+        """Keep these values at the scheduler while the state is used, and drop earlier ones."""
         if self._ranks is not None:
             self._ranks.close()
         self._ranks = ranks
 
     def sync(self) -> bool | None:
-        """Write the state if it was changed here, else read it: whether it was written."""
+        """Write the state if it was changed here, else read it; return whether it was written."""
         if not self._dirty and 0 <= time.monotonic() - self._last_sync_time < self._cache_duration:
             return None
         try:
@@ -142,7 +145,7 @@ class SharedState(_BackendRendezvousStateHolder):
             self._ended_version = found.version
         if state is None or found.version == self._ended_version:
             state = _RendezvousState()
-            state.round = secrets.randbits(40)  # by which keys of an earlier torchrun are others
+            state.round = secrets.randbits(40)  # tells keys of an earlier torchrun apart
         else:
             self._known = found.value
         self._state, self._version = state, found.version
@@ -166,7 +169,7 @@ def _encoded(state: _RendezvousState) -> bytes:
 
 
 def _decoded(said: bytes) -> _RendezvousState:
-    """Raises RendezvousStateError."""
+    """Decode a state. Raises RendezvousStateError."""
     state = _RendezvousState()
     try:
         read = json.loads(said)
@@ -187,5 +190,5 @@ def _node(said: Sequence[Any]) -> _NodeDesc:
 
 
 def handler() -> RendezvousHandlerCreator:
-    """What torchrun asks this module for, by the entry point of its group ``torchrun.handlers``."""
+    """Return the handler's constructor, for the entry point in torchrun's group ``torchrun.handlers``."""
     return ByScheduler

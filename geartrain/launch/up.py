@@ -87,7 +87,7 @@ class Launcher:
             more: roles to start when all shards serve; allowed are those with ``in_up`` in the registry.
             restart: whether to restart roles that die.
             dashboard: host:port of a page that shows the cluster; None: no page. The cluster goes on however often it
-            dies.
+                dies.
 
         Raises:
             ConfigError: the shards cannot be divided among the servers, or several servers would share an address.

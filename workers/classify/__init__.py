@@ -1,1 +1,1 @@
-"""Classifiers of images: the training of a backbone and a class head, its validations and its report."""
+"""Image classifiers: training of a backbone and a class head, validations and report."""

@@ -1,8 +1,8 @@
-"""The best model of a run so far, by the images of the validation: the one that is written.
+"""Choice of the best model of a run by its validation; that one is written.
 
-A training may make a model worse than it was: on easy problems, with a rate too high, or after the step at which it
-begins to learn its images by heart. So the run looks at its start and then ten times a stage, and the folder ``model``
-holds the look that named most. The looks are a function of the step alone, as everything else of a run.
+Training may make a model worse: on easy problems, with a learning rate too high, or by overfitting. So the run is
+validated at its start and then ten times a stage, and the folder ``model`` holds the model of the best validation. The
+validations are a function of the step alone, as everything else of a run.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ ADVICE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """How well the model did at a step."""
+    """Validation of the model at a step."""
 
     step: int
     centers: str
     """``start`` (the means that training begins at), ``trained``, or ``imprinted`` (means of the trained features)."""
     validation_top1: float
     images: int
-    """Looked at."""
+    """Number of validation images."""
 
 
 class BestModel(BestLook[Look]):
-    """Keeps the best of the models that a run comes by in its folder. For the first rank."""
+    """Stores the best model of a run in its folder. For the first rank."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class BestModel(BestLook[Look]):
         write: Callable[..., None],
         tell: Callable[[bool], object] = bool,
     ) -> None:
-        """``look(step, centers)`` returns (top-1, images looked at) of the model as it is.
+        """``look(step, centers)`` returns (top-1, number of images) of the present model.
 
-        ``tell(is_better)`` comes after each look, for ranks that must take part in what is written.
-        ``write(training=...)`` puts it in ``folder`` with what is known of it. A model there already, if of ``job``, is
-        the best so far.
+        ``tell(is_better)`` is called after each validation, for ranks that must take part in writing.
+        ``write(training=...)`` writes the model to ``folder`` with its validation. A model there already, if of
+        ``job``, is the best so far.
         """
         self._job = job
         self._look = look
@@ -67,7 +67,7 @@ class BestModel(BestLook[Look]):
         )
 
     def consider(self, step: int, centers: str) -> Look:
-        """Look at the model as it is, and keep it if none was better; of equal ones the later."""
+        """Validate the present model, and store it if none was better; of equal ones the later."""
         top1, images = self._look(step, centers)
         look = Look(step=step, centers=centers, validation_top1=top1, images=images)
         is_better = self.compare(look)
@@ -77,17 +77,17 @@ class BestModel(BestLook[Look]):
         return look
 
     def training(self) -> dict[str, Any]:
-        """What the model's folder and the report say of it."""
+        """Return the entry about training of the model's folder and the report."""
         if self.best is None or self.start is None:
             raise ConfigError("no model was looked at yet")
         return {"job": self._job, "best": asdict(self.best), "start": asdict(self.start)}
 
     def verdict(self) -> list[str]:
-        """Lines for the person: which model is written, and what to try if training was of no use."""
+        """Return lines for the person: which model is written, and a remedy if training was of no use."""
         best, start = self.best, self.start
         if best is None or start is None:
             return []
-        if start.centers != START:  # what was known of the start went with a model that is lost
+        if start.centers != START:  # the validation of the start was lost with its model
             return [f"The model is that of step {best.step}: top-1 {best.validation_top1:.4f}"]
         if best.centers != START:
             what = ", centers imprinted anew" if best.centers == IMPRINTED else ""

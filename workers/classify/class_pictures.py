@@ -1,7 +1,7 @@
-"""What classes of characters and signs look like, for people who ask a model: a picture of each, as training saw it.
+"""Example pictures of the classes of characters and signs, for people who query a model: one of each, as in training.
 
-A run keeps them beside its model, and an export takes them along. There are none of photographs, which may show people:
-a model is made to be handed on. Legend: N images, C classes, S side.
+A run stores them beside its model, and an export copies them. Photographs are left out, as they may show people and a
+model is made to be handed on. Legend: N images, C classes, S side.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def write_class_pictures(
 
 
 def bring(run: Path, staging: Path, num_classes: int) -> None:
-    """Copy those of a run to the export that is being written, if there are some, of these classes."""
+    """Copy a run's pictures to the export being written, if they exist and are of these classes."""
     if (run / FILE).exists() and len(map_tensors(run / FILE)[_PICTURES]) == num_classes:
         shutil.copyfile(run / FILE, staging / FILE)
 
 
 class ClassPictures:
-    """Those in the folder of a model, mapped."""
+    """Pictures in the folder of a model, mapped."""
 
     def __init__(self, folder: Path) -> None:
         self._bitmaps_CSS: Bitmaps | None = map_tensors(folder / FILE)[_PICTURES] if (folder / FILE).exists() else None
@@ -60,7 +60,7 @@ class ClassPictures:
         return self._bitmaps_CSS is not None
 
     def png(self, label: int) -> bytes | None:
-        """A class as a PNG file, dark ink on white; None: there is no picture of it."""
+        """Return a class as a PNG file, dark ink on white; None without a picture of it."""
         if self._bitmaps_CSS is None or not 0 <= label < len(self._bitmaps_CSS) or not self._bitmaps_CSS[label].any():
             return None
         file = BytesIO()

@@ -1,4 +1,4 @@
-"""The two jobs that train a classifier, by their images: ``glyphs`` and ``classify``."""
+"""The two jobs that train an image classifier: ``glyphs`` and ``classify``."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ _NAMED = 5
 
 @dataclass(frozen=True)
 class LabelledImages:
-    """What a classifier is trained on."""
+    """Training data of a classifier."""
 
     class_names: list[str]
     train: Images
     held_out: Mapping[str, Images]
-    """Name -> images of a test; training never sees them."""
+    """Test images by name; training never sees them."""
     folder: str | None = None
-    """Where a person's own are."""
+    """Folder of the person's own images."""
     chooses_model: bool = False
-    """Whether the first of ``held_out`` is a validation by which the model that is kept is chosen."""
+    """Whether the first of ``held_out`` is a validation that chooses the model to store."""
     unreadable: Unreadable = field(default_factory=lambda: Unreadable(skip=False))
-    """The pictures that were passed over so far."""
+    """Pictures skipped so far."""
 
 
 class Classifier(ImageTrainer):
-    """Trains, looks at the validation now and then, and keeps the best model."""
+    """Trains, validates now and then, and stores the best model."""
 
     in_one_process = False
 
@@ -95,7 +95,7 @@ class Classifier(ImageTrainer):
             ranks=ranks,
             device=device,
         )
-        # Of the held-out images; another rank that takes part has none of its own to ask about.
+        # Of the held-out images; another rank that takes part has none of its own.
         held_out = images.held_out
         if not ranks.is_first:
             held_out = {name: own.subset(slice(0, 0)) for name, own in held_out.items()}
@@ -117,19 +117,19 @@ class Classifier(ImageTrainer):
 
     @property
     def all_take_part(self) -> bool:
-        """Whether the ranks have the rows."""
+        """Whether the ranks hold the rows."""
         return self.head.backend.local is not None
 
     def data(self) -> dict[str, Any]:
-        """Where the images are, and how the backbone was made."""
+        """Return the place of the images, and the backbone's settings."""
         return {"source": self._labelled.folder, "backbone_settings": self._settings}
 
     def files(self) -> dict[str, bytes]:
-        """The names of the classes, and the graph."""
+        """Return the names of the classes, and the graph."""
         return {**super().files(), _CLASSES: json.dumps(self._labelled.class_names, ensure_ascii=False).encode()}
 
     def start_snapshot(self, root: str, name: str, *, parent: str | None, state: JobState) -> PendingSnapshot:
-        """See :class:`Trainer`. Of rows on ranks all ranks write it while the training waits, to one folder."""
+        """Begin a snapshot. Of rows on ranks all ranks write it to one folder while the training waits."""
         if self.cluster is not None:
             return super().start_snapshot(root, name, parent=parent, state=state)
         files = state.all_files()
@@ -139,7 +139,7 @@ class Classifier(ImageTrainer):
         return PendingSnapshot(path, written)
 
     def restore(self, state: JobState) -> None:
-        """Go on from a state whose rows are in place already."""
+        """Restore a state whose rows are in place already."""
         super().restore(state)
         self._open_best()
 
@@ -176,13 +176,13 @@ class Classifier(ImageTrainer):
             )
 
     def begun(self) -> None:
-        """Look at the start."""
+        """Validate the start."""
         if not self._labelled.chooses_model:
             self._evaluation.quick_look()
         self._consider(START)
 
     def between(self) -> None:
-        """Look at the validation so many times a stage."""
+        """Validate at the steps of the stage's schedule."""
         step, steps = self.progress.part
         if step % evaluation_period(steps) == 0:
             with self.phases.measured("looks"):
@@ -190,17 +190,17 @@ class Classifier(ImageTrainer):
             self._replica.train()
 
     def trained(self) -> None:
-        """Look at the end, and at what class centers imprinted anew would do."""
+        """Validate at the end, also with newly imprinted class centers."""
         if not self._was_complete:
             self._consider(TRAINED)
             if self.recipe.imprint:
                 self.imprint(self.backbone)
                 self._consider(IMPRINTED)
-        elif self._best is not None and self._best.best is None:  # the model there is lost
+        elif self._best is not None and self._best.best is None:  # the stored model is lost
             self._consider(IMPRINTED if self.recipe.imprint else TRAINED)
 
     def saved(self) -> None:
-        """Without a validation the last model is the one that is written."""
+        """Write the last model if there is no validation."""
         if not self._labelled.chooses_model:
             self._write_model(training={"step": self.progress.step})
 
@@ -229,7 +229,7 @@ class Classifier(ImageTrainer):
         save_model_of_head(self._attempt.options.out / "model", model, head, is_first=self.ranks.is_first)
 
     def report(self) -> dict[str, Any] | None:
-        """Test the model that is kept, and draw its mistakes."""
+        """Test the stored model, and draw its mistakes."""
         step, out, best = self.progress.step, self._attempt.options.out, self._best
         if not self.ranks.is_first:
             if not self._labelled.chooses_model:
@@ -257,21 +257,21 @@ class Classifier(ImageTrainer):
         }
 
     def conclude(self) -> str:
-        """What the run folder has."""
+        """Return the contents of the run folder, in words."""
         return "Model, report and mistakes"
 
     def diverged(self) -> str:
-        """The best model before is what is left."""
+        """Return a sentence about the best earlier model, which is left."""
         if self._best is None or self._best.best is None:
             return ""
         return f"the model in {self._attempt.options.out} is that of step {self._best.best.step}, the best before"
 
     def rates(self) -> dict[str, float]:
-        """The one of backbone and class centers."""
+        """Return the learning rate of backbone and class centers."""
         return {"lr": self.recipe.lr * self.recipe.rate}
 
     def _report_unreadable(self) -> None:
-        """Name the pictures that were passed over, unless they are named already."""
+        """Name the skipped pictures, unless they are named already."""
         found = sorted(self._labelled.unreadable.found.values())
         if len(found) > self._unreadable_told:
             self._unreadable_told = len(found)
@@ -281,7 +281,7 @@ class Classifier(ImageTrainer):
 
 
 class GlyphTrainer(Classifier):
-    """Trains on characters of the pip-installed fonts; held-out families are the test."""
+    """Trains on characters of pip-installed fonts; held-out families are the test."""
 
     job = "glyphs"
     recipe_class = GlyphRecipe
@@ -295,14 +295,14 @@ class GlyphTrainer(Classifier):
 
 
 class FolderTrainer(Classifier):
-    """Trains on a person's images (see ``load_folder``); the held-out part of each class chooses the model."""
+    """Trains on a person's images (``load_folder``); the held-out part of each class chooses the model."""
 
     job = "classify"
     recipe_class = ClassifyRecipe
 
     @classmethod
     def usual_recipe(cls, data: str | None, stated: Mapping[str, Any]) -> dict[str, Any]:
-        """Rates are the optimizer's; random features are no class centers to begin with; ink is grey."""
+        """Return the default rates of the optimizer, no imprinting of random features, and grey for ink."""
         del data
         usual: dict[str, Any] = {}
         if str(stated.get("backbone", "")).startswith(("iresnet", "timm:")):
@@ -317,7 +317,7 @@ class FolderTrainer(Classifier):
 
     @staticmethod
     def require(options: JobOptions) -> None:
-        """There are images, and what is written is not among them."""
+        """Check that there are images, and that the output is not among them."""
         what = "--data FOLDER, with one sub-folder of images for each class, or a .tar or .rec file"
         if options.data is None and not options.resume:
             raise ConfigError(f"which images? Give {what}")
@@ -331,7 +331,7 @@ class FolderTrainer(Classifier):
 
     @staticmethod
     def load(options: JobOptions, state: JobState | None, console: Console) -> LabelledImages:
-        """Read the images as they were read before: what was left out then has no place in their order."""
+        """Read the images as they were first read: images left out then have no place in their order."""
         folder = Path(options.data or (state.data["source"] if state is not None else "")).resolve()
         recipe: ClassifyRecipe = options.recipe
         data = load_folder(

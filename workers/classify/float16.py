@@ -11,26 +11,26 @@ from torch import Tensor, nn
 from geartrain.ams.values.errors import NonFinite
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
-"""They stay in float32: their sums and variances leave the range of float16."""
+"""Norm layers, which stay in float32: their sums and variances exceed the range of float16."""
 _LEAST_SCALE = 2.0**-14
 
 
 class LossScaler(torch.amp.GradScaler):
-    """That of PyTorch, for gradients in float16, too. Once no scale helps, :meth:`update` raises NonFinite."""
+    """PyTorch's GradScaler, also for gradients in float16. Once no scale helps, :meth:`update` raises NonFinite."""
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
         del allow_fp16
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Lower the scale after a step that was skipped, or raise it after many that were not."""
+        """Lower the scale after a skipped step, or raise it after many others."""
         super().update(new_scale)
         if self.get_scale() < _LEAST_SCALE:
             raise NonFinite("the gradients hold NaN or infinity in float16, whatever the scale of the loss")
 
 
 def to_float16(backbone: nn.Module) -> None:
-    """Make parameters and buffers float16, but for those of norms; ``backbone`` takes and gives what it did before."""
+    """Make parameters and buffers float16, except those of norms; inputs and outputs of ``backbone`` stay the same."""
     for module in backbone.modules():
         if not isinstance(module, NORMS):
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):

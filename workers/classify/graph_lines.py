@@ -11,7 +11,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class GraphLines:
-    """Tells how far the building of a graph is: every five seconds, and when it is done. Use from one thread a build.
+    """Prints the progress of a graph build: every five seconds, and at its end. Use from one thread a build.
 
     Call it with (done, total).
     """
@@ -26,7 +26,7 @@ class GraphLines:
 
     def __call__(self, done: int, total: int) -> None:
         now = self._clock()
-        if self._started is None or done < self._done:  # the build before it was cancelled
+        if self._started is None or done < self._done:  # the build before was cancelled
             self._started = self._told = now
         self._done = done
         seconds = now - self._started

@@ -1,4 +1,4 @@
-"""Evaluation of a classifier on images it never saw, during training and at the end."""
+"""Evaluation of a classifier on held-out images, during training and at the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _QUICK_LOOK_IMAGES = 2000
 
 
 class Evaluation:
-    """Asks a model about the held-out images of a job."""
+    """Evaluates a model on the held-out images of a job."""
 
     def __init__(self, held_out: Mapping[str, Images], trainer: ImageTrainer, say: Callable[[str], None]) -> None:
         self._held_out = held_out
@@ -27,12 +27,12 @@ class Evaluation:
         self._logged: dict[str, int] = {}
 
     def quick_look(self) -> None:
-        """Accuracy before the first step, on a part of each test."""
+        """Measure the accuracy before the first step, on a part of each test."""
         for name in self._held_out:
             self._test(name, 0)
 
     def quick_test(self, step: int, centers: str) -> tuple[float, int]:
-        """Top-1 on a part of the first test, the same at every look, and how many images that is."""
+        """Return top-1 on a part of the first test, the same each time, and the number of images."""
         result = self._test(next(iter(self._held_out)), step, centers)
         self._trainer.metric = "accuracy", result.top1
         return result.top1, len(result.images)
@@ -40,7 +40,7 @@ class Evaluation:
     def _test(self, name: str, step: int, centers: str = "") -> Answers:
         images = self._held_out[name]
         result = self._answer(every_nth(images, _QUICK_LOOK_IMAGES))
-        if step > self._logged.get(name, -1):  # the centers of one step may be looked at twice
+        if step > self._logged.get(name, -1):  # the centers of one step may be evaluated twice
             self._logged[name] = step
             self._trainer.events.scalars(f"held_out/{name}", {"top1": result.top1, "top5": result.top5}, step)
         seen, all_of_them = len(result.images), counted(len(images), "image")
@@ -54,7 +54,7 @@ class Evaluation:
         return result
 
     def answers(self, step: int, model: TrainedModel | None = None) -> dict[str, Answers]:
-        """The answers to every test: of the saved ``model``, if one is given."""
+        """Return the answers to every test: of the saved ``model``, if one is given."""
         answers: dict[str, Answers] = {}
         for name, images in self._held_out.items():
             answers[name] = self._answer(images, model)
@@ -75,7 +75,8 @@ class Evaluation:
 
 
 def worse_than_guessing(top1: float, labels: Tensor) -> str | None:
-    """What to say of a model that names fewer of the images with these labels [N] than their commonest class is of."""
+    """Return a warning for a model that names fewer images with these labels [N] than always guessing their commonest
+    class would; None otherwise."""
     known = labels[labels >= 0]
     commonest = int(torch.bincount(known).max()) / len(labels) if len(known) else 0.0
     if top1 >= commonest:

@@ -1,4 +1,4 @@
-"""The images of a run that has ended, read once more as it read them."""
+"""Images of a run that has ended, read again in the same way."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from geartrain.workers.models.export import RunImages
 
 
 def images_of(run: Path, console: Console, *, data: str | None = None, cache: Path) -> RunImages:
-    """What a run of ``geartrain worker classify`` or ``glyphs`` was trained and tested on.
+    """Return the training and test images of a run of ``geartrain worker classify`` or ``glyphs``.
 
-    ``data`` is where its images are now, if they were moved. Raises ConfigError (no such run, or its images are not
-    there), SnapshotDamaged, InvalidArgument (an image that cannot be read). Nothing is fetched.
+    ``data`` is the present place of its images, if they were moved. Raises ConfigError (no such run, or its images are
+    missing), SnapshotDamaged, InvalidArgument (an image that cannot be read). Downloads nothing.
     """
     snapshot = newest_snapshot(read_run(run).snapshots)
     trainer = next((each for each in (GlyphTrainer, FolderTrainer) if each.job == snapshot.manifest.job["job"]), None)

@@ -1,9 +1,9 @@
-"""A learning rate from a few short trials.
+"""Search of a learning rate by a few short trials.
 
 Each trial trains a copy of the start, backbone and class centers, for a few steps at one rate, in this process alone,
-and is judged by the loss on the validation: top-1 of a few hundred images tells too little. The order of the images,
-their distortions and the warm-up are those of a run of so many steps. The training itself is as if its rate had been
-given by hand: nothing of the trials remains but the number.
+and is judged by the loss on the validation: top-1 of a few hundred images is too coarse. Image order, distortions and
+warm-up are those of a run of that many steps. The training then runs as if its rate had been given: only the number
+remains of the trials.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from geartrain.workers.recipes.recipe import FccsSettings, Recipe, head_of
 
 RATES = {"sgd": (0.003, 0.01, 0.03, 0.1, 0.3, 1.0), "adamw": (1e-4, 3e-4, 1e-3, 3e-3)}
 SWEEP = "sweep.json"
-"""The trials of learning rates, in the folder of a run that had any."""
+"""File of the trials of learning rates, in the run's folder."""
 MOST_CLASSES = 1 << 16
-"""Of more, the copies of the rows would take too much of this process's memory and time."""
+"""Most classes: the copies of more rows would take too much memory and time of this process."""
 MOST_IMAGES = 2000
-"""Of the validation, for one trial."""
+"""Most validation images of one trial."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What came of one rate."""
+    """Result of one rate."""
 
     lr: float
     loss: float
@@ -50,14 +50,14 @@ class Trial:
 
 
 def trial_steps(steps: int) -> int:
-    """Steps of a trial for a training of ``steps``: all trials together take less than half of it, and 360 at most."""
+    """Return the steps of a trial for a training of ``steps``: all trials take less than half of it, at most 360."""
     return max(1, min(60, steps // 14))
 
 
 def found_rate(
     trainer: ImageTrainer, validation: Images | None, out: Path, *, stop: Callable[[], bool], say: Callable[[str], None]
 ) -> float:
-    """What multiplies the rates of the trainer's recipe from now on: what short trials found best, noted in ``out``."""
+    """Return the factor of the recipe's learning rates that short trials found best; store the trials in ``out``."""
     recipe, num_classes = trainer.recipe, trainer.head.num_classes
     if validation is None or trainer.ranks.world_size > 1 or num_classes > MOST_CLASSES:
         why = (
@@ -88,9 +88,9 @@ def find_rate(
     stop: Callable[[], bool],
     say: Callable[[str], None],
 ) -> list[Trial]:
-    """Try the rates of :data:`RATES`; the backbone of ``start`` and ``rows_CD``, from which each begins, stay.
+    """Try the rates of :data:`RATES`; each starts from copies of the backbone of ``start`` and of ``rows_CD``.
 
-    Ends at a rate at which training diverges, and when ``stop`` says so.
+    Ends at a rate at which training diverges, and when ``stop`` returns True.
     """
     recipe, device = start.recipe, start.device
     steps, trials = trial_steps(recipe.steps), list[Trial]()
@@ -109,7 +109,7 @@ def find_rate(
 
 
 def best_rate(trials: list[Trial]) -> float | None:
-    """The rate of the lowest loss; None if no trial ended well."""
+    """Return the rate of the lowest loss; None if no trial ended well."""
     finite = [trial for trial in trials if math.isfinite(trial.loss)]
     return min(finite, key=lambda trial: trial.loss).lr if finite else None
 
@@ -117,7 +117,7 @@ def best_rate(trials: list[Trial]) -> float | None:
 def _loss_after(
     recipe: Recipe, start: ImageTrainer, rows_CD: Tensor, validation: Images, stop: Callable[[], bool]
 ) -> float | None:
-    """Loss on the validation after a trial; None if it was stopped."""
+    """Return the validation loss after a trial; None if it was stopped."""
     with local(num_shards=1, models=hosted_models()) as cluster:
         head = head_of(recipe, cluster, "trial", len(rows_CD))
         head.table.assign(np.arange(len(rows_CD)), as_numpy(rows_CD.flatten(1)))

@@ -1,6 +1,6 @@
-"""Training of a classifier of images: a replicated backbone in this process, class centers in the AMS or on the ranks.
+"""Training of an image classifier: a replicated backbone in this process, class centers in the AMS or on the ranks.
 
-One for glyphs, folders and synchronous ranks. Legend: B images of this rank's batch, K channels, S side.
+For glyphs, folders and synchronous ranks alike. Legend: B images of this rank's batch, K channels, S side.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from geartrain.workers.models.discriminants import fit_projection
 from geartrain.workers.recipes.recipe import Recipe, optimizer_of, sparsifier_of
 
 _GRAPH = "graph.safetensors"
-"""There only if the job selects by a graph, and has one."""
+"""File of the graph, if the job selects by one."""
 _PRODUCTS = {"bfloat16": torch.bfloat16, "float16_masters": torch.float16}
-"""Of autocast, by the recipe's ``dtype``."""
+"""Product type of autocast, by the recipe's ``dtype``."""
 
 
 class _Features(nn.Module):
-    """The features of a network in float32, whatever its products are in."""
+    """Features of a network in float32, whatever the type of its products."""
 
     def __init__(self, network: nn.Module, device: torch.device, products: torch.dtype | None) -> None:
         super().__init__()
         self.network, self._device, self._products = network, device, products
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images [B, K, S, S] -> features [B, D]."""
+        """Return the features [B, D] of images [B, K, S, S]."""
         with torch.autocast(self._device.type, dtype=self._products, enabled=self._products is not None):
             features: Tensor = self.network(images)
         return features.float()
@@ -95,7 +95,7 @@ class ImageTrainer(Trainer):
         self._dtype = fastest if recipe.dtype == "auto" else recipe.dtype
         self._scaler = LossScaler(device.type, enabled=self._dtype.startswith("float16"))
         self.precision = self._dtype.removesuffix("_masters") + " autocast" * (self._dtype in _PRODUCTS)
-        """In which types the backbone is trained, for reports."""
+        """Types in which the backbone is trained, for reports."""
         self._train_by(self.backbone)
         self._sparsifier = sparsifier_of(recipe)
         if self._sparsifier is not None and ranks.world_size == 1:
@@ -106,23 +106,23 @@ class ImageTrainer(Trainer):
             )
 
     def modules(self) -> dict[str, Any]:
-        """The backbone."""
+        """Return the backbone."""
         return {"backbone": self.backbone}
 
     def tables(self) -> list[str]:
-        """That of the class centers."""
+        """Return the table of the class centers."""
         return [self.head.name]
 
     def files(self) -> dict[str, bytes]:
-        """The graph that the head selects by, so that a resumed job goes on with the same one."""
+        """Return the graph by which the head selects, so that a resumed job continues with it."""
         graph = self.head.select.graph_to_bytes()
         return {} if graph is None else {_GRAPH: graph}
 
     def state(self, options: Any) -> JobState:
-        """With the head's own, and momentum of sparsified gradients and what waits to be sent, of all ranks together.
+        """Return the state with the head's own, and the momentum and residuals of sparsified gradients of all ranks.
 
-        Taking those gives each rank the mean of all, so a run is that of another to the bit if both take snapshots at
-        the same steps.
+        Reading those gives each rank the mean of all, so two runs are equal to the bit if both take snapshots at the
+        same steps.
         """
         state = super().state(options)
         state.data["head"] = self.head.get_extra_state()
@@ -133,8 +133,8 @@ class ImageTrainer(Trainer):
         return state
 
     def initialize(self) -> None:
-        """Before the first step: solve the projection of a backbone that has one, and put each class center at its
-        images' mean feature if the recipe says so."""
+        """Initialize before the first step: solve the projection of a backbone that has one, and put each class center
+        at the mean feature of its images if the recipe says so."""
         features = self.backbone
         if isinstance(self.backbone, StrokeNet):
             if self.ranks.is_first:
@@ -151,7 +151,7 @@ class ImageTrainer(Trainer):
             self.imprint(features)
 
     def restore(self, state: JobState) -> None:
-        """Go on from a state whose rows are in place already."""
+        """Restore a state whose rows are in place already."""
         if self._dtype == "float16":
             to_float16(self.backbone)
         super().restore(state)
@@ -171,7 +171,7 @@ class ImageTrainer(Trainer):
             self.head.imprint(part.batches(images_at_once(self.device), self.device), features)
 
     def run(self, **settings: Any) -> bool:
-        """See :meth:`Trainer.run`; a graph that is being built ends with it."""
+        """Run as :meth:`Trainer.run`; a graph build in progress ends with it."""
         self._replica.train()
         self.head.train()
         try:
@@ -180,18 +180,18 @@ class ImageTrainer(Trainer):
             self.head.select.cancel()
 
     def batches_before(self, step: int) -> int:
-        """As the recipe says; it is a function of the step, so that a resumed run goes on with its batches."""
+        """Return the recipe's number, a function of the step, so that a resumed run continues with its batches."""
         return self.recipe.batches_before(step)
 
     def loss(self, step: int) -> Tensor:
-        """The loss of a step of one batch."""
+        """Return the loss of a step of one batch."""
         self._select(step)
         images, labels_B = self._batch(self.batches_before(step))
         loss: Tensor = self.head(self._features(images), labels_B)
         return loss
 
     def backward(self, step: int) -> Tensor:
-        """See :meth:`Trainer.backward`; batch after batch where there are several, each in its micro-batches."""
+        """Make the gradients batch after batch if there are several, each in its micro-batches."""
         count = self.recipe.batches(step)
         if count == 1 and self.recipe.micro_batches == 1 and not self._scaler.is_enabled():
             return super().backward(step)
@@ -213,35 +213,35 @@ class ImageTrainer(Trainer):
         return torch.stack(losses).mean()
 
     def update(self) -> None:
-        """See :meth:`Trainer.update`; gradients of a scaled loss are unscaled, or skipped where they overflowed."""
+        """Update; gradients of a scaled loss are unscaled, or skipped where they overflowed."""
         self._scaler.step(self.optimizer)
         with counted_as("push"):
             self._scaler.step(self.rows)
         self._scaler.update()
 
     def _select(self, step: int) -> None:
-        """Tell the selection of a new epoch, and let it make ready."""
+        """Start a new epoch of the selection, and let it prepare."""
         first, before = self.batches_before(step), self.batches_before(max(0, step - 1))
         if self.order.epoch(first) != self.order.epoch(before):
-            self.head.next_epoch()  # decided by the step alone: a resumed run builds its graph when it would have
+            self.head.next_epoch()  # decided by the step alone: a resumed run builds its graph at the same step
         if self.head.select.has_graph:
             with self.phases.measured("graph"):
                 self.head.select.prepare()  # the head finds it done
 
     def _batch(self, number: int) -> tuple[Tensor, Tensor]:
-        """This rank's distorted images [B, K, S, S] in [0, 1] on the device, and labels [B]."""
+        """Return this rank's distorted images [B, K, S, S] in [0, 1] on the device, and labels [B]."""
         bitmaps, labels = self._batches.take(number)
         images, joint = bitmaps.to(self.device).float().div_(255), self.recipe.batch_size
         first = self.ranks.rank * len(labels)
         return self.recipe.augmentation.distort(images, first, joint, self.recipe.seed, number), labels
 
     def _own_indices(self, number: int) -> Tensor:
-        """Of the images of this rank in a batch."""
+        """Return the indices of this rank's images in a batch."""
         own = self.recipe.batch_size // self.ranks.world_size
         return self.order.indices(number)[self.ranks.rank * own : (self.ranks.rank + 1) * own]
 
     def _replicate(self) -> None:
-        """From here on the ranks' backbones are equal (rank 0's) and stay so."""
+        """Make the ranks' backbones equal to rank 0's, from now on."""
         if self.ranks.world_size == 1:
             return
         self._train_by(DistributedDataParallel(self.backbone))

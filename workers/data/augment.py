@@ -1,4 +1,4 @@
-"""Random small distortions of a batch, drawn from (seed, step) so that every run and every resume sees the same.
+"""Random small distortions of a batch, a function of (seed, step), the same in every run and after a resume.
 
 Legend: B batch, K channels, S side.
 """
@@ -21,15 +21,15 @@ class Augmentation:
     """Standard deviations of the distortions, as parts of half the image's side."""
 
     affine: float = 0.04
-    """Of the four coefficients of the linear map: scale, shear and slant."""
+    """Deviation of the four coefficients of the linear map: scale, shear and slant."""
     shift: float = 0.03
-    """Of the two coordinates of the centre."""
+    """Deviation of the two coordinates of the centre."""
     elastic: float = 0.06
-    """Of a smooth displacement field: parts of a character move by themselves, as they do between type designs."""
+    """Deviation of a smooth displacement field: parts of a character move by themselves, as between type designs."""
     colour: float = 0.0
-    """Of the contrast's factor and of the brightness, as a part of the whole range; for each image."""
+    """Deviation of the contrast's factor and of the brightness, as a part of the whole range; for each image."""
     flip: float = 0.0
-    """Part of the images that are mirrored: 0.5 where left and right mean nothing (not for characters)."""
+    """Share of mirrored images: 0.5 where left and right mean nothing (not for characters)."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -37,16 +37,16 @@ class Augmentation:
                 raise InvalidArgument(f"{name} is {value!r}; it must lie in [0, 1]")
 
     def distort(self, images: Tensor, first: int, joint_batch: int, seed: int, step: int) -> Tensor:
-        """Distort images [B, K, S, S] float, which are those from ``first`` on of a joint batch of all ranks.
+        """Distort images [B, K, S, S] float, which begin at ``first`` in a joint batch of all ranks.
 
-        The random numbers are drawn for the joint batch, so that the number of ranks does not change the images.
+        Random numbers are drawn for the joint batch, so that the images do not depend on the number of ranks.
         """
         generator = torch.Generator().manual_seed((seed * 1_000_003 + step) ^ 0x5EED)
         own = slice(first, first + len(images))
         linear = torch.randn(joint_batch, 2, 2, generator=generator)[own] * self.affine + torch.eye(2)
         shift = torch.randn(joint_batch, 2, 1, generator=generator)[own] * self.shift
         bend = torch.randn(joint_batch, 2, _GRID, _GRID, generator=generator)[own] * self.elastic
-        if self.flip:  # drawn behind the others, which are then what they were without it
+        if self.flip:  # drawn after the others, which are so the same without it
             mirrored = torch.rand(joint_batch, generator=generator)[own] < self.flip
             linear[:, 0, :] *= torch.where(mirrored, -1.0, 1.0)[:, None]
         maps = torch.cat([linear, shift], dim=2).to(images.device)

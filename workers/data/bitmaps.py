@@ -1,4 +1,4 @@
-"""Conversion of a picture to the bitmap that a backbone sees. Training and prediction share these functions.
+"""Conversion of a picture to the backbone's bitmap, shared by training and prediction.
 
 Two kinds: ``ink`` for characters, signs and drawings (cut to the ink and scaled, so that position and size do not
 matter) and ``photo`` (the whole picture, scaled). Legend: H, W of a picture; S the side of a bitmap; K channels.
@@ -21,17 +21,18 @@ from geartrain.ams.values.errors import ConfigError, GeartrainError, InvalidArgu
 
 Bitmap = npt.NDArray[np.uint8]
 INK_THRESHOLD = 40
-"""Ink is what is brighter than this, of 255, on a dark ground."""
+"""Brightness of 255 above which a pixel counts as ink, on a dark ground."""
 MARGIN = 1
 """Pixels left free on each side of the ink."""
 LEAST_ASPECT = 0.5
-"""A flat or narrow shape is scaled as if its short side were at least this part of the long one."""
+"""Least ratio of the short side to the long one at which a flat or narrow shape is scaled."""
 MAX_PIXELS = 16 << 20
-"""Of a decoded picture; each takes up to 16 bytes. JPEG of up to 4 times as many is decoded at half its size."""
+"""Most pixels of a decoded picture; each takes up to 16 bytes. JPEGs up to 4 times as large are decoded at half
+size."""
 MAX_FILE_BYTES = 128 << 20
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
-"""Of these suffixes. Pillow goes by content: it would start Ghostscript for an EPS called cat.png."""
+"""Formats of these suffixes. Pillow goes by content: it would start Ghostscript for an EPS called cat.png."""
 
 FITS: dict[str, Callable[[Image.Image, tuple[int, int]], Image.Image]] = {
     "stretch": partial(Image.Image.resize, resample=Image.Resampling.BILINEAR),
@@ -43,17 +44,17 @@ FITS: dict[str, Callable[[Image.Image, tuple[int, int]], Image.Image]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocessing:
-    """Everything that turns a picture into a bitmap."""
+    """Settings of the conversion of a picture to a bitmap."""
 
     kind: Literal["ink", "photo"] = "ink"
-    """What part of the picture counts."""
+    """Relevant part of the picture."""
     size: int = 32
     """Side of the bitmap in pixels; a multiple of 8."""
     channels: Literal[1, 3] = 1
     """1: grey, 3: RGB; ``ink`` is always grey."""
     fit: Literal["stretch", "crop", "pad"] = "stretch"
-    """How a ``photo`` that is not square becomes so: ``stretch`` (each axis by itself), ``crop`` (its middle) or
-    ``pad`` (black beside it)."""
+    """Way to make a ``photo`` square: ``stretch`` (each axis by itself), ``crop`` (its middle) or ``pad`` (black beside
+    it)."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("ink", "photo"):
@@ -66,11 +67,11 @@ class Preprocessing:
             raise ConfigError(f"channels is {self.channels!r}; it must be 1 or 3, and 1 with 'ink'")
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values; the constructor takes them back."""
+        """Return the settings as plain values, keyword arguments of the constructor."""
         return asdict(self)
 
     def bitmap(self, picture: Image.Image) -> Bitmap:
-        """[K, S, S] uint8 of a picture in any mode. Raises InvalidArgument if ``ink`` finds none."""
+        """Return [K, S, S] uint8 of a picture in any mode. Raises InvalidArgument if ``ink`` finds none."""
         opaque = flatten(picture, keeps_range=self.kind == "photo")
         if self.kind == "photo":
             mode = "L" if self.channels == 1 else "RGB"
@@ -84,9 +85,9 @@ class Preprocessing:
 
 
 def flatten(picture: Image.Image, *, keeps_range: bool = True) -> Image.Image:
-    """The picture without transparency, as it would look on white paper, in a mode of 8 bits.
+    """Return the picture without transparency, as on white paper, in a mode of 8 bits.
 
-    Greys of 16 bits keep their shade, unless ``keeps_range`` is false; those of other ranges are stretched to theirs.
+    16-bit greys keep their shade, unless ``keeps_range`` is false; other ranges are stretched to their own.
     """
     if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
         colours = picture.convert("RGBA")
@@ -94,7 +95,7 @@ def flatten(picture: Image.Image, *, keeps_range: bool = True) -> Image.Image:
         return Image.alpha_composite(paper, colours).convert("RGB")
     if picture.mode.startswith("I;16") and keeps_range:  # else at full contrast, however few of its shades are used
         return Image.fromarray((np.asarray(picture).astype(np.uint16) / 257).round().astype(np.uint8))
-    if picture.mode.startswith(("I", "F")):  # greys of 32 bits, integers and floats, have no fixed range
+    if picture.mode.startswith(("I", "F")):  # 32-bit greys, integers and floats, have no fixed range
         values = np.asarray(picture, dtype=np.float32)
         spread = max(float(values.max() - values.min()), 1e-6)
         return Image.fromarray(((values - values.min()) * (255.0 / spread)).astype(np.uint8))
@@ -102,7 +103,7 @@ def flatten(picture: Image.Image, *, keeps_range: bool = True) -> Image.Image:
 
 
 def bright_ink(grey_HW: Bitmap) -> Bitmap:
-    """[H, W] with the ink bright on a ground of 0, whichever was dark, at full contrast.
+    """Return [H, W] with bright ink on a ground of 0, whichever was dark, at full contrast.
 
     The ground is the commoner shade of the picture's border.
     """
@@ -116,7 +117,7 @@ def bright_ink(grey_HW: Bitmap) -> Bitmap:
 
 
 def crop_ink(ink_HW: Bitmap, size: int) -> Bitmap | None:
-    """[S, S]: the ink's bounding box scaled to the square, each axis by itself, in the middle; None without ink."""
+    """Return [S, S]: the ink's bounding box scaled to the square, each axis by itself, centred; None without ink."""
     rows = np.flatnonzero(ink_HW.max(axis=1) > INK_THRESHOLD)
     columns = np.flatnonzero(ink_HW.max(axis=0) > INK_THRESHOLD)
     if not len(rows):
@@ -136,7 +137,7 @@ def crop_ink(ink_HW: Bitmap, size: int) -> Bitmap | None:
 
 
 def open_picture(path: Path) -> Image.Image:
-    """The decoded picture in ``path``. Raises InvalidArgument naming the file if it is none."""
+    """Return the decoded picture in ``path``. Raises InvalidArgument naming the file if it is none."""
     if not path.exists():
         raise InvalidArgument(f"{path} does not exist")
     return decode_picture(path, str(path))
@@ -153,22 +154,22 @@ def _too_large(found: str) -> InvalidArgument:
 
 
 def decode_picture(source: Path | BytesIO, where: str, admit: Callable[[int], None] | None = None) -> Image.Image:
-    """The decoded picture in a file or its bytes. Raises InvalidArgument naming it as ``where`` if it is none.
+    """Return the decoded picture in a file or its bytes. Raises InvalidArgument naming it as ``where`` if it is none.
 
-    ``admit`` is told its pixels before any is decoded, and may raise.
+    ``admit`` is called with its number of pixels before any is decoded, and may raise.
     """
     try:
         require_file_bytes(source.stat().st_size if isinstance(source, Path) else source.getbuffer().nbytes, where)
         with Image.open(source, formats=FORMATS) as picture:
             width, height = picture.size
             if width * height > MAX_PIXELS:
-                picture.draft(None, (width // 2, height // 2))  # changes a JPEG alone
+                picture.draft(None, (width // 2, height // 2))  # affects only a JPEG
             if picture.width * picture.height > MAX_PIXELS:
                 raise _too_large(f"{where} has {width} x {height} pixels, more than")
             if admit is not None:
                 admit(picture.width * picture.height)
             picture.load()
-            return ImageOps.exif_transpose(picture)  # a copy; cameras note how they were held
+            return ImageOps.exif_transpose(picture)  # a copy; cameras store their orientation
     except Image.DecompressionBombError as exc:
         raise _too_large(f"{where} has far more pixels than") from exc
     except UnidentifiedImageError as exc:

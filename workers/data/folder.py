@@ -25,7 +25,7 @@ from geartrain.workers.data.pictures import Picture, read_file
 
 _BAD_FILES_NAMED = 5
 MEMORY_BYTES = 2 << 30
-"""Bitmaps of up to so many bytes are kept decoded."""
+"""Most bytes of bitmaps that are kept decoded."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class FolderData:
     """Images of a folder or an archive, split."""
 
     class_names: list[str]
-    """Names of the sub-folders, sorted; of an archive its labels, rising."""
+    """Names of the sub-folders, sorted; of an archive its labels, ascending."""
     train: Images
     validation: Images
-    """The part held out; may be empty."""
+    """Held-out part; may be empty."""
     unreadable: Unreadable
-    """The pictures that were passed over, and those that will be."""
+    """Skipped pictures, so far and later."""
 
 
 def load_folder(
@@ -53,14 +53,13 @@ def load_folder(
 ) -> FolderData:
     """Find the images of ``folder``; of each class the part ``held_out`` is kept for validation.
 
-    What it is decides who reads it: sub-folders of images (:func:`find_classes`), WebDataset shards
-    (:mod:`.webdataset`), or a RecordIO file or a folder with one (:mod:`.recordio`). Bitmaps that take at most
-    ``memory_bytes`` in all are read now; of more, every batch is read when it is wanted. With ``skip_unreadable``
-    pictures that cannot be read are left out and counted, else named in the error: all of them at once if they are
-    read now.
+    Its contents decide on the reader: sub-folders of images (:func:`find_classes`), WebDataset shards
+    (:mod:`.webdataset`), or a RecordIO file or a folder with one (:mod:`.recordio`). Bitmaps of at most
+    ``memory_bytes`` in all are read now; of more, every batch is read on demand. With ``skip_unreadable`` pictures that
+    cannot be read are skipped and counted, else named in the error: all of them at once if they are read now.
 
     The split is a function of the names, ``held_out`` and ``seed``. Raises InvalidArgument naming the folder or the
-    files that cannot be used.
+    unusable files.
     """
     if not 0 <= held_out < 1:
         raise InvalidArgument(f"the held-out part is {held_out!r}; it must lie in [0, 1)")
@@ -90,7 +89,7 @@ def load_folder(
 
 
 def find_pictures(data: Path) -> dict[str, list[Picture]]:
-    """Class name -> its pictures, of whatever kind ``data`` is. Raises InvalidArgument."""
+    """Return the pictures of each class by name, for any kind of ``data``. Raises InvalidArgument."""
     if not data.is_dir() or not any(entry.is_dir() and not entry.name.startswith(".") for entry in data.iterdir()):
         if shards := webdataset.shards_of(data):
             return webdataset.read_shards(shards)
@@ -100,7 +99,7 @@ def find_pictures(data: Path) -> dict[str, list[Picture]]:
 
 
 def find_classes(folder: Path) -> dict[str, list[Path]]:
-    """Class name -> its image files, both sorted. Raises InvalidArgument if that is no classification data."""
+    """Return the image files of each class by name, both sorted. Raises InvalidArgument unless it is labelled data."""
     if not folder.is_dir():
         raise InvalidArgument(
             f"{folder} is not a folder; give one with a sub-folder of images for each class, "
@@ -129,7 +128,7 @@ def find_classes(folder: Path) -> dict[str, list[Path]]:
 def _read_all(
     parts: list[list[tuple[Picture, int]]], preprocessing: Preprocessing, console: Console, unreadable: Unreadable
 ) -> list[Images]:
-    """Each part in memory. All pictures are tried, so that all bad ones are named at once."""
+    """Read each part into memory. All pictures are tried, so that all bad ones are named at once."""
     tolerant = Unreadable(skip=True)
     pictures = [picture for part in parts for picture, _ in part]
 
@@ -159,7 +158,7 @@ def _streamed(part: list[tuple[Picture, int]], preprocessing: Preprocessing, unr
 
 
 def _require_every_class(names: list[str], labels: Tensor, unreadable: Unreadable) -> None:
-    """Raise InvalidArgument if what could not be read left a class without an image to train on."""
+    """Raise InvalidArgument if unreadable pictures left a class without a training image."""
     empty = (labels.bincount(minlength=len(names)) == 0).nonzero().squeeze(1).tolist()
     if empty:
         raise InvalidArgument(

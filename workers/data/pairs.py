@@ -1,7 +1,7 @@
 """Pairs of pictures for verification: InsightFace's ``.bin`` files (lfw.bin, cfp_fp.bin, agedb_30.bin).
 
 Such a file is a pickled (list of encoded pictures, list of bool): pictures 2·i and 2·i + 1 are pair i. A pickle is a
-program, and running a stranger's is not safe: here only the opcodes that build tuples, lists, bytes, integers and bools
+program, and a stranger's is not safe to run: here only the opcodes that build tuples, lists, bytes, integers and bools
 are interpreted, and any other is refused by name. Protocol 2 of Python 2 and protocols 3 to 5 of Python 3 are read.
 """
 
@@ -24,13 +24,13 @@ from geartrain.workers.data.bitmaps import decode_picture
 
 @dataclass(frozen=True)
 class Pairs:
-    """Encoded pictures, and which pairs of them show the same person or thing."""
+    """Pairs of encoded pictures, with whether each shows the same person or thing."""
 
     path: Path
     images: list[bytes]
     """[2·N], encoded (JPEG, PNG …)."""
     same: npt.NDArray[np.bool_]
-    """[N]."""
+    """[N]: whether the pair shows the same."""
 
     def picture(self, index: int) -> Image.Image:
         """Decode picture ``index`` of 2·N. Raises InvalidArgument naming file and picture."""
@@ -38,7 +38,7 @@ class Pairs:
 
 
 def read_pairs(path: Path) -> Pairs:
-    """The pairs in ``path``. Raises InvalidArgument naming the file, and where it goes wrong the offset."""
+    """Return the pairs in ``path``. Raises InvalidArgument naming the file and the offset of the fault."""
     if not path.is_file():
         raise InvalidArgument(f"{path} is not a file; give a .bin file of pairs, such as lfw.bin")
     value = read_plain_pickle(path)
@@ -58,9 +58,9 @@ def read_pairs(path: Path) -> Pairs:
 
 
 def read_plain_pickle(path: Path) -> Any:
-    """What ``path`` pickles, if it is made of tuples, lists, bytes, integers and bools alone. Runs none of it.
+    """Return the value pickled in ``path``, if it is of tuples, lists, bytes, integers and bools alone. Runs no code.
 
-    Raises InvalidArgument naming the file, the offset and the opcode that is not allowed.
+    Raises InvalidArgument naming the file, the offset and the forbidden opcode.
     """
     machine = _Machine()
     position = 0
@@ -87,7 +87,7 @@ _MARK = object()
 
 
 class _Machine:
-    """The stack and the memo of the pickle language."""
+    """Stack and memo of the pickle language."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -131,7 +131,7 @@ Action = Callable[[_Machine, Any], None]
 
 
 def _pass(machine: _Machine, argument: Any) -> None:
-    """Say something about the pickle, not about the value."""
+    """Ignore an opcode that does not affect the value."""
 
 
 def _push_tuple(count: int) -> Action:

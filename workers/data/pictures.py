@@ -1,4 +1,4 @@
-"""Pictures that are found now and read later, wherever they lie."""
+"""Pictures in files or archives, listed first and read later."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from geartrain.workers.data.bitmaps import decode_picture, open_picture, require
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One picture of a class: some 150 bytes, for a data set of millions has as many."""
+    """One picture of a class: some 150 bytes, as a data set may have millions."""
 
     path: Path
-    """Its file, or the archive that it is in."""
+    """Its file, or the archive that contains it."""
     read: Callable[[Picture], Image.Image]
-    """How to find and decode it. Raises InvalidArgument."""
+    """Function that reads and decodes it. Raises InvalidArgument."""
     offset: int = 0
-    """Where in the archive it begins."""
+    """Start in the archive."""
     size: int = 0
-    """Bytes there, if they can be told beforehand."""
+    """Size in the archive in bytes, if known beforehand."""
     place: str = ""
-    """The place in the archive, as errors name it."""
+    """Place in the archive, for errors."""
 
     @property
     def where(self) -> str:
-        """File, and place within it, as errors name it."""
+        """File, and place within it, for errors."""
         return f"{self.path}{self.place}"
 
     def open(self) -> Image.Image:
@@ -57,7 +57,7 @@ def read_part(picture: Picture) -> Image.Image:
 
 
 def by_class(labelled: Iterable[tuple[str, Picture]], source: str) -> dict[str, list[Picture]]:
-    """Group pictures by class, classes rising: as numbers if all are. Raises InvalidArgument for fewer than two."""
+    """Group pictures by class, classes ascending: as numbers if all are. Raises InvalidArgument for fewer than two."""
     classes: dict[str, list[Picture]] = {}
     for name, picture in labelled:
         classes.setdefault(name, []).append(picture)
@@ -68,6 +68,6 @@ def by_class(labelled: Iterable[tuple[str, Picture]], source: str) -> dict[str, 
 
 
 def _as_number(name: str) -> tuple[int, str, str]:
-    """Orders digits as the numbers they are, however many."""
+    """Return a key that orders digits as numbers of any length."""
     digits = name.lstrip("0")
     return len(digits), digits, name

@@ -7,8 +7,8 @@
     layout   record 0 has labels [images + 1, …] and no picture; records of identities, which name the range of their
              pictures, have none either; every other record is a picture, and its (first) label is its class
 
-float32 holds every integer up to 2^24: more pictures than that round the count in record 0, which is not relied on, and
-classes from there on could be others', and are refused.
+float32 holds every integer up to 2^24. With more pictures the count in record 0 is rounded, so it is not used; classes
+from there on could be confused, and are refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MOST_DIGITS = 20
 
 
 def records_of(data: Path) -> Path | None:
-    """The record file that ``data`` names: itself, or the only ``*.rec`` (or ``train.rec``) of a folder; else None."""
+    """Return the record file of ``data``: itself, or the only ``*.rec`` (or ``train.rec``) of a folder; else None."""
     if not data.is_dir():
         return data if data.suffix == ".rec" and data.is_file() else None
     found = sorted(data.glob("*.rec"))
@@ -48,9 +48,9 @@ def records_of(data: Path) -> Path | None:
 
 
 def read_records(path: Path) -> dict[str, list[Picture]]:
-    """Class -> its pictures, in the order of their keys (of the file without an index).
+    """Return the pictures of each class, in the order of their keys (without an index, of the file).
 
-    Of every record the header is read now, the picture later. Raises InvalidArgument naming the file and the offset.
+    Reads the header of every record now, the picture later. Raises InvalidArgument naming the file and the offset.
     """
     return by_class(_labelled(path), str(path))
 
@@ -86,7 +86,7 @@ def _read_picture(picture: Picture) -> Image.Image:
 
 
 def _read_index(index: Path, size: int) -> list[tuple[int, int]]:
-    """(key, offset) of all records, by key."""
+    """Return (key, offset) of all records, by key."""
     found: dict[int, int] = {}
     offsets: set[int] = set()
     for number, line in enumerate(index.read_bytes().splitlines(), 1):
@@ -111,7 +111,7 @@ def _read_index(index: Path, size: int) -> list[tuple[int, int]]:
 
 
 def _walk(path: Path, data: mmap.mmap) -> Iterator[tuple[int, int]]:
-    """(number, offset) of the records, one after the other."""
+    """Yield (number, offset) of the records, in order."""
     offset = number = 0
     while offset < len(data):
         yield number, offset
@@ -120,12 +120,12 @@ def _walk(path: Path, data: mmap.mmap) -> Iterator[tuple[int, int]]:
 
 
 def _read_header(path: Path, data: mmap.mmap, offset: int) -> tuple[float, int, bool]:
-    """First label of the record at ``offset``, how many it has, and whether a picture follows them."""
+    """Return the first label of the record at ``offset``, their number, and whether a picture follows them."""
     parts = _parts(path, data, offset)
     length = sum(size for _, size in parts) + len(_MAGIC_BYTES) * (len(parts) - 1)
     start, size = parts[0]
     head = data[start : start + min(size, _IMAGE_HEADER.size + 4)]
-    if len(head) < _IMAGE_HEADER.size + 4 and len(parts) > 1:  # the magic lies in the header itself
+    if len(head) < _IMAGE_HEADER.size + 4 and len(parts) > 1:  # the magic is in the header itself
         head = _payload(data, parts)
     end = _header_end(path, offset, head, length)
     flag, label, _, _ = _IMAGE_HEADER.unpack_from(head)
@@ -135,7 +135,7 @@ def _read_header(path: Path, data: mmap.mmap, offset: int) -> tuple[float, int, 
 
 
 def _header_end(path: Path, offset: int, head: bytes, length: int) -> int:
-    """Bytes of the header, labels included, of a payload of ``length`` bytes that begins with ``head``."""
+    """Return the header's bytes, labels included, of a payload of ``length`` bytes that begins with ``head``."""
     if length < _IMAGE_HEADER.size:
         _refuse(path, offset, f"a record of {length} bytes has no image header ({_IMAGE_HEADER.size} bytes)")
     flag, _, _, _ = _IMAGE_HEADER.unpack_from(head)
@@ -146,11 +146,11 @@ def _header_end(path: Path, offset: int, head: bytes, length: int) -> int:
 
 
 def _payload(data: mmap.mmap, parts: list[tuple[int, int]]) -> bytes:
-    return _MAGIC_BYTES.join(data[start : start + size] for start, size in parts)  # it was cut out where they meet
+    return _MAGIC_BYTES.join(data[start : start + size] for start, size in parts)  # it was cut out between the parts
 
 
 def _parts(path: Path, data: mmap.mmap, offset: int) -> list[tuple[int, int]]:
-    """(start, length) of each part of the payload of the record at ``offset``."""
+    """Return (start, length) of each part of the payload of the record at ``offset``."""
     parts: list[tuple[int, int]] = []
     at, expected = offset, (_WHOLE, _FIRST)
     while True:

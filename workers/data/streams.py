@@ -1,9 +1,9 @@
-"""Data as a fixed number of logical streams, so that a cursor into them outlives any number of workers.
+"""Data as a fixed number of logical streams, so that a cursor is valid for any number of workers.
 
-Sample i of N belongs to a stream for good; a stream's order in an epoch is a function of (seed, epoch, stream). Workers
-read whole streams (:class:`StreamReader`), or all of them in turn as one sequence that ranks cut into equal parts
-(:class:`JointOrder`). A cursor says of each stream its epoch and how many samples of it are consumed, or, of all in
-turn, how many samples are.
+Sample i of N always belongs to the same stream; a stream's order in an epoch is a function of (seed, epoch, stream).
+Workers read whole streams (:class:`StreamReader`), or all of them in turn as one sequence that ranks cut into equal
+parts (:class:`JointOrder`). A cursor has each stream's epoch and number of consumed samples, or, of all in turn, the
+number of consumed samples.
 
 Memory: 8 · N bytes for the assignment and 8 · N for the orders of one epoch.
 """
@@ -28,19 +28,19 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Position(NamedTuple):
-    """A place in one stream: ``epoch`` passes are behind it, and ``consumed`` samples of the present one."""
+    """Place in one stream: ``epoch`` passes are complete, and ``consumed`` samples of the present one."""
 
     epoch: int = 0
     consumed: int = 0
 
 
 def stream_sizes(num_samples: int, num_streams: int = NUM_STREAMS) -> list[int]:
-    """Samples of each stream; they differ by at most one."""
+    """Return the samples of each stream; they differ by at most one."""
     return [len(range(stream, num_samples, num_streams)) for stream in range(num_streams)]
 
 
 class StreamOrder:
-    """Which of N samples each stream gives, in which order. The same for everyone with the same arguments."""
+    """Samples of each of N streams, in order. A function of the arguments alone."""
 
     def __init__(self, num_samples: int, seed: int, num_streams: int = NUM_STREAMS) -> None:
         if num_samples < 1 or num_streams < 1:
@@ -51,11 +51,11 @@ class StreamOrder:
 
     @cached_property
     def _assigned(self) -> Tensor:
-        # Neighbours in a dataset are often alike (sorted by class): they shall not be one stream.
+        # Neighbours in a dataset are often alike (sorted by class), and must not be in one stream.
         return torch.randperm(self.num_samples, generator=_generator(self.seed, -1, 0))
 
     def indices(self, epoch: int, stream: int) -> Tensor:
-        """Indices of the stream's samples in the order of that epoch: int64 [size of the stream]."""
+        """Return indices of the stream's samples in the order of that epoch: int64 [size of the stream]."""
         mine = self._assigned[stream :: self.num_streams]
         return mine[torch.randperm(len(mine), generator=_generator(self.seed, epoch, stream))]
 
@@ -63,8 +63,8 @@ class StreamOrder:
 class JointOrder:
     """All streams in turn, one sample each, as one endless sequence of batches; ranks take equal parts of a batch.
 
-    The sequence does not depend on the number of ranks, so a job goes on with another number of them exactly. A batch
-    may run over from one epoch into the next.
+    The sequence does not depend on the number of ranks, so a job can resume with another number exactly. A batch may
+    cross from one epoch into the next.
     """
 
     def __init__(self, num_samples: int, batch_size: int, seed: int, num_streams: int = NUM_STREAMS) -> None:
@@ -74,7 +74,7 @@ class JointOrder:
         self._order = torch.empty(0, dtype=torch.int64)
 
     def indices(self, step: int) -> Tensor:
-        """Indices [B] of the samples of ``step``, from 0."""
+        """Return indices [B] of the samples of ``step``, from 0."""
         position, end = step * self._batch_size, (step + 1) * self._batch_size
         num_samples = self._streams.num_samples
         parts = []
@@ -86,17 +86,17 @@ class JointOrder:
         return torch.cat(parts)
 
     def epoch(self, step: int) -> int:
-        """The epoch of the first sample of ``step``."""
+        """Return the epoch of the first sample of ``step``."""
         return step * self._batch_size // self._streams.num_samples
 
     def cursor(self, step: int) -> dict[str, int]:
-        """What ``step`` steps consume, and of which data: the place in each stream follows from it."""
+        """Return the samples consumed by ``step`` steps, and the data; the place in each stream follows from them."""
         streams, consumed = self._streams, step * self._batch_size
         data = {"num_samples": streams.num_samples, "seed": streams.seed, "num_streams": streams.num_streams}
         return {**data, "consumed": consumed}
 
     def require(self, cursor: Mapping[str, int], step: int) -> None:
-        """Raise ConfigError unless ``cursor`` is where these data stand after ``step`` steps."""
+        """Raise ConfigError unless ``cursor`` is that of these data after ``step`` steps."""
         own = self.cursor(step)
         if {**cursor, "consumed": own["consumed"]} != own:
             raise ConfigError(
@@ -127,10 +127,10 @@ class Indexable(Protocol[T_co]):
     """A map-style dataset."""
 
     def __len__(self) -> int:
-        """Samples."""
+        """Return the number of samples."""
 
     def __getitem__(self, index: int, /) -> T_co:
-        """One of them."""
+        """Return one sample."""
 
 
 OpenStream = Callable[[int, int, int], Iterable[T]]
@@ -138,11 +138,11 @@ OpenStream = Callable[[int, int, int], Iterable[T]]
 
 
 class StreamReader(Generic[T]):
-    """Reads some streams of a dataset, one sample of each in turn, and knows what was consumed.
+    """Reads some streams of a dataset, one sample of each in turn, and tracks the consumed samples.
 
-    A sample counts as consumed when the next one is asked for, or :meth:`done` says so: so a sample that was handed out
-    to a process that then died is read again. Not thread-safe. Reads one epoch, then ends; the next iteration reads the
-    next one.
+    A sample counts as consumed when the next one is requested, or at :meth:`done`: a sample that was handed out to a
+    process that then died is read again. Not thread-safe. Reads one epoch, then ends; the next iteration reads the next
+    one.
     """
 
     def __init__(
@@ -153,35 +153,35 @@ class StreamReader(Generic[T]):
         seed: int = 0,
         num_streams: int = NUM_STREAMS,
     ) -> None:
-        """``positions`` are the streams to read, by number, and where to begin in each: (epoch, samples consumed).
+        """``positions`` are the streams to read, by number, with the start in each: (epoch, samples consumed).
 
-        ``data`` is a map-style dataset, shuffled here, or a function that opens one stream of iterable data. Of the
-        latter, what was consumed is read and dropped when a stream is opened in its middle.
+        ``data`` is a map-style dataset, shuffled here, or a function that opens one stream of iterable data. With a
+        function, consumed samples are read and dropped when a stream is opened in its middle.
         """
         self._data = data
         self._num_streams = num_streams
         self._positions: dict[int, Position] = {}
         self._turns: dict[int, Iterator[T]] = {}
-        """The streams of the present iteration, each with what is left of it."""
+        """Streams of the present iteration, each with its remaining samples."""
         self.add(positions)
         self._order = None if callable(data) else StreamOrder(len(data), seed, num_streams)
         self._handed_out: int | None = None
-        """The stream whose sample is with the caller."""
+        """Stream of the sample that the caller holds."""
 
     @property
     def positions(self) -> dict[int, Position]:
-        """What was consumed of each stream."""
+        """Consumed part of each stream."""
         return dict(self._positions)
 
     def done(self) -> None:
-        """The sample handed out last is consumed."""
+        """Mark the sample handed out last as consumed."""
         if self._handed_out is not None:
             at = self._positions[self._handed_out]
             self._positions[self._handed_out] = Position(at.epoch, at.consumed + 1)
             self._handed_out = None
 
     def drop(self, streams: Iterable[int]) -> None:
-        """Read these no more: their lease has ended."""
+        """Stop reading these streams: their lease has ended."""
         for stream in streams:
             self._positions.pop(stream, None)
             self._turns.pop(stream, None)  # it may come back at another position
@@ -189,7 +189,7 @@ class StreamReader(Generic[T]):
                 self._handed_out = None
 
     def add(self, positions: Mapping[int, tuple[int, int]]) -> None:
-        """Read these too, from the next iteration on, and so those that this reader had at another position."""
+        """Read these streams, too, from the next iteration on; one that is read already moves to the new position."""
         for stream, (epoch, consumed) in positions.items():
             if not (0 <= stream < self._num_streams and epoch >= 0 and consumed >= 0):
                 raise InvalidArgument(
@@ -201,8 +201,8 @@ class StreamReader(Generic[T]):
         self._positions = dict(sorted({**self._positions, **added}.items()))
 
     def __iter__(self) -> Iterator[T]:
-        """The rest of the lowest epoch that a stream is in."""
-        self._handed_out = None  # of an iteration that was given up: it is read again
+        """Yield the rest of the lowest epoch of any stream."""
+        self._handed_out = None  # of an abandoned iteration: it is read again
         epoch = min((at.epoch for at in self._positions.values()), default=0)
         turns = {stream: self._open(stream) for stream, at in self._positions.items() if at.epoch == epoch}
         self._turns = turns

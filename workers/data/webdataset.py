@@ -4,8 +4,8 @@
     000017.cls   its class: a number or a name
     000017.json  or the class as ``label``, ``cls`` or ``class`` of a JSON object
 
-Read with the standard library: the package of this name would add nothing to a few local shards, and unpickles members
-and runs commands out of file names besides.
+Read with the standard library: the package of this name adds nothing for a few local shards, and it unpickles members
+and runs commands given as file names.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _LARGEST_LABEL_BYTES = 1 << 20
 
 
 def shards_of(data: Path) -> list[Path]:
-    """The shards that ``data`` names: one tar file, or the tar files of a folder, sorted; empty if it has none."""
+    """Return the shards of ``data``: one tar file, or the tar files of a folder, sorted; empty if it has none."""
     if data.is_dir():
         return sorted(data.glob("*.tar"))
     return [data] if data.suffix == ".tar" and data.is_file() else []
 
 
 def read_shards(shards: list[Path]) -> dict[str, list[Picture]]:
-    """Class -> its pictures, in the order of the shards. Raises InvalidArgument naming the shard and the offset."""
+    """Return the pictures of each class, in the order of the shards. Raises InvalidArgument naming shard and offset."""
     labelled = (sample for shard in shards for sample in _samples(shard))
     return by_class(labelled, ", ".join(map(str, shards[:3])))
 
 
 def _samples(shard: Path) -> Iterator[tuple[str, Picture]]:
-    """(class, picture) of each sample: its members follow one another."""
+    """Yield (class, picture) of each sample, whose members are adjacent."""
     key, label, picture, last = "", None, None, -1
     num_bytes = shard.stat().st_size
     try:
@@ -79,7 +79,7 @@ def _samples(shard: Path) -> Iterator[tuple[str, Picture]]:
 
 
 def _require_end(shard: Path, end: int) -> None:
-    """A tar file ends in zeros: what is cut behind a whole member would go unnoticed otherwise."""
+    """Raise InvalidArgument unless the tar file ends in zeros: a cut after a whole member would go unnoticed."""
     with shard.open("rb") as file:
         file.seek(end)
         block = file.read(tarfile.BLOCKSIZE)
@@ -99,7 +99,7 @@ def _whole(shard: Path, key: str, label: str | None, picture: Picture | None) ->
 
 
 def _label(archive: tarfile.TarFile, member: tarfile.TarInfo, where: str) -> str | None:
-    """The class that a member tells; None for a JSON object that tells none."""
+    """Return the class in a member; None for a JSON object without one."""
     if member.size > _LARGEST_LABEL_BYTES:
         raise InvalidArgument(f"{where} has {member.size:,} bytes; a class is told in at most {_LARGEST_LABEL_BYTES:,}")
     file = archive.extractfile(member)
@@ -120,7 +120,7 @@ def _label(archive: tarfile.TarFile, member: tarfile.TarInfo, where: str) -> str
 
 
 def _class_of(value: Any) -> str:
-    """The name of a class in JSON, the same as a ``.cls`` would hold: 3.0 is class 3. Raises ValueError."""
+    """Return the name of a class in JSON, as a ``.cls`` would have it: 3.0 is class 3. Raises ValueError."""
     if isinstance(value, float) and value == int(value):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int | str) or value == "":

@@ -1,1 +1,1 @@
-"""The work of the slow-gear role: what it answers, and what it is told by name."""
+"""The slow-gear role: its request handler, and the objects it loads by name."""

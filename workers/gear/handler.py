@@ -1,4 +1,4 @@
-"""The slow gear of the role: an engine, the partitions it answers for, and what it leaves when it goes."""
+"""Request handler of a slow gear: an engine, its partitions, and their handover at shutdown."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ logger = logging.getLogger(__name__)
 
 _HAND_OVER_SECONDS = 5.0
 _BYTES_BESIDE = 16
-"""Of an id in a reply, beside its vector."""
+"""Bytes of an id in a reply, beside its vector."""
 
 
 class SlowGearHandler:
-    """Answers requests by an engine of this process; checks what came over the wire. Thread-safe."""
+    """Answers requests with an engine of this process; checks input from the network. Thread-safe."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class SlowGearHandler:
         journal: GradientJournal | None = None,
         open_engine: Callable[[], DenseEngine] | None = None,
     ) -> None:
-        """Begin to answer for what ``partitions`` hold; :meth:`drain` ends it."""
+        """Start to serve the partitions of ``partitions``; :meth:`drain` ends it."""
         self.name = name
         self.dim = engine.dim
         self._address = address
@@ -89,14 +89,15 @@ class SlowGearHandler:
         self._started = time.monotonic()
         self._journal = journal
         self._open_engine = open_engine
-        """Makes the engine anew, over the dense table that a restore has made; None: it is not."""
+        """Makes a new engine over a restored dense table; None: restores are not followed."""
         self._predecessors = frozenset(() if journal is None else journal.processes)
-        """Slow gears that were killed, whose gradients and accounts the engine has."""
+        """Killed slow gears whose gradients and accounts the engine has."""
         self._taken_over: dict[str, Mapping[str, GearAccount]] = {gone: {} for gone in self._predecessors}
         self._lost: dict[str, int] = {}
         self._changed = threading.Condition()
         self._taking = threading.Lock()
-        """So that one which is refused is not being taken behind: it was sent again before that was done."""
+        """Held while a delivery is taken, so that a repeat of it is not refused while the first is still being
+        taken."""
         self._delivering = 0
         self._max_message_bytes = max_message_bytes
         self.by_request: Handlers = {
@@ -109,7 +110,7 @@ class SlowGearHandler:
         }
 
     def features(self, ask: AskFeatures, _: Call | None = None) -> FeatureReply:
-        """Dense features by id."""
+        """Return dense features by id."""
         self._require_name(ask.name)
         require_distinct(ask.ids)
         age = ask.max_age_seconds
@@ -142,8 +143,8 @@ class SlowGearHandler:
         return self.deliver(delivery, wait=push.wait, sent_to=push.sent_to)
 
     def deliver(self, delivery: Delivery, *, wait: bool, sent_to: str) -> Taken:
-        """Take gradients; with ``wait`` apply what they make due. ``sent_to``: the process that was sent them before
-        and may have counted them: another one refuses. Empty: nobody was.
+        """Take gradients; with ``wait`` apply the updates they make due. ``sent_to``: process that received the
+        delivery before and may have counted it; another one refuses. Empty: none.
 
         Raises NotHolder, StaleClient (a lower incarnation of the source).
         """
@@ -165,7 +166,7 @@ class SlowGearHandler:
                     self._engine.add(delivery)
                     self._lost[family_of(delivery.source)] = delivery.lost
                 self._engine.apply_soon(wait=wait)
-            except StateFailed as exc:  # another one takes its place
+            except StateFailed as exc:  # another slow gear takes its place
                 raise GearUnavailable(f"slow gear {self._process} takes no gradients any more: {exc}") from exc
         return Taken(
             account=self._account(family_of(delivery.source)),
@@ -175,19 +176,19 @@ class SlowGearHandler:
         )
 
     def require_whole(self) -> None:
-        """Raise StaleClient if it can neither count nor apply gradients any more, so that another should have its
-        partitions."""
+        """Raise StaleClient if it can neither count nor apply gradients any more, so that another slow gear should have
+        its partitions."""
         if (torn := self._engine.batcher.torn) is not None:
             raise StaleClient(f"slow gear {self._process} cannot tell any more what it has counted: {torn!r}")
 
     def follow_restore(self) -> None:
-        """Begin anew over a restored dense table, if an update has found one."""
+        """Start again over a restored dense table, if an update has found one."""
         engine = self._engine
         if isinstance(engine.update_error, TableNotFound):
             self._follow_restore(engine)
 
     def _follow_restore(self, engine: DenseEngine) -> None:
-        """Go on with the rows of a restore; the gradients of ``engine`` and its features are of before."""
+        """Continue with the rows of a restore; the gradients of ``engine`` and its features are outdated."""
         if self._open_engine is None:
             raise TableNotFound(f"dense table {self.name!r} was restored or dropped; start this slow gear anew")
         with self._taking:
@@ -198,7 +199,7 @@ class SlowGearHandler:
                 logger.warning("dense table %r was restored: its slow gear goes on from there", self.name)
 
     def flush(self) -> None:
-        """Apply every gradient that waits."""
+        """Apply all waiting gradients."""
         self._engine.flush()
 
     def _flush(self, flush: FlushGradients, _: Call) -> int:
@@ -207,7 +208,7 @@ class SlowGearHandler:
         return self._engine.dense_version
 
     def describe(self, sources: Sequence[str]) -> GearState:
-        """How it is; the account is that of these sources, of all if there are none."""
+        """Return its state; the account is that of ``sources``, by default of all."""
         families: list[str | None] = [*sorted({family_of(source) for source in sources})] or [None]
         report: dict[str, Any] = {} if self._engine.cache is None else self._engine.cache.report()
         error = self._engine.update_error
@@ -231,7 +232,7 @@ class SlowGearHandler:
         )
 
     def metrics(self) -> Iterator[Metric]:
-        """What :meth:`describe` says, in numbers."""
+        """Yield the figures of :meth:`describe`."""
         state = self.describe(())
         of = state.account
         waiting = {"batch": of.waiting, "backward": of.due}
@@ -257,7 +258,7 @@ class SlowGearHandler:
         return [((self.name, key), value) for key, value in values.items()]
 
     def _adopt_accounts(self, left: HandOver, _: Call) -> None:
-        """Answer from now on for what became of the gradients of a slow gear that leaves. Idempotent."""
+        """Take over the account of a slow gear that leaves. Idempotent."""
         self._require_name(left.name)
         if not left.process:
             raise InvalidArgument("process is empty; it must be that of the slow gear that leaves")
@@ -270,9 +271,10 @@ class SlowGearHandler:
             raise InvalidArgument(f"this slow gear serves {self.name!r}, not {name!r}; look for its address again")
 
     def drain(self) -> None:
-        """Refuse what is new, apply all that waits, say what became of it, and give the partitions back.
+        """Refuse new requests, apply all waiting gradients, hand over the account, and release the partitions.
 
-        What cannot be applied is lost: it is logged, nobody takes the account over, and fast gears count it.
+        Gradients that cannot be applied are lost: that is logged, the account is not handed over, and fast gears count
+        it.
         """
         self._partitions.refuse()
         with self._changed:
@@ -282,7 +284,7 @@ class SlowGearHandler:
             logger.info("drained: %s", self._engine.account())
         except GeartrainError as exc:
             logger.error("leaving with gradients that were not applied, %s: %s", self._engine.account(), exc)
-        except Exception:  # of the user's module
+        except Exception:  # the user's module may raise anything
             logger.exception("leaving with gradients that were not applied, %s", self._engine.account())
         try:
             if not (self._engine.account().waiting + self._engine.account().due):
@@ -293,7 +295,7 @@ class SlowGearHandler:
             self._partitions.release_all()
 
     def _hand_over(self) -> None:
-        """Tell another slow gear what became of the gradients, before this one's partitions are free."""
+        """Send the account to another slow gear, before this one's partitions are free."""
         accounts = {**self._taken_over, self._process: self._engine.families()}
         for address in sorted({holder for holder in self._holders().holders if holder} - {self._address}):
             peer = self._open_peer(address)

@@ -1,4 +1,4 @@
-"""What a slow gear is told by name: functions of the user's modules, sources of samples, optimizers."""
+"""Objects that a slow gear loads by name: functions of the user's modules, sources of samples, optimizers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from geartrain.bridge.gear.samples import Decode, DenseSamples
 from geartrain.workers.data.bitmaps import decode_picture
 
 SAMPLES_NAMESPACE = "samples"
-"""Of samples in a store: write them with ``open_store(URL, namespace="samples")``."""
+"""Namespace of samples in a store: write them with ``open_store(URL, namespace="samples")``."""
 _FOLDER_STORE = "lmdb:"
 _STORES = (_FOLDER_STORE, "redis://", "rediss://", "unix://")
 
 
 def load_object(place: str, what: str) -> Any:
-    """Return what ``"mypkg.image:build"`` names; modules of the current folder are found, too. Raises ConfigError."""
+    """Return the object ``"mypkg.image:build"``; modules of the current folder are found, too. Raises ConfigError."""
     module, _, attribute = place.partition(":")
     if not module or not attribute:
         raise ConfigError(f"{what} is {place!r}; it must be 'module:name', as 'mypkg.image:build'")
@@ -48,7 +48,7 @@ def load_object(place: str, what: str) -> Any:
         raise ConfigError(
             f"{what} {place!r} cannot be loaded: {exc}; what is behind ':' must be in that module"
         ) from exc
-    except Exception as exc:  # whatever the user's module raises
+    except Exception as exc:  # the user's module may raise anything
         words = f"{type(exc).__name__}: {exc}"
         raise ConfigError(f"{what} {place!r} cannot be loaded: {words}") from exc
     return found
@@ -64,7 +64,7 @@ def load_function(place: str, what: str) -> Callable[..., Any]:
 
 
 def open_samples(place: str, decode: str | None) -> tuple[DenseSamples, Decode | None]:
-    """Return where samples come from and what makes a tensor of their bytes. Raises ConfigError."""
+    """Return the source of samples, and the function that decodes their bytes to a tensor. Raises ConfigError."""
     decoder = None if decode is None else load_function(decode, "decode")
     if place.startswith("folder:"):
         return SampleFolder(place.removeprefix("folder:")), decoder or decode_image
@@ -80,13 +80,13 @@ class SampleFolder:
     """Files named by id: ``12``, ``12.png``. Implements :class:`geartrain.bridge.gear.samples.SampleStore`."""
 
     def __init__(self, folder: str) -> None:
-        """Raises ConfigError: there is no such folder."""
+        """Raise ConfigError unless the folder exists."""
         self._folder = Path(folder)
         if not self._folder.is_dir():
             raise ConfigError(f"samples are to be in the folder {folder!r}, which is not there")
 
     def read(self, ids: Ids) -> list[bytes | None]:
-        """The bytes of each file; None: there is none."""
+        """Return the bytes of each file; None if it is missing."""
         return [self._read(int(number)) for number in ids]
 
     def _read(self, number: int) -> bytes | None:
@@ -96,14 +96,14 @@ class SampleFolder:
 
 
 def decode_image(raw: bytes) -> Tensor:
-    """An image file as float32 [channels, height, width] in [0, 1]. Raises InvalidArgument if it is none."""
+    """Return an image file as float32 [channels, height, width] in [0, 1]. Raises InvalidArgument if it is none."""
     image = decode_picture(BytesIO(raw), "a sample")
     pixels = np.asarray(image if image.mode in ("L", "RGB") else image.convert("RGB"), np.float32) / 255.0
     return torch.from_numpy(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1).copy())
 
 
 def optimizer_named(text: str) -> RowOptimizerSpec:
-    """``"adam:0.001"`` -> ``Adam(0.001)``. Raises ConfigError."""
+    """Return the optimizer of ``"adam:0.001"``: ``Adam(0.001)``. Raises ConfigError."""
     name, _, rate = text.partition(":")
     try:
         return optimizer_of(name, {"lr": float(rate)})

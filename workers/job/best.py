@@ -1,4 +1,4 @@
-"""The best model of a run so far, by looks at a validation. The looks are a function of the step alone."""
+"""Best model of a run so far, by validations whose steps are a function of the step alone."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 LOOKS = 10
-"""Of a stage."""
+"""Validations of a stage."""
 L = TypeVar("L")
 
 
 class BestLook(Generic[L]):
-    """The first look and the best one."""
+    """First and best validation of a run."""
 
     def __init__(self, score: Callable[[L], float], *, best: L | None = None, start: L | None = None) -> None:
-        """``score`` of a look is higher for a better model; ``best`` and ``start`` are those of the run before."""
+        """``score`` of a validation is higher for a better model; ``best`` and ``start`` are those of an earlier
+        process."""
         self._score = score
         self.best, self.start = best, start
 
     def compare(self, look: L) -> bool:
-        """Whether none was better; of equal ones, and of those whose score is NaN, the later is the best."""
+        """Return whether no earlier one was better; of equal scores, and of NaN, the later is the best."""
         if self.start is None:
             self.start = look
         is_better = self.best is None or not self._score(look) < self._score(self.best)
@@ -29,5 +30,5 @@ class BestLook(Generic[L]):
 
 
 def evaluation_period(stage_steps: int) -> int:
-    """Steps between two looks of a stage."""
+    """Return the steps between two validations of a stage."""
     return max(1, stage_steps // LOOKS)

@@ -1,8 +1,8 @@
 """Run folders: the record of a training run, its lock, and room for the next run.
 
-run.json       which job this is, where its snapshots are, who launched it
+run.json       identity of the job, place of its snapshots, its launcher
 recipe.yaml    every key of its recipe; --recipe takes it
-snapshots/     what it goes on from, unless they are elsewhere
+snapshots/     snapshots to resume from, unless they are elsewhere
 model/         see :mod:`geartrain.workers.models.saved_model`
 events/        TensorBoard; wandb/ and mlruns/ are of the loggers of that name
 sweep.json     trials of learning rates, if there were any
@@ -31,7 +31,7 @@ from geartrain.workers.job.keys import RECIPE_FILE
 _FOLDERS = ("model", "events", "wandb", "mlruns", "snapshots")
 _RUN = "run.json"
 HERE = "none"
-"""In the place of a scheduler's address: the worker has the rows."""
+"""Value in place of a scheduler's address: the worker has the rows."""
 _FILES = (_RUN, RECIPE_FILE, "sweep.json", "report.json", "mistakes.png", "calibration.png")
 
 
@@ -40,11 +40,11 @@ class Run:
     """Content of ``run.json``."""
 
     job: str
-    """Name of the job's table, which no other job has."""
+    """Name of the job's table, unique to it."""
     snapshots: str
     """Absolute folder, or URL."""
     launch: str | None
-    """Name of the launcher that began the run, if it can start it again."""
+    """Name of the launcher that started the run, if it can restart it."""
     began: float = 0.0
     """Unix time of its start."""
     stage_end: int = 0
@@ -56,14 +56,14 @@ class Run:
 
 
 def write_run(folder: Path, run: Run) -> None:
-    """Note which run ``folder`` holds. Snapshots inside it are found again where the folder is moved to."""
+    """Write ``run.json``. Snapshots inside ``folder`` are found again if the folder is moved."""
     inside = Path(run.snapshots).is_relative_to(folder.absolute())
     snapshots = str(Path(run.snapshots).relative_to(folder.absolute())) if inside else run.snapshots
     write_json(folder / _RUN, asdict(run) | {"snapshots": snapshots})
 
 
 def read_run(folder: Path) -> Run:
-    """Return which run ``folder`` holds. Raises ConfigError if none can be read."""
+    """Return the run in ``folder``. Raises ConfigError if none can be read."""
     path = folder / _RUN
     try:
         run = Run(**json.loads(path.read_text(encoding="utf-8")))
@@ -79,14 +79,14 @@ def read_run(folder: Path) -> Run:
 
 
 def has_run(folder: Path) -> bool:
-    """Whether ``folder`` holds one, begun or ended."""
+    """Return whether ``folder`` has a run, begun or ended."""
     return (folder / _RUN).exists()
 
 
 def warn_if_unended(folder: Path, step: int | None, say: Callable[[str], None]) -> None:
-    """Say which step the model in ``folder``, a run or its folder "model", is of, unless the run has ended.
+    """Print the step of the model in ``folder``, a run or its folder "model", unless the run has ended.
 
-    One that says it has ended and has no snapshot of its end has not.
+    A run marked as ended without a snapshot of its end has not ended.
     """
     folder = folder.parent if folder.name == "model" and not has_run(folder) else folder
     if not has_run(folder):
@@ -102,14 +102,15 @@ def warn_if_unended(folder: Path, step: int | None, say: Callable[[str], None]) 
 
 
 def has_snapshot(run: Run) -> bool:
-    """Whether there is something to go on from."""
+    """Return whether the run can be resumed from a snapshot."""
     return bool(list_snapshots(run.snapshots))
 
 
 def saved_in(out: Path, snapshots: str | None = None, *, go_on: str) -> str | None:
-    """Which step the newest snapshot of the run in ``out`` holds, and how to go on, as a sentence; None: it has none.
+    """Return a sentence with the step of the newest snapshot of the run in ``out``, and how to resume; None: no
+    snapshot.
 
-    ``snapshots`` is where they are if ``out`` was lost. From any thread, and where torch is not loaded yet.
+    ``snapshots`` is their place if ``out`` was lost. From any thread, and before torch is loaded.
     """
     try:
         listed = list_snapshots(read_run(out).snapshots if has_run(out) else place(snapshots or out / "snapshots"))
@@ -133,10 +134,10 @@ def require_new_run(folder: Path) -> None:
 
 
 def find_run(out: Path, snapshots: str | None, *, allow_fallback: bool) -> Run | None:
-    """The run that ``--continue`` goes on with; None: there is none yet, or it has saved nothing, and begins.
+    """Return the run that ``--continue`` resumes; None: there is none yet, or it has saved nothing, and starts anew.
 
-    It is that of ``out``. Where that is not there any more, it is made anew from the newest snapshot in ``snapshots``
-    (``out``/snapshots by default). Raises ConfigError if ``out`` holds something else, or a run with other snapshots.
+    It is that of ``out``. If that is missing, it is recreated from the newest snapshot in ``snapshots``
+    (``out``/snapshots by default). Raises ConfigError if ``out`` has something else, or a run with other snapshots.
     """
     require_folder(out, "--out")
     root = str(place(snapshots or out / "snapshots"))
@@ -180,9 +181,9 @@ def read_report(out: Path) -> dict[str, Any] | None:
 
 
 def cluster_of(given: str | None, run: Run | None, say: Callable[[str], None]) -> str | None:
-    """The scheduler of the cluster for the rows of a run; None: they are in this process.
+    """Return the scheduler of the cluster for the rows of a run; None: they are in this process.
 
-    The one that is ``given``, or :data:`HERE`; else that in which the run has its rows.
+    ``given`` (an address, or :data:`HERE`) counts first; else the cluster that has the run's rows.
     """
     if given is None:
         return None if run is None else run.scheduler
@@ -194,7 +195,7 @@ def cluster_of(given: str | None, run: Run | None, say: Callable[[str], None]) -
 
 
 def require_new_snapshots(root: str) -> None:
-    """Raise ConfigError if ``root`` holds snapshots: those of another job are never gone on with, or removed."""
+    """Raise ConfigError if ``root`` has snapshots: those of another job are never resumed from, or removed."""
     if listed := list_snapshots(root):
         raise ConfigError(
             f"{root} already holds snapshots ({listed[0].name!r} is the newest); give another --snapshots, or move "
@@ -203,7 +204,7 @@ def require_new_snapshots(root: str) -> None:
 
 
 def require_one_process(job: str) -> None:
-    """Raise ConfigError if torchrun started several processes for a job that one trains."""
+    """Raise ConfigError if torchrun started several processes for a single-process job."""
     processes = os.environ.get("WORLD_SIZE", "1")
     if processes != "1":
         raise ConfigError(
@@ -214,9 +215,9 @@ def require_one_process(job: str) -> None:
 
 @contextmanager
 def sole_trainer(folder: Path) -> Iterator[None]:
-    """Hold the run folder against other processes of this machine, making it if it is not there.
+    """Lock the run folder against other processes of this machine, making it if needed.
 
-    Raises RunHeld if one holds it, ConfigError if it cannot be made.
+    Raises RunHeld if another process has the lock, ConfigError if the folder cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -236,16 +237,16 @@ def sole_trainer(folder: Path) -> Iterator[None]:
 
 
 def require_folder(path: Path, flag: str) -> None:
-    """Raise ConfigError if ``path``, given as ``flag``, is no folder and cannot be made one: a file is in its way."""
+    """Raise ConfigError if ``path``, given as ``flag``, is no folder and cannot become one: a file is in its way."""
     existing = next((place for place in (path, *path.parents) if place.exists()), None)
     if existing is not None and not existing.is_dir():
         raise ConfigError(f"{flag} is {path}, but {existing} is not a folder; give a folder, or one to be made")
 
 
 def move_aside(folder: Path) -> Path | None:
-    """Move the run in ``folder`` to the folder NAME.previous beside it, in the place of one put aside before.
+    """Move the run in ``folder`` to the folder NAME.previous beside it, replacing one moved there before.
 
-    No part of it is then taken for the next run's; other files stay. Returns that folder, None if there was no run.
+    Nothing of it is then taken for the next run's; other files stay. Returns that folder, None if there was no run.
     """
     aside = folder.with_name(f"{folder.name}.previous")
     parts = [*_FOLDERS, *(previous_folder(Path(name)).name for name in _FOLDERS), *_FILES]

@@ -1,8 +1,8 @@
-"""Ctrl-C and SIGTERM as a wish to stop: in good order where there is something to save, and at once elsewhere.
+"""Graceful stop on Ctrl-C and SIGTERM: with a snapshot where there is something to save, and at once elsewhere.
 
-Python runs what a signal asks for between two instructions of the main thread, which may be deep in torch, NCCL or a
-disk for minutes. So a thread of its own hears of each signal, too, and ends the process when its time is up: whoever
-asked (Kubernetes, Slurm, docker) would kill it without a word.
+Python runs signal handlers between two instructions of the main thread, which may be inside torch, NCCL or a disk for
+minutes. So a thread receives each signal, too, and ends the process when its time is up: otherwise Kubernetes, Slurm or
+docker would kill it without a message.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster
 
 STOPPED = 3
-"""Exit code of a training that a signal ended, and that has a snapshot to go on from."""
+"""Exit code of a training stopped by a signal, with a snapshot to resume from."""
 NOTHING_SAVED = 130
-"""Exit code of one that has none, or had not looked yet."""
+"""Exit code of one without a snapshot, or before it looked for one."""
 GRACE_SECONDS = 10.0
-"""Between a signal and the kill, as docker has it. A second before, who could not save says why, and ends."""
+"""Time between a signal and the kill, as docker's. A process that cannot save says why a second earlier, and ends."""
 PATIENCE_SECONDS = 5.0
-"""A shard that does not answer is waited for so much longer once a signal came."""
+"""Longer wait for a shard that does not answer, after a signal."""
 UNWIND_SECONDS = 3.0
-"""Where there is nothing to save, for whatever the main thread is in."""
+"""Time for the main thread's present call, where there is nothing to save."""
 _ONE_WISH_SECONDS = 1.0
-"""A terminal signals a worker and torchrun, which passes it on: that is no second signal."""
+"""Time in which signals count as one: a terminal signals both a worker and torchrun, which forwards it."""
 _LOOK_SECONDS = 0.1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal came where nothing is under way that has to be ended in good order."""
+    """A signal came where nothing in progress needs an orderly end."""
 
 
 class Interruption:
@@ -49,20 +49,20 @@ class Interruption:
         self._has_ended = threading.Event()
         self.grace_seconds = GRACE_SECONDS
         self.doing = "started"
-        """What the process was doing, behind "Stopped while it"."""
+        """Activity of the process, for the message "Stopped while it ..."."""
         self.is_saving: Callable[[], bool] = lambda: False
-        """Whether a snapshot is being written, which is waited for however long that takes."""
+        """Whether a snapshot is being written, which is always waited for."""
         self.saved: Callable[[], str | None] = lambda: None
-        """What is saved and how to go on, as a sentence; None: nothing."""
+        """Returns a sentence on the saved step and how to resume; None: nothing is saved."""
 
     def __call__(self) -> bool:
-        """Whether one has."""
+        """Return whether a signal came."""
         return self._asked is not None
 
     @contextmanager
     def in_order(self, awaited: Cluster | None = None) -> Iterator[None]:
-        """While the block lasts, which looks and ends by itself, a signal raises nothing. But ``awaited`` is given up
-        where it still waits for a shard a moment later: nothing can be saved there.
+        """Raise nothing on a signal inside the block, which checks for it and ends by itself. But give ``awaited`` up
+        if it still waits for a shard a moment later: nothing can be saved there.
         """
         self._is_in_order, self._awaited = True, awaited
         try:
@@ -72,7 +72,7 @@ class Interruption:
 
     @contextmanager
     def at_once(self, doing: str) -> Iterator[None]:
-        """A part of :meth:`in_order` with nothing to save: Stopped is raised, also for a signal that came before."""
+        """A part of :meth:`in_order` with nothing to save: raises Stopped, also for an earlier signal."""
         self._is_in_order, self.doing = False, doing
         try:
             if self():
@@ -83,30 +83,30 @@ class Interruption:
 
     @property
     def why(self) -> str:
-        """Where the signal found the process, and what is saved."""
+        """Message with the activity at the signal, and the saved step."""
         saved = self.saved() or "nothing is saved yet; the same command begins it again"
         return f"Stopped while it {self.doing}: {saved}"
 
     @property
     def exit_code(self) -> int:
-        """Of a process that is stopped now."""
+        """Exit code of a process that stops now."""
         return NOTHING_SAVED if self.saved() is None else STOPPED
 
     def request_stop(self) -> None:
-        """A signal came. Raises Stopped outside of :meth:`in_order`."""
+        """Record a signal. Raises Stopped outside of :meth:`in_order`."""
         if self._asked is None:
             self._asked = time.monotonic()
         if not self._is_in_order:
             raise Stopped
 
     def stop_listening(self) -> None:
-        """The process need not end any more: nobody listens for signals."""
+        """Stop listening: the process need not end any more."""
         self._has_ended.set()
 
     def watch(self, signals: int) -> None:
-        """Wait for a signal, of which a byte in the pipe ``signals`` tells, and see to it that this process ends."""
+        """Wait for a signal, reported by a byte in the pipe ``signals``, and make sure that this process ends."""
         while (came := os.read(signals, 1)) and came[0] not in _SIGNALS:
-            pass  # of somebody else
+            pass  # of another signal
         self._asked = asked = since = time.monotonic()
         told, was_in_order = False, self._is_in_order
         while not self._has_ended.wait(_LOOK_SECONDS):
@@ -119,7 +119,7 @@ class Interruption:
             if is_saving and not told and now - asked > self.grace_seconds - 1:
                 _print_directly("A snapshot is still being written: give this worker more time before you kill it")
                 told = True
-            if is_saving or in_order is not was_in_order:  # what comes then has its time, too
+            if is_saving or in_order is not was_in_order:  # the next part has its own time, too
                 since, was_in_order = now, in_order
             if now - since > (self.grace_seconds - 1 if in_order else min(self.grace_seconds - 1, UNWIND_SECONDS)):
                 _print_directly(f"{self.why} (it took longer than {now - asked:.0f} s to stop there)")
@@ -131,8 +131,8 @@ _current: Interruption | None = None
 
 @contextmanager
 def interruption() -> Iterator[Interruption]:
-    """Yield what knows whether a signal has asked to stop; a second signal stops at once. Within such a block it is the
-    same one again. Outside the main thread no signal comes.
+    """Yield the :class:`Interruption` of a block; a second signal stops at once. Nested blocks share it. Outside the
+    main thread it sees no signals.
     """
     global _current
     asked = _current or Interruption()
@@ -173,6 +173,6 @@ def interruption() -> Iterator[Interruption]:
 
 
 def _print_directly(line: str) -> None:
-    """Write past whatever holds the streams of this process."""
+    """Write to stderr, bypassing this process's stream objects."""
     with suppress(OSError):
         os.write(2, f"{line}\n".encode())

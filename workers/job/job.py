@@ -1,7 +1,7 @@
-"""A whole training job: data in, a run folder out, whatever dies on the way. One attempt at it: ``run.py``.
+"""Whole training job, from data to a run folder, with recovery. ``run.py`` makes one attempt at it.
 
-A job goes back to its last snapshot *as a whole* when a role of its cluster is lost: by itself if it is one process;
-if it is several, torchrun starts them again and they find the snapshot.
+A job goes back to its last snapshot *as a whole* when a role of its cluster is lost: by itself if it is one process; if
+it is several, torchrun restarts them and they find the snapshot.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ from geartrain.workers.job.trainer import Attempt, Trainer
 
 _CLOCKS_DIFFER_SECONDS = 5.0
 CHANGEABLE = ("snapshots", "kafka", "rows", "dtype")
-"""Keys of a recipe that may be others when a run goes on."""
+"""Recipe keys that may change when a run is resumed."""
 
 
 def run_job(trainer_class: type[Trainer], options: JobOptions, console: Console) -> JobResult:
-    """Train, evaluate and save. Under torchrun all ranks call this; the first one writes and speaks.
+    """Train, evaluate and save. Under torchrun all ranks call this; the first one writes and prints.
 
     Raises ConfigError, before anything is written, if ``options.out`` holds a run that was not meant to be replaced.
     """
@@ -86,7 +86,7 @@ def run_job(trainer_class: type[Trainer], options: JobOptions, console: Console)
 
 
 def _join(trainer_class: type[Trainer], options: JobOptions, console: Console, stop: Interruption) -> JobResult:
-    """Train on a share of the samples of a run, in its cluster, until there are none or ``stop`` says so."""
+    """Train on a share of the samples of a run, in its cluster, until none are left or ``stop``."""
     run = read_run(options.out)
     snapshot = newest_snapshot(run.snapshots)
     state = _read_state(trainer_class, snapshot, run)
@@ -125,8 +125,8 @@ def _join(trainer_class: type[Trainer], options: JobOptions, console: Console, s
 def _with_its_run(
     trainer_class: type[Trainer], options: JobOptions, say: Callable[[str], None]
 ) -> tuple[JobOptions, JobResult | None]:
-    """The options with what is known of the run: whether it goes on (``continues``), its cluster and recipe; and how it
-    ended, if it has and nobody asks for more. Ranks that see one folder come to the same: see :func:`_agreed`.
+    """Return the options completed from the run: whether it resumes (``continues``), its cluster and recipe; and its
+    result if it has ended and no more is asked for. Ranks that see one folder get the same (:func:`_agreed`).
     """
     run = read_run(options.out) if options.resume else None
     if options.continues:
@@ -148,7 +148,7 @@ def _with_its_run(
 
 
 def _agreed(options: JobOptions, ranks: JobRanks, ended: JobResult | None) -> JobResult | None:
-    """How the run ended, if a rank knows that it has. Raises ConfigError if some ranks found a run and others did not:
+    """Return the run's result, if a rank knows that it has ended. Raises ConfigError if only some ranks found a run:
     each looks in the folder of that name on its own machine.
     """
     found = ranks.gather_json([options.resume, None if ended is None else ended.step])
@@ -164,7 +164,7 @@ def _agreed(options: JobOptions, ranks: JobRanks, ended: JobResult | None) -> Jo
 
 
 def _read_state(trainer_class: type[Trainer], snapshot: Snapshot, run: Run) -> JobState:
-    """Raises ConfigError if it is another job's: no job goes on with another's rows."""
+    """Read a snapshot's state. Raises ConfigError if it is another job's, whose rows must not be used."""
     state = JobState.read(snapshot, trainer_class.job, trainer_class.recipe_class)
     if state.progress.table != run.job:
         raise ConfigError(
@@ -186,7 +186,7 @@ def _run_to_the_end(
     started: float,
     stop: Interruption,
 ) -> JobResult:
-    """Run attempts until the job has ended, or cannot go on."""
+    """Run attempts until the job has ended, or cannot continue."""
     recoveries = 0
     loss: Loss | None = None
     is_alone = "WORLD_SIZE" not in os.environ
@@ -206,8 +206,8 @@ def _run_to_the_end(
             said = f"{exc.strerror}: {options.out} was removed while the run trained there; start it again"
             raise FileNotFoundError(exc.errno, said, exc.filename) from exc
         except (GoBack, *LOST) as exc:
-            # Once there is something to go back to, a role that is not back yet is worth another attempt too. Under
-            # torchrun the ranks come back together: torchrun starts them again.
+            # Once there is a snapshot, a role that is not back yet is worth another attempt, too. Under torchrun the
+            # ranks come back together: torchrun restarts them.
             if isinstance(exc, GoBack) and is_alone:
                 loss = exc.loss
             if loss is not None and stop():
@@ -220,7 +220,7 @@ def _run_to_the_end(
 
 
 def _stopped(stop: Interruption, console: Console, loss: Loss | None) -> JobResult:
-    """A signal came where nothing more could be saved: what is saved is what an earlier attempt has saved."""
+    """Return the result after a signal where nothing more could be saved: an earlier attempt's snapshot counts."""
     console.print(stop.why, highlight=False, soft_wrap=True)
     return JobResult(False, None, 0 if loss is None else loss.step)
 
@@ -235,7 +235,7 @@ def _run_once(
 ) -> JobResult:
     stop.doing = "waited for the other ranks"
     with joined_ranks(options.device) as ranks:
-        return _run_on(ranks, trainer_class, options, console, started, loss, stop)  # its model is gone with its frame
+        return _run_on(ranks, trainer_class, options, console, started, loss, stop)  # its model is freed with its frame
 
 
 def _run_on(
@@ -252,19 +252,19 @@ def _run_on(
         if loss is None and (ended := _agreed(options, ranks, None)) is not None:
             return ended
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        is_restart = ranks.any(restarts > 0)  # of a machine that took another's place it is the first start
+        is_restart = ranks.any(restarts > 0)  # a machine that replaced another one has its first start
         options = _after_restart(options, ranks, is_restart=is_restart)
         _require_place(options, ranks)
         if ranks.is_first and loss is None and not is_restart:
             stop.doing = "looked where its snapshots go"
             _require_snapshot_root(options)
         if ranks.is_first and (options.scheduler is None or not options.resume):
-            stack.enter_context(sole_trainer(options.out))  # a run that goes on in a cluster is fenced there
+            stack.enter_context(sole_trainer(options.out))  # a run that resumes in a cluster is fenced there
         snapshot, state = None, None
         if options.resume:
             stop.saved = partial(saved_in, options.out, go_on=options.continue_command(ranks.launcher))
             run = read_run(options.out)
-            # One rank looks for the newest: a snapshot that appears meanwhile must not part them.
+            # One rank looks for the newest: a snapshot that appears meanwhile must not divide them.
             first = newest_snapshot(run.snapshots, allow_fallback=options.allow_fallback) if ranks.is_first else None
             name = ranks.gather_json(first.name if first else "")[0]
             snapshot = first or snapshot_named(run.snapshots, name)
@@ -281,13 +281,13 @@ def _run_on(
         )
         is_kept = cluster is not None and snapshot is not None and trainer_class.is_kept(options, cluster, job)
         if cluster is not None and snapshot is not None and ranks.is_first and not is_kept:
-            # A process of this job that was only stopped must not go on beside it.
+            # A paused process of this job must not continue beside it.
             stop.doing = "restored its rows"
             cluster.fence(job, cluster.write_stream.incarnation)
             failpoints.reach("job.restore.before")
             cluster.restore(snapshot.path, replace=True)
         stop.doing = "waited for the other ranks"
-        ranks.barrier("rows restored")  # no rank may look for the tables before they are there
+        ranks.barrier("rows restored")  # no rank may look for the tables before they exist
         attempt = Attempt(
             options=options,
             progress=_progress(options, state, job, again=again),
@@ -306,7 +306,7 @@ def _run_on(
 
 
 def _progress(options: JobOptions, state: JobState | None, job: str, *, again: bool) -> JobProgress:
-    """Where the attempt begins. ``again``: nobody asked for more, this job itself begins once more."""
+    """Return the progress at the start of the attempt. ``again``: this job itself starts once more."""
     if state is None:
         return JobProgress(step=0, stage_start=0, stage_steps=options.recipe.stage_steps(), table=job)
     run, progress, asked = read_run(options.out), state.progress, options.resume_steps
@@ -322,7 +322,7 @@ def _progress(options: JobOptions, state: JobState | None, job: str, *, again: b
     if run.stage_end > progress.step:  # another stage had begun, and saved nothing yet
         return replace(progress, stage_start=progress.step, stage_steps=run.stage_end - progress.step)
     if again or not run.ended:
-        return progress  # the training is done, and only the rest is left to do
+        return progress  # the training is done, and only the rest is left
     return replace(progress, stage_start=progress.step, stage_steps=steps or state.recipe.stage_steps())
 
 
@@ -353,7 +353,7 @@ def _require_place(options: JobOptions, ranks: JobRanks) -> None:
 
 def _require_snapshot_root(options: JobOptions) -> None:
     """Raise SnapshotRefused, InvalidArgument or ConfigError before anything is fetched or made, if snapshots of the job
-    cannot go where they are to go."""
+    cannot be written at their place."""
     root = read_run(options.out).snapshots if options.resume else str(place(options.snapshot_root))
     goes_aside = options.overwrite and root == str((options.out / "snapshots").absolute())
     if options.snapshots is not None and not options.resume and not goes_aside:
@@ -364,7 +364,7 @@ def _require_snapshot_root(options: JobOptions) -> None:
 
 
 def _open_cluster(options: JobOptions, ranks: JobRanks, job: str, *, goes_on: bool) -> Cluster:
-    """Return the job's cluster, or one in this process; all ranks have the incarnation given to the first one."""
+    """Return the job's cluster, or one in this process; all ranks have the incarnation assigned to the first one."""
     if options.scheduler is None:
         return local(num_shards=1, models=hosted_models())
     config = _client_config(options, goes_on=goes_on)
@@ -381,7 +381,8 @@ def _open_cluster(options: JobOptions, ranks: JobRanks, job: str, *, goes_on: bo
 
 
 def _client_config(options: JobOptions, *, goes_on: bool) -> ClientConfig:
-    """A job that goes on after a loss waits for the scheduler, which may be what was lost, as for a shard."""
+    """Return the client's settings. A job that resumes after a loss waits for the scheduler as for a shard: it may be
+    the lost role."""
     config = ClientConfig(graph=options.graph)
     if not goes_on:
         return config
@@ -392,7 +393,7 @@ def _client_config(options: JobOptions, *, goes_on: bool) -> ClientConfig:
 def _load_in_turn(
     trainer_class: type[Trainer], options: JobOptions, state: JobState | None, ranks: JobRanks, console: Console
 ) -> Any:
-    """The data; the first rank fills the caches, the others find them filled."""
+    """Load the data; the first rank fills the caches, the others find them filled."""
     if not ranks.is_first:
         ranks.barrier("data loaded")
     failpoints.reach("job.data.before")
@@ -403,12 +404,12 @@ def _load_in_turn(
 
 
 def launch_name() -> str | None:
-    """Name the torchrun that started this process, the same after it started it again; None without one."""
+    """Return the name of the torchrun that started this process, the same after a restart; None without one."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     name = os.environ["TORCHELASTIC_RUN_ID"]
-    # Agents of several nodes share the name alone. It may be that of yesterday's torchrun, too, and torchrun gives none
-    # unless told ("none"): so an agent whose processes are the whole job goes by its process.
+    # Agents of several nodes share the name alone. It may also be that of an earlier torchrun, and is "none" by
+    # default: so an agent whose processes are the whole job is identified by its process.
     if name != "none" and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return name
     agent = psutil.Process(os.getppid())
@@ -416,7 +417,7 @@ def launch_name() -> str | None:
 
 
 def _after_restart(options: JobOptions, ranks: JobRanks, *, is_restart: bool) -> JobOptions:
-    """Go on with what this very torchrun began, if it started us again. Any other run stays as it is."""
+    """Continue the run that this very torchrun started, if it restarted us. Any other run stays as it is."""
     if options.resume:
         return options
     if not is_restart:
@@ -424,7 +425,7 @@ def _after_restart(options: JobOptions, ranks: JobRanks, *, is_restart: bool) ->
             require_new_run(options.out)
         return options
     is_ours = can_go_on = False
-    # What started this process began then, less what clocks of several nodes may differ by.
+    # The start of this process's launcher, less the clock difference of several nodes.
     began = min(ranks.gather_json(psutil.Process(os.getppid()).create_time())) - _CLOCKS_DIFFER_SECONDS
     if ranks.is_first:
         try:
@@ -436,7 +437,7 @@ def _after_restart(options: JobOptions, ranks: JobRanks, *, is_restart: bool) ->
     if ranks.any(can_go_on):
         return replace(options, resume=True, overwrite=False)
     if ranks.any(is_ours):
-        return replace(options, overwrite=False)  # what little is there is our own
+        return replace(options, overwrite=False)  # the little that exists is our own
     if not options.overwrite and not options.continues:
         require_new_run(options.out)
     return options

@@ -1,6 +1,5 @@
-"""A recipe as text: a YAML file, ``--set KEY=VALUE`` with dotted keys, and the JSON beside a snapshot; all are checked
-alike.
-"""
+"""Recipes as text: a YAML file, ``--set KEY=VALUE`` with dotted keys, and the JSON beside a snapshot, with one
+check."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ R = TypeVar("R")
 
 
 def recipe_of(kind: type[R], values: Mapping[str, Any], where: str = "the recipe") -> R:
-    """The recipe of ``values``, nested as its class is, and of that class's defaults. Raises ConfigError naming a key
-    that is unknown, with the one that is meant, or a value that cannot be.
+    """Return the recipe of ``values``, nested as its class is, with that class's defaults. Raises ConfigError naming a
+    key that is unknown, with the likely one, or an invalid value.
     """
     known = list(_keys(kind))
     for key, _ in flat(values):
@@ -35,20 +34,20 @@ def recipe_of(kind: type[R], values: Mapping[str, Any], where: str = "the recipe
     except ValidationError as exc:
         found = exc.errors()[0]
         error = found.get("ctx", {}).get("error")
-        if isinstance(error, GeartrainError):  # of the class itself
+        if isinstance(error, GeartrainError):  # raised by the class itself
             raise ConfigError(f"{error}") from exc
         key = ".".join(str(part) for part in found["loc"])
         raise ConfigError(f"{where} has {key} = {found['input']!r}: {found['msg']}") from exc
 
 
 def as_json(recipe: Any) -> dict[str, Any]:
-    """The recipe as plain values, which :func:`recipe_of` takes."""
+    """Return the recipe as plain values, for :func:`recipe_of`."""
     values: dict[str, Any] = TypeAdapter(type(recipe)).dump_python(recipe, mode="json")
     return values
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The values in a YAML file. Raises ConfigError if there are none."""
+    """Return the values in a YAML file. Raises ConfigError if there are none."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as exc:
@@ -59,13 +58,13 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def write_recipe(folder: Path, recipe: Any) -> None:
-    """Write all keys of ``recipe`` to ``folder``; ``--recipe`` takes the file."""
+    """Write all keys of ``recipe`` to ``folder``, in a file for ``--recipe``."""
     with replacing(folder / RECIPE_FILE) as temporary:
         temporary.write_text(yaml.safe_dump(as_json(recipe), sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def with_settings(values: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
-    """``values`` with those of ``KEY=VALUE`` in the place of theirs; a value is YAML. Raises ConfigError."""
+    """Return ``values`` overridden by those of ``KEY=VALUE``; a value is YAML. Raises ConfigError."""
     changed: dict[str, Any] = {**values}
     for text in settings:
         key, sign, value = text.partition("=")
@@ -82,7 +81,7 @@ def with_settings(values: Mapping[str, Any], settings: Sequence[str]) -> dict[st
 
 
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` with ``changes`` in the place of theirs, section by section."""
+    """Return ``values`` overridden by ``changes``, section by section."""
     result = {**values, **changes}
     for key, inner in changes.items():
         if isinstance(inner, Mapping) and isinstance(values.get(key), Mapping):
@@ -91,7 +90,7 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 
 def flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Dotted keys and what they are."""
+    """Yield dotted keys with their values."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from ((f"{key}.{inner}", of_inner) for inner, of_inner in flat(value))
@@ -100,9 +99,10 @@ def flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def gone_on_with(saved: R, given: R, stated: Sequence[str], changeable: Sequence[str], out: Path) -> R:
-    """The ``saved`` recipe of the run in ``out`` with those ``stated`` keys of ``given`` that are ``changeable``.
+    """Return the ``saved`` recipe of the run in ``out`` with those ``stated`` keys of ``given`` that are
+    ``changeable``.
 
-    Raises ConfigError if another is not what the run was begun with.
+    Raises ConfigError if another key differs from the run's.
     """
     values = [dict(flat(as_json(recipe))) for recipe in (given, saved)]
     for key in stated:
@@ -120,13 +120,13 @@ def gone_on_with(saved: R, given: R, stated: Sequence[str], changeable: Sequence
 
 
 def _names(key: str, known: str) -> bool:
-    """Whether ``key`` is a known one, or a section of it."""
+    """Return whether ``key`` is a known one, or a section of it."""
     given, whole = key.split("."), known.split(".")
     return fnmatchcase(key, known) or (len(given) < len(whole) and all(map(fnmatchcase, given, whole)))
 
 
 def _keys(kind: Any) -> Iterator[str]:
-    """Dotted; a mapping from names to sections has ``*`` for a name."""
+    """Yield dotted keys; in a mapping from names to sections ``*`` stands for a name."""
     types = get_type_hints(kind)
     for field in fields(kind):
         inner, name = types[field.name], field.name

@@ -1,4 +1,4 @@
-"""What a person sees while a worker trains: a bar with the time that is left, and lines that stay."""
+"""Console display of a training worker: a bar with the remaining time, and lines that stay."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class LiveLine:
-    """The newest numbers of the training: a line every ten seconds, and on a terminal a bar below it."""
+    """Newest numbers of the training: a line every ten seconds, and on a terminal a bar below it."""
 
     def __init__(self, console: Console, first_step: int, last_step: int, *, is_shown: bool = True) -> None:
-        """``last_step`` 0: there is none that is known."""
+        """``last_step`` 0: unknown."""
         self._console, self._is_shown = console, is_shown
         self._first_step, self._last_step = first_step, last_step
         left = TextColumn("left", style="progress.remaining")
@@ -37,7 +37,7 @@ class LiveLine:
         self._bar.stop()
 
     def show(self, step: int, numbers: dict[str, float]) -> None:
-        """Show the numbers of ``step``: loss and epoch, and of :class:`RecentSteps` those that are known."""
+        """Show the numbers of ``step``: loss and epoch, and those of :class:`RecentSteps` that are known."""
         if not self._is_shown:
             return
         epoch, line = numbers["epoch"], f"step {step:,}"

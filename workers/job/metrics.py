@@ -1,4 +1,4 @@
-"""What a job counts in this process, for Prometheus: steps, how long their parts take, samples, loss."""
+"""Prometheus metrics of a job in this process: steps, durations of their parts, samples, loss."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ from geartrain.ams.values.config import require_private
 from geartrain.bridge.rows.tables import ROW_SECONDS
 
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Seconds of a step, or a part of it."""
+"""Histogram bounds in seconds, of a step or a part of it."""
 PHASES = ("pull", "push", "forward", "backward", "update")
-"""Waiting for rows, sending what becomes of them; and without these, the loss, its gradients, and what they change."""
+"""Parts of a step: waits for rows, sending of gradients; without these, the loss, the backward pass, and the update."""
 
 
 RATE_SECONDS = 10.0
-"""Rates that people see are of about so long: a look at a validation, or a snapshot, does not make them leap."""
+"""Window of displayed rates: a validation or a snapshot does not make them jump."""
 
 
 class RecentSteps:
-    """How fast the steps of a thread were in the last :data:`RATE_SECONDS`, and how long they waited for rows."""
+    """Speed of a thread's steps in the last :data:`RATE_SECONDS`, and its waits for rows."""
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
         self._past: deque[tuple[float, int, int, float, float]] = deque()
-        """When, how many steps and batches there were by then, and the seconds of their pulls and pushes; the oldest
-        first."""
+        """Time, steps and batches by then, and the seconds of their pulls and pushes; oldest first."""
 
     def rates(self, step: int, batches: int) -> dict[str, float]:
-        """Of the time up to now, at ``step``, before which were so many batches; nothing at the first call, where the
-        window begins."""
+        """Return the rates up to now, at ``step``, before which were so many ``batches``; nothing at the first call,
+        which starts the window."""
         now = (time.perf_counter(), step, batches, ROW_SECONDS["pull"], ROW_SECONDS["push"])
         self._past.append(now)
         while len(self._past) > 2 and now[0] - self._past[1][0] >= RATE_SECONDS:
@@ -51,14 +50,14 @@ class RecentSteps:
 
 
 class StepTimer:
-    """How long the parts of a step take in the thread that trains, from now on. Cost: some microseconds a step."""
+    """Durations of the parts of a step in the training thread, from now on. Cost: some microseconds a step."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self._since = self._now()
 
     def ended(self, phase: str) -> None:
-        """What passed since the last call was this, but for waits for rows."""
+        """Count the time since the last call as ``phase``, except waits for rows."""
         now = self._now()
         whole, pull, push = (at - before for at, before in zip(now, self._since, strict=True))
         self._since = now
@@ -72,20 +71,20 @@ class StepTimer:
 
 
 class JobCounters:
-    """Of the steps of one process, whichever attempt they belong to. Counts in one thread, and is read from any."""
+    """Counters of a process's steps, over all attempts. Written by one thread, read from any."""
 
     def __init__(self) -> None:
         self.job = ""
         self.loss: float | None = None
-        """The newest that was read."""
+        """Newest loss that was read."""
         self.figures: Mapping[str, float] = {}
-        """Of the newest validation, by name."""
+        """Figures of the newest validation, by name."""
         self._steps = self._samples = 0
         self._counts = {phase: [0] * (len(BOUNDS) + 1) for phase in PHASES}
         self._seconds = dict.fromkeys(PHASES, 0.0)
 
     def step_done(self, seconds: Mapping[str, float], samples: int) -> None:
-        """Count a step of so many ``seconds`` of each phase. Cost: two microseconds."""
+        """Count a step with the ``seconds`` of each phase. Cost: two microseconds."""
         self._steps += 1
         self._samples += samples
         for phase, spent in seconds.items():
@@ -93,7 +92,7 @@ class JobCounters:
             self._seconds[phase] += spent
 
     def metrics(self) -> Iterator[Metric]:
-        """All; nothing before there is a job."""
+        """Yield all metrics; nothing before there is a job."""
         if not self.job:
             return
         job, label = (self.job,), ("job",)
@@ -111,14 +110,14 @@ class JobCounters:
 
 
 COUNTERS = JobCounters()
-"""Of this process."""
+"""Counters of this process."""
 
 
 @contextmanager
 def exported_at(address: str | None, say: Callable[[str], None]) -> Iterator[None]:
-    """Tell Prometheus at ``address`` while the context lasts, and people where that is; None: nobody.
+    """Serve Prometheus metrics at ``address`` inside the context, and print the address; None: do nothing.
 
-    Raises ConfigError: nobody can listen there, strangers could, or prometheus_client is not installed.
+    Raises ConfigError: the address cannot be bound, strangers could reach it, or prometheus_client is not installed.
     """
     if address is None:
         yield

@@ -11,14 +11,14 @@ from geartrain.ams.values.errors import ConfigError
 from geartrain.workers.loggers.registry import require_loggers
 
 ENDLESS = 2**40
-"""Steps that nobody counts: of a stage that its samples end, or a person."""
+"""Number of steps of a stage that is ended by its samples, or by a person."""
 CACHE = Path(".cache")
-"""Where downloads are kept unless another folder is named."""
+"""Default folder of downloads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotSettings:
-    """Schedule and retention of a job's snapshots; a run that goes on may have others."""
+    """Schedule and retention of a job's snapshots; a resumed run may have others."""
 
     steps: int = 200
     """Steps between two snapshots."""
@@ -46,54 +46,54 @@ class JobOptions:
     out: Path
     """Run folder."""
     recipe: Any
-    """Of the job's class of recipes."""
+    """Recipe, of the job's class."""
     stated: tuple[str, ...] = ()
-    """Dotted keys of the recipe that the person gave: a run that goes on has those values already, or is refused."""
+    """Dotted keys of the recipe that the person gave: a resumed run must have the same values."""
     own_backbone: str | None = None
-    """The backbone that the person named on the command line: only then is code of their own imported."""
+    """Backbone named on the command line; only then is user code imported."""
     data: str | None = None
     """Training data; None: that of the resumed run."""
     cache: Path = CACHE
     """Folder of downloads."""
     resume: bool = False
-    """Go on with the run in ``out``: to the end of its stage, or if that was reached, through another one."""
+    """Resume the run in ``out``: to the end of its stage, or if that was reached, through another one."""
     resume_steps: int | None = None
     """Steps of that other stage; as many as before by default."""
     continues: bool = False
-    """Go on with the run in ``out`` or in ``snapshots`` to the end of its stage; begin it if there is none."""
+    """Resume the run in ``out`` or in ``snapshots`` to the end of its stage; start it if there is none."""
     allow_fallback: bool = False
     """When resuming, take the newest sound snapshot if the newest one is damaged."""
     joins: bool = False
-    """Share the samples of the run in ``out`` with the worker that began it, which takes the snapshots."""
+    """Share the samples of the run in ``out`` with the worker that started it, which takes the snapshots."""
     overwrite: bool = False
     """Start over if ``out`` holds a run already."""
     snapshots: str | None = None
     """Folder or URL for the snapshots, which the shards see as this process does; ``out``/snapshots by default."""
     scheduler: str | None = None
     """host:port of a cluster's scheduler; by default that of the resumed run, or one shard is embedded in this process
-    ("none": so, though the run had its rows in a cluster)."""
+    ("none": embedded even if the run had its rows in a cluster)."""
     graph: str | None = None
     """host:port of the cluster's graph service; by default a head that selects by a graph builds it here."""
     max_recoveries: int = 10
-    """How often the job goes back to its last snapshot when shards were lost, before it gives up."""
+    """Most returns of the job to its last snapshot after lost shards."""
     sweep: bool = False
-    """Whether a new classifier finds its learning rate by short trials; else the recipe's is taken."""
+    """Whether a new classifier finds its learning rate by short trials, instead of using the recipe's."""
     device: str = "auto"
     metrics: str | None = None
-    """host:port at which the first rank tells Prometheus what the job counts; None: nobody is told."""
+    """host:port of the first rank's Prometheus metrics; None: no metrics."""
     loggers: tuple[str, ...] = ("tensorboard",)
-    """Where its numbers are logged; see :mod:`geartrain.workers.loggers`."""
+    """Loggers of the job's numbers, from :mod:`geartrain.workers.loggers`."""
 
     def __post_init__(self) -> None:
         require_loggers(self.loggers)
 
     @property
     def snapshot_root(self) -> str:
-        """Where a new run keeps its snapshots."""
+        """Place of a new run's snapshots."""
         return self.snapshots or str(self.out / "snapshots")
 
     def continue_command(self, launcher: str = "") -> str:
-        """What a person types to go on with the run; ``launcher`` is that of the ranks."""
+        """Return the command that resumes the run; ``launcher`` is that of the ranks."""
         flags = {
             "cache": None if self.cache == CACHE else quote(str(self.cache)),
             "scheduler": self.scheduler,

@@ -1,4 +1,4 @@
-"""The processes of one job, as torchrun's environment variables describe them."""
+"""Processes of one job, from torchrun's environment variables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class JobRanks(Communicator):
 
     @property
     def launcher(self) -> str:
-        """What stands before ``geartrain`` in a command that starts as many; on each machine, if there are several."""
+        """Prefix of ``geartrain`` in a command that starts as many ranks; on each machine, if there are several."""
         if self.world_size == 1:
             return ""
         scheduler, _, job = os.environ.get(VARIABLE, "").partition("/")
@@ -45,20 +45,20 @@ class JobRanks(Communicator):
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes the files and speaks to the person."""
+        """Whether this process writes the files and prints."""
         return self.rank == 0
 
     def new_job_id(self) -> str:
-        """Eight hexadecimal digits, the same on all ranks, that no other job has."""
+        """Return eight hexadecimal digits, the same on all ranks, unique to the job."""
         return f"{self.share(secrets.randbits(32)):08x}"
 
 
 @contextmanager
 def joined_ranks(device: str) -> Iterator[JobRanks]:
-    """Join the process group that torchrun set up, and leave it at the end; alone without torchrun.
+    """Join torchrun's process group, and leave it at the end; alone without torchrun.
 
-    Who trains in it lets the model go before the end: DistributedDataParallel, even one that only awaits collection,
-    keeps the threads of gloo, and those that outlive the interpreter abort the process.
+    Free the model before the end: DistributedDataParallel, even one that only awaits collection, keeps the threads of
+    gloo, and those that outlive the interpreter abort the process.
 
     Raises ConfigError if torchrun's variables are incomplete, or if strangers could join.
     """

@@ -32,7 +32,7 @@ from geartrain.workers.loggers.registry import open_loggers
 
 
 class TrainingRun:
-    """Trains with a :class:`Trainer`, and sees to the run folder, snapshots, numbers and the report."""
+    """Trains with a :class:`Trainer`, and handles run folder, snapshots, numbers and report."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class TrainingRun:
         loss: Loss | None = None,
         seconds: dict[str, float] | None = None,
     ) -> None:
-        """``launch`` names the launcher, ``loss`` is what made the job go back, if that was it, and ``seconds`` are
-        those of phases before."""
+        """``launch`` names the launcher; ``loss`` is the loss that made the job go back, if any; ``seconds`` are those
+        of earlier phases."""
         self._attempt = attempt
         self._options = options = attempt.options
         self._trainer = trainer
@@ -56,7 +56,7 @@ class TrainingRun:
         COUNTERS.job = trainer.progress.table
         self._state: JobCondition = "training"
         self._numbers: dict[str, float] = {}
-        """The newest that were shown."""
+        """Newest displayed numbers."""
         cluster = attempt.cluster if self._is_first else None
         watch = None if cluster is None else cluster.watch_leaves(trainer.progress.table, self._job_report)
         self._snapshots = JobSnapshots(
@@ -71,14 +71,15 @@ class TrainingRun:
         )
 
     def _job_report(self) -> JobReport:
-        """What the scheduler is told, from another thread."""
+        """Return the report for the scheduler, from another thread."""
         trainer, settings = self._trainer, self._trainer.recipe.snapshots
         progress, state = trainer.progress, self._state
         numbers, (metric, metric_value) = self._numbers, trainer.metric
         rate = numbers.get("steps_per_second", 0.0)
         pauses = [60 * settings.minutes] if settings.minutes is not None else []
         pauses += [settings.steps / rate] if rate else []
-        snapshots: JobSnapshots | None = getattr(self, "_snapshots", None)  # it is told once before there are any
+        # the first report comes before there are any
+        snapshots: JobSnapshots | None = getattr(self, "_snapshots", None)
         return JobReport(
             state="saving" if state == "training" and snapshots is not None and snapshots.is_writing else state,
             step=progress.step,
@@ -102,7 +103,7 @@ class TrainingRun:
         return self._attempt.ranks.is_first
 
     def execute(self, stop: Interruption) -> JobResult:
-        """Start or go on, train, and finish. Raises GoBack if a role is lost and there is a snapshot to go back to."""
+        """Start or resume, train, and finish. Raises GoBack if a role is lost and there is a snapshot to go back to."""
         trainer, ranks, say = self._trainer, self._attempt.ranks, self._attempt.print_line
         self._stop = stop
         stop.is_saving = lambda: self._snapshots.is_writing
@@ -123,7 +124,7 @@ class TrainingRun:
                     stop.doing = "looked at what it had trained"
                     trainer.trained()
                     if self._is_first:
-                        self._record_stage(ended=False)  # it may have ended early: not to be taken for a further stage
+                        self._record_stage(ended=False)  # it may have ended early, and must not count as a further stage
             except NonFinite as exc:
                 raise self._diverged(exc) from exc
             self._save_last(finished=finished)
@@ -137,7 +138,7 @@ class TrainingRun:
                     finished = False
             stop.doing = "waited for the other ranks"
             if report is not None:
-                trainer.events.flush()  # a log that cannot be written is heard of before
+                trainer.events.flush()  # reports a log that cannot be written before
                 self._record_stage(ended=True)
             self._state = "ended" if finished else "stopped"
             if not finished:
@@ -166,7 +167,7 @@ class TrainingRun:
         finally:
             trainer.events.close()
             said = stop.saved()
-            stop.saved, stop.is_saving = (lambda: said), (lambda: False)  # the model is gone with this object
+            stop.saved, stop.is_saving = (lambda: said), (lambda: False)  # the model is freed with this object
 
     def _claim_folder(self) -> None:
         options, out = self._options, self._options.out
@@ -179,7 +180,7 @@ class TrainingRun:
         write_run(out, Run(job=job, snapshots=root, launch=self._launch, began=time.time()))
 
     def _drop_leftovers(self) -> None:
-        """Free the shards of the tables of a run of this folder that died before its first snapshot."""
+        """Drop the tables of a run of this folder that died before its first snapshot."""
         cluster, out = self._attempt.cluster, self._options.out
         if cluster is None or not self._options.continues or not has_run(out):
             return
@@ -204,7 +205,7 @@ class TrainingRun:
             now = trainer.state(self._options)
             if self._takes_part:
                 try:
-                    self._snapshots.require(now)  # something to go back to, or to go on from
+                    self._snapshots.require(now)  # a snapshot to go back to
                 except SnapshotError as exc:
                     raise SnapshotFailed(
                         f"a training begins with a snapshot, and there is none: {exc}. Snapshots are written by the "
@@ -223,7 +224,7 @@ class TrainingRun:
         self._attempt.print_line(f"Going on at step {step}{lost}")
 
     def _train(self, stop: Callable[[], bool]) -> bool:
-        """To the end of the stage; False if it was stopped before."""
+        """Train to the end of the stage; return False if it was stopped before."""
         trainer = self._trainer
         progress, console = trainer.progress, self._attempt.console
         with LiveLine(console, progress.step, progress.last_step, is_shown=self._is_first) as line:
@@ -238,20 +239,20 @@ class TrainingRun:
             )
 
     def _save(self, *, required: bool = False) -> None:
-        """Begin a snapshot. Of one that is ``required`` return once it is there, or raise what it fails with."""
+        """Begin a snapshot. Of a ``required`` one return once it is complete, or raise its error."""
         state = self._trainer.state(self._options)
         if not self._takes_part:
             return
-        self._trainer.events.flush()  # what is logged of the steps that the snapshot holds stays as surely as it
+        self._trainer.events.flush()  # the log of the snapshot's steps must be as durable as the snapshot
         failpoints.reach("job.save.before")
         with traces.span("snapshot", step=state.progress.step):
             (self._snapshots.require if required else self._snapshots.start)(state)
         failpoints.reach("job.save.after")
 
     def _save_last(self, *, finished: bool) -> None:
-        """Save where the training stands, and write the model of that step.
+        """Save the present state, and write the model of that step.
 
-        If the step cannot be saved, what has ``finished`` has not ended: raises SnapshotFailed on every rank.
+        If the step cannot be saved, a ``finished`` training has not ended: raises SnapshotFailed on every rank.
         """
         step = self._trainer.progress.step
         failure: SnapshotFailed | None = None
@@ -297,7 +298,7 @@ class TrainingRun:
         return report
 
     def _diverged(self, exc: NonFinite) -> TrainingDiverged:
-        """What to raise where values have gone beyond all numbers, once the best model so far has its report."""
+        """Return the error to raise where values became NaN, once the best earlier model has its report."""
         trainer, last = self._trainer, self._snapshots.last
         step = trainer.progress.step
         kept = trainer.diverged()
@@ -306,7 +307,7 @@ class TrainingRun:
         elif last is not None:
             kept = f"its newest snapshot is that of step {last.progress.step}"
         self._attempt.ranks.barrier("report")  # torchrun ends the others with the first to fail: not while it writes
-        what, _, _ = str(exc).partition("; ")  # without the remedy: this is one
+        what, _, _ = str(exc).partition("; ")  # without the remedy: this one has its own
         rates = trainer.rates()
         lower = " ".join(f"--set {key}={float(f'{rate / 3:.1g}'):g}" for key, rate in rates.items())
         had = ", ".join(f"{rate:g}" for rate in rates.values())
@@ -316,7 +317,7 @@ class TrainingRun:
         )
 
     def _drop_rows(self) -> None:
-        """Leave the memory of the shards to others once a snapshot has the rows."""
+        """Free the shards' memory once a snapshot has the rows."""
         last, cluster = self._snapshots.last, self._attempt.cluster
         if cluster is None or last is None or last.progress != self._trainer.progress:
             return

@@ -1,6 +1,6 @@
-"""The snapshots of one job: when the clock says that one is due, taken while it trains, and the old ones removed.
+"""Snapshots of one job: taken while it trains, when one is due by the clock, and old ones removed.
 
-They are also due after every so many steps: ``trainer.py``. How a job goes on from one: ``run.py``.
+They are also due every number of steps (``trainer.py``). ``run.py`` resumes a job from one.
 """
 
 from __future__ import annotations
@@ -31,52 +31,52 @@ from geartrain.workers.job.state import JobProgress, JobState
 
 _WORTH_SAYING_SECONDS = 2.0
 SILENT_SECONDS = 4.0
-"""A scheduler that has not answered for so long is not asked by snapshots."""
+"""Time after which snapshots no longer ask an unresponsive scheduler."""
 _ASKED_AGAIN_SECONDS = 5.0
-"""After a snapshot that a leaving shard asked for has failed."""
+"""Pause after a failed snapshot that a leaving shard asked for."""
 LOST = (ShardRestarted, Unavailable, StaleCluster)
-"""What it means for a job that a role of its cluster died."""
+"""Errors that a job gets when a role of its cluster died."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """When a role of the cluster was lost."""
+    """Time at which a role of the cluster was lost."""
 
     step: int
     unix_seconds: float
 
 
 class GoBack(Exception):
-    """A role was lost, and this job has a snapshot of its own to go on from; the cause says which."""
+    """A role was lost, and this job has a snapshot of its own to resume from; the cause names the role."""
 
     def __init__(self, loss: Loss, *, is_planned: bool = False) -> None:
         super().__init__(loss)
         self.loss = loss
         self.is_planned = is_planned
-        """A shard is about to end, and the snapshot was taken for that."""
+        """Whether a shard is about to end, and the snapshot was taken for that."""
 
 
 @dataclass(frozen=True)
 class SnapshotMoment:
-    """A step at which a snapshot was taken."""
+    """Step and time of a snapshot."""
 
     progress: JobProgress
     seconds: float
-    """On the clock."""
+    """Time on the clock."""
 
 
 class SnapshotTaker(Protocol):
-    """What snapshots the rows of a job: its ``Trainer``."""
+    """Object that snapshots the rows of a job: its ``Trainer``."""
 
     def start_snapshot(self, root: str, name: str, *, parent: str | None, state: JobState) -> PendingSnapshot:
-        """Hold the rows and ``state`` as the snapshot ``root``/``name``; with a ``parent``, the rows written since."""
+        """Freeze the rows and ``state`` as the snapshot ``root``/``name``; with ``parent``, rows written since."""
 
 
 class JobSnapshots:
-    """Takes snapshots of a job's rows with the job's state. Used from one thread of every rank that takes part in it.
+    """Takes snapshots of a job's rows and state. Used from one thread of every rank that takes part.
 
-    One is written at a time, while the training goes on. A snapshot that fails is told and passed over: the training
-    goes on, and the one before stays. But the first and the last of a run are required.
+    One is written at a time, while the training continues. A failed snapshot is reported and skipped: the training
+    continues, and the one before stays. But the first and the last of a run are required.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class JobSnapshots:
         watch: LeaveWatch | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``keep`` snapshots, that of the best step, and what they add to stay in ``root``, which no other job may
+        """``keep`` snapshots, that of the best step, and those they build on stay in ``root``, which no other job may
         write to. Of several ranks that take part, the one that ``is_first`` removes the others.
 
-        After one that holds all rows, ``increments`` hold only the rows written since the one before.
-        ``every_seconds`` one is due (None: never by the clock), and when ``watch`` hears that a shard wants to leave.
+        After a full snapshot, ``increments`` hold only the rows written since the one before. One is due every
+        ``every_seconds`` (None: never by the clock), and when ``watch`` reports that a shard wants to leave.
         """
         self._rows = rows
         self._root = root
@@ -105,11 +105,11 @@ class JobSnapshots:
         self._increments = increments
         self._every_seconds = every_seconds
         self._chain: list[str] = []
-        """Names of the newest one and of those it adds to, as far as this object took them; the oldest first."""
+        """Names of the newest snapshot and of those it builds on, as far as this object took them; oldest first."""
         self._say = say
         self._watch = watch
         self._asked = -math.inf
-        """When a leaving shard last asked for one."""
+        """Time at which a leaving shard last asked for one."""
         self._clock = clock
         self._pending: tuple[PendingSnapshot, str, SnapshotMoment] | None = None
         self._begun = clock()
@@ -117,17 +117,17 @@ class JobSnapshots:
         self._is_required = False
         self._begins = False
         self.last: SnapshotMoment | None = None
-        """Of the newest whole snapshot that this object took."""
+        """Step and time of the newest complete snapshot that this object took."""
 
     @property
     def is_writing(self) -> bool:
-        """Whether one is under way. From any thread."""
+        """Whether one is in progress. From any thread."""
         pending = self._pending
         return self._begins or (pending is not None and not pending[0].done())
 
     @property
     def saved(self) -> SnapshotMoment | None:
-        """Of the newest whole snapshot, waited for or not. From any thread."""
+        """Step and time of the newest complete snapshot, waited for or not. From any thread."""
         pending = self._pending
         if pending is not None and pending[0].done():
             with suppress(GeartrainError):
@@ -137,16 +137,16 @@ class JobSnapshots:
 
     @property
     def is_due(self) -> bool:
-        """Whether the last one was begun so long ago that it is time for another, or a shard wants to leave."""
+        """Whether it is time for another one, or a shard wants to leave."""
         if self._leaving and self._clock() - self._asked >= _ASKED_AGAIN_SECONDS:
             return True
         return self._every_seconds is not None and self._clock() - self._begun >= self._every_seconds
 
     def start(self, state: JobState) -> None:
-        """Hold this moment, and go on while it is written. Waits for the one before to be whole.
+        """Freeze this moment, and continue while it is written. Waits until the one before is complete.
 
-        May raise what it means to lose a shard, which may as well show at the next push; not that a disk fails. Raises
-        GoBack once it is whole if a shard wants to leave: what would be trained from here on would go with it.
+        May raise the errors of a lost shard, which may as well show at the next push, but not those of a disk. Raises
+        GoBack once it is complete if a shard wants to leave: later training would be lost with the shard.
         """
         self.wait()
         self._begins = True
@@ -161,25 +161,25 @@ class JobSnapshots:
                 self._release_shards(leaving, moment)
 
     def _start(self, state: JobState) -> tuple[int, ...]:
-        """The shards that want to leave, for which it was begun."""
+        """Begin a snapshot; return the shards that want to leave, for which it was begun."""
         leaving = self._leaving
         if leaving:
             self._asked = self._clock()
         moment = SnapshotMoment(state.progress, self._clock())
         self._begun = moment.seconds
         silent = 0.0 if self._watch is None else self._watch.silent_seconds
-        if silent > SILENT_SECONDS:  # to ask it would stop the training for nothing
+        if silent > SILENT_SECONDS:  # asking it would stop the training in vain
             self._report(moment, SchedulerUnavailable(f"the scheduler has not answered for {silent:.0f} s"))
             return ()
         try:
-            name = free_name(self._root, state.progress.step)  # taken, if it went back behind a damaged one
+            name = free_name(self._root, state.progress.step)  # it is taken if the job went back behind a damaged one
             pending = self._begun_on_parent(name, state)
             if pending is None:
                 self._chain = []
                 pending = self._rows.start_snapshot(self._root, name, parent=None, state=state)
         except (SnapshotError, TableNotFound, SchedulerUnavailable) as exc:
-            # Not found: a shard was restarted since the last push, which the next push says, and the job goes back; or
-            # the scheduler was, and not every shard has told it of its tables.
+            # Not found: a shard was restarted since the last push, which the next push reports, and the job goes back;
+            # or the scheduler was, and not every shard has reported its tables.
             lost = "a role was restarted, and the scheduler does not know the tables of this job (any more, or yet)"
             self._report(moment, ShardRestarted(lost) if isinstance(exc, TableNotFound) else exc)
             return ()
@@ -187,7 +187,7 @@ class JobSnapshots:
         return leaving
 
     def _begun_on_parent(self, name: str, state: JobState) -> PendingSnapshot | None:
-        """One that adds to the newest; None: there is none, it cannot be added to any more, or has enough."""
+        """Begin one that builds on the newest; None: there is none, it cannot be built on any more, or has enough."""
         if not 0 < len(self._chain) <= self._increments:
             return None
         try:
@@ -197,7 +197,7 @@ class JobSnapshots:
             return None
 
     def wait(self) -> None:
-        """Wait until what was begun is whole, or is known to have failed."""
+        """Wait until the pending snapshot is complete, or has failed."""
         if self._pending is None:
             return
         pending, name, moment = self._pending
@@ -208,7 +208,7 @@ class JobSnapshots:
             finally:
                 self._pending = None
         except SnapshotError as exc:
-            self._chain = []  # it may be for what it added to
+            self._chain = []  # the error may concern its parent
             self._report(moment, exc)
         else:
             self.last = moment
@@ -223,7 +223,7 @@ class JobSnapshots:
         return () if self._watch is None else self._watch.leaving
 
     def _release_shards(self, leaving: tuple[int, ...], moment: SnapshotMoment) -> None:
-        """Let shards leave, and go on from the snapshot once others have taken their places."""
+        """Let shards leave, and continue from the snapshot once others have taken their places."""
         assert self._watch is not None
         step, which = moment.progress.step, f"shard {', '.join(map(str, leaving))}"
         self._say(f"Step {step} is saved, since {which} is to end; waiting for what takes its place")
@@ -239,7 +239,7 @@ class JobSnapshots:
             self._say(f"Old snapshots stay for now: {exc}")
 
     def require(self, state: JobState) -> None:
-        """Return once there is one of this moment. Raises what it fails with: SnapshotError, or as :meth:`start`."""
+        """Return once there is one of this moment. Raises its error: SnapshotError, or as :meth:`start`."""
         self.wait()
         if self._holds(state):
             return

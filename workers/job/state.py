@@ -1,7 +1,7 @@
-"""Everything of a training but its rows, as it goes into a snapshot beside them: values (JSON) and files (safetensors).
+"""State of a training beside its rows, as stored in a snapshot: values (JSON) and files (safetensors).
 
-A snapshot is one moment of all of it, so rows, network and cursor cannot come apart; that they are those of *this* job
-is checked when they are read back.
+A snapshot is one moment of all of it, so rows, network and cursor always match; reading checks that they are those of
+*this* job.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TENSORS = "training.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class JobProgress:
-    """How far a training has come."""
+    """Progress of a training."""
 
     step: int
     """Updates applied since the beginning."""
@@ -34,9 +34,9 @@ class JobProgress:
     stage_steps: int
     """Steps of the current stage."""
     table: str
-    """Name of the job, with which those of its tables begin: no other job has it."""
+    """Name of the job, a prefix of its tables' names: unique to it."""
     best: dict[str, Any] | None = None
-    """The best look at a validation so far, with its ``step``, of which there is a snapshot; None: it has none."""
+    """Best validation so far, with its ``step``, of which there is a snapshot; None: without validation."""
 
     @property
     def is_complete(self) -> bool:
@@ -45,34 +45,34 @@ class JobProgress:
 
     @property
     def last_step(self) -> int:
-        """Of the stage; 0: its samples end it, or a person."""
+        """Last step of the stage; 0: its samples end it, or a person."""
         return self.stage_start + self.stage_steps if self.stage_steps < ENDLESS else 0
 
     @property
     def part(self) -> tuple[int, int]:
-        """The position in the schedule of the learning rates: steps of the stage done, and all of them."""
+        """Position in the learning-rate schedule: steps of the stage done, and all of them."""
         return self.step - self.stage_start, self.stage_steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """What a training needs besides its rows to go on as if it had never stopped."""
+    """State, beside the rows, from which a training resumes as if it had never stopped."""
 
     job: str
-    """Which kind of job: that of ``geartrain worker``."""
+    """Kind of job: that of ``geartrain worker``."""
     recipe: Any
     progress: JobProgress
     cursor: dict[str, int]
     data: dict[str, Any]
-    """JSON: where the samples came from, and what else the job knows."""
+    """JSON: source of the samples, and other facts of the job."""
     tensors: dict[str, Any]
     """``state_dict`` of optimizer and networks, and under ``random`` that of torch's generators on each rank."""
     files: dict[str, bytes] = field(default_factory=dict)
-    """What has a format of its own, by name."""
+    """Files of other formats, by name."""
     scheduler: str | None = None
-    """Of the cluster that has the rows; None: the worker has them."""
+    """Scheduler of the cluster that has the rows; None: the worker has them."""
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds of each part of the training until here, those of the processes before included."""
+    """Seconds of each part of the training so far, those of earlier processes included."""
 
     def values(self) -> dict[str, Any]:
         """Return the part that is JSON."""
@@ -129,8 +129,8 @@ class JobState:
 def newest_snapshot(root: str | Path, *, allow_fallback: bool = False) -> Snapshot:
     """Return the newest snapshot in ``root``.
 
-    Raises SnapshotDamaged if it is damaged; with ``allow_fallback`` everything is read first, and the newest one that
-    is sound taken. Raises ConfigError if there is none.
+    Raises SnapshotDamaged if it is damaged; with ``allow_fallback`` everything is read first, and the newest sound one
+    is returned. Raises ConfigError if there is none.
     """
     if allow_fallback:
         return latest(root, allow_fallback=True)
@@ -146,7 +146,7 @@ def newest_snapshot(root: str | Path, *, allow_fallback: bool = False) -> Snapsh
 
 
 def best_snapshot(root: str | Path) -> Snapshot:
-    """Return the snapshot of the best step that the newest one in ``root`` knows of, else the newest itself.
+    """Return the snapshot of the best step recorded in the newest one in ``root``, else the newest itself.
 
     Raises as :func:`newest_snapshot`.
     """

@@ -1,6 +1,7 @@
-"""What one kind of job trains; :class:`geartrain.workers.job.run.TrainingRun` does the rest, the same for all.
+"""Base of the trainers: the part of a job that differs by kind; :class:`geartrain.workers.job.run.TrainingRun` has the
+rest.
 
-Everything random is a function of (seed, step), so that a resumed run goes on as if it had never stopped.
+Everything random is a function of (seed, step), so that a resumed run continues as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from geartrain.workers.job.state import JobProgress, JobState
 from geartrain.workers.loggers.protocol import Loggers
 
 SHOW_EVERY = 10
-"""Steps between two readings of the loss, which on an accelerator wait for it."""
+"""Steps between two readings of the loss, which on an accelerator synchronize the host."""
 
 
 @dataclass
@@ -45,11 +46,11 @@ class Phases:
 
     seconds: dict[str, float] = field(default_factory=dict)
     _running: list[tuple[str, float]] = field(default_factory=list)
-    """Name of each block that is entered, and when it was, less the seconds known then; the innermost last."""
+    """Name of each entered block, with its start time less the seconds known then; innermost last."""
 
     @contextmanager
     def measured(self, name: str) -> Iterator[None]:
-        """Add the time of the block to ``name``, less that of phases measured within it: their sum is the whole."""
+        """Add the time of the block to ``name``, without that of nested phases: their sum is the whole."""
         self._running.append((name, time.perf_counter() - sum(self.seconds.values())))
         try:
             yield
@@ -57,7 +58,7 @@ class Phases:
             self._add(self.seconds, *self._running.pop())
 
     def so_far(self) -> dict[str, float]:
-        """Return the seconds, with those of the blocks under way."""
+        """Return the seconds, with those of the blocks in progress."""
         found = {**self.seconds}
         for name, started in reversed(self._running):
             self._add(found, name, started)
@@ -73,16 +74,16 @@ class Attempt:
     """Context of a trainer: one attempt at a job, from its beginning or a snapshot."""
 
     options: JobOptions
-    """The recipe among them: of a run that goes on that of its snapshot."""
+    """Options with the recipe: of a resumed run that of its snapshot."""
     progress: JobProgress
     snapshot: Snapshot | None = None
-    """Its rows are in the cluster again."""
+    """Snapshot whose rows are in the cluster again."""
     state: JobState | None = None
-    """That of ``snapshot``."""
+    """State of ``snapshot``."""
     is_kept: bool = False
-    """The scheduler keeps rows and cursors, which may be of later steps."""
+    """Whether the scheduler keeps rows and cursors, which may be of later steps."""
     cluster: Cluster | None
-    """None: the ranks have the rows."""
+    """Cluster of the rows; None: the ranks have them."""
     ranks: JobRanks
     console: Console
 
@@ -95,12 +96,12 @@ class Trainer:
     """Trains a network and the rows before or behind it on samples in the order of (seed, step)."""
 
     job: ClassVar[str]
-    """Of ``geartrain worker``."""
+    """Name of the job in ``geartrain worker``."""
     recipe_class: ClassVar[type]
     in_one_process: ClassVar[bool] = True
-    """Whether it cannot be trained by several ranks."""
+    """Whether it can only be trained by one process."""
     cluster: Cluster | None = None
-    """What has its rows; None: the ranks do, or whoever made it needs no snapshots of it."""
+    """Cluster of its rows; None: the ranks have them, or its owner needs no snapshots of it."""
 
     def __init__(
         self,
@@ -120,16 +121,16 @@ class Trainer:
             progress = replace(progress, stage_steps=math.ceil(recipe.epochs * self.steps_per_epoch))
         self.progress = progress
         self.wants_snapshot = False
-        """Set by :meth:`between`: the model is one to come back to."""
+        """Set by :meth:`between`: a snapshot of the present model is wanted."""
         self.ranks = ranks or JobRanks()
         self.device = device or torch.device("cpu")
         self.phases = Phases()
         self._timer = StepTimer()
         self.samples_per_second = 0.0
         self.metric: tuple[str, float | None] = "", None
-        """Name and newest value of the metric of a validation; empty: there was none yet."""
+        """Name and newest value of the validation metric; empty: there was none yet."""
         self.metrics: Mapping[str, float] = {}
-        """All of that validation, by name."""
+        """All metrics of that validation, by name."""
         self.events = Loggers()
         self.order = JointOrder(num_samples, recipe.batch_size, recipe.seed)
         self.optimizer = optimizer
@@ -138,21 +139,21 @@ class Trainer:
 
     @staticmethod
     def require(options: JobOptions) -> None:
-        """Raise ConfigError, before anything is written, for what can be seen to be wrong."""
+        """Raise ConfigError, before anything is written, for options that are evidently wrong."""
 
     @staticmethod
     def load(options: JobOptions, state: JobState | None, console: Console) -> Any:
-        """The samples to train on, with which, behind an :class:`Attempt`, the trainer of a job is made."""
+        """Return the training samples, from which, after an :class:`Attempt`, the job's trainer is made."""
         raise NotImplementedError
 
     @classmethod
     def usual_recipe(cls, data: str | None, stated: Mapping[str, Any]) -> dict[str, Any]:
-        """What the recipe is where nothing is said, given what is ``stated``: keys that differ from its class's."""
+        """Return the default recipe, given the ``stated`` keys: keys that differ from its class's defaults."""
         del data, stated
         return {}
 
     def epochs(self, steps: int) -> str:
-        """How often so many steps see the samples, in words."""
+        """Return the number of passes over the samples in so many steps, in words."""
         batches = self.batches_before(steps)
         times = (
             f"{batches / self.steps_per_epoch:.1f} epochs, each once through the {counted(self.num_samples, 'sample')}"
@@ -171,12 +172,12 @@ class Trainer:
         return False
 
     def batches_before(self, step: int) -> int:
-        """Batches of ``recipe.batch_size`` that the steps before ``step`` take."""
+        """Return the batches of ``recipe.batch_size`` in the steps before ``step``."""
         return step
 
     def has_samples(self) -> bool:
-        """Whether those of the next step are there, which is waited for, half a second at most. Where none come any
-        more it ends the stage by its ``progress``.
+        """Return whether the next step's samples are there, after a wait of up to half a second. If no more come, end
+        the stage by its ``progress``.
         """
         return True
 
@@ -185,15 +186,15 @@ class Trainer:
         raise NotImplementedError
 
     def modules(self) -> dict[str, Any]:
-        """What has a ``state_dict``, by the name under which snapshots keep it."""
+        """Return the objects with a ``state_dict``, by their names in snapshots."""
         raise NotImplementedError
 
     def data(self) -> dict[str, Any]:
-        """JSON that snapshots keep: what tells the samples from others."""
+        """Return JSON for snapshots that identifies the samples."""
         return {}
 
     def files(self) -> dict[str, bytes]:
-        """What snapshots keep in a format of its own."""
+        """Return files for snapshots in formats of their own."""
         return {}
 
     def tables(self) -> list[str]:
@@ -201,7 +202,7 @@ class Trainer:
         raise NotImplementedError
 
     def state(self, options: JobOptions) -> JobState:
-        """Everything but the rows, between two steps. Every rank calls this; the first one's is whole."""
+        """Return everything but the rows, between two steps. Every rank calls this; the first one's is complete."""
         random = self.ranks.gather_bytes(state_to_bytes(random_state(self.device)))
         kept = {**self.modules(), "optimizer": self.optimizer}
         return JobState(
@@ -220,9 +221,9 @@ class Trainer:
         )
 
     def restore(self, state: JobState) -> None:
-        """Go on from a state whose rows are in place already.
+        """Restore a state whose rows are in place already.
 
-        Ranks that did not exist when it was taken begin with random numbers of their own. Raises ConfigError if the
+        Ranks that did not exist when it was taken start with random numbers of their own. Raises ConfigError if the
         state is that of other samples.
         """
         self.order.require(state.cursor, self.batches_before(self.progress.step))
@@ -239,7 +240,7 @@ class Trainer:
             torch.manual_seed(int(mixed.generate_state(1, np.uint64)[0]) >> 1)
 
     def start_snapshot(self, root: str, name: str, *, parent: str | None, state: JobState) -> PendingSnapshot:
-        """Hold the rows and ``state`` as the snapshot ``root``/``name``; with a ``parent``, the rows written since."""
+        """Freeze the rows and ``state`` as the snapshot ``root``/``name``; with ``parent``, rows written since."""
         assert self.cluster is not None
         return self.cluster.snapshot(
             root,
@@ -249,53 +250,53 @@ class Trainer:
             values=state.values(),
             files=state.all_files(),
             tables=self.tables(),
-            graphs=False,  # a head's own is among the files
+            graphs=False,  # a head's own graph is among the files
         )
 
     def start(self, stop: Callable[[], bool]) -> None:
-        """Before the first step of a new run; what takes long ends when ``stop`` says so."""
+        """Prepare the first step of a new run; slow parts end when ``stop`` returns True."""
 
     def begun(self) -> None:
-        """There is a snapshot of the start."""
+        """Run once there is a snapshot of the start."""
 
     def between(self) -> None:
-        """Behind every step but the last, and before the snapshot of it; every rank calls it.
+        """Run after every step but the last, before its snapshot; every rank calls it.
 
         It may set :attr:`wants_snapshot`, and end the stage by its ``progress``.
         """
 
     def trained(self) -> None:
-        """The stage has ended, in this process or, where only the report was missing, in one before."""
+        """Run once the stage has ended, in this process or, if only the report was missing, in an earlier one."""
 
     def saved(self) -> None:
-        """The last snapshot of this process is there."""
+        """Run once the last snapshot of this process is complete."""
 
     @staticmethod
     def is_kept(options: JobOptions, cluster: Cluster, job: str) -> bool:
-        """Whether the scheduler keeps rows and cursors of the job, so that a run that goes on restores none."""
+        """Return whether the scheduler keeps rows and cursors of the job, so that a resumed run restores none."""
         del options, cluster, job
         return False
 
     def leave(self) -> None:
-        """Leave what is not read to the other workers."""
+        """Release unread samples to the other workers."""
 
     def report(self) -> dict[str, Any] | None:
-        """Test what was trained; return what the report says of it, beside the keys of every report.
+        """Test the trained model; return its entries in the report, beside the keys of every report.
 
         None on a rank that only takes part in the test.
         """
         return {}
 
     def conclude(self) -> str:
-        """The line that ends a finished run, behind "Trained in ... s"."""
+        """Return the line that ends a finished run, after "Trained in ... s"."""
         return "Snapshots and report"
 
     def diverged(self) -> str:
-        """The training met NaN: what is left besides snapshots, if there is something."""
+        """Return a sentence on what is left besides snapshots after the training met NaN."""
         return ""
 
     def rates(self) -> dict[str, float]:
-        """The learning rates that a person may lower, by their keys."""
+        """Return the learning rates that a person may lower, by their keys."""
         return {"lr": self.recipe.lr}
 
     def run(
@@ -308,7 +309,8 @@ class Trainer:
     ) -> bool:
         """Train to the end of the stage; return False if ``stop`` ended it before.
 
-        ``save`` runs on every rank, every ``recipe.snapshots.steps`` and after a step before which a rank was ``due``.
+        ``save`` runs on every rank, every ``recipe.snapshots.steps`` steps and after a step before which a rank was
+        ``due``.
         """
         before, seconds = self.progress.step, self.train_seconds
         with self.phases.measured("steps"):
@@ -332,7 +334,7 @@ class Trainer:
             if is_told:
                 return False
             if not self.has_samples():
-                if is_due and saved < self.progress.step:  # who follows does not wait for more samples
+                if is_due and saved < self.progress.step:  # with samples that arrive over time, do not wait for more
                     save()
                     saved = self.progress.step
                 continue
@@ -348,7 +350,7 @@ class Trainer:
             COUNTERS.step_done(self._timer.seconds, (batches - before) * self.recipe.batch_size)
             self.progress = replace(self.progress, step=step)
             if step == first + 1:
-                recent.rates(step, batches)  # from here on: the first step of a process is slower than others
+                recent.rates(step, batches)  # start here: the first step of a process is slower
             if step % SHOW_EVERY == 0 or self.progress.is_complete:
                 numbers = {
                     "loss": float(loss),
@@ -367,7 +369,7 @@ class Trainer:
         return True
 
     def step(self, step: int) -> Tensor | None:
-        """One update; return the loss. None: the job was taken back, and the samples come again."""
+        """Make one update; return the loss. None: the job was taken back, and the samples come again."""
         factor = self.recipe.rate_factor(*self.progress.part)
         self.optimizer.param_groups[0]["lr"] = self.recipe.lr * factor
         for group in self.rows.param_groups:

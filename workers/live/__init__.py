@@ -1,1 +1,1 @@
-"""What a training gives to servers that follow it: its network without parameters, and versions of it."""
+"""Output of a training for servers that follow it: its network without parameters, and versions of it."""

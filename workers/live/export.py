@@ -1,7 +1,7 @@
-"""Writes snapshots of clicks or of trees as folders to serve.
+"""Exporter of snapshots of click models or trees to folders that can be served.
 
-``python -m geartrain.workers.live.export``: a server that follows a training has no torch, so it starts this. It writes
-``["SNAPSHOT", "OUT"]`` to stdin, and reads what went wrong from stdout, ``""`` if nothing did; then the next.
+``python -m geartrain.workers.live.export``: a server that follows a training has no torch, so it starts this process.
+It writes ``["SNAPSHOT", "OUT"]`` to stdin and reads the error from stdout, ``""`` if there is none; then the next.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from geartrain.workers.ctr.trainer import ClickTrainer
 from geartrain.workers.tdm.export import export_tree
 
 _IDLE_SECONDS = 60.0
-"""After so long without a snapshot its memory is worth more than its start."""
+"""Idle time after which the process exits to free its memory."""
 
 
 def export(snapshot: str, out: Path) -> str:
-    """Write one; return what went wrong."""
+    """Export one snapshot; return the error, or ""."""
     try:
         found = open_snapshot(snapshot)
         if found.manifest.job.get("job") == ClickTrainer.job:

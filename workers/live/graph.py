@@ -1,4 +1,4 @@
-"""The graph of a backbone without its parameters, for a server that follows the training: see :mod:`.network`.
+"""Graph of a backbone without its parameters, for a server that follows the training (:mod:`.network`).
 
 ``python -m geartrain.workers.live.graph SNAPSHOT OUT [BACKBONE]`` writes it for a job of ``geartrain worker``:
 a server has no torch, so it starts this once.
@@ -31,9 +31,9 @@ from geartrain.workers.models.saved_model import ONNX
 
 
 def live_graph(backbone: nn.Module, example: Tensor) -> LiveNetwork:
-    """The graph of ``backbone`` for images like ``example`` [N, …], N of 2 or more, without its parameters.
+    """Return the graph of ``backbone`` for images like ``example`` [N, …], N of 2 or more, without its parameters.
 
-    It is tried with the parameters as they are and with others. Raises InvalidArgument if onnxruntime then gives other
+    It is tested with the present parameters and with others. Raises InvalidArgument if onnxruntime then gives other
     features than the module, ConfigError without ``pip install 'geartrain[onnx]'``.
     """
     for library in ("onnx", "onnxscript", "onnxruntime"):
@@ -50,7 +50,7 @@ def live_graph(backbone: nn.Module, example: Tensor) -> LiveNetwork:
 
 
 def _without_parameters(program: Any, keys: set[str]) -> LiveNetwork:
-    """The graph, simplified as if ``keys`` could be anything: nothing is computed from them ahead."""
+    """Return the graph, simplified without constant folding of ``keys``."""
     import onnx
     import onnx_ir
     from onnxscript import optimizer
@@ -58,7 +58,7 @@ def _without_parameters(program: Any, keys: set[str]) -> LiveNetwork:
     graph = program.model.graph
     kept = {name: value for name, value in graph.initializers.items() if name in keys}
     values = {name: value.const_value for name, value in kept.items()}
-    for name, value in kept.items():  # an input is what no optimizer knows
+    for name, value in kept.items():  # parameters become inputs
         del graph.initializers[name]
         value.const_value = None
         graph.inputs.append(value)
@@ -84,7 +84,7 @@ def _without_parameters(program: Any, keys: set[str]) -> LiveNetwork:
 
 @contextmanager
 def _quiet(*loggers: str) -> Iterator[None]:
-    """Let those libraries not speak of themselves."""
+    """Silence the log messages of these libraries."""
     levels = {name: logging.getLogger(name).level for name in loggers}
     for name in loggers:
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -113,7 +113,7 @@ def _require_parity(backbone: nn.Module, network: LiveNetwork, example: Tensor, 
 
 @torch.no_grad()
 def _shake(backbone: nn.Module, generator: torch.Generator) -> None:
-    """Change all parameters and buffers that are saved, each by little."""
+    """Change all saved parameters and buffers slightly."""
     for tensor in {value.data_ptr(): value for value in backbone.state_dict().values()}.values():
         if tensor.is_floating_point():
             tensor.mul_(1 + 0.1 * torch.rand(tensor.shape, generator=generator))
@@ -121,7 +121,7 @@ def _shake(backbone: nn.Module, generator: torch.Generator) -> None:
 
 
 def example_of(look: Preprocessing) -> Tensor:
-    """Two bitmaps of noise as a backbone of pictures takes them."""
+    """Return two bitmaps of noise as inputs of a picture backbone."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 256, (2, look.channels, look.size, look.size), generator=generator, dtype=torch.uint8)
 
@@ -140,12 +140,12 @@ def write_live_graph(snapshot: str, out: Path, own: str | None) -> None:
     backbone.load_state_dict({key: torch.from_numpy(array.copy()) for key, array in arrays.items()})
     network = live_graph(backbone, example_of(look))
     write_json(out / LAYOUT, {"parameters": network.layout_to_json(), "preprocessing": look.to_json()})
-    with replacing(out / ONNX) as temporary:  # last: then both are there
+    with replacing(out / ONNX) as temporary:  # last: then both exist
         temporary.write_bytes(network.graph)
 
 
 def main(arguments: list[str]) -> int:
-    """Run it as a child; what goes wrong is one line."""
+    """Run as a child process; an error is one line."""
     warnings.simplefilter("ignore")
     snapshot, out, *own = arguments
     try:

@@ -1,7 +1,7 @@
-"""A backbone as a graph without its parameters, which any later state of the same training gives it. Without torch.
+"""Backbone as a graph without its parameters, into which any later state of the same training fits. Without torch.
 
-The graph is ONNX whose parameters lie in a file beside it, each at a place of its own: made once of a training, by
-:mod:`.graph`, it is of some 50 to 500 KB, and a version costs a file of parameters, not an export.
+The graph is ONNX with parameters in a file beside it, each at a fixed place. :mod:`.graph` makes it once for a
+training, of some 50 to 500 KB; a version then costs a file of parameters, not an export.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ import numpy.typing as npt
 from geartrain.ams.values.errors import InvalidArgument
 
 PARAMETERS = "backbone.parameters"
-"""The file beside the graph."""
+"""Name of the file of parameters beside the graph."""
 NETWORK, LAYOUT = "network.onnx", "layout.json"
-"""Beside the state in a snapshot: the graph, and what else there is to know of it."""
+"""Files beside the state in a snapshot: the graph, and its layout."""
 _ALIGNED = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One of a network, as in its module's ``state_dict``."""
+    """One parameter of a network, as in its module's ``state_dict``."""
 
     name: str
     dtype: str
     shape: list[int]
     offset: int
-    """In the file of parameters."""
+    """Offset in the file of parameters."""
 
     @property
     def num_bytes(self) -> int:
-        """Of its values."""
+        """Bytes of its values."""
         return np.dtype(self.dtype).itemsize * prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LiveNetwork:
-    """A graph, and what it needs to run."""
+    """A graph with the layout of its parameters."""
 
     graph: bytes
     parameters: tuple[Parameter, ...]
@@ -64,12 +64,12 @@ class LiveNetwork:
         graph.write_bytes(self.graph)
 
     def layout_to_json(self) -> str:
-        """All but the graph."""
+        """Return the layout as JSON, without the graph."""
         return json.dumps([asdict(parameter) for parameter in self.parameters])
 
     @classmethod
     def from_json(cls, graph: bytes, layout: str) -> LiveNetwork:
-        """What :meth:`layout_to_json` said of ``graph``. Raises InvalidArgument."""
+        """Return ``graph`` with the layout from :meth:`layout_to_json`. Raises InvalidArgument."""
         try:
             return cls(graph=graph, parameters=tuple(Parameter(**said) for said in json.loads(layout)))
         except (ValueError, TypeError) as exc:
@@ -77,7 +77,7 @@ class LiveNetwork:
 
 
 def laid_out(shapes: Mapping[str, tuple[str, list[int]]]) -> tuple[Parameter, ...]:
-    """A place in one file for each parameter: name -> dtype and shape."""
+    """Assign each parameter a place in one file: name -> dtype and shape."""
     parameters, end = [], 0
     for name, (dtype, shape) in shapes.items():
         parameters.append(Parameter(name=name, dtype=dtype, shape=shape, offset=end))

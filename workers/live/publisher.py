@@ -1,4 +1,4 @@
-"""``gt.Publisher``: what a loop of one's own trains, written again and again for servers that follow it."""
+"""``gt.Publisher``: publishes versions from a custom training loop for servers that follow it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CLASSES = "classes.json"
 
 
 class Publisher:
-    """Writes a backbone and its class head into a folder that ``geartrain serve --follow FOLDER`` serves.
+    """Writes versions of a backbone and its class head to a folder for ``geartrain serve --follow FOLDER``.
 
         publisher = gt.Publisher(backbone, head, "live/people", preprocessing=gt.Preprocessing(size=64))
         for step in ...:
@@ -37,8 +37,8 @@ class Publisher:
             if step % 100 == 0:
                 publisher.publish(step)
 
-    Training goes on while a version is written: it is a snapshot of the head's table, most of them of the rows that
-    changed alone. Classes that come and go do so in what is served, too.
+    Training continues while a version is written: it is a snapshot of the head's table, mostly of changed rows alone.
+    Added and removed classes appear in the served model, too.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class Publisher:
 
         Args:
             backbone: Bitmaps uint8 [N, K, S, S] -> features [N, D]; the module itself, not DistributedDataParallel.
-            head: Its class head, in a cluster or on ranks. Rows on ranks are written as a whole each time, by all ranks
-                together; of other ranks the first publishes alone.
+            head: Its class head, in a cluster or on ranks. Rows on ranks are written in full each time, by all ranks
+                together; in a cluster the first rank alone publishes.
             folder: A folder or URL of its own, which the shards see as this process does.
             preprocessing: How pictures become bitmaps.
-            class_names: Of each class, or by its id; read at each version, so newcomers may be added. None: their ids.
-            increments: Versions of only what changed, between two of all rows.
-            keep: Versions that stay, with those they add to.
+            class_names: Of each class, or by its id; read at each version, so that new ones may be added. None: ids.
+            increments: Versions of only the changes, between two of all rows.
+            keep: Versions that stay, with those they build on.
 
         Raises:
             InvalidArgument: The backbone cannot be exported, or its features differ under onnxruntime.
@@ -77,7 +77,7 @@ class Publisher:
         self._network: LiveNetwork = live_graph(backbone, example_of(preprocessing))
         self._failure = ""
         self._newest: int | None = None
-        """Step of the version that was begun last."""
+        """Step of the version begun last."""
         peers = head.backend.peers
         self._snapshots = JobSnapshots(
             self,
@@ -89,10 +89,10 @@ class Publisher:
         )
 
     def publish(self, step: int, *, wait: bool = False) -> None:
-        """Write a version, between two steps; ``step`` rises. Returns once its moment is held, or with ``wait`` when
-        followers can see it. Waits for the one before.
+        """Write a version, between two steps; ``step`` ascends. Returns once its moment is frozen, or with ``wait``
+        once followers can see it. Waits for the version before.
 
-        One that fails is logged, and the next one holds what it would have; with ``wait`` SnapshotFailed is raised.
+        A failure is logged, and the next version contains its changes; with ``wait`` SnapshotFailed is raised.
         """
         self._snapshots.start(self._state(integer("step", step, 0)))
         self._newest = step
@@ -100,14 +100,14 @@ class Publisher:
             self.close()
 
     def close(self) -> None:
-        """Wait for the last version. Raises SnapshotFailed if it was not written: no next one holds what it would."""
+        """Wait for the last version. Raises SnapshotFailed if it was not written, as no later one contains it."""
         self._snapshots.wait()
         last = self._snapshots.last
         if self._newest is not None and (last is None or last.progress.step != self._newest):
             raise SnapshotFailed(self._failure)
 
     def start_snapshot(self, root: str, name: str, *, parent: str | None, state: JobState) -> PendingSnapshot:
-        """Hold what ``state`` says and the rows as the snapshot ``root``/``name``; for its own use."""
+        """Freeze ``state`` and the rows as the snapshot ``root``/``name``; internal."""
         content: dict[str, Any] = {"step": state.progress.step, "values": state.values(), "files": state.all_files()}
         cluster = self._head.backend.settings.cluster
         if cluster is not None:

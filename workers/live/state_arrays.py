@@ -1,4 +1,4 @@
-"""A state of PyTorch objects (:mod:`geartrain.bridge.rows.state`) read as arrays: a service never imports torch."""
+"""Arrays of a saved PyTorch state (:mod:`geartrain.bridge.rows.state`), read without torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _TREE = "geartrain-state"
 
 
 def state_dict_arrays(data: bytes, name: str) -> dict[str, npt.NDArray[Any]]:
-    """The tensors of ``state[name]``, a module's ``state_dict()``, in the bytes that ``state_to_bytes`` gave for
-    ``state``; what is no tensor is left out. Nothing is copied: the arrays are read-only. Raises InvalidArgument.
+    """Return the tensors of ``state[name]``, a module's ``state_dict()``, from the bytes of ``state_to_bytes(state)``;
+    other values are left out. Nothing is copied: the arrays are read-only. Raises InvalidArgument.
     """
     try:
         length = int.from_bytes(data[:8], "little")

@@ -1,1 +1,1 @@
-"""Where the numbers of a training are logged: TensorBoard, Weights & Biases, MLflow."""
+"""Loggers of a training's numbers: TensorBoard, Weights & Biases, MLflow."""

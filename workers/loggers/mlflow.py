@@ -1,4 +1,4 @@
-"""MLflow: one of its runs for each of ours, by a tag with the job's name."""
+"""MLflow logger: one MLflow run for each run of a job, found by a tag with the job's name."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class MlflowLogger:
     """Logs to ``MLFLOW_TRACKING_URI``, by default to files in the run's folder, as the experiment
     ``MLFLOW_EXPERIMENT_NAME`` (``geartrain``).
 
-    A run that goes on is the same one there. Steps that it has already are not sent again.
+    A resumed run continues the same MLflow run. Steps that it has already are not sent again.
     """
 
     def __init__(self, out: Path, job: str, step: int | None) -> None:
-        """Raises ConfigError without the library, and if there is no store."""
+        """Open the run. Raises ConfigError without the library, and if there is no store."""
         try:
             from mlflow.entities import Metric
             from mlflow.exceptions import MlflowException
@@ -31,7 +31,7 @@ class MlflowLogger:
             raise ConfigError("--logger mlflow needs mlflow-skinny; pip install 'geartrain[mlflow]'") from exc
         self._metric = Metric
         address = os.environ.get("MLFLOW_TRACKING_URI")
-        if address is None:  # files need no server and no database; MLflow wants to be told that they are meant
+        if address is None:  # files need no server and no database, but MLflow must be told to use them
             address = (out / "mlruns").absolute().as_uri()
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         try:
@@ -50,15 +50,13 @@ class MlflowLogger:
         self._there = {(metric.key, metric.step) for history in histories for metric in history}
 
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
-        """See ``RunLogger``."""
         now = int(1000 * time.time())
         named = {f"{group}/{name}": value for name, value in values.items()}
         fresh = [self._metric(key, value, now, step) for key, value in named.items() if (key, step) not in self._there]
         self._client.log_batch(self._run_id, metrics=fresh)
 
     def flush(self) -> None:
-        """It writes at once."""
+        """Do nothing: it writes at once."""
 
     def close(self) -> None:
-        """See ``RunLogger``."""
         self._client.set_terminated(self._run_id)

@@ -1,4 +1,4 @@
-"""What a training asks of a logger, and how several are one."""
+"""Interface of a logger, and several loggers as one."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Protocol
 
 
 class RunLogger(Protocol):
-    """Takes the numbers of one run, step by step.
+    """Logger of the numbers of one run, step by step.
 
-    It is opened for a run that stands at a step: what it was given for that step and those before it is there already,
-    and what a process that died gave it for later ones is given again, to the same values. So every step is there once.
+    It is opened for a run at a step: earlier values, that step included, are logged already; values of later steps from
+    a process that died are logged again, with the same values. So every step is there once.
     """
 
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
         """Log ``group/name`` for every value."""
 
     def flush(self) -> None:
-        """Put what is pending where a kill does not reach it: a snapshot of the run is about to be taken."""
+        """Make pending values durable: a snapshot of the run is about to be taken."""
 
     def close(self) -> None:
-        """The process ends, well or not."""
+        """Close: the process ends, well or not."""
 
 
 class Loggers:
-    """Several loggers as one; none of them is a logger, too."""
+    """Several loggers as one; an empty list is a logger, too."""
 
     def __init__(self, loggers: Sequence[RunLogger] = ()) -> None:
         self._loggers = list(loggers)

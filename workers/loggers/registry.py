@@ -1,4 +1,4 @@
-"""The loggers there are, by name."""
+"""Registry of the loggers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ LOGGERS: dict[str, Callable[[Path, str, int | None], RunLogger]] = {
     "wandb": WandbLogger,
     "mlflow": MlflowLogger,
 }
-"""Called with the run's folder, the job's name, and the step at which it goes on: None for a new one."""
+"""Logger by name; called with the run's folder, the job's name, and the step of a resumed run (None: new)."""
 
 
 def require_loggers(names: Sequence[str]) -> None:
-    """Raise ConfigError if one of ``names`` is none."""
+    """Raise ConfigError if one of ``names`` is unknown."""
     if unknown := [name for name in names if name not in LOGGERS]:
         raise ConfigError(f"the logger is {unknown[0]!r}; it must be one of {', '.join(LOGGERS)}")
 
 
 def open_loggers(names: Sequence[str], out: Path, job: str, step: int | None) -> Loggers:
-    """Those of ``names``, as one. Raises ConfigError."""
+    """Open the loggers of ``names``, as one. Raises ConfigError."""
     return Loggers([LOGGERS[name](out, job, step) for name in names])

@@ -1,4 +1,4 @@
-"""Weights & Biases: one of its runs for each of ours, by the job's name."""
+"""Weights & Biases logger: one W&B run for each run of a job, by the job's name."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from geartrain.ams.values.errors import ConfigError
 class WandbLogger:
     """Logs to the project that ``WANDB_PROJECT`` names (``geartrain``), offline if ``WANDB_MODE`` is ``offline``.
 
-    A run that goes on is the same one there: its id is the job's. Steps that it has already are not sent again.
+    A resumed run continues the same W&B run, whose id is the job's. Steps that it has already are not sent again.
     """
 
     def __init__(self, out: Path, job: str, step: int | None) -> None:
-        """Its files are in ``out``/wandb. Raises ConfigError without the library, and if it refuses the run."""
+        """Write files to ``out``/wandb. Raises ConfigError without the library, and if it refuses the run."""
         try:
             import wandb
         except ImportError as exc:
@@ -29,13 +29,11 @@ class WandbLogger:
         self._first = max(run.step, 0 if step is None else step + 1)
 
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
-        """See ``RunLogger``."""
         if step >= self._first:
             self._run.log({f"{group}/{name}": value for name, value in values.items()}, step=step)
 
     def flush(self) -> None:
-        """It writes on its own."""
+        """Do nothing: it writes by itself."""
 
     def close(self) -> None:
-        """See ``RunLogger``."""
         self._run.finish()

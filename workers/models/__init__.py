@@ -1,1 +1,1 @@
-"""Backbones and saved models: how they are kept, used for prediction, and judged."""
+"""Backbones and saved models: storage, prediction and evaluation."""

@@ -1,4 +1,4 @@
-"""Backbones: networks from bitmaps to features, known by name so that a saved model can be built again.
+"""Backbones: networks from bitmaps to features, registered by name so that a saved model can be rebuilt.
 
 Legend: B batch, K channels, S side of a bitmap, M maps of the stem, D width of a feature.
 """
@@ -20,12 +20,12 @@ from geartrain.workers.models.networks import TIMM, FromBitmaps, build_own, buil
 
 DIRECTIONS = 8
 CELLS = 8
-"""The stem divides an image into 8 x 8 cells."""
+"""Cells per side: the stem divides an image into 8 x 8 cells."""
 _SQRT_FLOOR = 1e-4
 
 
 class GradientStem(nn.Module):
-    """How much edge there is in each of 8 directions, in each of 8 x 8 overlapping cells. Nothing here is trained.
+    """Edge strengths in 8 directions, in each of 8 x 8 overlapping cells. It has no trained parameters.
 
     The classic description of characters (Kimura 1987; Dalal and Triggs 2005): the smoothed gradient, its positive part
     along each direction, pooled, square root. Colour images have these maps for each channel, and the cells' colours.
@@ -47,7 +47,7 @@ class GradientStem(nn.Module):
         self.register_buffer("window", self._window(), persistent=False)
 
     def _window(self) -> Tensor:
-        """A cell's weights: a trapezoid over one and a half cells, so that neighbours overlap."""
+        """Return a cell's weights: a trapezoid over one and a half cells, so that neighbours overlap."""
         box, overlap = torch.ones(1, 1, self.stride), torch.ones(1, 1, self.stride // 2 + 1)
         side = functional.conv_transpose1d(box, overlap)[0, 0]
         side = side / side.sum()
@@ -55,11 +55,11 @@ class GradientStem(nn.Module):
 
     @property
     def num_maps(self) -> int:
-        """Maps M of the output."""
+        """Number of output maps, M."""
         return self.channels * DIRECTIONS + (self.channels if self.channels > 1 else 0)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images [B, K, S, S] in [0, 1] -> maps [B, M, 8, 8]."""
+        """Return the maps [B, M, 8, 8] of images [B, K, S, S] in [0, 1]."""
         # channels_last makes the depthwise convolution ten times faster on a CPU.
         edges = functional.conv2d(
             images.contiguous(memory_format=torch.channels_last), self.edges, padding=2, groups=self.channels
@@ -74,11 +74,11 @@ class GradientStem(nn.Module):
 
 
 class StrokeNet(nn.Module):
-    """Features = a linear projection of the gradient stem + what a small convolutional trunk adds to it.
+    """Features = a linear projection of the gradient stem + the output of a small convolutional trunk.
 
     The trunk's last layer starts at zero. So training starts from a projection solved in closed form
-    (``discriminants.py``), and the trunk learns what no projection can express. GroupNorm keeps
-    samples independent: any split of a batch over ranks gives the same features.
+    (``discriminants.py``), and the trunk learns what no projection can express. GroupNorm keeps samples independent:
+    any split of a batch over ranks gives the same features.
     """
 
     def __init__(self, *, channels: int = 1, image_size: int = 32, dim: int = 128, width: int = 64) -> None:
@@ -94,11 +94,11 @@ class StrokeNet(nn.Module):
         nn.init.zeros_(self.addition.bias)
 
     def descriptors(self, bitmaps: Tensor) -> Tensor:
-        """Bitmaps [B, K, S, S] (uint8, or float in [0, 1]) -> the projection's input [B, M·64]."""
+        """Return the projection's input [B, M·64] of bitmaps [B, K, S, S] (uint8, or float in [0, 1])."""
         return self._maps(bitmaps).flatten(1)
 
     def forward(self, bitmaps: Tensor) -> Tensor:
-        """Bitmaps [B, K, S, S] (uint8, or float in [0, 1]) -> features [B, D]."""
+        """Return features [B, D] of bitmaps [B, K, S, S] (uint8, or float in [0, 1])."""
         maps = self._maps(bitmaps)
         features: Tensor = self.projection(maps.flatten(1)) + self.addition(self.trunk(maps))
         return features
@@ -111,14 +111,14 @@ class StrokeNet(nn.Module):
 
 
 class Projected(nn.Module):
-    """The features of a backbone whose trunk adds nothing."""
+    """Features of a backbone whose trunk adds nothing."""
 
     def __init__(self, backbone: StrokeNet) -> None:
         super().__init__()
         self.backbone = backbone
 
     def forward(self, bitmaps: Tensor) -> Tensor:
-        """Bitmaps [B, K, S, S] -> features [B, D]."""
+        """Return features [B, D] of bitmaps [B, K, S, S]."""
         features: Tensor = self.backbone.projection(self.backbone.descriptors(bitmaps))
         return features
 
@@ -139,14 +139,14 @@ BACKBONES: Mapping[str, Callable[..., nn.Module]] = {
     "stroke_net": StrokeNet,
     **{name: partial(_iresnet, units) for name, units in STAGES.items()},
 }
-"""By name; each takes ``channels``, ``image_size`` and ``dim``."""
+"""Constructors by name; each takes ``channels``, ``image_size`` and ``dim``."""
 
 
 def build_backbone(name: str, settings: Mapping[str, Any], *, own: str | None = None) -> nn.Module:
     """Return the backbone ``name`` with its constructor's ``settings``: bitmaps [B, K, S, S] -> features [B, D].
 
-    Beside those of :data:`BACKBONES`, ``timm:NAME``, and ``package.module:function``, which is code of the person's
-    own: it is imported only if ``own``, what the person named, is the same. Raises ConfigError.
+    Names are those of :data:`BACKBONES`, ``timm:NAME``, and ``package.module:function``, which is user code: it is
+    imported only if ``own``, as named by the person, is the same. Raises ConfigError.
     """
     if name.startswith(TIMM):
         return build_timm(name.removeprefix(TIMM), **settings)

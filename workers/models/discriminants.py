@@ -1,6 +1,6 @@
-"""A projection solved in closed form: linear discriminants (Fisher 1936; Rao 1948) of a backbone's descriptors.
+"""Projection solved in closed form: linear discriminants (Fisher 1936; Rao 1948) of a backbone's descriptors.
 
-With one linear map in place of thousands of training steps, classes lie apart before training begins.
+One linear map, in place of thousands of training steps, separates the classes before training begins.
 
 Legend: N images, C classes, P width of a descriptor, D width of a feature.
 """
@@ -16,17 +16,17 @@ from torch import Tensor
 from geartrain.workers.models.backbones import StrokeNet
 
 RIDGE = 0.1
-"""Part of the mean within-class variance that is added to each, against directions seen too little."""
+"""Share of the mean within-class variance that is added to each, against directions seen too little."""
 SUMS_BYTES = 1 << 30
 
 
 @torch.no_grad()
 def fit_projection(backbone: StrokeNet, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> None:
-    """Set ``backbone.projection`` to the D directions that vary most between classes, relative to within them.
+    """Set ``backbone.projection`` to the D directions with the most variance between classes relative to within them.
 
     ``batches`` yields (bitmaps [N, K, S, S], labels [N]). Each direction is scaled to unit variance within classes and
-    shrunk by λ/(λ + 1), λ its ratio of variances: directions that tell nothing vanish. Features are centred, of mean
-    length 4·sqrt(D). Classes whose sums do not fit 1 GiB are left out of the fit.
+    shrunk by λ/(λ + 1), λ its ratio of variances: uninformative directions vanish. Features are centred, of mean length
+    4·sqrt(D). Classes whose sums do not fit 1 GiB are left out of the fit.
     """
     dim, width = backbone.projection.weight.shape
     counted = min(num_classes, max(2, SUMS_BYTES // (4 * width)))
@@ -42,7 +42,7 @@ def fit_projection(backbone: StrokeNet, batches: Iterable[tuple[Tensor, Tensor]]
 def _moments(
     backbone: StrokeNet, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums [C, P] and counts [C] of the classes' descriptors, and their second moment [P, P], on the host."""
+    """Return sums [C, P] and counts [C] of the classes' descriptors, and their second moment [P, P], on the host."""
     sums_CP = torch.zeros(num_classes, width)
     count_C = torch.zeros(num_classes)
     second_PP = torch.zeros(width, width, dtype=torch.float64)
@@ -56,7 +56,7 @@ def _moments(
 
 
 def _discriminants(sums_CP: Tensor, count_C: Tensor, second_PP: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Directions [P, D] and the mean [P] to take off first, float64."""
+    """Return directions [P, D] and the mean [P] to subtract first, float64."""
     seen = count_C > 0
     means_CP = sums_CP[seen] / count_C[seen, None]
     total = count_C.sum()
@@ -64,7 +64,7 @@ def _discriminants(sums_CP: Tensor, count_C: Tensor, second_PP: Tensor, dim: int
     mean_P = means_CP.mean(0)
     centred_CP = means_CP - mean_P
     between_PP = centred_CP.T @ centred_CP / len(means_CP)
-    # One image a class leaves no variance within: a little of that between stands in for it.
+    # One image a class leaves no variance within: a little of that between replaces it.
     ridge = RIDGE * within_PP.diagonal().mean() + 1e-3 * between_PP.diagonal().mean() + 1e-12
     within_PP.diagonal().add_(ridge)
     if 2 * len(means_CP) <= len(within_PP):
@@ -82,9 +82,9 @@ def _discriminants(sums_CP: Tensor, count_C: Tensor, second_PP: Tensor, dim: int
 
 
 def _of_few_classes(centred_CP: Tensor, within_PP: Tensor, dim: int) -> Tensor | None:
-    """The same directions [P, D], but for their signs, from a Cholesky factor and a matrix [C, C]: means span no more.
+    """Return the same directions [P, D], up to sign, from a Cholesky factor and a matrix [C, C] that spans the means.
 
-    Takes P³ / 3 + 2·C·P² operations, where two eigenproblems of P × P take some 20·P³. None if rounding has left no
+    Costs P³ / 3 + 2·C·P² operations, where two eigenproblems of P × P cost some 20·P³. None if rounding has left no
     positive variance in some direction.
     """
     factor_PP, failed = torch.linalg.cholesky_ex(within_PP)

@@ -1,4 +1,4 @@
-"""How well a head names images it was not trained on.
+"""Accuracy of a head on held-out images.
 
 Legend: N images, D width, k answers.
 """
@@ -22,7 +22,7 @@ ANSWERS = 5
 
 @dataclass(frozen=True)
 class Answers:
-    """The best classes of every image of a set."""
+    """Best classes of every image of a set."""
 
     images: Images
     scores: Tensor
@@ -32,16 +32,16 @@ class Answers:
 
     @property
     def top1(self) -> float:
-        """Part of the images whose best class is theirs."""
+        """Share of the images whose best class is theirs."""
         return float((self.classes[:, 0] == self.images.labels).float().mean())
 
     @property
     def top5(self) -> float:
-        """Part of the images whose class is among the best five."""
+        """Share of the images whose class is among the best five."""
         return float((self.classes == self.images.labels[:, None]).any(dim=1).float().mean())
 
     def summary(self) -> dict[str, Any]:
-        """What the report says of this set."""
+        """Return the report's entries for this set."""
         return {
             "top1": self.top1,
             "top5": self.top5,
@@ -50,7 +50,7 @@ class Answers:
         }
 
     def hardest(self, count: int) -> list[int]:
-        """Indices of the wrong answers that were given with the greatest score, greatest first."""
+        """Return indices of the wrong answers with the greatest scores, greatest first."""
         wrong = (self.classes[:, 0] != self.images.labels).nonzero().squeeze(1)
         order = self.scores[wrong, 0].argsort(descending=True, stable=True)
         return [int(index) for index in wrong[order[:count]]]
@@ -58,9 +58,9 @@ class Answers:
 
 @torch.no_grad()
 def answer(backbone: nn.Module, head: ClassHead, images: Images, device: torch.device) -> Answers:
-    """The five best classes of each image (fewer if there are fewer classes); see ``ClassHead.predict``.
+    """Return the five best classes of each image (fewer if there are fewer classes), as ``ClassHead.predict``.
 
-    A rank that only takes part in the question of another one has no ``images``.
+    A rank that only takes part in another one's query has no ``images``.
     """
     backbone.eval()
     batches = images.batches(images_at_once(device), device) if len(images) else ()
@@ -72,7 +72,7 @@ def answer(backbone: nn.Module, head: ClassHead, images: Images, device: torch.d
 
 @torch.no_grad()
 def answer_of_model(model: TrainedModel, images: Images, device: torch.device) -> Answers:
-    """The same of a saved model, whose centers are in memory: a matrix [128, C] of scores at a time."""
+    """Return the answers of a saved model with centers in memory: a matrix [128, C] of scores at a time."""
     there = replace(model, backbone=model.backbone.to(device), centers=model.centers.to(device))
     k = min(ANSWERS, len(model.class_names))
     batches = images.batches(images_at_once(device), device)
@@ -81,13 +81,13 @@ def answer_of_model(model: TrainedModel, images: Images, device: torch.device) -
 
 
 def every_nth(images: Images, count: int) -> Images:
-    """About ``count`` images spread evenly over the set."""
+    """Return about ``count`` images spread evenly over the set."""
     step = max(1, len(images) // count)
     return images.subset(slice(None, None, step))
 
 
 def first_images(images: Images, classes: Iterable[int]) -> dict[int, Tensor]:
-    """Class -> its first bitmap [K, S, S], of those classes that have one."""
+    """Return the first bitmap [K, S, S] of each of the ``classes`` that has one."""
     found = {}
     for label in classes:
         places = (images.labels == label).nonzero()

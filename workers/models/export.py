@@ -1,6 +1,6 @@
-"""A trained model as a folder to serve: its backbone as ONNX, unit class centers, names, and what is true of it.
+"""Export of a trained model to a folder to serve: its backbone as ONNX, unit class centers, names, and measurements.
 
-The folder is described in :mod:`.saved_model`. Legend: N images, C classes, K centers of a class, D width.
+:mod:`.saved_model` describes the folder. Legend: N images, C classes, K centers of a class, D width.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from geartrain.workers.models.saved_model import (
 )
 
 PICTURES, TENSORS = "pictures", "tensors"
-"""What an export can be asked with."""
+"""Kinds of inputs of an export."""
 _AT_ONCE = 256
 Arrays = Mapping[str, npt.NDArray[np.float32]]
 Finish = Callable[[Path, Arrays, npt.NDArray[np.float32] | None], Mapping[str, Any]]
-"""Called with the folder, the centers and biases in it, and features [N, D] of held-out images, if there are any: adds
-files, and returns what config.json says of them."""
+"""Function called with the folder, its centers and biases, and features [N, D] of held-out images, if there are any:
+adds files, and returns their entries in config.json."""
 Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
-"""Called with what is gone through, what that is for, and how many there are: yields them, and shows how far it is."""
+"""Function called with an iterable, its purpose and its length: yields the items and shows the progress."""
 SURE, _SURE_IMAGES = 0.95, 50
-"""What is right of the answers that a service calls sure."""
+"""Share of right answers above a service's "sure" score, and least images to measure it."""
 _FEATURES_KEPT = 4096
-"""Of held-out images, for whoever measures the recall of an index."""
+"""Most features of held-out images that are kept to measure an index's recall."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunImages:
-    """What a run was trained and tested on."""
+    """Training and test images of a run."""
 
     held_out: Sequence[Images]
     """Sets that training never saw."""
@@ -60,23 +60,23 @@ class RunImages:
 
 
 class Exportable(Protocol):
-    """What is exported: a :class:`.TrainedModel`."""
+    """Model that can be exported: a :class:`.TrainedModel`."""
 
     @property
     def backbone(self) -> nn.Module:
-        """Images -> features [N, D]."""
+        """Backbone from images to features [N, D]."""
 
     @property
     def centers(self) -> Tensor:
-        """[C, D], or [C, K, D]."""
+        """Centers [C, D], or [C, K, D]."""
 
     @property
     def biases(self) -> Tensor | None:
-        """[C]."""
+        """Biases [C]."""
 
     @property
     def class_names(self) -> Sequence[str]:
-        """C of them."""
+        """Names of the C classes."""
 
     @property
     def is_cosine(self) -> bool:
@@ -84,27 +84,27 @@ class Exportable(Protocol):
 
     @property
     def preprocessing(self) -> Preprocessing | None:
-        """How pictures become bitmaps."""
+        """Settings from pictures to bitmaps."""
 
     @property
     def training(self) -> Mapping[str, Any]:
-        """What the run says of it."""
+        """Entry of the run about its training."""
 
     def embed(self, images: Any) -> Tensor:
-        """Features [N, D]."""
+        """Return features [N, D]."""
 
     def best(self, features_ND: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Scores and classes [N, k]."""
+        """Return scores and classes [N, k]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What was written."""
+    """Result of an export."""
 
     parity: onnx_backbone.Parity
-    """Of the network before its precision was lowered."""
+    """Parity of the network before its precision was lowered."""
     config: Mapping[str, Any]
-    """Of config.json, without checksums."""
+    """Content of config.json, without checksums."""
 
 
 def export_model(
@@ -119,25 +119,25 @@ def export_model(
     finish: Finish | None = None,
     track: Track = lambda items, what, count: items,  # noqa: ARG005
 ) -> Exported:
-    """Replace ``folder`` by the model, as a whole, once onnxruntime gives the features of its backbone.
+    """Replace ``folder`` atomically by the model, if onnxruntime gives the features of its backbone.
 
     Args:
-        model: It stays as it is.
-        folder: Where to.
+        model: It is not changed.
+        folder: Target folder.
         example: A batch of images, two or more; a model of pictures needs none.
-        version: The step it is of; by default one more than the version there.
-        precision: Of the network; what each costs is measured on held-out images and written into config.json.
-        images: Those of the run; without them the comparison is on images of random numbers, and int8 is refused.
+        version: Its step; by default one more than the version there.
+        precision: Of the network; the loss by each is measured on held-out images and written to config.json.
+        images: Those of the run; without them the comparison uses random images, and int8 is refused.
         preprocessing: Of a model of tensors, ``package.module:function`` that makes them; a service must be told it.
-        finish: Adds what is beside the model, such as an index.
-        track: Shows how far it is.
+        finish: Adds files beside the model, such as an index.
+        track: Shows the progress.
 
     Raises:
         ConfigError: A library is not installed, or int8 has no images.
         InvalidArgument: The backbone cannot be exported, or ``folder`` holds anything but an export.
         OSError: Such as a full disk; then the old folder stays.
     """
-    following = next_version(folder)  # also where a version is given: it looks at what is there
+    following = next_version(folder)  # also where a version is given: it checks the existing folder
     version = following if version is None else version
     if preprocessing is not None and (model.preprocessing is not None or ":" not in preprocessing):
         raise InvalidArgument(
@@ -180,7 +180,7 @@ def export_model(
 
 
 def _class_rows(model: Exportable) -> dict[str, npt.NDArray[np.float32]]:
-    """Centers, of unit length if scores are cosines, and biases."""
+    """Return the centers, of unit length if scores are cosines, and biases."""
     centers = model.centers.detach().float().cpu()
     rows = functional.normalize(centers, dim=-1) if model.is_cosine else centers
     biases = {} if model.biases is None else {"biases": model.biases.detach().cpu().numpy()}
@@ -188,7 +188,7 @@ def _class_rows(model: Exportable) -> dict[str, npt.NDArray[np.float32]]:
 
 
 def _calibration(train: Images) -> Iterator[dict[str, npt.NDArray[Any]]]:
-    """Batches of images spread evenly over those that the run was trained on."""
+    """Yield batches of images spread evenly over the training images."""
     step = max(1, len(train) // CALIBRATION_IMAGES)
     for bitmaps, _ in train.subset(slice(None, None, step)).batches(_AT_ONCE, torch.device("cpu")):
         yield {onnx_backbone.INPUT: bitmaps.numpy()}
@@ -201,8 +201,8 @@ def _compared(
     images: RunImages | None,
     track: Track,
 ) -> tuple[dict[str, Any], npt.NDArray[np.float32] | None]:
-    """What config.json says of the parity of the last of ``networks`` with the backbone, and of the accuracy of each
-    on held-out images; and features of some of these.
+    """Return config.json's entries on the parity of the last of ``networks`` with the backbone, and on the accuracy of
+    each on held-out images; and features of some of these.
     """
     tallies = {name: _Tally() for name in ("pytorch", *networks)}
     batches: Iterable[tuple[Any, Tensor | None]] = [(example, None)]
@@ -246,8 +246,8 @@ def _compared(
 
 
 def sure_from(scores_N: npt.NDArray[np.float32], right_N: npt.NDArray[np.bool_]) -> dict[str, Any] | None:
-    """The lowest score from which on :data:`SURE` of the images are named rightly, with their share; None: there is
-    none, or it would be found on fewer than :data:`_SURE_IMAGES` images.
+    """Return the lowest score from which on :data:`SURE` of the images are named correctly, with their share; None:
+    there is none, or it would be measured on fewer than :data:`_SURE_IMAGES` images.
     """
     order = np.argsort(-scores_N, kind="stable")
     scores, precision = scores_N[order], right_N[order].cumsum() / np.arange(1, len(order) + 1)
@@ -261,7 +261,7 @@ def sure_from(scores_N: npt.NDArray[np.float32], right_N: npt.NDArray[np.bool_])
 
 
 def _require_parity(parity: Mapping[str, Any]) -> None:
-    """Raises InvalidArgument unless features of onnxruntime are those of the backbone on each image."""
+    """Raise InvalidArgument unless onnxruntime's features are those of the backbone on each image."""
     if not parity["largest_distance"] <= onnx_backbone.TOLERANCE:
         raise InvalidArgument(
             f"of {parity['images']:,} images, features of onnxruntime are up to {parity['largest_distance']:.2g} of "
@@ -272,7 +272,7 @@ def _require_parity(parity: Mapping[str, Any]) -> None:
 
 @dataclass
 class _Tally:
-    """How far features are from those of the backbone, and how many images are named as it does, and rightly."""
+    """Comparison with the backbone: distances of features, and numbers of images named alike, and correctly."""
 
     images: int = 0
     same: int = 0
@@ -281,17 +281,17 @@ class _Tally:
     largest_distance: float = 0.0
 
     def add(self, found: Tensor, named: Tensor, mine: Tensor, expected: Tensor, labels: Tensor | None) -> None:
-        """Features [N, D] and their classes [N], those of the backbone, and those that are right, if they are known."""
+        """Add features [N, D] and their classes [N], those of the backbone, and the true ones, if known."""
         self.images += len(found)
         self.same += int((named == expected).sum())
         self.right += 0 if labels is None else int((named == labels).sum())
         distance = onnx_backbone.largest_distance(found, mine)
         self.max_error = float(np.maximum(self.max_error, float((found - mine).abs().max())))
-        self.largest_distance = float(np.maximum(self.largest_distance, distance))  # what is no number stays none
+        self.largest_distance = float(np.maximum(self.largest_distance, distance))  # NaN stays NaN
 
 
 def next_version(folder: Path) -> int:
-    """One more than the version there. Raises InvalidArgument if anything but an export is there, and would be lost."""
+    """Return the existing version plus one. Raises InvalidArgument if the folder is no export, and would be lost."""
     folder = complete_folder(folder)
     if not folder.exists():
         return 1

@@ -1,4 +1,4 @@
-"""The residual networks of face recognition, written from the papers.
+"""Residual networks of face recognition, written from the papers.
 
 ArcFace (Deng et al., CVPR 2019, section 3.1) takes He et al.'s networks with three changes: a residual unit is
 BN-Conv-BN-PReLU-Conv-BN (Han et al., CVPR 2017), the stem is a 3 x 3 convolution of stride 1 without pooling, so that
@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 STAGES = {"iresnet18": (2, 2, 2, 2), "iresnet50": (3, 4, 14, 3), "iresnet100": (3, 13, 30, 3)}
-"""Name -> residual units of the four stages; at 112 x 112 and D = 512 of 24.0, 43.6 and 65.2 million parameters."""
+"""Residual units of the four stages by name; at 112 x 112 and D = 512 of 24.0, 43.6 and 65.2 million parameters."""
 MAPS = (64, 128, 256, 512)
 
 
@@ -56,7 +56,7 @@ class IResNet(nn.Module):
             inputs, side = outputs, (side + 1) // 2
         self.trunk = nn.Sequential(*stem, *body)
         normalise = nn.BatchNorm1d(dim)
-        normalise.weight.requires_grad_(False)  # at 1: a head that compares angles has no use for another length
+        normalise.weight.requires_grad_(False)  # at 1: a head that compares angles ignores the length
         self.feature = nn.Sequential(
             nn.BatchNorm2d(inputs), nn.Dropout(dropout), nn.Flatten(), nn.Linear(inputs * side * side, dim), normalise
         )
@@ -65,6 +65,6 @@ class IResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images [B, K, S, S] in [-1, 1] -> features [B, D]."""
+        """Return features [B, D] of images [B, K, S, S] in [-1, 1]."""
         features: Tensor = self.feature(self.trunk(images))
         return features

@@ -1,7 +1,7 @@
-"""Backbones from elsewhere: networks of ``timm``, and modules that a person wrote.
+"""Third-party backbones: networks of ``timm``, and modules of user code.
 
-A name with a colon: ``timm:vit_tiny_patch16_224``, or ``package.module:function`` of a person's own. The latter is
-imported only where the person names it: no model folder or snapshot makes a process run code.
+A name with a colon: ``timm:vit_tiny_patch16_224``, or ``package.module:function`` of user code. The latter is imported
+only if the person names it: no model folder or snapshot makes a process run code.
 
 Legend: B batch, K channels, S side, D width of a feature.
 """
@@ -20,7 +20,7 @@ TIMM = "timm:"
 
 
 class FromBitmaps(nn.Module):
-    """A network that takes floats, made to take bitmaps as they are stored, too.
+    """Wrapper of a float network that also accepts bitmaps as they are stored.
 
     Bitmaps [B, K, S, S] (uint8, or float in [0, 1]) -> features [B, D]. With ``centred`` the network sees [-1, 1].
     """
@@ -31,16 +31,16 @@ class FromBitmaps(nn.Module):
         self.centred = centred
 
     def forward(self, bitmaps: Tensor) -> Tensor:
-        """Bitmaps [B, K, S, S] -> features [B, D]."""
+        """Return features [B, D] of bitmaps [B, K, S, S]."""
         images = bitmaps.float().div(255) if bitmaps.dtype == torch.uint8 else bitmaps
         features: Tensor = self.network(images * 2 - 1 if self.centred else images)
         return features
 
 
 def build_timm(name: str, *, channels: int, image_size: int, dim: int) -> nn.Module:
-    """A network of ``timm`` with random weights, whose last layer gives the features. Raises ConfigError.
+    """Return a network of ``timm`` with random weights, whose last layer gives the features. Raises ConfigError.
 
-    ``name`` may come from a model's folder: it is one of timm's own, no place on disk or in a hub.
+    ``name`` may come from a model's folder: it must be one of timm's own, no place on disk or in a hub.
     """
     if ":" in name or "/" in name:
         raise ConfigError(f"the backbone {TIMM}{name} is no name of a network of timm, as {TIMM}resnet18")
@@ -52,7 +52,7 @@ def build_timm(name: str, *, channels: int, image_size: int, dim: int) -> nn.Mod
         ) from exc
     settings: dict[str, Any] = {"pretrained": False, "in_chans": channels, "num_classes": dim}
     try:
-        try:  # transformers must know the size, convolutional networks take any
+        try:  # transformers must know the size, convolutional networks accept any
             network = timm.create_model(name, img_size=image_size, **settings)
         except TypeError:
             network = timm.create_model(name, **settings)
@@ -62,7 +62,7 @@ def build_timm(name: str, *, channels: int, image_size: int, dim: int) -> nn.Mod
 
 
 def build_own(name: str, *, channels: int, image_size: int, dim: int) -> nn.Module:
-    """What ``package.module:function`` returns for (num_channels, dim, size). Raises ConfigError."""
+    """Return the result of ``package.module:function`` for (num_channels, dim, size). Raises ConfigError."""
     module_name, _, function_name = name.partition(":")
     try:
         build = getattr(importlib.import_module(module_name), function_name)
@@ -83,8 +83,8 @@ def build_own(name: str, *, channels: int, image_size: int, dim: int) -> nn.Modu
 
 
 def require_features(backbone: nn.Module, name: str, *, channels: int, image_size: int, dim: int) -> None:
-    """Try a backbone on two images of noise. Raises ConfigError unless they become two finite features that can be
-    trained; the backbone and the random numbers are afterwards as they were.
+    """Try a backbone on two images of noise. Raises ConfigError unless the result is two finite features that can be
+    trained; the backbone and the random state are restored afterwards.
     """
     state = {key: value.clone() for key, value in backbone.state_dict().items()}
     was_training = backbone.training

@@ -1,7 +1,7 @@
-"""A backbone as ONNX: written, compared with onnxruntime, and run by it.
+"""ONNX backbone: export, comparison with onnxruntime, and inference.
 
-``backbone.onnx`` in a folder of :mod:`.saved_model`: images [N, …] -> features [N, D], any N; of a backbone that takes
-several tensors one input for each, called as its forward calls it.
+``backbone.onnx`` in a folder of :mod:`.saved_model`: images [N, …] -> features [N, D], any N; a backbone of several
+tensors has one input for each, called as its forward calls it.
 
 Legend: N images, D width of a feature.
 """
@@ -26,44 +26,44 @@ from geartrain.bridge.head.imprinting.backbone import Inputs, bound, run
 from geartrain.workers.models.saved_model import TYPES
 
 TOLERANCE = 1e-4
-"""Largest distance of features, of their length: sums in another order are some 1e-6 apart."""
+"""Largest distance of features, relative to their length: other summation orders differ by some 1e-6."""
 INPUT, _OUTPUT = "images", "features"
 _IDS = (torch.int32, torch.int64)
-"""Of such a tensor, as of words or letters, other sizes than N differ from batch to batch, too."""
+"""Dtypes of inputs, as of words or letters, whose other sizes differ from batch to batch, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parity:
-    """How far onnxruntime is from the module."""
+    """Difference of onnxruntime's features from the module's."""
 
     images: int
-    """Compared, in batches of several sizes."""
+    """Number of compared images, in batches of several sizes."""
     largest_distance: float
-    """Of two features of an image, as part of their length."""
+    """Largest distance of two features of an image, relative to their length."""
     max_error: float = 0.0
-    """Largest difference of two numbers of features."""
+    """Largest difference of two elements of features."""
     takes: str = ""
-    """What the network is asked with, and what a service of it takes where there is no preprocessing."""
+    """Inputs of the network, and of a service of it without preprocessing."""
 
 
 class OnnxBackbone(nn.Module):
-    """Runs an exported backbone with onnxruntime, on the CPU; without gradients."""
+    """Exported backbone run by onnxruntime, on the CPU; without gradients."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
-        """Of the file; the other files of its model are beside it."""
+        """Path of the file; the other files of its model are beside it."""
         runtime = needed("onnxruntime")
         options = runtime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         try:
             self._session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        except Exception as exc:  # its errors have no base but this
+        except Exception as exc:  # its errors share no other base
             raise InvalidArgument(f"onnxruntime cannot run {path}: {exc}") from exc
 
     @property
     def takes(self) -> str:
-        """Its inputs: ``words int64 [N, any], weight float32 [N]``."""
+        """Inputs in words: ``words int64 [N, any], weight float32 [N]``."""
         found = []
         for tensor in self._session.get_inputs():
             kind = str(tensor.type).removeprefix("tensor(").removesuffix(")")
@@ -72,7 +72,7 @@ class OnnxBackbone(nn.Module):
         return ", ".join(found)
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
-        """Images [N, …] -> features [N, D]. Raises InvalidArgument for images of another shape or type."""
+        """Return features [N, D] of images [N, …]. Raises InvalidArgument for images of another shape or type."""
         names = [tensor.name for tensor in self._session.get_inputs()]
         given = {**dict(zip(names, inputs, strict=False)), **named}
         try:
@@ -85,7 +85,7 @@ class OnnxBackbone(nn.Module):
 
 
 def write_onnx(backbone: nn.Module, example: Inputs, path: Path) -> Parity:
-    """Write the backbone to ``path`` and compare what onnxruntime makes of ``example`` with the backbone's features.
+    """Write the backbone to ``path`` and compare onnxruntime's features of ``example`` with the backbone's.
 
     Raises ConfigError without the libraries; InvalidArgument if it cannot be exported, or features differ.
     """
@@ -102,7 +102,7 @@ def write_onnx(backbone: nn.Module, example: Inputs, path: Path) -> Parity:
 
 
 def _batch(backbone: nn.Module, example: Inputs) -> Tensor | dict[str, Tensor]:
-    """The only input, or all by the names that forward gives them. Raises InvalidArgument unless each is [N, …]."""
+    """Return the only input, or all by forward's names. Raises InvalidArgument unless each is [N, …]."""
     several = isinstance(example, tuple | Mapping)
     tensors: dict[str, Any] = {INPUT: example}
     if isinstance(example, tuple | Mapping):
@@ -127,7 +127,7 @@ def _each(batch: Tensor | dict[str, Tensor], change: Callable[[Tensor], Tensor])
 
 
 def exported_program(backbone: nn.Module, example: Tensor | dict[str, Tensor], *, optimize: bool = True) -> Any:
-    """The ``ONNXProgram`` of a backbone in eval(); ``optimize``: what can be computed ahead is, of parameters, too.
+    """Return the ``ONNXProgram`` of a backbone in eval(); ``optimize``: fold constants, also of parameters.
 
     Raises InvalidArgument.
     """
@@ -178,7 +178,7 @@ def _compared(backbone: nn.Module, exported: OnnxBackbone, example: Tensor | dic
         mine, theirs = run(backbone, images).float().cpu(), run(exported, images).float()
         if mine.shape != theirs.shape:
             raise InvalidArgument(f"onnxruntime gives {list(theirs.shape)}, the backbone {list(mine.shape)}")
-        largest = float(np.maximum(largest, largest_distance(theirs, mine)))  # what is no number stays none
+        largest = float(np.maximum(largest, largest_distance(theirs, mine)))  # NaN stays NaN
         error = float(np.maximum(error, float((mine - theirs).abs().max())))
         num_images += len(mine)
     if not largest <= TOLERANCE:
@@ -190,13 +190,13 @@ def _compared(backbone: nn.Module, exported: OnnxBackbone, example: Tensor | dic
 
 
 def largest_distance(found_ND: Tensor, expected_ND: Tensor) -> float:
-    """Of two features of an image, as part of the expected one's length."""
+    """Return the largest distance of two features of an image, relative to the expected one's length."""
     lengths = expected_ND.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
     return float(((found_ND - expected_ND).norm(dim=1) / lengths).max())
 
 
 def needed(library: str) -> Any:
-    """Import what only an export needs. Raises ConfigError."""
+    """Import a library of exports. Raises ConfigError."""
     try:
         return importlib.import_module(library)
     except ImportError as exc:

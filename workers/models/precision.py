@@ -1,4 +1,4 @@
-"""A network of ONNX in numbers of fewer bits: float16, or int8 with ranges measured on images."""
+"""Quantization of an ONNX network: float16, or int8 with ranges measured on images."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Precision = Literal["fp32", "fp16", "int8"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 CALIBRATION_IMAGES = 512
 _PRODUCTS = ["Conv", "Gemm", "MatMul"]
-"""What is worth 8 bits; the rest stays float32."""
+"""Operations that gain from 8 bits; the rest stays float32."""
 
 Batch = Mapping[str, npt.NDArray[Any]]
 """Inputs of the network by name."""
 
 
 def require_precision(precision: str) -> Precision:
-    """Raise ConfigError for what is none of them."""
+    """Return ``precision``. Raises ConfigError if it is unknown."""
     if precision not in PRECISIONS:
         raise ConfigError(f"precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
     return precision
@@ -33,9 +33,8 @@ def require_precision(precision: str) -> Precision:
 def lower_precision(path: Path, precision: Precision, batches: Iterable[Batch]) -> None:
     """Replace the network by one of ``precision``, with the same inputs and outputs.
 
-    fp16: half the bytes. int8: a quarter; weights by channel, activations by the ranges that ``batches`` have in them
-    (integers and float32 in one file, QDQ). Raises ConfigError without the libraries, InvalidArgument,
-    OSError.
+    fp16: half the bytes. int8: a quarter; weights by channel, activations by their ranges over ``batches`` (integers
+    and float32 in one file, QDQ). Raises ConfigError without the libraries, InvalidArgument, OSError.
     """
     if precision == "fp32":
         return
@@ -55,13 +54,13 @@ def lower_precision(path: Path, precision: Precision, batches: Iterable[Batch]) 
 
 
 class _Reader:
-    """Batches one by one, as the library asks for them."""
+    """Batches one by one, in the library's interface."""
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         self._left = iter(batches)
 
     def get_next(self) -> dict[str, npt.NDArray[Any]] | None:
-        """The next batch; None after the last."""
+        """Return the next batch; None after the last."""
         batch = next(self._left, None)
         return None if batch is None else dict(batch)
 
@@ -89,7 +88,7 @@ def _to_int8(path: Path, batches: Iterable[Batch]) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what the library says of itself through the root of all loggers."""
+    """Silence the library's messages through the root logger."""
     level = logging.root.level
     logging.root.setLevel(logging.ERROR)
     try:

@@ -1,4 +1,4 @@
-"""Prediction with a saved model: no cluster, no training code."""
+"""Prediction with a saved model, without cluster and training code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from geartrain.workers.models.trained_model import AT_ONCE, TrainedModel
 
 @dataclass(frozen=True)
 class Prediction:
-    """The best classes of one image, or why there are none."""
+    """Best classes of one image, or the error."""
 
     path: Path
     best: list[tuple[str, float]]
@@ -26,7 +26,7 @@ class Prediction:
 
 
 def image_files(paths: Iterable[Path]) -> list[Path]:
-    """Files as given; of a folder, the images in it, sorted. Raises InvalidArgument for one without images."""
+    """Return files as given; of a folder, the images in it, sorted. Raises InvalidArgument for one without images."""
     files: list[Path] = []
     for path in paths:
         if not path.is_dir():

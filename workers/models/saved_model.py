@@ -1,6 +1,6 @@
-"""The folder of a trained model: what prediction and a service need, and no cluster. No pickle, and read without torch.
+"""Folder of a trained model: its files for prediction and serving, without cluster or pickle, read without torch.
 
-    model/config.json             sealed: what the model is, and checksums (XXH3) of all the other files
+    model/config.json             sealed: facts of the model, and checksums (XXH3) of all the other files
     model/backbone.safetensors    of a worker: parameters of the network that config.json names
     model/backbone.onnx           of an export: the network itself (:mod:`.onnx_backbone`)
     model/centers.safetensors     class centers [C, D], of several a class [C, K, D], and, where there are some, biases
@@ -8,18 +8,18 @@
                                   without a margin, their product. Of an export with cosines they have unit length.
                                   Where some classes do not live: ids [C] int64 of those that do
     model/names.safetensors       name of each class: offsets [C + 1] int64 into text [B] uint8, UTF-8
-    model/index.*                 of an export, where there is one: what finds the best classes
-    model/pictures.safetensors    of an export, where there are some: what classes look like (``class_pictures``)
+    model/index.*                 of an export, if it has one: the nearest-neighbor index
+    model/pictures.safetensors    of an export, if it has some: example pictures of classes (``class_pictures``)
 
-config.json of an export has ``kind`` (what it can be asked with: ``pictures`` or ``tensors``; other kinds have other
-files), ``version`` (the step of the training, of a run, or one more than the last where that is not lower: it rises),
-``created`` (Unix time), ``preprocessing`` (None: the backbone takes tensors; a text: code of one's own makes them),
-``is_cosine``, ``num_classes``, ``dim``, ``precision`` of the backbone, ``parity`` (how far onnxruntime is from torch)
-and ``index``; where they were found, ``sure_from`` (the score below which an answer is unsure) and ``verify`` (from
-which cosine on two pictures show the same). Centers and names are mapped: processes share them, and a million are there
-at once.
+config.json of an export has ``kind`` (its inputs: ``pictures`` or ``tensors``; other kinds have other files),
+``version`` (the training step of a run, or the last version plus one if that is higher: it ascends), ``created`` (Unix
+time), ``preprocessing`` (None: the backbone takes tensors; a text: user code makes them), ``is_cosine``,
+``num_classes``, ``dim``, ``precision`` of the backbone, ``parity`` (difference of onnxruntime's features from torch's)
+and ``index``; if measured, ``sure_from`` (the score below which an answer is unsure) and ``verify`` (the cosine above
+which two pictures show the same). Centers and names are mapped: processes share them, and a million are available at
+once.
 
-The folder is replaced as a whole: a crash leaves the old one or the new one. What a training needs to go on is in its
+The folder is replaced atomically: a crash leaves the old one or the new one. The state to resume a training is in its
 snapshots (:mod:`geartrain.workers.job.state`).
 """
 
@@ -51,23 +51,23 @@ TYPES = {
     "bool": "bool",
     **{f"{sign}int{bits}": f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
 }
-"""Of inputs that can be asked with: as onnxruntime calls them, and numpy."""
+"""Types of inputs by onnxruntime's names, as numpy dtypes."""
 _CHUNK_BYTES = 1 << 20
 _AGAIN = "train on: 'geartrain worker ... --resume RUN' saves the model anew at its end"
 _EXPORT_AGAIN = "export the model again"
 
 
 class ClassNames(Sequence[str]):
-    """Names of classes by their number, each made of its bytes when it is asked for."""
+    """Names of classes by number, each decoded on access."""
 
     def __init__(self, offsets: npt.NDArray[Any], text: npt.NDArray[Any]) -> None:
-        """``offsets`` [C + 1] int64 and ``text`` [B] uint8, such as :meth:`arrays` gives."""
+        """``offsets`` [C + 1] int64 and ``text`` [B] uint8 are as :meth:`arrays` returns them."""
         self._offsets = offsets
         self._text = text
 
     @staticmethod
     def arrays(names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-        """What a file of names holds."""
+        """Return the arrays of a file of names."""
         encoded = [name.encode("utf-8", "surrogatepass") for name in names]
         offsets = np.zeros(len(encoded) + 1, np.int64)
         np.cumsum([len(name) for name in encoded], out=offsets[1:])
@@ -88,7 +88,7 @@ class ClassNames(Sequence[str]):
         return self._text[start:stop].tobytes().decode("utf-8", "surrogatepass")
 
     def several(self, places: Sequence[int]) -> list[str]:
-        """Those at ``places``, none of them negative."""
+        """Return the names at ``places``, none of them negative."""
         offsets, names = self._offsets, []
         for place in places:
             name = self._text[offsets[place] : offsets[place + 1]]
@@ -98,40 +98,40 @@ class ClassNames(Sequence[str]):
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What was read of such a folder, all but the backbone. Arrays are mapped, not to be changed."""
+    """Content of a model folder, without the backbone. Arrays are mapped and must not be changed."""
 
     folder: Path
     config: dict[str, Any]
     tensors: dict[str, npt.NDArray[Any]]
-    """``centers`` and, where there are some, ``biases``."""
+    """``centers`` and, if there are any, ``biases``."""
     class_names: ClassNames
 
     @property
     def is_onnx(self) -> bool:
-        """Whether the backbone is one of ONNX."""
+        """Whether the backbone is ONNX."""
         return ONNX in self.config[_SUMS]
 
 
 def is_exported(folder: Path) -> bool:
-    """Whether the model there is an export, not a worker's."""
+    """Return whether the model in the folder is an export, not a worker's."""
     return not (complete_folder(folder) / BACKBONE).exists()
 
 
 def write_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Write a file that is mapped when it is read."""
+    """Write a file to be mapped by readers."""
     with path.open("wb") as file:
         for part in tensor_file(arrays, {}):
             file.write(part)
 
 
 def seal_model(staging: Path, class_names: Sequence[str], config: Mapping[str, Any]) -> None:
-    """Write the names, and ``config`` with the checksums of all files that are there; see :func:`seal_folder`."""
+    """Write the names, and ``config`` with the checksums of all files in the folder (:func:`seal_folder`)."""
     write_arrays(staging / NAMES, ClassNames.arrays(class_names))
     seal_folder(staging, config)
 
 
 def seal_folder(staging: Path, config: Mapping[str, Any]) -> None:
-    """Write ``config`` with the checksums of all files that are there, also those of folders below."""
+    """Write ``config`` with the checksums of all files in the folder, also of those in folders below."""
     files = sorted(path for path in staging.rglob("*") if path.is_file())
     for path in files:
         path.chmod(0o644)  # some libraries create files for their owner alone; a model is made to be handed on
@@ -140,17 +140,17 @@ def seal_folder(staging: Path, config: Mapping[str, Any]) -> None:
 
 
 def sealed_files(config: Mapping[str, Any]) -> set[str]:
-    """The files of a folder with this config.json, and itself."""
+    """Return the files of a folder with this config.json, itself included."""
     return {CONFIG, *config[_SUMS]}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of config.json, whose other files are not looked at. Raises as :func:`unseal_folder`."""
+    """Return the content of config.json; other files are not checked. Raises as :func:`unseal_folder`."""
     return read_sealed(folder / CONFIG, FORMAT, f"is {folder} the model folder of a run?", _again(folder))
 
 
 def unseal_folder(folder: Path) -> dict[str, Any]:
-    """The checked content of config.json; every other file is as it was when it was sealed.
+    """Return the content of config.json, after a check that every other file has its checksum.
 
     Raises ConfigError (not the folder of a model, or one of another format), ModelDamaged (names the file).
     """
@@ -161,14 +161,14 @@ def unseal_folder(folder: Path) -> dict[str, Any]:
 
 
 def numbered_versions(folder: Path) -> list[Path]:
-    """The models in a folder of versions, ``folder/000120``, the newest first."""
+    """Return the models in a folder of versions, ``folder/000120``, newest first."""
     inside = [path for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
     found = sorted((path for path in inside if (path / CONFIG).exists()), key=lambda path: int(path.name))
     return found[::-1]
 
 
 def unseal_model(folder: Path) -> ModelFiles:
-    """Read what :func:`seal_model` wrote, in ``folder``, in the ``model`` of a run's folder, or the newest of versions.
+    """Read a model that :func:`seal_model` wrote: ``folder``, the ``model`` of a run's folder, or the newest version.
 
     Raises as :func:`unseal_folder`.
     """
@@ -180,7 +180,7 @@ def unseal_model(folder: Path) -> ModelFiles:
 
 
 def read_files(folder: Path, config: dict[str, Any]) -> ModelFiles:
-    """The centers and names of a folder with this checked config.json. Raises ModelDamaged."""
+    """Read the centers and names of a folder with this checked config.json. Raises ModelDamaged."""
     for name in (CENTERS, NAMES):
         if name not in config[_SUMS]:
             raise _damaged(folder / name, "is missing")
@@ -188,7 +188,7 @@ def read_files(folder: Path, config: dict[str, Any]) -> ModelFiles:
 
 
 def read_training(folder: Path) -> dict[str, Any]:
-    """What the model in ``folder`` says of its training; nothing if there is no whole model. Reads one small file."""
+    """Return the training entry of the model in ``folder``; empty without a sound model. Reads one small file."""
     try:
         training: dict[str, Any] = read_config(complete_folder(folder)).get("training", {})
     except (ConfigError, ModelDamaged):
@@ -197,7 +197,7 @@ def read_training(folder: Path) -> dict[str, Any]:
 
 
 def step_of(training: Mapping[str, Any]) -> int | None:
-    """The step that a model is of, by what it says of its training; None: it does not say."""
+    """Return the step of a model, from its training entry; None if it has none."""
     step: int | None = training["best"]["step"] if "best" in training else training.get("step")
     return step
 
@@ -207,7 +207,7 @@ def _again(folder: Path) -> str:
 
 
 def map_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """Map what :func:`write_arrays` wrote. Raises ModelDamaged."""
+    """Map a file that :func:`write_arrays` wrote. Raises ModelDamaged."""
     try:
         return map_tensors(path)
     except FileNotFoundError as exc:
@@ -232,7 +232,7 @@ def _damaged(path: Path, what: str) -> ModelDamaged:
 
 
 def _checksum(path: Path) -> str:
-    """XXH3 (128 bits) of a file, as hexadecimal digits."""
+    """Return the XXH3 (128 bits) of a file, as hexadecimal digits."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):

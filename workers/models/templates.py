@@ -1,6 +1,6 @@
-"""Verification of templates, as the IJB benchmarks do it: sets of pictures and video frames of one person, pooled.
+"""Verification of templates as in the IJB benchmarks: sets of pictures and video frames of one person, pooled.
 
-Two text files say what belongs together, in the form that IJB-B and IJB-C come in:
+Two text files define the sets, in the form of IJB-B and IJB-C:
 
     media    picture template media      "12.jpg 1 69544": a picture, its template, and the video or photo it is of
     pairs    template template same      "1 11065 1": 1 if they show the same person, else 0
@@ -28,18 +28,18 @@ _PAIRS_AT_ONCE = 16_384
 
 @dataclass(frozen=True)
 class TemplateVerification:
-    """How well templates are told apart."""
+    """Accuracy of comparing templates."""
 
     pairs: int
     templates: int
     images: int
     true_accepts: dict[float, float]
-    """False accept rate -> part of the same pairs accepted; see ``true_accept_rates``."""
+    """Share of the same pairs accepted, by false accept rate; see ``true_accept_rates``."""
 
 
 @dataclass(frozen=True)
 class Media:
-    """Which pictures make which template."""
+    """Pictures of each template."""
 
     pictures: list[str]
     """[N] names."""
@@ -48,7 +48,7 @@ class Media:
     template_of_media: npt.NDArray[np.int64]
     """[M] index of each such medium's template, 0 … T − 1."""
     templates: npt.NDArray[np.int64]
-    """[T] ids as the file gives them, rising."""
+    """[T] ids as the file gives them, ascending."""
 
 
 def verify_templates(
@@ -57,7 +57,7 @@ def verify_templates(
     """Embed the pictures of ``media`` in ``folder``, pool them, and judge ``pairs``.
 
     A template's feature is the mean over its media of the mean over each medium's pictures of their unit features,
-    scaled to length 1: so a video of a thousand frames counts as much as a photo. The score of a pair is the cosine.
+    scaled to length 1: a video of a thousand frames weighs as much as a photo. The score of a pair is the cosine.
     Memory: M·D numbers, not N·D or P·D. Raises InvalidArgument naming file and line, NonFinite.
     """
     found = read_media(media)
@@ -84,7 +84,7 @@ def verify_templates(
 def pair_cosines(
     pooled_TD: Tensor, first_P: npt.NDArray[np.int64], second_P: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """Cosines [P] of templates, some pairs at a time: IJB-C has 15 million."""
+    """Return cosines [P] of templates, some pairs at a time: IJB-C has 15 million."""
     cosines_P = np.empty(len(first_P))
     for start in range(0, len(first_P), _PAIRS_AT_ONCE):
         some = slice(start, start + _PAIRS_AT_ONCE)
@@ -93,14 +93,14 @@ def pair_cosines(
 
 
 def pool(media_MD: Tensor, template_of_media: npt.NDArray[np.int64], num_templates: int) -> Tensor:
-    """Unit-length mean [T, D] of the rows [M, D] of each template. float64."""
+    """Return the unit-length mean [T, D] of the rows [M, D] of each template, in float64."""
     sums_TD = torch.zeros(num_templates, media_MD.shape[1], dtype=torch.float64)
     sums_TD.index_add_(0, torch.from_numpy(template_of_media), media_MD.double())
     return functional.normalize(sums_TD, dim=1)
 
 
 def read_media(path: Path) -> Media:
-    """What the file of media says. Raises InvalidArgument."""
+    """Read the file of media. Raises InvalidArgument."""
     rows = _read_rows(path, "'picture template media'", numbers_from=1)
     keys = np.array([(int(template), int(medium)) for _, template, medium in rows], dtype=np.int64)
     distinct, media_of_picture = np.unique(keys, axis=0, return_inverse=True)
@@ -111,7 +111,7 @@ def read_media(path: Path) -> Media:
 def read_template_pairs(
     path: Path, templates: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Indices [P] and [P] into ``templates`` (ids, rising), and whether they are the same person [P].
+    """Return indices [P] and [P] into ``templates`` (ids, ascending), and whether they are the same person [P].
 
     Raises InvalidArgument.
     """
@@ -131,7 +131,7 @@ def read_template_pairs(
 
 
 def _read_rows(path: Path, form: str, *, numbers_from: int) -> list[list[str]]:
-    """Three words of every line, of which those from ``numbers_from`` on are whole numbers."""
+    """Return three words of every line, of which those from ``numbers_from`` on are whole numbers."""
     if not path.is_file():
         raise InvalidArgument(f"{path} is not a file; give one with lines of {form}")
     rows = []

@@ -1,4 +1,4 @@
-"""``gt.load_model``: a trained model as an object that embeds, predicts and exports. No cluster, no training code.
+"""``gt.load_model``: a trained model that embeds, predicts and exports, without cluster and training code.
 
 Legend: N images, C classes, D width of a feature, k answers.
 """
@@ -42,49 +42,49 @@ ImageInputs = Inputs | str | Path | Image.Image | Iterable[str | Path | Image.Im
 AT_ONCE = 256
 _ROWS_AT_ONCE = 65_536
 _CENTERS = "centers"
-"""The tensor in the file of that name."""
+"""Name of the tensor in the file of that name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedModel:
     """A backbone with the class centers of its head, on the CPU. :func:`load_model` makes it.
 
-    Images go through the backbone in eval(), also between two steps of a training; after that it is as it was.
+    Images run through the backbone in eval(), also between two steps of a training; its mode is restored afterwards.
     The backbone may be moved: ``model.backbone.to("cuda")``; images follow it.
     """
 
     backbone: nn.Module
-    """Images [N, …] -> features [N, D]."""
+    """Backbone from images [N, …] to features [N, D]."""
     centers: Tensor
     """[C, D] float32; [C, K, D] of a head with K ``sub_centers``, of which the best one counts."""
     biases: Tensor | None = None
     """[C] float32, of a head with ``bias=True``."""
     class_names: list[str]
     is_cosine: bool = True
-    """Whether a class's score is the cosine of feature and center, as under a margin, or their product."""
+    """Whether a class's score is the cosine of feature and center, as under a margin; otherwise the dot product."""
     preprocessing: Preprocessing | None = None
-    """How pictures become tensors; None: the model takes tensors alone."""
+    """Settings from pictures to tensors; None: the model takes tensors alone."""
     backbone_name: str = "stroke_net"
-    """Of a worker's model, see :func:`geartrain.workers.models.backbones.build_backbone`."""
+    """Name of a worker's backbone, as in :func:`geartrain.workers.models.backbones.build_backbone`."""
     backbone_settings: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of its constructor."""
     training: dict[str, Any] = field(default_factory=dict)
-    """What the run that wrote it says of it, as plain values; see :mod:`geartrain.workers.classify.best`."""
+    """Entry of the run that wrote it, as plain values; :mod:`geartrain.workers.classify.best` makes it."""
 
     def __repr__(self) -> str:
-        """What it is, without its tensors and names."""
+        """Return the model's facts, without its tensors and names."""
         classes, width = len(self.centers), self.centers.shape[-1]
         takes = "tensors" if self.preprocessing is None else "pictures"
         return f"TrainedModel({type(self.backbone).__name__} of {takes}, {classes} classes, dim {width})"
 
     @torch.no_grad()
     def embed(self, images: ImageInputs) -> Tensor:
-        """Features [N, D] float32 of images, on the host.
+        """Return features [N, D] float32 of images, on the host.
 
         ``images`` is a tensor as the backbone takes it, [N, …]; a tuple of the arguments of its forward, or a dict of
-        them by name, if it takes several (texts and their masks, pieces of texts and where each text begins); or, of a
-        model that 'geartrain worker' saved, one or several pictures: paths, or PIL images. Works on 256 at a time; what
-        a tuple or a dict holds is one batch. Raises InvalidArgument (not a picture, other arguments), InvalidRows.
+        them by name, if it takes several (texts and their masks, pieces of texts and where each text begins); or, for a
+        model that 'geartrain worker' saved, one or several pictures: paths, or PIL images. Works on 256 at a time; a
+        tuple or a dict is one batch. Raises InvalidArgument (not a picture, other arguments), InvalidRows.
         """
         device = next((item.device for item in self.backbone.parameters()), torch.device("cpu"))
         batches = (moved(batch, device) for batch in self._batches(images))
@@ -103,7 +103,7 @@ class TrainedModel:
 
     @torch.no_grad()
     def scores(self, features_ND: Tensor) -> Tensor:
-        """Score [N, C] of each class: cosines, 1 at best, or products (:attr:`is_cosine`)."""
+        """Return the score [N, C] of each class: cosines, at most 1, or products (:attr:`is_cosine`)."""
         if self.is_cosine:
             centers_SD = functional.normalize(self.centers, dim=-1).flatten(0, -2)
             cosines_NS = functional.normalize(features_ND, dim=1) @ centers_SD.T
@@ -113,12 +113,12 @@ class TrainedModel:
 
     @torch.no_grad()
     def best(self, features_ND: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Scores [N, k] and classes [N, k] that fit each feature best; of equal ones the lower class."""
+        """Return scores [N, k] and classes [N, k] that fit each feature best; of equal ones the lower class."""
         scores, order = self.scores(features_ND).sort(dim=1, descending=True, stable=True)
         return scores[:, :k], order[:, :k]
 
     def predict(self, images: ImageInputs, k: int = 5) -> list[list[tuple[str, float]]]:
-        """The ``k`` best classes of each image, by name with their score, best first (all, if there are fewer).
+        """Return the ``k`` best classes of each image, by name with their score, best first (all, if there are fewer).
 
         Holds a matrix [256, C] of scores. Raises as :meth:`embed`.
         """
@@ -131,13 +131,13 @@ class TrainedModel:
         return answers
 
     def to_faiss(self) -> Any:
-        """The class centers as an index of faiss: an exact IndexFlatIP within an IndexIDMap, whose ids are classes.
+        """Return the class centers as an exact faiss index: an IndexFlatIP within an IndexIDMap, whose ids are classes.
 
             index = model.to_faiss()
             scores, classes = index.search(functional.normalize(model.embed(images)).numpy(), 5)
 
-        Centers have unit length where scores are cosines: give features of unit length, too. A class with several
-        centers is there with each of them. Biases are a last column: give features with a 1 behind them.
+        Centers have unit length where scores are cosines: pass features of unit length, too. A class with several
+        centers has an entry for each. Biases are a last column: pass features with a 1 appended.
         Raises ConfigError without ``pip install 'geartrain[serve]'``.
         """
         try:
@@ -154,12 +154,12 @@ class TrainedModel:
         return index
 
     def serve_app(self, **settings: Any) -> Any:
-        """An ASGI app that answers questions to this model of pictures, for anybody's server (uvicorn, hypercorn).
+        """Return an ASGI app that serves this model of pictures, for any ASGI server (uvicorn, hypercorn).
 
             app = geartrain.load_model("runs/faces").serve_app()
 
-        What it answers: docs/tutorials/serve.md. ``settings`` are those of :func:`geartrain.serve_app`, which serves
-        exported models without torch. The model of a training is exported to a folder that is gone when this returns.
+        docs/tutorials/serve.md describes its answers. ``settings`` are those of :func:`geartrain.serve_app`, which
+        serves exported models without torch. The model is exported to a folder that is removed when this returns.
         Raises ConfigError without ``pip install 'geartrain[serve]'``, and as :meth:`export_onnx`.
         """
         try:
@@ -168,7 +168,7 @@ class TrainedModel:
             raise ConfigError(f"serve_app needs a library: pip install 'geartrain[serve]' ({exc})") from exc
         if isinstance(self.backbone, onnx_backbone.OnnxBackbone):
             return serve_app({"model": self.backbone.path.parent}, **settings)
-        with tempfile.TemporaryDirectory() as folder:  # what is mapped stays
+        with tempfile.TemporaryDirectory() as folder:  # mapped files stay usable
             self.export_onnx(folder)
             return serve_app({"model": folder}, **settings)
 
@@ -179,18 +179,19 @@ class TrainedModel:
         *,
         preprocessing: str | None = None,
     ) -> onnx_backbone.Parity:
-        """Write the backbone as ONNX, with centers and names beside it; say how far onnxruntime is from this backbone.
+        """Write the backbone as ONNX, with centers and names beside it; return onnxruntime's difference to this
+        backbone.
 
-        ``folder`` is replaced as a whole: ``backbone.onnx`` (``images`` [N, …] -> ``features`` [N, D], any N),
+        ``folder`` is replaced atomically: ``backbone.onnx`` (``images`` [N, …] -> ``features`` [N, D], any N),
         ``centers.safetensors``, ``names.safetensors``, ``config.json`` with checksums. :func:`load_model` reads it.
         ``example`` is a batch of 2 or more images; a model of pictures needs none. Several inputs are a tuple or dict
-        as :meth:`embed` takes them, each a tensor [N, …], and keep the names that forward gives them. Of integers, such
-        as the letters of texts, sizes besides N may differ, too. Nothing is written unless onnxruntime gives the same
-        features, on batches of several sizes, to 1e-4 of their length.
+        as in :meth:`embed`, each a tensor [N, …], and keep forward's names. Of integers, such as the letters of texts,
+        sizes besides N may differ, too. Nothing is written unless onnxruntime gives the same features, on batches of
+        several sizes, to 1e-4 of their length.
 
-        A model of tensors is served with these by their names. ``preprocessing`` is ``"package.module:function"`` that
-        makes them of a list of anything else, such as texts: a tensor or array [N, …], a tuple, or a dict by name. The
-        service runs it if it is told the same: ``geartrain serve --preprocessing package.module:function``.
+        A model of tensors is served with these inputs by name. ``preprocessing`` is ``"package.module:function"`` that
+        makes them from a list of other items, such as texts: a tensor or array [N, …], a tuple, or a dict by name. The
+        service runs it if it gets the same: ``geartrain serve --preprocessing package.module:function``.
 
         Raises ConfigError without ``pip install 'geartrain[onnx]'``, InvalidArgument (the backbone cannot be exported,
         the features differ, or a model of pictures is given a preprocessing).
@@ -215,7 +216,7 @@ class TrainedModel:
             yield torch.from_numpy(np.stack([self.bitmap(item) for item in several]))
 
     def bitmap(self, picture: str | Path | Image.Image, where: str = "") -> Any:
-        """What the backbone takes of a picture: uint8 [K, S, S]. Raises InvalidArgument for one that is none, which it
+        """Return the backbone's input of a picture: uint8 [K, S, S]. Raises InvalidArgument for another file, which it
         names by its path, or as ``where``.
         """
         if self.preprocessing is None:
@@ -242,14 +243,14 @@ def load_model(
         model.predict("image.png")  # [[("U+4E00", 0.93), ...]]
 
     Args:
-        path: The folder, or that of a run.
-        backbone: Of a model of :func:`geartrain.save`, the module that makes the features, made like the saved one: its
-            parameters are found among the saved ones by name and shape. Of a worker's model with a backbone of your
-            own, its name ``"package.module:function"``: that code is run only if you say so.
+        path: The model's folder, or that of a run.
+        backbone: Of a model of :func:`geartrain.save`, a module made like the saved one: its parameters are found among
+            the saved ones by name and shape. Of a worker's model with a user-defined backbone, its name
+            ``"package.module:function"``: that code runs only if named here.
         head: Of such a model with several heads, the name of one, such as ``"head"``.
-        class_names: Of such a model, names by id: of each class that lives, or a dict of some; the others, and None:
-            their ids.
-        preprocessing: Of such a model, how pictures become what its backbone takes; None: it takes tensors alone.
+        class_names: Of such a model, names by id: of each living class, or a dict of some; the others, and None: their
+            ids.
+        preprocessing: Of such a model, how pictures become its backbone's input; None: it takes tensors alone.
 
     Raises:
         ConfigError: There is no such model.
@@ -269,7 +270,7 @@ def load_model(
 
 
 def picture_model(path: Path, backbone: str | None = None) -> TrainedModel:
-    """A model of pictures, for ``geartrain predict``. Raises as :func:`load_model`."""
+    """Return a model of pictures, for ``geartrain predict``. Raises as :func:`load_model`."""
     if (path / MODEL).exists():
         raise InvalidArgument(
             f"{path} was saved by geartrain.save, and how pictures become its tensors was not; predict in Python: "
@@ -285,7 +286,7 @@ def picture_model(path: Path, backbone: str | None = None) -> TrainedModel:
 
 
 def _of_folder(folder: Path, own: str | None) -> TrainedModel:
-    """What a worker or an export wrote. Code of the person's own is imported only if it is named as ``own``."""
+    """Load a worker's model or an export. User code is imported only if it is named as ``own``."""
     files = unseal_model(folder)
     config = files.config
     name, settings = (made["name"], made["settings"]) if (made := config.get("backbone")) else ("", {})
@@ -339,8 +340,8 @@ def save_model(folder: Path, model: TrainedModel, centers: Path | None = None) -
 def save_model_of_head(folder: Path, model: TrainedModel, head: ClassHead, *, is_first: bool) -> None:
     """Replace ``folder`` with this model, its centers the rows of ``head``; ``model.centers`` are on the meta device.
 
-    Every rank calls it, the first one writes. Rows travel and are written 8 MiB at a time, so that no rank needs memory
-    for all of them. Raises what :func:`geartrain.bridge.head.weights.export_class_weights` does.
+    Every rank calls it, the first one writes. Rows are sent and written 8 MiB at a time, so that no rank needs memory
+    for all of them. Raises the errors of :func:`geartrain.bridge.head.weights.export_class_weights`.
     """
     centers = folder.with_name(f".{folder.name}.centers.part.safetensors")
     try:
@@ -389,7 +390,7 @@ def _of_saved(
 
 
 def _head_of(folder: Path, state: Mapping[str, Any], head: str | None) -> tuple[str, Mapping[str, Any]]:
-    """Name and extra state of the head."""
+    """Return name and extra state of the head."""
     suffix = "_extra_state"
     heads = {
         key.removesuffix(suffix).removesuffix("."): value
@@ -404,7 +405,7 @@ def _head_of(folder: Path, state: Mapping[str, Any], head: str | None) -> tuple[
 
 
 def _fill(folder: Path, backbone: nn.Module, state: Mapping[str, Any]) -> None:
-    """Give ``backbone`` its parameters, which lie below some prefix in ``state``."""
+    """Load the parameters of ``backbone``, which have some prefix in ``state``."""
     wanted = backbone.state_dict()
     if not wanted:
         return
@@ -430,10 +431,10 @@ def _alike(saved: Any, mine: Any) -> bool:
 
 
 def _rows(folder: Path, record: ModelRecord, module: str, ids: Any) -> Tensor:
-    """Rows [N, dim] of the head called ``module``, float32."""
+    """Return rows [N, dim] of the head called ``module``, float32."""
     (table,) = record.modules[module]
     path = next(folder / rows.folder for rows in record.rows if module in rows.modules)
-    with local() as cluster:  # which knows initial values, and what became of rows that no step touched
+    with local() as cluster:  # it knows initial values, and the later values of rows that no step touched
         cluster.restore(path, tables=[table])
         opened = cluster.table(table)
         rows = torch.empty(len(ids), opened.spec.dim)

@@ -1,4 +1,4 @@
-"""Verification: do two pictures show the same? Accuracy by ten folds, and true accepts at a false accept rate.
+"""Verification of pairs of pictures: accuracy by ten folds, and true accept rates at false accept rates.
 
 Legend: N pairs, D width.
 """
@@ -21,26 +21,26 @@ from geartrain.workers.models.trained_model import AT_ONCE, TrainedModel
 FOLDS = 10
 FALSE_ACCEPT_RATES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 _THRESHOLDS = np.arange(0, 4, 0.01)
-"""Of the squared distance of two unit vectors, as InsightFace searches them."""
+"""Thresholds of the squared distance of two unit vectors, as InsightFace searches them."""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """How well pairs are told apart."""
+    """Accuracy of telling pairs apart."""
 
     pairs: int
     accuracy: float
     """Mean over the folds."""
     accuracy_std: float
-    """Over the folds."""
+    """Standard deviation over the folds."""
     threshold: float
     """Mean over the folds of the largest squared distance of a pair called the same."""
     true_accepts: dict[float, float]
-    """False accept rate -> part of the same pairs accepted; only rates that so many different pairs can tell."""
+    """Share of the same pairs accepted, by false accept rate; without rates that need more different pairs."""
 
 
 def verify_file(model: TrainedModel, path: Path, *, mirror: bool) -> Verification:
-    """Verify the pairs of a ``.bin`` file; see :func:`verify` and :func:`embed`. Raises InvalidArgument."""
+    """Verify the pairs of a ``.bin`` file with :func:`verify` and :func:`embed`. Raises InvalidArgument."""
     pairs = read_pairs(path)
     require_folds(pairs.same, str(path))
     return verify(distances(embed(model, pairs, mirror=mirror)), pairs.same)
@@ -48,7 +48,7 @@ def verify_file(model: TrainedModel, path: Path, *, mirror: bool) -> Verificatio
 
 @torch.no_grad()
 def embed(model: TrainedModel, pairs: Pairs, *, mirror: bool) -> Tensor:
-    """Unit features [2·N, D]; with ``mirror`` the sum of those of a picture and its mirror image (InsightFace)."""
+    """Return unit features [2·N, D]; with ``mirror`` of the sum of a picture's and its mirror image's (InsightFace)."""
     features = []
     for start in range(0, len(pairs.images), AT_ONCE):
         indices = range(start, min(start + AT_ONCE, len(pairs.images)))
@@ -61,14 +61,14 @@ def embed(model: TrainedModel, pairs: Pairs, *, mirror: bool) -> Tensor:
 
 @torch.no_grad()
 def unit_features(model: TrainedModel, bitmaps: Tensor, mirror: bool) -> Tensor:
-    """Unit features [B, D] of bitmaps [B, K, S, S]; with ``mirror`` of the sum with the mirror image's."""
+    """Return unit features [B, D] of bitmaps [B, K, S, S]; with ``mirror`` of the sum with the mirror image's."""
     found = model.backbone(bitmaps)
     features = found + model.backbone(bitmaps.flip(3)) if mirror else found
     return functional.normalize(features.float(), dim=1)
 
 
 def distances(unit_features: Tensor) -> npt.NDArray[np.float64]:
-    """Squared distance [N] of rows 2·i and 2·i + 1 of [2·N, D]; 2 − 2 cos for unit rows."""
+    """Return the squared distance [N] of rows 2·i and 2·i + 1 of [2·N, D]; 2 − 2 cos for unit rows."""
     gap = unit_features[0::2].double() - unit_features[1::2].double()
     return np.asarray(gap.square().sum(1).numpy())
 
@@ -78,7 +78,7 @@ def verify(distances_N: npt.NDArray[np.float64], same_N: npt.NDArray[np.bool_]) 
 
     Accuracy (Huang and Learned-Miller 2014, as InsightFace computes it): ten folds, in the order of the file; for each
     the threshold that is best on the nine others, measured on itself. TAR@FAR: over all pairs, at the largest threshold
-    that accepts at most that part of the different pairs. Raises InvalidArgument for fewer pairs than folds, or only
+    that accepts at most that share of the different pairs. Raises InvalidArgument for fewer pairs than folds, or only
     one kind; NonFinite.
     """
     require_folds(same_N, "the pairs")
@@ -102,7 +102,7 @@ def verify(distances_N: npt.NDArray[np.float64], same_N: npt.NDArray[np.bool_]) 
 
 
 def require_finite(values_N: npt.NDArray[np.float64], what: str) -> None:
-    """Raise NonFinite if that of a pair is NaN or infinite."""
+    """Raise NonFinite if a pair's value is NaN or infinite."""
     if len(wrong := np.flatnonzero(~np.isfinite(values_N))):
         raise NonFinite(
             f"the {what} of pair {int(wrong[0])} is {values_N[wrong[0]]}, as are {len(wrong)} of {len(values_N)}: "
@@ -111,10 +111,11 @@ def require_finite(values_N: npt.NDArray[np.float64], what: str) -> None:
 
 
 def true_accept_rates(distances_N: npt.NDArray[np.float64], same_N: npt.NDArray[np.bool_]) -> dict[float, float]:
-    """False accept rate -> part of the same pairs nearer than the different pair at which it would be exceeded.
+    """Return the share of the same pairs below the largest threshold of each false accept rate, by that rate.
 
-    The threshold is a distance that occurs: nothing is interpolated between two, and at most that part of the different
-    pairs is accepted, equal distances included. A rate below one in so many different pairs is left out.
+    The threshold is a distance that occurs: nothing is interpolated between two, and at most that share of the
+    different pairs is accepted, equal distances included. A rate below one in the number of different pairs is left
+    out.
     """
     different = np.sort(distances_N[~same_N])
     rates = {}
@@ -126,7 +127,7 @@ def true_accept_rates(distances_N: npt.NDArray[np.float64], same_N: npt.NDArray[
 
 
 def require_folds(same_N: npt.NDArray[np.bool_], what: str) -> None:
-    """Raise InvalidArgument unless there are pairs of both kinds, one for each fold at least."""
+    """Raise InvalidArgument unless there are pairs of both kinds, at least one for each fold."""
     if len(same_N) < FOLDS or same_N.all() or not same_N.any():
         raise InvalidArgument(
             f"{what}: {int(same_N.sum())} same and {int((~same_N).sum())} different; accuracy by {FOLDS} folds needs "

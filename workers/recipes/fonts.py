@@ -1,4 +1,4 @@
-"""The fonts of the quickstart: which there are, how they are fetched, and that they are the pinned ones."""
+"""Fonts of the quickstart: their list, download, and check against pinned hashes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ REQUIREMENTS = Path(__file__).with_name("fonts.txt")
 
 @dataclass(frozen=True, kw_only=True)
 class SystemFont:
-    """A Debian package's file that stands in for a face whose pip package is gone."""
+    """File of a Debian package that replaces a face whose pip package is gone."""
 
     path: Path
-    """Where the package installs it."""
+    """Place where the package installs it."""
     index: int
     """Face within a collection."""
     package: str
@@ -33,18 +33,18 @@ class Face:
     name: str
     """Unique, used in file names."""
     family: str
-    """Design that faces share; a family is either trained on or held out."""
+    """Design that faces share; a family is either for training or held out."""
     role: Literal["train", "held_out"]
     package: str
-    """pip package with the font inside."""
+    """pip package that contains the font."""
     member: str
     """End of the font's path inside the package."""
     sha256: str
-    """Of the font file."""
+    """Hash of the font file."""
     megabytes: float
     """Size of the package's download, 10^6 bytes."""
     system: SystemFont | None = None
-    """What is used instead if the package cannot be had."""
+    """Replacement if the package is not available."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _simplified(style: str, sha256: str) -> Face:
 
 
 CLASSES_FACE = "noto-sans-cjk-regular"
-"""The face whose characters are the classes."""
+"""Face whose characters are the classes."""
 
 FACES: tuple[Face, ...] = (
     _sans("Light", "baf3e2718c919472af2b2c107d79d71abf4ce6fb2bd46e45f2e2b6acf686f83c", 26.5, extra=True),
@@ -132,7 +132,7 @@ FACES: tuple[Face, ...] = (
 def find_fonts(cache: Path, faces: Sequence[Face] = FACES, say: Say = print) -> list[FontFile]:
     """Return the files of all ``faces``: from ``cache``, else by pip, else Debian's.
 
-    Raises ConfigError naming what is missing and how to get it, or that a file is not the pinned one.
+    Raises ConfigError naming the missing package and how to get it, or a file that is not the pinned one.
     """
     folder = cache / "fonts"
     missing = [face for face in faces if not _cached(folder, face).exists()]
@@ -162,13 +162,13 @@ def _find(folder: Path, face: Face, say: Say) -> FontFile:
 
 
 def _fetch(folder: Path, missing: Sequence[Face], say: Say) -> None:
-    """Download the packages of ``missing`` faces and take the fonts out of them."""
+    """Download the packages of ``missing`` faces and extract their fonts."""
     sizes = {face.package: face.megabytes for face in missing}
     say(f"Downloading {len(sizes)} font packages, {sum(sizes.values()):.0f} MB, to {folder}: {', '.join(sizes)}")
     packages = folder / "packages"
     packages.mkdir(parents=True, exist_ok=True)
     if not download_packages(list(sizes), REQUIREMENTS, packages, say):
-        for package in sizes:  # one that is gone must not take the others with it
+        for package in sizes:  # a missing one must not fail the others
             download_packages([package], REQUIREMENTS, packages, say)
     for face in missing:
         _extract(packages, folder, face)
@@ -178,7 +178,7 @@ def _fetch(folder: Path, missing: Sequence[Face], say: Say) -> None:
 
 
 def _extract(packages: Path, folder: Path, face: Face) -> None:
-    """Copy a face's font out of whichever archive holds it, if one does."""
+    """Extract a face's font from whichever archive contains it, if one does."""
     for archive in sorted(packages.iterdir()):
         content = member_of(archive, face.member)
         if content is not None:

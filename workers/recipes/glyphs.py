@@ -1,4 +1,4 @@
-"""The data of the quickstart: every CJK character and Hangul syllable is a class, every font face an image of it."""
+"""Data of the quickstart: every CJK character and Hangul syllable is a class, every font face an image of it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from geartrain.workers.recipes.render import RenderedFace, render_faces
 
 @dataclass(frozen=True)
 class GlyphData:
-    """Training images, and the test images of each family that training does not see."""
+    """Training images, and test images of each family that training does not see."""
 
     class_names: list[str]
     """One character per class, in the order of code points."""
     train: ImageSet
     held_out: dict[str, ImageSet]
-    """Family -> images of the classes it has."""
+    """Images by family, of the classes it has."""
 
 
 def load_glyphs(cache: Path, size: int, num_classes: int | None, console: Console) -> GlyphData:
@@ -33,14 +33,14 @@ def load_glyphs(cache: Path, size: int, num_classes: int | None, console: Consol
 
 
 def load_face(cache: Path, size: int, console: Console) -> RenderedFace:
-    """Only the face whose characters are the classes: one font to fetch, one image a class."""
+    """Fetch only the face whose characters are the classes: one font, one image a class."""
     faces = [face for face in FACES if face.name == CLASSES_FACE]
     fonts = find_fonts(cache, faces, say=lambda line: console.print(line, highlight=False))
     return render_faces(fonts, cache, size, console)[0]
 
 
 def assemble(faces: list[RenderedFace], num_classes: int | None) -> GlyphData:
-    """Sort rendered faces into training and held-out sets; ``num_classes`` picks so many, evenly spread.
+    """Sort rendered faces into training and held-out sets; ``num_classes`` selects so many, evenly spread.
 
     Raises ConfigError if a family is on both sides, if one side is empty, or if there are fewer classes than asked for.
     """
@@ -63,7 +63,7 @@ def assemble(faces: list[RenderedFace], num_classes: int | None) -> GlyphData:
 
 
 def _image_set(faces: list[RenderedFace], codes: np.ndarray) -> ImageSet:
-    """The images of ``faces`` whose character is a class, face after face."""
+    """Return the images of ``faces`` whose character is a class, face after face."""
     bitmaps, labels = [], []
     for rendered in faces:
         place = np.searchsorted(codes, rendered.code_points)

@@ -28,9 +28,9 @@ MARGINS: dict[str, type] = {
 
 
 def margin_of(text: str) -> Margin | None:
-    """The margin that ``NAME``, ``NAME:SCALE`` or ``NAME:SCALE,MARGIN,...`` names; None for ``none``.
+    """Return the margin of ``NAME``, ``NAME:SCALE`` or ``NAME:SCALE,MARGIN,...``; None for ``none``.
 
-    Numbers left out have the margin's own defaults. Raises ConfigError.
+    Omitted numbers have the margin's own defaults. Raises ConfigError.
     """
     name, colon, rest = text.partition(":")
     if name == NONE and not colon:

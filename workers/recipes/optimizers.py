@@ -1,4 +1,4 @@
-"""The optimizers of a job, by name: each makes that of the backbone and that of the class centers."""
+"""Optimizers of a job by name: each makes one for the backbone and one for the class centers."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from geartrain.ams.values.optimizers.registry import SGD, AdamW, RowOptimizerSpe
 
 
 class JobOptimizer(ABC):
-    """One of :data:`JOB_OPTIMIZERS`."""
+    """Base of the entries of :data:`JOB_OPTIMIZERS`."""
 
     takes_row_momentum: bool
     """Whether a recipe may give the class centers momentum."""
     is_sparsifiable: bool
     """Whether the ranks may exchange only the largest elements of the backbone's gradients."""
     is_for_cosines: bool = False
-    """Whether it trains class centers well under a margin alone."""
+    """Whether it trains class centers well only under a margin."""
     usual_rate: float | None = None
-    """Where no trials are made and nobody says one; None: the recipe's."""
+    """Default learning rate without trials; None: the recipe's."""
 
     @abstractmethod
     def of_backbone(
         self, parameters: Iterable[nn.Parameter], *, lr: float, momentum: float, weight_decay: float
     ) -> torch.optim.Optimizer:
-        """That of the backbone."""
+        """Return the optimizer of the backbone."""
 
     @abstractmethod
     def of_rows(self, *, lr: float, momentum: float, untouched: Untouched) -> RowOptimizerSpec:
-        """That of the class centers."""
+        """Return the optimizer of the class centers."""
 
 
 class _Sgd(JobOptimizer):

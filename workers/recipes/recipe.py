@@ -1,4 +1,4 @@
-"""The numbers of a training run: frozen, checked, saved beside the model."""
+"""Settings of an image training: frozen, checked, saved beside the model."""
 
 from __future__ import annotations
 
@@ -35,91 +35,91 @@ from geartrain.workers.recipes.optimizers import JOB_OPTIMIZERS
 PLACES = tuple(ROW_BACKENDS)
 UNTOUCHED = get_args(Untouched)
 LARS_TRUST = 0.02
-"""With it a rate that suits SGD suits LARS, too; layers that begin at zero, biases and norms learn by SGD at first."""
+"""Trust ratio by which a rate for SGD suits LARS, too; layers that start at zero, biases and norms start with SGD."""
 
 WITH_LARS = ("sgd",)
-"""Optimizers of the backbone that there are by layers, too: ``lars``."""
+"""Optimizers of the backbone with a layerwise variant: ``lars``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FccsSettings:
-    """A batch that grows in the place of a rate that falls (:class:`geartrain.FCCS`)."""
+    """Batch size that grows instead of a learning rate that falls (:class:`geartrain.FCCS`)."""
 
     max_batch: int | None = None
     """Images of the last step, over all ranks, a multiple of ``batch_size``; None: every step has ``batch_size``, and
     the rates fall."""
     initial_steps: int = 0
-    """Steps of ``batch_size`` images; from then on the batch grows along half a cosine, and the rates stay."""
+    """Steps of ``batch_size`` images; then the batch grows along half a cosine, and the rates stay constant."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSettings:
-    """The graph of classes by which ``knn`` selects."""
+    """Graph of classes by which ``knn`` selects."""
 
     k: int | None = None
-    """Neighbours kept of each class; None: ``neighbours``, by which name older recipes know it."""
+    """Neighbours kept of each class; None: ``neighbours``, its name in older recipes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How to train. The defaults are those of the quickstart."""
+    """Settings of a training. The defaults are those of the quickstart."""
 
     steps: int = 600
     """Updates of one stage of training; a resumed run that was complete does another stage."""
     batch_size: int = 256
     """Images of a step, over all ranks."""
     backbone: str = "stroke_net"
-    """Its name: see ``build_backbone``."""
+    """Name of the backbone, as in ``build_backbone``."""
     imprint: bool = True
-    """Whether class centers begin at the mean features of their images, and may end there."""
+    """Whether class centers start at the mean features of their images, and may end there."""
     optimizer: str = "sgd"
-    """Of backbone and class centers: ``sgd`` (the backbone's with Nesterov momentum) or ``adamw``."""
+    """Optimizer of backbone and class centers: ``sgd`` (the backbone's with Nesterov momentum) or ``adamw``."""
     lr: float = 0.2
     """Peak learning rate of the backbone."""
     row_lr: float | None = None
     """Peak learning rate of the class centers; None: as ``lr``. Without a margin, where they learn by AdamW, 1/200 of
     it (at a full softmax, else more, as a head's own rate)."""
     rate: float = 1.0
-    """Multiplies both: what trials found, since a table keeps the rate that it was made with."""
+    """Factor of both rates, found by trials: a table keeps the rate that it was made with."""
     row_momentum: float = 0.0
-    """Of the class centers' optimizer (SparseMomentum); 0 is plain SGD."""
+    """Momentum of the class centers' optimizer (SparseMomentum); 0 is plain SGD."""
     row_momentum_untouched: Untouched = "freeze"
-    """What a step does to class centers that are not active in it: ``freeze`` (nothing) or ``elapsed`` (they move on by
-    their momentum, as under dense momentum)."""
+    """Effect of a step on inactive class centers: ``freeze`` (none) or ``elapsed`` (they move on by their momentum, as
+    under dense momentum)."""
     warmup_steps: int = 50
     """Steps over which both rates rise linearly; then they fall along a cosine to zero, or stay with ``fccs``."""
     fccs: FccsSettings = field(default_factory=FccsSettings)
-    """Whether, and how, the batch grows."""
+    """Growth of the batch, if any."""
     lars: bool = False
     """Give each layer of the backbone a rate of its own (``gt.LARS``), for large batches: a step moves its weight by
     ``lr`` / 50 of its norm. Biases and norms learn as without it."""
     micro_batches: int = 1
-    """Into how many each rank divides its images: forward and backward go through one after the other, in as much less
-    memory (``gt.MicroBatches``)."""
+    """Parts of each rank's images: forward and backward run on one after the other, in as much less memory
+    (``gt.MicroBatches``)."""
     momentum: float = 0.9
-    """Of the backbone's optimizer."""
+    """Momentum of the backbone's optimizer."""
     weight_decay: float = 1e-4
-    """Of the backbone's parameters."""
+    """Weight decay of the backbone's parameters."""
     sparsity: float = 0.0
-    """Of the backbone's gradients, which the ranks average: the part of each large tensor that a rank keeps back in a
-    step and sends later (``gt.TopKGradients``); 0: all of it travels. It rises over ``warmup_steps``."""
+    """Sparsity of the backbone's gradients, which the ranks average: the share of each large tensor that a rank keeps
+    back in a step and sends later (``gt.TopKGradients``); 0: none. It rises over ``warmup_steps``."""
     select: str = "partial"
     """Active classes: ``knn`` (the labels and their neighbours), ``partial`` (the labels and random ones), ``full``."""
     sample_rate: float = 0.1
-    """Part of the classes that is active in a step; 1.0 is the full softmax."""
+    """Share of the classes that is active in a step; 1.0 is the full softmax."""
     neighbours: int = 32
-    """Kept of each class by ``knn``, unless ``graph.k`` says so."""
+    """Neighbours kept of each class by ``knn``, unless ``graph.k`` is set."""
     graph: GraphSettings = field(default_factory=GraphSettings)
-    """Of ``knn``."""
+    """Graph of ``knn``."""
     near: float = KNNSoftmax.near
-    """Part of the negatives of ``knn`` that may be neighbours, in [0, 1]; the others are random."""
+    """Share of the negatives of ``knn`` that may be neighbours, in [0, 1]; the others are random."""
     rebuild: str | int = "epoch"
-    """When ``knn`` builds its graph anew: ``auto``, ``epoch``, ``background`` or a number of steps."""
+    """Time at which ``knn`` rebuilds its graph: ``auto``, ``epoch``, ``background`` or a number of steps."""
     rows: str = "pull"
-    """Where the work on the class centers is done: ``pull`` (here; they travel), ``hosted`` (beside them, on the
-    shards; features travel) or ``ranks`` (the ranks hold them, and there is no cluster)."""
+    """Place of the work on the class centers: ``pull`` (here; rows travel), ``hosted`` (on the shards; features travel)
+    or ``ranks`` (the ranks hold them, and there is no cluster)."""
     margin: str = "cosface:24,0.15"
-    """The loss: ``none``, or a margin's name with its numbers (:func:`margin_of`)."""
+    """Loss: ``none``, or a margin's name with its numbers (:func:`margin_of`)."""
     sub_centers: int = 1
     """Centers of a class, of which the nearest one counts and learns; with a margin, and not with ``knn``."""
     dim: int = 128
@@ -127,17 +127,17 @@ class Recipe:
     width: int = 64
     """Channels of the backbone's trunk; a multiple of 8."""
     seed: int = 0
-    """Decides initial weights, order of the images, distortions and sampled classes."""
+    """Seed of initial weights, order of the images, distortions and sampled classes."""
     row_dtype: Literal["float32", "float16", "bfloat16", "float8_e4m3fn"] = "float32"
     """Storage type of the class centers: float32, float16 or bfloat16, with ``rows=ranks`` also float8_e4m3fn."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float16_masters"] = "auto"
-    """Of the backbone: ``float32``, ``bfloat16`` (autocast), ``auto`` (bfloat16 where it is faster),
+    """Type of the backbone: ``float32``, ``bfloat16`` (autocast), ``auto`` (bfloat16 where it is faster),
     ``float16_masters`` (products in float16, parameters in float32, a scaled loss) or ``float16`` (parameters,
-    gradients and momentum in float16 too, but for norms)."""
+    gradients and momentum in float16 too, except norms)."""
     augmentation: Augmentation = field(default_factory=Augmentation)
     """Distortions of the training images."""
     look: Preprocessing = field(default_factory=Preprocessing)
-    """How a picture becomes what the backbone sees."""
+    """Conversion of a picture to the backbone's input."""
     snapshots: SnapshotSettings = field(default_factory=SnapshotSettings)
 
     def __post_init__(self) -> None:
@@ -233,36 +233,36 @@ class Recipe:
         return BatchRamp(first=1, last=last, initial_steps=self.fccs.initial_steps, total_steps=self.steps)
 
     def batches(self, step: int) -> int:
-        """Batches of ``batch_size`` that ``step`` takes, of a training from step 0 on."""
+        """Return the batches of ``batch_size`` in ``step``, of a training from step 0 on."""
         return self._ramp.at(step)
 
     def batches_before(self, step: int) -> int:
-        """Those of the steps before ``step``."""
+        """Return the batches of all steps before ``step``."""
         return self._ramp.before(step)
 
     def rate_factor(self, step: int, steps: int) -> float:
-        """What ``lr`` and ``row_lr`` are multiplied by at ``step`` (from 0) of a stage of ``steps``."""
+        """Return the factor of ``lr`` and ``row_lr`` at ``step`` (from 0) of a stage of ``steps``."""
         warmup = min(1.0, (step + 1) / max(1, min(self.warmup_steps, steps // 4)))
         if self.fccs.max_batch is not None:
             return self.rate * warmup
         return self.rate * warmup * 0.5 * (1 + math.cos(math.pi * step / steps))
 
     def stage_steps(self) -> int:
-        """Updates of one stage."""
+        """Return the updates of one stage."""
         return self.steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class GlyphRecipe(Recipe):
-    """That of ``geartrain worker glyphs``."""
+    """Recipe of ``geartrain worker glyphs``."""
 
     classes: int | None = None
-    """Only so many characters, evenly spread; None: all."""
+    """Number of characters, evenly spread; None: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifyRecipe(Recipe):
-    """That of ``geartrain worker classify``: all classes are active, and small batches see them often."""
+    """Recipe of ``geartrain worker classify``: all classes are active, and small batches see them often."""
 
     sample_rate: float = 1.0
     batch_size: int = 64
@@ -270,23 +270,23 @@ class ClassifyRecipe(Recipe):
     warmup_steps: int = 20
     look: Preprocessing = field(default_factory=lambda: Preprocessing(kind="photo", size=64, channels=3))
     held_out: float = 0.2
-    """Part of each class kept for the validation, which chooses the model."""
+    """Share of each class held out for the validation, which chooses the model."""
     skip_unreadable: bool = False
-    """Leave out images that cannot be read; they are counted and named."""
+    """Skip images that cannot be read; they are counted and named."""
     image_memory: int = 2048
-    """MiB of decoded images that are kept in memory; of more, every batch is read when it is wanted."""
+    """MiB of decoded images kept in memory; beyond that, every batch is read on demand."""
 
 
 def selection_of(recipe: Recipe) -> Selection:
-    """What to give the head as ``select``."""
+    """Return the head's ``select``."""
     return FullSoftmax() if recipe.sample_rate == 1 else SELECTIONS[recipe.select](recipe)
 
 
 def row_optimizer_of(recipe: Recipe, num_classes: int) -> RowOptimizerSpec:
-    """What to give the head as ``optimizer``.
+    """Return the head's ``optimizer``.
 
-    Without a margin nothing bounds the rows' lengths, and plain SGD at the rate that cosines want lets them grow
-    without end: there it is what a head takes by itself, at a rate as far from its own as ``row_lr`` is from ours.
+    Without a margin nothing bounds the rows' lengths, and plain SGD at a rate for cosines lets them grow without end:
+    there it is a head's default, at a rate that differs from its own as ``row_lr`` differs from ours.
     """
     lr = recipe.lr if recipe.row_lr is None else recipe.row_lr
     if margin_of(recipe.margin) is None and JOB_OPTIMIZERS[recipe.optimizer].is_for_cosines and not recipe.row_momentum:
@@ -298,7 +298,7 @@ def row_optimizer_of(recipe: Recipe, num_classes: int) -> RowOptimizerSpec:
 
 
 def optimizer_of(recipe: Recipe, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The backbone's optimizer; of a sparsified one its momentum and decay are with :func:`sparsifier_of`."""
+    """Return the backbone's optimizer; if it is sparsified, :func:`sparsifier_of` has its momentum and decay."""
     momentum, decay = (0.0, 0.0) if recipe.sparsity else (recipe.momentum, recipe.weight_decay)
     if recipe.lars:
         settings: dict[str, Any] = {"momentum": momentum, "weight_decay": decay, "nesterov": momentum > 0}
@@ -307,7 +307,7 @@ def optimizer_of(recipe: Recipe, parameters: Iterable[nn.Parameter]) -> torch.op
 
 
 def sparsifier_of(recipe: Recipe) -> TopKGradients | None:
-    """What lets the ranks exchange only the largest elements of the backbone's gradients, if the recipe does."""
+    """Return the :class:`TopKGradients` of the backbone; None if its gradients are dense."""
     if not recipe.sparsity:
         return None
     return TopKGradients(
@@ -328,7 +328,7 @@ def head_of(
     reuse: bool = False,
     sync: bool = False,
 ) -> ClassHead:
-    """The class head of a recipe, whose rows are in ``table`` of ``cluster``, or on the ranks."""
+    """Return the class head of a recipe, whose rows are in ``table`` of ``cluster``, or on the ranks."""
     margin = margin_of(recipe.margin)
     return ClassHead(
         cluster,
@@ -361,4 +361,4 @@ SELECTIONS: dict[str, Callable[[Recipe], Selection]] = {
     "partial": lambda recipe: PartialFC(recipe.sample_rate),
     "full": lambda _: FullSoftmax(),
 }
-"""By the names that recipes give."""
+"""Selections by their names in recipes."""

@@ -1,4 +1,4 @@
-"""Draws the characters of a font as bitmaps, on all cores, once: the result is cached.
+"""Renderer of a font's characters to bitmaps, on all cores, with a cache.
 
 Legend: N characters, S side of a bitmap.
 """
@@ -45,11 +45,11 @@ class RenderedFace:
     bitmaps: Bitmap
     """[N, S, S], ink bright."""
     code_points: npt.NDArray[np.int64]
-    """[N], rising."""
+    """[N], ascending."""
 
 
 def render_faces(fonts: list[FontFile], cache: Path, size: int, console: Console) -> list[RenderedFace]:
-    """Return the bitmaps of all usable characters of each face; draw those that ``cache`` does not have.
+    """Return the bitmaps of all usable characters of each face; draw those missing in ``cache``.
 
     A character is usable if its outline leaves ink and is not the font's sign for a missing one. Raises ConfigError
     if a font cannot be read.
@@ -73,7 +73,7 @@ def render_faces(fonts: list[FontFile], cache: Path, size: int, console: Console
 
 
 def characters_of(font: FontFile) -> list[int]:
-    """Code points of the wanted ranges that the font maps to a glyph, rising; some of them may still be blank."""
+    """Return code points of the wanted ranges that the font maps to a glyph, ascending; some may still be blank."""
     try:
         with TTFont(font.path, fontNumber=font.index, lazy=True) as opened:
             mapping = opened.getBestCmap()
@@ -89,8 +89,8 @@ def characters_of(font: FontFile) -> list[int]:
 def draw_characters(
     path: Path, index: int, characters: Iterable[int], size: int
 ) -> tuple[Bitmap, npt.NDArray[np.bool_]]:
-    """Bitmaps [N, S, S] of ``characters`` and whether each is usable [N]. Deterministic."""
-    # BASIC layout draws one character several times faster than shaping it would, and to the same pixels.
+    """Return bitmaps [N, S, S] of ``characters`` and whether each is usable [N]. Deterministic."""
+    # BASIC layout is several times faster than shaping for single characters, and gives the same pixels.
     font = ImageFont.truetype(str(path), EM_PIXELS, index=index, layout_engine=ImageFont.Layout.BASIC)
     absent = bytes(font.getmask(_UNASSIGNED))
     codes = list(characters)
@@ -129,7 +129,7 @@ def _write_images(
     characters: list[int],
     results: list[tuple[Bitmap, npt.NDArray[np.bool_]]],
 ) -> None:
-    """Write the usable characters; the manifest comes last and makes the folder count."""
+    """Write the usable characters; the manifest comes last and makes the folder valid."""
     usable = np.concatenate([usable for _, usable in results])
     bitmaps = np.concatenate([bitmaps[usable] for bitmaps, usable in results])
     code_points = np.asarray(characters, np.int64)[usable]

@@ -1,4 +1,4 @@
-"""The data of ``geartrain quickstart --small``: invented signs, drawn here as PNG files, so that nothing is fetched."""
+"""Data of ``geartrain quickstart --small``: invented signs, drawn here as PNG files, without a download."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _SIDE, _OVERSAMPLING = 32, 3
 _MARKER = ".drawn-by-geartrain"
 _STROKES = (3, 4, 5)
 _WOBBLE, _TURN_DEGREES, _STRETCH = 0.045, 20.0, 0.2
-"""How one hand differs from another: standard deviations, of points as part of the side."""
+"""Differences between writers: standard deviations, of points as part of the side."""
 
 
 def drawn_signs(folder: Path, *, seed: int = 0) -> Path:
-    """Draw the signs, one sub-folder of pictures for each, or take those that lie there; return ``folder``.
+    """Draw the signs, one sub-folder of pictures for each, unless they exist; return ``folder``.
 
     Raises ConfigError if something else is there.
     """

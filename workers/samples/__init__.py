@@ -1,1 +1,1 @@
-"""Samples with sparse features: read from files and topics in batches, each exactly once however many workers read."""
+"""Samples with sparse features: read from files and topics in batches, each exactly once for any number of workers."""

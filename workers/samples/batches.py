@@ -15,7 +15,7 @@ Values = Tensor | tuple[Tensor, Tensor]
 
 
 def taken(values: Values, places: Tensor) -> Values:
-    """Those at ``places``."""
+    """Return the values at ``places``."""
     if isinstance(values, Tensor):
         return values[places]
     items, offsets = values
@@ -26,7 +26,7 @@ def taken(values: Values, places: Tensor) -> Values:
 
 
 def joined(batches: Sequence[SampleBatch], cursors: Mapping[int, tuple[int, int]]) -> SampleBatch:
-    """The samples of all ``batches``, which have no levels, one after another."""
+    """Join the samples of all ``batches``, which have no levels, in order."""
     columns = {name: _concatenated([batch[name] for batch in batches]) for name in batches[0]}
     return SampleBatch(columns, sum(batch.num_samples for batch in batches), cursors)
 
@@ -44,27 +44,27 @@ class SampleBatch(dict[str, Values]):
     """The columns of B samples by name, as ``EmbeddingGroup`` takes them.
 
     A column of single values is a tensor [B], one of lists ``(values, offsets)`` with B + 1 offsets, one of lists of L
-    values [B, L]. Ids are int64; floats are float32 or float64, as the source has them.
+    values [B, L]. Ids are int64; floats are float32 or float64, as in the source.
 
-    Of sample trees, and with ``dedup``, a batch has levels: a column that is in :attr:`level_of` has a value for each
-    of the N nodes of that level instead of the B samples, and ``index[level]`` [B] says which node a sample has.
-    ``EmbeddingGroup``, ``gt.per_level`` and ``gt.LevelLinear`` know that.
+    With sample trees or ``dedup``, a batch has levels: a column in :attr:`level_of` has a value for each of the N nodes
+    of that level instead of the B samples, and ``index[level]`` [B] is the node of each sample. ``EmbeddingGroup``,
+    ``gt.per_level`` and ``gt.LevelLinear`` use that.
     """
 
     num_samples: int
-    """B."""
+    """Number of samples, B."""
     cursors: Mapping[int, tuple[int, int]]
-    """Where the data streams that it was read from go on after it: (epoch, position) by stream."""
+    """Position after the batch in each data stream that it was read from: (epoch, position) by stream."""
     part: tuple[int, int] | None = None
-    """(number, of): which part of a source of files it is of, if it was read in parts."""
+    """(number, of): its part of a source of files that is read in parts."""
 
     places: tuple[Ids, Ids] | None = None
-    """The data stream of each sample [B], and its position there [B], where a reader says them."""
+    """Data stream of each sample [B], and its position there [B], if the reader gives them."""
 
     level_of: Mapping[str, str]
-    """The level of each column that has values by node."""
+    """Level of each column that has values by node."""
     nodes: Mapping[str, Nodes]
-    """The nodes of each level, the outermost first."""
+    """Nodes of each level, outermost first."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class SampleBatch(dict[str, Values]):
         self.is_committed_by: object = None
 
     def take(self, places: Tensor) -> SampleBatch:
-        """The samples at ``places`` [K] int64, with the nodes that they have, and the same cursors. Copies them."""
+        """Return the samples at ``places`` [K] int64, with their nodes, and the same cursors. Copies them."""
         nodes: dict[str, Nodes] = {}
         kept: dict[str | None, Tensor] = {None: places}
         for level, of in self.nodes.items():
@@ -92,12 +92,12 @@ class SampleBatch(dict[str, Values]):
 
     @property
     def index(self) -> dict[str, Tensor]:
-        """Of each level the node of each sample, int64 [B]."""
+        """Node of each sample by level, int64 [B]."""
         return {level: nodes.index for level, nodes in self.nodes.items()}
 
     @property
     def parents(self) -> dict[str, Tensor]:
-        """Of trees: of each level but the outermost, for each of its nodes that of the level before; int64 [N]."""
+        """Parent of each node by level, for all levels of trees but the outermost; int64 [N]."""
         found: dict[str, Tensor] = {}
         for (_, before), (level, nodes) in pairwise(self.nodes.items()):
             samples, starts = nodes.by_node

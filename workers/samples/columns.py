@@ -1,4 +1,4 @@
-"""Columns of sample tables: which there must be, of which type, and how they become ids and numbers."""
+"""Columns of sample tables: checks of their types, and conversion to ids and numbers."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ _ITEMS = {
     "string": pa.string(),
 }
 ANY_64_BITS = pa.decimal128(20, 0)
-"""Holds values with a sign and without one: no type of integers does."""
+"""Type that holds signed and unsigned 64-bit values, which no integer type does."""
 _TYPE = re.compile(r"(?:list<(?P<list>\w+)>|(?P<fixed>\w+)\[(?P<length>\d+)\]|(?P<item>\w+))")
 _NAMED = 20
 
 Hashed = bool | Sequence[str] | Mapping[str, int | None] | None
-"""Which columns of strings become ids: all, none, some, some with seeds of their own, of which None says that this one
-stays as it is; None: all do."""
+"""Columns of strings to hash to ids: all, none, some, or some with seeds of their own (None: keep the strings); None:
+all."""
 Fill = Mapping[str, float | str]
-"""Stands for a missing value, by column."""
+"""Replacement of a missing value, by column."""
 MISSING: Any = object()
-"""Stands for itself: missing values are left to whoever looks at them one by one."""
+"""Marker in place of a replacement: missing values stay, and are handled one by one."""
 NameRow = Callable[[int], str]
-"""Of a row of a table, the words for where it is: "clicks.csv, line 7"."""
+"""Function that returns the place of a table's row in words: "clicks.csv, line 7"."""
 
 
 class Remedies(NamedTuple):
-    """How errors spell what to do: whoever reads them has arguments, options, or nothing but the file."""
+    """Wording of remedies in errors: for readers with arguments, options, or nothing but the file."""
 
     fill: str
     kind: str
@@ -80,12 +80,12 @@ IN_THE_RECIPE = IN_THE_FILE._replace(
 )
 _REMEDIES: ContextVar[Remedies] = ContextVar("remedies", default=IN_PYTHON)
 EXAMPLES: Mapping[str, float] = {"int64": -1, "float32": 0.0, "float64": 0.0, "bool": False}
-"""What could stand for a missing value of a type that has no default."""
+"""Example replacements of a missing value, for types without a default."""
 
 
 @contextmanager
 def remedies(spelled: Remedies) -> Iterator[None]:
-    """Let errors that are raised meanwhile be ``spelled`` so."""
+    """Use the wording ``spelled`` for errors raised meanwhile."""
     before = _REMEDIES.set(spelled)
     try:
         yield
@@ -95,12 +95,12 @@ def remedies(spelled: Remedies) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ColumnType:
-    """``int64``, ``list<int64>``, or ``int64[8]``; float32, float64, bool and string as well."""
+    """Type of a column: ``int64``, ``list<int64>``, or ``int64[8]``; also float32, float64, bool and string."""
 
     item: str
     is_list: bool = False
     length: int | None = None
-    """Of lists of one length."""
+    """Length of lists of one length."""
 
     def __str__(self) -> str:
         if not self.is_list:
@@ -108,8 +108,8 @@ class ColumnType:
         return f"list<{self.item}>" if self.length is None else f"{self.item}[{self.length}]"
 
     def holds(self, arrow: Any) -> bool:
-        """Whether a column of an Arrow type can be read as this one, each value as it is (floats to rounding). One
-        without any value can.
+        """Return whether a column of an Arrow type can be read as this one without changing a value (floats to
+        rounding). True for one without any value.
         """
         if pa.types.is_null(arrow):
             return True
@@ -129,7 +129,7 @@ class ColumnType:
 
     @property
     def arrow(self) -> Any:
-        """The Arrow type."""
+        """Corresponding Arrow type."""
         item = _ITEMS[self.item]
         if not self.is_list:
             return item
@@ -137,7 +137,7 @@ class ColumnType:
 
 
 def type_named(column: str, name: object) -> ColumnType:
-    """Raises InvalidArgument for a name that is none."""
+    """Parse a type's name. Raises InvalidArgument for an unknown one."""
     match = _TYPE.fullmatch(name.replace(" ", "")) if isinstance(name, str) else None
     item = next((match[group] for group in ("list", "fixed", "item") if match[group]), None) if match else None
     if match is None or item not in _ITEMS:
@@ -149,7 +149,7 @@ def type_named(column: str, name: object) -> ColumnType:
 
 
 def type_of(arrow: Any) -> ColumnType | None:
-    """The type of an Arrow column; None: none that samples can have."""
+    """Return the type of an Arrow column; None if samples cannot have it."""
     types = pa.types
     if types.is_list(arrow) or types.is_large_list(arrow) or types.is_fixed_size_list(arrow):
         item = type_of(arrow.value_type)
@@ -173,28 +173,28 @@ def _is_moment(arrow: Any) -> bool:
 
 
 def _is_number(arrow: Any) -> bool:
-    """Whether a column of no type that samples have becomes numbers if somebody says which."""
+    """Return whether a column of an unsupported type becomes numbers if its type is stated."""
     return _is_moment(arrow) or bool(pa.types.is_decimal(arrow))
 
 
 def says_type(name: str, kind: str) -> str:
-    """The remedy of a column whose type nobody has said."""
+    """Return the remedy for a column whose type must be stated."""
     return _REMEDIES.get().kind.format(name=name, value=kind)
 
 
 def says_fold(name: str) -> str:
-    """The remedy of a column whose values are no ids, but any 64-bit values."""
+    """Return the remedy for a column whose values are not ids, but any 64-bit values."""
     return f"; if these are hashes or other 64-bit values, {_REMEDIES.get().fold.format(name=name)}"
 
 
 def says_hash(name: str) -> str:
-    """What is to be said beside the type of a column of texts, if anything."""
+    """Return the addition to that remedy for a column of texts; may be empty."""
     return f", {_REMEDIES.get().hash.format(name=name)}" if _REMEDIES.get().hash else ""
 
 
 def joint_schema(schemas: Sequence[Any]) -> Any:
-    """The columns of several files of a source, those of the first one first. A type is that of the first file that has
-    values there; float64 where some have float32 and others a wider number.
+    """Return the columns of several files of a source, those of the first one first. A type is that of the first file
+    with values in the column; float64 where some have float32 and others a wider number.
     """
     fields = list(schemas[0])
     known = {field.name for field in fields}
@@ -218,7 +218,7 @@ def _joint(types: Sequence[Any]) -> Any:
 
 
 def require_column(name: str, names: Sequence[str], file: str) -> None:
-    """Raise ColumnMismatch unless a table with columns ``names`` has one of that name, and no second one."""
+    """Raise ColumnMismatch unless a table with columns ``names`` has exactly one of that name."""
     count = list(names).count(name)
     if not count:
         near = difflib.get_close_matches(str(name), list(names), 3, 0.6)
@@ -231,20 +231,20 @@ def require_column(name: str, names: Sequence[str], file: str) -> None:
 
 @dataclass(frozen=True)
 class ColumnPlan:
-    """What is read of every file, and what becomes of it."""
+    """Columns to read from every file, and their conversion."""
 
     types: Mapping[str, ColumnType]
-    """Of each column to read."""
+    """Type of each column to read."""
     seeds: Mapping[str, int]
-    """Of the hash of the columns of strings."""
+    """Hash seeds of the columns of strings."""
     fill: Fill
     can_hash: bool = True
     folds: Collection[str] = ()
     """Columns of any 64-bit values, which become ids."""
 
     def require_in(self, schema: Any, file: str, said_by: str, *, is_said: bool = True) -> None:
-        """Raise ColumnMismatch unless a table of this schema has the columns, or what stands for them; ``said_by`` is
-        who wants their types. Moments become Unix seconds only where a person has said the type (``is_said``).
+        """Raise ColumnMismatch unless a table of this schema has the columns, or replacements; ``said_by`` names the
+        source of their types. Moments become Unix seconds only if a person has stated the type (``is_said``).
         """
         for name, wanted in self.types.items():
             if name in self.fill and name not in schema.names:
@@ -267,7 +267,7 @@ class ColumnPlan:
                 )
 
     def apply(self, table: Any, name_row: NameRow) -> Any:
-        """The columns as samples have them: of the planned types, strings hashed, nothing missing. Raises SourceDamaged
+        """Return the columns of samples: of the planned types, strings hashed, nothing missing. Raises SourceDamaged
         for a value that is missing or does not fit, with its row.
         """
         table = self.aligned(table)
@@ -275,7 +275,7 @@ class ColumnPlan:
         return pa.table(columns) if columns else table.select([])
 
     def aligned(self, table: Any) -> Any:
-        """The planned columns of a table; those that it lacks, or has no type of, are missing."""
+        """Return the planned columns of a table; absent ones, and those without a type, are missing values."""
         columns: dict[str, Any] = {}
         for name, wanted in self.types.items():
             column = table.column(name) if name in table.column_names else pa.nulls(table.num_rows)
@@ -290,7 +290,7 @@ class ColumnPlan:
         if not wanted.is_list:
             return self._values(name, array, lambda place: name_row(place))
         offsets = _offsets(array)
-        values = array.flatten()  # without what null lists hide
+        values = array.flatten()  # without values hidden by null lists
 
         def name_item(place: int) -> str:
             return name_row(int(np.searchsorted(offsets, place, side="right")) - 1)
@@ -329,7 +329,7 @@ class ColumnPlan:
 
 
 def _as_item(array: Any, wanted: str) -> Any:
-    """Raises ArrowInvalid for a value that does not fit."""
+    """Cast an array. Raises ArrowInvalid for a value that does not fit."""
     if _is_moment(array.type):
         zone = getattr(array.type, "tz", None)
         seconds = array.cast(pa.timestamp("us", zone), safe=False).cast(pa.int64()).to_numpy(zero_copy_only=False) / 1e6
@@ -338,7 +338,7 @@ def _as_item(array: Any, wanted: str) -> Any:
 
 
 def _folded(array: Any) -> Any:
-    """As ``gt.fold_ids``, of integers, decimals without fractions, and texts of digits. Raises ArrowInvalid."""
+    """Fold integers, decimals without fractions, and texts of digits, as ``gt.fold_ids``. Raises ArrowInvalid."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     if pa.types.is_string(array.type) or pa.types.is_decimal(array.type):
@@ -352,13 +352,13 @@ def _folded(array: Any) -> Any:
 
 
 def whole_array(column: Any) -> Any:
-    """A column of a table as one array."""
+    """Return a column of a table as one array."""
     if not isinstance(column, pa.ChunkedArray):
         return column
     if column.num_chunks == 1:
         return column.chunk(0)
     array = column.combine_chunks()
-    if isinstance(array, pa.ChunkedArray):  # of no chunk, or too large for one
+    if isinstance(array, pa.ChunkedArray):  # without chunks, or too large for one
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
     return array
 
@@ -369,7 +369,7 @@ def _offsets(array: Any) -> Any:
 
 
 def _first_bad(array: Any, convert: Callable[[Any], Any]) -> int:
-    """Of an array that has a value which does not fit, the place of the first one."""
+    """Return the place of the first value that does not fit; the array must have one."""
     low, high = 0, len(array)
     while high - low > 1:
         middle = (low + high) // 2
@@ -389,7 +389,7 @@ def planned_columns(
     fill: Fill,
     folds: Collection[str] = (),
 ) -> ColumnPlan:
-    """What a user asked for, made whole from the schema of the first file. Raises InvalidArgument, ColumnMismatch."""
+    """Complete the user's column settings from the first file's schema. Raises InvalidArgument, ColumnMismatch."""
     if isinstance(columns, str):
         raise InvalidArgument(f"columns is {quoted(columns)}; give a list of names, or a mapping to types")
     if isinstance(columns, Mapping):

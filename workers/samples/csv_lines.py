@@ -41,16 +41,16 @@ _BLANK = re.compile(rb"^\r?\n", re.MULTILINE)
 class _Block(NamedTuple):
     file: int
     begin: int
-    """Bytes before it."""
+    """Bytes before the block."""
     num_bytes: int
     first_line: int
-    """From 1, as editors count."""
+    """Number of its first line, from 1, as in editors."""
 
 
 class CsvRows:
-    """A :class:`~geartrain.workers.samples.source.SampleSource`. Opening it reads every file once, to count its lines.
+    """Lines of CSV files, a :class:`~geartrain.workers.samples.source.SampleSource`.
 
-    A row is a line: quoted values hold no line breaks.
+    A row is a line: quoted values hold no line breaks. Opening reads every file once, to count its lines.
     """
 
     def __init__(
@@ -63,7 +63,8 @@ class CsvRows:
         header: bool = False,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
-        """``names`` of the columns; None: the first line has them. ``header``: it has some, in whose place they are."""
+        """``names`` of the columns; None: the first line has them. ``header``: ``names`` replaces those of the first
+        line."""
         for what, sign in (("delimiter", delimiter), ("list_delimiter", list_delimiter)):
             if not isinstance(sign, str) or len(sign) != 1 or not sign.isascii():
                 raise InvalidArgument(f"{what} is {quoted(sign)}; it must be one ASCII character")
@@ -77,15 +78,15 @@ class CsvRows:
             self._scan(place, file, names, header)
         self.columns = self._names[0]
         self._guessed: dict[str, Any] = {}
-        """The types of columns that were found by their values."""
+        """Types of columns guessed from their values."""
 
     @property
     def identity(self) -> Any:
-        """See SampleSource."""
+        """Names and sizes of the files."""
         return [[file.inner_name, file.num_bytes] for file in self._files]
 
     def _scan(self, place: int, file: DataFile, names: Sequence[str] | None, has_header: bool) -> None:
-        """Find the blocks of a file: whole lines, at least ``block_bytes`` of them but for the last."""
+        """Find the blocks of a file: whole lines, at least ``block_bytes`` of them except in the last."""
         with file.open() as opened:
             line, begin = 1, 0
             if opened.read(len(_GZIP)) == _GZIP:
@@ -116,7 +117,7 @@ class CsvRows:
 
     @cached_property
     def schema(self) -> Any:
-        """Of all columns the types of the first block with a value: integers, floats, bools, else texts."""
+        """Types of all columns, from the first block with a value: integers, floats, bools, else texts."""
         return self._schema({}, self._all_names())
 
     def _all_names(self) -> list[str]:
@@ -139,7 +140,7 @@ class CsvRows:
         fill: Fill,
         fold: Collection[str] = (),
     ) -> Self:
-        """Say what is read of every file, as of ``gt.CsvSamples``. Raises InvalidArgument, ColumnMismatch."""
+        """Set the columns to read, as in ``gt.CsvSamples``. Raises InvalidArgument, ColumnMismatch."""
         wanted = self.columns if columns is None else columns
         types: dict[str, Any] = dict.fromkeys(fold, pa.int64())
         if isinstance(hash_strings, Sequence | Mapping):
@@ -154,7 +155,7 @@ class CsvRows:
         return self
 
     def read(self, part: int) -> SampleRows:
-        """See SampleSource. Raises SourceDamaged."""
+        """Read a block. Raises SourceDamaged."""
         folds = self._plan.folds
         types = {name: _parsed_as(kind, name in folds) for name, kind in self._plan.types.items()}
         table = self._parse(part, list(types), types)
@@ -208,7 +209,7 @@ class CsvRows:
             return bytes(opened.read(block.num_bytes))
 
     def _bad_value(self, part: int, content: bytes, types: Mapping[str, Any], exc: Exception) -> SourceDamaged:
-        """Find the first row of a value that is not of its column's type: the words of the parser do not name it."""
+        """Find the first row of a value that does not fit its column's type: the parser's message does not name it."""
         file = self._blocks[part].file
         lines = [text for text in content.splitlines(keepends=True) if text.strip(b"\r\n")]
 
@@ -232,7 +233,7 @@ class CsvRows:
         return SourceDamaged(f"{self.name_row(part, number)}: column {name!r} is no {kind}: {reason}{hint}")
 
     def _why_not(self, line: bytes, file: int, name: str, kind: Any) -> str:
-        """Why a value of a line is not of a type; empty: it is."""
+        """Return why a value of a line does not fit a type; empty if it does."""
         try:
             csv.read_csv(
                 io.BytesIO(line),
@@ -247,7 +248,7 @@ class CsvRows:
         return ""
 
     def name_row(self, part: int, row: int) -> str:
-        """Name file and line of a row of a block; blank ones count."""
+        """Return file and line of a row of a block, in words; blank ones count."""
         block = self._blocks[part]
         lines = self._content(block).splitlines()
         line = [number for number, text in enumerate(lines) if text][row]
@@ -255,7 +256,7 @@ class CsvRows:
 
 
 def _guess(arrow: Any) -> Any:
-    """Dates and times of day are texts, unless somebody says otherwise."""
+    """Return the type to read; dates and times of day are texts, unless stated otherwise."""
     return arrow if type_of(arrow) else pa.string()
 
 

@@ -1,4 +1,4 @@
-"""Samples of a plain batch that have equal values of some columns share a node: looked up and computed once.
+"""Deduplication within a plain batch: samples with equal values of some columns share a node, which is computed once.
 
 The idea is that of RecD ("End-to-end deduplicated recommendation data", 2022).
 """
@@ -22,15 +22,15 @@ from geartrain.workers.samples.batches import SampleBatch, Values
 from geartrain.workers.samples.rows import tensors_of_column
 
 Groups = Mapping[str, Sequence[str]]
-"""The columns of each level."""
+"""Columns of each level."""
 Mask = npt.NDArray[np.bool_]
 _Codes = npt.NDArray[np.uint64]
 
 
 def finisher(dedup: bool | Groups) -> Callable[[SampleBatch], SampleBatch]:
-    """What makes levels of a batch: those of a mapping, or of True one for every column of lists; False: nothing.
+    """Return the function that adds levels to a batch: ``dedup``'s own, or for True one for every column of lists.
 
-    Raises InvalidArgument.
+    For False it changes nothing. Raises InvalidArgument.
     """
     if isinstance(dedup, bool | np.bool_):
         return partial(deduplicated, groups=None) if dedup else unchanged
@@ -48,12 +48,12 @@ def finisher(dedup: bool | Groups) -> Callable[[SampleBatch], SampleBatch]:
 
 
 def unchanged(batch: SampleBatch) -> SampleBatch:
-    """The batch itself."""
+    """Return the batch itself."""
     return batch
 
 
 def deduplicated(batch: SampleBatch, groups: Groups | None) -> SampleBatch:
-    """The batch with a level for each group; None: for each column of lists.
+    """Return the batch with a level for each group; None: for each column of lists.
 
     Raises InvalidArgument for a column that is not there.
     """
@@ -75,7 +75,7 @@ def deduplicated(batch: SampleBatch, groups: Groups | None) -> SampleBatch:
 
 
 def _grouped(columns: Sequence[Values], num_rows: int) -> tuple[Ids, Ids]:
-    """A row of each node, in order, and the node of each row."""
+    """Return a row of each node, in order, and the node of each row."""
     codes = np.zeros(num_rows, np.uint64)
     for values in columns:
         codes = _mixed(codes + _row_codes(values))
@@ -83,7 +83,7 @@ def _grouped(columns: Sequence[Values], num_rows: int) -> tuple[Ids, Ids]:
     same = np.ones(num_rows, np.bool_)
     for values in columns:
         same &= _equal_rows(values, first[inverse])
-    others = np.flatnonzero(~same)  # of equal codes and other values: by chance, or by somebody's choice
+    others = np.flatnonzero(~same)  # of equal codes and other values: by chance, or by intent
     inverse[others] = len(first) + np.arange(len(others))
     rows = np.concatenate([first, others])
     order = np.argsort(rows, kind="stable")
@@ -93,7 +93,7 @@ def _grouped(columns: Sequence[Values], num_rows: int) -> tuple[Ids, Ids]:
 
 
 def _mixed(codes: _Codes) -> _Codes:
-    """Splitmix64's last steps."""
+    """Mix the bits with splitmix64's last steps."""
     codes = (codes ^ (codes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     codes = (codes ^ (codes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return codes ^ (codes >> np.uint64(31))
@@ -123,7 +123,7 @@ def _row_codes(values: Values) -> _Codes:
 
 
 def _equal_rows(values: Values, others: Ids) -> Mask:
-    """Of each row, whether it has the values of the row in ``others``."""
+    """Return, for each row, whether it has the values of the row in ``others``."""
     if not isinstance(values, tuple):
         bits = _bits(values)
         equal: Mask = np.asarray(bits == bits[others])
@@ -140,7 +140,7 @@ def _equal_rows(values: Values, others: Ids) -> Mask:
 
 
 def changes(column: Any) -> Mask:
-    """Of each row [N] of an Arrow column whether its value is another than the row's before; of the first one True.
+    """Return, for each row [N] of an Arrow column, whether its value differs from the row before; True for the first.
 
     Lists differ by length or by any value, floats by any bit.
     """

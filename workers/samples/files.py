@@ -1,4 +1,4 @@
-"""Samples in Parquet and CSV files: what a user makes of them."""
+"""Samples in Parquet and CSV files, as a user creates them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class FileSamples(IterableDataset["SampleBatch"]):
-    """Samples that are rows of files: what :class:`ParquetSamples` and :class:`CsvSamples` have in common.
+    """Samples in rows of files: base of :class:`ParquetSamples` and :class:`CsvSamples`.
 
     An ``IterableDataset`` of batches: ``DataLoader(samples, batch_size=None, num_workers=4)``. The workers of a
     DataLoader and the ranks of torch.distributed read a part each, so that every sample comes once an epoch.
@@ -52,35 +52,35 @@ class FileSamples(IterableDataset["SampleBatch"]):
             raise InvalidArgument(f"seed is {seed}, and labels that come late need rows in their order; leave it out")
         self._epoch, self._consumed = 0, 0
         self._part: tuple[int, int] | None = None
-        """What :meth:`part` said."""
+        """Part set by :meth:`part`."""
         self._consumed_of: tuple[int, int] | None = None
-        """The part that :attr:`_consumed` is of."""
+        """Part of :attr:`_consumed`."""
         self._iterations = 0
-        """So many have begun: the last one says where the next one begins."""
+        """Number of iterations begun: the last one decides where the next one starts."""
         self._fingerprint = fingerprint(source.identity, list(source.part_rows), self._seed, self._window_rows)
 
     @property
     def num_samples(self) -> int:
-        """Samples of an epoch."""
+        """Number of samples of an epoch."""
         return sum(self._source.part_rows)
 
     def part(self, number: int, of: int) -> None:
-        """Read from now on the part ``number`` of ``of`` equal ones, to a batch; by default that of this rank.
+        """Read only part ``number`` of ``of`` parts, equal to within a batch, from now on; default: that of this rank.
 
-        ``part(0, 1)`` reads all on every rank, such as a validation. Another part than before is read from the begin
-        of the epoch. Raises InvalidArgument.
+        ``part(0, 1)`` reads all on every rank, such as for a validation. Another part than before is read from the
+        start of the epoch. Raises InvalidArgument.
         """
         before, self._part = self._part_of_rank(), (integer("number", number, 0, integer("of", of, 1) - 1), of)
         if self._part != before:
             self._consumed = 0
-            self._iterations += 1  # one that has begun is of the part before
+            self._iterations += 1  # a running one is of the old part
 
     def set_epoch(self, epoch: int) -> None:
-        """Read epoch ``epoch``, from 0, next. A DataLoader whose workers end with an epoch needs to be told."""
+        """Read epoch ``epoch``, from 0, next. Required for a DataLoader whose workers end with an epoch."""
         self._epoch, self._consumed = integer("epoch", epoch, 0), 0
 
     def __getstate__(self) -> dict[str, Any]:
-        # a worker that is spawned knows of no ranks; where there are none yet, a spawned process may become one
+        # a spawned worker has no ranks; without ranks here, a spawned process may become one
         return {**self.__dict__, "_part": self._part_of_rank() if _has_ranks() else self._part}
 
     def _part_of_rank(self) -> tuple[int, int]:
@@ -93,16 +93,16 @@ class FileSamples(IterableDataset["SampleBatch"]):
         return (number, of) if info is None else (number * info.num_workers + info.id, of * info.num_workers)
 
     def __len__(self) -> int:
-        """Batches of an epoch that this rank reads."""
+        """Return the batches of an epoch that this rank reads."""
         number, of = self._part_of_rank()
         whole, rest = divmod(self._order(of, self._batch_size).stream_rows(number), self._batch_size)
         return whole + (rest > 0 and not self._drop_last)
 
     def __iter__(self) -> Iterator[SampleBatch]:
         """Read an epoch, or the rest of it; the next iteration reads the next one. Raises SourceError, and
-        InvalidArgument for the rest of what was begun as another part.
+        InvalidArgument for the rest of another part.
 
-        What ``gt.prefetch`` has read ahead where its loop ends early is read by the next iteration.
+        Batches that ``gt.prefetch`` has read ahead when its loop ends early are read by the next iteration.
         """
         part = self._part_of_process()
         if self._consumed and self._consumed_of not in (None, part):
@@ -121,10 +121,10 @@ class FileSamples(IterableDataset["SampleBatch"]):
             (self._epoch, self._consumed), self._consumed_of = place, part
 
     def state_dict(self, batch: SampleBatch | None = None) -> dict[str, Any]:
-        """Where reading goes on, as plain values: after ``batch``, or after the last one that was handed out.
+        """Return the position as plain values: after ``batch``, or after the last one that was handed out.
 
-        It is that of the part that this process reads. Raises InvalidArgument for a batch of another one, such as a
-        worker of a DataLoader: torchdata's StatefulDataLoader asks each worker for its own.
+        It is that of this process's part. Raises InvalidArgument for a batch of another one, such as a DataLoader
+        worker's: torchdata's StatefulDataLoader asks each worker for its own.
         """
         part = self._part_of_process()
         if batch is not None and batch.part != part:
@@ -140,7 +140,7 @@ class FileSamples(IterableDataset["SampleBatch"]):
         return {} if of == 1 else {"part": {"number": number, "of": of, "batch_size": self._batch_size}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a :meth:`state_dict` of the same samples; batches may be of another size. Raises ConfigError."""
+        """Load a :meth:`state_dict` of the same samples; the batch size may differ. Raises ConfigError."""
         if state.get("data") != self._fingerprint:
             raise ConfigError(
                 "the state was made for other samples: files, seed or window_rows differ. Bring the old ones back, or "
@@ -167,17 +167,17 @@ class FileSamples(IterableDataset["SampleBatch"]):
         incarnation: int | None = None,
         restore: RestoreOrder | None = None,
     ) -> LeasedSamples:
-        """Read a part of them, beside other workers of a job; every sample of an epoch is committed exactly once.
+        """Read a part of the samples, beside other workers of a job; every one of an epoch is committed exactly once.
 
         Args:
-            cluster: Its scheduler keeps how far the job has come.
+            cluster: Its scheduler stores the job's cursors.
             job: Name of the job; the workers of a job read the same files with the same settings.
-            worker: Name of this worker, its own in the job.
-            epochs: Of the job, in all; None: without end.
-            num_workers: So many will come: samples are kept for them for one lease after the first.
-            num_streams: Parts that the samples are cut into: the most workers that there can be.
-            incarnation: See ``Cluster.streams``.
-            restore: The scheduler saves the job and takes it back when it has lost something: train with
+            worker: Name of this worker, unique in the job.
+            epochs: Of the job, in all; None: endless.
+            num_workers: Expected workers: samples are reserved for them for one lease after the first.
+            num_streams: Parts of the samples, and so the most workers.
+            incarnation: As in ``Cluster.streams``.
+            restore: The scheduler saves the job and restores it after a loss: train with
                 :meth:`.LeasedSamples.apply`.
 
         Raises InvalidArgument.
@@ -220,7 +220,7 @@ class FileSamples(IterableDataset["SampleBatch"]):
 
 
 class _Epoch(Iterator["SampleBatch"]):
-    """The batches of what is left of an epoch."""
+    """Batches of the rest of an epoch."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class _Epoch(Iterator["SampleBatch"]):
         self._samples, self._number, self._reader, self._epoch = samples, number, reader, place[0]
         self._part, stream = part, part[0]
         self._places = [place]
-        """Before the first batch, and after each."""
+        """Positions before the first batch, and after each."""
         self._is_ended = False
         reader.add({stream: place})
 
@@ -252,24 +252,24 @@ class _Epoch(Iterator["SampleBatch"]):
         return batch
 
     def give_back(self, count: int) -> None:
-        """Nobody has seen the last ``count`` batches: the next iteration begins with them."""
+        """Return the last ``count`` batches, which were not used: the next iteration starts with them."""
         self._samples._note(self._number, self._part, self._places[-1 - count])
 
     def close(self) -> None:
-        """Let go of what is open. Idempotent."""
+        """Close the open files. Idempotent."""
         self._is_ended = True
         self._reader.close()
 
 
 class ParquetSamples(FileSamples):
-    """Samples that are rows of Parquet files, in batches.
+    """Samples in rows of Parquet files, in batches.
 
         samples = gt.ParquetSamples("clicks/", columns=["user", "item", "history", "click"], batch_size=4096, seed=0)
         for batch in samples:            # one epoch; batch["user"] [B], batch["history"] (values, offsets)
             vectors = fields(batch)
 
-    Integers come as int64, lists as ``(values, offsets)``, lists of L values as [B, L]. :meth:`shared` reads beside
-    other workers. Memory: two row groups with the columns that are read, and a window.
+    Integers are int64, lists ``(values, offsets)``, lists of L values [B, L]. :meth:`shared` reads beside other
+    workers. Memory: two row groups with the columns that are read, and a window.
     """
 
     def __init__(
@@ -293,22 +293,22 @@ class ParquetSamples(FileSamples):
             where: A file, a folder (all ``.parquet`` and ``.pq`` below it), a pattern with ``*``, any URL that fsspec
                 knows, or a list of them.
             batch_size: B, also across files.
-            columns: Which to read; None: all. A mapping says their types, too: "int64", "float32", "float64", "bool",
+            columns: Columns to read; None: all. A mapping also has their types: "int64", "float32", "float64", "bool",
                 "string", "list<int64>", "int64[8]"; otherwise they are those of the first file with a value.
-            hash_strings: Columns of strings, or of lists of them, that ``gt.hash_strings`` makes ids of; True: all. A
+            hash_strings: Columns of strings, or of lists of them, to hash to ids with ``gt.hash_strings``; True: all. A
                 mapping gives each its seed.
-            fill: What stands for a missing value, by column, also in a file that lacks the column. A missing list is an
-                empty one; of what ``fill`` does not name, a missing text is the empty one, and another value an error.
-            fold: Columns of any 64-bit integers, or of lists of them, such as hashes with a sign, that ``gt.fold_ids``
-                makes ids of; a missing one is what ``fill`` says, which is not folded.
-            seed: Row groups come in another order in each epoch, and rows within a window; None: all in order.
-            window_rows: Rows that are mixed.
-            drop_last: Leave the last batch of an epoch out if it is not full.
+            fill: Replacement of missing values, by column, also if a file lacks the column. A missing list is empty;
+                without ``fill``, a missing text is empty, and another missing value an error.
+            fold: Columns of any 64-bit integers, or of lists of them, such as signed hashes, to map to ids with
+                ``gt.fold_ids``; a missing one is the value of ``fill``, which is not folded.
+            seed: Shuffles row groups anew in each epoch, and rows within a window; None: all in order.
+            window_rows: Rows that are shuffled together.
+            drop_last: Skip the last batch of an epoch if it is not full.
             dedup: Levels and their columns, as ``{"user": ["user", "history"]}``: samples of a batch that are equal in
                 all of them share a node, whose ids are looked up and pooled once. True: every column of lists is a
                 level by itself.
-            late_labels: Rows are impressions and clicks of them, in the order of their times: see
-                :class:`gt.LateLabels`. Without ``seed``.
+            late_labels: Rows are impressions and their clicks, in the order of their times (:class:`gt.LateLabels`).
+                Without ``seed``.
 
         Raises:
             ConfigError: pyarrow is missing.
@@ -335,12 +335,12 @@ class ParquetSamples(FileSamples):
 
 
 class CsvSamples(FileSamples):
-    """Samples that are lines of CSV files, in batches; else as :class:`ParquetSamples`.
+    """Samples in lines of CSV files, in batches; otherwise as :class:`ParquetSamples`.
 
         samples = gt.CsvSamples("clicks.csv", columns={"user": "int64", "tags": "list<string>", "click": "float32"},
                                 hash_strings=["tags"], batch_size=4096)
 
-    A row is a line: quoted values hold no line breaks. Opening it reads every file once, to count the lines; Parquet is
+    A row is a line: quoted values hold no line breaks. Opening reads every file once, to count the lines; Parquet is
     read many times as fast.
     """
 
@@ -363,22 +363,22 @@ class CsvSamples(FileSamples):
         dedup: bool | Mapping[str, Sequence[str]] = False,
         late_labels: LateLabels | None = None,
     ) -> None:
-        """Find the files and count their lines. Arguments and errors beside these as of :class:`ParquetSamples`.
+        """Find the files and count their lines. Other arguments and errors are those of :class:`ParquetSamples`.
 
         Args:
             where: As there; of a folder, all ``.csv`` and ``.tsv``.
             batch_size: B.
-            columns: As there; types that are not said are guessed from the first lines.
+            columns: As there; unstated types are guessed from the first lines.
             hash_strings: As there.
-            fill: As there; a value that is empty is missing, of numbers NA as well.
+            fill: As there; an empty value is missing, for numbers NA as well.
             fold: As there.
-            seed: As there; the parts that change places are blocks of lines.
+            seed: As there; it shuffles blocks of lines.
             window_rows: As there.
             drop_last: As there.
-            delimiter: Between values; tab for ``.tsv``.
+            delimiter: Between values; default for ``.tsv``: tab.
             list_delimiter: Between the values of a list, in a column of a list type.
             names: Of the columns; None: the first line names them.
-            block_bytes: Of lines that are read at once.
+            block_bytes: Bytes of lines that are read at once.
             dedup: As there.
             late_labels: As there.
         """
@@ -405,7 +405,7 @@ class CsvSamples(FileSamples):
 
 
 class TreeSamples(FileSamples):
-    """Samples that ``geartrain samples compress`` (:func:`compress_samples`) made prefix trees, in batches.
+    """Samples in prefix trees, made by ``geartrain samples compress`` (:func:`compress_samples`), in batches.
 
         samples = gt.TreeSamples("clicks-trees/", batch_size=4096, seed=0)
         for batch in samples:
@@ -413,8 +413,8 @@ class TreeSamples(FileSamples):
             batch.index["user"]      # [B]: which of them a sample has
             vectors = fields(batch)  # looked up and pooled once a user, then given to each sample
 
-    Batches have B samples; a tree that is larger is split. With ``seed`` trees change places, and stay together.
-    :meth:`shared` reads beside other workers.
+    Batches have B samples; larger trees are split. ``seed`` shuffles trees as units. :meth:`shared` reads beside other
+    workers.
     """
 
     def __init__(
@@ -439,7 +439,7 @@ class TreeSamples(FileSamples):
             hash_strings: As there.
             fill: As there.
             fold: As there.
-            seed: As there; trees change places, and stay together.
+            seed: As there; trees are shuffled as units.
             window_rows: As there.
             drop_last: As there.
         """

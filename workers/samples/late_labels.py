@@ -1,4 +1,4 @@
-"""Labels that come after their samples: impressions that wait for a click of theirs, by the times of both."""
+"""Labels that arrive after their samples: impressions wait for their click, by the times of both."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ _NEVER = float("-inf")
 
 @dataclass(frozen=True, kw_only=True)
 class LateLabels:
-    """Rows of two kinds are one sample: an impression, whose ``click`` is 0, and later a click, whose ``click`` is 1.
+    """Two kinds of rows make one sample: an impression with ``click`` 0, and later its click, a row with ``click`` 1.
 
-    An impression is given once a row of its stream is more than ``window_seconds`` newer, with a ``click`` of 1 if a
-    click with its id came after it, and until then. It needs no other column of a click. Impressions are given in the
-    order of their stream; those that wait are read again after a restart, so that none is lost or given twice.
+    An impression is returned once a row of its stream is more than ``window_seconds`` newer, with ``click`` 1 if a
+    click with its id came after it by then. A click needs no other columns. Impressions keep the order of their stream;
+    waiting ones are read again after a restart, so that none is lost or returned twice.
     """
 
     window_seconds: float
-    """For so long, by the times in the rows, a click is waited for."""
+    """Time to wait for a click, by the times in the rows."""
     id: str = "impression"
-    """The column that joins them, of single values."""
+    """Column that joins them, of single values."""
     time: str = "time"
-    """The column of the times, in seconds."""
+    """Column of the times, in seconds."""
     click: str = "click"
     most_waiting: int = 1_000_000
-    """Impressions of a stream: of more the oldest is given as it stands."""
+    """Most waiting impressions of a stream: beyond that the oldest is returned as it is."""
 
     def __post_init__(self) -> None:
-        """Raises InvalidArgument that names the value."""
+        """Raise InvalidArgument that names the value."""
         if not 0 < real_number("window_seconds", self.window_seconds) < math.inf:
             raise InvalidArgument(f"window_seconds is {self.window_seconds}; it must be above 0, and finite")
         integer("most_waiting", self.most_waiting, 1)
 
 
 class _Waiting:
-    """The impressions of one stream that were not given yet, the oldest first."""
+    """Waiting impressions of one stream, oldest first."""
 
     def __init__(self) -> None:
         self.parts: deque[SampleBatch] = deque()
@@ -62,13 +62,13 @@ class _Waiting:
         self.times: npt.NDArray[np.float64] = np.empty(0)
         self.clicked: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
         self.number_of: dict[int, int] = {}
-        """Of the newest impression with an id."""
+        """Number of the newest impression with an id."""
         self.newest = _NEVER
-        """The latest time of all rows that came."""
+        """Latest time of all rows so far."""
 
 
 class LabelledBatches:
-    """Reads the streams of another reader, and gives impressions with their labels."""
+    """Reads the streams of another reader, and returns impressions with their labels."""
 
     def __init__(
         self,
@@ -83,11 +83,11 @@ class LabelledBatches:
         self._epoch = 0
         self._given: dict[int, Position] = {}
         self.late_clicks = self.forced = 0
-        """Clicks that found no impression waiting; impressions given before their time."""
+        """Clicks without a waiting impression; impressions returned before their time."""
         register_source(self)
 
     def metrics(self) -> Iterator[Metric]:
-        """How many wait, and what the window was too small for."""
+        """Yield the number of waiting impressions, and the counts of rows outside the window."""
         waiting = sum(len(of.times) for of in self._waiting.copy().values())
         yield Metric("stream_waiting_impressions", "gauge", "That wait for a click.", (), [((), waiting)])
         what = "Clicks that found no impression waiting."
@@ -97,7 +97,7 @@ class LabelledBatches:
 
     @property
     def positions(self) -> dict[int, Position]:
-        """See StreamBatches. Where the oldest that was not given is."""
+        """Position of the oldest waiting impression of each stream."""
         return {stream: self._position(stream, at) for stream, at in self._reader.positions.items()}
 
     def _position(self, stream: int, read: Position) -> Position:
@@ -106,35 +106,30 @@ class LabelledBatches:
 
     @property
     def has_more(self) -> bool:
-        """See StreamBatches."""
         return self._reader.has_more or any(len(waiting.times) for waiting in self._waiting.values())
 
     def is_done(self, epoch: int, cursors: Callable[[], Mapping[int, tuple[int, int]]]) -> bool:
-        """See StreamBatches."""
         return not any(len(of.times) for of in self._waiting.values()) and self._reader.is_done(epoch, cursors)
 
     def add(self, positions: Mapping[int, tuple[int, int]]) -> None:
-        """See StreamBatches."""
         self._waiting.update({stream: _Waiting() for stream in positions})
         self._reader.add(positions)
 
     def drop(self, streams: Iterable[int]) -> None:
-        """See StreamBatches."""
         streams = list(streams)
         self._reader.drop(streams)
         for stream in streams:
             self._waiting.pop(stream, None)
 
     def close(self) -> None:
-        """See StreamBatches."""
         self._reader.close()
         self._waiting.clear()
 
     def next_batch(self, epoch: int) -> SampleBatch | None:
-        """See StreamBatches. Where nothing comes now, what is ready makes a batch, full or not; at the end of the
-        streams all that waits does.
+        """Return the next batch. If no rows come now, ready impressions make a batch, full or not; at the end of the
+        streams all waiting ones do.
         """
-        if epoch != self._epoch:  # nothing waits by now, and times begin anew
+        if epoch != self._epoch:  # nothing waits by now, and times start anew
             self._epoch, self._waiting = epoch, {stream: _Waiting() for stream in self._waiting}
         while sum((ready := self._ready()).values()) < self._batch_size:
             before = self.positions
@@ -146,17 +141,17 @@ class LabelledBatches:
             try:
                 self._take(batch)
             except SourceError:
-                self.add(before)  # going on reads again from the oldest that waits
+                self.add(before)  # a retry reads again from the oldest waiting impression
                 raise
         return self._batch(ready)
 
     def _end(self) -> None:
-        """No further click comes."""
+        """Record that no further click comes."""
         for waiting in self._waiting.values():
             waiting.newest = float("inf")
 
     def _take(self, batch: SampleBatch) -> None:
-        """Let the rows of a batch wait, or find what they are clicks of."""
+        """Add impressions of a batch, and match its clicks."""
         labels = self._labels
         for name in (labels.id, labels.time, labels.click):
             if not isinstance(batch.get(name), Tensor) or batch[name].ndim != 1:  # type: ignore[union-attr]
@@ -202,7 +197,7 @@ class LabelledBatches:
         waiting.newest = float(newest[-1])
 
     def _ready(self) -> dict[int, int]:
-        """How many of each stream may be given."""
+        """Return the number of impressions of each stream that are ready."""
         found: dict[int, int] = {}
         for stream, waiting in self._waiting.items():
             is_open = waiting.newest <= waiting.times + self._labels.window_seconds
@@ -231,7 +226,7 @@ class LabelledBatches:
         return self._finish(batch)
 
     def _given_of(self, waiting: _Waiting, count: int) -> SampleBatch:
-        """The ``count`` oldest, which wait no more."""
+        """Remove and return the ``count`` oldest."""
         parts: list[SampleBatch] = []
         missing = count
         while missing:

@@ -1,4 +1,4 @@
-"""The samples of a job that many workers read: each leases data streams and commits what it is done with."""
+"""Samples of a job shared by many workers: each leases data streams and commits its progress."""
 
 from __future__ import annotations
 
@@ -33,59 +33,59 @@ T = TypeVar("T")
 _LOST = Unavailable, Fenced, TableNotFound
 """Errors of a step where rows, or the lease, are gone."""
 _POLL_SECONDS = 0.2
-"""Between two looks at whether there is something to read again."""
+"""Interval of checks for something to read again."""
 _RETRY_SECONDS = 0.2
 _LOOK_SECONDS = 1.0
-"""Whoever waits looks so often whether it was interrupted."""
+"""Interval at which a wait checks for an interrupt."""
 
 
 class LeasedSamples(Iterator[SampleBatch]):
-    """The batches of this worker's part of a job's samples; made by ``samples.shared(cluster, ...)``.
+    """Batches of this worker's part of a job's samples; made by ``samples.shared(cluster, ...)``.
 
         with samples.shared(cluster, "ctr", worker="worker-3", epochs=2) as batches:
             for batch in batches:
                 ...train on it, wait for its pushes...
                 batches.commit(batch)
 
-    A sample is done when :meth:`commit` has said so; what was handed out and not committed is read again, here or by
-    another worker, when this one dies or leaves. However many workers come and go, every sample of every epoch is
-    committed exactly once. An epoch begins when all workers have ended the one before.
+    A sample is done once :meth:`commit` has returned; uncommitted ones are read again, here or by another worker, when
+    this one dies or leaves. However many workers come and go, every sample of every epoch is committed exactly once. An
+    epoch begins when all workers have ended the one before.
 
     One thread reads; any may commit. Cost: an RPC to the scheduler for each commit.
 
-    With ``restore=gt.RestoreOrder(...)`` the scheduler saves the job and takes it back, tables and cursors together,
-    when a shard or a worker is lost. Then a batch is trained on in :meth:`apply`, and each sample is in the rows once.
+    With ``restore=gt.RestoreOrder(...)`` the scheduler saves the job and restores it, tables and cursors together, when
+    a shard or a worker is lost. Then train on each batch in :meth:`apply`, and each sample is in the rows once.
     """
 
     def __init__(self, reader: StreamBatches, streams: DataStreams) -> None:
         self._reader, self._streams = reader, streams
         self._lock = threading.Condition()
         self._handed_out: deque[SampleBatch] = deque()
-        """Batches that were not committed, in order."""
+        """Uncommitted batches, in order."""
         self._committed: dict[int, tuple[int, int]] = {}
         self._renewal: StreamRenewal | None = None
-        """What the scheduler said last; None: there is no lease."""
+        """Last reply of the scheduler; None: there is no lease."""
         self._spoke = 0.0
-        """When the lease was prolonged last."""
+        """Time at which the lease was last renewed."""
         self._lease_seconds = 0.0
         self._handed_out_at = 0.0
-        """When the last batch was."""
+        """Time at which the last batch was handed out."""
         self._committer: int | None = None
-        """The thread that committed last; None: nobody has."""
+        """Thread that committed last; None: none has."""
         self._is_restored = False
-        """The scheduler takes the job back when something is lost."""
+        """Whether the scheduler restores the job after a loss."""
         self._applying: SampleBatch | None = None
-        """The batch that is being trained on."""
+        """Batch that is being trained on."""
         self._owes_loss = False
-        """A step has failed in the middle, and the scheduler does not know."""
+        """Whether a step failed in the middle, and the scheduler does not know yet."""
         self._why_lost = ""
         self._told_at = 0.0
-        """When a wait for commits was last told of."""
+        """Time at which a wait for commits was last logged."""
         self._is_closed = self._is_interrupted = False
         register_source(self)
 
     def metrics(self) -> Iterator[Metric]:
-        """What is read again if this process dies now."""
+        """Yield the number of samples that would be read again if this process died now."""
         job, samples = self._streams.job, sum(batch.num_samples for batch in self._handed_out.copy())
         what = "Samples that were handed out and not committed."
         yield Metric("stream_uncommitted_samples", "gauge", what, ("job",), [((job,), samples)])
@@ -106,15 +106,15 @@ class LeasedSamples(Iterator[SampleBatch]):
         return self
 
     def __next__(self) -> SampleBatch:
-        """The next batch. Waits while other workers have samples of the epoch to end.
+        """Return the next batch. Waits while other workers have samples of the epoch to finish.
 
         Raises:
-            StaleClient: another process has taken this worker's name.
+            StaleClient: another process has this worker's name.
             SchedulerUnavailable: it was away for as long as a lease lasts.
             SourceError: samples cannot be read.
             BrokerUnavailable: those of a topic cannot; the loop may be entered again.
-            InvalidArgument: it waits for a third of a lease for commits that this thread does not make. They may be
-                made then, and the loop entered again.
+            InvalidArgument: it has waited for a third of a lease for commits, which this thread should make. Make them,
+                and enter the loop again.
         """
         while self.has_more:
             if (batch := self.next_batch()) is not None:
@@ -123,18 +123,18 @@ class LeasedSamples(Iterator[SampleBatch]):
 
     @property
     def has_more(self) -> bool:
-        """Whether :meth:`next_batch` may give one."""
+        """Whether :meth:`next_batch` may return one."""
         return not (self._is_closed or self._is_interrupted)
 
     def next_batch(self, epoch: int = 0) -> SampleBatch | None:
-        """The next batch, of whichever epoch; None: there is none now, after a wait of a second at most. Raises as the
+        """Return the next batch, of any epoch; None: there is none now, after a wait of a second at most. Raises as the
         iteration does.
         """
         del epoch
         with self._lock:
             renewal = self._prepared()
             if renewal is None:
-                return None  # its lease was lost, or is not to be had yet
+                return None  # its lease was lost, or is not available yet
             if renewal.pause:
                 self._pause(renewal)
                 return None
@@ -144,7 +144,7 @@ class LeasedSamples(Iterator[SampleBatch]):
         batch = self._reader.next_batch(renewal.epoch)
         with self._lock:
             if self._renewal is None:
-                return None  # lost meanwhile: what was read is another worker's
+                return None  # lost meanwhile: another worker has the streams
             if batch is not None:
                 self._handed_out.append(batch)
                 self._handed_out_at = time.monotonic()
@@ -156,7 +156,7 @@ class LeasedSamples(Iterator[SampleBatch]):
     def interrupt(self) -> None:
         """End the iteration, from any thread, also one that waits for samples or for commits. Returns at once.
 
-        Streams are kept until :meth:`close`, and batches may be committed. ``gt.prefetch`` calls it where its loop ends
+        Streams are kept until :meth:`close`, and batches may be committed. ``gt.prefetch`` calls it when its loop ends
         early.
         """
         self._is_interrupted = True
@@ -165,16 +165,15 @@ class LeasedSamples(Iterator[SampleBatch]):
             self._lock.release()
 
     def apply(self, batch: SampleBatch, step: Callable[[], object]) -> bool:
-        """Call ``step``, which trains on ``batch``, wait for its pushes and commit; whether that was done.
+        """Call ``step``, which trains on ``batch``, wait for its pushes and commit; return whether that was done.
 
             for batch in batches:
                 batches.apply(batch, lambda: train(batch))
 
-        False: the cluster lost something before or meanwhile, and the scheduler takes the job back. The samples come
-        again, here or at another worker; the loop goes on as if nothing had happened. ``step`` begins with
-        ``zero_grad()``, for gradients of before are refused. Any other error of ``step`` is raised, and the job goes
-        back, too: with the next batch, or when this is closed. Only for jobs with ``restore=``; batches come in the
-        order of the loop.
+        False: the cluster lost something before or meanwhile, and the scheduler restores the job. The samples come
+        again, here or at another worker; simply continue the loop. ``step`` starts with ``zero_grad()``, as old
+        gradients are refused. Any other error of ``step`` is raised, and the job is restored, too: at the next batch,
+        or when this is closed. Only for jobs with ``restore=``; pass batches in the order of the loop.
 
         Raises InvalidArgument: the job has none. SchedulerUnavailable: it was away for as long as a lease lasts.
         """
@@ -206,11 +205,11 @@ class LeasedSamples(Iterator[SampleBatch]):
                 self._lock.notify_all()
 
     def commit(self, batch: SampleBatch) -> None:
-        """Say that the samples of ``batch``, and of all that were handed out before it, are done. One RPC.
+        """Commit the samples of ``batch``, and of all that were handed out before it. One RPC.
 
-        A batch that was committed already is passed over, so that a call which raised SchedulerUnavailable may be
-        repeated. Raises StaleClient if this worker was silent for longer than its lease (or another process has its
-        name): the batch will be read again by whoever holds its streams now; going on with the loop leases anew.
+        A batch that was committed already is skipped, so that a call which raised SchedulerUnavailable may be repeated.
+        Raises StaleClient if this worker was silent for longer than its lease (or another process has its name): the
+        batch will be read again by the streams' present holder; continuing the loop leases anew.
         """
         with self._lock:
             if self._is_restored and self._applying is not batch:
@@ -245,19 +244,19 @@ class LeasedSamples(Iterator[SampleBatch]):
             self._lock.notify_all()
 
     def cursors(self) -> dict[int, tuple[int, int]]:
-        """Where each stream of the job goes on behind all that its workers have committed. One RPC."""
+        """Return the position of each stream of the job after all commits of its workers. One RPC."""
         with self._lock:
             found = self._repeated(self._streams.cursors)
         return {**dict.fromkeys(range(self._streams.num_streams), (0, 0)), **found}
 
     def restore(self, cursors: Cursors) -> None:
-        """Put the whole job back to ``cursors``: every worker leases anew. One RPC."""
+        """Reset the whole job to ``cursors``: every worker leases anew. One RPC."""
         with self._lock:
             self._repeated(lambda: self._streams.restore(cursors))
             self._lose()
 
     def close(self) -> None:
-        """Give the streams back, so that others go on at once where this worker's commits end. Idempotent."""
+        """Release the streams, so that others resume at once where this worker's commits end. Idempotent."""
         with self._lock:
             if self._is_closed:
                 return
@@ -270,14 +269,14 @@ class LeasedSamples(Iterator[SampleBatch]):
                 self._repeated(self._streams.release)
 
     def _tell_loss(self) -> None:
-        """Have the job go back if part of a step may have been applied."""
+        """Have the job restored if part of a step may have been applied."""
         if self._owes_loss:
             with suppress(StaleClient):
                 self._repeated(lambda: self._streams.release(lost=True))
             self._owes_loss = False
 
     def _prepared(self) -> StreamRenewal | None:
-        """Hold a lease that is in time, and no stream that others lack."""
+        """Hold a valid lease, without streams that others lack."""
         if self._renewal is None:
             if self._applying is not None:  # its pushes must not reach the tables that are opened with the lease
                 self._lock.wait(_LOOK_SECONDS)
@@ -285,7 +284,7 @@ class LeasedSamples(Iterator[SampleBatch]):
             self._tell_loss()
             try:
                 lease = self._repeated(self._streams.lease)
-            except Busy:  # the job is saved, or restored
+            except Busy:  # the job is being saved or restored
                 self._lock.wait(_POLL_SECONDS)
                 return None
             self._is_restored = bool(lease.tables)
@@ -305,7 +304,7 @@ class LeasedSamples(Iterator[SampleBatch]):
         return self._renewal
 
     def _pause(self, renewal: StreamRenewal) -> None:
-        """A snapshot is due: wait for the commits of what was handed out, then let go of everything."""
+        """Wait, as a snapshot is due, for the commits of all handed-out batches, then release everything."""
         if self._handed_out:
             self._wait(renewal)
             return
@@ -316,7 +315,7 @@ class LeasedSamples(Iterator[SampleBatch]):
         self._lose()
 
     def _release(self) -> None:
-        """Give streams back that others lack: those that have nothing of theirs with the caller."""
+        """Release streams that others lack: those without uncommitted samples."""
         assert self._renewal is not None
         asked = set(self._renewal.release) - {stream for batch in self._handed_out for stream in batch.cursors}
         if asked:
@@ -335,13 +334,13 @@ class LeasedSamples(Iterator[SampleBatch]):
     def _lease_more(self) -> None:
         try:
             lease = self._repeated(self._streams.lease)
-        except Busy:  # the next commit says why
+        except Busy:  # the next commit reports why
             assert self._renewal is not None
             self._renewal = replace(self._renewal, can_lease=False)
             return
         self._spoke = time.monotonic()
         known = self._reader.positions
-        # With a lease that ended unnoticed some are lost, or were put back, or read by another worker meanwhile.
+        # With a lease that ended unnoticed some are lost, reset, or read by another worker meanwhile.
         if any(lease.cursors.get(stream) != self._committed[stream] for stream in known):
             self._lose()
             return
@@ -352,7 +351,7 @@ class LeasedSamples(Iterator[SampleBatch]):
         self._keep_starts()
 
     def _keep_starts(self) -> None:
-        """Commit where the reader begins, if it is not where the streams were: "latest" must not move."""
+        """Commit the reader's start, if it differs from the streams' cursors: "latest" must not move."""
         behind = {stream for batch in self._handed_out for stream in batch.cursors}
         moved = {
             stream: at
@@ -363,7 +362,7 @@ class LeasedSamples(Iterator[SampleBatch]):
             self._renew(moved)
 
     def _wait(self, renewal: StreamRenewal) -> None:
-        """There is nothing to read now: say so to the scheduler, and wait until there may be."""
+        """Wait, as there is nothing to read now, and report that to the scheduler."""
         if self._handed_out:
             self._lock.wait(min(_LOOK_SECONDS, self._lease_seconds / 3))
             now, behind = time.monotonic(), counted(len(self._handed_out), "batch", "batches")
@@ -373,7 +372,7 @@ class LeasedSamples(Iterator[SampleBatch]):
                 and now - max(self._handed_out_at, self._told_at) > self._lease_seconds / 3
             ):
                 self._told_at = now
-                if self._committer in (None, threading.get_ident()):  # nobody else will
+                if self._committer in (None, threading.get_ident()):  # no other thread will
                     raise InvalidArgument(
                         f"all samples that this worker may read now were handed out, and {behind} not committed; call "
                         "commit(batch) when a batch is done, the last one of an epoch before asking for the next"
@@ -387,7 +386,7 @@ class LeasedSamples(Iterator[SampleBatch]):
             self._lock.wait(min(_POLL_SECONDS, self._lease_seconds / 10))
 
     def _renew(self, cursors: Cursors) -> StreamRenewal | None:
-        """Commit, and prolong the lease; None: it was lost."""
+        """Commit, and renew the lease; None: it was lost."""
         if self._renewal is None:
             return None
         try:
@@ -409,7 +408,7 @@ class LeasedSamples(Iterator[SampleBatch]):
         self._lock.notify_all()
 
     def _repeated(self, call: Callable[[], T]) -> T:
-        """Call the scheduler; if it is away, for as long as a lease lasts, or one that restores the job may need."""
+        """Call the scheduler; retry while it is away, for as long as a lease lasts, or as a restoring one may need."""
         until = time.monotonic() + max(self._lease_seconds, self._streams.patience_seconds)
         while True:
             try:

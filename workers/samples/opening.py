@@ -1,4 +1,4 @@
-"""A source of samples by its files alone: Parquet, CSV, or sample trees."""
+"""Opening of a source of samples by its files: Parquet, CSV, or sample trees."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def open_rows(
     names: Sequence[str] = (),
     header: bool = True,
 ) -> ParquetRows | CsvRows:
-    """The rows of the files in ``where``, of which ``plan`` is still to say what is read.
+    """Return the rows of the files in ``where``; call its ``plan`` to set what is read.
 
-    ``trees``: whether Parquet files are sample trees; None: if the first one says so. ``delimiter``: of CSV; None: a
-    tab in .tsv files, else a comma. ``names``: of the columns of CSV, in the place of those in the first line, if
-    there is one (``header``). Where one of them is said, files of any other name than those of Parquet are CSV.
+    ``trees``: whether Parquet files are sample trees; None: as the first one says. ``delimiter``: of CSV; None: a tab
+    in .tsv files, else a comma. ``names``: of the columns of CSV, replacing those in the first line, if there is one
+    (``header``). If one of these is given, files with other suffixes than Parquet's are CSV.
     Raises SourceError, and InvalidArgument for files of both kinds.
     """
     files = [file.name for file in find_files(where, (*PARQUET, *CSV))]

@@ -1,8 +1,8 @@
-"""Rows of a data stream and their order, as a function of (seed, epoch, stream).
+"""Order of the rows of a data stream, as a function of (seed, epoch, stream).
 
-The parts of a source are put in one row, for each epoch in another order by the seed; that row of N samples is cut into
-streams of equal length (to one). So every stream has rows, however few the parts, and parts that lie across a cut are
-read by both sides. Within a stream, windows of ``window_rows`` rows are mixed. A position is found without reading what
+The parts of a source are concatenated, in each epoch in another order by the seed; these N samples are cut into streams
+of equal length (to within one). So every stream has rows, however few the parts, and parts that cross a cut are read by
+both sides. Within a stream, windows of ``window_rows`` rows are shuffled. A position is found without reading what
 comes before it.
 """
 
@@ -31,18 +31,18 @@ class Window(NamedTuple):
 
     pieces: tuple[Piece, ...]
     random: np.random.Generator | None
-    """Mixes them; None: they stay in order."""
+    """Generator that shuffles them; None: in order."""
     skip: int
-    """So many of them, once mixed, were read before."""
+    """Number of shuffled rows that were read before."""
 
 
 class EpochOrder:
-    """The rows of every stream in every epoch. The same for everyone with the same arguments."""
+    """Rows of every stream in every epoch. A function of the arguments alone."""
 
     def __init__(
         self, part_rows: Sequence[int], *, seed: int | None, num_streams: int, window_rows: int, unit_rows: int = 1
     ) -> None:
-        """``seed`` None: nothing is mixed, and streams one after another are the rows as the source has them. All
+        """``seed`` None: without shuffling, and streams one after another are the rows in the source's order. All
         streams but the last have a multiple of ``unit_rows``.
         """
         self._part_rows = np.asarray(part_rows, np.int64)
@@ -54,7 +54,7 @@ class EpochOrder:
         self._ends: list[int] = []
 
     def stream_rows(self, stream: int) -> int:
-        """Rows of a stream in each epoch."""
+        """Return the rows of a stream in each epoch."""
         return self._start(stream + 1) - self._start(stream)
 
     def _start(self, stream: int) -> int:
@@ -62,7 +62,7 @@ class EpochOrder:
         return min(self.num_rows, units * stream // self.num_streams * self._unit_rows)
 
     def windows(self, epoch: int, stream: int, position: int) -> Iterator[Window]:
-        """What is left of a stream from ``position`` on. Raises InvalidArgument for a position beyond its end."""
+        """Yield the rest of a stream from ``position`` on. Raises InvalidArgument for a position beyond its end."""
         start, end = self._start(stream), self._start(stream + 1)
         if not 0 <= position <= end - start:
             raise InvalidArgument(
@@ -83,7 +83,7 @@ class EpochOrder:
             at = last
 
     def _pieces(self, epoch: int, first: int, end: int) -> tuple[Piece, ...]:
-        """The rows from ``first`` to ``end`` of the epoch."""
+        """Return the rows from ``first`` to ``end`` of the epoch."""
         if epoch != self._epoch:
             order: npt.NDArray[np.int64] = np.arange(len(self._part_rows))
             if self._seed is not None:

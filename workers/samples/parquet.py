@@ -25,24 +25,25 @@ from geartrain.workers.samples.urls import DataFile, Sources, find_files
 SUFFIXES = (".parquet", ".pq")
 _FOOTERS_AT_ONCE = 8
 _MOST_WHOLE, _SLICE_ROWS, _BUFFER_BYTES = 131_072, 65_536, 1 << 20
-"""Rows of a row group that is read as a whole; of a larger one rows, and bytes of a column, that are read at once."""
+"""Largest row group that is read whole; of larger ones, rows, and bytes of a column, that are read at once."""
 _NAME = re.compile(r"(.+)\.[\w-]+\.parquet")
 _PLAIN = ("",)
-"""The levels of files that are no trees."""
+"""Levels of files that are no trees."""
 
 
 class _Level(NamedTuple):
-    """The table of one level in one set of files."""
+    """Table of one level in one set of files."""
 
     file: DataFile
     footer: Any
 
 
 class ParquetRows:
-    """A :class:`~geartrain.workers.samples.source.SampleSource`. Opening it reads the footer of every file."""
+    """Row groups of Parquet files, a :class:`~geartrain.workers.samples.source.SampleSource`. Opening reads the
+    footers."""
 
     def __init__(self, where: Sources, *, trees: bool | None = None) -> None:
-        """``trees``: whether the files are levels of sample trees; None: if the first one is."""
+        """``trees``: whether the files are levels of sample trees; None: as the first one is."""
         files = find_files(where, SUFFIXES)
         footers = _footers_of(files)
         self._schemas = schemas = {
@@ -82,8 +83,8 @@ class ParquetRows:
         fill: Fill,
         fold: Collection[str] = (),
     ) -> Self:
-        """Say what is read of every file, as of ``gt.ParquetSamples``. Raises InvalidArgument, ColumnMismatch."""
-        columns = self.columns if columns is None else columns  # a further column of a later file is left alone
+        """Set the columns to read, as in ``gt.ParquetSamples``. Raises InvalidArgument, ColumnMismatch."""
+        columns = self.columns if columns is None else columns  # further columns of later files are ignored
         is_said = isinstance(columns, Mapping)
         plan = planned_columns(columns, self.schema, self._place, hash_strings, fill, fold)
         self.types = plan.types
@@ -97,20 +98,20 @@ class ParquetRows:
 
     @property
     def identity(self) -> Any:
-        """See SampleSource."""
+        """Names and row counts of the files."""
         return [
             [level.file.inner_name, level.footer.num_rows] for file_set in self._sets for level in file_set.values()
         ]
 
     def read(self, part: int) -> Rows:
-        """See SampleSource. Raises SourceDamaged."""
+        """Read a row group. Raises SourceDamaged."""
         file_set, group = self._groups[part]
         if not self.is_tree and self.part_rows[part] > _MOST_WHOLE:
             return _LargeGroup(file_set[""], group, self._plans[""])
         *outer_levels, last = self.levels
         outer: dict[str, tuple[Any, Ids]] = {}
         parents: Ids | None = None
-        """Of each node of the level that is read the row of its parent."""
+        """Row of the parent of each node of the level that is read."""
         for level in self.levels:
             found, plan = file_set[level], self._plans[level]
             names = [*plan.types] if level == last else [*plan.types, COUNTS]
@@ -121,7 +122,7 @@ class ParquetRows:
                     f"{found.file.name}: row group {group} has {num_nodes} nodes, those of the level before have "
                     f"{len(parents)} children; the files do not belong together"
                 )
-            if parents is not None:  # what the outer levels have of these nodes
+            if parents is not None:  # the outer levels' values of these nodes
                 outer = {name: (nodes, places[parents]) for name, (nodes, places) in outer.items()}
             samples = plan.apply(table, partial(_row_name, found, group, 0))
             if level in outer_levels:
@@ -130,30 +131,30 @@ class ParquetRows:
         return SampleRows(samples, num_nodes, outer)
 
     def name_row(self, part: int, row: int) -> str:
-        """Name file and row of a sample of a part."""
+        """Return file and row of a sample of a part, in words."""
         file_set, group = self._groups[part]
         return _row_name(file_set[self.levels[-1]], group, 0, row)
 
 
 class _LargeGroup:
-    """A row group of plain samples of which no more is in memory than a slice. It is read from front to back: a slice
-    before the last one is reached from the front.
+    """A large row group of plain samples, of which one slice at a time is in memory. It is read from front to back: a
+    slice before the last one is read from the front again.
     """
 
     def __init__(self, level: _Level, group: int, plan: ColumnPlan) -> None:
         self._level, self._group, self._plan = level, group, plan
         self.num_rows = level.footer.row_group(group).num_rows
         self._at = self.num_rows
-        """The row of the group that :attr:`_rest` begins with."""
+        """Row of the group at which :attr:`_rest` begins."""
         self._rest: Any = None
         self._tables: Iterator[Any] = iter(())
 
     def slice(self, first: int, count: int) -> SampleRows:
-        """See Rows. Raises SourceDamaged."""
+        """Return at most ``count`` rows from ``first`` on. Raises SourceDamaged."""
         end = min(self.num_rows, first + count)
         try:
             table = self._table(first, end)
-        except BaseException:  # what was begun is of no use: the next slice is read from the front
+        except BaseException:  # the partial read is of no use: the next slice is read from the front
             self._at, self._rest, self._tables = self.num_rows, None, iter(())
             raise
         return SampleRows(self._plan.apply(table, partial(_row_name, self._level, self._group, first)), end - first)
@@ -199,7 +200,7 @@ def _part_of(plan: ColumnPlan, columns: Sequence[str]) -> ColumnPlan:
 def _sets(
     files: Sequence[DataFile], footers: Sequence[Any], schemas: Mapping[str, Any], levels: tuple[str, ...]
 ) -> list[dict[str, _Level]]:
-    """The files of each set by level. Raises SourceDamaged for one that is not whole."""
+    """Return the files of each set by level. Raises SourceDamaged for an incomplete set."""
     found: dict[str, dict[str, _Level]] = {}
     for file, footer in zip(files, footers, strict=True):
         its_levels, level = levels_in(schemas[file.name], file.name)
@@ -224,8 +225,8 @@ def _sets(
 
 
 def _read_group(level: _Level, group: int, columns: list[str], plan: ColumnPlan) -> Any:
-    """A row group as a table; texts that are hashed as codes of words, each of which is hashed once. Raises
-    SourceDamaged.
+    """Read a row group as a table; texts to be hashed come as dictionary codes, so that each word is hashed once.
+    Raises SourceDamaged.
     """
     file, footer = level
     with _damage_of(level, group), file.open() as opened:
@@ -234,14 +235,14 @@ def _read_group(level: _Level, group: int, columns: list[str], plan: ColumnPlan)
 
 
 def _texts(footer: Any, plan: ColumnPlan) -> list[str]:
-    """The paths, in the file, of columns of texts that are hashed, and of lists of them."""
+    """Return the paths, in the file, of columns of texts to be hashed, and of lists of them."""
     paths = [footer.schema.column(place).path for place in range(len(footer.schema))]
     return [path for path in paths if path.partition(".")[0] in plan.seeds]
 
 
 @contextmanager
 def _damage_of(level: _Level, group: int) -> Iterator[None]:
-    """Raise SourceDamaged for what reading a row group raises."""
+    """Convert errors of reading a row group to SourceDamaged."""
     file, footer = level
     try:
         yield
@@ -257,7 +258,7 @@ def _footers_of(files: Sequence[DataFile]) -> list[Any]:
 
 
 def _footer_of(file: DataFile) -> Any:
-    """The footer of a file. Raises SourceDamaged."""
+    """Return the footer of a file. Raises SourceDamaged."""
     try:
         with file.open() as opened:
             return pq.read_metadata(opened)

@@ -1,4 +1,4 @@
-"""Batches of one size from the streams of a source, with the cursors that each leaves behind."""
+"""Batches of one size from the streams of a source, with cursors after each batch."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from geartrain.workers.samples.rows import Rows, SampleRows
 from geartrain.workers.samples.source import SampleSource
 
 _PARTS_KEPT = 2
-"""Neighbouring streams and windows share a part."""
+"""Cached parts: neighbouring streams and windows share one."""
 
 
 class StreamBatches(Protocol):
-    """What reads streams in batches."""
+    """Reader of streams in batches."""
 
     @property
     def positions(self) -> Mapping[int, Position]:
-        """Of each stream, how far it was handed out."""
+        """Position of each stream after the last batch handed out."""
 
     def add(self, positions: Mapping[int, tuple[int, int]]) -> None:
-        """Read these streams, from there on."""
+        """Read these streams, too, from these positions."""
 
     def drop(self, streams: Iterable[int]) -> None:
-        """Read these no more."""
+        """Stop reading these streams."""
 
     def next_batch(self, epoch: int) -> SampleBatch | None:
-        """The next samples of an epoch; None: the streams have none (now)."""
+        """Return the next samples of an epoch; None: the streams have none (now)."""
 
     @property
     def has_more(self) -> bool:
-        """Whether there may be samples of the epoch in the streams, though :meth:`next_batch` has just given none."""
+        """Whether there may be samples of the epoch, even if :meth:`next_batch` has just returned None."""
 
     def is_done(self, epoch: int, cursors: Callable[[], Mapping[int, tuple[int, int]]]) -> bool:
-        """Whether the job is at its end. ``cursors`` asks what was committed of all its streams."""
+        """Return whether the job is at its end. ``cursors`` returns the committed cursors of all its streams."""
 
     def close(self) -> None:
-        """Let go of what is open."""
+        """Close open files and connections."""
 
 
 class FileBatches:
@@ -61,46 +61,42 @@ class FileBatches:
         epochs: int | None = None,
         finish: Callable[[SampleBatch], SampleBatch] = lambda batch: batch,
     ) -> None:
-        """``epochs`` are those of the job; None: it has no end. ``finish`` has a last look at every batch."""
+        """``epochs`` are those of the job; None: endless. ``finish`` processes every batch at the end."""
         self._source, self._order, self._epochs, self._finish = source, order, epochs, finish
         self._batch_size, self._drop_last = batch_size, drop_last
         self._parts: OrderedDict[int, Rows] = OrderedDict()
         self._positions: dict[int, Position] = {}
         self._open: tuple[int, int, Iterator[Window]] | None = None
-        """The stream that is being read, the epoch, and what it has beside :attr:`_rows`."""
+        """Stream being read, its epoch, and its remaining windows after :attr:`_rows`."""
         self._rows: SampleRows | None = None
 
     @property
     def positions(self) -> dict[int, Position]:
-        """See StreamBatches. A stream that has ended epoch e is at (e + 1, 0)."""
+        """Positions; a stream that has ended epoch e is at (e + 1, 0)."""
         return dict(self._positions)
 
     def add(self, positions: Mapping[int, tuple[int, int]]) -> None:
-        """See StreamBatches."""
         self.drop(positions)
         self._positions = dict(
             sorted({**self._positions, **{stream: Position(*at) for stream, at in positions.items()}}.items())
         )
 
     def drop(self, streams: Iterable[int]) -> None:
-        """See StreamBatches."""
         for stream in streams:
             self._positions.pop(stream, None)
             if self._open is not None and self._open[0] == stream:
                 self._open = self._rows = None
 
     def is_done(self, epoch: int, cursors: Callable[[], Mapping[int, tuple[int, int]]]) -> bool:
-        """See StreamBatches."""
         del cursors
         return self._epochs is not None and epoch >= self._epochs
 
     def close(self) -> None:
-        """See StreamBatches."""
         self.drop(list(self._positions))
         self._parts.clear()
 
     def next_batch(self, epoch: int) -> SampleBatch | None:
-        """See StreamBatches. None: the streams have ended the epoch; what :attr:`positions` say then is read, or
+        """Return the next batch. None: the streams have ended the epoch; all before :attr:`positions` was then read, or
         dropped. Raises SourceDamaged; then the samples before it are read again.
         """
         before = dict(self._positions)

@@ -18,28 +18,27 @@ from geartrain.workers.samples.columns import whole_array
 
 
 class Rows(Protocol):
-    """The rows of a part of a source."""
+    """Rows of a part of a source."""
 
     num_rows: int
 
     def slice(self, first: int, count: int) -> SampleRows:
-        """At most ``count`` of them from ``first`` on. Raises SourceError."""
+        """Return at most ``count`` rows from ``first`` on. Raises SourceError."""
 
 
 class ChangedRows:
-    """Rows of a part with what is made of every slice of them."""
+    """Rows of a part, each slice of which is converted on access."""
 
     def __init__(self, num_rows: int, change: Callable[[int, int], SampleRows]) -> None:
-        """``change``: the rows from a first one to an end."""
+        """``change`` returns the converted rows from a first one to an end."""
         self.num_rows, self._change = num_rows, change
 
     def slice(self, first: int, count: int) -> SampleRows:
-        """See Rows."""
         return self._change(first, min(self.num_rows, first + count))
 
 
 class SampleRows:
-    """Some samples: the rows of a table, and of trees, which share the rows of outer levels, the node of each there."""
+    """Some samples: rows of a table, and of trees the node of each in the tables of outer levels."""
 
     def __init__(self, table: Any, num_rows: int, outer: Mapping[str, tuple[Any, Ids]] | None = None) -> None:
         """``outer``: of each level but the last its table, and the row [num_rows] of each sample in it; outermost
@@ -48,13 +47,13 @@ class SampleRows:
         self.table, self.num_rows, self._outer = table, num_rows, outer or {}
 
     def slice(self, first: int, count: int) -> SampleRows:
-        """At most ``count`` of them from ``first`` on. Copies nothing."""
+        """Return at most ``count`` rows from ``first`` on, without a copy."""
         end = min(self.num_rows, first + count)
         outer = {level: (table, places[first:end]) for level, (table, places) in self._outer.items()}
         return SampleRows(self.table.slice(first, count), end - first, outer)
 
     def shuffled(self, random: np.random.Generator) -> SampleRows:
-        """All in another order, which depends on them and ``random`` alone. Trees stay together: they change places."""
+        """Return all rows in an order that depends on them and ``random`` alone. Trees are moved as units."""
         roots = next((places for _, places in self._outer.values()), np.arange(self.num_rows))
         starts = np.flatnonzero(np.diff(roots, prepend=-1))
         lengths = np.diff(np.append(starts, len(roots)))
@@ -63,18 +62,18 @@ class SampleRows:
         return self.take(np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(len(roots)))
 
     def take(self, indices: npt.NDArray[np.int64]) -> SampleRows:
-        """Those at ``indices``, in that order. Copies them."""
+        """Return the rows at ``indices``, in that order. Copies them."""
         outer = {level: (table, places[indices]) for level, (table, places) in self._outer.items()}
         return SampleRows(self.table.combine_chunks().take(pa.array(indices)), len(indices), outer)
 
     def columns(self) -> Iterator[tuple[str, Values, Ids | None]]:
-        """Name and values of each column; of those of an outer level the node of each sample, too."""
+        """Yield name and values of each column; for outer levels also the node of each sample."""
         for table, places in (*self._outer.values(), (self.table, None)):
             for name in table.column_names:
                 yield name, tensors_of_column(table.column(name)), places
 
     def texts(self, name: str) -> list[str]:
-        """The different texts in a column of strings, or of lists of them."""
+        """Return the distinct texts in a column of strings, or of lists of them."""
         tables = (self.table, *(table for table, _ in self._outer.values()))
         array = whole_array(next(table for table in tables if name in table.column_names).column(name))
         values = array.flatten() if pa.types.is_large_list(array.type) else array
@@ -82,14 +81,14 @@ class SampleRows:
         return found
 
     def column(self, name: str) -> npt.NDArray[Any]:
-        """The values of a column of single numbers, of each sample."""
+        """Return the values of a column of single numbers, for each sample."""
         values, places = next((values, places) for own, values, places in self.columns() if own == name)
         assert isinstance(values, Tensor)
         array = values.numpy()
         return array if places is None else array[places]
 
     def map_column(self, name: str, change: Callable[[Any], Any]) -> SampleRows:
-        """With what ``change`` makes of the Arrow column ``name``."""
+        """Return the rows with the Arrow column ``name`` replaced by ``change(column)``."""
 
         def changed(table: Any) -> Any:
             if name not in table.column_names:
@@ -100,7 +99,7 @@ class SampleRows:
         return SampleRows(changed(self.table), self.num_rows, outer)
 
     def joined(self, others: Sequence[SampleRows]) -> SampleRows:
-        """These, then those of ``others``. Tables that several have are there once."""
+        """Return these rows, then those of ``others``. Shared tables are stored once."""
         if not others:
             return self
         parts = [self, *others]
@@ -109,7 +108,7 @@ class SampleRows:
         return SampleRows(table, sum(part.num_rows for part in parts), outer)
 
     def batch(self, cursors: Mapping[int, tuple[int, int]]) -> SampleBatch:
-        """As tensors."""
+        """Return the rows as tensors."""
         columns = {}
         level_of: dict[str, str] = {}
         nodes: dict[str, Nodes] = {}
@@ -136,18 +135,19 @@ def _joined(parts: Sequence[tuple[Any, Ids]]) -> tuple[Any, Ids]:
 
 
 def tensors_of(table: Any) -> dict[str, Values]:
-    """The columns of an Arrow table whose types are those of samples, with nothing missing. Copies them."""
+    """Return the columns of an Arrow table as tensors; their types must be samples', without missing values. Copies
+    them."""
     return {name: tensors_of_column(table.column(name)) for name in table.column_names}
 
 
 def column_of_bags(values: Ids, offsets: Ids | None) -> Any:
-    """An Arrow column of ids, or of lists of them."""
+    """Return an Arrow column of ids, or of lists of them."""
     ids = pa.array(values)
     return ids if offsets is None else pa.LargeListArray.from_arrays(pa.array(offsets), ids)
 
 
 def ids_of_booleans(column: Any, missing: int) -> Any:
-    """An Arrow column of booleans, or of lists of them, as 0 and 1."""
+    """Return an Arrow column of booleans, or of lists of them, as 0 and 1."""
     array = whole_array(column)
     if pa.types.is_large_list(array.type):
         return pa.LargeListArray.from_arrays(array.offsets, ids_of_booleans(array.values, missing))
@@ -155,7 +155,7 @@ def ids_of_booleans(column: Any, missing: int) -> Any:
 
 
 def tensors_of_column(column: Any) -> Values:
-    """One of them; strings come as numbers that are equal where they are."""
+    """Return one column; strings become numbers that are equal where they are."""
     array = whole_array(column)
     if pa.types.is_large_list(array.type):
         offsets = array.offsets.to_numpy().astype(np.int64)

@@ -20,12 +20,12 @@ class SampleSource(Protocol):
 
     @property
     def identity(self) -> Any:
-        """What tells these data from others, as JSON can hold it; the same wherever the files are mounted."""
+        """Identity of the data as JSON values; the same wherever the files are mounted."""
 
     def read(self, part: int) -> Rows:
-        """The rows of a part. Raises SourceError."""
+        """Return the rows of a part. Raises SourceError."""
 
 
 def fingerprint(*parts: Any) -> str:
-    """A short name of what is equal for equal parts (JSON)."""
+    """Return a short hash of JSON values."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The files of a data source: a file, a folder, a pattern, or any URL that fsspec knows."""
+"""Files of a data source: a file, a folder, a pattern, or any URL that fsspec supports."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class DataFile:
     """One file of a source."""
 
     name: str
-    """As messages call it: path or URL."""
+    """Path or URL, for messages."""
     inner_name: str
-    """Below the folder that was given: the same on machines that mount it elsewhere."""
+    """Path below the given folder: the same on machines that mount it elsewhere."""
     system: Any
-    """Its fsspec file system."""
+    """fsspec file system of the file."""
     path: str
-    """There."""
+    """Path in the file system."""
     num_bytes: int
 
     def open(self) -> Any:
-        """Open it for reading bytes. Raises SourceDamaged if it is gone, or has another size than when it was found."""
+        """Open it for reading bytes. Raises SourceDamaged if it is gone, or its size has changed since it was found."""
         try:
             now = self.system.info(self.path)["size"]
             if now == self.num_bytes:
@@ -46,10 +46,10 @@ class DataFile:
 
 
 def find_files(where: Sources, suffixes: tuple[str, ...]) -> list[DataFile]:
-    """The files of a source in order of their names. Of a folder, all below it with one of ``suffixes``, but none whose
-    name, or whose folder's, begins with ``.`` or ``_``.
+    """Return the files of a source, sorted by name. Of a folder, all below it with one of ``suffixes``, except those
+    whose name, or whose folder's name, begins with ``.`` or ``_``.
 
-    Raises SourceNotFound if there is none, InvalidArgument for what is no place.
+    Raises SourceNotFound if there is none, InvalidArgument if ``where`` is no place.
     """
     places = [where] if isinstance(where, str | Path) or not isinstance(where, Sequence) else list(where)
     found = [file for place in places for file in _files_of(path_name("the source", place, _KIND), suffixes)]

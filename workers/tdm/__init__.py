@@ -1,1 +1,1 @@
-"""Training of a tree of items that finds what a user will like without scoring every item."""
+"""Training of a tree of items, which finds items a user will like without scoring every item."""

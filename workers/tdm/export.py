@@ -1,4 +1,4 @@
-"""A run of ``geartrain worker tdm`` as a folder to serve: its network as ONNX, its tables, and the tree.
+"""Export of a run of ``geartrain worker tdm`` to a folder to serve: its network as ONNX, its tables, and the tree.
 
 As :mod:`geartrain.workers.ctr.export`, kind "tree", with ``tree.safetensors``: the items [K] from left to right.
 """
@@ -30,11 +30,11 @@ TREE = "tree.safetensors"
 def export_tree(
     run: Path | Snapshot, out: Path, *, version: int | None = None, examples: bool = True
 ) -> dict[str, Any]:
-    """Replace the folder ``out`` by the model of a snapshot, as a whole; return its config.
+    """Replace the folder ``out`` atomically by the model of a snapshot; return its config.
 
-    ``run``, ``examples`` and errors as of :func:`geartrain.workers.ctr.export.export_clicks`.
+    ``run``, ``examples`` and errors are as in :func:`geartrain.workers.ctr.export.export_clicks`.
     """
-    next_version(out)  # raises if other files are there
+    next_version(out)  # raises if other files exist
     snapshot = run if isinstance(run, Snapshot) else newest_snapshot(read_run(run).snapshots)
     state = JobState.read(snapshot, TreeTrainer.job, TreeTrainer.recipe_class)
     fields, schema = state.data["fields"], SampleSchema.from_json(state.data["schema"])

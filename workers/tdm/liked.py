@@ -1,4 +1,4 @@
-"""What users liked: clicked items to learn from, those held out, and how many of them a list finds.
+"""Clicked items of users: training samples, held-out items, and the recall of recommendation lists.
 
 Legend: N clicked samples, U users with something held out.
 """
@@ -23,36 +23,36 @@ HISTORY = "history"
 
 @dataclass(frozen=True)
 class Liked:
-    """Samples to learn from and users to be tested."""
+    """Training samples and test users."""
 
     train: ClickSamples
-    """Clicked, each with the clicked items of its user that are earlier."""
+    """Clicked samples, each with the earlier clicked items of its user."""
     users: ClickSamples
-    """One sample for each user with something held out: its fields, and all clicked items to learn from as history."""
+    """One sample for each test user: its fields, with all its clicked training items as history."""
     seen: list[set[int]]
-    """Of each of :attr:`users`, the items of its samples to learn from, clicked or not: no list shall name them."""
+    """Items of each test user's training samples, clicked or not: no list may name them."""
     wanted: list[set[int]]
-    """Of each of :attr:`users`, the items held out that it clicked, and that it had not seen."""
+    """Held-out items that each test user clicked, and had not seen."""
     items: Ids
-    """All, rising."""
+    """All items, ascending."""
     user_fields: tuple[str, ...]
 
     def ids(self, samples: ClickSamples, indices: npt.NDArray[np.int64]) -> dict[str, Any]:
-        """The ids of the fields of users, and of the leaves of their histories."""
+        """Return the ids of the fields of users, and of the leaves of their histories."""
         assert samples.histories is not None
         places, offsets = samples.histories.take(indices)
         of_user = {name: samples.fields[name][indices] for name in self.user_fields}
         return {**of_user, HISTORY: (leaf_ids(samples.histories.items[places]), offsets)}
 
     def popular(self) -> Ids:
-        """The items by falling number of clicks to learn from."""
+        """Return the items by descending number of training clicks."""
         clicked = self.train.fields[self.train.schema.item[0]]
         counts = np.bincount(np.searchsorted(self.items, clicked), minlength=len(self.items))
         return self.items[np.argsort(-counts, kind="stable")]
 
 
 def liked_of(samples: ClickSamples, recipe: TdmRecipe) -> Liked:
-    """Part samples as a click model's are, and keep what was clicked. Raises ConfigError without users and items."""
+    """Split samples as for a click model, and keep the clicked ones. Raises ConfigError without users and items."""
     schema = samples.schema
     if schema.user is None or not schema.item or samples.times is None:
         raise ConfigError("a tree needs fields user and item, and a column time; give samples that have them")
@@ -92,8 +92,8 @@ def _by_user(users: Ids, items: Ids) -> Mapping[int, set[int]]:
 
 
 def recall(lists: Ids, liked: Liked, cut: int) -> float:
-    """The mean over users of the part of what is wanted that is among the first ``cut`` of a list [U, n], where items
-    that the user has seen are passed over.
+    """Return the mean over users of the share of wanted items among the first ``cut`` of a list [U, n], from which
+    items that the user has seen are removed.
     """
     parts = []
     for row, seen, wanted in zip(lists.tolist(), liked.seen, liked.wanted, strict=True):

@@ -1,4 +1,4 @@
-"""How a tree of items is trained: values only."""
+"""Settings of the training of a tree of items."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import ClassVar
 from geartrain.workers.ctr.recipe import EmbeddingRecipe
 
 CUTS = (10, 50)
-"""Recall is measured among so many items."""
+"""List lengths at which recall is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TdmRecipe(EmbeddingRecipe):
-    """That of a tree of items; ``history`` are the latest so many clicked items of the user, ``steps`` those with each
+    """Recipe of a tree of items; ``history`` is the number of the user's latest clicked items, ``steps`` that of each
     tree.
     """
 
@@ -27,7 +27,7 @@ class TdmRecipe(EmbeddingRecipe):
     batch_size: int = 250
     steps: int = 400
     rebuilds: int = 1
-    """How often the tree is made anew by what was learned."""
+    """Number of times the tree is rebuilt from what was learned."""
     row_lr: float = 0.005
     row_weight_decay: float = 0.0001
     lr: float = 0.002
@@ -40,5 +40,5 @@ class TdmRecipe(EmbeddingRecipe):
     }
 
     def stage_steps(self) -> int:
-        """Updates of one stage: with all its trees."""
+        """Return the updates of one stage, with all its trees."""
         return self.steps * (1 + self.rebuilds)

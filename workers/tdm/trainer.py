@@ -1,4 +1,4 @@
-"""``geartrain worker tdm``: what users liked in, a tree of items and its recall out."""
+"""``geartrain worker tdm``: trains a tree of items on users' clicks, and measures its recall."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _USERS_AT_ONCE = 256
 
 
 class TreeTrainer(EmbeddingTrainer):
-    """Trains with a tree of items, makes the tree anew by what was learned, and trains on."""
+    """Trains with a tree of items, rebuilds the tree from what was learned, and trains on."""
 
     job = "tdm"
     recipe_class = TdmRecipe
@@ -62,11 +62,12 @@ class TreeTrainer(EmbeddingTrainer):
         super().__init__(attempt, source, len(liked.train), network, fields, recipe, liked.train)
 
     def modules(self) -> dict[str, Any]:
-        """Tree, network and embeddings."""
+        """Return the tree with network and embeddings."""
         return {"tdm": self._tdm}
 
     def data(self) -> dict[str, Any]:
-        """Where the samples are, which fields tell of users, what samples are, and what the trees so far have found."""
+        """Return the place of the samples, the user fields, the meaning of samples, and the recall of the trees so
+        far."""
         schema = self._liked.train.schema.to_json()
         return {
             **super().data(),
@@ -76,19 +77,19 @@ class TreeTrainer(EmbeddingTrainer):
         }
 
     def restore(self, state: JobState) -> None:
-        """Go on from a state whose rows are in place already."""
+        """Restore a state whose rows are in place already."""
         super().restore(state)
         self._recalls = list(state.data["recalls"])
 
     def start(self, stop: Callable[[], bool]) -> None:
-        """Say what begins."""
+        """Print what begins."""
         del stop
         liked, depth = self._liked, self._tdm.tree.depth
         counts = f"{len(liked.train):,} clicks on {len(liked.items):,} items"
         self.attempt.print_line(f"Training a tree of {depth} levels on {counts}; {len(liked.users):,} users are asked")
 
     def loss(self, step: int) -> Tensor:
-        """The loss of the batch of ``step``."""
+        """Return the loss of the batch of ``step``."""
         train = self._liked.train
         indices = self.order.indices(step).numpy()
         items = train.fields[train.schema.item[0]][indices]
@@ -96,7 +97,7 @@ class TreeTrainer(EmbeddingTrainer):
         return loss
 
     def between(self) -> None:
-        """Where a tree's steps are done: measure it, and make the next."""
+        """Measure a tree at the end of its steps, and make the next."""
         step, steps = self.progress.part
         if step % (steps // (1 + self.recipe.rebuilds)) == 0:
             self._measure()
@@ -121,7 +122,7 @@ class TreeTrainer(EmbeddingTrainer):
         return {f"recall_{cut}": recall(lists, self._liked, cut) for cut in CUTS}
 
     def _by_beam(self, beam: int) -> Ids:
-        """The lists [U, beam] of the search, with room for what was seen."""
+        """Return the lists [U, beam] of the search, with room for seen items."""
         beam = min(beam, len(self._liked.items))
         lists = [
             self._tdm.retrieve(self._liked.ids(self._liked.users, part), k=beam, beam=beam)[0].numpy()
@@ -130,7 +131,7 @@ class TreeTrainer(EmbeddingTrainer):
         return np.concatenate(lists)
 
     def _by_all(self) -> Ids:
-        """The lists [U, K] by the scores of all items."""
+        """Return the lists [U, K] by the scores of all items."""
         items = self._liked.items
         scores = [self._tdm.scores(self._liked.ids(self._liked.users, part), items) for part in self._parts()]
         order: Ids = torch.cat(scores).argsort(1, descending=True).numpy()
@@ -141,7 +142,7 @@ class TreeTrainer(EmbeddingTrainer):
         return np.split(everyone, range(_USERS_AT_ONCE, len(everyone), _USERS_AT_ONCE))
 
     def report(self) -> dict[str, Any]:
-        """Compare the search with looking at all items and with the most popular; save the model."""
+        """Compare the search with scoring all items and with the most popular; save the model."""
         out, liked, recipe = self.attempt.options.out, self._liked, self.recipe
         popular = np.broadcast_to(liked.popular(), (len(liked.users), len(liked.items)))
         rivals = {"every item scored": self._by_all(), "the most popular": popular}
@@ -163,17 +164,17 @@ class TreeTrainer(EmbeddingTrainer):
         }
 
     def conclude(self) -> str:
-        """What the run folder has."""
+        """Return the contents of the run folder, in words."""
         return "Model, snapshots and report"
 
 
 def dims_of(user_fields: Sequence[str], dim: int) -> dict[str, int]:
-    """The widths of what the network takes."""
+    """Return the widths of the network's inputs."""
     return dict.fromkeys((*user_fields, HISTORY, NODE), dim) | {NODE_WEIGHT: 1}
 
 
 def nodes_scored(tree: ItemTree, beam: int) -> int:
-    """The most nodes that a search looks at: the children of a beam, on each level that has more nodes than it."""
+    """Return the most nodes that a search scores: the children of a beam, on each level with more nodes than it."""
     sizes = [len(tree.slots_at(level)) for level in range(1, tree.depth + 1)]
     return sum(min(2 * beam, size) for size in sizes if size > beam) or len(tree.items)
 
@@ -183,7 +184,7 @@ def _shown(found: dict[str, Any]) -> str:
 
 
 def first_order(samples: ClickSamples, items: Ids) -> Ids:
-    """The items in the order of the other fields that tell of them, so that those of a kind are neighbours."""
+    """Return the items sorted by the other item fields, so that similar ones are neighbours."""
     own, *others = samples.schema.item
     _, first = np.unique(samples.fields[own], return_index=True)
     keys = [samples.fields[name][first] for name in reversed(others)]

@@ -23,18 +23,17 @@ from geartrain.workers.samples.rows import tensors_of
 
 logger = logging.getLogger(__name__)
 _SLICE_SECONDS = 0.5
-"""The longest that a call for a batch lasts without one."""
+"""Longest call for a batch that returns none."""
 _TAKE_SECONDS = 0.05
-"""The library fills what it was asked for, or waits for so long."""
+"""Time for the library to return the requested messages."""
 _PROBE_SECONDS = 5.0
-"""After so long without a message the brokers are asked whether they are there."""
+"""Time without a message after which the brokers are probed."""
 _MOST_MESSAGES = 10_000
-"""That the client library gives at once."""
+"""Most messages that the client library returns at once."""
 
 
 class KafkaBatches:
-    """Reads partitions as streams of an epoch, 0, without end. Positions are those of
-    :func:`position_of`."""
+    """Reads partitions as streams of one endless epoch, 0. Positions are those of :func:`position_of`."""
 
     def __init__(
         self,
@@ -48,7 +47,7 @@ class KafkaBatches:
         starts: Mapping[int, int],
         ends: Mapping[int, int] | None,
     ) -> None:
-        """``starts`` are the offsets where a partition that nobody has read begins, ``ends`` those where all end."""
+        """``starts`` are the first offsets of unread partitions, ``ends`` the offsets at which reading ends."""
         self._topic, self._tables = topic, tables
         self._batch_size, self._max_wait_seconds = batch_size, max_wait_seconds
         self._skip_damaged, self._finish = skip_damaged, finish
@@ -56,18 +55,18 @@ class KafkaBatches:
         self._consumer = topic.consumer()
         self._positions: dict[int, Position] = {}
         self._next: dict[int, int] = {}
-        """The offset to ask for, beyond what is :attr:`_pending`."""
+        """Next offset to fetch, beyond :attr:`_pending`."""
         self._pending: deque[MessageRows] = deque()
         self._pending_since = self._heard = time.monotonic()
         self._silent_since: float | None = None
-        """When the brokers were found to be away."""
+        """Time at which the brokers were found to be away."""
         self._asks = threading.Lock()
         self._asker: Any = None
-        """A client of its own for :meth:`metrics`: questions to the other one wait until there are messages."""
+        """Client of its own for :meth:`metrics`: calls of the other one block until there are messages."""
         register_source(self)
 
     def metrics(self) -> Iterator[Metric]:
-        """How far it is behind what was written to each partition, which the brokers are asked for."""
+        """Yield the lag behind each partition's end, which is queried from the brokers."""
         positions = {partition: place_of(at.consumed)[0] for partition, at in self.positions.items()}
         with self._asks:
             if positions and self._asker is None:
@@ -79,16 +78,14 @@ class KafkaBatches:
 
     @property
     def positions(self) -> dict[int, Position]:
-        """See StreamBatches."""
         return dict(self._positions)
 
     @property
     def has_more(self) -> bool:
-        """See StreamBatches."""
         return bool(self._pending) or any(self._is_open(partition) for partition in self._positions)
 
     def is_done(self, epoch: int, cursors: Callable[[], Mapping[int, tuple[int, int]]]) -> bool:
-        """See StreamBatches. When all partitions were committed up to their ends."""
+        """Return whether all partitions were committed up to their ends."""
         del epoch
         if self._ends is None or self.has_more:
             return False
@@ -99,7 +96,6 @@ class KafkaBatches:
         return self._ends is None or self._next[partition] < self._ends.get(partition, 0)
 
     def add(self, positions: Mapping[int, tuple[int, int]]) -> None:
-        """See StreamBatches."""
         self.drop(positions)
         for partition, (_, position) in positions.items():
             at = position or position_of(self._starts[partition])
@@ -108,7 +104,6 @@ class KafkaBatches:
         self._assign()
 
     def drop(self, streams: Iterable[int]) -> None:
-        """See StreamBatches."""
         gone = set(streams) & set(self._positions)
         if gone:
             for partition in gone:
@@ -117,7 +112,6 @@ class KafkaBatches:
             self._assign()
 
     def close(self) -> None:
-        """See StreamBatches."""
         self._consumer.close()
         self._positions = {}
         with self._asks:
@@ -126,7 +120,7 @@ class KafkaBatches:
                 self._asker = None
 
     def _assign(self) -> None:
-        """Ask for what is open, each partition from where its pending messages end."""
+        """Fetch the open partitions, each from the end of its pending messages."""
         wanted = [
             kafka.TopicPartition(self._topic.name, partition, offset)
             for partition, offset in self._next.items()
@@ -138,16 +132,16 @@ class KafkaBatches:
             self._consumer.unassign()
 
     def next_batch(self, epoch: int) -> SampleBatch | None:
-        """See StreamBatches. Waits for half a second at most.
+        """Return the next batch; waits half a second at most.
 
-        Raises BrokerUnavailable after the time-out, SourceDamaged for a message that cannot be read and for one that
-        was deleted before it was read, ColumnMismatch.
+        Raises BrokerUnavailable after the time-out, SourceDamaged for an unreadable message and for one that was
+        deleted before it was read, ColumnMismatch.
         """
         del epoch
         try:
             return self._next_batch()
         except BaseException:
-            self._assign()  # what the library has given out and is not pending comes again
+            self._assign()  # messages that the library has returned and that are not pending come again
             raise
 
     def _next_batch(self) -> SampleBatch | None:
@@ -167,7 +161,7 @@ class KafkaBatches:
         return self._num_pending() >= self._batch_size
 
     def _is_due(self) -> bool:
-        """Whether a batch that is not full is wanted: nothing comes any more, or its first sample waits too long."""
+        """Return whether a partial batch is due: no more messages come, or its first sample has waited too long."""
         if not self._pending:
             return False
         waited = time.monotonic() - self._pending_since
@@ -175,7 +169,7 @@ class KafkaBatches:
         return is_last or (self._max_wait_seconds is not None and waited >= self._max_wait_seconds)
 
     def _receive(self, seconds: float) -> bool:
-        """Take messages; whether there may be more to take."""
+        """Receive messages; return whether there may be more."""
         if not any(self._is_open(partition) for partition in self._positions):
             return False
         if not self._pending:
@@ -196,7 +190,7 @@ class KafkaBatches:
         return not self._is_due()
 
     def _take(self, message: Any) -> bool:
-        """Keep a message; whether its partition has come to its end by it."""
+        """Store a message; return whether it ends its partition."""
         partition, error = message.partition(), message.error()
         if error is not None:
             if error.code() == kafka.KafkaError._PARTITION_EOF:
@@ -223,7 +217,7 @@ class KafkaBatches:
         return self._pass(partition, offset + 1)
 
     def _pass(self, partition: int, offset: int) -> bool:
-        """Nothing below ``offset`` is to be asked for again; whether that ends the partition."""
+        """Skip all below ``offset``; return whether that ends the partition."""
         was_open = self._is_open(partition)
         self._next[partition] = max(self._next[partition], offset)
         if not any(rows.partition == partition for rows in self._pending):
@@ -246,7 +240,7 @@ class KafkaBatches:
         self._heard, self._silent_since = time.monotonic(), None
 
     def _look_after_brokers(self) -> None:
-        """After a while without a message, ask whether the brokers are there. Raises BrokerUnavailable."""
+        """Probe the brokers after a while without a message. Raises BrokerUnavailable."""
         limit = self._topic.timeout_seconds
         if time.monotonic() - self._heard < min(_PROBE_SECONDS, limit / 4) and self._silent_since is None:
             return
@@ -257,7 +251,7 @@ class KafkaBatches:
                 self._silent_since = self._heard
             self._topic.warn()
             if now - self._silent_since > limit:
-                self._silent_since, self._heard = None, now  # who asks again waits again
+                self._silent_since, self._heard = None, now  # a retry waits again
                 raise self._topic.unavailable(limit)
             return
         self._hear()
@@ -295,7 +289,7 @@ class KafkaBatches:
             table, taken = (self._tables.table(sound) if sound else None), sound
         self._pending, self._pending_since = rest, time.monotonic()
         waiting = {rows.partition for rows in rest}
-        for partition in cursors.keys() - waiting:  # what comes next and is no sample was passed already
+        for partition in cursors.keys() - waiting:  # later messages without samples were skipped already
             cursors[partition] = Position(0, position_of(self._next[partition]))
         self._positions.update(cursors)
         if table is None:

@@ -1,4 +1,4 @@
-"""Rows of samples in the messages of a topic: a JSON object each, or several as an Arrow IPC stream."""
+"""Rows of samples in a topic's messages: a JSON object each, or several as an Arrow IPC stream."""
 
 from __future__ import annotations
 
@@ -14,52 +14,52 @@ from geartrain.ams.values.text import quoted
 from geartrain.workers.samples.columns import ANY_64_BITS, ColumnPlan, Fill, NameRow, planned_columns, type_named
 
 MOST_ROWS = 2**20
-"""Of one message."""
+"""Most rows of one message."""
 
 
 def position_of(offset: int, row: int = 0) -> int:
-    """The position in its data stream of a row of a message: 1 + offset · 2^20 + row. 0 says that nobody was there."""
+    """Return the stream position of a message's row: 1 + offset · 2^20 + row. 0 means: nothing was read yet."""
     return 1 + offset * MOST_ROWS + row
 
 
 def place_of(position: int) -> tuple[int, int]:
-    """The offset and the row of a position above 0."""
+    """Return the offset and the row of a position above 0."""
     return divmod(position - 1, MOST_ROWS)
 
 
 class MessageRows(NamedTuple):
-    """Some rows of one message."""
+    """Rows of one message."""
 
     partition: int
     offset: int
     first: int
-    """Row of the message."""
+    """Number of the first row in the message."""
     size: int
-    """So many of them."""
+    """Number of rows."""
     total: int
-    """Rows of the message."""
+    """Number of all rows of the message."""
     content: Any
 
     @property
     def position_after(self) -> int:
-        """Where the partition goes on."""
+        """Next position of the partition."""
         end = self.first + self.size
         return position_of(self.offset + 1) if end == self.total else position_of(self.offset, end)
 
     def split(self, count: int) -> tuple[MessageRows, MessageRows]:
-        """The first ``count`` of them, and the others."""
+        """Return the first ``count`` rows, and the others."""
         others = self._replace(first=self.first + count, size=self.size - count)
         return self._replace(size=count), others
 
 
 class MessageFormat(Protocol):
-    """How messages become tables."""
+    """Parser of messages to tables."""
 
     def rows(self, content: bytes) -> tuple[int, Any]:
-        """How many rows a message has, and its content in a form that :meth:`table` takes. Raises ArrowException."""
+        """Return the number of a message's rows, and its content as input of :meth:`table`. Raises ArrowException."""
 
     def table(self, rows: Sequence[MessageRows]) -> Any:
-        """The rows as a table, before its columns are looked at. Raises ArrowException."""
+        """Return the rows as a table, before its columns are checked. Raises ArrowException."""
 
 
 def plan_of(
@@ -69,7 +69,7 @@ def plan_of(
     who: str,
     fold: Collection[str] = (),
 ) -> ColumnPlan:
-    """The columns that messages have. Raises InvalidArgument."""
+    """Return the plan of the messages' columns. Raises InvalidArgument."""
     if not isinstance(schema, Mapping) or not schema:
         raise InvalidArgument(f"schema is {quoted(schema)}; it must map columns to types, as {{'user': 'int64'}}")
     arrow = pa.schema([(name, type_named(name, kind).arrow) for name, kind in schema.items()])
@@ -77,10 +77,10 @@ def plan_of(
 
 
 class JsonMessages:
-    """A JSON object each, with a key for each column; other keys are left alone."""
+    """Messages of a JSON object each, with a key for each column; other keys are ignored."""
 
     def __init__(self, plan: ColumnPlan) -> None:
-        # Of a fixed length only when it was looked at: the parser knows no such lists.
+        # Lists get a fixed length only after the check: the parser has no such type.
         fields = []
         for name, kind in plan.types.items():
             item = ANY_64_BITS if name in plan.folds else kind.arrow.value_type if kind.is_list else kind.arrow
@@ -90,11 +90,9 @@ class JsonMessages:
         )
 
     def rows(self, content: bytes) -> tuple[int, Any]:
-        """See MessageFormat."""
         return 1, content
 
     def table(self, rows: Sequence[MessageRows]) -> Any:
-        """See MessageFormat."""
         content = b"\n".join(part.content for part in rows)
         table = pyarrow.json.read_json(
             io.BytesIO(content),
@@ -107,20 +105,19 @@ class JsonMessages:
 
 
 class ArrowMessages:
-    """An Arrow IPC stream each, of any number of rows."""
+    """Messages of an Arrow IPC stream each, of any number of rows."""
 
     def __init__(self, plan: ColumnPlan) -> None:
         self._plan = plan
 
     def rows(self, content: bytes) -> tuple[int, Any]:
-        """See MessageFormat."""
         table = pa.ipc.open_stream(content).read_all()
         if table.num_rows > MOST_ROWS:
             raise pa.ArrowInvalid(f"it has {table.num_rows} rows; {MOST_ROWS} are the most")
         return table.num_rows, table
 
     def table(self, rows: Sequence[MessageRows]) -> Any:
-        """See MessageFormat. Raises ColumnMismatch, too."""
+        """Join the rows' tables. Raises also ColumnMismatch."""
         for part in rows:
             self._plan.require_in(part.content.schema, f"the message at offset {part.offset}", "schema")
         parts = [self._plan.aligned(part.content.slice(part.first, part.size)) for part in rows]
@@ -138,15 +135,15 @@ FORMATS: dict[str, Callable[[ColumnPlan], MessageFormat]] = {"json": JsonMessage
 
 
 class MessageTables:
-    """Tables of samples from messages, and which message is to blame where there is none."""
+    """Tables of samples from messages, with errors that name the bad message."""
 
     def __init__(self, topic: str, plan: ColumnPlan, form: MessageFormat) -> None:
         self._topic, self._plan, self._format = topic, plan, form
         self.finish: Callable[[Any, NameRow], Any] = lambda table, _: table
-        """Has a last look at every table, and names a row of it. Raises SourceError."""
+        """Processes every table at the end, and can name its rows. Raises SourceError."""
 
     def rows(self, partition: int, offset: int, content: bytes | None) -> MessageRows:
-        """All rows of a message. Raises SourceDamaged."""
+        """Return all rows of a message. Raises SourceDamaged."""
         try:
             if content is None:
                 raise pa.ArrowInvalid("it has no value")
@@ -156,7 +153,7 @@ class MessageTables:
         return MessageRows(partition, offset, 0, count, count, parsed)
 
     def table(self, rows: Sequence[MessageRows]) -> Any:
-        """The samples. Raises SourceError that names the message."""
+        """Return the samples. Raises SourceError that names the message."""
         try:
             return self._table(rows)
         except SourceError:
@@ -167,7 +164,7 @@ class MessageTables:
             raise self._damaged(rows[0].partition, rows[0].offset, exc) from exc
 
     def sound(self, rows: Sequence[MessageRows]) -> tuple[list[MessageRows], list[SourceError]]:
-        """Those that can be read, and what is wrong with the others."""
+        """Return the readable rows, and the errors of the others."""
         good: list[MessageRows] = []
         bad: list[SourceError] = []
         for part in rows:

@@ -1,4 +1,4 @@
-"""Samples in the messages of a Kafka topic: what a user makes of them."""
+"""Samples in the messages of a Kafka topic, as a user creates them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class KafkaSamples:
-    """Samples from a Kafka topic, in batches, as they come.
+    """Samples from a Kafka topic, in batches, as they arrive.
 
         schema = {"user": "int64", "history": "list<int64>", "click": "float32"}
         samples = gt.KafkaSamples("clicks", "broker:9092", schema=schema, batch_size=4096)
@@ -31,8 +31,8 @@ class KafkaSamples:
                 ...
                 batches.commit(batch)
 
-    Each partition is a data stream of the job: its offsets are committed with the job's cursors, at the scheduler, and
-    nothing in a consumer group of Kafka's. A message is a JSON object, or an Arrow IPC stream of many samples.
+    Each partition is a data stream of the job: its offsets are committed with the job's cursors, at the scheduler;
+    Kafka's consumer groups are not used. A message is a JSON object, or an Arrow IPC stream of many samples.
     """
 
     def __init__(
@@ -55,28 +55,27 @@ class KafkaSamples:
         timeout_seconds: float = 60.0,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Ask the brokers which partitions the topic has.
+        """Query the topic's partitions from the brokers.
 
         Args:
             topic: Its name.
-            brokers: ``host:port``, or several with commas; the port is 9092 where none is given.
+            brokers: ``host:port``, or several separated by commas; the default port is 9092.
             schema: Columns and their types: "int64", "float32", "float64", "bool", "string", "list<int64>", "int64[8]".
             batch_size: B. The last batch before ``until`` may be smaller.
             format: Of the messages.
-            hash_strings: Columns of strings, or of lists of them, that ``gt.hash_strings`` makes ids of; True: all. A
+            hash_strings: Columns of strings, or of lists of them, to hash to ids with ``gt.hash_strings``; True: all. A
                 mapping gives each its seed.
-            fill: What stands for a missing value, by column. A missing list is an empty
-                one; of what ``fill`` does not name, a missing text is the empty one, and another value an error.
-            fold: Columns of any 64-bit integers, or of lists of them, that ``gt.fold_ids`` makes ids of.
-            start: Where a partition begins that the job has not read; a mapping gives the offset of each.
-            until: Where reading ends: at what is there now, or before the first message of a time; None: it follows.
-            max_wait_seconds: A batch that is not full is given when its first sample has waited for so long; None: it
-                is not.
-            skip_damaged: Log messages that cannot be read and go on; otherwise they are an error.
+            fill: Replacement of missing values, by column. A missing list is empty; without ``fill``, a missing text is
+                empty, and another missing value an error.
+            fold: Columns of any 64-bit integers, or of lists of them, to map to ids with ``gt.fold_ids``.
+            start: Start of partitions that the job has not read; a mapping gives the offset of each.
+            until: End of reading: at the present end, or before the first message of a time; None: endless.
+            max_wait_seconds: Longest wait of a sample before a partial batch is returned; None: wait until it is full.
+            skip_damaged: Log unreadable messages and continue; otherwise they are an error.
             dedup: Levels and their columns, as of :class:`gt.ParquetSamples`.
-            late_labels: Messages are impressions and clicks of them, of one partition: see :class:`gt.LateLabels`.
-            timeout_seconds: So long brokers that do not answer are waited for.
-            settings: Of librdkafka, for security and the like: ``{"security.protocol": "SSL"}``.
+            late_labels: Messages are impressions and their clicks, in one partition (:class:`gt.LateLabels`).
+            timeout_seconds: Wait for brokers that do not answer.
+            settings: Of librdkafka, such as for security: ``{"security.protocol": "SSL"}``.
 
         Raises:
             ConfigError: confluent-kafka or pyarrow is missing.
@@ -136,11 +135,11 @@ class KafkaSamples:
 
     @property
     def num_partitions(self) -> int:
-        """Of the topic: the most workers that have something to read."""
+        """Number of the topic's partitions: the most workers with something to read."""
         return len(self._starts)
 
     def __iter__(self) -> Iterator[SampleBatch]:
-        """Read all partitions from ``start`` on, in this process alone; every loop begins there.
+        """Read all partitions from ``start`` on, in this process alone; every loop starts there.
 
         Raises SourceError, BrokerUnavailable.
         """
@@ -159,12 +158,12 @@ class KafkaSamples:
         """Read some of the partitions, beside other workers of a job; every message is committed exactly once.
 
         Args:
-            cluster: Its scheduler keeps the offsets.
-            job: Name of the job. A new name begins at ``start``.
-            worker: Name of this worker, its own in the job.
-            num_workers: So many will come: partitions are kept for them for one lease after the first.
-            incarnation: See ``Cluster.streams``.
-            restore: The scheduler saves the job and takes it back when it has lost something: train with
+            cluster: Its scheduler stores the offsets.
+            job: Name of the job. A new name starts at ``start``.
+            worker: Name of this worker, unique in the job.
+            num_workers: Expected workers: partitions are reserved for them for one lease after the first.
+            incarnation: As in ``Cluster.streams``.
+            restore: The scheduler saves the job and restores it after a loss: train with
                 :meth:`.LeasedSamples.apply`.
 
         Raises InvalidArgument, also for a job that was begun with another number of partitions.
@@ -183,7 +182,7 @@ class KafkaSamples:
         return LeasedSamples(self._unassigned(), streams)
 
     def reader(self) -> StreamBatches:
-        """Of all partitions, from ``start`` on."""
+        """Return a reader of all partitions, from ``start`` on."""
         reader = self._unassigned()
         reader.add(dict.fromkeys(self._starts, (0, 0)))
         return reader
@@ -209,7 +208,7 @@ class KafkaSamples:
 
 
 class _Batches(Iterator["SampleBatch"]):
-    """What a reader gives, until it has no more."""
+    """Batches of a reader, until it has no more."""
 
     def __init__(self, reader: StreamBatches) -> None:
         self._reader = reader
@@ -227,7 +226,7 @@ class _Batches(Iterator["SampleBatch"]):
         self._is_ended = True
 
     def close(self) -> None:
-        """Let go of the consumer. Idempotent."""
+        """Close the consumer. Idempotent."""
         self._is_ended = True
         self._reader.close()
 

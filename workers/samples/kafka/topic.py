@@ -1,4 +1,4 @@
-"""A topic and its brokers: what they are asked beside messages, and what is said while they do not answer."""
+"""Queries about a topic to its brokers, with retries and warnings while they do not answer."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from geartrain.ams.values.errors import BrokerUnavailable, SourceNotFound
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 2.0, 10.0
-"""So long one question waits: the first, and at most; each waits twice as long as the one before."""
+"""Time-out of the first query, and the longest one; each is twice as long as the one before."""
 _WARNING_SECONDS = 10.0
-"""Between two warnings that nobody answers."""
+"""Time between two warnings that no broker answers."""
 _BEHIND_SECONDS = 1.0
-"""For the end of a partition, where somebody wants to know how far away it is."""
+"""Time-out of the query for a partition's end, for the lag."""
 _MOST_REASONS = 3
-"""Brokers of which a message says why they do not answer."""
+"""Most brokers whose errors a message names."""
 _BROKER = re.compile(r"^(?:GroupCoordinator: )?(\S+?)(?:/(?:bootstrap|-?\d+))?: ")
-"""What the client library begins an error of a broker with: its address, which it may have under two names."""
+"""Prefix of the client library's error about a broker: its address, under either of two names."""
 _STATE = re.compile(r" \(after \d+ms in state .*\)$")
 
 
 class _ClientLog:
-    """The logger of the client library. It repeats a broker's failure several times a second: these are details."""
+    """Logger of the client library. It repeats a broker's failure several times a second, so these are debug lines."""
 
     @staticmethod
     def log(level: int, text: str, *arguments: Any) -> None:
@@ -40,12 +40,12 @@ class _ClientLog:
 
 
 class Topic:
-    """A topic and its brokers, asked with a time-out."""
+    """A topic with its brokers, queried with a time-out."""
 
     def __init__(self, name: str, settings: Mapping[str, Any], timeout_seconds: float) -> None:
         self.name, self.timeout_seconds = name, timeout_seconds
         self.settings = {
-            "group.id": "geartrain",  # the library wants one; nothing is committed to it
+            "group.id": "geartrain",  # the library requires one; nothing is committed to it
             **settings,
             "enable.auto.commit": False,
             "enable.auto.offset.store": False,
@@ -56,15 +56,15 @@ class Topic:
         }
         self.brokers = str(settings.get("bootstrap.servers", "no brokers"))
         self._reasons: dict[str, str] = {}
-        """Why each broker does not answer, the latest last."""
+        """Last error of each broker, latest last."""
         self._warned: float | None = None
 
     def consumer(self) -> Any:
-        """A client of its own."""
+        """Return a new client."""
         return kafka.Consumer(self.settings)
 
     def partitions(self, consumer: Any, timeout_seconds: float) -> list[int] | None:
-        """Their numbers; None: nobody answered. Raises SourceNotFound."""
+        """Return the partition numbers; None: no answer. Raises SourceNotFound."""
         try:
             return self._partitions(consumer, timeout_seconds)
         except kafka.KafkaException:
@@ -79,24 +79,25 @@ class Topic:
         raise SourceNotFound(f"{self.brokers} have no topic {self.name!r} ({found.error.str()}){meant}")
 
     def first_partitions(self, consumer: Any) -> list[int]:
-        """Their numbers, waited for. Raises BrokerUnavailable after the time-out, SourceNotFound."""
+        """Return the partition numbers, with retries. Raises BrokerUnavailable after the time-out, SourceNotFound."""
         return self._answer(consumer, lambda seconds: self._partitions(consumer, seconds))
 
     def offsets_at(self, consumer: Any, partitions: list[int], moment: datetime) -> dict[int, int]:
-        """Of each partition that has one, the first offset at or after ``moment``. Raises BrokerUnavailable."""
+        """Return, for each partition that has one, the first offset at or after ``moment``. Raises
+        BrokerUnavailable."""
         milliseconds = int(moment.timestamp() * 1000)
         asked = [kafka.TopicPartition(self.name, partition, milliseconds) for partition in partitions]
         found = self._answer(consumer, lambda seconds: consumer.offsets_for_times(asked, timeout=seconds))
         return {entry.partition: entry.offset for entry in found if entry.offset >= 0}
 
     def bounds(self, consumer: Any, partition: int) -> tuple[int, int]:
-        """The first offset that is there, and the next one to be written. Raises BrokerUnavailable."""
+        """Return the first existing offset, and the next one to be written. Raises BrokerUnavailable."""
         asked = kafka.TopicPartition(self.name, partition)
         low, high = self._answer(consumer, lambda seconds: consumer.get_watermark_offsets(asked, timeout=seconds))
         return int(low), int(high)
 
     def behind(self, consumer: Any, positions: Mapping[int, int]) -> dict[int, int]:
-        """How many messages there are from each position on, as far as brokers answer promptly."""
+        """Return the number of messages after each position, where brokers answer promptly."""
         found: dict[int, int] = {}
         with suppress(kafka.KafkaException):
             for partition, position in positions.items():
@@ -106,9 +107,10 @@ class Topic:
         return found
 
     def _answer(self, consumer: Any, ask: Callable[[float], Answer]) -> Answer:
-        """What ``ask(seconds)`` returns, asked again until the time-out, with a warning now and then.
+        """Return the result of ``ask(seconds)``, retried until the time-out, with a warning now and then.
 
-        It polls ``consumer``, where a message would be lost: nothing is assigned to it, or it is assigned anew later.
+        It polls ``consumer``, which would lose a message: nothing may be assigned to it, unless it is assigned anew
+        later.
         """
         until = time.monotonic() + self.timeout_seconds
         wait = min(_FIRST_WAIT_SECONDS, self.timeout_seconds / 4)
@@ -116,7 +118,7 @@ class Topic:
             try:
                 answer = ask(min(wait, max(0.01, until - time.monotonic())))
             except kafka.KafkaException as exc:
-                consumer.poll(0.1)  # only then does the library say what is wrong
+                consumer.poll(0.1)  # only then does the library report errors
                 if not self._reasons:
                     self._note(exc.args[0])
                 if time.monotonic() >= until:
@@ -128,12 +130,12 @@ class Topic:
                 return answer
 
     def hear(self) -> None:
-        """A broker has answered: what was wrong before is over."""
+        """Record an answer of a broker: earlier errors are over."""
         self._reasons.clear()
         self._warned = None
 
     def warn(self) -> None:
-        """Log that no broker answers, unless that was said just now."""
+        """Log that no broker answers, unless that was logged just now."""
         now = time.monotonic()
         if self._warned is None or now - self._warned >= _WARNING_SECONDS:
             self._warned = now
@@ -146,7 +148,7 @@ class Topic:
             )
 
     def unavailable(self, seconds: float) -> BrokerUnavailable:
-        """The error after waiting for so long."""
+        """Return the error after this wait."""
         return BrokerUnavailable(
             f"no broker of topic {self.name!r} ({self._addresses()}) answered for {seconds:g} s: {self._why()}. "
             "Nothing is lost; reading goes on where it was once they are back"
@@ -154,7 +156,7 @@ class Topic:
 
     def _note(self, error: Any) -> None:
         if error.code() == kafka.KafkaError._ALL_BROKERS_DOWN:
-            return  # says how many, and not why
+            return  # has the number, not the reason
         reason = _STATE.sub("", _BROKER.sub(r"\1: ", str(error.str())))
         broker = reason.partition(": ")[0]
         self._reasons.pop(broker, None)
@@ -170,6 +172,6 @@ class Topic:
 
 
 def _has_port(broker: str) -> bool:
-    """Whether the client library finds a port: behind the only colon, or behind the bracket of an IPv6 address."""
+    """Return whether the client library finds a port: after the only colon, or after an IPv6 address's bracket."""
     address = broker.rpartition("://")[2]
     return address.count(":") == 1 or "]:" in address

@@ -1,1 +1,1 @@
-"""Samples as prefix trees: what neighbours share is stored, read and computed once."""
+"""Samples as prefix trees: data that neighbours share is stored, read and computed once."""

@@ -1,4 +1,4 @@
-"""``geartrain samples compress``: Parquet or CSV in, sample trees out."""
+"""``geartrain samples compress``: converts Parquet or CSV to sample trees."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ def compress_samples(
     compression: str = "zstd",
     memory_bytes: int = 1 << 30,
 ) -> TreeReport:
-    """Make prefix trees of samples, for :class:`TreeSamples`: what neighbours share is written once.
+    """Make prefix trees of samples, for :class:`TreeSamples`: data that neighbours share is written once.
 
         gt.compress_samples("clicks/", "clicks-trees", ["user", "page", "item"], sort=True)
 
     Args:
         where: Parquet or CSV files: a file, a folder, a pattern, a URL, or a list of them.
-        out: A new local folder, there whole or not at all.
-        levels: The outermost first. Each has columns; neighbours that are equal in those of a level, and of all before
-            it, are one node of it. A name alone is that of its column. A column that is in no level goes to the
-            outermost one in which it never changes within a node.
-        sort: First put samples in the order of the columns of all levels but the last; else only those that are
-            neighbours already share nodes. Equal ones stay in order.
-        columns: Which to take, and with a mapping their types: of CSV needed for lists.
-        fill: What stands for a missing value, by column.
-        fold: Columns of any 64-bit integers, which become ids by ``gt.fold_ids``.
+        out: A new local folder, written atomically.
+        levels: Outermost first. Each has columns; neighbours that are equal in those of a level, and of all before it,
+            are one node of it. A name alone is that of its column. A column that is in no level goes to the outermost
+            one in which it is constant within a node.
+        sort: First sort samples by the columns of all levels but the last; else only samples that are neighbours
+            already share nodes. The sort is stable.
+        columns: Columns to use, and with a mapping their types: needed for lists in CSV.
+        fill: Replacement of missing values, by column.
+        fold: Columns of any 64-bit integers, to map to ids with ``gt.fold_ids``.
         delimiter: Of CSV.
         list_delimiter: Of lists in CSV.
-        rows_per_group: Samples of a row group; a tree that is larger goes on in the next one.
+        rows_per_group: Samples of a row group; a larger tree continues in the next one.
         compression: Of the files: "zstd", "snappy", "lz4", "gzip", "brotli" or "none".
-        memory_bytes: More samples than that are sorted by way of temporary files in the folder of ``out``.
+        memory_bytes: Larger data are sorted in temporary files in the folder of ``out``.
 
-    Returns what was written. Raises as :class:`ParquetSamples`, and InvalidArgument for levels that cannot be.
+    Returns a report. Raises as :class:`ParquetSamples`, and InvalidArgument for impossible levels.
     """
     require_arrow()
     from geartrain.workers.samples.opening import open_rows

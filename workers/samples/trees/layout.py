@@ -1,4 +1,4 @@
-"""The files of sample trees: names, and what each says of itself. See ``docs/explanation/sample-trees.md``."""
+"""File layout of sample trees: names and metadata. ``docs/explanation/sample-trees.md`` describes it."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from geartrain.ams.values.errors import SourceDamaged
 from geartrain.ams.values.text import other_format
 
 COUNTS = "num_children"
-"""Column of every level but the last: of each node, how many nodes of the next level are its."""
+"""Column of every level but the last: the number of each node's children in the next level."""
 _KEY = b"geartrain.sample_tree"
 _FORMAT = 1
 
 
 def file_name(part: int, level: str) -> str:
-    """The file of a level in a set."""
+    """Return the file name of a level in a set."""
     return f"part-{part:05d}.{level}.parquet"
 
 
 def with_levels(schema: Any, levels: Sequence[str], level: str) -> Any:
-    """The schema of a level's table, saying which level of which it is."""
+    """Return the schema of a level's table, with all levels and its own as metadata."""
     text = json.dumps({"format": _FORMAT, "levels": list(levels), "level": level})
     return schema.with_metadata({**(schema.metadata or {}), _KEY: text.encode()})
 
 
 def is_level(schema: Any) -> bool:
-    """Whether the table is a level of sample trees."""
+    """Return whether the table is a level of sample trees."""
     return _KEY in (schema.metadata or {})
 
 
 def levels_in(schema: Any, file: str) -> tuple[tuple[str, ...], str]:
-    """All levels, and that of the table. Raises SourceDamaged for a file of something else, or of another format."""
+    """Return all levels, and that of the table. Raises SourceDamaged for another kind of file or format."""
     text = (schema.metadata or {}).get(_KEY)
     if text is None:
         raise SourceDamaged(

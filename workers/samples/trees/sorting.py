@@ -1,4 +1,4 @@
-"""Samples in the order of some columns, however many they are: those that belong together become neighbours."""
+"""External sort of samples by some columns, which makes those that belong together neighbours."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _MIXER = np.uint64(0x9E3779B97F4A7C15)
 
 
 def sorted_tables(tables: ReadAll, keys: Sequence[str], num_bytes: int, folder: Path, memory_bytes: int) -> ReadAll:
-    """The samples of ``tables`` by ``keys``; those that are equal by them stay in order.
+    """Sort the samples of ``tables`` by ``keys``, stably.
 
-    More than ``memory_bytes`` of the ``num_bytes`` in all are first put into buckets, files in ``folder``, by the first
-    key; then the buckets are sorted, one at a time, and follow one another.
+    If the ``num_bytes`` in all exceed ``memory_bytes``, they are first put into buckets, files in ``folder``, by the
+    first key; then the buckets are sorted, one at a time, and follow one another.
     """
     num_buckets = -(-num_bytes // memory_bytes)
     if num_buckets <= 1:
@@ -62,8 +62,9 @@ def _bucket(column: Any, num_buckets: int) -> Any:
 
 
 def sort_keys(schema: Any, levels: Sequence[Sequence[str]]) -> list[str]:
-    """The columns to sort by: those of all levels but the last that are no lists."""
-    keys = [name for own in levels[:-1] for name in own if not type_of(schema.field(name).type).is_list]  # type: ignore[union-attr]
+    """Return the columns to sort by: those of all levels but the last that are no lists."""
+    # type: ignore[union-attr]
+    keys = [name for own in levels[:-1] for name in own if not type_of(schema.field(name).type).is_list]
     if not keys:
         raise InvalidArgument(
             f"none of the columns {', '.join(repr(name) for own in levels[:-1] for name in own)} can be sorted by, for "

@@ -1,4 +1,4 @@
-"""Plain samples made prefix trees: neighbours with equal values of a level share a node of it."""
+"""Conversion of plain samples to prefix trees: neighbours with equal values of a level share a node of it."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from geartrain.workers.samples.trees.layout import COUNTS, file_name, with_level
 
 _GROUPS_OF_PART = 64
 ReadAll = Callable[[], Iterator[Any]]
-"""Gives all samples in order, each time anew."""
+"""Function that yields all samples in order, anew at each call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeReport:
-    """What was written."""
+    """Nodes and columns of written trees."""
 
     num_samples: int
     nodes: Mapping[str, int]
-    """Of each level."""
+    """Number of nodes of each level."""
     columns: Mapping[str, tuple[str, ...]]
-    """Of each level."""
+    """Columns of each level."""
     num_bytes: int
 
 
 def write_trees(
     tables: ReadAll, out: Path, levels: Mapping[str, Sequence[str]], *, rows_per_group: int, compression: str
 ) -> TreeReport:
-    """Write the samples of ``tables`` as trees into the new folder ``out``, whole or not at all.
+    """Write the samples of ``tables`` as trees into the new folder ``out``, atomically.
 
-    A column that ``levels`` does not name goes to the outermost level in which it never changes within a node.
-    Raises InvalidArgument, ColumnMismatch, and what ``tables`` raises.
+    A column that ``levels`` does not name goes to the outermost level in which it is constant within a node. Raises
+    InvalidArgument, ColumnMismatch, and the errors of ``tables``.
     """
     if out.exists() and any(out.iterdir()):
         raise InvalidArgument(f"{out} is not empty; give a new folder")
@@ -52,10 +52,10 @@ def write_trees(
 
 
 def _placed(tables: ReadAll, levels: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """The columns of each level."""
+    """Return the columns of each level."""
     names = list(levels)
     rest: dict[str, int] = {}
-    """Of the columns that are not named, the outermost level that they may be in."""
+    """Outermost possible level of each column that is not named."""
     placed: dict[str, list[str]] = {}
     last: Any = None
     for table in tables():
@@ -95,7 +95,7 @@ def _named(columns: Sequence[str], levels: Mapping[str, Sequence[str]]) -> dict[
 
 
 def _starts(table: Any, columns: Mapping[str, Sequence[str]]) -> list[Mask]:
-    """Of each level, whether a node begins at a row; in the last one every row is a node."""
+    """Return, for each level, whether a node begins at a row; in the last one every row is a node."""
     found: list[Mask] = []
     so_far = np.zeros(table.num_rows, np.bool_)
     so_far[:1] = True
@@ -149,7 +149,7 @@ def _level_tables(group: Any, columns: Mapping[str, Sequence[str]]) -> dict[str,
 
 
 def _groups(tables: Iterator[Any], rows_per_group: int) -> Iterator[Any]:
-    """The same samples, so many at a time."""
+    """Yield the same samples in groups of ``rows_per_group``."""
     waiting: list[Any] = []
     count = 0
     for table in tables:
@@ -164,7 +164,7 @@ def _groups(tables: Iterator[Any], rows_per_group: int) -> Iterator[Any]:
 
 
 def levels_named(levels: Sequence[str] | Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    """Levels with the columns that tell their nodes apart; of a name alone the column of that name.
+    """Return levels with the columns that distinguish their nodes; a name alone stands for the column of that name.
 
     Raises InvalidArgument.
     """
