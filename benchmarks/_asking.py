@@ -1,9 +1,9 @@
-"""A program that asks a service over kept connections: how many answers a second it gets, or how long each takes.
+"""Load generator for a service over kept connections: answers a second, or the time of each.
 
     python _asking.py HOST:PORT PATH FILE... < {"connections": 32, "seconds": 4, "rate": null}
 
-With a ``rate`` questions leave at their times, whether or not others are answered: a service that falls behind shows it
-in the times, which count from when a question was due. Prints {"rate": ..., "p50": ..., "p99": ..., "failed": ...}.
+With a ``rate`` questions leave at their times, whether or not others are answered: a service that falls behind shows in
+the times, which count from when a question was due. Prints {"rate": ..., "p50": ..., "p99": ..., "failed": ...}.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 
 class Connection(asyncio.Protocol):
-    """One question after the other."""
+    """Connection that sends one question after the other."""
 
     def __init__(self, asking: Asking) -> None:
         self.asking, self.due = asking, 0.0
@@ -53,7 +53,7 @@ class Connection(asyncio.Protocol):
 
 
 class Asking:
-    """Questions over several connections, for so many seconds."""
+    """Questions over several connections, for a number of seconds."""
 
     def __init__(self, requests: list[bytes], *, connections: int, seconds: float, rate: float | None) -> None:
         self.requests, self.connections, self.seconds, self.rate = requests, connections, seconds, rate
@@ -119,7 +119,7 @@ class Asking:
 
 
 def main() -> None:
-    """Ask as stdin says."""
+    """Send questions as stdin says."""
     gc.disable()
     address, path, *files = sys.argv[1:]
     host, _, port = address.rpartition(":")

@@ -1,9 +1,9 @@
-"""A program that asks which class a picture shows, at a rate, and checks that each answer is of one version.
+"""Load generator that classifies a picture at a rate, and checks that each answer is of one version.
 
     python _asking_versions.py HOST:PORT FILE SECONDS RATE
 
-Questions leave at their times, and the time of an answer counts from when its question was due. A rate of 0: one after
-the other on each connection. Prints {"times": [...], "wrong": ..., "versions": [...]}.
+Questions leave at their times, and the time of an answer counts from when its question was due. Rate 0: one after the
+other on each connection. Prints {"times": [...], "wrong": ..., "versions": [...]}.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CONNECTIONS = 8
 
 
 def main(address: str, file: str, seconds: float, rate: float) -> None:
-    """Ask, and print what was answered."""
+    """Send questions, and print the answers' summary."""
     picture, begin = Path(file).read_bytes(), time.perf_counter() + 0.2
     times: list[float] = []
     wrong: list[str] = []

@@ -1,6 +1,6 @@
-"""The rival "bare C": a ping-pong of the same bytes between processes over the same carrier; nothing is done with them.
+"""The rival "bare C": a ping-pong of the same bytes between processes over the same carrier, without any work on them.
 
-``bare/ping_pong.cpp`` says what its processes do. It is compiled when first asked for, into ``.cache`` of the checkout.
+``bare/ping_pong.cpp`` describes its processes. It is compiled on first use, into ``.cache`` of the checkout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from geartrain.ams.values.errors import ConfigError
 SOURCE = Path(__file__).with_name("bare") / "ping_pong.cpp"
 CACHE = Path(__file__).resolve().parents[1] / ".cache" / "benchmarks"
 HEADER_BYTES = 64
-"""What a call has beside its ids and rows; count it on both sides of a fair comparison."""
+"""Bytes of a call beside its ids and rows; count them on both sides of a fair comparison."""
 
 Carrier = Literal["shared_memory", "tcp"]
 
@@ -34,20 +34,20 @@ def compile_and_run(
     caller_spin_microseconds: int = 50,
     server_spin_microseconds: int = 0,
 ) -> list[list[float]]:
-    """Seconds of each call, a list for each client.
+    """Return the seconds of each call, a list for each client.
 
     Args:
         carrier: "shared_memory" (with futexes) or "tcp" (blocking sockets).
-        request_bytes: of a call, 8 or more, its header included.
-        reply_bytes: the same of the answer.
+        request_bytes: of a call, at least 8, its header included.
+        reply_bytes: of an answer, likewise.
         calls: of each client.
-        clients: processes that call; one process serves them all.
-        caller_spin_microseconds: in shared memory, how long a caller looks for its answer before it sleeps.
-        server_spin_microseconds: the same of the server and its next request.
+        clients: calling processes; one process serves them all.
+        caller_spin_microseconds: in shared memory, how long a caller polls for its answer before it sleeps.
+        server_spin_microseconds: how long the server polls for its next request.
 
     Raises:
-        ConfigError: an argument is out of its range, or there is no C++ compiler.
-        subprocess.CalledProcessError: the compiler or a process of the ping-pong failed; what it said is on stderr.
+        ConfigError: an argument is out of range, or there is no C++ compiler.
+        subprocess.CalledProcessError: the compiler or a process of the ping-pong failed; stderr has its message.
     """
     least = {"request_bytes": 8, "reply_bytes": 8, "calls": 1, "clients": 1}
     for (name, lowest), value in zip(least.items(), (request_bytes, reply_bytes, calls, clients), strict=True):
@@ -66,12 +66,12 @@ def compile_and_run(
 
 
 def calls_per_second(seconds: Sequence[Sequence[float]]) -> float:
-    """Calls a second that the server answered while all clients of :func:`compile_and_run` called."""
+    """Return the calls a second that the server answered while all clients of :func:`compile_and_run` called."""
     return sum(map(len, seconds)) / max(map(sum, seconds))
 
 
 def _program() -> Path:
-    """The compiled ping-pong; compiled first, where the cache has none of this source."""
+    """Return the compiled ping-pong; compile it if the cache lacks it for this source."""
     source = SOURCE.read_bytes()
     program = CACHE / f"ping_pong-{hashlib.sha256(source).hexdigest()[:16]}"
     if program.exists():

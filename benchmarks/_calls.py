@@ -1,4 +1,4 @@
-"""What the benches of calls have in common: the ways that rows take, one cluster's tables."""
+"""Shared parts of the benches of calls: connections to shards, and tables of one cluster."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from geartrain.ams.kernels import _core
 from geartrain.ams.values.specs import Ids
 
 WAYS = {"same host": gt.ClientConfig(), "TCP": gt.ClientConfig(shared_memory=False)}
-"""How rows come from a shard of another process, and the client for it. TCP goes over loopback here."""
+"""Connections to a shard of another process, with the client's settings. TCP is over loopback here."""
 SPINS = {
     "caller_spin_microseconds": round(_core.CALLER_SPIN_SECONDS * 1e6),
     "server_spin_microseconds": round(_core.SERVER_SPIN_SECONDS * 1e6),
 }
-"""How long a side of the bare ping-pong looks before it sleeps: as a client and a shard of ours do at most."""
+"""Polling time of each side of the bare ping-pong before it sleeps: the most of Geartrain's client and shard."""
 
 
 @contextmanager
 def tables(*, num_rows: int, dim: int, optimizer: Any, embedded: bool = True) -> Iterator[dict[str, Table]]:
-    """Tables with every row written, by way: "in the process", if ``embedded``; of one other shard, :data:`WAYS`."""
+    """Yield tables with every row written: "in the process", if ``embedded``; of one other shard, :data:`WAYS`."""
     with running_cluster() as up, ExitStack() as ends:
         clusters = {way: ends.enter_context(gt.connect(up["scheduler"], config=item)) for way, item in WAYS.items()}
         if embedded:
@@ -37,14 +37,14 @@ def tables(*, num_rows: int, dim: int, optimizer: Any, embedded: bool = True) ->
             way: cluster.create_table("bench", dim=dim, optimizer=optimizer, num_rows=num_rows, reuse=True)
             for way, cluster in clusters.items()
         }
-        for way in list(found)[: 2 if embedded else 1]:  # what WAYS lead to is one table
+        for way in list(found)[: 2 if embedded else 1]:  # all of WAYS lead to one table
             fill(found[way])
         yield found
 
 
 @contextmanager
 def client_process(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """A process that says a line when it is connected, and then answers each line by one; it ends with its input."""
+    """Yield a process that prints a line once connected, then answers each line with one; it ends with its input."""
     with client_processes([command]) as (client,):
         yield client
 
@@ -53,7 +53,7 @@ def client_process(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
 def client_processes(
     commands: Sequence[Sequence[str]], *, settings: Mapping[str, str] | None = None
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Such processes, started beside each other; ``settings``: variables of their environment."""
+    """Yield such processes, started in parallel; ``settings`` are variables of their environment."""
     environ = {**os.environ, **(settings or {})}
     with ExitStack() as ends:
         clients = [
@@ -74,7 +74,7 @@ def client_processes(
 
 
 def fill(table: Table) -> None:
-    """Write every row, so that none comes into being while somebody is timed."""
+    """Write every row, so that none is created during a timing."""
     num_rows, dim = table.spec.num_rows, table.spec.dim
     assert num_rows is not None
     for start in range(0, num_rows, 50_000):
@@ -83,7 +83,7 @@ def fill(table: Table) -> None:
 
 
 def draws(num_rows: int, num_ids: int, *, batches: int = 16) -> Callable[[], Ids]:
-    """Gives distinct random ids [num_ids], another batch each time, over and over."""
+    """Return a function that returns distinct random ids [num_ids], cycling over ``batches`` batches."""
     random = np.random.default_rng(0)
     drawn = [random.choice(num_rows, num_ids, replace=False).astype(np.int64) for _ in range(batches)]
     endless = itertools.cycle(drawn)

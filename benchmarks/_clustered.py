@@ -1,4 +1,4 @@
-"""Rows that lie like trained class centers: every class has some that look like it, and most are far away.
+"""Rows distributed like trained class centers: every class has a few similar ones, and most are far away.
 
 Legend: C rows, D width.
 """
@@ -16,7 +16,7 @@ _BLOCK = 50_000
 
 
 def clustered_blocks(num_rows: int, dim: int, *, seed: int = 0) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
-    """(first row, unit rows [N, D]) of blocks that make up all rows; no more than one is in memory.
+    """Yield (first row, unit rows [N, D]) of blocks that make up all rows; at most one is in memory.
 
     A row is the normalised sum of the normal direction of one of C / 50 clusters, drawn at random, and normal noise of
     0.8 times its length: rows of one cluster have cosines near 0.61, others near 0.
@@ -34,7 +34,7 @@ def clustered_blocks(num_rows: int, dim: int, *, seed: int = 0) -> Iterator[tupl
 
 
 def clusters_of(num_rows: int, *, seed: int = 0) -> npt.NDArray[np.int64]:
-    """The cluster [C] of each row."""
+    """Return the cluster [C] of each row."""
     return np.random.default_rng((seed, 0)).integers(_num_clusters(num_rows), size=num_rows)
 
 
@@ -43,7 +43,7 @@ def _num_clusters(num_rows: int) -> int:
 
 
 def clustered_rows(num_rows: int, dim: int, *, seed: int = 0) -> npt.NDArray[np.float32]:
-    """All of them, float32 [C, D]."""
+    """Return all rows, float32 [C, D]."""
     rows = np.empty((num_rows, dim), np.float32)
     for start, block in clustered_blocks(num_rows, dim, seed=seed):
         rows[start : start + len(block)] = block

@@ -1,10 +1,10 @@
-"""What benches share: how calls of milliseconds are timed, the line of a result, the number of threads.
+"""Shared parts of the benches: timing of calls of milliseconds, result lines, number of threads.
 
 Sides take turns of several calls, the first of which do not count.
 
-Whoever follows another side finds the caches full of its bytes and pays for writing them back, which is little beside a
-call of 15 ms and much beside one of 2. A loop that trains calls one side again and again; so does a turn. Turns
-alternate (A A A A B B B B A A A A …), so that a machine that becomes slower does so for all.
+A call after another side's finds the caches full of its bytes and pays for writing them back, which is little for a
+call of 15 ms and much for one of 2. A training loop calls one side repeatedly; so does a turn. Turns alternate (A A A A
+B B B B A A A A …), so that a machine that becomes slower does so for all.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def median_seconds(
     uncounted: int = 4,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Median seconds of a call of each side.
+    """Return the median seconds of a call of each side.
 
     Args:
-        sides: what is timed; each is called with a fresh sample.
-        draw: makes a sample, outside the time.
-        rounds: turns of each side that count; one before them does not.
+        sides: functions to time; each is called with a fresh sample.
+        draw: makes a sample, outside the timing.
+        rounds: counted turns of each side, after one that does not count.
         calls: of a turn.
-        uncounted: of those, the first ones.
-        clock: of the seconds; ``time.process_time`` counts those of all threads of this process on a processor.
+        uncounted: first calls of a turn that do not count.
+        clock: in seconds; ``time.process_time`` counts the CPU time of all threads of this process.
     """
     times: list[list[float]] = [[] for _ in sides]
     for number in range(rounds + 1):
@@ -59,7 +59,7 @@ def _seconds(side: Callable[[Sample], object], sample: Sample, clock: Callable[[
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """Let torch use so many threads during the block."""
+    """Make torch use so many threads during the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -78,7 +78,7 @@ def result(
     target: float | None = None,
     more_is_better: bool = False,
 ) -> Result:
-    """A line of a bench; the ratio is above 1 where we win."""
+    """Return a result line; the ratio is above 1 where Geartrain wins."""
     ratio = ours / theirs if more_is_better else theirs / ours
     return Result(
         case=case,

@@ -1,7 +1,7 @@
-"""The rival of gear training: one model, trained as anyone would, its dense part forward and backward in every step.
+"""The rival of gear training: one model trained conventionally, its dense part forward and backward in every step.
 
-In its best shape: an image that occurs several times in a batch goes through the dense part once, all images are in
-memory as one tensor, and both parts have PyTorch's fused Adam.
+In its best form: an image that occurs several times in a batch goes through the dense part once, all images are in
+memory as one tensor, and both parts use PyTorch's fused Adam.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class ConventionalTrainer:
         self._optimizer.step()
 
     def drain(self) -> None:
-        """Nothing goes on elsewhere."""
+        """Do nothing: no work is in the background."""
 
     def auc(self) -> float:
-        """On the test views."""
+        """Return the AUC on the test views."""
         return test_auc(self._data, self.dense, self.fast)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""

@@ -1,7 +1,7 @@
 """Six classification problems: pairs of letters, digits, misspelt words, few samples a class, icons, English words.
 
-Each gives batches to train on and up to 20,000 samples held out, both functions of a seed, and a network. The first
-four need nothing but Geartrain, the last two the extra ``bench``: a font of icons, and a list of words.
+Each has training batches and up to 20,000 held-out samples, both functions of a seed, and a network. The first four
+need only Geartrain, the last two the extra ``bench``: a font of icons, and a list of words.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ TEST = 20_000
 SIDE = 20
 BUCKETS, NGRAMS = 4096, 24
 FAMILY = 20
-"""Classes of a family, where classes lie in families."""
+"""Classes of a family, in problems with families."""
 Draw = Callable[[Tensor, torch.Generator], Tensor]
-"""Inputs of the labels [N]."""
+"""Function that returns inputs for the labels [N]."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Samples of one seed, the same for everyone who is compared, and the network before the last layer."""
+    """Samples of one seed, the same for all that are compared, and the network before the last layer."""
 
     name: str
     num_classes: int
     dim: int
     batches: list[tuple[Tensor, Tensor]]
-    """Of the training, a step each."""
+    """Training batches, one a step."""
     test: tuple[Tensor, Tensor]
     backbone: Callable[[], nn.Module]
 
 
 def problems(seed: int, steps: int) -> list[Callable[[], Problem]]:
-    """All six, made when they are asked for; the last two then raise ConfigError without the extra ``bench``."""
+    """Return makers of all six; the last two raise ConfigError without the extra ``bench``."""
     makers = (_letters, _digits, _words, _few_samples, _icons, _english)
     return [lambda make=make: make(seed, steps) for make in makers]  # type: ignore[misc]
 
 
 def families(seed: int, steps: int) -> Iterator[Problem]:
-    """Two of 4,000 classes that lie in families of 20 that are alike; they need nothing but Geartrain."""
+    """Yield two problems of 4,000 classes in families of 20 similar ones; they need only Geartrain."""
     yield _vectors_of_families(seed, steps)
     yield _pictures_of_families(seed, steps)
 
 
 def with_wrong_labels(problem: Problem, part: float, seed: int) -> Problem:
-    """The same, but for a ``part`` of the labels of the training, which are drawn evenly from all classes each time."""
+    """Return the problem with a ``part`` of its training labels replaced by labels drawn uniformly from all classes."""
     generator = torch.Generator().manual_seed(3000 + seed)
     batches = []
     for inputs, labels in problem.batches:
@@ -73,7 +73,7 @@ def with_wrong_labels(problem: Problem, part: float, seed: int) -> Problem:
 
 
 def of_head(problem: Problem, backbone: nn.Module, seed: int, *, imprint: bool = False, **settings: Any) -> float:
-    """Train a head with these arguments and the network before it; return the part of the test that it names right."""
+    """Train a head with these settings and the network before it; return its accuracy on the test."""
     with gt.local() as cluster:
         head = gt.ClassHead(
             cluster,
@@ -97,7 +97,7 @@ def of_head(problem: Problem, backbone: nn.Module, seed: int, *, imprint: bool =
 
 @torch.no_grad()
 def top1(problem: Problem, backbone: nn.Module, answers: Callable[[Tensor], Tensor]) -> float:
-    """The part of the test whose class is what ``answers`` names for its features."""
+    """Return the share of the test whose class ``answers`` names from its features."""
     backbone.eval()
     inputs, labels = problem.test
     pairs = zip(inputs.split(1000), labels.split(1000), strict=True)
@@ -106,7 +106,7 @@ def top1(problem: Problem, backbone: nn.Module, answers: Callable[[Tensor], Tens
 
 
 def families_of_ten(seed: int, steps: int) -> Problem:
-    """4,000 classes, ten a family, which differ by half of what parts families."""
+    """Return 4,000 classes, ten a family, whose distance is half of that between families."""
     num_classes, dim, width = 4000, 64, 32
     generator = torch.Generator().manual_seed(11)
     kin_FW = torch.randn(num_classes // 10, width, generator=generator)

@@ -1,4 +1,4 @@
-"""Trainers of one task that take turns, each on its own clock: what disturbs the machine disturbs all alike."""
+"""Trainers of one task in turns, each on its own clock, so that disturbances of the machine affect all alike."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from gear_data.page_views import Views
 from geartrain.launch.bench import machine
 
 KEPT = Path(".cache") / "gear"
-"""Where the benches leave what the plots and tables of docs/explanation/gear.md are made from."""
+"""Folder of the curves and tables from which docs/explanation/gear.md is made."""
 TURN = 20
 
 
 class Trainer(Protocol):
-    """What takes part."""
+    """A participant of a race."""
 
     def step(self, views: Views) -> None:
-        """One update."""
+        """Make one update."""
 
     def drain(self) -> None:
-        """Return when nothing that was begun is still computed elsewhere."""
+        """Return once no started work is still computed elsewhere."""
 
     def auc(self) -> float:
-        """On the test views."""
+        """Return the AUC on the test views."""
 
     def close(self) -> None:
-        """End it."""
+        """Release its resources."""
 
 
 @dataclass
 class Runner:
-    """A trainer, its clock, and what was seen of it."""
+    """A trainer with its clock and measurements."""
 
     name: str
     trainer: Trainer
     clock: TrainingClock
     steps: int = 0
     curve: list[tuple[float, int, float]] = field(default_factory=list)
-    """(seconds of training, steps, AUC) whenever it was tested."""
+    """(seconds of training, steps, AUC) at each test."""
 
     @property
     def seconds(self) -> float:
@@ -54,7 +54,7 @@ class Runner:
         return self.clock.real_seconds
 
     def train(self, batches: Iterable[Views], until_seconds: float = float("inf")) -> None:
-        """Take these batches, or as many as there is time for."""
+        """Train on these batches, or on as many as there is time for."""
         with self.clock.running():
             started, before = time.perf_counter(), self.seconds
             for views in batches:
@@ -66,7 +66,7 @@ class Runner:
             self.trainer.drain()
 
     def test(self) -> None:
-        """Note the AUC; the clock stands still."""
+        """Record the AUC; the clock stands still."""
         self.curve.append((round(self.seconds, 3), self.steps, round(self.trainer.auc(), 5)))
 
 

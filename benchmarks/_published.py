@@ -1,4 +1,4 @@
-"""A training that publishes versions when it is told to, of 40,992 classes or more, in which a mixture shows.
+"""A training of 40,992 classes or more that publishes versions on request, in which a mixture of versions shows.
 
     python _published.py CLASSES < wishes, a line of JSON each
 
@@ -36,7 +36,7 @@ class Turned(nn.Module):
 
 
 def main(num_classes: int) -> None:
-    """Do what is told until stdin ends."""
+    """Carry out requests until stdin ends."""
     torch.set_num_threads(1)
     random = np.random.default_rng(0)
     rows = random.standard_normal((num_classes, DIM)).astype(np.float32)

@@ -40,18 +40,18 @@ from typing import Any, NamedTuple
 from geartrain.ams.values.errors import ConfigError, GeartrainError
 
 BURST_BYTES = 128 << 10
-"""What a link passes at once: no less than the largest packet of a virtual interface, 64 KiB."""
+"""Burst of a link: at least the largest packet of a virtual interface, 64 KiB."""
 QUEUE_MILLISECONDS = 500
-"""How long a packet may wait for its link. Several ranks that send to one at once are queued rather than dropped."""
+"""Longest time in a link's queue. Packets of several ranks that send to one at once are queued rather than dropped."""
 INTERFACE = "uplink"
 END_SECONDS = 10.0
-"""How long a process may take to end before it is killed."""
+"""Time for a process to end before it is killed."""
 TELL_SECONDS = 1.0
-"""How long to wait, once a rank has failed, for what the others say: the first to fail may only miss another."""
+"""Wait for the others' errors once a rank has failed: the first to fail may only miss another one."""
 
 
 class InterfaceBytes(NamedTuple):
-    """What went through a rank's interface since it is there, headers included."""
+    """Bytes through a rank's interface since its creation, headers included."""
 
     received: int
     sent: int
@@ -70,7 +70,7 @@ class RankGroup:
         self._namespaces = namespaces
 
     def call(self, method: str, /, **arguments: Any) -> list[Any]:
-        """Call a method of every rank's object; what each returned, by rank.
+        """Call a method of every rank's object; return each result, by rank.
 
         Raises:
             RankFailed: it raised somewhere, or a process ended. The other ranks are still in the call then, so that the
@@ -81,12 +81,12 @@ class RankGroup:
         return _replies(self._ranks)
 
     def limit(self, bits_per_second: float) -> None:
-        """Let each rank send at another rate from now on, no greater than the one it began with."""
+        """Set another rate for each rank from now on, at most the initial one."""
         for spoke in self._namespaces:
             _run_inside(spoke, f"tc qdisc change dev {INTERFACE} {_limit(bits_per_second)}")
 
     def interface_bytes(self) -> list[InterfaceBytes]:
-        """The counters of every rank's interface; a difference of two looks is what a call moved.
+        """Return the counters of every rank's interface; the difference of two reads is the traffic of a call.
 
         Raises:
             ConfigError: the ranks are on loopback, which all share.
@@ -151,7 +151,7 @@ def rank_group(
 
 
 def why_no_links() -> str:
-    """Why this machine cannot put ranks behind links of a given rate; empty if it can."""
+    """Return why this machine cannot put ranks behind links of a given rate; empty if it can."""
     for program in ("ip", "tc", "unshare", "nsenter"):
         if shutil.which(program) is None:
             return f"there is no {program!r} (of iproute2 and util-linux)"
@@ -163,7 +163,8 @@ def why_no_links() -> str:
 
 
 def linked_namespaces(ends: ExitStack, num_ranks: int, bits_per_second: float) -> list[int]:
-    """Ids of processes, each alone in a namespace whose interface, at :func:`address_of`, leads to one bridge."""
+    """Return ids of processes, each alone in a namespace whose interface, at :func:`address_of`, leads to one
+    bridge."""
     hub, *spokes = [ends.enter_context(_namespace()) for _ in range(num_ranks + 1)]
     _run_inside(hub, "ip link add bridge type bridge", "ip link set bridge up")
     limit = _limit(bits_per_second)
@@ -218,7 +219,7 @@ def _process(command: list[str], environ: dict[str, str]) -> Iterator[subprocess
 
 
 def inside(process: int) -> list[str]:
-    """What a command begins with that is to run in the namespace of a process."""
+    """Return the command prefix that runs a command in the namespace of a process."""
     return ["nsenter", f"--target={process}", "--net"]
 
 
@@ -228,7 +229,7 @@ def _run_inside(process: int, *commands: str) -> None:
 
 
 def address_of(rank: int) -> str:
-    """The host of a rank, or of another process in a namespace of its own."""
+    """Return the host of a rank, or of another process in a namespace of its own."""
     return f"10.201.{rank // 250}.{rank % 250 + 1}"
 
 

@@ -1,4 +1,4 @@
-"""A cluster of processes on this machine, for as long as a bench needs it; and how a bench starts any command."""
+"""Start of commands by benches, and a cluster of processes on this machine while a bench needs it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from typing import Any
 from geartrain.ams.values.errors import GeartrainError
 
 GEARTRAIN = (sys.executable, "-P", "-m", "geartrain")
-"""The installed package, also in a checkout, whose folder of that name lacks most of it."""
+"""Command of the installed package, also in a checkout, whose folder of that name lacks most of it."""
 
 
 class CommandEnded(GeartrainError):
-    """A command that a bench started is over before it was ready."""
+    """A command that a bench started ended before it was ready."""
 
 
 @contextmanager
 def started(
     command: Sequence[object], env: Mapping[str, str] | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """A process, ended after the block, and the object of JSON in its first line.
+    """Yield a process, stopped after the block, and the JSON object in its first line.
 
     Raises CommandEnded, with the last line that it wrote to its stderr, if it ends without one.
     """
@@ -55,7 +55,7 @@ def running_cluster(
     settings: Mapping[str, str] | None = None,
     prefix: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """What ``geartrain up --json`` says of a cluster: the address of its ``scheduler``, its ``pids`` by role and more.
+    """Yield the ready line of ``geartrain up --json``: the address of its ``scheduler``, its ``pids`` by role and more.
 
     Args:
         shards: of the cluster.

@@ -1,4 +1,4 @@
-"""Held-out accuracy of KNN softmax beside full softmax and random classes, paired by seed: glyphs, and like classes.
+"""Held-out accuracy of KNN softmax beside full softmax and random classes, paired by seed: glyphs, and similar classes.
 
 KNN softmax fills the places that labels leave by neighbours alone (``near=1``, as the paper does), by one for each
 random class (the default) or by one for seven (``near=0.125``). Glyphs are trained by ``geartrain worker glyphs``. Two
@@ -78,7 +78,8 @@ class Difference:
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench accuracy``; ``full`` trains all characters, as long as the quickstart does."""
+    """Yield the cases of ``geartrain bench accuracy``; ``full`` trains all characters, as long as the quickstart
+    does."""
     steps, classes = (GlyphRecipe().steps, None) if full else (STEPS, CLASSES)
     reports = run_all(SEEDS, steps=steps, classes=classes)
     print(table(reports))

@@ -54,7 +54,7 @@ FOREST, SKETCH = "selective softmax, HF-A", "MACH"
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench accuracy_baselines``; ``full`` takes five seeds."""
+    """Yield the cases of ``geartrain bench accuracy_baselines``; ``full`` takes five seeds."""
     found = run_all(5 if full else SEEDS, STEPS)
     print(table(found), file=sys.stderr)
     for name in (FOREST, SKETCH, RANDOM):

@@ -26,7 +26,7 @@ Side = Callable[[Ids], object]
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench calls`` about many rows; ``full`` takes five times as many turns."""
+    """Yield the cases of ``geartrain bench calls`` about many rows; ``full`` takes five times as many turns."""
     rounds = ROUNDS * (5 if full else 1)
     out = np.empty((NUM_IDS, DIM), np.float32)
     gradients = np.random.default_rng(1).normal(size=(NUM_IDS, DIM)).astype(np.float32)

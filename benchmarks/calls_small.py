@@ -40,7 +40,7 @@ Quantiles = tuple[float, float]
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench calls`` about small calls; ``full`` takes five times as many turns."""
+    """Yield the cases of ``geartrain bench calls`` about small calls; ``full`` takes five times as many turns."""
     rounds = ROUNDS * (5 if full else 1)
     yield from _latency(rounds)
     yield from _throughput(max(3, rounds // 2))

@@ -1,4 +1,4 @@
-"""The AUC of DeepFM on what is held out, against the same network over torch's own embeddings.
+"""AUC of DeepFM on held-out samples, against the same network over torch's own embeddings.
 
 MovieLens-100K, held out at random and by time, three seeds; with ``--full`` three million flights, May and June held
 out. Downloads go to ``.cache``. The ratio is that of the AUCs: the target is torch's less 0.002.
@@ -23,7 +23,7 @@ LESS = 0.002
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench ctr``."""
+    """Yield the cases of ``geartrain bench ctr``."""
     for data, split in (("movielens", "random"), ("movielens", "time"), ("flights", "time")):
         if data == "movielens" or full:
             yield _case(data, split)

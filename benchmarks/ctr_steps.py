@@ -1,4 +1,4 @@
-"""How long ``geartrain worker ctr`` trains where nothing is said, against ten numbers of steps that one may say.
+"""Training time of ``geartrain worker ctr`` by default, against ten fixed numbers of steps.
 
 Ratings of films and of lectures (InstEval), with ``--full`` three million flights. The rivals train a quarter of an
 epoch to twelve, and look at no validation; all are tested on the same samples. The default is to be within 0.005 of
@@ -41,7 +41,7 @@ _CACHE = Path(".cache")
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench ctr_steps``."""
+    """Yield the cases of ``geartrain bench ctr_steps``."""
     for data in ("insteval", "movielens", *(["flights"] if full else [])):
         yield from _cases(data)
 

@@ -1,4 +1,5 @@
-"""A class head with nothing said beside ``nn.Linear``, cross entropy and AdamW: held-out accuracy after equal steps.
+"""A class head with default settings beside ``nn.Linear``, cross entropy and AdamW: held-out accuracy after equal
+steps.
 
 Six problems, three seeds. Both sides begin with the same network, see the same batches, and AdamW (1e-3) trains the
 network. ``ArcFace()``, whose scale and optimizer are automatic, is compared with the best of the scales 16, 32 and 64,
@@ -53,7 +54,8 @@ Accuracies = dict[str, dict[str, list[float]]]
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench defaults``; ``full`` takes three times as many steps, and twice the seeds."""
+    """Yield the cases of ``geartrain bench defaults``; ``full`` takes three times as many steps, and twice the
+    seeds."""
     accuracies = run_all(list(ARMS), seeds=SEEDS * (2 if full else 1), steps=STEPS * (3 if full else 1))
     print(table(accuracies), file=sys.stderr)
     yield from cases(accuracies)

@@ -89,7 +89,7 @@ class Trainings:
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench fccs``; ``full`` takes twice the seeds."""
+    """Yield the cases of ``geartrain bench fccs``; ``full`` takes twice the seeds."""
     with _pool() as pool:
         yield from _cases(Trainings(pool, SEEDS * (2 if full else 1)))
 

@@ -63,7 +63,7 @@ class Costs:
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench gear``; ``full`` has four times as many steps."""
+    """Yield the cases of ``geartrain bench gear``; ``full`` has four times as many steps."""
     with threads(THREADS):
         data = page_views()
         blocks, ratio = blocks_for(COST_RATIO, data)

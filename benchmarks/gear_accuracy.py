@@ -1,4 +1,4 @@
-"""What gear training costs in accuracy: AUC of page views at equal time, and after equal steps over five seeds.
+"""Accuracy cost of gear training: AUC of page views at equal time, and after equal steps over five seeds.
 
 The setting, the rival and the clock are those of ``gear.py``; M=4 and an expiry of 5 s are also one of its cases of
 throughput. AUC is that of all test views under the weights of the moment: the features of the test are computed anew,
@@ -38,7 +38,7 @@ ALLOWED_POINTS = 0.5
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench gear_accuracy``; ``full`` trains longer, and with M=16, too."""
+    """Yield the cases of ``geartrain bench gear_accuracy``; ``full`` trains longer, and with M=16, too."""
     with threads(THREADS):
         yield from at_equal_time(SECONDS * (4 if full else 1))
         for gradients_per_id in SPEED_UPS if full else [GRADIENTS_PER_ID]:

@@ -1,4 +1,4 @@
-"""The layers of the dense-feature cache: 1,000 ids that all hit, D = 64, against the bare fetch of the same bytes.
+"""Layers of the dense-feature cache: 1,000 ids that all hit, D = 64, against a bare fetch of the same bytes.
 
 The worker layer's rival is torch gathering rows whose positions are known already: no index, no stamps, no counts. The
 Redis layer's rival is redis-py's MGET of the same keys on the same server (with hiredis where that is installed): no
@@ -118,6 +118,6 @@ def _result(case: str, ours: float, rival: str, theirs: float, target: float | N
 
 
 def results(full: bool = False) -> Iterator[Result]:  # noqa: ARG001
-    """The cache cases of ``geartrain bench gear``."""
+    """Yield the cache cases of ``geartrain bench gear``."""
     yield from measure_worker_layer()
     yield from measure_redis_layer()

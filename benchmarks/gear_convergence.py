@@ -1,4 +1,4 @@
-"""How gear training converges by expiry and by number of workers: the paper's Figures 5 and 4, on halves of glyphs.
+"""Convergence of gear training by expiry and by number of workers: the paper's Figures 5 and 4, on halves of glyphs.
 
 200 characters in six fonts, tested on a font family that training does not see; batch 64, Adam, M=4. A step lasts
 0.564 s on the clock of expiry, the pace of the paper's Table 2. Accuracy is over steps of each worker, as if every
@@ -27,7 +27,7 @@ Curve = list[tuple[int, float]]
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench gear_convergence``; ``full`` trains four times as long, over three seeds."""
+    """Yield the cases of ``geartrain bench gear_convergence``; ``full`` trains four times as long, over three seeds."""
     rounds, seeds = ROUNDS * (4 if full else 1), range(3 if full else 1)
     with threads(THREADS):
         conventional = {count: [_run(count, rounds, None, seed) for seed in seeds] for count in WORKERS}

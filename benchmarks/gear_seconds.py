@@ -50,7 +50,7 @@ def samples(number: int) -> Tensor:
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench gear_seconds``; ``full`` trains four times as long."""
+    """Yield the cases of ``geartrain bench gear_seconds``; ``full`` trains four times as long."""
     glyph_halves()  # drawn once, before others read it
     seconds = SECONDS * (4 if full else 1)
     conventional = _curve(CONVENTIONAL, seconds)

@@ -1,4 +1,4 @@
-"""A step of a fast gear where gradients wait in a store, against memory: slow gears as processes, in turns.
+"""A step of a fast gear with gradients in a store, against memory: slow gears as processes, in turns.
 
 Each store has a slow gear and a dense table of its own, in one cluster; 64 of 4,096 ids a step, D = 64, M = 4. With an
 expiry of 0 s every step asks for all its features, which the slow gear computes and writes to its store; with 20 s most
@@ -41,7 +41,7 @@ def samples(number: int) -> Tensor:
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench gear_store``; ``full``: four times the turns."""
+    """Yield the cases of ``geartrain bench gear_store``; ``full``: four times the turns."""
     with ExitStack() as stack:
         stack.enter_context(threads(1))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gt-bench-"))

@@ -1,4 +1,4 @@
-"""The exact table of the 32 nearest class centers, against faiss: an IndexFlatIP that is built and searches itself.
+"""Exact table of the 32 nearest class centers, against faiss: an IndexFlatIP that is built and searches itself.
 
 Both begin with the same float32 rows and end with 32 neighbours of each row but itself, on the same threads; making
 unit rows and building count. Ours and the rival alternate and figures are medians. Rows lie in clusters, as class
@@ -46,7 +46,7 @@ Rows = npt.NDArray[np.float32]
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench graph``; ``full`` adds 200,000 rows."""
+    """Yield the cases of ``geartrain bench graph``; ``full`` adds 200,000 rows."""
     for num_rows, rounds in ((50_000, 3), (200_000, 1))[: 2 if full else 1]:
         case = f"exact graph of {num_rows:,} clustered rows, D={DIM}, k={K}"
         yield from _against_faiss(case, clustered_rows(num_rows, DIM), rounds)

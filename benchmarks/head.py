@@ -48,7 +48,7 @@ Step = Callable[[torch.Tensor, torch.Tensor], object]
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench head``; ``full`` takes five times as many rounds."""
+    """Yield the cases of ``geartrain bench head``; ``full`` takes five times as many rounds."""
     with threads(THREADS):
         for select, rate, rounds, target in ((PartialFC(0.1), 0.1, 4, 5.0), (FullSoftmax(), 1.0, 1, 4.0)):
             for place in ("pull", "ranks"):

@@ -1,4 +1,4 @@
-"""The most classes that train a step within 4 GiB: D=512, batch 128, rows and momentum in fp16, rows embedded.
+"""Most classes whose training step fits 4 GiB: D=512, batch 128, rows and momentum in fp16, rows embedded.
 
 Every attempt is a process of its own under ``RLIMIT_DATA``: all its writable memory, interpreter and libraries
 included. It fills every row, takes two steps and ends; the number of classes is bisected until it is known to 5 %. The
@@ -40,7 +40,7 @@ _FILL_ROWS = 50_000
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench head_budget``; none without ``full``."""
+    """Yield the cases of ``geartrain bench head_budget``; none without ``full``."""
     for rate in (0.1, 1.0) if full else ():
         ours = most_classes("ours", rate)
         name = "full softmax" if rate == 1 else f"partial FC {rate}"

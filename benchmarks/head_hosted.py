@@ -1,5 +1,5 @@
-"""A class head over 1M classes on two shards of other processes: rows that stay there (hosted) against rows that travel
-(pull) by TCP, as between machines, or through shared memory, as on one.
+"""A class head over 1M classes on two shards of other processes: rows stay on the shards (hosted) or travel (pull), by
+TCP, as between machines, or through shared memory, as on one.
 
 The heads train the same table (D=128, fp32, momentum) with the same batches, in turn. Bytes are those of this process's
 TCP connections in both directions, as Linux counts them (``TCP_INFO``). On one machine bytes cost next to nothing, so
@@ -53,7 +53,7 @@ _OFFSET = 120
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench head_hosted``; ``full`` takes five times as many rounds."""
+    """Yield the cases of ``geartrain bench head_hosted``; ``full`` takes five times as many rounds."""
     with threads(THREADS), running_cluster(SHARDS) as up, ExitStack() as ends:
         clusters = [ends.enter_context(connect(up["scheduler"], config=config)) for _, config in WAYS.values()]
         _fill(clusters[0])

@@ -1,4 +1,4 @@
-"""What a class takes, and the peak of a training step: 1M classes of width 512 in float16 with float16 momentum.
+"""Memory of a class, and the peak of a training step: 1M classes of width 512 in float16 with float16 momentum.
 
 The rival is what PLSC's formula (section 5) says of a card: 2,048 bytes a class, with 1 % for an index and 10 % for all
 that a step needs. Measured in a process of its own, as resident memory beyond that of the libraries; ``--full`` takes
@@ -22,7 +22,7 @@ CLASS_BYTES = 2 * 2 * DIM
 
 
 def results(full: bool = False) -> Iterator[dict[str, Any]]:
-    """The cases of ``geartrain bench head`` about memory."""
+    """Yield the cases of ``geartrain bench head`` about memory."""
     from _common import result  # not in the process that is measured
 
     unit = "bytes a class"

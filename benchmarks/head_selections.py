@@ -48,7 +48,7 @@ Rows = npt.NDArray[np.float32]
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench head_selections``; ``full`` takes five times as many rounds."""
+    """Yield the cases of ``geartrain bench head_selections``; ``full`` takes five times as many rounds."""
     with threads(THREADS):
         for num_classes, target in SIZES.items():
             yield from _of_size(num_classes, target, rounds=15 if full else 3)

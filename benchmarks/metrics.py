@@ -1,4 +1,4 @@
-"""Rows of a cluster that tells Prometheus what it counts, and is asked each second, and of one that does not.
+"""Row calls of a cluster with Prometheus metrics, scraped each second, against one without.
 
 Both are processes of this machine; a call of the one follows a call of the other. A target of 0.97 means "at most 3 %
 slower". Medians of many short turns: a machine that others use gives no figures to a percent.
@@ -35,7 +35,7 @@ WITHOUT = {"GEARTRAIN_SECURITY__FOLDER": NO_FOLDER}
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench metrics``; ``full`` takes five times as many turns."""
+    """Yield the cases of ``geartrain bench metrics``; ``full`` takes five times as many turns."""
     identify(NO_FOLDER)
     rounds = ROUNDS * (5 if full else 1)
     torch.manual_seed(0)

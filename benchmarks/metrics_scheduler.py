@@ -1,4 +1,4 @@
-"""What a scheduler of 100 shards and 1,000 workers costs that is watched: share of a core, at most 5 %.
+"""CPU cost of a monitored scheduler of 100 shards and 1,000 workers: share of a core, at most 5 %.
 
 Shards and workers are simulated by this process: heartbeats of shards and words of jobs as they send them, a second
 apart or as the scheduler says. Watched: scraped by Prometheus every 15 s (its default is a minute) and asked by one
@@ -45,7 +45,7 @@ _Who = tuple[type, int]
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench metrics``; ``full`` looks twice as long."""
+    """Yield the cases of ``geartrain bench metrics``; ``full`` looks twice as long."""
     identify(NO_FOLDER)
     seconds = SECONDS * (2 if full else 1)
     alone = _percent_of_a_core(jobs=0, watched=False, seconds=seconds)

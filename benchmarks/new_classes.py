@@ -1,4 +1,4 @@
-"""What classes that are added from examples do to those that are there.
+"""Effect of classes added from examples on the existing classes.
 
     python benchmarks/new_classes.py
 
@@ -45,7 +45,7 @@ class Accuracy(NamedTuple):
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench new_classes``; ``full`` trains four times as long."""
+    """Yield the cases of ``geartrain bench new_classes``; ``full`` trains four times as long."""
     for case, seen in measured(FULL_STEPS if full else STEPS):
         allowed = max(seen.before - ALLOWED_POINTS, 1e-3)
         rival = f"before they came, less {ALLOWED_POINTS}"

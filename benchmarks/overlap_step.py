@@ -1,4 +1,4 @@
-"""A step whose features and gradients travel between ranks while the backbone works, against one that waits for them.
+"""A step with features and gradients travelling while the backbone computes, against one that waits for them.
 
 Two ranks of one thread behind links (network namespaces, ``tc tbf``) so slow that communication takes a quarter of the
 step that waits. The link is chosen in the run: a fast one tells what a step moves and how long it computes.
@@ -151,7 +151,7 @@ class Side:
 
 
 def results(full: bool = False) -> Iterator[Result]:  # noqa: ARG001
-    """The cases of ``geartrain bench overlap_step``."""
+    """Yield the cases of ``geartrain bench overlap_step``."""
     if why := why_no_links():
         print(f"overlap_step is left out: {why}")
         return

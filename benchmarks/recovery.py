@@ -1,4 +1,4 @@
-"""A shard of 1M rows of 64 values with momentum is killed: how long until it serves the rows of its snapshot again.
+"""Recovery time of a killed shard of 1M rows of 64 values with momentum, until it serves its snapshot's rows again.
 
 Counted from SIGKILL: ``geartrain up`` starts it anew, it registers, its blocks are read, checked and written into a
 fresh table, and a pull of 10,000 rows is answered. The rival is the budget of 10 s. The disk's share is what reading
@@ -36,7 +36,7 @@ FOLDER = Path(".cache")
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench recovery``; ``full`` kills three times as often."""
+    """Yield the cases of ``geartrain bench recovery``; ``full`` kills three times as often."""
     FOLDER.mkdir(exist_ok=True)
     command = [*GEARTRAIN, "up", "--json", "--shards=1", "--scheduler-listen=127.0.0.1:0"]
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder, started(command) as (up, facts):

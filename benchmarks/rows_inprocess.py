@@ -168,7 +168,7 @@ def _result(case: str, ours: float, rival: str, theirs: float, target: float, dt
 
 
 def results(full: bool = False) -> Iterator[Result]:  # noqa: ARG001
-    """The in-process cases of ``geartrain bench rows``."""
+    """Yield the in-process cases of ``geartrain bench rows``."""
     for measure in (measure_pull, measure_push):
         for num_ids in (10_000, 100_000):
             for calls in TIMINGS:

@@ -128,7 +128,7 @@ def _filled(optimizer: RowOptimizerSpec, ids: Ids, rows: torch.Tensor) -> RowTab
 
 
 def results(full: bool = False) -> Iterator[Result]:  # noqa: ARG001
-    """The cases of ``geartrain bench rows_optimizers``."""
+    """Yield the cases of ``geartrain bench rows_optimizers``."""
     with threads(1):
         yield from _results()
 

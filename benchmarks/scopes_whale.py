@@ -36,7 +36,7 @@ Step = Callable[[Tensor, Tensor], Any]
 
 
 class Classifier(nn.Module):
-    """What all sides train."""
+    """The model that all sides train."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def _arithmetic(classes: int) -> Step:
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench scopes_whale``."""
+    """Yield the cases of ``geartrain bench scopes_whale``."""
     for ranks in (1, 2, 3, 4) if full else (2,):
         for classes in (10_000, 100_000, 1_000_000):
             yield from _case(ranks, classes, rounds=2 if classes == 1_000_000 else 4)

@@ -40,7 +40,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench search``; ``full`` chooses an index of 1,000,000 rows, too."""
+    """Yield the cases of ``geartrain bench search``; ``full`` chooses an index of 1,000,000 rows, too."""
     rows = clustered_rows(NUM_ROWS, DIM)
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
     queries = sample_queries(rows, 320)

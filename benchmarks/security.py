@@ -1,4 +1,4 @@
-"""What ``security.folder`` costs: calls, connections and large pulls under TLS against plain text, tokens, rights.
+"""Cost of ``security.folder``: calls, connections and large pulls under TLS against plain text, tokens, rights.
 
 Three clusters of one shard take turns: without certificates, under them, and under tokens, too. A target says "at most
 10 µs more", "at most 1 ms", "at least 0.45 of the speed" or "unchanged". A call by gRPC is one message of Python's stub
@@ -100,7 +100,7 @@ class Side:
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench security``; ``full`` takes five times as many turns."""
+    """Yield the cases of ``geartrain bench security``; ``full`` takes five times as many turns."""
     rounds = ROUNDS * (5 if full else 1)
     with ExitStack() as ends:
         at = Path(ends.enter_context(tempfile.TemporaryDirectory()))

@@ -34,7 +34,7 @@ BITS = 10e9
 
 
 def results(full: bool = False) -> Iterator[Result]:  # noqa: ARG001
-    """The cases of ``geartrain bench security_link``."""
+    """Yield the cases of ``geartrain bench security_link``."""
     if why := why_no_links():
         print(f"security_link is left out: {why}")
         return

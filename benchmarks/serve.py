@@ -1,4 +1,4 @@
-"""Glyphs of 40,992 classes named over HTTP: 'geartrain serve' and a plain loop of torch behind FastAPI.
+"""Glyphs of 40,992 classes classified over HTTP: 'geartrain serve' against a plain loop of torch behind FastAPI.
 
 The network is that of 'geartrain quickstart' with random parameters, the pictures are PNG files of letters; who asks is
 a process of its own on the same cores. Both services run all the time and are asked in turns. The time of an answer is
@@ -39,7 +39,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench serve``; ``full`` takes five times as many turns."""
+    """Yield the cases of ``geartrain bench serve``; ``full`` takes five times as many turns."""
     turns, cores = (15, 5)[not full] + 1, len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
         pictures = draw_letters(Path(folder))

@@ -38,7 +38,7 @@ OF_CONTEXT = NAMES[: FIELDS // 2]
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench serve_clicks``; ``full`` takes five times as many turns."""
+    """Yield the cases of ``geartrain bench serve_clicks``; ``full`` takes five times as many turns."""
     what = f"{CANDIDATES} candidates of {FIELDS} fields"
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as running:
         folder = Path(name)

@@ -1,4 +1,4 @@
-"""A service that follows a training of 40,992 classes: what versions do to answers, and how soon a class is there.
+"""A service that follows a training of 40,992 classes: effect of new versions on answers, and delay of a new class.
 
 Every row and the whole network change with each version, so that an answer made of two versions shows; one that does,
 or fails, ends the bench. Turns of 10 s with and without versions alternate, at half of the greatest rate; training,
@@ -35,7 +35,7 @@ PATIENCE_SECONDS = 120.0
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench serve_live``; ``full`` also adds classes to a million."""
+    """Yield the cases of ``geartrain bench serve_live``; ``full`` also adds classes to a million."""
     with followed(CLASSES) as live:
         rate = len(live.ask(4.0, 0)["times"]) / 4.0 / 2
         calm: list[float] = []

@@ -1,4 +1,4 @@
-"""Glyphs of 40,992 classes named by one service, and by one that asks three services of a third of the classes each.
+"""Glyphs of 40,992 classes classified by one service, and by one that queries three services of a third each.
 
 The answers to all pictures must be the same, or the bench ends. Both are asked in turns, each at half of the greatest
 rate of the parts; all processes and who asks share the cores, so that what is seen is the price of asking others: on
@@ -28,7 +28,7 @@ PARTS = 3
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench serve_parts``; ``full`` takes five times as many turns."""
+    """Yield the cases of ``geartrain bench serve_parts``; ``full`` takes five times as many turns."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
         pictures = draw_letters(Path(folder))
         _, exported = make_model(Path(folder))

@@ -1,4 +1,4 @@
-"""A server of a million classes until it is ready, and the memory of three workers beside that of one.
+"""Start-up time of a server of a million classes, and the memory of three workers beside that of one.
 
 The folder is made of random centers and names. Ready is when 'geartrain serve' says so, which is after every file was
 checked; the files are in the cache of the disk, as after an export. Memory is the proportional one (PSS) of all its
@@ -46,7 +46,7 @@ print(gt.load_model(sys.argv[1]).predict(sys.argv[2], 1), flush=True)
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench serve_start``; ``full`` takes three times as many turns."""
+    """Yield the cases of ``geartrain bench serve_start``; ``full`` takes three times as many turns."""
     with tempfile.TemporaryDirectory() as folder:
         model, picture = Path(folder) / "model", Path(folder) / "picture.png"
         _write_model(model)

@@ -1,4 +1,4 @@
-"""A snapshot of 1M rows of 64 values with momentum: how long writes wait for it, and how fast it reaches the disk.
+"""A snapshot of 1M rows of 64 values with momentum: delay of writes meanwhile, and its speed to the disk.
 
 A worker pushes 10,000 random rows again and again while the shard writes. A push's wait is the time that it took beyond
 the median of those without a snapshot; its rival is the 20 ms that a step should not notice. The rates are those of all
@@ -36,7 +36,7 @@ MEMORY = Path("/dev/shm")
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench snapshot``; ``full`` takes three times as many snapshots."""
+    """Yield the cases of ``geartrain bench snapshot``; ``full`` takes three times as many snapshots."""
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder, local() as cluster:
         pusher = _Pusher(cluster)

@@ -38,7 +38,7 @@ FOLDER = Path(".cache")
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench snapshot``; ``full`` takes three times as many snapshots."""
+    """Yield the cases of ``geartrain bench snapshot``; ``full`` takes three times as many snapshots."""
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder, local() as cluster:
         worker = _Worker(cluster)

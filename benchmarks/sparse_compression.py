@@ -1,4 +1,4 @@
-"""Training with samples as prefix trees, where users come again: against plain samples, and against torch.
+"""Training with samples as prefix trees, with recurring users: against plain samples, and against torch.
 
 XDL's own model: 23 fields of one id, 15 of them the user's and 57 times the same on the average, dim 18, an MLP
 200-80-1, batch 5,000. With trees the user's ids are looked up once and the first layer is split by level. The rival
@@ -38,7 +38,7 @@ Step = Callable[[Any], object]
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of samples with repeated users; ``full``: also the curves."""
+    """Yield the cases of samples with repeated users; ``full``: also the curves."""
     with tempfile.TemporaryDirectory() as folder, gt.local() as cluster:
         sides = Sides(cluster)
         files = write_samples(Path(folder), COUNT, REPETITION)
@@ -139,7 +139,7 @@ def our_step(
         name: of what lies there.
         is_split: batches are trees: users' ids are looked up once, and the first layer is split by level.
         with_others: other workers train the same model: dense weights lie in the cluster, too, and nobody waits.
-        makes_rows: make every row, so that none comes into being while somebody is timed.
+        makes_rows: make every row, so that none is created during a timing.
     """
     fields = gt.EmbeddingGroup(
         cluster,

@@ -36,7 +36,7 @@ _BYTES_ACKED, _BYTES_RECEIVED = 120, 128
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of hosted fields of ``geartrain bench sparse``; ``full`` takes three times as many turns."""
+    """Yield the cases of hosted fields of ``geartrain bench sparse``; ``full`` takes three times as many turns."""
     with running_cluster(SHARDS) as up, ExitStack() as ends:
         cluster = ends.enter_context(gt.connect(up["scheduler"], config=WAYS["TCP"]))
         for dim in DIMS:
@@ -67,7 +67,7 @@ def _step(cluster: Cluster, dim: int, where: Literal["pull", "hosted"]) -> Calla
     field = gt.Field("history", dim, pooling="mean", where=where)
     fields = gt.EmbeddingGroup(cluster, f"{where}-{dim}", [field], optimizer=gt.Adagrad(0.05))
     table = fields.table("history")
-    for start in range(0, ITEMS, 100_000):  # so that none comes into being while somebody is timed
+    for start in range(0, ITEMS, 100_000):  # so that none is created during a timing
         table.push(np.arange(start, start + 100_000), np.full((100_000, dim), 1e-3, np.float32))
     rows, upstream = gt.RowOptimizer(fields), torch.randn(BATCH, dim)
 

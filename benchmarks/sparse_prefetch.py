@@ -38,7 +38,7 @@ Times = dict[str, list[float]]
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The pipeline's cases of ``geartrain bench sparse``; ``full`` takes four times as many turns."""
+    """Yield the pipeline cases of ``geartrain bench sparse``; ``full`` takes four times as many turns."""
     with threads(1), gt.local() as cluster:
         for waits in (False, True):
             yield from _cases(_Job(cluster, waits), ROUNDS * (4 if full else 1))
@@ -147,6 +147,6 @@ class _Job:
 
 
 def _fill(table: Table) -> None:
-    """Make every row, so that none comes into being while somebody is timed."""
+    """Make every row, so that none is created during a timing."""
     for start in range(0, IDS, 100_000):
         table.push(np.arange(start, start + 100_000), np.full((100_000, DIM), 1e-3, np.float32))

@@ -36,7 +36,7 @@ SMALL_NAMES, SMALL_IDS, SMALL_BATCH, SMALL_TARGET = NAMES[:18], 1_111, 1024, 1.0
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The step's cases of ``geartrain bench sparse``; ``full`` takes five times as many turns."""
+    """Yield the step cases of ``geartrain bench sparse``; ``full`` takes five times as many turns."""
     with running_cluster(SHARDS) as up, ExitStack() as ends:
         clusters = {"embedded": gt.local(), "2 shards of this machine": gt.connect(up["scheduler"])}
         sides = [_ours(ends.enter_context(cluster)) for cluster in clusters.values()]
@@ -121,7 +121,7 @@ def _ours(cluster: Cluster) -> Callable[[Batch], None]:
 
 
 def _fill(table: Table) -> None:
-    """Make every row, so that none comes into being while somebody is timed."""
+    """Make every row, so that none is created during a timing."""
     for start in range(0, IDS, 100_000):
         table.push(np.arange(start, start + 100_000), np.full((100_000, DIM), 1e-3, np.float32))
 

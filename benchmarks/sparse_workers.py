@@ -1,4 +1,4 @@
-"""Training with sample trees against plain samples, over the number of worker processes: XDL's Fig. 8.
+"""Training with sample trees against plain samples, by number of worker processes: XDL's Fig. 8.
 
 The model, samples and batches of sparse_compression.py; two shards, each a process, have all weights. Every worker is a
 process of one thread of torch that reads its own batches and waits for nobody (``mode="async"``). Samples a second are
@@ -58,7 +58,7 @@ class Turn(NamedTuple):
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of workers of ``geartrain bench sparse``; ``full`` takes five times as many turns."""
+    """Yield the cases of workers of ``geartrain bench sparse``; ``full`` takes five times as many turns."""
     cores = len(os.sched_getaffinity(0))
     for workers, (trees, plain) in curve(rounds=ROUNDS * (5 if full else 1)):
         case = f"{MODEL}, user {REPETITION} times, batch {BATCH:,}, {SHARDS} shards, workers {workers}: sample trees"

@@ -1,4 +1,4 @@
-"""Every rank works on every part (fusion) against stages on ranks of their own, of six ranks, as Whale's text has them.
+"""Fusion (every rank works on every part) against stages on ranks of their own, with six ranks, as in Whale's text.
 
 What devices of their own would compute is slept: a fixed time a sample, forward once and backward twice as long, since
 six ranks have no six cores here. Values, messages and their links are real: features of 2,048 numbers, a link of
@@ -82,7 +82,7 @@ class HeadLoss(nn.CrossEntropyLoss):
 
 
 class Classifier(nn.Module):
-    """What all ways train."""
+    """The model that all ways train."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def _trained(stages: list[list[int]] | None, micro_batches: int) -> tuple[gt.Par
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench stages``."""
+    """Yield the cases of ``geartrain bench stages``."""
     if why := why_no_links():
         print(f"stages are left out: {why}")
         return

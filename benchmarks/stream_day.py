@@ -64,7 +64,7 @@ ROWS_GROW, AGE_SECONDS, LESS_AUC = 1.1, 30.0, 0.005
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench stream_day``; a day in ten minutes with ``full``."""
+    """Yield the cases of ``geartrain bench stream_day``; a day in ten minutes with ``full``."""
     seconds = 600 if full else 120
     day = Day(seconds * A_SECOND)
     with tempfile.TemporaryDirectory() as folder:

@@ -119,7 +119,7 @@ class Side:
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench system``; ``full`` takes five times as many turns."""
+    """Yield the cases of ``geartrain bench system``; ``full`` takes five times as many turns."""
     if why := why_no_links():
         print(f"system is left out: {why}")
         return

@@ -91,7 +91,7 @@ class Side:
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """The cases of ``geartrain bench topk_accuracy``; ``full`` takes twice the seeds, and shows two more ways."""
+    """Yield the cases of ``geartrain bench topk_accuracy``; ``full`` takes twice the seeds, and shows two more ways."""
     ways = [TOPK, DENSE, LOW_RANK, *((FP16, AT_ONCE) if full else ())]
     with rank_group(Side, 2) as group:
         found = _accuracies(group, ways, SEEDS * (2 if full else 1))

@@ -83,7 +83,7 @@ class Side:
 
 
 def results(full: bool = False) -> Iterator[Result]:  # noqa: ARG001
-    """The cases of ``geartrain bench topk_link``."""
+    """Yield the cases of ``geartrain bench topk_link``."""
     with rank_group(Side, 2) as group:
         seconds, _ = _measured(group, ("top-k", "DDP"), links=False)
     model = f"{LAYERS * WIDTH**2 / 1e6:.0f} million parameters, 2 ranks"

@@ -69,7 +69,7 @@ class Gradients:
 
 
 def results(full: bool = False) -> Iterator[Result]:  # noqa: ARG001
-    """The cases of ``geartrain bench topk_selection``."""
+    """Yield the cases of ``geartrain bench topk_selection``."""
     with threads(1):
         for name, numels in (("ResNet-50", resnet50()), ("transformer", transformer())):
             ks = counts(numels, SPARSITY)
