@@ -144,7 +144,8 @@ void Admission::count(const Decision& decision) noexcept {
   if (spec_.kind == AdmissionSpec::Kind::min_count) with_bits([&](auto bits) { raise<bits()>(decision); });
 }
 
-// To what each id's count was before the push and what it brings. That is no lower than its own occurrences, whoever shares its counters.
+// To what each id's count was before the push and what it brings. That is no lower than its own occurrences, whoever
+// shares its counters.
 template <int bits>
 void Admission::raise(const Decision& decision) noexcept {
   for (const auto& candidate : decision.candidates_) {

@@ -1,13 +1,13 @@
-// Which ids without a row get one at a push. Decided from what pushes carried alone, so that a replay decides the same.
+// Admission: decides which new ids get a row at a push, from pushes alone, so that a replay decides the same.
 //
-// Every occurrence of an id admits it with a chance, or an id is admitted once it has occurred so often: then a counting Bloom filter
-// for each range of buckets (Fan et al., "Summary Cache", 1998) counts those that have no row. A range is an object of its own, so that
-// it goes where its buckets go.
+// Either every occurrence of an id admits it with a probability, or an id is admitted at its n-th occurrence: then a
+// counting Bloom filter for each range of buckets (Fan et al., "Summary Cache", 1998) counts ids without a row. A range
+// is an object of its own, so that it moves with its buckets.
 //
-// A filter is an array of blocks of 64 bytes. An id belongs to one block (Putze et al., "Cache-, Hash- and Space-Efficient Bloom
-// Filters", 2007: one cache line is read) and has `num_hashes` counters in it; the lowest of them is its count, too high where others
-// share all of them, never too low. Counters end at the number that is looked for, and only those below the new count are raised
-// (Estan and Varghese, "New Directions in Traffic Measurement and Accounting", 2002).
+// A filter is an array of blocks of 64 bytes. An id belongs to one block (Putze et al., "Cache-, Hash- and
+// Space-Efficient Bloom Filters", 2007: one cache line is read) and has `num_hashes` counters in it; the lowest is its
+// count, too high where others share all of them, never too low. Counters end at the threshold, and only those below
+// the new count are raised (Estan and Varghese, "New Directions in Traffic Measurement and Accounting", 2002).
 #pragma once
 
 #include <array>
@@ -37,17 +37,17 @@ struct AdmissionSpec {
   bool operator==(const AdmissionSpec&) const = default;
 };
 
-// The filters of some ranges of buckets, one after the other.
+// Filters of some ranges of buckets, one after the other.
 class FilterSlab {
  public:
-  // Zero, or a copy. Counted as memory of rows. Throws std::bad_alloc.
+  // Zeroed, or a copy. Counted as memory of rows. Throws std::bad_alloc.
   FilterSlab(int64_t num_ranges, size_t range_bytes);
   FilterSlab(const FilterSlab& other);
   FilterSlab& operator=(const FilterSlab&) = delete;
 
   char* bytes() const { return pages_.data(); }
 
-  // Of each range the ids that were counted and not admitted, about: those that share their counters are one.
+  // Approximate number of ids of each range that were counted and not admitted: ids that share their counters are one.
   std::vector<int64_t> num_waiting;
 
  private:
@@ -55,14 +55,14 @@ class FilterSlab {
   Pages pages_;
 };
 
-// Used by one thread at a time; what was frozen is read by others.
+// Used by one thread at a time; frozen slabs are read by others.
 class Admission {
  public:
   explicit Admission(const AdmissionSpec& spec);
 
   bool admits_all() const { return spec_.kind == AdmissionSpec::Kind::all; }
 
-  // Ids without a row, each with how often it occurs, and which of them get one.
+  // Ids without a row, with their occurrences, and which of them get one.
   class Decision {
    public:
     bool admits(size_t i) const { return candidates_[i].is_admitted; }
@@ -79,31 +79,31 @@ class Admission {
     };
     std::vector<Candidate> candidates_;
   };
-  // Distinct ids. They are decided by what was counted before, each for itself. Takes the memory that `count` will use. Throws
+  // Decides on distinct ids by earlier counts, each for itself. Allocates the memory for `count`. Throws
   // std::bad_alloc; nothing has changed then.
   Decision decide(std::span<const int64_t> ids, std::span<const uint32_t> occurrences);
-  // Counts them, once: the push is applied.
+  // Counts the ids once the push is applied.
   void count(const Decision& decision) noexcept;
 
-  // What pushes brought and was dropped, since this was made: gradients of an id and push, and occurrences in them.
+  // Dropped gradients of refused ids since construction: one of each id and push, and their occurrences.
   int64_t refused_gradients() const { return refused_gradients_; }
   int64_t refused_occurrences() const { return refused_occurrences_; }
-  // Ids that are counted and have no row, about.
+  // Approximate number of counted ids without a row.
   int64_t num_waiting() const;
   int64_t memory_bytes() const;
 
-  // What it decides by, at one moment. Slabs are shared with the filter, which copies one before it changes it.
+  // State at one moment. Slabs are shared with the filter, which copies one before it changes it.
   struct State {
     int64_t num_pushes = 0;
     std::vector<std::shared_ptr<const FilterSlab>> slabs;  // null: nothing was counted there
   };
   State state() const;
-  // Takes up what a filter of the same spec was. A range that is here already becomes the higher count of each: so two shards that had
-  // parts of its buckets count none of their ids less than they did. Throws std::bad_alloc.
+  // Merges the state of a filter of the same spec. A range that exists already gets the higher of each two counters: so
+  // two shards with parts of its buckets count no id less than they did. Throws std::bad_alloc.
   void restore(int64_t num_pushes, int64_t range, const char* bytes, int64_t num_waiting);
   static constexpr size_t kBlockBytes = 64;
   size_t range_bytes() const { return static_cast<size_t>(spec_.range_blocks) * kBlockBytes; }
-  // So many ranges lie in a slab.
+  // Number of ranges in a slab.
   int64_t slab_ranges() const { return slab_ranges_; }
   const AdmissionSpec& spec() const { return spec_; }
 

@@ -1,4 +1,4 @@
-// What admission leaves of a push.
+// Admitted part of a push.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,8 @@ struct AdmittedPush {
   std::vector<int64_t> refused;          // places of the others in the push, if rows go anywhere
 };
 
-// Of a push of `ids` whose rows are at `positions` (-1: there is none), and `missing` those without. Ids that are refused are taken
-// out of both. `after`: where the rows go once they are updated, or null. Throws std::bad_alloc; nothing has changed then.
+// Removes refused ids from a push of `ids` with rows at `positions` (-1: none), of which `missing` have none. `after`:
+// destination of the updated rows, or null. Throws std::bad_alloc; nothing has changed then.
 AdmittedPush admit(Admission& admission, const int64_t* ids, const BatchFacts& batch, const RowPlaces<const char>& gradients,
                       const RowPlaces<char>* after, std::vector<int64_t>& positions, std::vector<int64_t>& missing);
 

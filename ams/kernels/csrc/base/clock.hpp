@@ -1,4 +1,4 @@
-// The clocks of a shard, in seconds.
+// Clocks of a shard, in seconds.
 #pragma once
 
 #include <time.h>
@@ -18,7 +18,7 @@ inline double clock_seconds(clockid_t clock) {
 // As time.monotonic().
 inline double monotonic_seconds() { return clock_seconds(CLOCK_MONOTONIC); }
 
-// Seconds since the machine started. Goes on while it is suspended, where the system has such a clock.
+// Seconds since the machine started. Continues during a suspend, where the system has such a clock.
 inline double boot_seconds() {
 #ifdef CLOCK_BOOTTIME
   return clock_seconds(CLOCK_BOOTTIME);

@@ -1,4 +1,4 @@
-// Words shared by all kernels: storage types, hashing, and how a request is refused.
+// Shared by all kernels: storage types, hashing, and reasons of a refusal.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +35,7 @@ inline constexpr int64_t hashed_bucket(int64_t id) {
 }
 inline constexpr int64_t dense_bucket(int64_t id) { return id & (kNumBuckets - 1); }
 
-// Why a request changed nothing. Python words the message; `index` is the first offending place in the request.
+// Reason why a request changed nothing. Python words the message; `index` is the first offending place in the request.
 enum class Reason : int { negative_id = 0, id_too_large = 1, foreign_bucket = 2, non_finite = 3, overflow = 4, bad_position = 5, beyond_wire = 6 };
 
 struct Refusal {
@@ -43,13 +43,13 @@ struct Refusal {
   int64_t index;
 };
 
-// Into the second-level cache: with 512-byte rows that was a third faster than into the first level, whose few miss buffers
-// stall the prefetches themselves; non-temporal stores of what follows were slower than plain ones (Zen 4).
+// Into the second-level cache: with 512-byte rows that was a third faster than into the first level, whose few miss
+// buffers stall the prefetches themselves; non-temporal stores of the results were slower than plain ones (Zen 4).
 inline void prefetch_bytes(const void* address, size_t bytes) {
   const char* begin = static_cast<const char*>(address);
   for (size_t offset = 0; offset < bytes; offset += 64) {
 #if defined(__x86_64__)
-    // Not __builtin_prefetch: GCC takes a function that only prefetches for one without effect and drops its calls.
+    // Not __builtin_prefetch: GCC drops calls of a function that only prefetches, as one without effect.
     asm volatile("prefetcht1 %0" : : "m"(begin[offset]));
 #else
     __builtin_prefetch(begin + offset, 0, 2);
@@ -58,7 +58,8 @@ inline void prefetch_bytes(const void* address, size_t bytes) {
   }
 }
 
-// Bits must not depend on what another library did to this thread's rounding or denormal modes.
+// Resets this thread's rounding and denormal modes, which other libraries may change, so that bits do not depend on
+// them.
 class DefaultFloatMode {
 #if defined(__x86_64__)
  public:
@@ -77,7 +78,7 @@ class DefaultFloatMode {
   DefaultFloatMode& operator=(const DefaultFloatMode&) = delete;
 };
 
-// Numbers below 1e-38 become 0 for a while: on some CPUs each of them costs a hundred ordinary operations.
+// Flushes numbers below 1e-38 to 0 meanwhile: on some CPUs each of them costs a hundred ordinary operations.
 class FlushDenormals {
 #if defined(__x86_64__)
  public:

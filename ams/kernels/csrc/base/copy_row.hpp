@@ -1,4 +1,4 @@
-// Rows of a table, copied.
+// Copies of table rows.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@ namespace geartrain {
 // Rows of more bytes together than the caches hold are written past them; fewer stay in them for their reader.
 inline constexpr size_t kStreamedBytes = size_t{24} << 20;
 
-// Most are short: a call of memcpy would take longer than to copy them.
+// Most rows are short: a call of memcpy would take longer than the copy.
 inline void copy_row(char* to, const char* from, size_t bytes) {
   constexpr size_t kBlock = 16, kShort = 256;
   if (bytes > kShort) {

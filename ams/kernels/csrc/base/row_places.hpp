@@ -1,4 +1,4 @@
-// Where the rows of one request lie in the memory of who makes it.
+// Locations of a request's rows in the caller's memory.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// Rows whose numbers lie in several arrays: those of a module's parameters, or of their gradients.
+// Rows spread over several arrays: those of a module's parameters, or of their gradients.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,8 @@
 
 namespace geartrain {
 
-// The bytes of all ranges, one range after the other, cut into rows; the last row ends with zeros. Rows lie where they are but for
-// those that begin in one range and end in another.
+// The bytes of all ranges, one after the other, cut into rows; the last row is padded with zeros. Rows stay in place,
+// except those that cross from one range into another.
 class ScatteredRows {
  public:
   struct Range {
@@ -25,13 +25,13 @@ class ScatteredRows {
   int64_t count() const { return static_cast<int64_t>(each_.size()); }
   size_t row_bytes() const { return row_bytes_; }
   char* const* each() const { return each_.data(); }
-  // Takes what the ranges hold of rows that lie in several of them. Before the rows are read.
+  // Copies rows that cross ranges out of them. To be called before the rows are read.
   void gather() const;
-  // Gives it back. Once the rows are written.
+  // Copies those rows back. To be called once the rows are written.
   void scatter() const;
 
  private:
-  // What a row has of one range.
+  // Part of a row in one range.
   struct Piece {
     char* range;
     char* own;

@@ -1,4 +1,4 @@
-// Values in the messages of errors, written as Python would write them.
+// Formatting of values in error messages, as Python would write them.
 #pragma once
 
 #include <string>
@@ -6,7 +6,7 @@
 
 namespace geartrain {
 
-// As repr() of a str: in quotes, with escapes for what would break a line. Beyond ASCII, UTF-8 stays as it is.
+// As repr() of a str: in quotes, with escapes for control characters. Beyond ASCII, UTF-8 stays as it is.
 std::string quoted(std::string_view text);
 // As repr() of a float: the shortest decimal that reads back as the same value.
 std::string shown(double value);

@@ -27,7 +27,8 @@ Greeter::Warn warn_of(const nb::object& tell) {
   };
 }
 
-// One that nobody has closed ends with its object: its call may need the interpreter lock, or the turn of who waits for that.
+// One that nobody has closed ends with its object: its call may need the interpreter lock, or the turn of who waits for
+// that.
 class ServerOfPython : public DataServer {
  public:
   using DataServer::DataServer;

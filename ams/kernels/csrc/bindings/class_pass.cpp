@@ -71,7 +71,8 @@ class PackedClassPass {
 
   // Below, a row of an array is a class: its K centers, one after the other, and what is kept of them.
 
-  // The rows are cut into as many parts as there are sums, which `threads` threads share; `kept` may end before the rows do.
+  // The rows are cut into as many parts as there are sums, which `threads` threads share; `kept` may end before the
+  // rows do.
   void forward(const FloatRows& rows, const IdArray& target_rows, const IdArray& target_samples, const FloatRows& target_out,
                const std::optional<FloatRows>& shift, const DoubleRows& sum, const std::optional<FloatParts>& weighted,
                const std::optional<FloatRows>& kept, int64_t threads, const std::optional<Floats>& offsets,

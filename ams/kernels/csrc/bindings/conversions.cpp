@@ -12,7 +12,8 @@ namespace {
 
 nb::object errors() { return nb::module_::import_("geartrain.ams.values.errors"); }
 
-// Names and classes that every call asks for are looked up once, and never given back: the interpreter is gone before they are.
+// Names and classes that every call asks for are looked up once, and never given back: the interpreter is gone before
+// they are.
 #define GEARTRAIN_NAME(text)                                          \
   ([]() -> nb::handle {                                               \
     static const nb::handle name = PyUnicode_InternFromString(text);  \
@@ -21,7 +22,8 @@ nb::object errors() { return nb::module_::import_("geartrain.ams.values.errors")
 
 nb::object of_messages(const char* name) { return nb::module_::import_("geartrain.ams.values.shard_messages").attr(name); }
 
-// Not initialised as static variables are, under a lock of C++: an import may give up the interpreter lock in the middle.
+// Not initialised as static variables are, under a lock of C++: an import may give up the interpreter lock in the
+// middle.
 nb::handle done_class() {
   static nb::handle found;
   if (!found.is_valid()) found = of_messages("Done").release();

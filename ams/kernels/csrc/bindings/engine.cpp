@@ -37,8 +37,8 @@ Caller caller_of(const Waiter* waiter, bool has_turn) {
           .has_turn = has_turn};
 }
 
-// A request of so few bytes of rows is sooner done than the interpreter lock is had again, for which another thread may let this one
-// wait for milliseconds.
+// A request of so few bytes of rows is sooner done than the interpreter lock is had again, for which another thread may
+// let this one wait for milliseconds.
 constexpr size_t kFewBytes = size_t{64} << 10;
 
 // Calls ask(caller), without the interpreter lock unless it is soon over. Nobody waits for the turn with it.
@@ -121,7 +121,8 @@ class Reply {
     later(outcome);
   }
 
-  // Done, or a Future of it if it waits for others. Throws the Fault that it ended with. Called once, with the interpreter lock.
+  // Done, or a Future of it if it waits for others. Throws the Fault that it ended with. Called once, with the
+  // interpreter lock.
   nb::object take() {
     nb::object future;
     if (!outcome()) {

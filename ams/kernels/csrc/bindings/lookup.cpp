@@ -42,7 +42,8 @@ Pooling pooling_of(const nb::handle& name) {
 }
 
 Feature feature_of(const nb::handle& given, std::vector<nb::object>& arrays, int64_t num_tables) {
-  // (table, ids [N], offsets [bags + 1] or ids of a bag, weights [N] or None, name of the pooling or None, padding or None)
+  // (table, ids [N], offsets [bags + 1] or ids of a bag, weights [N] or None, name of the pooling or None, padding or
+  // None)
   const auto parts = nb::cast<nb::tuple>(given);
   require(parts.size() == 6, "a feature has six parts");
   Feature feature;

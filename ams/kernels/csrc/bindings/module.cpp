@@ -92,7 +92,8 @@ void sample_checked(int64_t num_ids, int64_t first, uint64_t seed, uint64_t step
   sample_permutation(num_ids, first, count, seed, step, out.data());
 }
 
-// PyBytes_FromStringAndSize(nullptr, n) is CPython's way to make bytes that their creator fills before anybody else has them.
+// PyBytes_FromStringAndSize(nullptr, n) is CPython's way to make bytes that their creator fills before anybody else has
+// them.
 nb::tuple bytes_with_room(const nb::bytes& head, int64_t room) {
   require(room >= 0, "room must be >= 0");
   const size_t head_bytes = head.size();

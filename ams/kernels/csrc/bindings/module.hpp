@@ -1,4 +1,4 @@
-// What the binding files share: the arrays they accept and how a refusal becomes a Python exception.
+// Shared by the bindings: accepted arrays, and conversion of a refusal to a Python exception.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -24,17 +24,17 @@ using MatrixOutput = nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Flags = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ShardMap = nb::ndarray<const uint16_t, nb::shape<kNumBuckets>, nb::c_contig, nb::device::cpu>;  // of each bucket
 
-// What is returned as typing.Any.
+// Return type typing.Any.
 inline nb::any any_of(nb::object object) { return nb::steal<nb::any>(object.release()); }
 
-// A class of exceptions of the module.
+// Makes an exception class of the module.
 inline PyObject* new_exception(nb::module_& m, const char* name, PyObject* base) {
   PyObject* const made = PyErr_NewException((nb::cast<std::string>(m.attr("__name__")) + "." + name).c_str(), base, nullptr);
   m.attr(name) = nb::borrow(made);
   return made;
 }
 
-// Lets Python be told of exceptions of a class of C++.
+// Registers a C++ exception class with Python.
 template <class Error, auto tell>
 void translate() {
   nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
@@ -60,16 +60,16 @@ DType checked_dtype(const Array& array, int code) {
   return dtype;
 }
 
-// Python's interpreter lock, given up and taken for the time of a block; use these, not nanobind's.
+// Releases and takes Python's interpreter lock for a block; use these, not nanobind's.
 //
-// When the main thread of a process has ended, Python ends every other thread that asks for its lock, by unwinding its stack. C++ cannot
-// be unwound like that: the process would be aborted. Such a thread sleeps here instead until the process is gone.
+// Once the main thread of a process has ended, Python ends every other thread that asks for its lock, by unwinding its
+// stack. C++ cannot be unwound like that: the process would abort. Such a thread sleeps here until the process is gone.
 
 [[noreturn]] inline void sleep_for_ever() {
   for (;;) pause();
 }
 
-// Whether the interpreter is ending or has ended, and this thread is not the one that ends it: its lock cannot be had any more.
+// Whether the interpreter is ending or has ended, and this is not the thread that ends it: the lock is not available.
 inline bool is_interpreter_gone() {
 #if PY_VERSION_HEX >= 0x030D0000
   const bool is_ending = Py_IsFinalizing() != 0;

@@ -21,7 +21,8 @@
 namespace geartrain {
 namespace {
 
-// What arrays and numbers must be is checked where tables are given them: tables/row_checks.py, and the specs of tables.
+// What arrays and numbers must be is checked where tables are given them: tables/row_checks.py, and the specs of
+// tables.
 using Lives = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using ByteArray = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
@@ -166,8 +167,9 @@ bool is_zero(const char* bytes, size_t count) {
   return bytes[0] == 0 && std::memcmp(bytes, bytes + 1, count - 1) == 0;
 }
 
-// (pushes, numbers of ranges, their counters as bytes [R, B], ids that wait in each, the range to go on at or -1): a piece of about
-// `most_bytes`, from range `start` on. None: the table admits every id, or nothing is frozen. No thaw may come meanwhile.
+// (pushes, numbers of ranges, their counters as bytes [R, B], ids that wait in each, the range to go on at or -1): a
+// piece of about `most_bytes`, from range `start` on. None: the table admits every id, or nothing is frozen. No thaw
+// may come meanwhile.
 std::optional<nb::tuple> frozen_admission(const RowStore& store, int64_t start, int64_t most_bytes) {
   const auto& state = store.frozen_admission();
   if (!state) return std::nullopt;

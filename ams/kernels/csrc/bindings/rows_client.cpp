@@ -42,7 +42,8 @@ SteadyTime::duration duration_of(double seconds) {
   return std::chrono::duration_cast<SteadyTime::duration>(std::chrono::duration<double>(std::min(seconds, kLongestSeconds)));
 }
 
-// An attempt whose `watch` is told every 100 ms of the shards that have not replied. Signals of the main thread end it, too.
+// An attempt whose `watch` is told every 100 ms of the shards that have not replied. Signals of the main thread end it,
+// too.
 Attempt attempt_of(double seconds, nb::handle watch) {
   return {.seconds = std::isfinite(seconds) ? seconds : 0,
           .deadline = std::chrono::steady_clock::now() + duration_of(seconds),
@@ -57,7 +58,8 @@ Attempt attempt_of(double seconds, nb::handle watch) {
           }};
 }
 
-// None: there is no connection to the shard; False: no reply came in time; an error: what it answered; (created, duplicate): it is done.
+// None: there is no connection to the shard; False: no reply came in time; an error: what it answered; (created,
+// duplicate): it is done.
 nb::object python_of(const PartOutcome& outcome) {
   if (std::holds_alternative<Late>(outcome)) return nb::bool_(false);
   if (const auto* fault = std::get_if<Fault>(&outcome)) return error_of(*fault);
@@ -171,8 +173,8 @@ std::optional<nb::list> pull_scattered(RowsClient& client, const TableFacts& tab
   return python_of(undone);
 }
 
-// (table, table_incarnation, ids, out, dtype_code) each. Returns what pull() says of each, or None if that is None of all, and of each the
-// writes that each shard had applied.
+// (table, table_incarnation, ids, out, dtype_code) each. Returns what pull() says of each, or None if that is None of
+// all, and of each the writes that each shard had applied.
 nb::tuple pull_together(RowsClient& client, const nb::list& pulls, double seconds, nb::handle watch) {
   std::vector<TablePull> all;
   all.reserve(pulls.size());
@@ -333,7 +335,8 @@ nb::list write(RowsClient& client, const std::vector<std::tuple<const PreparedWr
   return replies;
 }
 
-// (what write() says of it, the writes that each shard with rows had applied then, or None if not all of its rows came).
+// (what write() says of it, the writes that each shard with rows had applied then, or None if not all of its rows
+// came).
 nb::tuple write_and_pull(RowsClient& client, const PreparedWrite& prepared, const ContextGiven& context, const ScatteredRows& out, double seconds,
                          nb::handle watch) {
   PullRequest after;

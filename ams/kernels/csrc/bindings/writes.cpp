@@ -44,7 +44,8 @@ std::vector<std::string> names_of(nb::iterable names) {
   return found;
 }
 
-// Streams as they were at one moment. Made in a shard's turn, and turned into objects of Python after it: that takes 30 times as long.
+// Streams as they were at one moment. Made in a shard's turn, and turned into objects of Python after it: that takes 30
+// times as long.
 struct HeldStreams {
   std::vector<HeldStream> streams;
 

@@ -1,4 +1,4 @@
-// Which cached entries may still be used, and how old they are: the inner loop of a cache of dense features.
+// Freshness of cached entries: which may still be used, and their age; the inner loop of a cache of dense features.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,8 @@ struct Freshness {
   uint64_t max_lag;
 };
 
-// Ages of hits are counted between ascending edges (age_counts has one more), lags by their number of bits, the last bin for
-// that many and more.
+// Ages of hits are counted between ascending edges (age_counts has one more), lags by their number of bits; the last
+// bin counts all larger ones.
 struct AgeCounts {
   const double* edges;
   int64_t num_edges;
@@ -34,7 +34,7 @@ struct Judged {
   int64_t lagging = 0;  // young enough, but too many versions away
 };
 
-// Looks at entry positions[i] of `stamps` (`count` of them; null: entry i) and writes its stamps and whether it is a hit.
+// Checks entry positions[i] of `stamps` (`count` of them; null: entry i); writes its stamps and whether it is a hit.
 Judged judge(const int64_t* positions, int64_t count, const Stamps& stamps, const Freshness& freshness, int64_t* versions, double* times,
              bool* hits, const AgeCounts& counts);
 

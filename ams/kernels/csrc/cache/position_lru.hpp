@@ -1,7 +1,7 @@
-// id -> position of a slab of bounded size, with the order of last use: what caches and queues of rows are built on.
+// LRU map from ids to positions of a slab of bounded size, under caches and queues of rows.
 //
-// Open addressing with linear probing, at most half full; an erased entry is closed by moving its run back, so there are
-// no tombstones. The order is a doubly linked list over the positions. Every step is O(1); growing rehashes once.
+// Open addressing with linear probing, at most half full; an erased entry is closed by moving its run back, so there
+// are no tombstones. The order is a doubly linked list over the positions. Every step is O(1); growing rehashes once.
 #pragma once
 
 #include <cstdint>
@@ -32,10 +32,11 @@ class PositionLru {
   // positions[i] = the position that ids[i] had, which is free now, or -1.
   void remove(const int64_t* ids, int64_t count, int64_t* positions);
 
-  // The `count` least recently used, oldest first. Returns how many there are.
+  // Returns the `count` least recently used, oldest first, and how many there are.
   int64_t oldest(int64_t count, int64_t* ids, int64_t* positions) const;
 
-  // Positions keep their numbers. Does nothing if it has that many. Throws std::bad_alloc, and then nothing has changed.
+  // Positions keep their numbers. Does nothing if it has that many. Throws std::bad_alloc, and then nothing has
+  // changed.
   void grow(int64_t capacity);
 
  private:

@@ -1,4 +1,4 @@
-// Who calls a shard, what is asked of it, what it answers, and why it refuses: the values that carriers bring and the engine reads.
+// Values of a call at a shard: caller, operation, answer and fault, as carriers bring them and the engine reads them.
 #pragma once
 
 #include <cstdint>
@@ -18,10 +18,10 @@ namespace geartrain {
 // A client may be at most this many writes ahead of its oldest unacknowledged one.
 inline constexpr int64_t kWriteWindow = 1024;
 
-// The highest number that a caller may choose: as many are left for those who follow.
+// Highest number that a caller may choose: as many are left above it.
 inline constexpr int64_t kMostChosen = int64_t{1} << 62;
 
-// Who calls, and which past the caller believes in: CallContext of ams/values/shard_messages.py. 0 or empty: none, or any.
+// Caller, and the shard state it expects: CallContext of ams/values/shard_messages.py. 0 or empty: none, or any.
 struct CallContext {
   std::string stream;
   int64_t incarnation = 0;
@@ -41,14 +41,14 @@ struct SyncGroup {
   int64_t sample_count = 0;
 };
 
-// The answer to a write, or to a pull, whose rows lie elsewhere.
+// Answer to a write, or to a pull, whose rows are elsewhere.
 struct Done {
   int64_t created = 0;     // rows that did not exist before
   bool duplicate = false;  // an earlier attempt had been applied; this is its answer
   int64_t writes = 0;      // of a pull: those that the table had had on the shard
 };
 
-// A refusal. `name` is that of a class in ams/values/errors.py: the wire and Python make the error of it.
+// A refusal. `name` is a class in ams/values/errors.py: the wire and Python make its error.
 struct Fault : std::exception {
   Fault(std::string error_name, std::string text, double retry_after = 0)
       : name(std::move(error_name)), message(std::move(text)), retry_after_seconds(retry_after) {}
@@ -60,12 +60,14 @@ struct Fault : std::exception {
 };
 
 using Outcome = std::variant<Done, Fault>;
-// How a write ended. Called exactly once, on any thread, possibly before the call that it was given to returns; does not throw.
+// Receives the end of a write. Called exactly once, on any thread, possibly before the call it was given to returns;
+// does not throw.
 using Completion = std::function<void(const Outcome&)>;
 
 using Scalars = std::vector<std::pair<std::string, double>>;  // numbers of the table's optimizer, by name
 
-// Arrays are the caller's, and stay until the outcome is there. N ids of one request, D = dim of the table; all C-contiguous.
+// Arrays are the caller's, and stay until the outcome is known. N ids of one request, D = dim of the table;
+// C-contiguous.
 struct PullRequest {
   const int64_t* ids = nullptr;  // [N]
   int64_t count = 0;             // N
@@ -80,11 +82,11 @@ struct PullRequest {
   std::optional<SyncGroup> required_sync;  // answer only if exactly the writes before its sequence are applied
 
   RowPlaces<char> places() const { return {rows, each, positions}; }
-  // The type that the rows have in a frame.
+  // Type of the rows in a frame.
   DType wire_dtype() const { return wire.value_or(dtype); }
 };
 
-// What a push says of the batch that its gradients are of, for tables that ask for it.
+// Facts about the batch of a push, for tables that need them.
 struct BatchFacts {
   const uint32_t* occurrences = nullptr;  // [N]: how often each id was in the batch; null: once
   std::optional<int64_t> step;            // of the worker, >= 0
@@ -94,7 +96,7 @@ struct BatchFacts {
   uint32_t occurrences_of(int64_t i) const { return occurrences == nullptr ? 1 : occurrences[i]; }
 };
 
-// Ends at 2**32 - 1.
+// Saturates at 2**32 - 1.
 inline void add_occurrences(uint32_t& sum, uint32_t more) { sum = sum > UINT32_MAX - more ? UINT32_MAX : sum + more; }
 
 struct PushRequest {
@@ -114,7 +116,7 @@ struct PushRequest {
   RowPlaces<const char> places() const { return gradients != nullptr ? RowPlaces<const char>{gradients} : scattered; }
 };
 
-// A pull of the rows of a push, right after it: they are written while they are at hand, before anybody else changes them.
+// Pull of a push's rows right after it: they are written while they are in the cache, before any other change.
 struct RowsAfter {
   RowPlaces<char> rows;  // of as many ids
   DType dtype = DType::float32;
@@ -129,13 +131,13 @@ struct AssignRequest {
   const char* rows = nullptr;  // [N, D]
 };
 
-// Who brought a large request, and can serve others between two of its blocks. Of the thread that performs the request.
+// Other callers that the thread of a large request can serve between two of its blocks.
 class OtherCallers {
  public:
   virtual ~OtherCallers() = default;
-  // Whether somebody may have asked. Costs little.
+  // Whether there may be a request. Cheap.
   virtual bool is_asked() = 0;
-  // Performs pulls that are brief and leaves all else for later. `has_turn`: this thread has the shard's turn.
+  // Serves brief pulls and leaves all else for later. `has_turn`: this thread has the shard's turn.
   virtual void serve_pulls(bool has_turn) noexcept = 0;
 };
 

@@ -1,4 +1,4 @@
-// What a shard counts of the calls for rows that it answers: how many, how long they took, of how many bytes.
+// Counters of a shard's row calls: number, durations and bytes.
 #pragma once
 
 #include <algorithm>
@@ -16,10 +16,10 @@
 namespace geartrain {
 
 enum class Carrier : uint8_t { ring, tcp };
-// What a frame asks for: several things at once, or nothing that can be read.
+// Operation of a frame; `several` at once, or `unread`.
 enum class CallKind : uint8_t { pull, push, assign, several, unread };
 
-// Thread-safe. A call that ends well passes no lock.
+// Thread-safe. A successful call takes no lock.
 class CallCounters {
  public:
   using Duration = std::chrono::steady_clock::duration;
@@ -37,9 +37,9 @@ class CallCounters {
     std::map<std::string, int64_t> faults;  // by name; all others ended well
   };
 
-  // `fault`: the name of what it ended with; null: it ended well.
+  // `fault`: name of the error; null: success.
   void add(Carrier carrier, CallKind kind, Duration took, size_t bytes_in, size_t bytes_out, const std::string* fault) noexcept {
-    // With its fault in one go: a reader between the two would see another call that ended well, and later see it go.
+    // Counted with its fault in one step: a reader in between would see another success, which later disappears.
     std::unique_lock lock(mutex_, std::defer_lock);
     if (fault != nullptr) {
       lock.lock();
@@ -53,10 +53,10 @@ class CallCounters {
     add_to(cell.bytes_in, static_cast<int64_t>(bytes_in));
     add_to(cell.bytes_out, static_cast<int64_t>(bytes_out));
   }
-  // That a thread has worked on calls.
+  // Adds the time that a thread worked on calls.
   void add_busy(Duration worked) noexcept { add_to(busy_nanos_, nanos_of(worked)); }
 
-  // Those kinds that there were.
+  // Counters of the kinds that occurred.
   std::vector<Counted> read() const {
     std::vector<Counted> all;
     const std::lock_guard lock(mutex_);

@@ -1,4 +1,4 @@
-// What went wrong, as a Fault, also where there is no memory left to word it.
+// Conversion of exceptions to Faults, which works without free memory.
 #pragma once
 
 #include <string>
@@ -7,7 +7,7 @@
 
 namespace geartrain {
 
-// The fault that the exception in flight is, of whatever kind. Called in a catch block.
+// Returns the Fault of the exception in flight, of any kind. Called in a catch block.
 Fault fault_in_flight(const std::string& of_whom) noexcept;
 
 }  // namespace geartrain

@@ -1,4 +1,4 @@
-// What a connection may do: the rights of its opener's certificate and token, and until when.
+// Rights of a connection, from its opener's certificate and token, with an expiry.
 #pragma once
 
 #include <atomic>
@@ -11,31 +11,31 @@
 
 namespace geartrain {
 
-// Bits, as RIGHTS of ams/rpc/tokens.py has them.
+// Bits, as RIGHTS of ams/rpc/tokens.py.
 inline constexpr uint32_t kMayRead = 1, kMayWrite = 2;
 
 // Thread-safe.
 class Grant {
  public:
-  // A pattern of names of tables, in which * stands for any characters, and the rights to those.
+  // A pattern of table names, in which * matches any characters, with rights.
   using Rule = std::pair<std::string, uint32_t>;
   struct Refusal {
     std::string table;
     uint32_t rights;
   };
 
-  // `job`: whose streams of writes it may be, a pattern, too. Good until a time in unix seconds.
+  // `job`: pattern of the jobs whose write streams it may use. Valid until a time in unix seconds.
   Grant(const std::string& job, std::vector<Rule> rules, double until) : job_(job), of_job_(job + "/*"), rules_(std::move(rules)), until_(until) {}
-  // To a table, by all rules together.
+  // Returns the rights to a table, of all rules together.
   uint32_t rights(std::string_view table) const;
-  // Whether a job, or a stream of writes, is that of the job (JOB or JOB/...), or of no job.
+  // Whether a job or write stream belongs to the granted job (JOB or JOB/...), or to none.
   bool owns(std::string_view name) const;
   bool is_over() const;
-  // Before its time. Idempotent.
+  // Ends it early. Idempotent.
   void end() { has_ended_ = true; }
-  // Notes what was refused by it; the first few are kept until they are taken.
+  // Records a refusal; the first few are kept until take_refused().
   void refused(const std::string& table, uint32_t rights);
-  // (the kept ones, how many there were)
+  // (kept refusals, number of all)
   std::pair<std::vector<Refusal>, size_t> take_refused();
 
  private:

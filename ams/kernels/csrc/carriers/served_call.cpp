@@ -210,8 +210,8 @@ void ServedCall::refuse(const Fault& fault) noexcept {
   count(Clock::now() - began_);
 }
 
-// By whoever has set is_answered_, without the mutex: it may wait for the interpreter lock (armed failpoints), whose holder may wait
-// for the mutex.
+// By whoever has set is_answered_, without the mutex: it may wait for the interpreter lock (armed failpoints), whose
+// holder may wait for the mutex.
 void ServedCall::write_answer() noexcept {
   const auto refuse_all = [this](const Fault& fault) {
     reply_bytes_ = write_refusal(room_.data(), room_.size(), header_.number, results_.size(), fault);

@@ -1,4 +1,4 @@
-// The calls of a client, cut by shard: what goes to each, and what all that comes to.
+// Calls of a client, split by shard: the requests to each, and the merged outcome.
 #pragma once
 
 #include <cstdint>
@@ -19,23 +19,23 @@ struct UndonePart {
 };
 using Undone = std::vector<UndonePart>;
 
-// Those that a call is for; none: all that it concerns.
+// Shards of a call; empty: all that it concerns.
 using Shards = std::span<const int64_t>;
 
-// A pull. Ids that occur twice travel once.
+// A pull. Repeated ids are sent once.
 class PullCall {
  public:
-  // `request` has no positions: out is [count, dim]. The rows of shards that are not asked stay as they are. `are_distinct`: no id
-  // occurs twice, which need not be looked at.
+  // `request` has no positions: out is [count, dim]. Rows of other shards stay unchanged. `are_distinct`: no id occurs
+  // twice, which is not checked.
   PullCall(const TableFacts& table, int64_t table_incarnation, const PullRequest& request, const Placement& placement,
            const View& view, Shards shards = {}, bool are_distinct = false);
   PullCall(const PullCall&) = delete;  // the jobs refer to what it holds
   PullCall& operator=(const PullCall&) = delete;
 
   std::vector<Job>& jobs() { return jobs_; }
-  // Once all jobs have their outcomes: the writes that each shard had applied to the table; -1: it has brought no rows.
+  // Once all jobs have outcomes: the writes that each shard had applied to the table; -1: it returned no rows.
   std::vector<int64_t> writes() const;
-  // The same: the shards that have not brought theirs to its end.
+  // Once all jobs have outcomes: the unfinished shards.
   Undone undone();
 
  private:
@@ -59,7 +59,7 @@ struct TablePull {
   PullRequest request;
 };
 
-// What one of several pulls has come to.
+// Outcome of one of several pulls.
 struct Pulled {
   Undone undone;
   std::vector<int64_t> writes;  // as PullCall::writes
@@ -71,7 +71,7 @@ class PullCalls {
   PullCalls(std::span<const TablePull> pulls, const Placement& placement, const View& view);
 
   std::vector<Job>& jobs() { return jobs_; }
-  // Once all jobs have theirs: of each pull.
+  // Outcome of each pull, once all jobs have theirs.
   std::vector<Pulled> pulled();
 
  private:
@@ -84,7 +84,7 @@ struct Write {
   const PreparedWrite* prepared;
   CallContext context;
   std::vector<int64_t> shards;  // that it is for; none: all
-  // If not null: where the rows of this push [count, dim] come as they are after it, shard by shard; without positions.
+  // If not null: destination of the rows [count, dim] of this push after it, shard by shard; without positions.
   const PullRequest* after = nullptr;
 };
 using WriteOutcomes = std::vector<std::vector<PartOutcome>>;
@@ -95,9 +95,10 @@ class WriteCall {
   WriteCall(std::span<const Write> writes, const Placement& placement);
 
   std::vector<Job>& jobs() { return jobs_; }
-  // Once all jobs have theirs: of each write, in the order of its parts that it is for.
+  // Outcomes of each write, once all jobs have theirs, in the order of its parts.
   WriteOutcomes outcomes();
-  // The writes that each shard had applied to the table when the rows of write `number` were read; none: not all of them have come.
+  // Writes that each shard had applied to the table when the rows of write `number` were read; none: some rows are
+  // missing.
   std::optional<std::vector<int64_t>> writes_after(size_t number) const;
 
  private:

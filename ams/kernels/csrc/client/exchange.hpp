@@ -1,4 +1,4 @@
-// One attempt of a client at some of its shards, side by side: what goes to each, and what becomes of it.
+// One attempt of a client at some of its shards in parallel: requests, and their outcomes.
 #pragma once
 
 #include <cstdint>
@@ -17,39 +17,40 @@
 
 namespace geartrain {
 
-// There is no connection to the shard, or it refuses such calls, or was lost before the reply came: the same call can go over another.
+// No connection to the shard, or it refuses such calls, or was lost before the reply: another connection may carry the
+// call.
 struct NotConnected {};
-// No reply came in time. Of this and of NotConnected it is unknown whether the shard has done it.
+// No reply in time. After this and NotConnected it is unknown whether the shard did it.
 struct Late {};
 using PartOutcome = std::variant<NotConnected, Late, Fault, Done>;
 
-// How long an attempt may take, and who looks after the caller meanwhile.
+// Time limit of an attempt, and the caller's check meanwhile.
 struct Attempt {
   double seconds = 0;    // that each shard behind a connection has for its reply
   SteadyTime deadline;   // when they are over
-  // Asked about every 100 ms with the shards that have not replied: whether to give up (Late). What it throws is thrown, and the
-  // caller's arrays are its own again.
+  // Called about every 100 ms with the shards that have not replied; true gives up (Late). Its exceptions are passed
+  // on, and the caller's arrays are then free.
   std::function<bool(std::span<const int64_t>)> look;
 };
 
-// How a shard is reached: an engine of this process, a connection, or not at all.
+// Access to a shard: an engine of this process, a connection, or none.
 struct Endpoint {
   int64_t incarnation = 0;  // which of all that ever held the shard's number is meant
   std::shared_ptr<Engine> engine;
   std::shared_ptr<Connection> connection;
 };
 
-// The shards of a cluster.
+// Shards of a cluster.
 struct View {
   std::vector<Endpoint> endpoints;
   int64_t cluster_version = 0;
   bool has_connections = false;
 };
 
-// Where an engine puts the outcome of a write.
+// Receiver of a write's outcome from an engine.
 class Settled;
 
-// What goes to one shard in one call.
+// Requests to one shard in one call.
 struct Job {
   int64_t shard = 0;
   const Endpoint* endpoint = nullptr;
@@ -68,14 +69,14 @@ struct Job {
 // Of one thread at a time.
 class Exchange {
  public:
-  // All of these stay as they are, but for what the jobs come to.
+  // The arguments stay as they are, except the jobs' outcomes.
   Exchange(std::vector<Job>& jobs, const View& view, const Attempt& attempt);
   // Makes all calls, and waits for all outcomes.
   void run();
-  // Makes the calls of the shards behind connections; the others are NotConnected. False: a connection has no room for one, and nothing was
-  // sent; only unless `may_wait`.
+  // Sends the calls of shards behind connections; the others are NotConnected. False: a connection has no room, and
+  // nothing was sent; only unless `may_wait`.
   bool send(bool may_wait);
-  // Whether those have replied, or their time is over. Waits for it until then, asleep.
+  // Waits, asleep, until those have replied or their time is over; returns whether so.
   bool receive_until(SteadyTime until);
   // The shards that have not replied.
   std::vector<int64_t> waiting() const;

@@ -1,4 +1,4 @@
-// A frame of requests over a connection to one shard, and the reply to it.
+// A frame of requests over a connection to one shard, and its reply.
 #pragma once
 
 #include <memory>
@@ -10,15 +10,15 @@
 
 namespace geartrain {
 
-// Of one thread.
+// Used by one thread.
 class FrameCall {
  public:
-  // Writes all of the request but the rows of its writes; `seconds`: how long the caller means to wait. Throws Lost, Full, or the
-  // Fault of what no frame can hold. `may_wait`: see Connection::begin.
+  // Writes all of the request except the rows of its writes; `seconds`: the caller's time limit. Throws Lost, Full, or
+  // the Fault of a request too large for a frame. `may_wait`: see Connection::begin.
   FrameCall(Connection& connection, std::span<const Operation> operations, double seconds, bool may_wait = true);
-  // Where those of operation i are to be written before send(), one after the other.
+  // Destination of the rows of operation i, one after the other, before send().
   char* rows(size_t i) { return call_->request() + layout_.places[i].rows; }
-  // Or where they lie until it has returned.
+  // Alternatively their location, until send() has returned.
   void attach(size_t i, const char* rows) { call_->attach(layout_.places[i].rows, rows, layout_.places[i].rows_bytes); }
   // See Connection::Call::send.
   void send(SteadyTime deadline, const std::function<bool()>& look);
@@ -26,7 +26,7 @@ class FrameCall {
   bool wait(SteadyTime deadline, const std::function<bool()>& look, bool may_spin = true) {
     return call_->wait(deadline, look, may_spin);
   }
-  // To each operation; rows lie in the frame. Once the reply is there. Throws the Fault that its frame is.
+  // Replies to each operation, once the reply has arrived; rows stay in the frame. Throws the Fault of a refused frame.
   std::vector<ParsedReply> replies();
 
  private:

@@ -1,4 +1,4 @@
-// A push or assign as a client sends it: checked, equal ids merged, and cut by shard, once; every attempt is sent from here.
+// A push or assign as a client sends it: checked, equal ids merged, and split by shard once for all attempts.
 #pragma once
 
 #include <cstdint>
@@ -16,24 +16,24 @@
 
 namespace geartrain {
 
-// What a client knows of a table.
+// A client's facts of a table.
 struct TableFacts {
   std::string name;
   int64_t dim = 0;
   DType dtype = DType::float32;
   bool is_dense = true;  // its buckets are those of dense ids
-  // Of rows that are pulled and gradients that are pushed on the way: of a table of float32, and narrower then, what the client wants.
+  // Type of pulled rows and pushed gradients in frames: for a table of float32 the client may choose a narrower one.
   DType wire = DType::float32;
   bool counts_occurrences = false;  // it asks pushes how often each id was in their batch
 };
 
-// Which shard has which bucket: [kNumBuckets], each below num_shards.
+// Shard of each bucket: [kNumBuckets], each below num_shards.
 struct Placement {
   std::vector<uint16_t> bucket_shards;
   int64_t num_shards = 1;
 };
 
-// Some of the ids of a call, which go to one shard.
+// Ids of a call that go to one shard.
 struct ShardPart {
   int64_t shard = 0;
   const int64_t* ids = nullptr;     // [count]
@@ -44,7 +44,7 @@ struct ShardPart {
 // Ids by shard.
 class CutIds {
  public:
-  // `ids` stay the caller's, and as they are. With `every_shard` there is a part for each shard, if need be an empty one.
+  // `ids` stay the caller's, unchanged. With `every_shard` there is a part for each shard, possibly empty.
   CutIds(const int64_t* ids, int64_t count, const Placement& placement, bool is_dense, bool every_shard);
   CutIds(CutIds&&) = default;
   CutIds& operator=(CutIds&&) = default;
@@ -55,17 +55,17 @@ class CutIds {
   std::vector<ShardPart> parts_;
 };
 
-// Rows that are looked for ahead of the one that is copied: they lie anywhere.
+// Rows prefetched ahead of the one that is copied: they are anywhere in memory.
 inline constexpr int64_t kRowsAhead = 16;
 
-// The CPU reads such rows at its best without being told, and to look at each apart costs nothing.
+// Row size from which the CPU prefetches well by itself, and a check for each row is free.
 inline constexpr size_t kLongRowBytes = 1024;
 
-// Copies rows to `to`, one after the other. More than the caches hold goes past them.
+// Copies rows to `to`, one after the other; past the caches if they are larger than those.
 void copy_rows(char* to, const RowPlaces<const char>& from, int64_t count, size_t row_bytes);
-// The other way.
+// Copies in the other direction.
 void copy_rows(const RowPlaces<char>& to, const char* from, int64_t count, size_t row_bytes);
-// Rows [count, dim] of 16 bits become float32.
+// Widens rows [count, dim] of 16 bits to float32.
 void widen_rows(const RowPlaces<char>& to, const char* from, int64_t count, size_t dim, DType dtype);
 
 struct WriteSettings {
@@ -81,31 +81,31 @@ struct WriteSettings {
   std::vector<int64_t> pulled_at;  // of each shard; -1: its rows were not pulled. None: nobody says
 };
 
-// What is looked for in the rows of a write before anything is sent.
+// Check of the rows of a write before sending.
 enum class RowCheck { none, product, finite };  // product: of the largest with `scale`; finite: that, and each of them
 
 class PreparedWrite {
  public:
-  // `ids` [count] and `rows` [count, dim] stay the caller's, and as they are, while this lives. Those of an assign are distinct, and
-  // of rows that do not lie one after the other they rise. Gradients of a table whose wire is narrower are rounded to it, once.
-  // Throws the Faults NonFinite (also for what is beyond the range of the wire) and InvalidArgument.
+  // `ids` [count] and `rows` [count, dim] stay the caller's, unchanged, while this lives. Those of an assign are
+  // distinct, and scattered rows have ascending ids. Gradients are rounded once to a narrower wire. Throws the Faults
+  // NonFinite (also beyond the range of the wire) and InvalidArgument.
   PreparedWrite(const TableFacts& table, const Placement& placement, const int64_t* ids, const RowPlaces<const char>& rows,
                 int64_t count, DType dtype, WriteSettings settings, RowCheck check);
   PreparedWrite(const PreparedWrite&) = delete;
   PreparedWrite& operator=(const PreparedWrite&) = delete;
 
-  // Keeps what `ids` and `rows` lie in.
+  // Keeps the owner of `ids` and `rows` alive.
   void hold(std::shared_ptr<void> arrays) { held_ = std::move(arrays); }
-  // Copies the rows: from now on the caller's may change. While nobody sends it.
+  // Copies the rows, so that the caller may change its own. Not during a send.
   void keep_rows();
 
   std::span<const ShardPart> parts() const { return cut_->parts(); }
-  // For a part, without its rows.
+  // Returns the operation of a part, without its rows.
   Operation operation(const ShardPart& part, const CallContext& context) const;
-  // Those of a part, one after the other, to `to`.
+  // Copies the rows of a part, one after the other, to `to`.
   void copy_rows_of(const ShardPart& part, char* to) const { copy_rows(to, places_of(part), part.count, row_bytes()); }
   RowPlaces<const char> places_of(const ShardPart& part) const { return {rows_.first, rows_.each, part.places}; }
-  // They lie one after the other already; else null.
+  // Returns them if they are contiguous already; else null.
   const char* rows_of(const ShardPart& part) const { return places_of(part).is_one_block() ? rows_.first : nullptr; }
   BatchFacts batch_of(const ShardPart& part) const;
   const std::optional<SyncGroup>& group() const { return settings_.group; }

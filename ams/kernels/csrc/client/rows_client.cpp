@@ -6,7 +6,8 @@
 namespace geartrain {
 namespace {
 
-// Of calls that were sent and nobody waits for. Connections have room for as many, and as much again for those who wait.
+// Of calls that were sent and nobody waits for. Connections have room for as many, and as much again for those who
+// wait.
 constexpr size_t kMostSent = 8, kMostSentBytes = size_t{64} << 20;
 // How long the first of them is waited for before the others are looked at.
 constexpr std::chrono::milliseconds kFirstSlice{1}, kLongestSlice{20};

@@ -1,6 +1,6 @@
-// The shards of a cluster as one client calls them: a pull or write goes to all that it concerns at once, each once.
+// Row calls of one client to the shards of a cluster: a pull or write goes to all of them at once, each once.
 //
-// What an attempt does not bring to its end is handed back, shard by shard: whether to try again, and when, is the caller's to say.
+// Unfinished shards are returned: retries, and their timing, are the caller's decision.
 #pragma once
 
 #include <condition_variable>
@@ -26,27 +26,25 @@ class RowsClient {
   ~RowsClient();
 
   const Placement& placement() const { return placement_; }
-  // How a shard is reached from now on: an engine of this process, a connection, or not at all; and which of all that ever held the
-  // shard's number is meant.
+  // Sets the access to a shard: an engine of this process, a connection, or none; and the expected incarnation.
   void set_endpoint(int64_t shard, int64_t incarnation, std::shared_ptr<Engine> engine, std::shared_ptr<Connection> connection);
   void set_cluster_version(int64_t version);
 
-  // `request` has no positions: out is [count, dim]. Ids that occur twice travel once. The rows of shards that are not asked stay as
-  // they are.
+  // `request` has no positions: out is [count, dim]. Repeated ids are sent once. Rows of other shards stay unchanged.
   Undone pull(const TableFacts& table, int64_t table_incarnation, const PullRequest& request, const Attempt& attempt,
               Shards shards = {});
 
-  // The same of several tables, one frame a shard for all of them, and ids that are distinct. What each comes to.
+  // The same for several tables with distinct ids, one frame a shard for all. Returns each one's outcome.
   std::vector<Pulled> pull(std::span<const TablePull> pulls, const Attempt& attempt);
 
-  // One frame a shard for all of them; the outcomes of each, in the order of its parts that are sent.
+  // One frame a shard for all of them; returns the outcomes of each, in the order of its parts that are sent.
   WriteOutcomes write(std::span<const Write> writes, const Attempt& attempt);
-  // One write with the rows after it; `writes`: see WriteCall::writes_after.
+  // One write with its rows after it; `writes`: see WriteCall::writes_after.
   std::vector<PartOutcome> write_and_pull(const Write& write, const Attempt& attempt, std::optional<std::vector<int64_t>>& writes);
 
-  // The same, but sent only: next_reply() brings the outcome, with `tag`. Shards of this process are NotConnected. All that is given stays as
-  // it is until then; `attempt.look` is asked until this returns. False: so many are under way that this one has to wait for one of
-  // them to end, and nothing was sent.
+  // Only sends the call: next_reply() returns the outcome, with `tag`. Shards of this process are NotConnected. The
+  // arguments stay unchanged until then; `attempt.look` is called until this returns. False: too many calls are in
+  // flight, and nothing was sent.
   bool begin_pull(const TableFacts& table, int64_t table_incarnation, const PullRequest& request, Attempt attempt,
                   std::shared_ptr<void> tag);
   bool begin_write(const Write& write, Attempt attempt, std::shared_ptr<void> tag);
@@ -54,11 +52,11 @@ class RowsClient {
     std::shared_ptr<void> tag;
     std::variant<Undone, std::vector<PartOutcome>> outcome;
   };
-  // Of a call that has come to its end; waits for one. None: nothing until then, or a nudge(). Of one thread.
+  // Waits for a finished call and returns its outcome. None: none until then, or a nudge(). Used by one thread.
   std::optional<Reply> next_reply(SteadyTime until);
-  // The shards that calls begun so, before then, wait for. Of that thread.
+  // Shards for which calls begun before then wait. Used by that thread.
   std::vector<int64_t> waiting(SteadyTime since) const;
-  // Ends next_reply(), now or the next.
+  // Ends next_reply(), the present or the next call of it.
   void nudge();
 
  private:

@@ -1,11 +1,11 @@
-// Weighted sums of rows over bags, and the way back: what a shard computes beside the rows of a hosted field.
+// Weighted sums of rows over bags, and their gradients: a shard's part of a hosted field.
 #pragma once
 
 #include <cstdint>
 
 namespace geartrain {
 
-// Which rows are in which bag: the next counts[b] places belong to bag b.
+// Rows of each bag: the next counts[b] places belong to bag b.
 struct RowBags {
   const int32_t* places = nullptr;  // [count], each below num_rows
   int64_t count = 0;
@@ -14,7 +14,7 @@ struct RowBags {
   const float* weights = nullptr;  // [count]; null: all 1
   int64_t num_rows = 0;
 
-  // Whether the counts add up to the number of places, and every place is that of a row.
+  // Whether the counts add up to the number of places, and every place is a row's.
   bool is_sound() const;
 };
 

@@ -1,4 +1,4 @@
-// Rows in a file mapped into memory, found by the hashes of their ids: nothing is built when it is opened, and processes share it.
+// Rows in a mapped file, found by the hashes of their ids: opening builds nothing, and processes share it.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +14,8 @@ struct MappedRows {
   int bits;
   size_t row_bytes;
 
-  // Copies the row of ids[i] to place i of `out`, whose rows begin `stride` bytes after one another. The places of ids without
-  // a row go to `missing`, rising; returns how many. Never looks outside the arrays, whatever `starts` holds.
+  // Copies the row of ids[i] to place i of `out`, whose rows begin `stride` bytes after one another. The places of ids
+  // without a row go to `missing`, rising; returns how many. Never looks outside the arrays, whatever `starts` holds.
   int64_t pull(const int64_t* wanted, int64_t num_wanted, char* out, size_t stride, int64_t* missing) const;
 };
 

@@ -92,7 +92,8 @@ void merge_equal_ids(MergedPush& merged, OtherCallers* others) {
 
 }  // namespace
 
-// The turn, from when it has come to the end of this object. Throws Fault("ShardUnavailable"), and what the caller's look throws.
+// The turn, from when it has come to the end of this object. Throws Fault("ShardUnavailable"), and what the caller's
+// look throws.
 class Engine::Holding {
  public:
   Holding(Engine& engine, const Caller& caller, Turn::Use use = Turn::Use::anything) {
@@ -161,7 +162,8 @@ int64_t Engine::pull(const CallContext& context, const std::string& table, const
   }
 }
 
-// The table of a write that is new, which `applied` or `failed` is to complete; null: it was completed, or joined one in flight.
+// The table of a write that is new, which `applied` or `failed` is to complete; null: it was completed, or joined one
+// in flight.
 ServedTable* Engine::admitted(const CallContext& context, const std::string& name, const Completion& completion) {
   try {
     check_fence(context.shard_incarnation, context.cluster_version);

@@ -42,7 +42,8 @@ size_t row_bytes_of(int64_t dim, DType dtype) {
   return static_cast<size_t>(dim) * item_bytes(dtype);
 }
 
-// Chained splitmix64 over 8-byte words: each step is a bijection of the sum so far, so that no change of a single word is missed.
+// Chained splitmix64 over 8-byte words: each step is a bijection of the sum so far, so that no change of a single word
+// is missed.
 uint64_t frame_checksum(uint64_t sum, const char* data, size_t bytes) {
   for (size_t at = 0; at < bytes; at += 8) {
     uint64_t word;

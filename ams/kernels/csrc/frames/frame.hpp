@@ -1,7 +1,7 @@
-// The frame in which a request for rows travels to a shard, and its reply back: docs/explanation/frames.md.
+// Frame format of row requests and replies: docs/explanation/frames.md.
 //
-// Readers trust nothing: every header is copied before it is looked at (the memory may be the sender's), every length is compared
-// with the frame's size before it is used, and what is wrong is a Fault("ProtocolError").
+// Readers trust nothing: every header is copied before it is read (the memory may be the sender's), every length is
+// compared with the frame's size before use, and errors are a Fault("ProtocolError").
 #pragma once
 
 #include <bit>
@@ -41,17 +41,17 @@ struct FrameHeader {
 };
 static_assert(sizeof(FrameHeader) == 64);
 
-// Of the words of headers and texts, whose bytes are a multiple of 8; `sum` is what to begin with.
+// Checksum of the words of headers and texts, whose bytes are a multiple of 8; `sum` is the start value.
 uint64_t frame_checksum(uint64_t sum, const char* data, size_t bytes);
 
-// A request for one operation: what is asked, of which table, by whom.
+// Request of one operation: arguments, table and caller.
 struct Operation {
   CallContext context;  // its shard_incarnation and cluster_version are those of the frame
   std::string table;
   std::variant<PullRequest, PushRequest, AssignRequest> request;
 };
 
-// Where in its frame the arrays of an operation lie, and its end (a pull has no rows, and few pushes have occurrences).
+// Offsets of an operation's arrays in its frame, and its end (a pull has no rows, and few pushes have occurrences).
 struct OperationPlace {
   size_t ids, rows, rows_bytes, occurrences, occurrences_bytes, end;
 };
@@ -61,19 +61,20 @@ struct RequestLayout {
   size_t frame_bytes = 0;
 };
 
-// Throws Fault("ProtocolError") for what no frame can hold: no operation or too many, texts beyond 65,535 bytes, a `dim` of 0.
+// Throws Fault("ProtocolError") beyond the format's limits: no operation or too many, texts beyond 65,535 bytes, `dim`
+// 0.
 RequestLayout lay_out_request(std::span<const Operation> operations);
-// `frame` has layout.frame_bytes. Rows whose pointer is null are put by the caller, where `layout` says.
+// `frame` has layout.frame_bytes. Rows whose pointer is null are written by the caller, at `layout`'s offsets.
 void write_request(char* frame, const RequestLayout& layout, uint64_t number, double seconds, std::span<const Operation> operations);
 
-// A frame's first 64 bytes, checked: kind, magic, version, checksum. `data` has them all.
+// Returns a frame's checked header: kind, magic, version, checksum. `data` has all 64 bytes.
 FrameHeader parse_header(const char* data, FrameKind kind);
 void write_header(char* frame, FrameHeader header);
 
 struct ParsedRequest {
   FrameHeader header;
-  // Ids point into `ids`, occurrences into `occurrences`, gradients and rows of writes into the frame; a pull's `rows` and `present` are
-  // not set, but for `wants_present`.
+  // Ids point into `ids`, occurrences into `occurrences`, gradients and rows of writes into the frame; of a pull only
+  // `wants_present` is set.
   std::vector<Operation> operations;
   std::vector<bool> wants_present;
   std::vector<int64_t> ids;  // copied: what was checked of them must still be so when they are used
@@ -82,11 +83,11 @@ struct ParsedRequest {
 // `data` is a whole frame of `bytes` bytes.
 ParsedRequest parse_request(const char* data, size_t bytes);
 
-// What the rows of a reply take for one operation.
+// Size of the rows of a reply for one operation.
 struct ReplyRows {
   size_t rows_bytes = 0, present_bytes = 0;
 };
-// Throws Fault("ProtocolError") if they cannot be counted in 62 bits.
+// Throws Fault("ProtocolError") if it does not fit 62 bits.
 ReplyRows reply_rows(const PullRequest& pull, bool with_present);
 
 struct ReplyLayout {
@@ -95,19 +96,19 @@ struct ReplyLayout {
 };
 // Throws as reply_rows does.
 ReplyLayout lay_out_reply(std::span<const ReplyRows> rows);
-// Bytes that a reply may take, texts of refusals included.
+// Most bytes of a reply, texts of refusals included.
 size_t most_reply_bytes(const ReplyLayout& layout);
 
 struct ReplyResult {
   Outcome outcome;
   ReplyRows rows;  // of a pull that was answered
 };
-// Writes everything but rows into `frame`, which has `room` bytes; texts that do not fit are cut. Returns the frame's bytes.
+// Writes everything but rows into `frame`, which has `room` bytes; longer texts are cut. Returns the frame's bytes.
 // Needs room for layout.end.
 size_t write_reply(char* frame, size_t room, const ReplyLayout& layout, uint64_t number, std::span<const ReplyResult> results);
-// Bytes of a refusal of a whole frame: at least, and with whatever text.
+// Least and most bytes of the refusal of a whole frame.
 inline constexpr size_t kLeastRefusalBytes = 128, kMostRefusalBytes = kLeastRefusalBytes + 1024;
-// The reply to `count` operations that are all refused so. Takes no memory. Needs room for their headers.
+// Writes a reply that refuses all `count` operations. Allocates nothing. Needs room for their headers.
 size_t write_refusal(char* frame, size_t room, uint64_t number, size_t count, const Fault& fault) noexcept;
 
 struct ParsedReply {
@@ -115,7 +116,7 @@ struct ParsedReply {
   const char* rows = nullptr;        // of a pull: in the frame
   const uint8_t* present = nullptr;  // if asked for
 };
-// The reply to call `number`, whose operations expect `rows`.
+// Parses the reply to call `number`, whose operations expect `rows`.
 std::vector<ParsedReply> parse_reply(const char* data, size_t bytes, uint64_t number, std::span<const ReplyRows> rows);
 
 }  // namespace geartrain

@@ -1,4 +1,4 @@
-// What requests and replies are written and read with.
+// Reader and writer of the pieces of requests and replies.
 #pragma once
 
 #include <cstring>
@@ -21,7 +21,7 @@ inline void require_frame(bool condition, const char* what) {
 
 inline constexpr size_t rounded_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
-// Reads once: afterwards whoever shares the memory can change nothing that was looked at.
+// Reads once: a process that shares the memory cannot change the value afterwards.
 template <class T>
 T copied(const char* from) {
   T value;
@@ -35,17 +35,17 @@ uint64_t checksum_of(uint64_t number, const Header& header) {
   return frame_checksum(number, reinterpret_cast<const char*>(&header), sizeof(Header) - sizeof(uint64_t));
 }
 
-// As Unicode defines it (table 3-7): no surrogates, nothing longer than it must be.
+// As Unicode defines it (table 3-7): no surrogates, no overlong forms.
 bool is_utf8(std::string_view text);
 
-// Of one row. Throws the Fault ProtocolError.
+// Bytes of one row. Throws the Fault ProtocolError.
 size_t row_bytes_of(int64_t dim, DType dtype);
 
 // Writes pieces one after the other.
 class Writer {
  public:
   explicit Writer(char* at) : at_(at) {}
-  // Null: somebody else writes them.
+  // Null: another writer fills them.
   void put(const void* data, size_t bytes) {
     if (bytes != 0 && data != nullptr) std::memcpy(at_, data, bytes);
     at_ += bytes;
@@ -59,7 +59,7 @@ class Writer {
   char* at_;
 };
 
-// The pieces of a frame that is being read, one after the other; what is not there is refused.
+// Reads the pieces of a frame in order; refuses one that is cut off.
 class Reader {
  public:
   Reader(const char* data, size_t bytes) : data_(data), bytes_(bytes) {}

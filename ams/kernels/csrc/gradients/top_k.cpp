@@ -79,8 +79,8 @@ float usable(float estimate) { return std::isfinite(estimate) ? estimate : 0.0f;
 // How many survivors are wanted. A limit that is too high costs another look at the tensor, one too low some survivors.
 int64_t wanted(int64_t k) { return k + std::max(k / 4, std::min<int64_t>(k, 4096)) + 64; }
 
-// Keeps the k largest of `count` survivors in order of index; of equal ones the first. Returns the least magnitude kept.
-// count >= k >= 1; scratch has room for `count`.
+// Keeps the k largest of `count` survivors in order of index; of equal ones the first. Returns the least magnitude
+// kept. count >= k >= 1; scratch has room for `count`.
 int32_t keep_largest(Survivor* survivors, int64_t count, int64_t k, int32_t* scratch) {
   for (int64_t i = 0; i < count; ++i) scratch[i] = magnitude_of(survivors[i]);
   std::nth_element(scratch, scratch + (k - 1), scratch + count, std::greater<>());

@@ -1,5 +1,5 @@
-// A set of positions: a bit each, in pages of 4 KiB where there is a member. A table of 2**40 rows of which a few are there
-// has a few pages.
+// Sparse bit set of positions, in pages of 4 KiB that exist only with members: a table of 2**40 rows, few of them
+// present, has few pages.
 #pragma once
 
 #include <algorithm>
@@ -54,7 +54,7 @@ class Bits {
     const auto* page = pages_.find(at >> kPageShift);
     if (page != nullptr && *page) prefetch_bytes(&word_of(**page, at), 1);
   }
-  // Makes sure that `set(at)` can be called. Throws std::bad_alloc, and then nothing has changed.
+  // Makes `set(at)` possible. Throws std::bad_alloc, and then nothing has changed.
   void ensure(int64_t at) {
     const auto* page = pages_.find(at >> kPageShift);
     if (page != nullptr && *page) return;
@@ -63,13 +63,13 @@ class Bits {
     ++num_pages_;
   }
   void set(int64_t at) { word_of(*pages_.at(at >> kPageShift), at) |= uint64_t{1} << (at & 63); }
-  // `at` must be a member, or `ensure` have made sure of it.
+  // `at` must be a member, or `ensure` was called for it.
   void clear(int64_t at) { word_of(*pages_.at(at >> kPageShift), at) &= ~(uint64_t{1} << (at & 63)); }
-  // The lowest member >= `from`, or -1.
+  // Lowest member >= `from`, or -1.
   int64_t next(int64_t from) const {
     return next_where(from, [](int64_t) { return true; });
   }
-  // The lowest member >= `from` that `wanted` says yes to, or -1.
+  // Lowest member >= `from` that `wanted` accepts, or -1.
   template <class Wanted>
   int64_t next_where(int64_t from, const Wanted& wanted) const {
     for (int64_t index = pages_.next(from >> kPageShift); index >= 0; index = pages_.next(index + 1)) {
@@ -92,7 +92,7 @@ class Bits {
       for (uint64_t word : pages_.at(index)->words) members += std::popcount(word);
     return members;
   }
-  // Adds the members of `other`. Cannot fail where `ensure` was called for all of them; else it throws std::bad_alloc, and
+  // Adds the members of `other`. Cannot fail if `ensure` was called for all of them; else it throws std::bad_alloc, and
   // some may have been added.
   void add(const Bits& other) {
     for (int64_t index = other.pages_.next(0); index >= 0; index = other.pages_.next(index + 1)) {
@@ -102,7 +102,7 @@ class Bits {
       for (size_t word = 0; word < words.size(); ++word) words[word] |= theirs[word];
     }
   }
-  // Takes the members of `other` out.
+  // Removes the members of `other`.
   void subtract(const Bits& other) {
     for (int64_t index = other.pages_.next(0); index >= 0; index = other.pages_.next(index + 1)) {
       const auto* page = pages_.find(index);

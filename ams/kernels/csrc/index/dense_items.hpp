@@ -1,10 +1,10 @@
-// Which place in memory, an item, each row of a dense table has.
+// Items: memory slots of the rows of a dense table.
 //
-// Items come in chunks, and a chunk belongs to one region of the layout: of 16 MiB, or of 32768 rows if those are less. While less than half of a region's rows
-// are there they fill its chunks in the order in which they came, and numbers by position say which came when: rows that are
-// written here and there take the memory of rows, and up to 2 bytes for each id around them. From half on a region has all of its
-// chunks and its rows lie in the order of their positions, without numbers: a full table is read in order, for one look at a list
-// of chunks. Rows move once, and only within their region.
+// Items come in chunks; a chunk belongs to one region of the layout, of 16 MiB, or of 32768 rows if those are less.
+// While less than half of a region's rows exist, they fill its chunks in order of arrival, with numbers by position:
+// sparse rows take the memory of rows, and up to 2 bytes for each id around them. From half on a region has all of its
+// chunks, and its rows lie in the order of their positions, without numbers: a full table is read in order, for one
+// access to a list of chunks. Rows move once, and only within their region.
 #pragma once
 
 #include <algorithm>
@@ -34,20 +34,20 @@ class DenseItems {
 
   const DenseLayout& layout() const { return layout_; }
 
-  // The item of a position that has one.
+  // Item of a position that has one.
   int64_t at(int64_t position) const {
     const Region& region = regions_.at(layout_.region_of(position));
     int64_t place = layout_.place_in_region(position);
     if (region.numbers) place = *region.numbers->find(place) - 1;
     return item_of(region, place);
   }
-  // Asks for what finding the item of a position will read that is not a few KiB for the whole table.
+  // Prefetches the data for finding a position's item, beyond the few KiB of the whole table.
   void prefetch(int64_t position) const {
     const Region* region = regions_.find(layout_.region_of(position));
     if (region == nullptr || !region->numbers) return;
     if (const uint16_t* number = region->numbers->find(layout_.place_in_region(position))) prefetch_bytes(number, 1);
   }
-  // The item of a position in a region that has all of its rows, else -1: such a region need not be asked row by row.
+  // Item of a position in a region with all of its rows, else -1: such a region needs no check row by row.
   int64_t at_if_full(int64_t position) const {
     const Region* region = regions_.find(layout_.region_of(position));
     return region != nullptr && region->is_full ? item_of(*region, layout_.place_in_region(position)) : -1;
@@ -56,25 +56,25 @@ class DenseItems {
     const Region* region = regions_.find(layout_.region_of(position));
     return region != nullptr && region->is_full;
   }
-  // A row came to be at a position that has an item.
+  // Records a new row at a position with an item.
   void created(int64_t position) {
     Region& region = regions_.at(layout_.region_of(position));
     region.is_full = ++region.num_rows == layout_.rows_of_region(layout_.region_of(position));
   }
-  // The row at a position went; the item stays its own.
+  // Records a removed row; the item stays at its position.
   void removed(int64_t position) {
     Region& region = regions_.at(layout_.region_of(position));
     --region.num_rows;
     region.is_full = false;
   }
 
-  // Items that are in chunks: 0 .. that.
+  // Items in chunks: 0 up to this number.
   int64_t num_items() const { return num_chunks_ << chunk_bits_; }
-  // More there will not be while the buckets are those at creation.
+  // Upper bound of the items while the buckets are those at creation.
   int64_t most_items() const { return layout_.most_rows(int64_t{1} << chunk_bits_); }
   int64_t memory_bytes() const { return num_chunks_ * static_cast<int64_t>(sizeof(uint32_t)) + numbers_bytes_; }
 
-  // What a table takes whose rows of the buckets owned are all there, and no others.
+  // Memory of a table with all rows of its owned buckets, and no others.
   struct Full {
     int64_t rows = 0, items = 0;
     int64_t index_bytes = 0;  // those of a DenseDirectory
@@ -98,7 +98,7 @@ class DenseItems {
     Run(const Run&) = delete;
     Run& operator=(const Run&) = delete;
   };
-  // By place in the region: from 1 on, in the order in which the rows came; 0: none. In runs, so that those of a few rows are small.
+  // Numbers by place in the region: from 1 on, in the order of arrival; 0: none. In runs, so that few rows are small.
   struct Numbers {
     std::vector<std::unique_ptr<Run>> runs;
 
@@ -147,7 +147,7 @@ class DenseItems {
   int64_t numbers_bytes_ = 0;
 };
 
-// Items for rows of a request that may yet be refused: taken back unless they are kept.
+// Items for rows of a request that may still be refused: released unless kept.
 class DenseItems::Growth {
  public:
   explicit Growth(DenseItems& items) : items_(items), chunks_before_(items.num_chunks_) {}
@@ -155,11 +155,11 @@ class DenseItems::Growth {
   Growth& operator=(const Growth&) = delete;
   ~Growth();
 
-  // Gives an item to each of these positions that has none; repeats allowed. Calls ensure(item) for the first and the last item of
+  // Assigns an item to each position that has none; repeats allowed. Calls ensure(item) for the first and last item of
   // each new chunk. Throws what that throws, or std::bad_alloc.
   template <class Ensure>
   void take(const std::vector<int64_t>& positions, const Ensure& ensure);
-  // Nothing is taken back. Rows of regions that are half full now move: copy(to, from) copies an item, clear(item) makes it as new.
+  // Keeps all. Rows of regions that are half full now move: copy(to, from) copies an item, clear(item) zeroes it.
   template <class Copy, class Clear>
   void keep(const Copy& copy, const Clear& clear);
 
@@ -212,10 +212,10 @@ void DenseItems::Growth::keep(const Copy& copy, const Clear& clear) {
   grown_.clear();
 }
 
-// The rows of the first `num_old` numbers, fewer than half of all, lie where those say; others have not been written.
+// Rows of the first `num_old` numbers, fewer than half of all, are at those items; others have not been written.
 template <class Copy, class Clear>
 void DenseItems::put_in_order(Region& region, int64_t num_old, const Copy& copy, const Clear& clear) {
-  // Where the row of a place lies; -1: it has none.
+  // Item of the row of a place; -1: none.
   const auto source = [&](int64_t place) {
     const uint16_t* number = region.numbers->find(place);
     return number != nullptr && *number <= num_old ? int64_t{*number} - 1 : -1;
@@ -223,7 +223,7 @@ void DenseItems::put_in_order(Region& region, int64_t num_old, const Copy& copy,
   const auto move = [&](int64_t to, int64_t from) { copy(item_of(region, to), item_of(region, from)); };
   std::bitset<kMostRegionRows> done;
   int64_t spare = -1;
-  // First the chains: a row goes to a place where none lies, and leaves its own to the next.
+  // First the chains: a row moves to a free place, and leaves its own to the next.
   for (int64_t begin = 0; num_old > 0 && begin < layout_.region_rows(); ++begin) {
     if (source(begin) < 0) {
       if (begin >= num_old && spare < 0) spare = begin;
@@ -237,7 +237,7 @@ void DenseItems::put_in_order(Region& region, int64_t num_old, const Copy& copy,
     }
     clear(item_of(region, place));
   }
-  // What is left are rings of rows that lie in each other's places.
+  // The rest are rings of rows in each other's places.
   for (int64_t begin = 0; begin < num_old; ++begin) {
     const int64_t first = source(begin);
     if (first < 0 || first == begin || done.test(static_cast<size_t>(begin))) continue;

@@ -1,4 +1,4 @@
-// Which position a table's id has, if it has one. Two kinds with one face:
+// Directory of a table: position of each id. Two kinds with one interface:
 //   HashedDirectory  any id >= 0 in an owned bucket; positions in order of creation, those of removed rows again
 //   DenseDirectory   ids below num_rows; positions by DenseLayout, a bit for "present", and items apart from positions
 #pragma once
@@ -19,7 +19,7 @@ namespace geartrain {
 
 using BucketRanks = std::array<int16_t, kNumBuckets>;  // rank among the owned buckets, -1 where not owned
 
-// Where an id is after an insertion, and whether it was absent before.
+// Position of an id after an insertion, and whether it was absent before.
 struct Placed {
   int64_t position;
   bool created;
@@ -36,14 +36,14 @@ class HashedDirectory {
   }
   void prefetch(int64_t id) const { index_.prefetch(id); }
   int64_t find(int64_t id) const { return index_.find(id); }
-  // Where in memory its row is: the item of a position is the position.
+  // Item of a row in memory: here equal to the position.
   int64_t find_item(int64_t id) const { return index_.find(id); }
   int64_t size() const { return index_.size(); }
   int64_t memory_bytes() const { return index_.memory_bytes(); }
-  // Positions that have memory: 0 .. that.
+  // Positions with memory: 0 up to this number.
   int64_t end() const { return index_.end(); }
   Bits present() const;
-  // The lowest position >= `from` that has a row, or -1.
+  // Lowest position >= `from` with a row, or -1.
   int64_t next_present(int64_t from) const {
     while (from < end() && vacant_.has(from)) ++from;
     return from < end() ? from : -1;
@@ -51,16 +51,17 @@ class HashedDirectory {
   int64_t id_at(int64_t position) const { return index_.id_at(position); }
   static int64_t bucket_of(int64_t id) { return hashed_bucket(id); }
 
-  // The positions that `ids` (absent; repeats allowed) may be given. Throws std::bad_alloc, and then nothing has changed.
+  // Positions that `ids` (absent; repeats allowed) may get. Throws std::bad_alloc, and then nothing has changed.
   std::vector<int64_t> positions_for(const std::vector<int64_t>& ids) const;
-  // Makes sure that `count` ids can be inserted that have those positions. Throws the same.
+  // Makes `count` insertions with those positions possible. Throws the same.
   void reserve(int64_t count, NewMemory& news) { index_.reserve(count, &news); }
   // Gives `id` a position if it has none; both calls above must have been made for it.
   Placed insert(int64_t id);
 
-  // Makes sure that the rows at these positions (-1: none) can be erased. Throws std::bad_alloc, and then nothing has changed.
+  // Makes erasures of the rows at these positions (-1: none) possible. Throws std::bad_alloc, and then nothing has
+  // changed.
   void reserve_erasures(const std::vector<int64_t>& positions);
-  // Takes the row of an id out. Its position tells its id until another row has it.
+  // Erases the row of an id. Its position keeps the id until another row has it.
   void erase(int64_t id);
 
  private:

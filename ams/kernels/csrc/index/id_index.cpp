@@ -82,11 +82,11 @@ void IdIndex::reserve_releases(int64_t count) {
   if (needed > released_.capacity()) released_.reserve(std::max(needed, 2 * released_.capacity()));
 }
 
-// No line keeps a gap: an entry is found in the lines from its place to the first one that is not full, so that one behind the gap
-// that could lie in it must.
+// No line keeps a gap: an entry is found in the lines from its place to the first one that is not full, so that one
+// behind the gap that could lie in it must.
 //
-// In old lines below the frontier lie copies of entries that have moved. They may be shifted, too, but never before their place, by
-// which `move_line` tells them.
+// In old lines below the frontier lie copies of entries that have moved. They may be shifted, too, but never before
+// their place, by which `move_line` tells them.
 int64_t IdIndex::Table::erase(uint64_t hash, uint64_t tag) {
   uint64_t gap = place(hash);
   int entry = 0;
@@ -131,7 +131,8 @@ int64_t IdIndex::Table::erase(uint64_t hash, uint64_t tag) {
   }
 }
 
-// Sweeps at least `lines` old lines and on to the end of a run of full lines, so that no probe sequence crosses the frontier.
+// Sweeps at least `lines` old lines and on to the end of a run of full lines, so that no probe sequence crosses the
+// frontier.
 void IdIndex::advance(int64_t lines) {
   const uint64_t end = old_.num_lines;
   bool open = false;

@@ -1,13 +1,13 @@
-// Ids by number, in the order in which they came: id -> number by open addressing over cache lines of five entries, number -> id
-// by an array. Numbers of erased ids are given again, the last one that was released first.
+// Hash index of ids, numbered in order of arrival: id -> number by open addressing over cache lines of five entries,
+// number -> id by an array. Numbers of erased ids are reused, the last released one first.
 //
-// A line's place is the keyed hash as a fraction of all lines. More lines keep the order of the table, so that growth, by two
-// fifths, is one sweep from low places to high: below the frontier an id lives in the new lines, above it in the old ones. A
-// lookup probes one of them, an insertion moves the frontier on by a few lines, and fresh pages are touched in order. Nothing
-// ever stalls for a rehash.
+// A line's place is the keyed hash as a fraction of all lines. With more lines the order of the table stays, so that
+// growth, by two fifths, is one sweep from low places to high: below the frontier ids are in the new lines, above it in
+// the old ones. A lookup probes one of them, an insertion advances the frontier by a few lines, and fresh pages are
+// touched in order. No operation stalls for a rehash.
 //
-// An id takes 28 to 36 bytes, 57 while the lines grow. Fuller lines, and entries that hold a byte of the hash in place of the id,
-// took 15 to 25; a pull of 64-byte rows then took a third longer, for another line of memory or for lines that run over.
+// An id takes 28 to 36 bytes, 57 during growth. Fuller lines, and entries with a byte of the hash in place of the id,
+// took 15 to 25; a pull of 64-byte rows then took a third longer, for another memory access or for overflowing lines.
 #pragma once
 
 #include <bit>
@@ -25,41 +25,42 @@ class IdIndex {
  public:
   IdIndex();
 
-  // Ids that are there.
+  // Number of ids.
   int64_t size() const { return size_; }
-  // All numbers are below it.
+  // Upper bound of all numbers, exclusive.
   int64_t end() const { return end_; }
   int64_t memory_bytes() const {
     return static_cast<int64_t>(current_.pages.bytes() + old_.pages.bytes()) + end_ * static_cast<int64_t>(sizeof(int64_t)) +
            static_cast<int64_t>(released_.size() * sizeof(uint32_t));
   }
 
-  // What an index of `count` ids takes at most, while it grows to so many.
+  // Most bytes of an index of `count` ids, during its growth.
   static int64_t most_bytes(int64_t count);
 
   void prefetch(int64_t id) const { prefetch_bytes(&home(id), 1); }
 
-  // The number of `id` (>= 0), or -1.
+  // Number of `id` (>= 0), or -1.
   int64_t find(int64_t id) const {
     const uint64_t hash = keyed_hash(id);
     return table_of(hash).find(hash, tag_of(id));
   }
   int64_t id_at(int64_t number) const { return *reinterpret_cast<const int64_t*>(ids_.at(number)); }
 
-  // Makes sure that `count` insertions will succeed. Throws std::bad_alloc, and then nothing has changed once `news` is gone.
+  // Makes `count` insertions possible. Throws std::bad_alloc; then nothing has changed once `news` is destroyed.
   void reserve(int64_t count, NewMemory* news = nullptr);
 
-  // Gives a number to an absent id; `reserve` must have made room.
+  // Gives a number to an absent id; `reserve` must have been called.
   int64_t insert(int64_t id);
-  // The number that the insertion after `ahead` others will give.
+  // Number that the insertion after `ahead` others will give.
   int64_t next_number(int64_t ahead) const {
     const int64_t released = static_cast<int64_t>(released_.size());
     return ahead < released ? released_[static_cast<size_t>(released - 1 - ahead)] : end_ + ahead - released;
   }
 
-  // Takes an id out and returns its number, or -1. `id_at` goes on to tell it, and nobody else has the number, until it is released.
+  // Erases an id and returns its number, or -1. `id_at` still returns it, and the number is not reused, until the
+  // release.
   int64_t erase(int64_t id);
-  // Makes sure that so many numbers can be released. Throws std::bad_alloc, and then nothing has changed.
+  // Makes `count` releases possible. Throws std::bad_alloc, and then nothing has changed.
   void reserve_releases(int64_t count);
   void release(int64_t number) { released_.push_back(static_cast<uint32_t>(number)); }
 

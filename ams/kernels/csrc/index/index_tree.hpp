@@ -1,8 +1,7 @@
-// Items by index, where few of the indices below the largest one have an item: memory, and the time of a walk over all of
-// them, grow with the items and not with their indices.
+// Sparse array: memory, and the time of a walk, grow with the items and not with their indices.
 //
-// An array of the first thousands, so that finding an item of an ordinary table costs what it costs in an array, and beyond
-// them a tree of nodes of 512, as high as the largest index needs.
+// An array of the first thousands, so that finding an item of an ordinary table costs what it costs in an array, and
+// beyond them a tree of nodes of 512, as high as the largest index needs.
 #pragma once
 
 #include <array>
@@ -12,7 +11,7 @@
 
 namespace geartrain {
 
-// An Item is false until it is assigned to, `bool(item)` says. `kMostFirst`: length of the array.
+// An Item is false until it is assigned, as `bool(item)`. `kMostFirst`: length of the array.
 template <class Item, int64_t kMostFirst = 8192>
 class IndexTree {
  public:
@@ -24,14 +23,14 @@ class IndexTree {
     return *this;
   }
 
-  // The place of `index` >= 0, whose item may be false, or null.
+  // Place of `index` >= 0, whose item may be false, or null.
   Item* find(int64_t index) const {
     if (index < num_first_) [[likely]]
       return first_ + index;
     return find_beyond(index);
   }
 
-  // The place of an index that `make_place` was called for.
+  // Place of an index for which `make_place` was called.
   Item& at(int64_t index) const {
     if (index < num_first_) [[likely]]
       return first_[index];
@@ -67,7 +66,7 @@ class IndexTree {
     return static_cast<Twig*>(node)->items[index & kMask];
   }
 
-  // The lowest index >= `from` whose item is true, or -1.
+  // Lowest index >= `from` whose item is true, or -1.
   int64_t next(int64_t from) const {
     for (; from < num_first_; ++from)
       if (first_[from]) return from;
@@ -99,7 +98,7 @@ class IndexTree {
     delete static_cast<Branch*>(node);
   }
 
-  // `from`, and the answer, count from the first index of the node.
+  // `from`, and the result, count from the first index of the node.
   static int64_t next_in(const void* node, int shift, int64_t from) {
     for (int64_t place = from >> shift; place < kFanOut; ++place) {
       if (shift == 0) {
@@ -113,7 +112,7 @@ class IndexTree {
     return -1;
   }
 
-  // Apart, so that what is inlined into loops over rows stays small.
+  // Not inlined, so that loops over rows stay small.
   [[gnu::noinline, gnu::cold]] Item* find_beyond(int64_t index) const {
     if (index >= end_) return nullptr;
     void* node = root_;

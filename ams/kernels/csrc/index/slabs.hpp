@@ -1,4 +1,4 @@
-// A growing array of equal items in fixed slabs: items never move, and memory is used where items were touched.
+// Growing array of equal items in fixed slabs: items never move, and only touched ones use memory.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace geartrain {
 
 class SlabArray;
 
-// What `SlabArray::ensure` counted for a write that may yet be refused: given back unless it is kept.
+// Memory that `SlabArray::ensure` counted for a write that may still be refused: returned unless kept.
 class NewMemory {
  public:
   NewMemory() = default;
@@ -46,10 +46,11 @@ class SlabArray {
     return slabs_.at(position >> shift_).data() + offset * item_bytes_;
   }
 
-  // Makes `at(position)` valid, zeroed if new, and counts its memory. Throws std::bad_alloc, and then nothing has changed.
+  // Makes `at(position)` valid, zeroed if new, and counts its memory. Throws std::bad_alloc, and then nothing has
+  // changed.
   void ensure(int64_t position, NewMemory* news = nullptr);
 
-  // Gives back the memory behind the first `items` items, and that of whole slabs above `most_bytes`.
+  // Returns the memory after the first `items` items, and that of whole slabs above `most_bytes`.
   void keep(int64_t items, int64_t most_bytes) {
     const int64_t slab_items = int64_t{1} << shift_;
     const int64_t slabs = std::min((items + slab_items - 1) / slab_items, most_bytes / (slab_items * item_bytes_));
@@ -57,7 +58,7 @@ class SlabArray {
   }
 
   int64_t item_bytes() const { return item_bytes_; }
-  // The first items that there are slabs for without a gap.
+  // Number of first items that have slabs without a gap.
   int64_t capacity() const {
     int64_t slabs = 0;
     for (const Pages* slab = slabs_.find(0); slab != nullptr && *slab; slab = slabs_.find(slabs)) ++slabs;

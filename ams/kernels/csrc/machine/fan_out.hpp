@@ -1,4 +1,4 @@
-// Very large requests on several threads: the rows of one request are distinct, so that slices of it never touch the same row.
+// Parallel work on very large requests: the rows of one request are distinct, so slices of it never touch the same row.
 #pragma once
 
 #include <algorithm>
@@ -14,14 +14,14 @@
 
 namespace geartrain {
 
-// Below this a second thread costs more than it takes over.
+// Size below which a second thread costs more than it saves.
 inline constexpr size_t kFanOutBytes = size_t{2} << 20;
 
-// As many as let a late thread find work, and so few that each still streams.
+// Enough that a late thread finds work, and few enough that each still streams.
 inline constexpr int64_t kSlicesOfAThread = 16;
 
-// Runs run(0) on this thread and run(1), ... run(threads - 1) beside it; fewer where the system has no more threads to give.
-// `run` must not throw.
+// Runs run(0) on this thread and run(1), ... run(threads - 1) beside it; fewer if the system has no more threads. `run`
+// must not throw.
 template <class Run>
 void beside_each_other(int64_t threads, const Run& run) {
   std::vector<std::jthread> helpers;
@@ -29,7 +29,8 @@ void beside_each_other(int64_t threads, const Run& run) {
     helpers.reserve(static_cast<size_t>(threads));
     for (int64_t thread = 1; thread < threads; ++thread) helpers.emplace_back(std::cref(run), thread);
   } catch (const std::exception&) {
-    // No thread to be had, or no memory for one: those that there are do all of the work. A request that has begun is finished.
+    // Without another thread, or memory for one, the existing ones do all of the work: a request that has begun is
+    // finished.
   }
   run(0);
 }
@@ -37,7 +38,7 @@ void beside_each_other(int64_t threads, const Run& run) {
 // Stops helpers between two pieces of work.
 class Gate {
  public:
-  // By a helper, before and after each piece.
+  // Called by a helper before and after each piece.
   void enter() {
     for (;;) {
       while (is_closed_) is_closed_.wait(true);
@@ -49,7 +50,7 @@ class Gate {
   void leave() {
     if (--inside_ == 0 && is_closed_) inside_.notify_one();
   }
-  // By the thread that they help: calls act() while none of them is inside.
+  // Called by the thread that they help: runs act() while none of them is inside.
   template <class Act>
   void closed(const Act& act) {
     is_closed_ = true;
@@ -64,9 +65,9 @@ class Gate {
   std::atomic<int> inside_{0};
 };
 
-// Calls work(piece, thread) for the pieces 0 .. count-1 on up to `threads` threads; who is free takes the next one. A thread
-// may be milliseconds late where its core slept, and one that is busy elsewhere holds up no more than a piece.
-// `work` must not throw. With `pauses` this thread pauses between pieces, where that is wanted.
+// Calls work(piece, thread) for the pieces 0 .. count-1 on up to `threads` threads; a free thread takes the next piece.
+// A thread may be milliseconds late if its core slept, and one that is busy elsewhere delays only one piece. `work`
+// must not throw. With `pauses` this thread pauses between pieces on request.
 template <class Work>
 void deal_out(int64_t count, int64_t threads, const Work& work, Pauses* pauses = nullptr) {
   std::atomic<int64_t> next{0};
@@ -84,7 +85,7 @@ void deal_out(int64_t count, int64_t threads, const Work& work, Pauses* pauses =
   });
 }
 
-// Calls work(begin, end, thread) for slices that cover 0 .. count-1, dealt out to up to `threads` threads; for few bytes it is
+// Calls work(begin, end, thread) for slices that cover 0 .. count-1, spread over up to `threads` threads; few bytes are
 // one slice. `work` must not throw. With `pauses` slices are no larger than a block.
 template <class Work>
 void fan_out(int64_t count, size_t bytes, int64_t threads, const Work& work, Pauses* pauses = nullptr) {

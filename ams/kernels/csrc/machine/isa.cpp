@@ -24,7 +24,8 @@ Isa best_isa() {
 }
 
 #if defined(GEARTRAIN_COMPILES_AMX) && defined(__linux__)
-// Whether the CPU has the instructions, and the system lets this process use the registers (Linux asks for a wish to be said).
+// Whether the CPU has the instructions, and the system lets this process use the registers (Linux asks for a wish to be
+// said).
 bool may_use_amx() {
   constexpr unsigned kAmxBfloat16 = 1u << 22, kAmxTile = 1u << 24, kAvx512Bfloat16 = 1u << 5, kOsxsave = 1u << 27;
   constexpr unsigned kTileState = 3u << 17;  // of XCR0: configuration and data

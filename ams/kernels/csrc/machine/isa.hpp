@@ -1,4 +1,4 @@
-// Run-time choice of the instruction set. Every choice gives the same bits, but for products in bfloat16 (Isa::amx);
+// Run-time choice of the instruction set. Every choice gives the same bits, except products in bfloat16 (Isa::amx);
 // GEARTRAIN_ISA forces one for the tests.
 #pragma once
 
@@ -6,12 +6,13 @@ namespace geartrain {
 
 enum class Isa : int { baseline = 0, avx2 = 1, avx512 = 2 };
 
-// The instruction set in use: the best this CPU has, or GEARTRAIN_ISA=baseline|avx2|avx512|amx, read once. Vectors are
-// those of avx512 under amx, too. Throws std::runtime_error if the variable names an unknown or unsupported one.
+// Instruction set in use: the best of this CPU, or GEARTRAIN_ISA=baseline|avx2|avx512|amx, read once. Vectors are those
+// of avx512 under amx, too. Throws std::runtime_error if the variable names an unknown or unsupported one.
 Isa active_isa();
-// Whether the matrix unit for bfloat16 is in use: `active_isa` is avx512, and GEARTRAIN_ISA is amx or not given.
+// Whether the matrix unit for bfloat16 is in use: `active_isa` is avx512, and GEARTRAIN_ISA is amx or not set.
 bool uses_amx();
-// Whether the dot products of bytes of some CPUs with avx512 are in use: `active_isa` is avx512, and GEARTRAIN_ISA is amx or not given.
+// Whether the byte dot products of some avx512 CPUs are in use: `active_isa` is avx512, and GEARTRAIN_ISA is amx or not
+// set.
 bool uses_vnni();
 const char* isa_name(Isa isa);
 bool has_fused_multiply_add();

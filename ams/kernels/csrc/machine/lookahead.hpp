@@ -1,5 +1,5 @@
-// Rows are asked for some time before they are used. Which way is fastest depends on the CPU (docs/decisions/0026); what is
-// computed does not.
+// Prefetch of rows some time before their use. The fastest way depends on the CPU (docs/decisions/0026); results do
+// not.
 #pragma once
 
 #include <algorithm>
@@ -15,28 +15,28 @@ enum class LookaheadWay : int {
   window = 1,  // each row when the one 2 KiB before it is used, into the first level
 };
 
-// What a row is asked for.
+// Purpose of a prefetch.
 enum class Use { read, update };
 
-// The way in use: this CPU's, or GEARTRAIN_LOOKAHEAD=bursts|window, read once.
-// Throws std::runtime_error if the variable names neither.
+// Way in use: this CPU's, or GEARTRAIN_LOOKAHEAD=bursts|window, read once. Throws std::runtime_error if the variable
+// names neither.
 LookaheadWay active_lookahead(Use use);
 const char* lookahead_name(LookaheadWay way);
 
-// On Zen 4 a burst of 24 rows of 512 bytes was a quarter faster than a window, and one of 12 is 6 % faster still where each row
-// has a slot.
+// On Zen 4 a burst of 24 rows of 512 bytes was a quarter faster than a window, and one of 12 is 6 % faster still where
+// each row has a slot.
 inline constexpr int64_t kBurst = 12;
 
 // The fastest for rows of 64, 512 and 2,048 bytes on Sapphire Rapids.
 inline constexpr size_t kWindowBytes = 2048;
 inline constexpr int64_t kMostInWindow = 32;
 
-// So many rows, at most, were asked for and not used yet, the one at hand included.
+// Most rows that are prefetched and not used yet, including the present one.
 inline constexpr int64_t kMostAhead = 64;
 static_assert(kBurst <= kMostAhead && kMostInWindow < kMostAhead);
 
-// Of a row: the rest of a long one the CPU fetches by itself, and a burst of whole rows of 4 KiB with their slots pushed one
-// another out of the cache (a tenth of an Adam push, on Zen 3).
+// Most prefetched bytes of a row: the CPU fetches the rest of a long one by itself, and in a burst whole rows of 4 KiB
+// with their slots evicted one another (a tenth of an Adam push, on Zen 3).
 inline constexpr size_t kMostAsked = 2048;
 
 class Lookahead {
@@ -62,7 +62,7 @@ class Lookahead {
     }
   }
 
-  // Calls visit(i) for i = 0 .. count-1 in order, each some time after ahead(i), which asks for about `bytes`.
+  // Calls visit(i) for i = 0 .. count-1 in order, each some time after ahead(i), which prefetches about `bytes`.
   template <class Ahead, class Visit>
   void each(int64_t count, size_t bytes, Ahead&& ahead, Visit&& visit) const {
     if (way_ == LookaheadWay::bursts) {

@@ -1,7 +1,7 @@
-// How much memory all rows of this process may take, their slots and indexes included.
+// Memory limit of all rows of this process, with their slots and indexes.
 //
-// Their pages are mapped without being reserved: past what the container has, the system would not refuse them but end the
-// process when they are written. So what is about to be written is counted here first, in the huge pages that it touches.
+// Their pages are mapped without reservation: beyond the container's memory the system would not refuse them but kill
+// the process on a write. So memory about to be written is counted here first, in the huge pages that it touches.
 #pragma once
 
 #include <cstdint>
@@ -10,17 +10,17 @@
 
 namespace geartrain {
 
-// A refusal of the budget: a std::bad_alloc, so that whoever changes nothing when memory runs out does so here, too.
+// Refusal by the budget: a std::bad_alloc, so that code that is safe when memory runs out is safe here, too.
 struct OverBudget : std::bad_alloc {
   OverBudget(int64_t asked_bytes, int64_t used_bytes, int64_t limit_bytes)
       : asked(asked_bytes), used(used_bytes), limit(limit_bytes) {}
   const char* what() const noexcept override { return "over the memory budget"; }
-  // What its caller is told.
+  // Message for the caller.
   std::string words() const;
   int64_t asked, used, limit;
 };
 
-// Any thread.
+// Thread-safe.
 void set_memory_limit(int64_t bytes);
 int64_t memory_limit();
 int64_t memory_used();

@@ -29,7 +29,8 @@ Pages::Pages(size_t bytes) {
   if (raw == MAP_FAILED) throw std::bad_alloc();
   char* begin = static_cast<char*>(raw);
   if (slack != 0) {
-    // A huge page needs a 2 MiB boundary: cut the ends off. Both calls are advice or trimming; failure only wastes space.
+    // A huge page needs a 2 MiB boundary: cut the ends off. Both calls are advice or trimming; failure only wastes
+    // space.
     char* aligned = begin + (kHugePage - reinterpret_cast<uintptr_t>(begin) % kHugePage) % kHugePage;
     if (aligned != begin) munmap(begin, static_cast<size_t>(aligned - begin));
     const size_t tail = slack - static_cast<size_t>(aligned - begin);

@@ -1,4 +1,4 @@
-// Zeroed memory straight from the kernel: backed only where touched, in huge pages where it is large.
+// Zeroed memory from the kernel: backed only where touched, in huge pages if large.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ inline constexpr size_t kHugePage = size_t{2} << 20;
 class Pages {
  public:
   Pages() = default;
-  // Throws std::bad_alloc if the kernel refuses; nothing is touched, and nothing counts yet.
+  // Throws std::bad_alloc if the kernel refuses; touches and counts nothing yet.
   explicit Pages(size_t bytes);
   ~Pages();
   Pages(Pages&& other) noexcept { swap(other); }
@@ -21,22 +21,22 @@ class Pages {
     return *this;
   }
 
-  // What `bytes` are in whole pages.
+  // `bytes` rounded up to whole pages.
   static size_t rounded(size_t bytes);
 
   explicit operator bool() const { return data_ != nullptr; }
   char* data() const { return data_; }
   size_t bytes() const { return bytes_; }
 
-  // Of at most 64 huge pages: those that `size` > 0 bytes from `offset` on lie in, a bit each.
+  // Bit mask, of at most 64 huge pages, of those that contain `size` > 0 bytes from `offset` on.
   static uint64_t huge_pages(size_t offset, size_t size) {
     const size_t last = (offset + size - 1) / kHugePage;
     return (uint64_t{2} << last) - (uint64_t{1} << offset / kHugePage);
   }
   bool counts(uint64_t huge_pages) const { return (counted_ & huge_pages) == huge_pages; }
-  // Counts these as memory in use from now on; returns those that were not. Throws OverBudget, and then nothing has changed.
+  // Counts these as memory in use; returns those that were not before. Throws OverBudget, and then nothing has changed.
   uint64_t count(uint64_t huge_pages);
-  // Takes back a `count` of pages that were not written since. Returns whether none is left.
+  // Reverts a `count` of pages that were not written since. Returns whether none is left.
   bool discount(uint64_t huge_pages) noexcept;
   // Counts all. Throws OverBudget, and then nothing has changed.
   void count_all();

@@ -1,4 +1,4 @@
-// The refusals of more ids than an index can number, and of more rows than a table may have.
+// Refusals of more ids than an index can number, and of more rows than a table may have.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +10,11 @@
 
 namespace geartrain {
 
-// A std::bad_alloc, as OverBudget: so that whoever changes nothing when memory runs out does so here, too.
+// A std::bad_alloc, as OverBudget: code that is safe when memory runs out is safe here, too.
 struct TooManyIds : std::bad_alloc {
   TooManyIds(int64_t asked_ids, int64_t used_ids, int64_t most_ids) : asked(asked_ids), used(used_ids), most(most_ids) {}
   const char* what() const noexcept override { return "more ids than an index can number"; }
-  // What its caller is told.
+  // Message for the caller.
   std::string words() const {
     return "a shard holds at most " + std::to_string(most) + " rows of a hashed table; it has " + std::to_string(used) + ", and " +
            std::to_string(asked) +

@@ -1,5 +1,4 @@
-// Which rows were written, and which removed, since each of several moments, so that several readers ask for what is new to them, none
-// in another's way.
+// Log of written and removed rows since each of several moments, for several independent readers.
 #pragma once
 
 #include <algorithm>
@@ -13,17 +12,18 @@
 
 namespace geartrain {
 
-// Moments have ascending numbers. Between two of them that are known lies a set of positions; what was written since a moment is the
-// union of the sets after it. So a moment costs a bit for each row, in pages that a write fell in, and a write notes its rows once.
+// Moments have ascending numbers. Between two known ones is a set of positions; the rows written since a moment are the
+// union of the sets after it. A moment costs a bit for each row, in pages with writes, and a write records its rows
+// once.
 class Moments {
  public:
   static constexpr int64_t kNone = -1;
 
-  // The positions written since the last moment; the table's to fill.
+  // Positions written since the last moment; filled by the table.
   Bits& written() { return written_; }
   const Bits& written() const { return written_; }
 
-  // Notes the present moment and returns its number. Throws std::bad_alloc, and then nothing has changed.
+  // Records the present moment and returns its number. Throws std::bad_alloc, and then nothing has changed.
   int64_t note() {
     known_.reserve(known_.size() + 1);
     if (!known_.empty()) known_.back().written_after = std::move(written_);
@@ -31,23 +31,23 @@ class Moments {
     known_.push_back({++last_, Bits(), RemovedRows()});
     return last_;
   }
-  // The last one that is known, or kNone.
+  // Last known moment, or kNone.
   int64_t latest() const { return known_.empty() ? kNone : known_.back().number; }
   bool knows(int64_t moment) const { return find(moment) != known_.end(); }
-  // The positions written since a moment that is known. Throws std::bad_alloc.
+  // Positions written since a known moment. Throws std::bad_alloc.
   Bits since(int64_t moment) const {
     Bits all = written_.copy();
     for (auto at = find(moment); at != known_.end(); ++at) all.add(at->written_after);
     return all;
   }
-  // Ids of rows that were there at a moment that is known and were removed since; some have a row again.
+  // Ids of rows that existed at a known moment and were removed since; some have a row again.
   const std::vector<int64_t>& removed_since(int64_t moment) const { return find(moment)->removed.ids(); }
   // Makes room for `count` removals; see RemovedRows::reserve.
   template <class Present>
   void reserve_removals(int64_t count, const Present& present) {
     for (Known& known : known_) known.removed.reserve(count, present);
   }
-  // The row of `id` at `position` goes.
+  // Records the removal of the row of `id` at `position`.
   void note_removal(int64_t position, int64_t id) {
     const auto clear = [position](Bits& written) {
       if (written.has(position)) written.clear(position);
@@ -58,8 +58,8 @@ class Moments {
       known.removed.note(position, id);
     }
   }
-  // Nobody will ask for what was written since this one any more; without effect if it is not known. Where there is no memory to
-  // join what lies before and after it, older ones are forgotten too.
+  // Drops a moment that is no longer needed; no effect if it is unknown. Without memory to join the sets before and
+  // after it, older ones are dropped, too.
   void forget(int64_t moment) noexcept {
     const auto at = known_.begin() + (find(moment) - known_.cbegin());
     if (at == known_.end()) return;
@@ -78,7 +78,7 @@ class Moments {
     before->written_after = &after == &written_ ? Bits() : std::move(after);
     known_.erase(at);
   }
-  // Of the sets between moments, and of what was removed.
+  // Bytes of the sets between moments, and of removals.
   int64_t memory_bytes() const {
     int64_t bytes = 0;
     for (const Known& known : known_) bytes += known.written_after.memory_bytes() + known.removed.memory_bytes();

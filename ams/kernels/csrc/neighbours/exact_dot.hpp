@@ -1,4 +1,4 @@
-// The exact score of two rows: the sum, in double and in a fixed order, of the exact products of their float32 columns.
+// Exact score of two rows: the sum, in double and in a fixed order, of the exact products of their float32 columns.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@ namespace geartrain {
 
 inline constexpr int kPartialSums = 16;
 
-// Column d adds to partial sum d mod 16; these are added in pairs. Products of two floats are exact in double, so that fused
-// multiply-adds change nothing.
+// Column d adds to partial sum d mod 16; these are added in pairs. Products of two floats are exact in double, so that
+// fused multiply-adds change nothing.
 GEARTRAIN_INLINE double exact_dot_body(const float* a, const float* b, int64_t dim) {
   double sums[kPartialSums] = {};
   const int64_t whole = dim / kPartialSums * kPartialSums;

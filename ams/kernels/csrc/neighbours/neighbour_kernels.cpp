@@ -1,5 +1,5 @@
-// Compiled once per instruction set, as GEARTRAIN_NEIGHBOURS; see CMakeLists.txt. Everything but the table at the end has
-// internal linkage, and no inline function of another header is used: it might be merged with that of a lesser CPU.
+// Compiled once per instruction set, as GEARTRAIN_NEIGHBOURS; see CMakeLists.txt. Everything but the table at the end
+// has internal linkage, and no inline function of another header is used: it might be merged with that of a lesser CPU.
 #include "neighbours/neighbour_kernels.hpp"
 
 #if defined(__AVX2__)

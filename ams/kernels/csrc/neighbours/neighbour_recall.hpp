@@ -1,8 +1,8 @@
 // Building a table of neighbours: recall of the best by float32 products, then their exact scores.
 //
-// Recall keeps for each row at least the `keep` best products seen and a floor that no product left out exceeds. The exact
-// score of two unit rows is the sum, in double and in a fixed order, of the exact products of their float32 columns: the
-// table depends on nothing else, neither on threads nor on the order of blocks nor on the instruction set.
+// Recall keeps for each row at least the `keep` best products seen and a floor that no product left out exceeds. The
+// exact score of two unit rows is the sum, in double and in a fixed order, of the exact products of their float32
+// columns: the table depends on nothing else, neither on threads nor on the order of blocks nor on the instruction set.
 #pragma once
 
 #include <cstdint>
@@ -34,8 +34,8 @@ struct UnitRows {
   int32_t id(int64_t row) const { return ids == nullptr ? static_cast<int32_t>(first + row) : ids[row]; }
 };
 
-// Offers every product of a row of `a` and one of `b` to the best of either, where they exist; a class never meets itself.
-// With `same`, a and b are one block and each pair counts once. Up to `threads` threads.
+// Offers every product of a row of `a` and one of `b` to the best of either, where they exist; a class never meets
+// itself. With `same`, a and b are one block and each pair counts once. Up to `threads` threads.
 void recall_pairs(const UnitRows& a, const RunningBest& best_a, const UnitRows& b, const RunningBest& best_b, int64_t dim,
                   bool same, int64_t threads);
 
@@ -53,8 +53,8 @@ void exact_scores(const float* a, int64_t count, int64_t dim, const int32_t* ids
 void exact_best(const UnitRows& a, const UnitRows& b, int64_t dim, int64_t k, double* scores, int32_t* ids, int32_t* counts,
                 int64_t threads);
 
-// Writes the k best by (score falling, id rising) of each row's candidates. accepted[i] = whether nothing that the recall
-// left out can be among them: the k-th exact score is above floor + error_bound.
+// Writes the k best by (score falling, id rising) of each row's candidates. accepted[i] = whether nothing that the
+// recall left out can be among them: the k-th exact score is above floor + error_bound.
 void rank_candidates(const double* scores, const int32_t* ids, const int32_t* counts, int64_t width, const float* floors,
                      int64_t count, double error_bound, int64_t k, int32_t* out, uint8_t* accepted, int64_t threads);
 

@@ -1,4 +1,4 @@
-// Choosing the active classes of a step from a table of nearest neighbours; reference.py says what is computed.
+// Selection of the active classes of a step from a table of nearest neighbours; reference.py is the specification.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,8 @@ struct Selected {
   SelectFault fault;
 };
 
-// Writes the chosen classes to `out`, rising: max(min(budget, num_classes), distinct labels) of them, for which there is room.
-// O(budget + labels) but for sorting them; never the order of num_classes unless as many are chosen.
+// Writes the chosen classes to `out`, ascending: max(min(budget, num_classes), distinct labels) of them, for which
+// there is room. O(budget + labels) plus sorting; O(num_classes) only if as many are chosen.
 template <class Id>
 Selected select_neighbours(const NeighbourLists<Id>& table, const int64_t* labels, int64_t num_labels, int64_t budget,
                            uint64_t seed, uint64_t step, int64_t* out);

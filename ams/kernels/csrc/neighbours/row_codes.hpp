@@ -1,8 +1,9 @@
-// Rows in one byte a column, as a file holds them and as they are searched: 16 rows to a panel.
+// Rows quantized to one byte a column, in a file and in memory: 16 rows to a panel.
 //
-// A panel is [quads + 3][16] words of 4 bytes, quads = columns / 4, rounded up. Word [q][r] holds columns 4 q .. 4 q + 3 of row r,
-// each a byte: code + 128, so that code * scale is about the value; columns beyond the last are 128. Three words follow for
-// each row, float32: its scale, the length of what its codes leave out, and its own length, the last two rounded up.
+// A panel is [quads + 3][16] words of 4 bytes, quads = columns / 4, rounded up. Word [q][r] holds columns 4 q .. 4 q +
+// 3 of row r, each a byte: code + 128, so that code * scale is about the value; columns beyond the last are 128. Three
+// words follow for each row, float32: its scale, the length of what its codes leave out, and its own length, the last
+// two rounded up.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +22,7 @@ inline constexpr int64_t panels_of(int64_t count) { return (count + kPanelRows -
 // Writes the panels of finite rows [count, dim]. Rows beyond `count` of the last one are zeros.
 void encode_rows(const float* rows, int64_t count, int64_t dim, uint8_t* panels, int64_t threads);
 
-// What bounds the product of a feature with any row. Products are of the feature times 2^-exponent.
+// Bounds of the product of a feature with any row. Products are of the feature times 2^-exponent.
 struct FeatureBounds {
   float scale;     // code * scale is about the feature
   float length;    // of it, and
@@ -32,7 +33,8 @@ struct FeatureBounds {
   int exponent;
 };
 
-// Writes the codes [4 * quads] of one finite feature [dim], which are of seven bits: the products of two pairs of bytes fit 16 bits.
+// Writes the codes [4 * quads] of one finite feature [dim], which are of seven bits: the products of two pairs of bytes
+// fit 16 bits.
 FeatureBounds encode_feature(const float* feature, int64_t dim, float largest_offset, int8_t* codes);
 
 }  // namespace geartrain

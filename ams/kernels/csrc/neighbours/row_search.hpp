@@ -1,8 +1,8 @@
-// The rows of best score for some features: always the true ones.
+// Exact top-k search of rows for some features.
 //
-// Products of codes say between which bounds each score lies. A row whose upper bound is below the k-th best lower bound seen
-// cannot be an answer; of those that are left the exact scores are made (exact_dot.hpp), and the k best taken. Near ties and
-// copies only make more rows be left.
+// Products of codes bound each score from both sides. A row whose upper bound is below the k-th best lower bound so far
+// is skipped; the others get exact scores (exact_dot.hpp), of which the k best are returned. Near ties and copies only
+// increase the number of the others.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,8 @@ struct SearchedRows {
   int64_t dim;
 };
 
-// Writes the k best of each of finite features [num_features, dim] by (score falling, row rising), where the score is the exact
-// one, rounded to float32. `k` is at most the number of rows.
+// Writes the k best of each of finite features [num_features, dim] by (score falling, row rising), where the score is
+// the exact one, rounded to float32. `k` is at most the number of rows.
 void search_rows(const SearchedRows& rows, const float* features, int64_t num_features, int64_t k, float* scores,
                  int64_t* found, int64_t threads);
 

@@ -1,12 +1,12 @@
-// Adam on the rows of a push: algorithm 1 of Kingma and Ba, "Adam: A method for stochastic optimization" (ICLR 2015), with the
-// decay of the weights in the gradient as torch.optim.Adam has it. A row's t is the number of its own updates.
+// Adam on the rows of a push: algorithm 1 of Kingma and Ba, "Adam: A method for stochastic optimization" (ICLR 2015),
+// with weight decay in the gradient as in torch.optim.Adam. A row's t is the number of its own updates.
 #pragma once
 
 #include "optimizers/optimizer.hpp"
 
 namespace geartrain {
 
-// What one update of a row multiplies by: the same for all of its columns, and for all rows of as many updates.
+// Factors of one update: the same for all columns of a row, and for all rows with as many updates.
 struct AdamFactors {
   float scale, weight_decay;
   float beta1, rest1;  // rest = 1 - beta
@@ -29,7 +29,8 @@ class Adam : public Optimizer {
   bool takes_narrow_slots() const override { return false; }
   Magnitudes update(float* row, float* moments, const float* gradient, size_t dim, const PushFactors& push,
                     int64_t t) const override;
-  // Loose for rows of float16, whose pushes are nearly always rehearsed: how far a row moves depends on its own second moments.
+  // Loose for rows of float16, whose pushes are nearly always rehearsed: how far a row moves depends on its own second
+  // moments.
   Magnitudes worst(float gradient, size_t, const PushFactors& push, const Magnitudes& before) const override;
 
  protected:

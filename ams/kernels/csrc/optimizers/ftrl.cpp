@@ -43,9 +43,10 @@ GEARTRAIN_INLINE Magnitudes update_body(float* __restrict row, float* __restrict
   return {largest_row.value(), {largest_held.value(), largest_square.value()}};
 }
 
-// FTRL-Proximal with learning rates per coordinate: McMahan et al., "Ad click prediction: a view from the trenches" (KDD 2013),
-// algorithm 1, from any initial weight and with any rate a push. The first slot is z + w / rate, which says all that z does beside
-// the weight, and is -(l2 * w + l1 * sign(w)) where the weight is not 0, and within l1 of 0 where it is.
+// FTRL-Proximal with learning rates per coordinate: McMahan et al., "Ad click prediction: a view from the trenches"
+// (KDD 2013), algorithm 1, from any initial weight and with any rate a push. The first slot is z + w / rate, which says
+// all that z does beside the weight, and is -(l2 * w + l1 * sign(w)) where the weight is not 0, and within l1 of 0
+// where it is.
 class Ftrl final : public Optimizer {
  public:
   explicit Ftrl(const OptimizerScalars& scalars)
@@ -62,7 +63,8 @@ class Ftrl final : public Optimizer {
   }
 
   Magnitudes worst(float gradient, size_t, const PushFactors& push, const Magnitudes& before) const override {
-    // A gradient is divided by at least its own magnitude, but for one whose square is no normal number: by at least beta.
+    // A gradient is divided by at least its own magnitude, but for one whose square is no normal number: by at least
+    // beta.
     const float quotient = std::max(2.0f, 0x1p-62f / beta_);
     const float row = before.row + push.lr * quotient + 2 * (push.lr / beta_) * before.slots[0];
     return {row, {l2_ * row + l1_, before.slots[1] + gradient * gradient}};

@@ -1,5 +1,5 @@
-// How a push changes a row. A table has one optimizer, made from a name and numbers; registry.cpp lists those there are, and each
-// has a file here. The Python classes of the same names (ams/values/optimizers) are their specification.
+// Optimizer of a table's rows, made from a name and numbers; registry.cpp lists all, and each has a file here. The
+// Python classes of the same names (ams/values/optimizers) are their specification.
 #pragma once
 
 #include <array>
@@ -15,16 +15,16 @@
 
 namespace geartrain {
 
-// None has more than 3. With 4 Magnitudes are returned in memory: in registers, which 4 floats fit, they would be packed through it, a
-// wait of some 5 ns a row.
+// None has more than 3. With 4 Magnitudes are returned in memory: in registers, which 4 floats fit, they would be
+// packed through it, a wait of some 5 ns a row.
 inline constexpr int kMaxSlots = 4;
 
-// Magnitudes: of one row and its slots, or bounds of those of all rows.
+// Magnitudes of one row and its slots, or bounds of those of all rows.
 struct Magnitudes {
   float row = 0;
   std::array<float, kMaxSlots> slots{};
 
-  // Of the first `num_slots`: all at once would be one vector, which waits for the stores of its parts.
+  // Only the first `num_slots`: all at once would be one vector, which waits for the stores of its parts.
   void raise_to(const Magnitudes& other, int num_slots) {
     row = row < other.row ? other.row : row;
     for (size_t i = 0; i < static_cast<size_t>(num_slots); ++i) slots[i] = slots[i] < other.slots[i] ? other.slots[i] : slots[i];
@@ -33,8 +33,7 @@ struct Magnitudes {
 
 static_assert(sizeof(Magnitudes) > 16, "see kMaxSlots");
 
-// The numbers that an optimizer is made from, by name; true is 1. All throw std::invalid_argument where there is no number of the
-// name, or one outside its range.
+// Numbers of an optimizer by name; true is 1. All throw std::invalid_argument if a number is missing or out of range.
 class OptimizerScalars {
  public:
   explicit OptimizerScalars(const std::map<std::string, double>& values) : values_(values) {}
@@ -53,37 +52,39 @@ class OptimizerScalars {
   const std::map<std::string, double>& values_;
 };
 
-// Momentum that also acts on rows that a step does not touch.
+// Momentum that also moves rows that a step does not touch.
 struct Drift {
   float momentum, weight_decay;
 };
 
-// Stateless: threads may update different rows at a time. Every slot of a row that has had no update is zero.
+// Stateless: threads may update different rows in parallel. Every slot of a row without updates is zero.
 class Optimizer {
  public:
   virtual ~Optimizer() = default;
 
   // At most kMaxSlots.
   virtual int num_slots() const = 0;
-  // How many of them, the last ones, are one number a row. The others have as many as the row.
+  // Number of the last slots that are one number a row. The others are as wide as the row.
   virtual int num_row_slots() const { return 0; }
-  // Numbers of all slots of a row of `dim`, and of one of them.
+  // Elements of all slots of a row of `dim`, and of one of them.
   size_t slot_dim(size_t dim) const { return static_cast<size_t>(num_slots() - num_row_slots()) * dim + num_row_slots(); }
   size_t slot_dim(int slot, size_t dim) const { return slot < num_slots() - num_row_slots() ? dim : 1; }
   // Whether an update depends on how many the row had before.
   virtual bool counts_updates() const { return false; }
   // Whether slots may be stored in 16 bits.
   virtual bool takes_narrow_slots() const { return true; }
-  // If rows move at steps that do not touch them: how.
+  // Drift of rows at steps that do not touch them, if any.
   virtual std::optional<Drift> drift() const { return std::nullopt; }
 
-  // Update number `t` of a row, from 1, in float32 and in the order that the specification has: row [dim], slots [slot_dim(dim)], one
-  // after the other, `push.scale` times the gradient. Returns the largest magnitudes after it, before rounding to a storage type.
+  // Update number `t` of a row, from 1, in float32 and in the order that the specification has: row [dim], slots
+  // [slot_dim(dim)], one after the other, `push.scale` times the gradient. Returns the largest magnitudes after it,
+  // before rounding to a storage type.
   virtual Magnitudes update(float* row, float* slots, const float* gradient, size_t dim, const PushFactors& push,
                             int64_t t) const = 0;
 
-  // Bounds after any one update of rows of `dim` within `before` by gradients that, scaled, are at most `gradient`: an update of one worst
-  // row. Each float32 step is monotone in the magnitudes, so what is finite here is finite everywhere.
+  // Bounds after any one update of rows of `dim` within `before` by gradients that, scaled, are at most `gradient`: an
+  // update of one worst row. Each float32 step is monotone in the magnitudes, so what is finite here is finite
+  // everywhere.
   virtual Magnitudes worst(float gradient, size_t dim, const PushFactors& push, const Magnitudes& before) const = 0;
 };
 

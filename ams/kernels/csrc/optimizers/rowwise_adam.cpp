@@ -28,8 +28,8 @@ GEARTRAIN_INLINE Magnitudes update_body(float* __restrict row, float* __restrict
   return {largest_row.value(), {largest_first.value(), largest_second.value()}};
 }
 
-// Adam with one second moment a row, of the means of its squared gradients: partial_rowwise_adam of FBGEMM, whose weight decay is apart
-// from the gradient. As in adam.hpp, a row's t is the number of its own updates.
+// Adam with one second moment a row, of the means of its squared gradients: partial_rowwise_adam of FBGEMM, whose
+// weight decay is apart from the gradient. As in adam.hpp, a row's t is the number of its own updates.
 class RowWiseAdam final : public Adam {
  public:
   explicit RowWiseAdam(const OptimizerScalars& scalars)

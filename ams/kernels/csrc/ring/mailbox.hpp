@@ -1,8 +1,8 @@
-// Memory that a client and a shard of one machine share: mailboxes, each of which carries one call at a time.
+// Shared memory of a client and a shard on one machine: mailboxes, each of which carries one call at a time.
 //
-// A mailbox is a file in memory that the client makes: a page of control, the place of the request, the place of the reply. It has
-// no name in any file system, has all its memory from the first, and is sealed: by the client against any change of its size, by the
-// shard against giving memory back, for a page that is not there comes into being at the expense of whoever touches it next.
+// A mailbox is a memory file made by the client: a control page, then room for the request and the reply. It has no
+// name in any file system, all its memory is allocated at first, and it is sealed: by the client against any change of
+// its size, by the shard against releasing memory, as a missing page is charged to the process that touches it next.
 #pragma once
 
 #include <atomic>
@@ -19,7 +19,7 @@ inline constexpr size_t kMostMailboxBytes = size_t{3} << 30;  // room for the la
 
 enum class MailboxState : uint32_t { free = 0, request = 1, busy = 2, reply = 3 };
 
-// The first page of a mailbox. Either side believes the other nothing.
+// First page of a mailbox. Neither side trusts the other.
 struct MailboxControl {
   std::atomic<MailboxState> state;
   std::atomic<uint32_t> is_awaited;  // the client sleeps on `state`
@@ -31,15 +31,15 @@ struct RequestedPage {
   std::atomic<uint64_t> requested;  // a bit for each
 };
 
-// The shard's page, which clients can only read.
+// The shard's page, which is read-only to clients.
 struct SleepPage {
   std::atomic<uint32_t> is_asleep;  // wake it by a Notice
 };
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<MailboxState>::is_always_lock_free);
 
-// Packets on the socket between them, after the hello. `added` comes with the mailbox's descriptor and is answered by the same
-// packet, or by `refused`.
+// Packets on the socket between them, after the hello. `added` comes with the mailbox's descriptor and is answered by
+// the same packet, or by `refused`.
 enum class NoticeKind : uint32_t { wake = 1, added = 2, closed = 3, refused = 4 };
 struct Notice {
   NoticeKind kind = NoticeKind::wake;
@@ -48,19 +48,19 @@ struct Notice {
   uint64_t number = 0;                          // of an `added`; the answer repeats it
 };
 
-// Sleeps while `word` holds `value`, at most so long; wakes whoever sleeps on it. In any process.
+// Sleeps while `word` holds `value`, up to a time limit; wakes a process that sleeps on it.
 void futex_wait(const std::atomic<MailboxState>& word, MailboxState value, int64_t nanoseconds);
 void futex_wake(const std::atomic<MailboxState>& word);
 
-// A new file in memory of so many bytes, all of them taken, sealed against any change of its size. Throws std::system_error.
+// Makes a memory file of `bytes`, allocated, and sealed against any change of its size. Throws std::system_error.
 OwnedFd make_shared_file(size_t bytes);
-// Maps a file that somebody else has made, and seals it. Throws std::runtime_error if it is not as make_shared_file makes it.
+// Maps another process's file, and seals it. Throws std::runtime_error if it is not as make_shared_file makes it.
 SharedMapping map_their_file(int fd, size_t bytes);
 
-// Whether the other end of a socket of this machine is this user's.
+// Whether the peer of a local socket belongs to this user.
 bool is_same_user(int socket);
-// Sends or receives one packet with at most one descriptor. Of send: false if it could not be taken now; throws std::system_error.
-// Of receive: bytes, 0 at the end of the connection, -1 if there is none now.
+// Sends or receives one packet with at most one descriptor. Send: false if it would block; throws std::system_error.
+// Receive: bytes, 0 at the end of the connection, -1 if there is none now.
 bool send_packet(int socket, const void* data, size_t bytes, int fd = -1);
 struct Packet {
   long bytes = -1;

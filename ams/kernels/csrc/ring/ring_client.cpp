@@ -216,7 +216,8 @@ std::unique_ptr<Connection::Call> Ring::begin(size_t request_bytes, size_t most_
   return std::make_unique<RingCall>(shared_from_this(), std::move(mailbox), request_bytes);
 }
 
-// The smallest free one that both fit in, of those the one freed last: it is in the caches, and the others can become idle.
+// The smallest free one that both fit in, of those the one freed last: it is in the caches, and the others can become
+// idle.
 std::shared_ptr<Mailbox> Ring::take_free(size_t request_bytes, size_t reply_bytes) {
   const std::lock_guard lock(mutex_);
   const auto oldest = Clock::now() - duration_of(limits_.idle_seconds);
@@ -234,7 +235,8 @@ std::shared_ptr<Mailbox> Ring::take_free(size_t request_bytes, size_t reply_byte
   return best;
 }
 
-// Lets go of free mailboxes, which are all too small, for one of `bytes`, and reserves its number. Throws Full. With the mutex.
+// Lets go of free mailboxes, which are all too small, for one of `bytes`, and reserves its number. Throws Full. With
+// the mutex.
 uint32_t Ring::make_room(size_t bytes) {
   for (;;) {
     size_t used = reserved_bytes_, count = static_cast<size_t>(std::popcount(reserved_));

@@ -1,4 +1,4 @@
-// The client's end of the way to a shard of the same machine: requests and replies lie in memory that both share.
+// Client end of shared-memory calls to a shard of the same machine.
 #pragma once
 
 #include <memory>
@@ -16,7 +16,7 @@ struct RingLimits {
   size_t most_mailboxes = 64;
 };
 
-// Numbers for those who watch: of mailboxes in use or free.
+// Numbers of mailboxes in use or free, for observers.
 class RingConnection : public Connection {
  public:
   virtual size_t num_mailboxes() const = 0;
@@ -24,8 +24,8 @@ class RingConnection : public Connection {
   virtual bool has_refused() const = 0;
 };
 
-// Connects to the shard that listens under `name` in the abstract namespace and has offered `secret`. Throws std::runtime_error (or
-// its child std::system_error): it is not there, takes too long, or is no shard of this version and user.
+// Connects to the shard that listens under `name` in the abstract namespace and has offered `secret`. Throws
+// std::runtime_error (or its child std::system_error): it is absent, too slow, or of another version or user.
 std::shared_ptr<RingConnection> connect_ring(const std::string& name, const std::string& secret, double timeout_seconds,
                                              const RingLimits& limits = {});
 

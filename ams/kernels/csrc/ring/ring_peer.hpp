@@ -1,4 +1,4 @@
-// A client of this machine, as the shard has it: its socket and its mailboxes.
+// A shard's side of a client on the same machine: its socket and its mailboxes.
 #pragma once
 
 #include <array>
@@ -10,35 +10,36 @@
 
 namespace geartrain {
 
-// How many mailboxes the clients of a server have, and may have. Of the server's thread and of whoever ends a call last.
+// Number and limit of the mailboxes of a server's clients. Used by the server's thread and the last user of a call.
 struct MailboxCount {
   std::atomic<size_t> now = 0;
   size_t most = 1024;
 };
 
-// Of the server's thread alone.
+// Used by the server's thread alone.
 class RingPeer {
  public:
   using Waits = std::function<void(std::shared_ptr<ServedCall>)>;
 
-  // Throws std::runtime_error if `page` is not what a client sends.
+  // Throws std::runtime_error if `page` is not a client's.
   RingPeer(std::shared_ptr<Handler> handler, OwnedFd socket, const OwnedFd& page, std::shared_ptr<MailboxCount> count);
   int fd() const { return socket_.get(); }
-  // Takes what came over the socket, up to a few packets. False: the client has gone, or is not to be believed.
+  // Receives up to a few packets. False: the client has gone, or violates the protocol.
   bool receive();
   bool has_requests() const {
     return held_ != nullptr || pending_ != 0 || page()->requested.load(std::memory_order_seq_cst) != 0;
   }
-  // Whether something of it can be done between two blocks of another's request: it sees its own writes, so nothing overtakes those.
+  // Whether it can be served between two blocks of another's request: it sees its own writes, so nothing overtakes
+  // those.
   bool may_be_brief() const { return !is_at_work_ && held_ == nullptr && has_requests(); }
-  // Performs one request; `waits` gets a call that has no answer yet. Between blocks one that is not brief is held for later.
-  // False: the client is not to be believed.
+  // Performs one request; `waits` gets a call that has no answer yet. Between blocks a longer one is held for later.
+  // False: the client violates the protocol.
   bool serve(const Waits& waits, const ServingTurn& serving);
   // Whether a request of it is being performed, so that it must stay.
   bool is_at_work() const { return is_at_work_; }
-  // Whether it may do nothing any more.
+  // Whether it has lost its rights.
   bool is_over() const { return handler_->is_over(); }
-  // It has gone, as was seen while it is at work.
+  // Records that it has gone while it was at work.
   void go() { has_gone_ = true; }
 
  private:

@@ -1,4 +1,4 @@
-// Whether it pays to look for something before one sleeps: where it comes soon, from a thread that has a core of its own.
+// Decision whether to spin before sleeping: it pays if the event comes soon, on a thread with a core of its own.
 #pragma once
 
 #include <algorithm>
@@ -11,13 +11,14 @@
 
 namespace geartrain {
 
-// Thread-safe. Looking in vain takes the core from whoever is waited for: after a few times it is only tried now and then.
+// Thread-safe. Spinning in vain takes the core from the awaited thread: after a few times it is only tried now and
+// then.
 class Spinning {
  public:
   explicit Spinning(double seconds)
       : longest_(std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds))) {}
 
-  // Looks until `found` says true, for a while at most. Returns what it said last.
+  // Polls `found` for a while at most. Returns its last result.
   template <class Found>
   bool look(const Found& found) {
     if (found()) return true;

@@ -18,7 +18,8 @@ bool is_rising(const int64_t* ids, int64_t count) {
 }
 
 int64_t first_outside(const int64_t* ids, int64_t count, int64_t last) {
-  // As unsigned numbers those below 0 are the largest. Without a way out of the loop it is a few instructions for eight ids.
+  // As unsigned numbers those below 0 are the largest. Without a way out of the loop it is a few instructions for eight
+  // ids.
   uint64_t largest = 0;
   for (int64_t i = 0; i < count; ++i) largest = std::max(largest, static_cast<uint64_t>(ids[i]));
   if (count == 0 || largest <= static_cast<uint64_t>(last)) return -1;

@@ -1,4 +1,4 @@
-// What a client does before it sends: merge repeated ids, group ids by shard, and put the answers where they belong.
+// A client's work before sending: merge repeated ids, group ids by shard, and scatter the answers.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace geartrain {
 
-// Whether each of `count` ids is higher than the one before it, so that none occurs twice.
+// Whether `count` ids are strictly ascending, so that none occurs twice.
 bool is_rising(const int64_t* ids, int64_t count);
 
 // Index of the first id that is below 0 or above `last`, or -1.
@@ -22,8 +22,8 @@ int64_t merge_ids(const int64_t* ids, int64_t count, int64_t* distinct, int64_t*
 void sum_rows(const void* rows, DType dtype, const int64_t* inverse, int64_t count, int64_t dim, int64_t num_distinct,
               float* sums);
 
-// Orders 0 .. count-1 by shard, stably, and counts each shard's ids; `ordered_ids` (null: not wanted) are the ids in that order.
-// Every bucket_to_shard value is below num_shards.
+// Orders 0 .. count-1 by shard, stably, and counts each shard's ids; `ordered_ids` (null: not wanted) are the ids in
+// that order. Every bucket_to_shard value is below num_shards.
 void route(const int64_t* ids, int64_t count, const uint16_t* bucket_to_shard, bool dense, int64_t num_shards, int64_t* order,
            int64_t* counts, int64_t* ordered_ids = nullptr);
 

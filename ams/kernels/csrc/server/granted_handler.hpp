@@ -1,4 +1,4 @@
-// A shard as a connection sees it that may do what its opener may, and nothing else.
+// Handler of a connection with restricted rights: passes on what its grant allows.
 #pragma once
 
 #include <memory>
@@ -11,7 +11,7 @@
 
 namespace geartrain {
 
-// Of one connection: of the thread that performs its requests.
+// One for each connection; used by the thread that performs its requests.
 class GrantedHandler final : public Handler {
  public:
   GrantedHandler(std::shared_ptr<Handler> handler, std::shared_ptr<Grant> grant) : handler_(std::move(handler)), grant_(std::move(grant)) {}
@@ -50,7 +50,7 @@ class GrantedHandler final : public Handler {
     return (known->second & right) != 0;
   }
   void require(const std::string& table, uint32_t right) {
-    // The caller asks again, by a connection under the token and certificate that it has by then; this one is closed soon.
+    // The caller retries over a connection with its then current token and certificate; this one is closed soon.
     if (grant_->is_over()) throw Fault("ShardUnavailable", "the token or certificate of this connection is good no more; connect anew");
     if (!may(table, right)) refuse(table, right);
   }
@@ -62,7 +62,7 @@ class GrantedHandler final : public Handler {
     throw Fault("AccessDenied", kRefusal);
   }
 
-  // Says nothing of what there is.
+  // Reveals nothing about existing tables.
   static constexpr const char* kRefusal =
       "the shard does not do this for the token of this process, which gives no such right; its log says more. Have one made that does "
       "('geartrain certs token'), and name its file in security.token";

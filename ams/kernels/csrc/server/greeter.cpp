@@ -221,7 +221,8 @@ void Greeter::greet(int fd) {
   welcome_(std::move(handler), std::move(here.socket), std::move(page), std::move(here.stream));
 }
 
-// What is to serve the one who shows the secret of an offer; null: it is of none that is good now. Nobody else can use it then.
+// What is to serve the one who shows the secret of an offer; null: it is of none that is good now. Nobody else can use
+// it then.
 std::shared_ptr<Handler> Greeter::take_offer(const char* hello) {
   if (parse_header(hello, FrameKind::hello).body_bytes != kSecretBytes) return nullptr;
   const std::lock_guard lock(mutex_);

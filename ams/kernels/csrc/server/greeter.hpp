@@ -1,5 +1,5 @@
-// Whoever connects to a shard's data plane, until it has shown the secret of an offer: a thread accepts and greets, so that a shard
-// that is at work for long turns nobody away.
+// Thread that accepts connections to a shard's data plane and checks their secrets, so that a busy shard refuses
+// nobody.
 #pragma once
 
 #include <atomic>
@@ -23,20 +23,20 @@ namespace geartrain {
 // Thread-safe.
 class Greeter {
  public:
-  // Is given, by the greeter's thread, one that showed a good secret, to be greeted by it: what its offer was made for, and a socket of this machine and the page that
-  // came with the secret, or a stream. What it throws ends the connection.
+  // Called by the greeter's thread with a client that showed a valid secret: the handler of its offer, and a local
+  // socket with the page that came with the secret, or a stream. An exception ends the connection.
   using Welcome = std::function<void(std::shared_ptr<Handler> handler, OwnedFd socket, OwnedFd page, ByteStream stream)>;
-  // Told by that thread what an operator should know.
+  // Called by that thread with warnings for an operator.
   using Warn = std::function<void(const std::string&)>;
 
-  // Takes sockets that listen; `far`: of TCP, or none. Who has connected shows its secret within so many seconds; by TCP `uses_tls`.
-  // Throws std::system_error, and what Tls::load() does.
+  // Uses listening sockets; `far`: of TCP, or none. Clients must show their secret within so many seconds; over TCP
+  // with `uses_tls` encrypted. Throws std::system_error, and the errors of Tls::load().
   Greeter(OwnedFd near, OwnedFd far, double greeting_seconds, bool uses_tls, Welcome welcome, Warn warn);
   ~Greeter();
-  // A secret that is good for one connection, which `handler` is to serve, and the greeting's time. Throws std::runtime_error: `most` are taken, `taken` by
-  // connections, the others by those who were told theirs.
+  // Returns a secret for one connection served by `handler`, valid for the greeting's time. Throws std::runtime_error:
+  // `most` are in use, `taken` by connections, the others by open offers.
   std::string offer(std::shared_ptr<Handler> handler, size_t taken, size_t most);
-  // Ends the thread, and listens no more. Idempotent.
+  // Stops the thread and closes the sockets. Idempotent.
   void close();
 
  private:
@@ -85,7 +85,7 @@ class Greeter {
   std::thread* thread_ = nullptr;  // of a forked child it is not: it is left alone there
 };
 
-// A thread that no signal is given to: they are Python's, whose handlers run on other threads.
+// Starts a thread that receives no signals: their handlers are Python's, and run on other threads.
 std::thread* begin_thread(const char* name, std::function<void()> work);
 
 }  // namespace geartrain

@@ -176,8 +176,8 @@ bool DataServer::serve_held_streams() {
   return !fds.empty();
 }
 
-// First who has the least room already, all connections of its machine together; of these who came first. Who has waited for too
-// long is refused wherever it stands.
+// First who has the least room already, all connections of its machine together; of these who came first. Who has
+// waited for too long is refused wherever it stands.
 void DataServer::let_streams_in() {
   const auto now = Clock::now();
   for (bool has_let_in = true; has_let_in;) {
@@ -340,8 +340,8 @@ void DataServer::flush_streams() {
 // Whether somebody lacks memory, or soon will.
 bool DataServer::is_memory_wanted() const { return memory_->num_waiting != 0 || memory_->used > memory_->most / 2; }
 
-// Ends connections that have lost their rights, are silent, or slow where others want their memory; tells callers whose time is nearly over that others are
-// waited for.
+// Ends connections that have lost their rights, are silent, or slow where others want their memory; tells callers whose
+// time is nearly over that others are waited for.
 void DataServer::expire() {
   const auto now = Clock::now();
   const auto silence = duration_of(limits_.silence_seconds), patience = silence / kSlowShare;

@@ -1,8 +1,8 @@
-// The data plane of one shard: a thread that takes requests of its clients and performs them, and one that greets new ones.
+// Data plane of one shard: a thread that receives and performs requests, and one that greets new clients.
 //
-// A client shows a secret that the shard gave it beforehand (gRPC: OpenDataPlane); each is good for one connection and a few
-// seconds. Whoever says what the frame or the mailboxes do not allow is disconnected; its mailboxes are let go of once no call uses
-// them, and what it had asked for and was not begun never is.
+// A client shows a secret that the shard gave it before (gRPC: OpenDataPlane), valid for one connection and a few
+// seconds. A client that violates the frame or mailbox format is disconnected; its mailboxes are freed once no call
+// uses them, and requests that have not begun never do.
 #pragma once
 
 #include <atomic>
@@ -42,13 +42,14 @@ struct DataPlaneOffer {
 // Thread-safe.
 class DataServer : private OtherCallers {
  public:
-  // Listens for clients of this machine, and by TCP at `host` and `port` (0: a free one) unless `host` is empty. Throws
-  // std::system_error, and what Tls::load() does.
-  // `warn` is told by a thread of the server what an operator should know.
+  // Listens for clients of this machine, and on TCP at `host` and `port` (0: a free one) unless `host` is empty. Throws
+  // std::system_error, and the errors of Tls::load(). `warn` is called by a thread of the server with messages for an
+  // operator.
   DataServer(std::shared_ptr<Handler> handler, ServerLimits limits, const std::string& host = "", uint16_t port = 0,
              Greeter::Warn warn = nullptr);
   ~DataServer() override;
-  // For a connection that may do all, or what `grant` says. Throws std::runtime_error: closed, or too many connections.
+  // Offers a connection with all rights, or those of `grant`. Throws std::runtime_error: closed, or too many
+  // connections.
   DataPlaneOffer offer(std::shared_ptr<Grant> grant = nullptr);
   // Ends the threads and all connections. Idempotent.
   void close();
@@ -57,7 +58,7 @@ class DataServer : private OtherCallers {
 
  private:
   using Clock = std::chrono::steady_clock;
-  // Ends a connection, and counts it no more.
+  // Ends a connection, and uncounts it.
   struct Leave {
     std::shared_ptr<std::atomic<size_t>> count;
     template <class Peer>
@@ -100,8 +101,7 @@ class DataServer : private OtherCallers {
   SharedMapping sleep_page_;
   std::shared_ptr<MailboxCount> mailboxes_ = std::make_shared<MailboxCount>();
   std::shared_ptr<FrameMemory> memory_ = std::make_shared<FrameMemory>();
-  // Of the thread.
-  // Others may come and go while a request of one of them is performed: who is at work stays.
+  // Used by the thread. Others may come and go while a request of one is performed: the one at work stays.
   std::map<int, Connected<RingPeer>> rings_;
   std::map<int, Connected<TcpPeer>> streams_;
   bool have_streams_held_ = false;

@@ -1,14 +1,15 @@
-// The arithmetic of a class head over a chunk of class rows: logits, exponentials, their weighted sums, row gradients.
+// Computation of a class head over a chunk of class rows: logits, exponentials, their weighted sums, row gradients.
 //
-// Each function is compiled for every instruction set and walks the rows tile by tile, so that a tile's unit rows, logits
-// and gradients stay in a core's second-level cache between the products. Unlike the row kernels these are no part of
-// the bit contract: instruction sets differ in the last bits (fused multiply-adds, width of the sums).
+// Each function is compiled for every instruction set and walks the rows tile by tile, so that a tile's unit rows,
+// logits and gradients stay in a core's second-level cache between the products. Unlike the row kernels these are no
+// part of the bit contract: instruction sets differ in the last bits (fused multiply-adds, width of the sums).
 //
 // A class may have K centers: K rows, one after the other, of which the largest logit of each sample is the class's and
 // takes its gradient (sub-center ArcFace, Deng et al. 2020, section 3.2).
 //
-// Legend: N rows of a chunk, K of each class, B samples, D width. Formulas: bridge/head/loss/softmax.py and chunk_pass.py, whose TensorPass
-// does the same in tensor operations. The plain reference in float64: tests/unit/ams/kernels/test_class_pass.py.
+// Legend: N rows of a chunk, K of each class, B samples, D width. Formulas: bridge/head/loss/softmax.py and
+// chunk_pass.py, whose TensorPass does the same in tensor operations. Reference in float64:
+// tests/unit/ams/kernels/test_class_pass.py.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +29,7 @@ struct PackedBatch {
   const float* key;    // `features`, the same
 };
 
-// Which cells of the chunk belong to a sample's own class.
+// Cells of the chunk that belong to a sample's own class.
 struct Targets {
   const int64_t* rows;  // classes, as counted in what the chunk is a part of
   const int64_t* samples;
@@ -66,7 +67,7 @@ struct GradientChunk {
   const float* common;         // [D] added, times 2^offset, to what each unit row gets; or null, as `row_sum`
 };
 
-// Of all gradients of a chunk.
+// Sums over all gradients of a chunk.
 struct GradientSums {
   float check = 0;     // 0, or NaN if one of them is not finite
   double squares = 0;  // of rows in float: 0 or infinite where a row's sum is beyond its range
@@ -83,10 +84,10 @@ struct ClassPass {
 
 const ClassPass& class_pass();
 
-// The same with products of bfloat16 and sums in float32: by the CPU's matrix unit, or slower than in float32 without one.
+// The same with products of bfloat16 and sums in float32: by the CPU's matrix unit; without one slower than float32.
 const ClassPass& bfloat16_class_pass();
 
-// Whether this CPU has a matrix unit for them (AMX), and may use it.
+// Whether this CPU has such a matrix unit (AMX), and may use it.
 bool has_bfloat16_unit();
 
 }  // namespace geartrain

@@ -1,9 +1,11 @@
-// Part of class_pass_products_bfloat16.hpp: blocks made with AVX-512, and multiplied by the matrix unit (AMX) of a Xeon.
+// Part of class_pass_products_bfloat16.hpp: blocks made with AVX-512, and multiplied by the matrix unit (AMX) of a
+// Xeon.
 #pragma once
 
 Narrow narrowed(float value) { return (Narrow)_mm_extract_epi16((__m128i)_mm_cvtneps_pbh(_mm_set_ss(value)), 0); }
 
-// What a core's matrix unit is set to while this lives: eight registers of 16 rows of 64 bytes. Another library's setting is put back.
+// What a core's matrix unit is set to while this lives: eight registers of 16 rows of 64 bytes. Another library's
+// setting is put back.
 class MatrixUnit {
  public:
   MatrixUnit() {

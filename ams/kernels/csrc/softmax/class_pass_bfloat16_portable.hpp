@@ -1,5 +1,5 @@
-// Part of class_pass_products_bfloat16.hpp: the same blocks without any instructions for them. Slower than float32: what it
-// is there for is that the arithmetic can be tested on every CPU.
+// Part of class_pass_products_bfloat16.hpp: the same blocks without any instructions for them. Slower than float32:
+// what it is there for is that the arithmetic can be tested on every CPU.
 #pragma once
 
 // To the nearest, ties to even; NaN stays.

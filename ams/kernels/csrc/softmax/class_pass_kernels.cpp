@@ -1,5 +1,5 @@
-// Compiled once per instruction set, as GEARTRAIN_CLASS_PASS; see CMakeLists.txt. Everything but the table at the end has
-// internal linkage, and no inline function of another header is used: it might be merged with that of a lesser CPU.
+// Compiled once per instruction set, as GEARTRAIN_CLASS_PASS; see CMakeLists.txt. Everything but the table at the end
+// has internal linkage, and no inline function of another header is used: it might be merged with that of a lesser CPU.
 #include "softmax/class_pass.hpp"
 
 #if defined(__AMX_BF16__)
@@ -141,7 +141,8 @@ void make_logits(const PackedBatch& batch, Tile& tile, int64_t count, int64_t sa
   tile.products.logits(batch, tile.unit, tile.stride, count, sample, samples, tile.logits, kLogitStride);
 }
 
-// Leaves each sample the largest logit of a class, the first of equal ones; those of its other centers become -infinity.
+// Leaves each sample the largest logit of a class, the first of equal ones; those of its other centers become
+// -infinity.
 void choose_centers(Tile& tile, int64_t count, int64_t samples, int64_t centers) {
   const Vector none = Vector{} - __builtin_inff();
   for (int64_t r = 0; r < count; r += centers)
@@ -245,8 +246,8 @@ struct NextRows {
   int64_t dim;
 };
 
-// tile.logits[r, b ...] = change(values[r, b ...], b), kLanes samples at a time. The rows of the next tile travel into the
-// cache meanwhile.
+// tile.logits[r, b ...] = change(values[r, b ...], b), kLanes samples at a time. The rows of the next tile travel into
+// the cache meanwhile.
 template <class Change>
 void fill_logits(Tile& tile, int64_t count, const float* values, ptrdiff_t stride, int64_t samples, NextRows next, Change change) {
   for (int64_t r = 0; r < count; ++r) {

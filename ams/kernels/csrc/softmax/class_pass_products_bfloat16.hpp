@@ -3,7 +3,8 @@
 //
 // The unit multiplies blocks of 1 KiB that lie in one piece:  C[16, 16] += A[16, 32] * B[32, 16].
 // A block of A is its 16 rows; one of B is 16 rows, too, of pairs: row p holds B[2p, j], B[2p + 1, j] for j = 0 .. 15.
-// Blocks are in the order [16 rows or columns][32 summands]. Rows, columns and summands are padded to 32, summands with zeros.
+// Blocks are in the order [16 rows or columns][32 summands]. Rows, columns and summands are padded to 32, summands with
+// zeros.
 #pragma once
 
 constexpr int64_t kRowStep = 32, kFewestRows = 64;
@@ -19,8 +20,8 @@ constexpr int64_t blocks_of_32(int64_t size) { return (size + 31) / 32; }
 #include "softmax/class_pass_bfloat16_portable.hpp"
 #endif
 
-// C[rows, columns] (= or +=) A * B. With `whole`, C is written in whole blocks of 32 x 32. The summands are `deep` blocks of A from its
-// first and as many of B from b on, of which b_next apart are the blocks of the next 16 columns.
+// C[rows, columns] (= or +=) A * B. With `whole`, C is written in whole blocks of 32 x 32. The summands are `deep`
+// blocks of A from its first and as many of B from b on, of which b_next apart are the blocks of the next 16 columns.
 void product(int64_t rows, int64_t columns, int64_t deep, const Narrow* a, const Narrow* b, ptrdiff_t b_next, float* c,
              ptrdiff_t c_row, bool add, bool whole) {
   const ptrdiff_t a_next = deep * kBlock;

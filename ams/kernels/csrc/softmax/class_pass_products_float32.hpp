@@ -1,5 +1,5 @@
-// Part of class_pass_kernels.cpp: its three products in float32. One kernel serves all: its operands are given by strides, so that
-// nothing is transposed, and only the batch is packed, once a step.
+// Part of class_pass_kernels.cpp: its three products in float32. One kernel serves all: its operands are given by
+// strides, so that nothing is transposed, and only the batch is packed, once a step.
 #pragma once
 
 constexpr int64_t kDepth = 256;  // products over more than this are done in pieces: a panel piece is 16 KiB

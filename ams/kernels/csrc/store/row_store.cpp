@@ -206,8 +206,8 @@ void RowStore::make_room_to_keep(int64_t count) {
   if (frozen_) frozen_->reserve(std::min(count, frozen_->only_in_place()));
 }
 
-// Gives every id whose position is -1 a row, with its initial value unless `buffer` (of which it uses [0, D)) is null; room is
-// reserved. Returns how many were created.
+// Gives every id whose position is -1 a row, with its initial value unless `buffer` (of which it uses [0, D)) is null;
+// room is reserved. Returns how many were created.
 int64_t RowStore::create_missing(const int64_t* ids, int64_t* positions, int64_t count, float* buffer) {
   int64_t created = 0;
   std::visit(
@@ -226,8 +226,8 @@ int64_t RowStore::create_missing(const int64_t* ids, int64_t* positions, int64_t
   return created;
 }
 
-// Makes sure that rows that are about to be written (-1: one that is not there yet) can be noted as written, and keeps what
-// they were for a freeze under way. Throws std::bad_alloc, and then no row has changed.
+// Makes sure that rows that are about to be written (-1: one that is not there yet) can be noted as written, and keeps
+// what they were for a freeze under way. Throws std::bad_alloc, and then no row has changed.
 void RowStore::before_writes(const std::vector<int64_t>& positions, Pauses* pauses) {
   for (int64_t position : positions)
     if (position >= 0) moments_.written().ensure(position);

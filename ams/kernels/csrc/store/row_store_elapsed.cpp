@@ -1,5 +1,5 @@
-// The part of a row store that moves the rows nobody pushed, for an optimizer with a drift. Reading moves nothing: a pull computes
-// what a row has become, the next push of the row, or the sweep for old rows, writes it.
+// The part of a row store that moves the rows nobody pushed, for an optimizer with a drift. Reading moves nothing: a
+// pull computes what a row has become, the next push of the row, or the sweep for old rows, writes it.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -53,7 +53,8 @@ Magnitudes RowStore::bounds_at(const Now& now) const {
   return {as_bound(most.ww * row + most.wv * slot), {as_bound(most.vw * row + most.vv * slot)}};
 }
 
-// Of a row that is assigned; none: it keeps its own, since rows that are only rounded by it must not be rounded twice alike.
+// Of a row that is assigned; none: it keeps its own, since rows that are only rounded by it must not be rounded twice
+// alike.
 std::optional<int64_t> RowStore::number_when_assigned() const {
   if (steps_) return steps_->moves_rows_at_rest() ? steps_->now() : kResting;
   return spec_.optimizer->counts_updates() ? std::optional<int64_t>(0) : std::nullopt;
@@ -80,8 +81,8 @@ void RowStore::pull_moved(char* out, int64_t item, int64_t id, const CatchUp& ca
 // How many of a table's `count` rows a step looks at.
 int64_t RowStore::rows_of_a_sweep(int64_t count) const { return steps_ ? count * kSweepShare / spec_.window + 1 : 0; }
 
-// The next rows of the sweep that are old. Once it has passed all rows, none needs what is older than half a window before
-// it began.
+// The next rows of the sweep that are old. Once it has passed all rows, none needs what is older than half a window
+// before it began.
 RowStore::Overdue RowStore::next_overdue(Now& catch_up) {
   if (!steps_) return {};
   const int64_t now = steps_->now();

@@ -1,4 +1,5 @@
-// The part of a row store that knows of each row when it was last pushed and how often, and evicts rows where there is no room.
+// The part of a row store that knows of each row when it was last pushed and how often, and evicts rows where there is
+// no room.
 #include <algorithm>
 #include <numeric>
 #include <utility>
@@ -54,8 +55,8 @@ int64_t RowStore::read_lives(int64_t& position, int64_t most, int64_t* ids, RowL
   return count;
 }
 
-// A push that does not say when it is, is when the last one was. Rows are as new as the table's clock, whatever their own worker counts:
-// one that joined later than others is behind them for good.
+// A push that does not say when it is, is when the last one was. Rows are as new as the table's clock, whatever their
+// own worker counts: one that joined later than others is behind them for good.
 void RowStore::note_seen(const std::vector<int64_t>& positions, const BatchFacts& batch, bool counts) {
   constexpr size_t kAhead = 16;
   constexpr double kLast = UINT32_MAX;
@@ -86,7 +87,8 @@ SlabArray RowStore::new_lives() const {
   return lives;
 }
 
-// Rows that were there before the table kept lives were last seen when its clock begins: nobody knows when, and none is to go for that.
+// Rows that were there before the table kept lives were last seen when its clock begins: nobody knows when, and none is
+// to go for that.
 void RowStore::date_rows(const LifeClock& before) {
   const bool steps_begin = before.step == 0 && clock_.step != 0, seconds_begin = before.seconds == 0 && clock_.seconds != 0;
   if (!has_undated_ || (!steps_begin && !seconds_begin)) return;
@@ -114,7 +116,8 @@ int64_t RowStore::most_rows_within(int64_t bytes) const {
   return fits;
 }
 
-// The first `count` > 0 in the order in which rows go, of those that are there but for the positions `kept`, and of `others`.
+// The first `count` > 0 in the order in which rows go, of those that are there but for the positions `kept`, and of
+// `others`.
 std::vector<Candidate> RowStore::first_to_go(int64_t count, const std::vector<int64_t>& kept, std::vector<Candidate> others) {
   const auto& directory = std::get<HashedDirectory>(directory_);
   Bits stays;
@@ -144,8 +147,8 @@ std::vector<Candidate> RowStore::first_to_go(int64_t count, const std::vector<in
   return first;
 }
 
-// Evicts rows so that those that a write misses have room; none of the write's own. Throws TooManyRows, or std::bad_alloc, and then
-// nothing has changed.
+// Evicts rows so that those that a write misses have room; none of the write's own. Throws TooManyRows, or
+// std::bad_alloc, and then nothing has changed.
 void RowStore::make_way(const Resolved& found) {
   const int64_t coming = static_cast<int64_t>(found.missing.size()), there = num_rows_there();
   if (coming == 0 || there + coming <= most_rows_) return;
@@ -167,7 +170,8 @@ void RowStore::evict(int64_t count, const std::vector<int64_t>& kept) {
   num_evicted_ += remove_rows(ids.data(), static_cast<int64_t>(ids.size()));
 }
 
-// Of rows that are to be restored, of which some are missing: the places of those that have room, once the first to go are gone.
+// Of rows that are to be restored, of which some are missing: the places of those that have room, once the first to go
+// are gone.
 std::vector<size_t> RowStore::that_fit(const int64_t* ids, const Resolved& found, const RowLife* lives) {
   std::vector<Candidate> coming;
   for (size_t i = 0; i < found.positions.size(); ++i)

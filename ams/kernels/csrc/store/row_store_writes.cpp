@@ -153,8 +153,9 @@ int64_t RowStore::push(const int64_t* ids, int64_t count, const Gradients& all_g
   return created;
 }
 
-// Creates the rows that are missing and calls write(begin, end, thread) for slices of all. A row that was missing is created and
-// written between the same two pauses. Returns how many were created. Room is reserved; see create_missing for `buffer`.
+// Creates the rows that are missing and calls write(begin, end, thread) for slices of all. A row that was missing is
+// created and written between the same two pauses. Returns how many were created. Room is reserved; see create_missing
+// for `buffer`.
 template <class Write>
 int64_t RowStore::write_blocks(const int64_t* ids, Resolved& found, float* buffer, const Write& write, Pauses* pauses) {
   const int64_t count = static_cast<int64_t>(found.positions.size());

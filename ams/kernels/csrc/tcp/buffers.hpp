@@ -1,4 +1,4 @@
-// Memory for frames, at a multiple of 64. A few pieces are kept for the next frame: new pages cost more than what is copied there.
+// Pool of frame buffers, 64-byte aligned. A few are kept for the next frame: new pages cost more than the copy.
 #pragma once
 
 #include <algorithm>
@@ -35,7 +35,7 @@ class Buffer {
 class BufferPool {
  public:
   BufferPool() { kept_.reserve(kMostKept); }  // who gives back is not to need memory
-  // One of at least so many bytes. Throws std::bad_alloc.
+  // Returns a buffer of at least so many bytes. Throws std::bad_alloc.
   Buffer take(size_t bytes) {
     {
       const std::lock_guard lock(mutex_);

@@ -1,4 +1,4 @@
-// A connected stream of bytes, encrypted or not. All reading and writing of TCP goes through here.
+// Connected byte stream, encrypted or not: all TCP reads and writes.
 #pragma once
 
 #include <cstddef>
@@ -10,31 +10,33 @@
 
 namespace geartrain {
 
-// Never blocks, but in wait().
+// Non-blocking, except wait().
 class ByteStream {
  public:
   ByteStream() = default;
-  // Takes a connected socket, and sets what keeps it quick and finds out in a minute that the way to the other end is gone. `tls`, of
-  // that socket, encrypts what goes over it.
+  // Takes a connected socket, and sets options for low latency and for detecting a dead peer within a minute. `tls`, of
+  // that socket, encrypts the stream.
   explicit ByteStream(OwnedFd socket, std::unique_ptr<Tls> tls = nullptr);
   int fd() const { return socket_.get(); }
-  // Before all else, and again while false, once more has come: until both ends have agreed on keys. Throws std::runtime_error.
+  // To be called first, and again on more input while false: until both ends have agreed on keys. Throws
+  // std::runtime_error.
   bool shake_hands() { return !tls_ || tls_->shake_hands(); }
-  // Bytes read or written, at least 1; 0 if none can be now. Throw std::system_error, or its parent std::runtime_error when
-  // the other end has ended it.
+  // Bytes read or written, at least 1; 0 if it would block. Throw std::system_error, or its parent std::runtime_error
+  // when the peer has closed it.
   size_t read(char* to, size_t most_bytes);
   size_t write(const char* from, size_t bytes);
-  // Whether there may be more to read already, of which poll and epoll say nothing.
+  // Whether there may be buffered input, which poll and epoll do not report.
   bool has_buffered() const { return tls_ && tls_->has_buffered(); }
-  // Until something can be read, or (`for_writing`) written, or so many milliseconds (-1: any number) are over. Whether it can be read.
+  // Waits until it is readable, or (`for_writing`) writable, or so many milliseconds (-1: any number) are over. Returns
+  // whether it is readable.
   bool wait(bool for_writing, int millis) const;
-  // What tells the machine of the other end from others: its address, or of one of IPv6 the network's half; empty if it has gone.
+  // Identity of the peer's machine: its address, of IPv6 the network half; empty if it has gone.
   std::string host() const;
-  // For people; empty if it has gone.
+  // Address for people; empty if it has gone.
   std::string address() const;
-  // Whether the other end has ended it, though there may be more to read.
+  // Whether the peer has closed it, though there may be more to read.
   bool has_ended() const;
-  // Ends it in both directions; the descriptor stays.
+  // Shuts down both directions; the descriptor stays.
   void end();
 
  private:
@@ -42,10 +44,10 @@ class ByteStream {
   std::unique_ptr<Tls> tls_;
 };
 
-// A socket that listens at a name or an address, `port` 0: at a free one; all addresses of both protocols where `host` is "::".
-// Throws std::system_error, std::runtime_error for a name that nobody knows.
+// Socket that listens at a name or address, `port` 0: a free one; at all addresses of both protocols if `host` is "::".
+// Throws std::system_error, std::runtime_error for an unknown name.
 OwnedFd listen_stream(const char* host, unsigned short port, unsigned short* bound_port);
-// A connected socket. Throws as that does.
+// Connected socket. Throws the same.
 OwnedFd connect_stream(const char* host, unsigned short port, double timeout_seconds);
 
 }  // namespace geartrain

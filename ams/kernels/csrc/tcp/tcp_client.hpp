@@ -1,4 +1,4 @@
-// The client's end of the way to a shard of another machine: frames over TCP, several calls in flight.
+// Client end of TCP calls to a shard of another machine: frames, several calls in flight.
 #pragma once
 
 #include <memory>
@@ -15,9 +15,9 @@ struct TcpLimits {
   size_t most_records = Tls::kMostRecords;        // under one key
 };
 
-// Connects to the shard that listens at `host` (a name or an address) and has offered `secret`; `uses_tls`: encrypted, and with nobody
-// who does not know that secret. Throws std::runtime_error (or its child std::system_error): it is not there, takes too long, or is no
-// shard of this version; and what Tls::load() does.
+// Connects to the shard that listens at `host` (a name or an address) and has offered `secret`; `uses_tls`: encrypted,
+// with a peer that knows that secret. Throws std::runtime_error (or its child std::system_error): it is absent, too
+// slow, or of another version; and the errors of Tls::load().
 std::shared_ptr<Connection> connect_tcp(const std::string& host, uint16_t port, const std::string& secret, double timeout_seconds,
                                         bool uses_tls = false, const TcpLimits& limits = {});
 

@@ -49,7 +49,8 @@ class OwnReply : public ReplyPlace {
 };
 
 constexpr size_t kSmallRequest = size_t{64} << 10;  // does not wait for large ones, and is done whether its caller has gone or not
-// Of the time that a caller waits, the share after which it is told that the shard is busy; and after which it is told at the latest.
+// Of the time that a caller waits, the share after which it is told that the shard is busy; and after which it is told
+// at the latest.
 constexpr double kPatienceShare = 0.5, kMostPatienceSeconds = 10;
 
 thread_local const Outbox* about_to_be_flushed = nullptr;

@@ -1,4 +1,4 @@
-// A client of another machine, as the shard has it: a stream of frames.
+// A shard's side of a client of another machine: a stream of frames.
 #pragma once
 
 #include <array>
@@ -18,13 +18,13 @@
 
 namespace geartrain {
 
-// Memory for frames that come and replies that go, of all clients of a server.
+// Memory for received frames and replies of all clients of a server.
 struct FrameMemory {
   std::atomic<size_t> used = 0;
   size_t most = size_t{2} << 30;
   size_t most_frame = kMostCallBytes;
-  // Of the server's thread: large requests that are being received or wait to begin, how many bytes those may have unless it is one,
-  // and how many clients wait with theirs for that.
+  // For the server's thread: bytes of large requests that are being received or wait to begin, their limit unless there
+  // is only one, and the number of clients that wait for it.
   size_t received = 0, most_received = size_t{128} << 20, num_waiting = 0;
   BufferPool pool;
   // Throws Fault("Busy") if there is no room, std::bad_alloc.
@@ -32,26 +32,27 @@ struct FrameMemory {
   void give_back(Buffer buffer);
 };
 
-// A reply, or room for one: an element of a list, so that it goes from list to list without memory.
+// A reply, or room for one: a list element, so that it moves between lists without allocation.
 struct Reply {
   Buffer buffer;
   size_t bytes = 0, sent = 0;
 };
 
-// Replies that are to be sent. Whoever brings one adds it; the server's thread sends.
+// Replies to send. Any thread adds them; the server's thread sends.
 class Outbox {
  public:
   Outbox(std::shared_ptr<FrameMemory> memory, std::shared_ptr<OwnedFd> wake) : memory_(std::move(memory)), wake_(std::move(wake)) {}
   ~Outbox();
   FrameMemory& memory() { return *memory_; }
-  // Takes the one element of `reply`. Wakes the server's thread, unless that is about to flush this one: see TcpPeer::perform.
+  // Takes the one element of `reply`. Wakes the server's thread, unless that will flush this one: see TcpPeer::perform.
   void add(std::list<Reply>& reply) noexcept;
-  // A reply that was to come does not: the connection is to end, so that who waits learns of it.
+  // Records that an expected reply will not come: the connection must end, so that its caller learns of it.
   void lose() noexcept;
-  // Sends what can be sent now, up to a bound. Throws what ByteStream::write does, and std::runtime_error if a reply was lost.
+  // Sends as much as possible now, up to a bound. Throws as ByteStream::write, and std::runtime_error if a reply was
+  // lost.
   void flush(ByteStream& stream);
   size_t num_bytes();
-  // Whether there is anything to do for flush.
+  // Whether flush has work.
   bool is_due();
 
  private:
@@ -65,7 +66,7 @@ class Outbox {
   bool has_lost_ = false;
 };
 
-// Of the server's thread alone.
+// Used by the server's thread alone.
 class TcpPeer {
  public:
   using Clock = std::chrono::steady_clock;
@@ -75,38 +76,39 @@ class TcpPeer {
       : handler_(std::move(handler)), stream_(std::move(stream)), host_(stream_.host()), outbox_(std::make_shared<Outbox>(std::move(memory), std::move(wake))) {}
   ~TcpPeer();
   int fd() const { return stream_.fd(); }
-  // Sends the answer to the hello. Whether it was taken.
+  // Sends the answer to the hello. Returns whether it was accepted.
   bool greet(const char* answer, size_t bytes) { return stream_.write(answer, bytes) == bytes; }
-  // Performs the request that it holds, or, unless it waits for memory, reads what has come, and performs one frame if it is there. Between two blocks of another's
-  // request it reads little, and holds a request that is not brief: no more are read until that is done. False: the client has gone, or
-  // is not to be believed.
+  // Performs the request that it holds, or, unless it waits for memory, reads input and performs one complete frame.
+  // Between two blocks of another's request it reads little, and holds a longer request: no more are read until that is
+  // done. False: the client has gone, or violates the protocol.
   bool receive(const Waits& waits, const ServingTurn& serving);
   bool holds_request() const { return held_ != nullptr; }
-  // Whether it is to be served again though its socket may say nothing.
+  // Whether it must be served again though its socket may report nothing.
   bool is_ready() { return holds_request() || (stream_.has_buffered() && !waits_for_memory() && !is_full()); }
-  // Whether its next request is so large that it waits for others to be done, and until when. Nothing of it is read meanwhile.
+  // Whether its next request is so large that it waits for others to be done, and until when. It is not read meanwhile.
   bool waits_for_memory() const { return waits_until_.has_value(); }
   Clock::time_point waits_until() const { return *waits_until_; }
-  // Ends that wait if there is room, or if it has taken too long: then the request is refused (Busy). Whether it has ended.
+  // Ends that wait if there is room, or refuses the request after its time limit (Busy). Returns whether it has ended.
   bool let_in();
   // Whether a request of it is being performed, so that it must stay.
   bool is_at_work() const { return is_at_work_; }
-  // Whether it may do nothing any more.
+  // Whether it has lost its rights.
   bool is_over() const { return handler_->is_over(); }
   // Sends replies. False: the client has gone.
   bool flush();
   bool has_replies() { return outbox_->is_due(); }
-  // Whether it takes too few replies for its requests to be read.
+  // Whether it accepts too few replies for its requests to be read.
   bool is_full() { return outbox_->num_bytes() > kMostOutbox; }
-  // The machine that it is of.
+  // Its machine.
   const std::string& host() const { return host_; }
-  // Bytes that it has of the room for large requests.
+  // Bytes it uses of the room for large requests.
   size_t received() const { return counted_; }
-  // Asked again and again while others want memory: whether it has some, for a request that comes (`of_requests`) or for replies, and moves
-  // so little that all of it would take longer than `patience`. Looks at a fifth of that at a time, from its first question on.
+  // Called repeatedly while others need memory: whether it holds some, for a request being received (`of_requests`) or
+  // for replies, and moves so little that all of it would take longer than `patience`. Checks a fifth of that at a
+  // time, from the first call on.
   bool is_slow(bool of_requests, Clock::time_point now, Clock::duration patience);
   void forgive() { window_began_.reset(); }
-  // Whether it neither sends the rest of a frame nor takes its replies since then.
+  // Whether it has neither sent the rest of a frame nor accepted its replies since then.
   bool is_silent_since(Clock::time_point time) {
     return (header_bytes_ != 0 || has_replies()) && !waits_for_memory() && moved_at_ < time;
   }

@@ -28,7 +28,8 @@ namespace {
 using UseSession = int (*)(ssl_st*, const evp_md_st*, const unsigned char** name, size_t* name_bytes, ssl_session_st**);
 using FindSession = int (*)(ssl_st*, const unsigned char* name, size_t name_bytes, ssl_session_st**);
 
-// What is used of libssl.so.3 and of libcrypto.so.3, which it brings: the interface of every OpenSSL 3 (its SONAME promises that).
+// What is used of libssl.so.3 and of libcrypto.so.3, which it brings: the interface of every OpenSSL 3 (its SONAME
+// promises that).
 #define GEARTRAIN_OF_OPENSSL(f)                                                         \
   f(int, OPENSSL_init_ssl, (uint64_t, const void*))                                     \
   f(const ssl_method_st*, TLS_method, ())                                               \

@@ -45,8 +45,8 @@ GEARTRAIN_INLINE uint16_t to_float16(float value) {
 // Bits of the largest finite values, as float32.
 inline constexpr int32_t kLargestFloat16 = 0x477FE000, kLargestBfloat16 = 0x7F7F0000;
 
-// Stochastic rounding by a draw of 16 random bits: away from zero with a chance that is the part cut off. What the type has stays.
-// The magnitude must be less than the largest finite one.
+// Stochastic rounding by a draw of 16 random bits: away from zero with a chance that is the part cut off. What the type
+// has stays. The magnitude must be less than the largest finite one.
 GEARTRAIN_INLINE uint16_t round_small_bfloat16(float value, uint16_t draw) {
   return static_cast<uint16_t>((std::bit_cast<uint32_t>(value) + draw) >> 16);
 }

@@ -1,4 +1,4 @@
-// The elementwise inner loops. One table of functions per instruction set; all give the same bits.
+// Elementwise inner loops. One table of functions per instruction set; all give the same bits.
 #pragma once
 
 #include <cstddef>
@@ -8,13 +8,13 @@
 
 namespace geartrain {
 
-// What travels with a push.
+// Factors of a push.
 struct PushFactors {
   float lr;
   float scale;
 };
 
-// The matrix of 2 x 2 that some steps without a gradient are:  w' = ww w + wv v;  v' = vw w + vv v.
+// 2 x 2 matrix of some steps without a gradient:  w' = ww w + wv v;  v' = vw w + vv v.
 struct Elapsed {
   double ww, wv, vw, vv;
 };
@@ -25,18 +25,21 @@ struct Ranges {
 };
 
 struct Kernels {
-  // What steps without a gradient do to a row and its slot. Sums in float64, kept within the ranges of the storage types.
+  // Applies steps without a gradient to a row and its slot. Sums in float64, kept within the ranges of the storage
+  // types.
   void (*move)(float* row, float* slot, size_t count, const Elapsed& elapsed, Ranges ranges);
-  // The row alone.
+  // Applies them to the row alone.
   void (*move_row)(float* out, const float* row, const float* slot, size_t count, const Elapsed& elapsed, Ranges ranges);
-  // One more gradient of a step that was made:  d = gradient * scale;  v += d;  w -= lr * d. Returns the largest magnitudes.
+  // One more gradient of a step that was made:  d = gradient * scale;  v += d;  w -= lr * d. Returns the largest
+  // magnitudes.
   Ranges (*add_late)(float* row, float* slot, const float* gradient, size_t count, PushFactors push);
   // Any storage type <-> float32, round to nearest even. Index: DType.
   void (*load[kNumDTypes])(float* out, const void* in, size_t count);
   void (*store[kNumDTypes])(void* out, const float* in, size_t count);
-  // Bits of the largest |value| as float32 (widened for half types); >= kInfinityBits means NaN or infinity. Index: DType.
+  // Bits of the largest |value| as float32 (widened for half types); >= kInfinityBits means NaN or infinity. Index:
+  // DType.
   uint32_t (*max_abs_bits[kNumDTypes])(const void* in, size_t count);
-  // Copies past the caches; `finish_streaming` must follow before another thread may look.
+  // Copies past the caches; `finish_streaming` must follow before another thread reads.
   void (*copy_streaming)(char* out, const char* in, size_t bytes);
   // out += in.
   void (*add)(float* out, const float* in, size_t count);

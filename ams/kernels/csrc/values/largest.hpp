@@ -1,5 +1,5 @@
-// The largest magnitude in a loop. Magnitudes of IEEE numbers order like their bits, and NaN above infinity: an integer maximum
-// is fast and finds both.
+// Largest magnitude in a loop. Magnitudes of IEEE numbers order like their bits, with NaN above infinity: an integer
+// maximum is fast and finds both.
 #pragma once
 
 #include <bit>

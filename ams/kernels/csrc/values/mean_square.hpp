@@ -1,5 +1,6 @@
-// The mean of a row's squared gradients, for optimizers that keep one number a row. Its order is part of the specification
-// (ams/values/optimizers/rowwise.py): 16 sums side by side, folded in halves, so that every instruction set has the same bits.
+// Mean of a row's squared gradients, for optimizers with one number a row. Its order is part of the specification
+// (ams/values/optimizers/rowwise.py): 16 parallel sums, folded in halves, so that every instruction set has the same
+// bits.
 #pragma once
 
 #include <algorithm>
@@ -32,16 +33,16 @@ GEARTRAIN_INLINE float mean_square(size_t count, const Direction& direction) {
   return ((four[0] + four[2]) + (four[1] + four[3])) * (1.0f / static_cast<float>(count));
 }
 
-// At least the mean square of `count` numbers that are at most `largest`: infinite where their sum may be. The factor covers the
-// rounding of 4,096 additions a lane.
+// At least the mean square of `count` numbers that are at most `largest`: infinite where their sum may be. The factor
+// covers the rounding of 4,096 additions a lane.
 inline float worst_mean_square(float largest, size_t count) {
   const float square = largest * largest * 1.001f;
   return std::isfinite(square * static_cast<float>(count)) ? square : INFINITY;
 }
 
-// At least |a number| / (the root of a mean square that it is one of `count` in, + epsilon), for a mean weighed by at least
-// `weight`. The root is no less than the number times sqrt(weight / count), but for numbers whose squares are not normal: then
-// epsilon is all there is for sure.
+// At least |a number| / (the root of a mean square that it is one of `count` in, + epsilon), for a mean weighed by at
+// least `weight`. The root is no less than the number times sqrt(weight / count), but for numbers whose squares are not
+// normal: then epsilon is all there is for sure.
 inline float worst_quotient(size_t count, float weight, float epsilon) {
   return std::sqrt(static_cast<float>(count) / weight) * std::max(2.0f, 0x1p-62f / epsilon);
 }

@@ -1,6 +1,6 @@
-// Compiled once per instruction set, as GEARTRAIN_ROUNDING; see CMakeLists.txt. Everything but the table at the end has internal
-// linkage, and no inline function of another header is used that might be merged with that of a lesser CPU: those of half.hpp are
-// always inlined.
+// Compiled once per instruction set, as GEARTRAIN_ROUNDING; see CMakeLists.txt. Everything but the table at the end has
+// internal linkage, and no inline function of another header is used that might be merged with that of a lesser CPU:
+// those of half.hpp are always inlined.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in GCC's own header, of _mm512_undefined_epi32
 #endif
@@ -14,8 +14,9 @@
 namespace geartrain {
 namespace {
 
-// Words of kLanes counters, each in the low half of 64 bits; what is in the high half does not matter, since products read the low
-// one. `interleave` writes word 0 .. 3 of counter 0, then of counter 1, ...; order[lane] is the counter in a lane.
+// Words of kLanes counters, each in the low half of 64 bits; what is in the high half does not matter, since products
+// read the low one. `interleave` writes word 0 .. 3 of counter 0, then of counter 1, ...; order[lane] is the counter in
+// a lane.
 #if defined(__AVX512F__)
 constexpr int kLanes = 8;
 using Words = __m512i;
@@ -86,7 +87,8 @@ constexpr size_t kColumns = 8;  // of one counter
 uint32_t low_product(uint32_t a, uint32_t b) { return a * b; }
 uint32_t high_product(uint32_t a, uint32_t b) { return static_cast<uint32_t>(uint64_t{a} * b >> 32); }
 
-// The random bits of one row. Its counters differ in word 3 alone, so that half of the first three rounds is the same for all.
+// The random bits of one row. Its counters differ in word 3 alone, so that half of the first three rounds is the same
+// for all.
 class RowDraws {
  public:
   explicit RowDraws(const Draw& draw)

@@ -10,7 +10,8 @@
 namespace geartrain {
 namespace {
 
-// Above what a caller may choose, and above what the scheduler was known to have given out: what it may have given out since.
+// Above what a caller may choose, and above what the scheduler was known to have given out: what it may have given out
+// since.
 constexpr int64_t kGivenSince = int64_t{1} << 32;
 constexpr const char* kBeginAnew = "begin the job anew: cluster.fence(job, incarnation)";
 

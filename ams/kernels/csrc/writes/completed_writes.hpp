@@ -1,8 +1,9 @@
-// Writes that a shard has completed: by them it recognises one that comes again, and applies it once (RIFL, section 3).
+// Deduplication of writes: a shard recognises repeated writes, and applies each once (RIFL, section 3).
 //
-// The key is (stream, sequence), not the process. A completed write is forgotten when the client says that it has the reply, and
-// when a fence says that the job starts over. Two processes that write as one stream are told apart here, too: the one with the
-// lower incarnation was superseded, and is refused (StaleClient). Snapshots hold what is known here as *dedup state*: freeze/dedup.py.
+// The key is (stream, sequence), not the process. A completed write is forgotten when the client acknowledges its
+// reply, and when a fence restarts the job. Two processes that write as one stream are told apart here, too: the one
+// with the lower incarnation was superseded, and is refused (StaleClient). Snapshots store this as *dedup state*:
+// freeze/dedup.py.
 #pragma once
 
 #include <algorithm>
@@ -20,9 +21,9 @@
 
 namespace geartrain {
 
-// Streams whose completed writes a shard keeps: those that wrote last.
+// Streams whose completed writes a shard keeps: the last that wrote.
 inline constexpr size_t kMaxStreams = 65'536;
-// Names kept of streams that it has forgotten: their writes are refused, for they may be repetitions.
+// Names kept of forgotten streams: their writes are refused, as they may be repetitions.
 inline constexpr size_t kMaxForgottenStreams = 4 * kMaxStreams;
 
 // Whether a stream belongs to a job: "a/b/c" does to "a", "a/b" and "a/b/c".
@@ -35,13 +36,13 @@ struct CompletedWrite {
   std::string table;
 };
 
-// The table that writes went to: one object for all of them, so that a drop tells them all.
+// Table of writes: one object for all of them, so that a drop reaches them all.
 struct WrittenTable {
   std::string name;
   bool is_dropped = false;
 };
 
-// What a shard knew of a stream at one moment, for snapshots. Read by any thread: the name of a table does not change.
+// State of a stream at one moment, for snapshots. Read by any thread: the name of a table does not change.
 struct HeldStream {
   struct Write {
     int64_t sequence, created;
@@ -53,52 +54,52 @@ struct HeldStream {
   std::vector<Write> done;
 };
 
-// What a shard knows of a stream, as snapshots keep it.
+// State of a stream, as snapshots store it.
 struct StreamWrites {
   int64_t incarnation = 0;
   int64_t oldest_unacknowledged = 0;
   std::vector<CompletedWrite> done;
 };
 
-// What one shard knows of its writers. Used by whoever has the shard's turn; memory is bounded by streams x window.
+// A shard's state of its writers. Used by the thread with the shard's turn; memory is bounded by streams x window.
 class CompletedWrites {
  public:
   explicit CompletedWrites(size_t max_streams = kMaxStreams, size_t max_forgotten = kMaxForgottenStreams);
 
-  // Whether the write is new: then `applied` or `failed` completes it. A duplicate of an applied write is completed here; a
-  // duplicate of one in flight joins it. Throws the Fault StaleClient if the caller was superseded, InvalidArgument if the write
-  // has no name, or numbers that nobody could follow.
+  // Returns whether the write is new: then `applied` or `failed` completes it. A duplicate of an applied write is
+  // completed here; a duplicate of one in flight joins it. Throws the Fault StaleClient if the caller was superseded,
+  // InvalidArgument if the write has no name, or numbers out of range.
   bool admit(const CallContext& context, Completion completion);
-  // Remembers the write to `table`, and completes it for everyone who waits for it.
+  // Records the write to `table`, and completes it for all that wait for it.
   void applied(const CallContext& context, const Done& done, std::string_view table);
-  // Completes it for everyone who waits with `fault`; the write left no trace and may be sent again.
+  // Completes it with `fault` for all that wait; the write left no trace and may be sent again.
   void failed(const CallContext& context, const Fault& fault);
-  // The rows that these writes changed are gone: a repeated one is refused, and no mark says that it is there.
+  // Records that the rows of these writes are gone: a repeated one is refused, instead of counting as applied.
   void dropped(std::string_view table);
 
-  // From now on refuses the writes of a job's streams with a lower incarnation. Idempotent. With `forget` also forgets those, once.
-  // No write of theirs may be waiting. Throws the Fault StaleClient if the caller was superseded, InvalidArgument if the fence has
-  // no name.
+  // Refuses later writes of a job's streams with a lower incarnation. Idempotent. With `forget` also forgets those,
+  // once. None of their writes may be waiting. Throws the Fault StaleClient if the caller was superseded,
+  // InvalidArgument if the fence has no name.
   void fence(const std::string& job, int64_t incarnation, bool forget);
   // Throws the Fault StaleClient if the caller has a name and was superseded.
   void require_current(const CallContext& context) const;
-  // Throws the Fault InvalidArgument if an incarnation leaves too few above it, or is far beyond what the scheduler gave out: whoever
-  // it shuts out could never come back. `of_whom`: what it is of.
+  // Throws the Fault InvalidArgument if an incarnation leaves too few above it, or is far beyond the scheduler's:
+  // streams that it fences off could never come back. `of_whom`: its owner.
   void require_possible(const std::string& of_whom, int64_t incarnation) const;
-  // The highest that the scheduler has given out. Any thread.
+  // Records the highest incarnation that the scheduler has assigned. Any thread.
   void hear_given(int64_t incarnation) { given_ = std::max<int64_t>(given_, incarnation); }
-  // Writes to `table` will come: their marks take no more memory than `admit` does.
+  // Announces writes to `table`: their marks then need only the memory of `admit`.
   void expect(std::string_view table) { table_of(table); }
 
-  // What is known of each stream that wrote to one of `tables`, of its writes those to them.
+  // State of each stream that wrote to one of `tables`, with its writes to them.
   std::vector<HeldStream> streams(const std::vector<std::string>& tables) const;
-  // Adds what `streams` gave to what is known of a stream that wrote to `tables`: the higher incarnation holds. Of a job that has gone
-  // back under a lower incarnation than `marked` has, these are another cluster's numbers: they shut out nobody here, and are forgotten
-  // when the job goes back once more. What a stream had acknowledged before it was forgotten here says nothing of its numbers since. Numbers
-  // that no write may have are passed over.
+  // Merges a state from `streams` into a stream that wrote to `tables`: the higher incarnation holds. If the job has
+  // gone back under a lower incarnation than `marked` has, the numbers are another cluster's: they fence off nobody
+  // here, and are forgotten when the job goes back again. Acknowledgements from before the stream was forgotten here do
+  // not apply to later numbers. Numbers out of range are skipped.
   void restore(const std::string& name, StreamWrites marked, const std::vector<std::string>& tables);
 
-  // Of all streams and jobs that were ever here. Any thread.
+  // Highest of all streams and jobs seen so far. Any thread.
   int64_t highest_incarnation() const { return highest_incarnation_; }
   size_t num_forgotten_streams() const { return forgotten_streams_.size(); }
 
@@ -111,7 +112,7 @@ class CompletedWrites {
   };
   struct Waiting {
     std::vector<Completion> completions;
-    // Memory of its mark, taken before a row changes: rows without a mark would be changed again.
+    // Memory of its mark, allocated before a row changes: rows without a mark would be changed again.
     std::map<int64_t, Applied>::node_type mark;
   };
   struct Stream {

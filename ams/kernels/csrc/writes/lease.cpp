@@ -8,8 +8,8 @@
 
 namespace geartrain {
 
-// The clock is read before the mutex is taken, never under it: that of a test waits for the interpreter lock, which somebody who
-// waits for the mutex may hold. So another thread may have seen a later time meanwhile.
+// The clock is read before the mutex is taken, never under it: that of a test waits for the interpreter lock, which
+// somebody who waits for the mutex may hold. So another thread may have seen a later time meanwhile.
 
 Lease::Lease(int64_t shard, double seconds, Clock clock)
     : shard_(shard), seconds_(seconds), clock_(std::move(clock)), ran_(clock_()), began_(ran_) {}

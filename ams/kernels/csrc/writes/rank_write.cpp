@@ -30,7 +30,8 @@ double sum_of_samples(const std::vector<const RankWrite*>& writes) {
   return total;
 }
 
-// sums[places[i]] += gradients[i] * factor in order of i. A place that is new is the next one, from `next` on, and begins with it.
+// sums[places[i]] += gradients[i] * factor in order of i. A place that is new is the next one, from `next` on, and
+// begins with it.
 int64_t add_weighted(float* sums, const int64_t* places, int64_t next, const PushRequest& push, float factor) {
   const size_t width = static_cast<size_t>(push.dim), row_bytes = width * item_bytes(push.dtype);
   const auto load = kernels().load[static_cast<int>(push.dtype)];

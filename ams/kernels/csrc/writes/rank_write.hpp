@@ -1,4 +1,4 @@
-// One rank's part of a synchronous write, and what the parts of all ranks are together.
+// One rank's part of a synchronous write, and the joint write of all ranks.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,13 @@
 
 namespace geartrain {
 
-// The inputs of a hosted model, which makes the gradients: whoever hosts it knows them, a group does not.
+// Inputs of a hosted model, which computes the gradients; opaque to a group.
 class HostedWrite {
  public:
   virtual ~HostedWrite() = default;
-  // What tells these inputs from others.
+  // Fingerprint of the inputs.
   virtual Fingerprint fingerprint(Fingerprint begin) const = 0;
-  // Of their arrays.
+  // Bytes of their arrays.
   virtual size_t bytes() const = 0;
 };
 
@@ -28,19 +28,19 @@ struct RankWrite {
   std::shared_ptr<const void> arrays;         // what keeps those of `push` alive; null: its caller does
 };
 
-// What its arrays take.
+// Bytes of its arrays.
 size_t bytes_of(const RankWrite& write);
 
-// The same, in memory of its own.
+// Copy, in memory of its own.
 RankWrite copied(const RankWrite& write);
 
-// What tells one rank's part of a step from another: of all that the rows are changed by.
+// Fingerprint of one rank's part of a step: of all that changes the rows.
 Fingerprint fingerprint_of(const RankWrite& write);
 
-// Whether hosted models make the gradients of all ranks. Throws the Fault StepMismatch if they do so for some of them.
+// Whether hosted models make the gradients of all ranks. Throws the Fault StepMismatch if only of some.
 bool are_hosted(const std::string& table, const std::vector<const RankWrite*>& writes);
 
-// The push that equals those of all ranks.
+// Push equal to those of all ranks.
 struct JointPush {
   std::vector<int64_t> ids;            // [N] distinct
   std::unique_ptr<float[]> gradients;  // [N, D]
@@ -48,9 +48,9 @@ struct JointPush {
   PushRequest push;                    // of those arrays, by the numbers of the first rank
 };
 
-// Given in rank order, all of one width: an id occurs as often as on all ranks together, and the step and the time are the latest; when its rows were pulled
-// is not said, for each rank has pulled its own. Each rank's gradient is the mean over its samples, so that the joint mean is the sum weighted by sample
-// counts, which is made in rank order.
+// Joins writes in rank order, all of one width: an id occurs as often as on all ranks together, and step and time are
+// the latest; pulled_at is left out, as each rank has pulled its own. Each rank's gradient is the mean over its
+// samples, so the joint mean is the sum weighted by sample counts, in rank order.
 JointPush joint_push(const std::vector<const RankWrite*>& writes, bool counts_occurrences);
 
 }  // namespace geartrain

@@ -1,5 +1,4 @@
-// Values by name, in the order in which they were used: so that whoever keeps a bounded number of them can forget the one that
-// was not used for the longest. Every call is O(1), whatever the number of entries.
+// Map by name in order of use, so that a bounded number of entries can be kept. Every call is O(1).
 #pragma once
 
 #include <cstddef>
@@ -15,7 +14,7 @@
 
 namespace geartrain {
 
-// Keyed, or whoever makes up names could make up those that fall into one place.
+// Keyed, so that nobody can make up names that collide.
 struct NameHash {
   using is_transparent = void;
   size_t operator()(std::string_view name) const { return murmur3(name.data(), name.size(), {hash_seed, hash_seed}).low; }
@@ -24,7 +23,7 @@ struct NameHash {
 template <class Value>
 using ByName = std::unordered_map<std::string, Value, NameHash, std::equal_to<>>;
 
-// An entry is idle or held; only an idle one is the oldest. Entries stay where they are in memory until they are erased.
+// An entry is idle or held; only idle ones can be the oldest. Entries stay in place in memory until they are erased.
 template <class Value>
 class RecencyMap {
  public:
@@ -42,7 +41,7 @@ class RecencyMap {
     return found == places_.end() ? nullptr : &*found->second;
   }
 
-  // Adds an idle entry as the one used last. There is none of the name.
+  // Adds an idle entry as the last used. The name must be new.
   Entry& add(std::string_view name, Value value) {
     const auto place = idle_.insert(idle_.end(), Entry{std::string(name), std::move(value)});
     place->self = place;
@@ -55,19 +54,19 @@ class RecencyMap {
     return *place;
   }
 
-  // It is used now. A held entry keeps its place among those held, which is that of when it was held.
+  // Marks an entry as used. A held one keeps its place among those held, in the order of holding.
   void touch(Entry& entry) {
     if (!entry.is_held) idle_.splice(idle_.end(), idle_, entry.self);
   }
   void hold(Entry& entry) {
     if (!std::exchange(entry.is_held, true)) held_.splice(held_.end(), idle_, entry.self);
   }
-  // It is idle again, as the one used last.
+  // Makes it idle again, as the last used.
   void release(Entry& entry) {
     if (std::exchange(entry.is_held, false)) idle_.splice(idle_.end(), held_, entry.self);
   }
 
-  // The idle entry that was not used for the longest, and the one that has been held for the longest; null if there is none.
+  // Least recently used idle entry, and the entry held for the longest; null if there is none.
   Entry* oldest() { return idle_.empty() ? nullptr : &idle_.front(); }
   Entry* first_held() { return held_.empty() ? nullptr : &held_.front(); }
 
@@ -76,7 +75,7 @@ class RecencyMap {
     (entry.is_held ? held_ : idle_).erase(entry.self);
   }
 
-  // Of each entry, which the visitor may erase.
+  // Visits each entry, which the visitor may erase.
   template <class Visit>
   void for_each(const Visit& visit) {
     for (std::list<Entry>* entries : {&idle_, &held_})

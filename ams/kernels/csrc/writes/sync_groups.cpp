@@ -156,7 +156,8 @@ std::shared_ptr<const void> SyncGroups::room_of(size_t bytes, const Group& group
     if (of_group > most)
       throw Fault("MessageTooLarge", "this step of job " + quoted(group.job) + " in table " + quoted(group.table) + " needs room for " +
                                          say(of_group) + ". Push fewer rows in a step, or add shards");
-    // The step that has waited longest goes on: else parts of many tables, each of which lacks another rank's, would wait for ever.
+    // The step that has waited longest goes on: else parts of many tables, each of which lacks another rank's, would
+    // wait for ever.
     if (&groups_.first_held()->value != &group)
       throw Fault("Busy", "this push needs room for " + say(all) + "; nothing of it was kept. Send it again", 0.2);
   }

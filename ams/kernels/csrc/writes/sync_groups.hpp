@@ -1,4 +1,5 @@
-// Synchronous writes: a shard gathers one part per rank, and applies them once, as one worker with the joint batch would.
+// Synchronous writes: a shard gathers one part per rank, and applies them once, as one worker with the joint batch
+// would.
 #pragma once
 
 #include <cstdint>
@@ -17,13 +18,13 @@
 namespace geartrain {
 
 inline constexpr int64_t kMaxWorldSize = 65'536;
-// Groups whose step a shard keeps: those that pushed last. A forgotten one is refused, as long as its name is known.
+// Groups whose step a shard keeps: the last that pushed. A forgotten one is refused, as long as its name is known.
 inline constexpr size_t kMaxGroups = 4096;
-// What the parts that wait may take, at least: a server with more memory for rows gives them an eighth of that. The step that has
-// waited longest may take as much again, so that it ends.
+// Least memory limit of waiting parts: a server with more memory for rows gives them an eighth of that. The step that
+// has waited longest may use as much again, so that it ends.
 inline constexpr size_t kLeastWaitingBytes = size_t{1} << 30;
 
-// The step that a group is at, as snapshots keep it.
+// Step of a group, as snapshots store it.
 struct GroupStep {
   std::string table;
   std::string job;
@@ -31,16 +32,17 @@ struct GroupStep {
   int64_t next_sequence = 0;
 };
 
-// A part that waits no more, and how its write ends.
+// A dropped part, and the error of its write.
 struct RefusedPart {
   CallContext context;
   Fault fault;
 };
 
-// The sync groups of one shard. Used by whoever has the shard's turn; needs no interpreter lock, but for hosted writes.
+// Sync groups of one shard. Used by the thread with the shard's turn; needs no interpreter lock, except for hosted
+// writes.
 class SyncGroups {
  public:
-  // One rank's part, and who waits for it.
+  // One rank's part, and its waiting caller.
   struct Part {
     CallContext context;
     RankWrite write;
@@ -57,8 +59,8 @@ class SyncGroups {
     std::string stream = {};  // the one that joined last
     int64_t incarnation = 0;
     Parts waiting = {};
-    // Each rank's part of the last step; none of a rank that has not joined since a restore, nothing of one that joined first in the
-    // step that is gathered now. What `complete` writes into: whoever waits has one.
+    // Each rank's part of the last step; none of a rank that has not joined since a restore, nothing of one that joined
+    // first in the step that is gathered now. What `complete` writes into: whoever waits has one.
     std::map<int64_t, std::optional<Fingerprint>> applied = {};
   };
   using Groups = RecencyMap<Group>;
@@ -71,38 +73,39 @@ class SyncGroups {
   explicit SyncGroups(double timeout_seconds, Clock clock = monotonic_seconds, size_t max_groups = kMaxGroups,
                       size_t max_waiting_bytes = 0);
 
-  // Whether the group's write was applied before: this part is a rank's retry of it. Throws the Fault StepMismatch if the rank is
-  // not at its group's step, or writes something else than it did, InvalidArgument if it cannot belong to the group.
+  // Whether the group's write was applied before: this part is a rank's retry of it. Throws the Fault StepMismatch if
+  // the rank is not at its group's step, or writes other data than before, InvalidArgument if it cannot belong to the
+  // group.
   bool is_applied(const std::string& table, const RankWrite& write);
-  // Adds one rank's part. It is copied, unless it is the last one: whoever brings that calls `complete` or `abandon` before its
-  // arrays go. Throws the Fault StepMismatch if the ranks do not agree, Busy if there is no room for one more that waits,
-  // MessageTooLarge if there would be none without the other groups: the parts that wait stay.
+  // Adds one rank's part. It is copied unless it is the last one, whose caller calls `complete` or `abandon` before its
+  // arrays go. Throws the Fault StepMismatch if the ranks disagree, Busy if there is no room for another waiting part,
+  // MessageTooLarge if there would be none without the other groups: the waiting parts stay.
   Joined join(const CallContext& context, const std::string& table, const RankWrite& write);
-  // The group that `member` belongs to, begun at its step if it is new. Throws what `is_applied` does.
+  // Group of `member`, created at its step if it is new. Throws as `is_applied`.
   Groups::Entry& group(const std::string& table, const SyncGroup& member);
-  // The parts of all ranks that wait, in rank order. What is pointed to stays until `complete` or `abandon`.
+  // Waiting parts of all ranks, in rank order. The pointers are valid until `complete` or `abandon`.
   static std::vector<const RankWrite*> parts(const Groups::Entry& entry);
-  // The joint write was applied: the group is at its next step. Returns the parts, whose callers are told. Takes no memory: the
-  // rows have changed, and a step that is not noted would be applied once more.
+  // Records the joint write as applied: the group is at its next step. Returns the parts, for their callers. Allocates
+  // nothing: the rows have changed, and an unrecorded step would be applied again.
   Parts complete(Groups::Entry& entry) noexcept;
-  // The joint write was refused: forgets its parts, and returns them.
+  // Records the joint write as refused: forgets its parts, and returns them.
   Parts abandon(Groups::Entry& entry) noexcept;
   // Throws the Fault StepMismatch unless exactly the writes before `member.sequence` are applied.
   void require_step(const std::string& table, const SyncGroup& member);
 
-  // Drops the parts of the streams of `job` with a lower incarnation. With `forget` also forgets the steps of their groups, so that
-  // the next incarnation begins at its own.
+  // Drops the parts of the streams of `job` with a lower incarnation. With `forget` also forgets the steps of their
+  // groups, so that the next incarnation starts at its own.
   std::vector<RefusedPart> fence(const std::string& job, int64_t incarnation, bool forget);
   // Forgets the groups of a table; returns the callers that waited.
   std::vector<CallContext> drop_table(const std::string& table);
 
   std::vector<GroupStep> steps() const;
-  // Lets a group go on at `step`, unless it has begun already, or no part can have its number.
+  // Lets a group continue at `step`, unless it has begun already, or the step is out of range.
   void restore(const GroupStep& step);
 
-  // When the first incomplete group runs out of time, on the clock; none if none waits.
+  // Deadline of the first incomplete group, on the clock; none if none waits.
   std::optional<double> next_deadline();
-  // Drops the parts of the groups whose time is up.
+  // Drops the parts of overdue groups.
   std::vector<RefusedPart> expire();
 
  private:
