@@ -73,6 +73,7 @@ BEFORE = {
     "row-lifetimes.md": ["geartrain up"],
     "events.md": ["geartrain up"],
     "on-call.md": ["geartrain up"],
+    "one-command.md": ["geartrain up"],
     "serve-embeddings.md": ["geartrain up"],
     "several-machines.md": ["geartrain up"],
     "snapshots.md": ["geartrain up"],

@@ -142,10 +142,10 @@ def test_the_page_about_the_loss_shows_what_its_program_prints(tmp_path: Path) -
 
 def test_samples_are_read_as_their_page_says(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow", reason="needs pip install 'geartrain[data]'")
-    untitled = [
-        block.code for block in blocks_of("how-to/samples.md") if block.language == "python" and not block.title
-    ]
-    alone, shared = untitled
+    alone, shared = (
+        next(block.code for block in blocks_of(page) if block.language == "python" and not block.title)
+        for page in ("how-to/samples.md", "how-to/shared-samples.md")
+    )
     (missing,) = [block.code for block in blocks_of("how-to/samples.md") if block.title == "missing"]
     program = f"{alone}\n{missing}\nwith gt.local() as cluster:\n{textwrap.indent(shared, '    ')}"
     assert run(program, tmp_path) == "40 batches, 20,000 samples\n"
