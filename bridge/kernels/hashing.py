@@ -37,7 +37,7 @@ class HashTable:
 
     ::
 
-        table.make_room(len(ids_N))
+        table.reserve(len(ids_N))
         slots_N = table.find_or_insert(ids_N)   # rows of a table with table.capacity of them
 
     The same ids in the order of their slots, inserted into another table, have the same slots there: so it is saved.

@@ -342,7 +342,7 @@ def _hash_step(card: Card) -> tuple[Callable[[], object], Callable[[], object]]:
     held = torch.randint(-(2**62), 2**62, (num_held,), device=card.device)
     table = HashTable(num_held + 2 * num_asked, card.device)
     for some in held.split(num_asked):
-        table.make_room(len(some))
+        table.reserve(len(some))
         table.find_or_insert(some)
     asked, ordered = held[torch.randint(num_held, (num_asked,), device=card.device)], held.sort().values
     return lambda: table.find_or_insert(asked), lambda: torch.searchsorted(ordered, asked)

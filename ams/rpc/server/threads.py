@@ -58,7 +58,7 @@ def message_is_here() -> None:
     """Record that the call of this thread has its message, and wait until its work may begin."""
     call = getattr(_at_work, "call", None)
     if call is not None:
-        _at_work.threads.begin_work(call)
+        _at_work.threads.wait_for_slot(call)
 
 
 class CallThreads(ThreadPoolExecutor):

@@ -208,7 +208,7 @@ class _PartsLinear(torch.autograd.Function):
         with without_autocast(gradient_BL.device):
             if any(of_features):
                 by_features_BD = gradient_BL @ weight_LD
-                ctx.gradients.begin(by_features_BD.float() if by_features_BD.dtype.itemsize < 4 else by_features_BD)
+                ctx.gradients.start(by_features_BD.float() if by_features_BD.dtype.itemsize < 4 else by_features_BD)
             if of_weight:
                 by_weight_LD = (gradient_BL.t() @ joint_BD).to(ctx.dtype)
             if of_bias:

@@ -59,5 +59,5 @@ class _Arrived(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient_TD: Tensor) -> tuple[None, None, None, None]:
-        ctx.link.give(ctx.spans, gradient_TD)
+        ctx.link.send(ctx.spans, gradient_TD)
         return None, None, None, None

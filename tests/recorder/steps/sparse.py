@@ -65,7 +65,7 @@ def embedding(
         train = gt.RowOptimizer(module)
         seed = np.random.default_rng(0)
         for name in names if grows else ():
-            module.table(name).make_room(num_rows)
+            module.table(name).reserve(num_rows)
 
         def some() -> Tensor:
             if ids == "cuda":

@@ -108,7 +108,7 @@ def test_a_bad_label_changes_no_row_and_is_named_by_the_next_step(bad: int) -> N
     torch.testing.assert_close(head.weights(), before, rtol=0, atol=0)
     with pytest.raises(gt.errors.InvalidIds, match=f"step 0, which has changed no row.*label {bad} at index 3"):
         head(*make_batch(SIZE, 50, DIM))
-    head.backend.update.take_refused()
+    head.backend.update.pop_refused()
     assert torch.isfinite(head(*make_batch(SIZE, 50, DIM)))
 
 
