@@ -75,7 +75,7 @@ BEFORE = {
     "on-call.md": ["geartrain up"],
     "one-command.md": ["geartrain up"],
     "serve-embeddings.md": ["geartrain up"],
-    "several-machines.md": ["geartrain up"],
+    "several-machines.md": ["geartrain up", "until geartrain health 10.0.0.1:7000 --service ready; do sleep 0.1; done"],
     "snapshots.md": ["geartrain up"],
 }
 
