@@ -204,7 +204,6 @@ def _materialise(modules: Mapping[str, nn.Module], device: torch.device, seed: i
     They depend on ``seed`` and the module's name alone, and equal those of the layer if it were split. Shared
     parameters stay shared, with the values of the first of their names; tensors that are not on the meta device stay
     unchanged.
-
     """
     made: dict[int, tuple[Tensor | None, nn.Parameter]] = {}
     for name, owner in _owners(modules):

@@ -124,7 +124,9 @@ class TrainingRun:
                     stop.doing = "looked at what it had trained"
                     trainer.trained()
                     if self._is_first:
-                        self._record_stage(ended=False)  # it may have ended early, and must not count as a further stage
+                        self._record_stage(
+                            ended=False
+                        )  # it may have ended early, and must not count as a further stage
             except NonFinite as exc:
                 raise self._diverged(exc) from exc
             self._save_last(finished=finished)

@@ -109,7 +109,6 @@ class MicroBatches(nn.Module):
 
         ``images`` is the backbone's input: a tensor [B, …], or a tuple, list or dict of such. ``labels`` [B] int64 and
         ``weight`` [B] are the head's. Raises errors of backbone and head, InvalidArgument, SyncError, RankLost.
-
         """
         num_samples = len(labels) if isinstance(labels, Tensor) and labels.ndim else 0
         inputs = [micro_batch(images, part, self.num, num_samples) for part in range(self.num)]

@@ -58,7 +58,6 @@ class SplitLinear(SplitLayer):
 
         Raises InvalidRows for features that do not fit, SyncError if another rank's do not, SpecMismatch where ranks
         differ.
-
         """
         if self.sink is not None:
             return self.sink.arrive(features_SD)

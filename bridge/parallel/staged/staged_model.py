@@ -98,7 +98,6 @@ class StagedModel(ParallelModel):
         rank goes backward from the loss, with the same factor. Without labels, in ``eval()`` or ``torch.no_grad()``, a
         rank of the first stage gets the last one's output [S, …] for its samples, the others None.
 
-
         With ``micro_batches`` neighbouring stages work on successive ones at the same time. The last stage works on all
         of them at once, so that loss and gradients are those of the batch.
 

@@ -82,14 +82,15 @@ class TopKGradients:
 
         Args:
             model: a DistributedDataParallel without another communication hook, with parameters in float32 or bfloat16;
-            or a model from :func:`geartrain.parallelize`, before its first step: then for its parts that are whole on
-            every rank. With ``find_unused_parameters`` or ``static_graph`` a gradient of zeros counts as that of an
+                or a model from :func:`geartrain.parallelize`, before its first step: then for its parts that are whole
+                on every rank. With ``find_unused_parameters`` or ``static_graph`` a gradient of zeros counts as that of
+                an
             unused parameter: its momentum and residual wait.
             optimizer: trains all of those parameters, without momentum or weight decay: ``torch.optim.SGD(lr=...)``.
-            Split parts have another one, with momentum.
+                Split parts have another one, with momentum.
             grad_scaler: the ``torch.amp.GradScaler`` of the loop; required if there is one. Residuals are kept
-            unscaled. If a gradient of any rank holds NaN or infinity, the scaler skips the step on every rank, and
-            momentum and residuals are restored.
+                unscaled. If a gradient of any rank holds NaN or infinity, the scaler skips the step on every rank, and
+                momentum and residuals are restored.
 
         Raises:
             InvalidArgument: one of these does not hold, or this object is attached already.
@@ -123,7 +124,6 @@ class TopKGradients:
         and training continues from it. Costs two all-reduces of the size of the model; nothing if there was no step
         since.
 
-
         Raises:
             InvalidArgument: an earlier step failed, or ``optimizer.step()`` has not applied the last gradients.
             SyncError: that is so on another rank.
@@ -144,7 +144,7 @@ class TopKGradients:
 
         Raises:
             InvalidArgument: :meth:`merge` was not called since the last step, so this rank has only its part; or
-            ``optimizer.step()`` has not applied the last gradients.
+                ``optimizer.step()`` has not applied the last gradients.
         """
         exchange = self._attached
         exchange.require_between_steps()
