@@ -59,7 +59,7 @@ def parallelize(
             samples of all ranks. None: the model returns its loss itself.
         seed: Of first values on the meta device.
         micro_batches: Parts of each batch, whose features travel while the rest of the model computes others (4 to 8),
-        or with stages, parts on which the stages work at once: for models that return the logits of one split
+            or with stages, parts on which the stages work at once: for models that return the logits of one split
             ``nn.Linear``, with a ``loss``, and for any model in stages. Loss and gradients are the same to rounding,
             except that batch norm and dropout see smaller batches. Memory is that of the whole batch. For class heads
             use :class:`geartrain.MicroBatches`.

@@ -84,8 +84,7 @@ class TopKGradients:
             model: a DistributedDataParallel without another communication hook, with parameters in float32 or bfloat16;
                 or a model from :func:`geartrain.parallelize`, before its first step: then for its parts that are whole
                 on every rank. With ``find_unused_parameters`` or ``static_graph`` a gradient of zeros counts as that of
-                an
-            unused parameter: its momentum and residual wait.
+                an unused parameter: its momentum and residual wait.
             optimizer: trains all of those parameters, without momentum or weight decay: ``torch.optim.SGD(lr=...)``.
                 Split parts have another one, with momentum.
             grad_scaler: the ``torch.amp.GradScaler`` of the loop; required if there is one. Residuals are kept
