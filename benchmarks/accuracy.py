@@ -85,17 +85,17 @@ def results(full: bool = False) -> Iterator[Result]:
     print(table(reports))
     yield from _results(reports)
     for loss, margin in LOSSES.items():
-        reports = run_families(SEEDS, margin)
+        reports = run_families(SEEDS, margin, FAMILY_STEPS)
         print(f"{loss}:\n{table(reports)}")
         yield from _results(reports)
 
 
-def run_families(seeds: int, margin: dict[str, Any]) -> Reports:
+def run_families(seeds: int, margin: dict[str, Any], steps: int) -> Reports:
     """Train on the problems of families, seed by seed; the reports of an arm are as those of the worker."""
     reports: Reports = {name: [] for name in ARMS}
     for seed in range(seeds):
         found: Reports = {name: [] for name in ARMS}
-        for problem in families(seed, FAMILY_STEPS):
+        for problem in families(seed, steps):
             for name, select in FAMILY_ARMS.items():
                 torch.manual_seed(seed)
                 began = time.process_time()
@@ -201,9 +201,16 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="Updates of a run.")] = GlyphRecipe().steps,
     classes: Annotated[int | None, typer.Option(help="Only so many characters.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each selection.")] = SEEDS,
+    family_steps: Annotated[
+        int | None, typer.Option(min=1, help="The problems of families, by so many updates.")
+    ] = None,
 ) -> None:
-    """Print the table of accuracies and times of glyphs."""
-    print(table(run_all(seeds, steps=steps, classes=classes)))
+    """Print the table of accuracies and times of glyphs, or those of the problems of families."""
+    if family_steps is None:
+        print(table(run_all(seeds, steps=steps, classes=classes)))
+        return
+    for loss, margin in LOSSES.items():
+        print(f"{loss}:\n{table(run_families(seeds, margin, family_steps))}")
 
 
 if __name__ == "__main__":

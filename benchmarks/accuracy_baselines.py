@@ -34,7 +34,7 @@ from torch.nn import functional as F
 import geartrain as gt
 from geartrain.launch.bench import Result
 
-SEEDS, STEPS, THREADS = 2, 600, 2
+SEEDS, STEPS, THREADS = 2, 600, 1
 BUDGET = 400
 RATE = 1e-2
 """Of the forest's rows and of buckets; networks learn at a tenth of it."""
