@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.programs.selection import Selection
 from geartrain.ams.storage.snapshot.folder import Snapshot
@@ -34,6 +33,8 @@ from geartrain.bridge.rows.tables import ReadableTable
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
+
+    from geartrain.ams.client.cluster import Cluster
 
 T = TypeVar("T")
 
