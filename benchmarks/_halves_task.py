@@ -10,7 +10,7 @@ Legend: B images of a batch, D width of a dense feature.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -77,15 +77,17 @@ class HalvesWorker:
         self,
         cluster: Cluster,
         data: HalvedData,
-        clock: StepClock,
+        clock: Callable[[], float],
         *,
         expire_seconds: float | None,
         gradients_per_id: int,
         seed: int,
+        channels: int = 16,
+        ids_per_update: int = BATCH,
     ) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.fast, self._dense = FastPart(data.num_classes), HalfNet()
+            self.fast, self._dense = FastPart(data.num_classes), HalfNet(channels)
         attach = functools.partial(gt.attach, cluster=cluster, optimizer=gt.Adam(LEARNING_RATE), reuse=True)
         self._steps: list[Any] = [attach(self.fast, name="fast")]
         self._data = data
@@ -104,7 +106,7 @@ class HalvesWorker:
                 samples=data.train.bottoms,
                 optimizer=gt.Adam(LEARNING_RATE),
                 reuse=True,
-                config=gt.SlowGearConfig(ids_per_update=BATCH, clock=clock),
+                config=gt.SlowGearConfig(ids_per_update=ids_per_update, clock=clock),
             )
             self._steps.append(gt.RowOptimizer(self.gear))
 
@@ -127,9 +129,9 @@ class HalvesWorker:
             self.gear.close()
 
 
-def accuracy(cluster: Cluster, fast: FastPart, test: Halves) -> float:
+def accuracy(cluster: Cluster, fast: FastPart, test: Halves, channels: int = 16) -> float:
     """Top-1 of unseen fonts under the cluster's weights of the bottom part and a worker's of the top part."""
-    dense = HalfNet()
+    dense = HalfNet(channels)
     gt.attach(dense, cluster, name="bottom", reuse=True, optimizer=gt.Adam(LEARNING_RATE))
     right = 0
     with torch.no_grad():

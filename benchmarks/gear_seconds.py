@@ -1,8 +1,17 @@
 """Convergence over seconds with workers and slow gears as processes: the paper's Figures 4 and 5 at a machine's size.
 
-Two workers train 200 glyphs in halves through one cluster, conventionally or with as many slow gears; the bottom part
-is four times as wide as the top part. The tables are tested while they train, on fonts that training does not see.
-All share this machine's processors, in both ways of training. See ``_halves_task.py``.
+Workers train 200 glyphs in halves through one cluster, conventionally or with as many slow gears; the bottom part is
+four times as wide as the top part. The tables are tested while they train, on fonts that training does not see. Each
+place has conventional training of its own, and each gear differs from the one above it in one thing:
+
+- *shared*: all processes share this machine's processors, in both ways of training.
+- *slow link*: as that, and to send the bottom part's gradients and fetch its weights takes 50 ms in which nothing is
+  computed, at each update of it, whoever makes it.
+- *machines*: each worker and each slow gear has a processor of its own: twice as many as conventional training has, as
+  in the paper, where 20 conventional workers stand beside 20 fast and 20 slow gears.
+
+A case prints steps and updates of the bottom part a second, and processor time of a step by its parts, ours and theirs.
+See ``_halves_task.py``.
 """
 
 from __future__ import annotations
@@ -13,10 +22,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
 import torch
 from _common import result
 from _halves_task import BATCH, DIM, LEARNING_RATE, FastPart, HalfNet, glyph_halves
@@ -29,19 +40,71 @@ from geartrain.ams.client.cluster import Cluster
 from geartrain.launch.bench import Result
 
 HERE = Path(__file__)
-EXPIRIES = (0.0, 1.0, 5.0)
-CONVENTIONAL = "conventional"
-WORKERS, CHANNELS, GRADIENTS_PER_ID = 2, 64, 4
-SECONDS, TESTS = 10.0, 5
-Curve = list[tuple[float, float, int]]
-"""(seconds of training, accuracy, updates of the top part)."""
+CHANNELS, SECONDS, TESTS = 64, 20.0, 2
+LINK_SECONDS = "GT_BENCH_LINK_SECONDS"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One training."""
+
+    place: str
+    workers: int
+    link_seconds: float = 0.0
+    """For the bottom part's gradients and weights to travel."""
+    is_pinned: bool = False
+    """Whether each process of a worker or slow gear has one processor."""
+    expire_seconds: float | None = None
+    """None: conventional training."""
+    gradients_per_id: int = 4
+    ids_per_update: int = BATCH // 2
+
+    def __str__(self) -> str:
+        gear = f"expiry {self.expire_seconds:g} s, M={self.gradients_per_id}, {self.ids_per_update} ids an update"
+        return f"{self.place}, {self.workers} workers" + ("" if self.expire_seconds is None else f", {gear}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What a training had reached by a time; rates are of all workers together."""
+
+    at_seconds: float
+    accuracy: float
+    steps: int
+    updates: int
+    """Of the bottom part."""
+    cpu_seconds: tuple[float, float, float]
+    """Of workers, slow gears and the cluster."""
+
+    def __str__(self) -> str:
+        workers, gears, cluster = (1e3 * seconds / max(self.steps, 1) for seconds in self.cpu_seconds)
+        rates = f"{self.steps / self.at_seconds:.1f} steps, {self.updates / self.at_seconds:.1f} updates a second"
+        return f"{rates}, a step {workers:.1f} + {gears:.1f} + {cluster:.1f} ms of CPU"
+
+
+SHARED = Way(place="shared", workers=2)
+WAYS = [
+    SHARED,
+    split := replace(SHARED, expire_seconds=0.0, gradients_per_id=1),
+    lazy := replace(split, gradients_per_id=4),
+    kept := replace(lazy, expire_seconds=1.0),
+    replace(kept, expire_seconds=5.0),
+    replace(kept, ids_per_update=8),
+    linked := replace(SHARED, place="slow link", link_seconds=0.05),
+    replace(linked, expire_seconds=1.0),
+    pinned := replace(SHARED, place="machines", workers=1, is_pinned=True),
+    replace(pinned, expire_seconds=1.0),
+]
 
 
 def build() -> nn.Module:
-    """The bottom part, with the same initial weights everywhere."""
+    """Build the bottom part, with the same initial weights everywhere; each backward pass of it ends with the link's time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        return HalfNet(CHANNELS)
+        module = HalfNet(CHANNELS)
+    seconds = float(os.environ.get(LINK_SECONDS, "0"))
+    next(module.parameters()).register_post_accumulate_grad_hook(lambda _: time.sleep(seconds))
+    return module
 
 
 def samples(number: int) -> Tensor:
@@ -50,50 +113,71 @@ def samples(number: int) -> Tensor:
 
 
 def results(full: bool = False) -> Iterator[Result]:
-    """Yield the cases of ``geartrain bench gear_seconds``; ``full`` trains four times as long."""
+    """Yield the cases of ``geartrain bench gear_seconds``; ``full`` trains three times as long."""
     glyph_halves()  # drawn once, before others read it
-    seconds = SECONDS * (4 if full else 1)
-    conventional = _curve(CONVENTIONAL, seconds)
-    for expire_seconds in EXPIRIES:
-        ours = _curve(str(expire_seconds), seconds)
-        for (at, mine, steps), (_, theirs, others) in zip(ours, conventional, strict=True):
-            case = f"top-1 at {at:g} s, {WORKERS} workers, expiry {expire_seconds:g} s ({steps} and {others} steps)"
-            points = (max(100 * mine, 0.01), CONVENTIONAL, max(100 * theirs, 0.01))
+    seconds = SECONDS * (3 if full else 1)
+    for way in WAYS:
+        curve = _curve(way, seconds)
+        if way.expire_seconds is None:
+            conventional = curve
+            continue
+        for mine, theirs in zip(curve, conventional, strict=True):
+            points = (max(100 * mine.accuracy, 0.01), "conventional", max(100 * theirs.accuracy, 0.01))
+            case = f"top-1 at {mine.at_seconds:g} s, {way} ({mine}; conventional {theirs})"
             yield result(case, *points, "points", more_is_better=True)
 
 
-def _curve(kind: str, seconds: float) -> Curve:
+def _curve(way: Way, seconds: float) -> list[Seen]:
     """Train by as many processes, and test on the way."""
     environment = {**os.environ, "PYTHONPATH": f"{HERE.parent}:{HERE.parents[1] / 'examples'}", "OMP_NUM_THREADS": "1"}
+    environment[LINK_SECONDS] = str(way.link_seconds)
+    pins = [["taskset", "-c", str(number)] if way.is_pinned else [] for number in range(2 * way.workers)]
     with ExitStack() as stack:
-        address = stack.enter_context(running_cluster())["scheduler"]
+        facts = stack.enter_context(running_cluster())
+        address = facts["scheduler"]
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="gt-bench-")))
-        gates = [folder / str(number) for number in range(WORKERS)]
+        gates = [folder / str(number) for number in range(way.workers)]
+        pids: list[list[int]] = [[], [], list(facts["pids"].values())]
         for number, gate in enumerate(gates):
             os.mkfifo(gate)
-            if kind != CONVENTIONAL:
-                stack.enter_context(started(_slow_gear(address), environment))
-            stack.enter_context(started([sys.executable, HERE, address, kind, number, gate], environment))
+            if way.expire_seconds is not None:
+                command = [*pins[way.workers + number], *_slow_gear(address, way)]
+                pids[1].append(stack.enter_context(started(command, environment))[0].pid)
+            command = [*pins[number], sys.executable, HERE, address, way.expire_seconds, way.gradients_per_id]
+            pids[0].append(stack.enter_context(started([*command, number, gate], environment))[0].pid)
         cluster = stack.enter_context(gt.connect(address))
         parts = FastPart(glyph_halves().num_classes), build()
         tables = [_attached(part, cluster, name) for part, name in zip(parts, ("fast", "bottom"), strict=True)]
-        before, curve = tables[0].version, Curve()
+        versions, spent = [table.version for table in tables], [_cpu_seconds(each) for each in pids]
         for gate in gates:
             gate.write_text("go")
-        begun = time.monotonic()
+        begun, curve = time.monotonic(), []
         for number in range(1, TESTS + 1):
             at = seconds * number / TESTS
             time.sleep(max(0.0, begun + at - time.monotonic()))
             for table in tables:
                 table.refresh()
-            curve.append((at, _accuracy(*parts), tables[0].version - before))
+            steps, updates = (table.version - version for table, version in zip(tables, versions, strict=True))
+            workers, gears, servers = (_cpu_seconds(each) - then for each, then in zip(pids, spent, strict=True))
+            seen = Seen(
+                at_seconds=at,
+                accuracy=_accuracy(*parts),
+                steps=steps,
+                updates=updates,
+                cpu_seconds=(workers, gears, servers),
+            )
+            curve.append(seen)
     return curve
 
 
-def _slow_gear(address: str) -> list[object]:
+def _cpu_seconds(pids: list[int]) -> float:
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
+
+
+def _slow_gear(address: str, way: Way) -> list[object]:
     what = [*GEARTRAIN, "slowgear", "--scheduler", address, "--name", "bottom", "--dim", DIM, "--json"]
     part = ["--module", "gear_seconds:build", "--samples", "gear_seconds:samples", "--train-mode", "never"]
-    counts = ["--gradients-per-id", GRADIENTS_PER_ID, "--ids-per-update", BATCH // WORKERS]
+    counts = ["--gradients-per-id", way.gradients_per_id, "--ids-per-update", way.ids_per_update]
     return [*what, *part, *counts, "--optimizer", f"adam:{LEARNING_RATE}"]
 
 
@@ -108,24 +192,24 @@ def _accuracy(fast: FastPart, dense: nn.Module) -> float:
     return float((fast(test.tops, dense(test.bottoms)).argmax(dim=1) == test.labels).float().mean())
 
 
-def _work(address: str, kind: str, number: int, gate: Path) -> None:
+def _work(address: str, expire_seconds: float | None, gradients_per_id: int, number: int, gate: Path) -> None:
     """Train until it is ended. The bottom part is trained here, or by slow gears."""
     torch.manual_seed(0)
     data, fast = glyph_halves().train, FastPart(glyph_halves().num_classes)
     with gt.connect(address) as cluster:
         steps = [_attached(fast, cluster, "fast")]
-        if kind == CONVENTIONAL:
+        if expire_seconds is None:
             dense = build()
             steps.append(_attached(dense, cluster, "bottom"))
         else:
             gear = gt.SlowGear(
-                cluster, "bottom", dim=DIM, expire_seconds=float(kind), gradients_per_id=GRADIENTS_PER_ID
+                cluster, "bottom", dim=DIM, expire_seconds=expire_seconds, gradients_per_id=gradients_per_id
             )
             steps.append(gt.RowOptimizer(gear))
         print(json.dumps({"ready": number}), flush=True)
         gate.read_text()
         for batch in data.batches(BATCH, seed=number, passes=10_000):
-            bottoms_BD = dense(data.bottoms[batch.image_ids]) if kind == CONVENTIONAL else gear(batch.image_ids)
+            bottoms_BD = dense(data.bottoms[batch.image_ids]) if expire_seconds is None else gear(batch.image_ids)
             loss = functional.cross_entropy(fast(batch.tops, bottoms_BD), batch.labels)
             for part in steps:
                 part.zero_grad()
@@ -135,4 +219,5 @@ def _work(address: str, kind: str, number: int, gate: Path) -> None:
 
 
 if __name__ == "__main__":
-    _work(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
+    expiry = None if sys.argv[2] == "None" else float(sys.argv[2])
+    _work(sys.argv[1], expiry, int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]))

@@ -183,8 +183,9 @@ def test_the_bench_of_accuracy_runs(tiny: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(curves["gear training"]) == len(curves["conventional"]) == 3
 
 
-def test_the_bench_of_convergence_runs(benches: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture
+def halves(benches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few images of noise in halves instead of glyphs."""
     random = torch.Generator().manual_seed(0)
     sets = [
         ImageSet(torch.randint(256, (count, 1, 32, 32), generator=random, dtype=torch.uint8), torch.arange(count) % 200)
@@ -192,6 +193,22 @@ def test_the_bench_of_convergence_runs(benches: Any, tmp_path: Path, monkeypatch
     ]
     task = benches("_halves_task")
     monkeypatch.setattr(task, "glyph_halves", lambda: halve_task(200, sets[0], {"other font": sets[1]}))
+
+
+@pytest.mark.usefixtures("halves")
+def test_a_link_slows_conventional_training_and_not_a_worker_beside_its_slow_gear(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = _bench("gear_places", monkeypatch, CHANNELS=1)
+    conventional = module._curve(None, 100.0, False, 200.0)[-1]  # in which two updates of each worker travel
+    assert conventional.steps == conventional.updates == 4
+    apart = module._curve(module.Gear(gradients_per_id=100, expire_seconds=100.0), 100.0, True, 0.5)[-1]
+    assert apart.steps > 4 and apart.updates == 0
+
+
+@pytest.mark.usefixtures("halves")
+def test_the_bench_of_convergence_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     module = _bench("gear_convergence", monkeypatch, ROUNDS=2, TEST_EVERY=1, EXPIRIES=(0.0, 20.0), WORKERS=(1, 2))
     found = list(module.results())
     assert len(found) == 4
