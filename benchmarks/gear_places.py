@@ -98,7 +98,7 @@ class TimedWorker:
             self.updates += 1
 
     def _timed(self, call: Callable[..., Any], *, waits: bool) -> Callable[..., Any]:
-        """Wrap a call of the slow gear, which goes on its clock; the worker ``waits`` for the answer, or goes on at once."""
+        """Put a call of the slow gear on its clock; the worker ``waits`` for the answer, or goes on at once."""
 
         def timed(*arguments: Any) -> Any:
             begun, updates = time.process_time(), self.updates

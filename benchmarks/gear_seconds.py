@@ -98,7 +98,7 @@ WAYS = [
 
 
 def build() -> nn.Module:
-    """Build the bottom part, with the same initial weights everywhere; each backward pass of it ends with the link's time."""
+    """Build the bottom part, with the same weights everywhere; each backward pass ends with the link's time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         module = HalfNet(CHANNELS)
