@@ -77,6 +77,8 @@ class DataStreams:
         self._timeout_seconds = timeout_seconds
         self._latest = latest
         self._has_leased = False
+        self.lease_number = 0
+        """That of the last lease, by which the scheduler knows commits of an earlier one; 0: there was none."""
 
     @property
     def job(self) -> str:
@@ -93,6 +95,7 @@ class DataStreams:
         if not self._has_leased:
             self._has_leased, self._latest[self._reader] = True, self
         lease = self._call(self._lease)
+        self.lease_number = lease.lease_number
         if lease.tables:
             try:
                 self._reopen(lease.tables)
@@ -100,13 +103,15 @@ class DataStreams:
                 raise Busy(f"the tables of job {self.job!r} are not all there yet: {exc}") from exc
         return lease
 
-    def commit(self, cursors: Cursors = NOTHING) -> StreamRenewal:
+    def commit(self, cursors: Cursors = NOTHING, *, lease_number: int | None = None) -> StreamRenewal:
         """Commit how far these streams were read, all or nothing, and renew the lease.
 
         A stream that ended epoch e is committed as ``(e + 1, 0)``. The reply lists streams to release if other workers
-        have too few, and says whether there are more to lease.
+        have too few, and says whether there are more to lease. ``lease_number``: of the lease in which they were read;
+        None: the last one. Raises StaleClient if that lease has ended.
         """
-        return self._call(RenewStreams(reader=self._reader, cursors=_checked(cursors)))
+        number = self.lease_number if lease_number is None else lease_number
+        return self._call(RenewStreams(reader=self._reader, cursors=_checked(cursors), lease_number=number))
 
     def release(self, streams: Sequence[int] | None = None, cursors: Cursors = NOTHING, *, lost: bool = False) -> None:
         """Commit ``cursors``, then release ``streams``; None: all of them, as a worker that leaves does.
@@ -120,6 +125,7 @@ class DataStreams:
                 streams=tuple(streams or ()),
                 all=streams is None,
                 lost=lost,
+                lease_number=self.lease_number,
             )
         )
 

@@ -58,6 +58,7 @@ class _Worker:
     incarnation: int
     deadline: float
     """End of its lease."""
+    lease_number: int
 
 
 @dataclass
@@ -66,6 +67,8 @@ class _Job:
     holders: list[str | None]
     workers: dict[str, _Worker] = field(default_factory=dict)
     """Workers with a lease."""
+    last_lease: int = 0
+    """Highest number of a lease."""
     incarnations: dict[str, int] = field(default_factory=dict)
     """Highest incarnation of each worker with a lease, and of the last that had one; newest at the end."""
     data: str = ""
@@ -226,7 +229,10 @@ class StreamLeases:
             if not changed.workers:
                 changed.expected_until = now + self.lease_seconds
             changed.expected_workers = num_workers
-            changed.workers[worker] = _Worker(incarnation, now + self.lease_seconds)
+            held = changed.workers.get(worker)
+            number = changed.last_lease + 1 if held is None else held.lease_number
+            changed.last_lease = max(changed.last_lease, number)
+            changed.workers[worker] = _Worker(incarnation, now + self.lease_seconds, number)
             changed.record_lease(worker, incarnation)
             if len(changed.workers) >= num_workers:
                 changed.expected_until = float("-inf")  # all have come
@@ -236,15 +242,24 @@ class StreamLeases:
             self._commit(job, changed)
             cursors = {stream: changed.cursors[stream] for stream in changed.held_by(worker)}
             tables = changed.restore.tables if changed.restore else ()
-            return StreamLease(epoch=changed.epoch, lease_seconds=self.lease_seconds, cursors=cursors, tables=tables)
+            return StreamLease(
+                epoch=changed.epoch,
+                lease_seconds=self.lease_seconds,
+                cursors=cursors,
+                tables=tables,
+                lease_number=number,
+            )
 
-    def renew(self, job: str, worker: str, incarnation: int, cursors: Mapping[int, Cursor]) -> StreamRenewal:
+    def renew(
+        self, job: str, worker: str, incarnation: int, cursors: Mapping[int, Cursor], lease_number: int = 0
+    ) -> StreamRenewal:
         """Commit a worker's progress, all or nothing, and renew its lease.
 
-        Raises StaleClient (the worker has lost its lease, or was superseded; nothing is committed), InvalidArgument.
+        Raises StaleClient (the worker has lost the lease of this number, or was superseded; nothing is committed),
+        InvalidArgument.
         """
         with self._lock:
-            changed = self._committed(job, worker, incarnation, cursors)
+            changed = self._committed(job, worker, incarnation, cursors, lease_number)
             self._commit(job, changed)
             held, share = changed.held_by(worker), changed.share(worker, self._clock())
             is_paused = changed.due == "snapshot"
@@ -266,13 +281,14 @@ class StreamLeases:
         incarnation: int,
         cursors: Mapping[int, Cursor],
         streams: Sequence[int] | None = None,
+        lease_number: int = 0,
         *,
         lost: bool = False,
     ) -> None:
         """Commit ``cursors``, then release ``streams``; None: all, and the worker leaves, if ``lost`` in the middle of
         a step. Raises as :meth:`renew`."""
         with self._lock:
-            changed = self._committed(job, worker, incarnation, cursors)
+            changed = self._committed(job, worker, incarnation, cursors, lease_number)
             if lost:
                 changed.lose(worker)
             elif streams is None:
@@ -336,6 +352,7 @@ class StreamLeases:
             restored = _Job(ordered, [None] * len(ordered))
             if known is not None:
                 restored.incarnations, restored.data = known.incarnations, known.data
+                restored.last_lease = known.last_lease
                 restored.restore, restored.order_number, restored.due = known.restore, known.order_number, known.due
             self._commit(job, restored, fence=incarnation)
 
@@ -453,9 +470,11 @@ class StreamLeases:
     def _extend_all(self) -> None:
         deadline = self._clock() + self.lease_seconds
         for job in self._jobs.values():
-            job.workers = {name: _Worker(worker.incarnation, deadline) for name, worker in job.workers.items()}
+            job.workers = {name: replace(worker, deadline=deadline) for name, worker in job.workers.items()}
 
-    def _committed(self, job: str, worker: str, incarnation: int, cursors: Mapping[int, Cursor]) -> _Job:
+    def _committed(
+        self, job: str, worker: str, incarnation: int, cursors: Mapping[int, Cursor], lease_number: int
+    ) -> _Job:
         if job not in self._jobs:
             raise StaleClient(f"job {job!r} has no streams (its scheduler may have lost them); lease streams again")
         changed = self._current(job)
@@ -466,6 +485,12 @@ class StreamLeases:
                 f"worker {worker!r} of job {job!r} holds no lease any more: it was silent for "
                 f"{self.lease_seconds:g} s, or the job was put back. Its streams go on from their last committed "
                 "cursors; lease streams again"
+            )
+        if lease_number not in (0, held.lease_number):
+            raise StaleClient(
+                f"lease {lease_number} of worker {worker!r} of job {job!r} has ended, and it has lease "
+                f"{held.lease_number} now: its streams went back to their last committed cursors meanwhile; go on from "
+                "those of the new lease"
             )
         epoch = changed.epoch
         for stream, cursor in cursors.items():
@@ -479,7 +504,7 @@ class StreamLeases:
                     f"job is in epoch {epoch}, and a stream that has ended it is at ({epoch + 1}, 0)"
                 )
             changed.cursors[stream] = cursor
-        changed.workers[worker] = _Worker(incarnation, self._clock() + self.lease_seconds)
+        changed.workers[worker] = replace(held, deadline=self._clock() + self.lease_seconds)
         return changed
 
     @staticmethod
@@ -540,6 +565,8 @@ def _to_json(name: str, job: _Job) -> bytes:
         "cursors": job.cursors,
         "holders": job.holders,
         "workers": {worker: held.incarnation for worker, held in job.workers.items()},
+        "leases": {worker: held.lease_number for worker, held in job.workers.items()},
+        "last_lease": job.last_lease,
         "incarnations": job.incarnations,
         "data": job.data,
         "restore": None if job.restore is None else asdict(job.restore),
@@ -551,10 +578,12 @@ def _to_json(name: str, job: _Job) -> bytes:
 
 def _from_json(value: bytes, deadline: float) -> tuple[str, _Job]:
     fields = json.loads(value)
+    leases = fields.get("leases", {})  # an earlier version gave them no numbers
     job = _Job(
         [Cursor(*cursor) for cursor in fields["cursors"]],
         fields["holders"],
-        {worker: _Worker(incarnation, deadline) for worker, incarnation in fields["workers"].items()},
+        {worker: _Worker(number, deadline, leases.get(worker, 0)) for worker, number in fields["workers"].items()},
+        fields.get("last_lease", 0),
         fields["incarnations"],
         fields["data"],
     )

@@ -212,8 +212,8 @@ class SchedulerHandlers:
         return self._streams.lease(*lease.reader, lease.num_streams, lease.num_workers, lease.data, lease.restore)
 
     def _renew_streams(self, renew: RenewStreams, _: WaitingCaller) -> StreamRenewal:
-        return self._streams.renew(*renew.reader, renew.cursors)
+        return self._streams.renew(*renew.reader, renew.cursors, renew.lease_number)
 
     def _release_streams(self, release: ReleaseStreams, _: WaitingCaller) -> None:
         streams = None if release.all else release.streams
-        self._streams.release(*release.reader, release.cursors, streams, lost=release.lost)
+        self._streams.release(*release.reader, release.cursors, streams, release.lease_number, lost=release.lost)

@@ -81,6 +81,8 @@ class StreamLease:
     """Where each stream that the worker holds goes on."""
     tables: tuple[str, ...] = ()
     """Those that the scheduler restores, to be opened anew with each lease."""
+    lease_number: int = 0
+    """Number of the lease in its job, from 1: a worker that has lost its lease gets another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -436,6 +438,8 @@ class RenewStreams(Rpc[StreamRenewal]):
 
     reader: JobWorker
     cursors: Mapping[int, Cursor]
+    lease_number: int = 0
+    """Lease in which the cursors were read; 0: not said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -449,6 +453,8 @@ class ReleaseStreams(Rpc[None]):
     """All of them, and the worker leaves."""
     lost: bool = False
     """It leaves in the middle of a step, part of which may have been applied."""
+    lease_number: int = 0
+    """As of :class:`RenewStreams`."""
 
 
 @dataclass(frozen=True, kw_only=True)

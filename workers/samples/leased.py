@@ -389,8 +389,9 @@ class LeasedSamples(Iterator[SampleBatch]):
         """Commit, and renew the lease; None: it was lost."""
         if self._renewal is None:
             return None
+        number = self._streams.lease_number  # another thread may lease anew while the scheduler is away
         try:
-            self._renewal = self._repeated(lambda: self._streams.commit(cursors))
+            self._renewal = self._repeated(lambda: self._streams.commit(cursors, lease_number=number))
         except StaleClient as exc:
             logger.warning(
                 "%s (%s handed out and not committed)", exc, counted(len(self._handed_out), "batch", "batches")

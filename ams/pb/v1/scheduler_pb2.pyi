@@ -1307,9 +1307,12 @@ class LeaseStreamsReply(_message.Message):
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     CURSORS_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
+    LEASE_NUMBER_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The job's epoch: streams beyond it wait."""
     lease_seconds: _builtins.float
+    lease_number: _builtins.int
+    """Counts the leases of the job, from 1. A worker that has lost its lease gets another number."""
     @_builtins.property
     def cursors(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamCursor]:
         """All that the worker holds."""
@@ -1325,10 +1328,11 @@ class LeaseStreamsReply(_message.Message):
         lease_seconds: _builtins.float = ...,
         cursors: _abc.Iterable[Global___StreamCursor] | None = ...,
         tables: _abc.Iterable[_builtins.str] | None = ...,
+        lease_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursors", b"cursors", "epoch", b"epoch", "lease_seconds", b"lease_seconds", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursors", b"cursors", "epoch", b"epoch", "lease_number", b"lease_number", "lease_seconds", b"lease_seconds", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1340,6 +1344,9 @@ class RenewStreamsRequest(_message.Message):
 
     READER_FIELD_NUMBER: _builtins.int
     CURSORS_FIELD_NUMBER: _builtins.int
+    LEASE_NUMBER_FIELD_NUMBER: _builtins.int
+    lease_number: _builtins.int
+    """Of the lease in which the cursors were read; fails with StaleClient if the worker has another now. 0: not said."""
     @_builtins.property
     def reader(self) -> Global___StreamReader: ...
     @_builtins.property
@@ -1349,10 +1356,11 @@ class RenewStreamsRequest(_message.Message):
         *,
         reader: Global___StreamReader | None = ...,
         cursors: _abc.Iterable[Global___StreamCursor] | None = ...,
+        lease_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursors", b"cursors", "reader", b"reader"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursors", b"cursors", "lease_number", b"lease_number", "reader", b"reader"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1407,10 +1415,13 @@ class ReleaseStreamsRequest(_message.Message):
     STREAMS_FIELD_NUMBER: _builtins.int
     ALL_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
+    LEASE_NUMBER_FIELD_NUMBER: _builtins.int
     all: _builtins.bool
     """All streams; the worker leaves. `streams` is ignored."""
     lost: _builtins.bool
     """It leaves in the middle of a step, part of which may have been applied."""
+    lease_number: _builtins.int
+    """As of RenewStreamsRequest."""
     @_builtins.property
     def reader(self) -> Global___StreamReader: ...
     @_builtins.property
@@ -1425,10 +1436,11 @@ class ReleaseStreamsRequest(_message.Message):
         streams: _abc.Iterable[_builtins.int] | None = ...,
         all: _builtins.bool = ...,
         lost: _builtins.bool = ...,
+        lease_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "cursors", b"cursors", "lost", b"lost", "reader", b"reader", "streams", b"streams"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "cursors", b"cursors", "lease_number", b"lease_number", "lost", b"lost", "reader", b"reader", "streams", b"streams"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

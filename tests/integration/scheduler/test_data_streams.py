@@ -35,6 +35,18 @@ def test_two_workers_share_the_streams_of_a_job(cluster: Cluster) -> None:
     assert second.lease().cursors == kept
 
 
+def test_a_commit_of_a_lease_that_has_ended_is_refused(cluster: Cluster) -> None:
+    streams = cluster.streams("job", worker="a", num_streams=2)
+    first = streams.lease()
+    streams.restore(first.cursors)
+    streams.lease()
+    with pytest.raises(errors.StaleClient, match="has ended, and it has lease"):
+        streams.commit({0: (0, 5)}, lease_number=first.lease_number)
+    assert streams.cursors()[0] == (0, 0)
+    streams.commit({0: (0, 5)})
+    streams.release()
+
+
 def test_a_scheduler_that_is_away_costs_no_lease(served: Callable[..., object]) -> None:
     cluster = served(1)
     with connect(cluster.address) as ours:  # type: ignore[attr-defined]

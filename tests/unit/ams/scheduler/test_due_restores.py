@@ -61,6 +61,25 @@ def test_a_worker_lost_with_streams_in_its_hands_takes_the_job_back() -> None:
     assert job.lease("w", 2).cursors == SAVED
 
 
+def test_a_commit_that_was_under_way_during_the_restore_is_refused() -> None:
+    job = Clocked()
+    before = job.lease("w").lease_number
+    assert job.lease("w").lease_number == before  # the same lease, asked for again
+    job.streams.set_due("a", "restore")
+    job.streams.put_back("a", SAVED)
+    job.restart()
+    now = job.lease("w").lease_number
+    job.restart()
+    late = {0: Cursor(0, 9)}
+    for commit in (job.streams.renew, job.streams.release):
+        with pytest.raises(StaleClient, match=f"lease {before} of worker 'w' .* has ended, and it has lease {now} now"):
+            commit("a", "w", 1, late, lease_number=before)
+    assert job.streams.cursors("a") == SAVED
+    job.streams.renew("a", "w", 1, late, lease_number=now)
+    assert job.streams.cursors("a")[0] == (0, 9)
+    job.streams.renew("a", "w", 1, {})  # of a client of an earlier version
+
+
 def test_one_that_is_started_again_is_known_to_be_lost_at_once() -> None:
     job = Clocked()
     job.lease("w")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -25,6 +25,7 @@ class Reader:
     """A worker process: what it was told, and what it read."""
 
     incarnation: int
+    lease_number: int = 0
     epoch: int = 0
     deadline: float = 0.0
     cursors: dict[int, Cursor] = field(default_factory=dict)
@@ -32,7 +33,7 @@ class Reader:
     """(epoch, stream, position) since the last commit."""
 
     def take(self, lease: StreamLease) -> None:
-        self.epoch = lease.epoch
+        self.epoch, self.lease_number = lease.epoch, lease.lease_number
         self.cursors |= {stream: at for stream, at in lease.cursors.items() if stream not in self.cursors}
 
     def advance(self, stream: int, count: int) -> None:
@@ -68,6 +69,8 @@ class StreamMachine(RuleBasedStateMachine):
             self.readers[name] = Reader(self.incarnation)
         reader = self.readers[name]
         if reader.deadline < self.now:
+            if reader.read:  # a commit of it may be under way
+                self.zombies.append((name, replace(reader, cursors={**reader.cursors}, read=[*reader.read])))
             reader.forget()  # it may have lost them, and cannot know
         reader.take(
             self.streams.lease("job", name, reader.incarnation, num_streams=len(LENGTHS), num_workers=num_workers)
@@ -98,7 +101,7 @@ class StreamMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.readers)))
         reader = self.readers.pop(name)
         try:
-            self.streams.release("job", name, reader.incarnation, reader.cursors)
+            self.streams.release("job", name, reader.incarnation, reader.cursors, None, reader.lease_number)
         except StaleClient:
             return
         self.committed.update(reader.read)
@@ -141,7 +144,7 @@ class StreamMachine(RuleBasedStateMachine):
 
     def _commit(self, name: str, reader: Reader) -> None:
         try:
-            renewal = self.streams.renew("job", name, reader.incarnation, reader.cursors)
+            renewal = self.streams.renew("job", name, reader.incarnation, reader.cursors, reader.lease_number)
         except StaleClient:
             reader.forget()
             return
