@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier
@@ -85,16 +86,17 @@ class DataStreams:
         """Name of the job that owns the streams."""
         return self._reader.job
 
-    def lease(self) -> StreamLease:
+    def lease(self, *, orders_restore: bool = True) -> StreamLease:
         """Lease this worker's share of the free streams; return all streams it holds, with their cursors.
 
         Read a stream from its cursor on; if its epoch is beyond the job's, wait until :meth:`commit` returns that
         epoch. If the scheduler restores the job, the restored tables are reopened here. Raises Busy while the job is
-        being saved or restored: retry.
+        being saved or restored: retry. ``orders_restore=False``: a job that the scheduler does not restore (any more)
+        is left so.
         """
         if not self._has_leased:
             self._has_leased, self._latest[self._reader] = True, self
-        lease = self._call(self._lease)
+        lease = self._call(self._lease if orders_restore else replace(self._lease, restore=None))
         self.lease_number = lease.lease_number
         if lease.tables:
             try:

@@ -140,6 +140,7 @@ class ClickJob:
         for number in range(SHARDS):
             self.shards.append(Supervised("server", {"scheduler": self.scheduler.address, "shard": number}, ""))
             stack.callback(self.shards[-1].end)
+        self._workers: list[Child] = []
         self.first = self.started(dies_at)
         self.await_batch(self.first, 1)  # there is a run to join
 
@@ -147,6 +148,7 @@ class ClickJob:
         """One more worker: it ``joins`` the run, or ``continues`` it."""
         worker = Child(work, self._data, self._count, self.scheduler.address, self._mode, more, dies_at)
         self._stack.callback(worker.end)
+        self._workers.append(worker)
         return worker
 
     def await_batch(self, worker: Child, number: int) -> None:
@@ -155,12 +157,16 @@ class ClickJob:
             pass
 
     def outcome(self) -> Outcome:
-        """See the run to its end. Raises AssertionError if a sample is not in the rows once an epoch."""
+        """See the run to its end. Raises AssertionError if a sample is not in the rows once an epoch, or a worker
+        ended with an error.
+        """
         while not isinstance(outcome := self.first.receive(_DEADLINE_SECONDS), Outcome):
             pass
         trained = outcome.counts > 0
         assert trained.sum() == self._count * 4 // 5, np.unique(outcome.counts, return_counts=True)
         assert np.all(outcome.counts[trained] == EPOCHS), np.unique(outcome.counts, return_counts=True)
+        codes = [worker.exit_code(_DEADLINE_SECONDS) for worker in self._workers]
+        assert set(codes) <= {0, -signal.SIGKILL}, codes
         return outcome
 
 
@@ -192,9 +198,10 @@ def _disturb(job: ClickJob, role: str, chance: random.Random) -> None:
         if role == "members":
             os.kill(joined.pid, chance.choice((signal.SIGTERM, signal.SIGINT)))
     if role == "worker" and chance.random() < 0.5:
-        joined.end()
+        joined.process.kill()
     elif role == "worker":
-        job.first.end()
+        job.first.process.kill()
+        job.first.exit_code()
         job.first = job.started(continues=True)
     elif role == "shard":
         job.shards[chance.randrange(SHARDS)].kill()

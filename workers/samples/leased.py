@@ -23,7 +23,7 @@ from geartrain.ams.values.errors import (
     TableNotFound,
     Unavailable,
 )
-from geartrain.ams.values.scheduler_messages import StreamRenewal
+from geartrain.ams.values.scheduler_messages import StreamLease, StreamRenewal
 from geartrain.ams.values.text import counted
 from geartrain.workers.samples.batches import SampleBatch
 from geartrain.workers.samples.reader import StreamBatches
@@ -283,7 +283,7 @@ class LeasedSamples(Iterator[SampleBatch]):
                 return None
             self._tell_loss()
             try:
-                lease = self._repeated(self._streams.lease)
+                lease = self._repeated(self._leased)
             except Busy:  # the job is being saved or restored
                 self._lock.wait(_POLL_SECONDS)
                 return None
@@ -302,6 +302,12 @@ class LeasedSamples(Iterator[SampleBatch]):
         if self._renewal is not None and self._renewal.can_lease and self._applying is None:
             self._lease_more()
         return self._renewal
+
+    def _leased(self) -> StreamLease:
+        """A lease; where all is done it orders no restore, for the tables of a job that has ended may be gone."""
+        at = self._streams.cursors()
+        is_done = bool(at) and self._reader.is_done(min(epoch for epoch, _ in at.values()), lambda: at)
+        return self._streams.lease(orders_restore=not is_done)
 
     def _pause(self, renewal: StreamRenewal) -> None:
         """Wait, as a snapshot is due, for the commits of all handed-out batches, then release everything."""

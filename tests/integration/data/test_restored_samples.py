@@ -26,6 +26,7 @@ class Roles:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.root, self._stack = folder / "snapshots", stack
         settings = {"listen": "127.0.0.1:0", "num_shards": 1, "data": str(folder / "state"), "lease_seconds": 30.0}
+        settings["stream_lease_seconds"] = 6.0
         self.address = stack.enter_context(gt.ops.Role("scheduler", **settings)).address
         self.listen = "127.0.0.1:0"
         self.start_shard()
@@ -172,3 +173,14 @@ def test_snapshots_that_are_away_for_a_moment_are_not_given_up(roles: Roles, tmp
             for batch in batches:
                 batches.apply(batch, lambda ids=batch["id"]: count(table, ids))
         assert np.all(table.pull(np.arange(COUNT)) == 1)
+
+
+def test_a_worker_that_comes_when_all_is_done_has_nothing_to_do(roles: Roles) -> None:
+    with gt.connect(roles.address) as cluster, gt.connect(roles.address) as late:
+        table = counts(cluster, "t")
+        with roles.samples.shared(cluster, "job", worker="w", epochs=1, restore=roles.order("t")) as batches:
+            for batch in batches:
+                batches.apply(batch, lambda ids=batch["id"]: count(table, ids))
+        cluster.drop_table("t")  # what has become of the job is elsewhere
+        with roles.samples.shared(late, "job", worker="v", epochs=1, restore=roles.order("t")) as batches:
+            assert not list(batches)
