@@ -26,7 +26,7 @@ from geartrain.ams.programs.models import hosted_models
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import place
 from geartrain.ams.values.config import ClientConfig
-from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.errors import ConfigError, TableNotFound
 from geartrain.ams.values.text import counted
 from geartrain.bridge.head.backends.registry import ROW_BACKENDS
 from geartrain.workers.job.folder import (
@@ -55,6 +55,8 @@ from geartrain.workers.job.state import JobProgress, JobState, newest_snapshot, 
 from geartrain.workers.job.trainer import Attempt, Trainer
 
 _CLOCKS_DIFFER_SECONDS = 5.0
+_TRIES = 5
+"""To join a job, which may go back to its snapshot meanwhile."""
 CHANGEABLE = ("snapshots", "kafka", "rows", "dtype")
 """Recipe keys that may change when a run is resumed."""
 
@@ -109,7 +111,7 @@ def _join(trainer_class: type[Trainer], options: JobOptions, console: Console, s
             ranks=JobRanks(),
             console=console,
         )
-        trainer = trainer_class(attempt, data)  # type: ignore[call-arg]
+        trainer = _joined_trainer(trainer_class, attempt, data)
         attempt.print_line(f"Joined {run.job}")
         with stop.in_order(cluster):
             try:
@@ -120,6 +122,18 @@ def _join(trainer_class: type[Trainer], options: JobOptions, console: Console, s
             f"{'Ended' if finished else 'Left'} after {counted(trainer.progress.step, 'step')} of this worker"
         )
     return JobResult(finished, None, trainer.progress.step)
+
+
+def _joined_trainer(trainer_class: type[Trainer], attempt: Attempt, data: Any) -> Trainer:
+    """The trainer of a worker that joins. Tables that are lost or restored while it opens them are waited for."""
+    assert attempt.cluster is not None
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            return trainer_class(attempt, data)  # type: ignore[call-arg]
+        except (*LOST, TableNotFound):
+            if not (tries_left and trainer_class.is_kept(attempt.options, attempt.cluster, attempt.progress.table)):
+                raise
+    raise AssertionError("the last try has returned or raised")
 
 
 def _with_its_run(
