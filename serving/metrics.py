@@ -53,7 +53,7 @@ FAMILIES = {
 
 
 FOLLOWED: dict[str, tuple[Literal["counter", "gauge"], str]] = {
-    "seconds_behind": ("gauge", "Since a snapshot of the training that is not served was first seen."),
+    "seconds_behind": ("gauge", "For so long, at most, there has been a snapshot of the training that is not served."),
     "steps_behind": ("gauge", "Steps of the training since what is served."),
     "age_seconds": ("gauge", "Since the moment of the training that is served."),
     "versions": ("counter", "Versions taken of the training."),

@@ -59,7 +59,9 @@ class Follower:
         self._passed_over = ""
         """Newest snapshot when older ones were tried, or why the training could not be read."""
         self._newer_since: float | None = None
-        """Time when a snapshot that is not served was first seen."""
+        """Earliest time at which a snapshot that is not served may have come; None: there is none."""
+        self._polled_at: float | None = None
+        """Time when the last poll began."""
         self._progress: Progress | None = None
         self._state = "waiting"
         self._error = ""
@@ -102,12 +104,14 @@ class Follower:
 
     def poll(self) -> bool:
         """Poll once; return whether a version became current. For the thread, and for tests."""
+        began = self._clock()
         try:
             newest, progress = self._training.newest(), self._training.progress()
         except (GeartrainError, OSError) as exc:
             self._failed(f"the training cannot be looked at: {exc}")
             return self._served is None and self._load_older(str(exc))
         held_at = self._held_at()
+        polled_before, self._polled_at = self._polled_at, began
         with self._lock:
             self._newest, self._progress, self._shown = newest, progress, self._served
             if held_at is not None:
@@ -121,7 +125,8 @@ class Follower:
                     if self._served is not None:
                         self._error = "there is no snapshot any more; what was served is served on"
             elif self._newer_since is None:
-                self._newer_since = self._clock()
+                # It came after the last poll, perhaps while the version of that one was written.
+                self._newer_since = began if polled_before is None else polled_before
             if held_at is not None:
                 self._state = "held"
         if newest is None or held_at is not None or _is_of(newest, self._served):
@@ -182,8 +187,9 @@ class Follower:
                 is_nice = True
                 with suppress(OSError):  # answers have priority
                     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+            is_newer = False
             try:
-                self.poll()
+                is_newer = self.poll()
                 self._tell(self.facts)
             except Exception:  # nobody would see a follower whose thread ended
                 logger.exception("following failed")
@@ -193,7 +199,8 @@ class Follower:
             if seconds > _SLOW_SECONDS and now - told > _SLOW_SECONDS and facts["state"] != "held":
                 told = now
                 logger.warning("what is served is %.0f s and %d steps behind", seconds, facts["steps_behind"])
-            self._ending.wait(self._every * min(1 + self._in_row, _SELDOM))
+            if not is_newer:  # while it was written another may have come
+                self._ending.wait(self._every * min(1 + self._in_row, _SELDOM))
 
 
 def _moment(found: Snapshot | ExportedModel) -> tuple[int, str]:

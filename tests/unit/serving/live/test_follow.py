@@ -238,6 +238,26 @@ def test_after_a_rollback_nothing_newer_is_served_and_it_says_how_far_behind_it_
     assert trained.follower.facts["seconds_behind"] == 0
 
 
+def test_a_snapshot_that_comes_while_a_version_is_written_waits_since_then(trained: Trained) -> None:
+    trained.step(1)
+    trained.follower.poll()
+    trained.step(2)
+    write = trained.versions.write
+
+    def slowly(*arguments: Any) -> Any:
+        version = write(*arguments)
+        trained.now += 20
+        trained.versions.write = write  # type: ignore[method-assign]
+        trained.step(3)
+        return version
+
+    trained.versions.write = slowly  # type: ignore[method-assign]
+    assert trained.follower.poll()
+    trained.held_at = 2  # nobody takes it yet
+    trained.follower.poll()
+    assert trained.follower.facts["seconds_behind"] == 20
+
+
 def test_a_training_that_went_back_is_served_under_higher_numbers(trained: Trained, tmp_path: Path) -> None:
     versions_of = LiveVersions(tmp_path / "out")
     trained.step(9)
