@@ -100,7 +100,7 @@ class BatchesInMemory(ClickBatches):
     """Those of samples that are all in memory."""
 
     def __init__(self, samples: ClickSamples, recipe: CtrRecipe, design: Design) -> None:
-        self._design = design
+        self._design, self._negatives = design, recipe.negatives
         self._trained, held_out = split(
             samples,
             recipe.split,
@@ -109,9 +109,6 @@ class BatchesInMemory(ClickBatches):
             fresh=recipe.fresh,
             validation=recipe.validation,
         )
-        if recipe.negatives < 1:
-            ids = (*self._trained.fields.values(), np.arange(len(self._trained.clicks)))
-            self._trained = self._trained.subset(learned_from(ids, self._trained.clicks, recipe.negatives))
         self._validated, self._tested = part_validation(held_out, recipe.seed)
         self.num_trained, self.num_validated, self.num_tested = map(len, (self._trained, self._validated, self._tested))
         self._order = JointOrder(self.num_trained, recipe.batch_size, recipe.seed)
@@ -122,7 +119,12 @@ class BatchesInMemory(ClickBatches):
 
     def trained(self, step: int) -> ClickBatch:
         """See ClickBatches."""
-        return _batch(self._design, self._trained, self._order.indices(step).numpy())
+        indices = self._order.indices(step).numpy()
+        if self._negatives < 1:  # the place in the order makes it another choice in each epoch
+            places = step * len(indices) + np.arange(len(indices))
+            columns = (*(ids[indices] for ids in self._trained.fields.values()), places)
+            indices = indices[learned_from(columns, self._trained.clicks[indices], self._negatives)]
+        return _batch(self._design, self._trained, indices)
 
     def validated(self) -> Iterator[ClickBatch]:
         """See ClickBatches."""

@@ -48,13 +48,16 @@ def auc(scores: npt.ArrayLike, clicks: npt.ArrayLike) -> float:
     return grouped_auc(scores, clicks, np.zeros(np.shape(clicks), np.int64))
 
 
-def grouped_auc(scores: npt.ArrayLike, clicks: npt.ArrayLike, groups: Ids) -> float:
+def grouped_auc(
+    scores: npt.ArrayLike, clicks: npt.ArrayLike, groups: Ids, weights: npt.ArrayLike | None = None
+) -> float:
     """The mean of the AUC of each group, such as a user, weighted by its samples (GAUC: Zhu et al. 2017, "Optimized
     Cost per Click in Taobao Display Advertising", section 4.1). Groups that were all clicked, or not at all, have none
-    and count nothing; NaN if all are such.
+    and count nothing; NaN if all are such. A sample stands for ``weights`` of its kind in its group (None: for itself).
     """
     scores_N, clicked_N = np.asarray(scores, np.float64), np.asarray(clicks) > 0
     _, group_N, size_G = np.unique(groups, return_inverse=True, return_counts=True)
+    weight_G = size_G if weights is None else np.bincount(group_N, weights)
     order = np.lexsort((scores_N, group_N))
     scores_N, clicked_N, group_N = scores_N[order], clicked_N[order], group_N[order]
     is_first = np.append(True, (np.diff(group_N) != 0) | (np.diff(scores_N) != 0))[: len(group_N)]
@@ -68,7 +71,7 @@ def grouped_auc(scores: npt.ArrayLike, clicks: npt.ArrayLike, groups: Ids) -> fl
     has_pairs = pairs_G > 0
     if not has_pairs.any():
         return float("nan")
-    return float(np.average(above_G[has_pairs] / pairs_G[has_pairs], weights=size_G[has_pairs]))
+    return float(np.average(above_G[has_pairs] / pairs_G[has_pairs], weights=weight_G[has_pairs]))
 
 
 def log_loss(probabilities: npt.ArrayLike, clicks: npt.ArrayLike, weights: Floats | None = None) -> float:
@@ -105,8 +108,8 @@ def measured(scores: Scores, negatives: float = 1.0) -> dict[str, Any]:
     Where only a part of the samples without a click are among them, ``negatives``, each stands for 1 / part.
     """
     probabilities, clicks, users = scores
-    by_user = float("nan") if users is None else grouped_auc(probabilities, clicks, users)
     weights = np.where(clicks > 0, 1.0, 1 / negatives)
+    by_user = float("nan") if users is None else grouped_auc(probabilities, clicks, users, weights)
     rate, mean = (float(np.average(of, weights=weights)) for of in (clicks, probabilities))
     return {
         "auc": auc(probabilities, clicks),

@@ -14,6 +14,7 @@ from rich.console import Console
 from geartrain.ams.values.errors import ConfigError
 from geartrain.bridge.embedding.levels import Nodes
 from geartrain.workers import jobs
+from geartrain.workers.ctr.batches import BatchesInMemory
 from geartrain.workers.ctr.designs import Design, SampleLayout, layout_of
 from geartrain.workers.ctr.export import NETWORK, export_clicks
 from geartrain.workers.ctr.metrics import LatestScores, Scores, measured
@@ -92,6 +93,25 @@ def test_the_same_samples_are_learned_from_whoever_reads_them_and_all_clicked_on
     assert len(seen[0] ^ seen[1]) < 60  # the ends of the epoch, which batches of 300 do not reach
 
 
+def test_an_epoch_in_memory_learns_from_others_and_the_same_run_from_the_same(tmp_path: Path) -> None:
+    recipe = CtrRecipe(**{**SMALL, "negatives": 0.3})
+    own = OwnSamples(written(tmp_path, 5000), times=False)
+    samples = StreamedBatches(own, recipe, Design(recipe, layout_of(own))).some()
+
+    def learned(epoch: int) -> set[int]:
+        batches = BatchesInMemory(samples, recipe, Design(recipe, layout_of(samples)))
+        steps = batches.num_trained // 250
+        found = [batches.trained(step) for step in range(epoch * steps, (epoch + 1) * steps)]
+        clicked = sum(int(batch.clicks.sum()) for batch in found)
+        others = {int(at) for batch in found for at in np.asarray(batch.ids["at"])[batch.clicks.numpy() == 0]}
+        assert len(others) == pytest.approx(0.3 * (steps * 250 - clicked), rel=0.15)
+        return others
+
+    first, second = learned(0), learned(1)
+    assert learned(0) == first
+    assert len(first & second) == pytest.approx(0.3 * len(second), rel=0.3)  # 1 if nothing was drawn anew
+
+
 def test_of_a_batch_without_clicks_one_sample_stays() -> None:
     ids = np.arange(20)
     assert len(learned_from([ids], np.zeros(20, np.float32), 1e-9)) == 1
@@ -153,3 +173,11 @@ def test_the_calibration_of_a_part_of_the_samples_is_that_of_all() -> None:
     kept = (clicks > 0) | (random.random(len(rates)) < 0.1)
     found = measured(Scores(rates[kept], clicks[kept], None), 0.1)["calibration"]
     assert [part["clicked"] for part in found] == pytest.approx([part["predicted"] for part in found], rel=0.1)
+
+
+def test_the_auc_by_user_of_a_part_of_the_samples_weighs_users_by_all_of_theirs() -> None:
+    # a user with two clicked samples and one other, AUC 1, and one with one of each, AUC 0: 5 samples, or 12 + 11
+    users, clicks = np.array([1, 1, 1, 2, 2]), np.array([1.0, 1.0, 0.0, 1.0, 0.0])
+    scores = Scores(np.array([0.9, 0.8, 0.1, 0.1, 0.9]), clicks, users)
+    assert measured(scores)["grouped_auc"] == pytest.approx(3 / 5)
+    assert measured(scores, 0.1)["grouped_auc"] == pytest.approx(12 / 23)
