@@ -82,7 +82,7 @@ def all_faults() -> list[Fault]:
         Fault(name="kills", unit="kills", target=10_000, share=0.35, run=kills),
         Fault(name="failpoints", unit="runs", target=5 * len(PLACES), share=0.15, run=failpoints),
         Fault(name="jobs", unit="deaths", target=500, share=0.15, run=run_two_jobs),
-        Fault(name="clicks", unit="disturbances", target=500, share=0.15, run=run_clicks, timeout_seconds=600),
+        Fault(name="clicks", unit="disturbances", target=500, share=0.15, run=run_clicks, timeout_seconds=1200),
         Fault(name="stops", unit="stops", target=20, share=0.05, run=stops),
         Fault(name="shared", unit="pushes", target=5_000, share=0.1, run=counted(attacks.shared_memory, pushes=100)),
         # Connections last longer than in ``make test``: fewer faults for a push, more pushes in the time.

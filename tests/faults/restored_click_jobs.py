@@ -29,7 +29,7 @@ EPOCHS, SHARDS = 2, 2
 ROLES = ("worker", "shard", "scheduler", "members")
 """What is killed; "members": nobody is, but workers join and leave."""
 MODES = ("async", "ssp:4")
-_RANDOM_COUNT, _RANDOM_BATCH = 20_000, 200
+_RANDOM_COUNT, _RANDOM_BATCH = 20_000, 250
 """Of a random run: it lasts for seconds, and its AUC is settled."""
 _MOST_AUC = 0.002
 """By which it may differ from the same run undisturbed."""
@@ -106,7 +106,7 @@ def work(
         patience=0,
         mode=mode,
         features={"at": FeatureSettings(admission=1000.0)},  # a number of a sample, which nothing is learned of
-        snapshots=SnapshotSettings(minutes=0.02),
+        snapshots=SnapshotSettings(minutes=0.03),
     )
     out = data.parent / "run"
     options = JobOptions(
@@ -193,7 +193,7 @@ def _disturb(job: ClickJob, role: str, chance: random.Random) -> None:
     for member in range(chance.randint(1, 3) if role == "members" else 1):
         if member:
             joined = job.started(joins=True)
-        job.await_batch(joined, chance.randrange(1, 40))
+        job.await_batch(joined, chance.randrange(1, 30))
         time.sleep(chance.uniform(0, 0.1))  # where in a step, a snapshot, a commit
         if role == "members":
             os.kill(joined.pid, chance.choice((signal.SIGTERM, signal.SIGINT)))
