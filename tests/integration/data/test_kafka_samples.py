@@ -348,3 +348,33 @@ def test_impressions_wait_for_their_clicks_and_come_once_whoever_reads_them(mock
                     found += zip(batch["impression"].tolist(), batch["click"].tolist(), strict=True)
     clicked = {id_ - 10 for id_ in range(20, 200, 5)}
     assert sorted(found) == [(id_, float(id_ in clicked)) for id_ in range(200)]
+
+
+def test_a_message_with_a_time_that_is_no_number_is_named_or_passed_over(mock: Callable[..., Mock]) -> None:
+    broker = mock(1)
+    for times in ([0.0, 1.0], [2.0, float("nan")], [3.0, 40.0]):
+        table = pa.table({"impression": [int(times[0]), int(times[0]) + 10], "time": times, "click": [0.0, 0.0]})
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+        broker.send(sink.getvalue().to_pybytes())
+    settings: dict[str, Any] = {
+        "schema": {"impression": "int64", "time": "float64", "click": "float32"},
+        "format": "arrow",
+        "hash_strings": False,
+        "batch_size": 10,
+        "until": "now",
+        "late_labels": gt.LateLabels(window_seconds=5),
+    }
+    with gt.local() as cluster:
+        named = r"partition 0, offset 1, row 1: 'time' is nan"
+        with broker.samples(**settings).shared(cluster, "named", worker="a") as batches:
+            for _ in range(2):
+                with pytest.raises(gt.errors.SourceDamaged, match=named):
+                    next(batches)
+        found: list[int] = []
+        with broker.samples(**settings, skip_damaged=True).shared(cluster, "passed", worker="a") as batches:
+            for batch in batches:
+                batches.commit(batch)
+                found += batch["impression"].tolist()
+    assert sorted(found) == [0, 3, 10, 13]

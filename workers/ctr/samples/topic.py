@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from geartrain.ams.values.errors import ConfigError, InvalidArgument, SourceDamaged
+from geartrain.ams.values.errors import ConfigError, InvalidArgument
 from geartrain.ams.values.text import quoted
 from geartrain.workers.ctr.samples.click_samples import PADDING, ClickSamples
 from geartrain.workers.ctr.samples.kinds import BOOLEAN, ID_OF_MISSING, INTEGER, TEXT, FieldKind
@@ -74,10 +74,6 @@ class TopicSamples:
                 kind = self.kinds.get(name)
                 if kind is not None and kind.item == BOOLEAN:
                     table = table.set_column(at, name, ids_of_booleans(table.column(name), missing=PADDING))
-                if name == TIME and kind is None:
-                    bad = np.flatnonzero(~np.isfinite(table.column(name).to_numpy().astype(np.float64)))
-                    if len(bad):
-                        raise SourceDamaged(f"{name_row(int(bad[0]))}: time is no finite number")
                 if name in (TIME, IMPRESSION) and kind is None:
                     continue
                 require_values(name, kind, tensors_of_column(table.column(name)), name_row)

@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.json
 
@@ -141,6 +142,8 @@ class MessageTables:
         self._topic, self._plan, self._format = topic, plan, form
         self.finish: Callable[[Any, NameRow], Any] = lambda table, _: table
         """Processes every table at the end, and can name its rows. Raises SourceError."""
+        self.time: str | None = None
+        """Column of the times by which late labels are joined, which must be finite."""
 
     def rows(self, partition: int, offset: int, content: bytes | None) -> MessageRows:
         """Return all rows of a message. Raises SourceDamaged."""
@@ -191,7 +194,13 @@ class MessageTables:
                 row -= part.size
             return f"topic {self._topic!r}"
 
-        return self.finish(self._plan.apply(self._format.table(rows), name_row), name_row)
+        table = self._plan.apply(self._format.table(rows), name_row)
+        if self.time in table.column_names:
+            times = table.column(self.time).to_numpy().astype(np.float64)
+            if len(bad := np.flatnonzero(~np.isfinite(times))):
+                row = f"{name_row(int(bad[0]))}: {self.time!r} is {times[bad[0]]}"
+                raise SourceDamaged(f"{row}; labels that come late need finite times")
+        return self.finish(table, name_row)
 
     def _name(self, partition: int, offset: int) -> str:
         return f"topic {self._topic!r}, partition {partition}, offset {offset}"

@@ -103,6 +103,7 @@ class KafkaSamples:
         self._max_wait_seconds = None if max_wait_seconds is None else real_number("max_wait_seconds", max_wait_seconds)
         self._skip_damaged = boolean("skip_damaged", skip_damaged)
         self._finish, self._late_labels = finisher(dedup), late_labels
+        self.tables.time = None if late_labels is None else late_labels.time
         timeout = real_number("timeout_seconds", timeout_seconds)
         if not timeout > 0:
             raise InvalidArgument(f"timeout_seconds is {timeout_seconds}; it must be above 0")
