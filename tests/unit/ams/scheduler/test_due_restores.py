@@ -66,7 +66,7 @@ def test_a_commit_that_was_under_way_during_the_restore_is_refused() -> None:
     before = job.lease("w").lease_number
     assert job.lease("w").lease_number == before  # the same lease, asked for again
     job.streams.set_due("a", "restore")
-    job.streams.put_back("a", SAVED)
+    job.streams.restore_cursors("a", SAVED)
     job.restart()
     now = job.lease("w").lease_number
     job.restart()
