@@ -190,13 +190,18 @@ def _disturb(job: ClickJob, role: str, chance: random.Random) -> None:
     joined = job.started(joins=True)
     if not role:
         return
-    for member in range(chance.randint(1, 3) if role == "members" else 1):
-        if member:
-            joined = job.started(joins=True)
-        job.await_batch(joined, chance.randrange(1, 30))
-        time.sleep(chance.uniform(0, 0.1))  # where in a step, a snapshot, a commit
-        if role == "members":
-            os.kill(joined.pid, chance.choice((signal.SIGTERM, signal.SIGINT)))
+    if role == "members":
+        members = [joined]
+        for _ in range(chance.randint(0, 2)):
+            time.sleep(chance.uniform(0, 0.5))
+            members.append(job.started(joins=True))
+        for member in members:
+            job.await_batch(member, chance.randrange(1, 12))
+            if member.process.is_alive():  # else it has seen the end of the run
+                os.kill(member.pid, chance.choice((signal.SIGTERM, signal.SIGINT)))
+        return
+    job.await_batch(joined, chance.randrange(1, 30))
+    time.sleep(chance.uniform(0, 0.1))  # where in a step, a snapshot, a commit
     if role == "worker" and chance.random() < 0.5:
         joined.process.kill()
     elif role == "worker":
