@@ -5,8 +5,8 @@ Shapes: B samples, N nodes of a level. The idea is from XDL, section 4.1 (sample
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -118,6 +118,51 @@ def per_level(module: Callable[..., Any], batch: Any, level: str, *inputs: Any, 
     return pytree.tree_map_only(Tensor, nodes[level].expand, result)
 
 
+class LevelPart(NamedTuple):
+    """The vectors of all fields of one level."""
+
+    names: Sequence[str]
+    """Of the fields."""
+    vectors: Tensor
+    """[N, W], those of the fields side by side."""
+    nodes: Nodes | None
+    """None: each sample has its own."""
+
+    def expand(self, values: Tensor) -> Tensor:
+        """Return each sample's value [B, ...] of those of the level [N, ...]."""
+        return values if self.nodes is None else self.nodes.expand(values)
+
+
+def level_parts(vectors: Mapping[str, Tensor], names: Iterable[str], batch: Any) -> list[LevelPart]:
+    """Return the vectors of the fields ``names`` by level, those that each sample has of its own last."""
+    by_level: dict[str | None, list[str]] = {}
+    for name in names:
+        by_level.setdefault(getattr(batch, "level_of", {}).get(name), []).append(name)
+    return [
+        LevelPart(own, torch.cat([vectors[name] for name in own], dim=1), None if level is None else batch.nodes[level])
+        for level, own in sorted(by_level.items(), key=lambda item: item[0] is None)
+    ]
+
+
+def linear_by_level(
+    parts: Sequence[LevelPart], widths: Mapping[str, int], weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Return [B, O], what a linear layer makes of the vectors of the fields ``widths``, which ``parts`` are of.
+
+    ``weight`` is [O, W], its columns in the order of ``widths``; ``bias`` is [O].
+    """
+    columns = dict(zip(widths, torch.split(weight, list(widths.values()), dim=1), strict=True))
+    total: Tensor | None = None
+    for part in parts:
+        of_part = torch.cat([columns[name] for name in part.names], dim=1)
+        if part.nodes is None and total is not None:
+            return torch.addmm(total, part.vectors, of_part.t())
+        own, bias = part.expand(nn.functional.linear(part.vectors, of_part, bias)), None
+        total = own if total is None else total + own
+    assert total is not None
+    return total
+
+
 class LevelLinear(nn.Module):
     """A linear layer over the concatenated vectors of fields, computed level by level.
 
@@ -143,22 +188,7 @@ class LevelLinear(nn.Module):
         missing = [name for name in self.widths if name not in vectors]
         if missing:
             raise InvalidArgument(f"there are no vectors of field {missing[0]!r}; there are {', '.join(vectors)}")
-        parts = dict(zip(self.widths, torch.split(self.weight, list(self.widths.values()), dim=1), strict=True))
-        by_level: dict[str | None, list[str]] = {}
-        for name in self.widths:
-            by_level.setdefault(getattr(batch, "level_of", {}).get(name), []).append(name)
-        total: Tensor | None = None
-        bias: Tensor | None = self.bias
-        for level in sorted(by_level, key=lambda one: one is None):  # samples last: their total exists by then
-            weight = torch.cat([parts[name] for name in by_level[level]], dim=1)
-            inputs = torch.cat([vectors[name] for name in by_level[level]], dim=1)
-            if level is None and total is not None:
-                return torch.addmm(total, inputs, weight.t())
-            own, bias = nn.functional.linear(inputs, weight, bias), None
-            own = own if level is None else batch.nodes[level].expand(own)
-            total = own if total is None else total + own
-        assert total is not None
-        return total
+        return linear_by_level(level_parts(vectors, self.widths, batch), self.widths, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         """Return the fields and widths, for print()."""

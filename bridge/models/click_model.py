@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -23,12 +24,16 @@ class ClickModel(nn.Module, ABC):
     learned_logits: Tensor | None = None
     """Those [B] of the newest batch learned from, without the shift and as they were before it."""
 
-    def forward(self, vectors: Mapping[str, Tensor], clicks: Tensor | None = None) -> Tensor:
+    per_node: ClassVar[bool] = False
+    """Whether it takes vectors of nodes that samples share, as of a group with ``per_node=True``, and their batch."""
+
+    def forward(self, vectors: Mapping[str, Tensor], clicks: Tensor | None = None, batch: Any = None) -> Tensor:
         """Look at the vectors of a batch.
 
         Args:
             vectors: Of each field, float [B, dim]; of sequences as the model says.
             clicks: [B], 0 or 1, of the samples to learn from.
+            batch: Has the levels that vectors are by node of, if there are some; for models that are :attr:`per_node`.
 
         Returns:
             Without ``clicks`` the logits [B]; with them the loss (0-dim) to go backward from.
@@ -36,7 +41,10 @@ class ClickModel(nn.Module, ABC):
         Raises:
             InvalidArgument: A field is missing or has another shape; it is named.
         """
-        return self.logits(vectors) + self.log_odds_shift if clicks is None else self.loss(vectors, clicks)
+        if batch is None:
+            return self.logits(vectors) + self.log_odds_shift if clicks is None else self.loss(vectors, clicks)
+        logits = self.logits(vectors, batch)  # type: ignore[call-arg]
+        return logits + self.log_odds_shift if clicks is None else self.log_loss(logits, clicks)
 
     @abstractmethod
     def logits(self, vectors: Mapping[str, Tensor]) -> Tensor:

@@ -6,13 +6,16 @@ Legend: B samples, F embedded fields, D their width.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import add
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.models.click_model import ClickModel
-from geartrain.bridge.models.inputs import FieldVectors, tower
+from geartrain.bridge.models.inputs import FieldVectors, LevelTower
 
 
 class DeepFM(ClickModel):
@@ -28,8 +31,10 @@ class DeepFM(ClickModel):
         logit = b + Σ_i w_i + Σ_{i<j} <v_i, v_j> + MLP(v_1, …, v_F)
 
     The pairs are computed as ½ Σ_D ((Σ_i v_i)² - Σ_i v_i²), in O(F·D). Source: Guo et al., "DeepFM" (2017),
-    section 2.1.
+    section 2.1. Of nodes that samples share, sums and the first layer are computed once a node.
     """
+
+    per_node = True
 
     def __init__(self, dims: Mapping[str, int], hidden: Sequence[int] = (64, 32), *, dropout: float = 0.0) -> None:
         """Make the dense part; the embeddings are those of the fields.
@@ -49,14 +54,16 @@ class DeepFM(ClickModel):
                 f"the fields of DeepFM have dims {dict(dims)}; those wider than 1 must be equal, since their products "
                 "are summed"
             )
-        self.deep = tower(sum(self._fields.widths), hidden, dropout)
+        self.deep = LevelTower(self._fields.embedded_dims, hidden, dropout)
         self.bias = nn.Parameter(torch.zeros(()))
 
-    def logits(self, vectors: Mapping[str, Tensor]) -> Tensor:
-        """Logits [B] of the vectors [B, dim] of each field. Raises InvalidArgument that names a field that is wrong."""
-        first_order_B, embedded = self._fields.split(vectors)
-        both_BFD = torch.stack(embedded, dim=1)
-        pairs_B = (both_BFD.sum(1).square() - both_BFD.square().sum(1)).sum(1) / 2
-        deep_B = self.deep(both_BFD.flatten(1)).squeeze(1)
+    def logits(self, vectors: Mapping[str, Tensor], batch: Any = None) -> Tensor:
+        """Logits [B] of the vectors [N, dim] of each field. Raises InvalidArgument that names a field that is wrong."""
+        first_order_B, embedded = self._fields.by_level(vectors, batch)
+        dim = self._fields.widths[0]
+        sums_BD = reduce(add, (part.expand(part.vectors.view(len(part.vectors), -1, dim).sum(1)) for part in embedded))
+        squares_B = reduce(add, (part.expand(part.vectors.square().sum(1)) for part in embedded))
+        pairs_B = (sums_BD.square().sum(1) - squares_B) / 2
+        deep_B = self.deep(embedded).squeeze(1)
         logits_B: Tensor = self.bias + first_order_B + pairs_B + deep_B
         return logits_B

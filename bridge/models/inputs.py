@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.text import quoted
+from geartrain.bridge.embedding.levels import LevelPart, level_parts, linear_by_level
 from geartrain.bridge.models.activations import ActivationName, activation_of
 
 
@@ -30,8 +32,8 @@ class FieldVectors:
                 raise InvalidArgument(f"{model} has no dim of field {name!r}; dims are {given}")
         self._dims = {name: dim for name, dim in given.items() if name not in set(sequences)}
         self.first_order = [name for name, dim in self._dims.items() if dim == 1]
-        self.embedded = [name for name, dim in self._dims.items() if dim > 1]
-        self.widths = [self._dims[name] for name in self.embedded]
+        self.embedded_dims = {name: dim for name, dim in self._dims.items() if dim > 1}
+        self.embedded, self.widths = list(self.embedded_dims), list(self.embedded_dims.values())
         if not self.embedded:
             raise InvalidArgument(f"{model} has no field wider than 1 among {self._dims}; give one: {{'user': 16}}")
 
@@ -40,6 +42,20 @@ class FieldVectors:
 
         Raises InvalidArgument that names a field that is missing or has another shape; others are left alone.
         """
+        self._require(vectors)
+        embedded = [vectors[name] for name in self.embedded]
+        if not self.first_order:
+            return embedded[0].new_zeros(embedded[0].shape[0]), embedded
+        return torch.stack([vectors[name].squeeze(1) for name in self.first_order]).sum(0), embedded
+
+    def by_level(self, vectors: Mapping[str, Tensor], batch: Any) -> tuple[Tensor, list[LevelPart]]:
+        """As :meth:`split`, of vectors [N, D] of the nodes of ``batch``: the sum [B], and the embeddings by level."""
+        self._require(vectors)
+        embedded = level_parts(vectors, self.embedded, batch)
+        first_order = (part.expand(part.vectors.sum(1)) for part in level_parts(vectors, self.first_order, batch))
+        return sum(first_order, embedded[0].vectors.new_zeros(())), embedded
+
+    def _require(self, vectors: Mapping[str, Tensor]) -> None:
         for name, dim in self._dims.items():
             if name not in vectors:
                 raise InvalidArgument(
@@ -52,10 +68,23 @@ class FieldVectors:
                     f"the vectors of field {name!r} have shape {list(shape)}; {self._model} takes [B, {dim}]: give the "
                     "field that dim and a pooling"
                 )
-        embedded = [vectors[name] for name in self.embedded]
-        if not self.first_order:
-            return embedded[0].new_zeros(embedded[0].shape[0]), embedded
-        return torch.stack([vectors[name].squeeze(1) for name in self.first_order]).sum(0), embedded
+
+
+class LevelTower(nn.Sequential):
+    """A :func:`tower` over fields whose first layer is computed once a node."""
+
+    def __init__(self, widths: Mapping[str, int], hidden: Sequence[int], dropout: float) -> None:
+        """``widths`` of the fields, in the order of the first layer's columns. Raises InvalidArgument."""
+        super().__init__(*tower(sum(widths.values()), hidden, dropout))
+        self.widths = widths
+
+    def forward(self, parts: Sequence[LevelPart]) -> Tensor:
+        """Return [B, 1] of the fields' vectors by level."""
+        first, *rest = self
+        values = linear_by_level(parts, self.widths, first.weight, first.bias)  # type: ignore[arg-type]
+        for layer in rest:
+            values = layer(values)
+        return values
 
 
 def tower(

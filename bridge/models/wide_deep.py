@@ -6,12 +6,13 @@ Legend: B samples.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from geartrain.bridge.models.click_model import ClickModel
-from geartrain.bridge.models.inputs import FieldVectors, tower
+from geartrain.bridge.models.inputs import FieldVectors, LevelTower
 
 
 class WideDeep(ClickModel):
@@ -22,9 +23,13 @@ class WideDeep(ClickModel):
         logit = b + Σ_i w_i + MLP(v_1, …, v_F)
 
     A cross of two fields is a field as any other, whose ids stand for pairs. The paper trains the wide part by FTRL:
-    ``gt.Field("user_x_genre", dim=1, optimizer=gt.FTRL(0.1))``. Source: Cheng et al., "Wide & Deep Learning for
-    Recommender Systems" (2016), section 3.
+    ``gt.Field("user_x_genre", dim=1, optimizer=gt.FTRL(0.1))``. Without fields of width 1 it is the deep network alone.
+    Of nodes that samples share, the first layer is computed once a node.
+
+    Source: Cheng et al., "Wide & Deep Learning for Recommender Systems" (2016), section 3.
     """
+
+    per_node = True
 
     def __init__(self, dims: Mapping[str, int], hidden: Sequence[int] = (64, 32), *, dropout: float = 0.0) -> None:
         """Make the dense part; the weights and embeddings are those of the fields.
@@ -39,11 +44,11 @@ class WideDeep(ClickModel):
         """
         super().__init__()
         self._fields = FieldVectors("WideDeep", dims)
-        self.deep = tower(sum(self._fields.widths), hidden, dropout)
+        self.deep = LevelTower(self._fields.embedded_dims, hidden, dropout)
         self.bias = nn.Parameter(torch.zeros(()))
 
-    def logits(self, vectors: Mapping[str, Tensor]) -> Tensor:
-        """Logits [B] of the vectors [B, dim] of each field. Raises InvalidArgument that names a field that is wrong."""
-        wide_B, embedded = self._fields.split(vectors)
-        logits_B: Tensor = self.bias + wide_B + self.deep(torch.cat(embedded, dim=1)).squeeze(1)
+    def logits(self, vectors: Mapping[str, Tensor], batch: Any = None) -> Tensor:
+        """Logits [B] of the vectors [N, dim] of each field. Raises InvalidArgument that names a field that is wrong."""
+        wide_B, embedded = self._fields.by_level(vectors, batch)
+        logits_B: Tensor = self.bias + wide_B + self.deep(embedded).squeeze(1)
         return logits_B

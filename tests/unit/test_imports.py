@@ -40,7 +40,7 @@ BRIDGE_ROOMS: dict[str, tuple[str, ...]] = {
     "dense": ("rows", "placements", "collectives"),
     "embedding": ("rows", "collectives", "placements", "kernels"),
     "pipeline": ("rows", "embedding"),
-    "models": (),
+    "models": ("embedding",),
     "retrieval": ("embedding", "models"),
     "gear": ("rows", "placements", "dense", "kernels"),
     "placements": ("rows", "collectives", "kernels"),

@@ -128,6 +128,7 @@ def _with_images(recipe: CtrRecipe, layout: SampleLayout, dims: dict[str, int]) 
 _KINDS: Mapping[str, _Kind] = {
     "deepfm": _Kind(network=_plain(DeepFM)),
     "wide_deep": _Kind(network=_plain(WideDeep), crosses=True),
+    "mlp": _Kind(network=_plain(WideDeep), weights=False),
     "dssm": _Kind(network=_two_towers, weights=False),
     "din": _Kind(network=_attentive(DIN), events=True),
     "dien": _Kind(network=_attentive(DIEN), events=True, unrolled=True),
@@ -221,8 +222,8 @@ class Design:
         network.log_odds_shift = math.log(self.recipe.negatives)
         return network
 
-    def fields(self, cluster: Cluster, job: str, *, reuse: bool) -> EmbeddingGroup:
-        """The embeddings, in tables of ``job``."""
+    def fields(self, cluster: Cluster, job: str, *, reuse: bool, per_node: bool) -> EmbeddingGroup:
+        """The embeddings, in tables of ``job``; ``per_node`` is the network's."""
         optimizer = Adam(self.recipe.row_lr, weight_decay=self.recipe.row_weight_decay)
         members = [
             Field(
@@ -240,7 +241,9 @@ class Design:
         kind, _, behind = self.recipe.mode.partition(":")
         mode: Mode = SSP(int(behind)) if kind == "ssp" else "async"
         seed = self.recipe.seed
-        return EmbeddingGroup(cluster, job, members, optimizer=optimizer, seed=seed, reuse=reuse, mode=mode)
+        return EmbeddingGroup(
+            cluster, job, members, optimizer=optimizer, seed=seed, reuse=reuse, mode=mode, per_node=per_node
+        )
 
     def ids(self, samples: ClickSamples, indices: npt.NDArray[np.int64]) -> dict[str, Any]:
         """The ids of the samples at ``indices``, as the embeddings take them."""

@@ -69,8 +69,8 @@ def predict_clicks(run: Path, samples: str, *, cache: Path, say: Say) -> npt.NDA
         batches = _streamed(design, samples)
     with local(num_shards=1) as cluster:
         cluster.restore(snapshot.path)
-        fields = design.fields(cluster, state.progress.table, reuse=True)
         network = design.network()
+        fields = design.fields(cluster, state.progress.table, reuse=True, per_node=network.per_node)
         network.load_state_dict(state.tensors["network"])
         return scored(network, fields, batches)[0]
 

@@ -15,7 +15,7 @@ from geartrain.workers.ctr.samples.settings import FeatureSettings, FileSettings
 from geartrain.workers.job.keys import recipe_of
 from geartrain.workers.job.options import ENDLESS, SnapshotSettings
 
-MODELS = ("deepfm", "wide_deep", "dssm", "din", "dien", "crossmedia")
+MODELS = ("deepfm", "wide_deep", "mlp", "dssm", "din", "dien", "crossmedia")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,7 +143,7 @@ class ClickTrainer(EmbeddingTrainer):
         goes_on, job = attempt.state is not None, attempt.progress.table
         torch.manual_seed(recipe.seed)
         network = design.network()
-        fields = design.fields(attempt.cluster, job, reuse=goes_on)
+        fields = design.fields(attempt.cluster, job, reuse=goes_on, per_node=network.per_node)
         if recipe.shares:
             self.dense = attach(
                 network, attempt.cluster, name=f"{job}/network", optimizer=Adam(recipe.lr), reuse=goes_on
@@ -373,7 +373,9 @@ class ClickTrainer(EmbeddingTrainer):
         batch = self.samples.trained(step)
         with counted_as("pull"):
             vectors = self.fields(batch.ids)
-        loss: Tensor = self.network({**vectors, **batch.images}, batch.clicks)
+        loss: Tensor = self.network(
+            {**vectors, **batch.images}, batch.clicks, batch.ids if self.network.per_node else None
+        )
         if self.recipe.progressive and step * self.recipe.batch_size < self.samples.num_trained:
             logits = self.network.learned_logits
             assert logits is not None
@@ -443,7 +445,8 @@ def scored(
     try:
         with torch.no_grad():
             for batch in batches:
-                found.append(batch.scores(network({**fields(batch.ids), **batch.images}), user))
+                logits = network({**fields(batch.ids), **batch.images}, batch=batch.ids if network.per_node else None)
+                found.append(batch.scores(logits, user))
     finally:
         network.train(was_training)
     return Scores.joined(found)

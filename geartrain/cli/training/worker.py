@@ -57,14 +57,14 @@ CTR = """Train a model that predicts clicks from sparse features, and test it on
     ends early where that gets no better.
 
     Keys of the recipe (--set KEY=VALUE): epochs, patience (looks without a better one, 0: to the end), model (deepfm,
-    wide_deep, dssm, din, dien or crossmedia), split (random, or time: the latest fifth is held out), validation (test
-    on a fifth of the samples to train on, to choose settings by), history (the latest so many samples of the user),
-    fresh (with split=time histories go on through what is held out), features.NAME.KEY of a column of files (kind,
-    hash, dim, pooling, history_of, table, admission, expiry, max_bytes), files.KEY of CSV (names, header, delimiter,
-    list_delimiter), kafka.KEY of a topic (until, start, format, max_wait_seconds, timeout_seconds, skip_damaged), mode
-    (sync, async or ssp:N: with --scheduler further workers --join RUN), window_rows (samples that are mixed), held_out
-    (at most so many), batch_size, dim, dropout, lr, row_lr, row_weight_decay, seed, private (fields of which the model
-    keeps no example), snapshots.steps, ...
+    wide_deep, mlp, dssm, din, dien or crossmedia), split (random, or time: the latest fifth is held out), validation
+    (test on a fifth of the samples to train on, to choose settings by), history (the latest so many samples of the
+    user), fresh (with split=time histories go on through what is held out), features.NAME.KEY of a column of files
+    (kind, hash, dim, pooling, history_of, table, admission, expiry, max_bytes), files.KEY of CSV (names, header,
+    delimiter, list_delimiter), kafka.KEY of a topic (until, start, format, max_wait_seconds, timeout_seconds,
+    skip_damaged), mode (sync, async or ssp:N: with --scheduler further workers --join RUN), window_rows (samples that
+    are mixed), held_out (at most so many), batch_size, dim, dropout, lr, row_lr, row_weight_decay, seed, private
+    (fields of which the model keeps no example), snapshots.steps, ...
     """
 TDM = """Train a tree of items level by level, and measure how much of what users liked later its search finds.
 

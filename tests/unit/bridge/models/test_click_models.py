@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
+from geartrain.bridge.embedding.levels import Nodes
 from geartrain.bridge.models.click_model import ClickModel
+from geartrain.workers.samples.batches import SampleBatch
 
 DIM, ROWS, BATCH = 4, 30, 16
 NAMES = ("user", "item", "genres")
@@ -97,8 +99,22 @@ def test_wide_and_deep_is_a_linear_model_beside_a_network() -> None:
 def test_a_model_without_first_order_weights_has_none() -> None:
     model = gt.models.DeepFM({"user": 2, "item": 2}, ())
     vectors = {"user": torch.tensor([[1.0, 2.0]]), "item": torch.tensor([[3.0, -1.0]])}
-    linear = model.deep(torch.tensor([[1.0, 2.0, 3.0, -1.0]])).squeeze(1)
+    linear = model.deep[0](torch.tensor([[1.0, 2.0, 3.0, -1.0]])).squeeze(1)
     torch.testing.assert_close(model(vectors), linear + 1.0)
+
+
+@pytest.mark.parametrize("kind", [gt.models.DeepFM, gt.models.WideDeep])
+def test_nodes_that_samples_share_are_seen_as_the_samples_of_each(kind: Any) -> None:
+    torch.manual_seed(0)
+    model = kind({"user": 4, "age": 4, "item": 4, "user_bias": 1, "item_bias": 1}, (8,))
+    index = torch.tensor([0, 0, 2, 1, 0])
+    of_nodes = {name: torch.randn(3, 4 - 3 * (name == "user_bias")) for name in ("user", "age", "user_bias")}
+    own = {"item": torch.randn(5, 4), "item_bias": torch.randn(5, 1)}
+    batch = SampleBatch({}, 5, {}, dict.fromkeys(of_nodes, "user"), {"user": Nodes(index, 3)})
+    clicks = torch.tensor([1.0, 0, 0, 1, 0])
+    found = model({**of_nodes, **own}, batch=batch), model({**of_nodes, **own}, clicks, batch)
+    of_samples = {**{name: values[index] for name, values in of_nodes.items()}, **own}
+    torch.testing.assert_close(found, (model(of_samples), model(of_samples, clicks)))
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_a_run_that_diverges_says_where_and_offers_lower_rates(tmp_path: Path, d
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (of("model=deepfn"), "model is 'deepfn'; it must be one of deepfm, wide_deep, dssm, din, dien, crossmedia"),
+        (of("model=deepfn"), "model is 'deepfn'; it must be one of deepfm, wide_deep, mlp, dssm, din, dien, "),
         (of("split=user"), "split is 'user'; it must be one of random, time"),
         (of("dim=1"), "dim is 1; it must be at least 2"),
         (of("dropout=1"), "dropout is 1.0; it must lie in [0, 1)"),
