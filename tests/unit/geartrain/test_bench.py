@@ -127,6 +127,7 @@ NEEDS = {
     "metrics_scheduler": {"prometheus_client"},
     "search": {"faiss"},
     "serve": {*SERVES, "fastapi"},
+    "click_job": {"pyarrow"},
     "serve_clicks": {*SERVES, "fastapi"},
     "serve_live": SERVES,
     "serve_parts": {*SERVES, "fastapi"},
