@@ -95,11 +95,20 @@ class CtrRecipe(EmbeddingRecipe):
     """What is said of columns of samples of one's own, by name; the others are inferred."""
     kafka: KafkaSettings = field(default_factory=KafkaSettings)
     """How a topic is read."""
+    prefetch: int = 0
+    """Batches that are read, and their rows pulled, while the one before them is trained on. It pays where cores are
+    idle or the shards are other machines; 0: none."""
     held_out: int = 160_000
     """Samples of one's own that are held out, at most; a fifth of fewer than five times as many."""
     window_rows: int = 65_536
     """Samples of one's own that are mixed, one window after another."""
-    least: ClassVar[Mapping[str, int]] = {**EmbeddingRecipe.least, "held_out": 1, "window_rows": 1, "progressive": 0}
+    least: ClassVar[Mapping[str, int]] = {
+        **EmbeddingRecipe.least,
+        "held_out": 1,
+        "window_rows": 1,
+        "progressive": 0,
+        "prefetch": 0,
+    }
 
     def __post_init__(self) -> None:
         """Raises ConfigError that names the value."""
@@ -114,6 +123,11 @@ class CtrRecipe(EmbeddingRecipe):
         if self.patience < 0:
             raise ConfigError(f"patience is {self.patience!r}; it must be >= 0")
         super().__post_init__()
+        if self.prefetch and self.shares:
+            raise ConfigError(
+                f"prefetch is {self.prefetch} and mode is {self.mode}, where idle cores take further workers "
+                "(--join RUN): leave prefetch out, or take mode=sync"
+            )
 
     @property
     def history_columns(self) -> dict[str, str]:

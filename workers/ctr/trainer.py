@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from geartrain.ams.values.text import counted
 from geartrain.bridge.dense.dense_table import DenseTable, attach
 from geartrain.bridge.embedding.group import EmbeddingGroup
 from geartrain.bridge.models.click_model import ClickModel
+from geartrain.bridge.pipeline.prefetch import PrefetchRun, prefetch
 from geartrain.bridge.rows.optimizer import RowOptimizer
 from geartrain.bridge.rows.tables import counted_as
 from geartrain.workers.ctr.batches import BatchesInMemory, ClickBatch, ClickBatches
@@ -166,6 +168,9 @@ class ClickTrainer(EmbeddingTrainer):
         self._best = BestLook[dict[str, Any]](itemgetter("auc"), best=self.progress.best)
         self._was_complete = self.progress.is_complete
         self._looked_at = -1
+        self._ahead: PrefetchRun | None = None
+        self._read: deque[ClickBatch] = deque()
+        """What was read ahead, and is not trained on."""
         self._progressive: dict[str, Any] | None = None
         """What was measured of the latest samples before they were learned from."""
 
@@ -366,13 +371,36 @@ class ClickTrainer(EmbeddingTrainer):
 
     def run(self, **settings: Any) -> bool:
         self.network.train()
-        return super().run(**settings)
+        try:
+            return super().run(**settings)
+        finally:
+            if self._ahead is not None:
+                self._ahead.close()
+                self._ahead = None
+
+    def _batch(self, step: int) -> tuple[ClickBatch, Mapping[str, Tensor]]:
+        """The batch of ``step`` and its vectors, which were perhaps read and pulled ahead."""
+        if not self.recipe.prefetch:
+            batch = self.samples.trained(step)
+            with counted_as("pull"):
+                return batch, self.fields(batch.ids)
+        if self._ahead is None:
+            self._read.clear()
+            self._ahead = iter(prefetch(self._ids_from(step), self.fields, depth=self.recipe.prefetch))
+        with counted_as("pull"):
+            _, vectors = next(self._ahead)
+        return self._read.popleft(), vectors
+
+    def _ids_from(self, step: int) -> Iterator[Mapping[str, Any]]:
+        """Those of the batches of the stage from ``step`` on; the batches themselves are kept in order."""
+        for number in range(step, self.progress.last_step):
+            batch = self.samples.trained(number)
+            self._read.append(batch)
+            yield batch.ids
 
     def loss(self, step: int) -> Tensor:
         """The loss of the batch of ``step``."""
-        batch = self.samples.trained(step)
-        with counted_as("pull"):
-            vectors = self.fields(batch.ids)
+        batch, vectors = self._batch(step)
         loss: Tensor = self.network(
             {**vectors, **batch.images}, batch.clicks, batch.ids if self.network.per_node else None
         )
@@ -463,6 +491,8 @@ def _topic_samples(source: str, recipe: CtrRecipe) -> TopicSamples:
         )
     if recipe.shares:
         raise ConfigError(f"mode is {recipe.mode}, and a topic is read by one worker; give files, or mode=sync")
+    if recipe.prefetch:
+        raise ConfigError(f"prefetch is {recipe.prefetch}, and a topic is read as its messages come; leave it out")
     if recipe.validation:
         raise ConfigError("validation is true, and of a topic nothing is held out to choose by; leave it out")
     if recipe.fold:

@@ -57,7 +57,7 @@ from geartrain.workers.job.trainer import Attempt, Trainer
 _CLOCKS_DIFFER_SECONDS = 5.0
 _TRIES = 5
 """To join a job, which may go back to its snapshot meanwhile."""
-CHANGEABLE = ("snapshots", "kafka", "rows", "dtype")
+CHANGEABLE = ("snapshots", "kafka", "rows", "dtype", "prefetch")
 """Recipe keys that may change when a run is resumed."""
 
 

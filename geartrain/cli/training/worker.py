@@ -63,8 +63,8 @@ CTR = """Train a model that predicts clicks from sparse features, and test it on
     (kind, hash, dim, pooling, history_of, table, admission, expiry, max_bytes), files.KEY of CSV (names, header,
     delimiter, list_delimiter), kafka.KEY of a topic (until, start, format, max_wait_seconds, timeout_seconds,
     skip_damaged), mode (sync, async or ssp:N: with --scheduler further workers --join RUN), window_rows (samples that
-    are mixed), held_out (at most so many), batch_size, dim, dropout, lr, row_lr, row_weight_decay, seed, private
-    (fields of which the model keeps no example), snapshots.steps, ...
+    are mixed), prefetch (batches that are read and pulled ahead), held_out (at most so many), batch_size, dim, dropout,
+    lr, row_lr, row_weight_decay, seed, private (fields of which the model keeps no example), snapshots.steps, ...
     """
 TDM = """Train a tree of items level by level, and measure how much of what users liked later its search finds.
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import yaml
 from rich.console import Console
 
 import geartrain as gt
+from geartrain.bridge.pipeline import prefetch
 from geartrain.workers import jobs
 from geartrain.workers.ctr.designs import Design, layout_of
 from geartrain.workers.ctr.recipe import CtrRecipe, recipe_for
@@ -165,6 +167,24 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     assert whole.report["held_out"]["samples"] == 175 and whole.report["held_out"]["auc"] > 0.6
 
 
+def test_a_run_that_reads_and_pulls_ahead_is_the_run_that_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks.secrets, "randbits", lambda _: 7)  # initial values depend on the tables' names
+    place, pulls = written(tmp_path, "trees"), []
+    plain = train(tmp_path / "plain" / "run", place)
+    pulled = prefetch.pull
+    monkeypatch.setattr(prefetch, "pull", lambda rows: (pulls.append(1), pulled(rows)))
+    steps = iter(range(23))
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "interruption", lambda: nullcontext(Told(lambda: next(steps, None) is None)))
+        assert train(tmp_path / "ahead" / "run", place, prefetch=3).step == 23
+    ahead = train(tmp_path / "ahead" / "run", None, {"resume": True, "stated": ("prefetch",)}, prefetch=1)
+    assert plain.report is not None and ahead.report is not None and len(pulls) >= 48
+    assert ahead.step == plain.step and ahead.report["held_out"] == plain.report["held_out"]
+    assert not [thread for thread in threading.enumerate() if "prefetch" in thread.name]
+
+
 def test_features_are_written_down_and_other_samples_are_read_by_them(tmp_path: Path) -> None:
     place, out = written(tmp_path, "parquet"), tmp_path / "run"
     said = ["features.item.dim=4", "features.item.admission=2", "features.at.kind=none", "features.user.expiry=500"]
@@ -224,6 +244,7 @@ def test_fields_may_share_a_table(tmp_path: Path) -> None:
         ("features.usr.dim=4", "features name 'usr', which is no field of"),
         ("features.user.kind=string", "column 'user' of"),
         ("features.user.dim=3", "those wider than 1 must be equal"),
+        ("prefetch=-1", "prefetch is -1; it must be at least 0"),
         ("window_rows=0", "window_rows is 0; it must be at least 1"),
         ("held_out=0", "held_out is 0; it must be at least 1"),
         ("files.delimiter=tab", "files.delimiter is 'tab'; it must be one ASCII character, such as ','"),
@@ -295,3 +316,8 @@ def test_a_run_of_files_of_a_version_that_did_not_stream_them_is_refused_as_such
         train(tmp_path / "run", written(tmp_path, "parquet"))
     with pytest.raises(gt.errors.ConfigError, match="was begun by a version that held other samples of files out"):
         train(tmp_path / "run", None, {"resume": True})
+
+
+def test_batches_are_not_read_ahead_where_several_workers_share_them() -> None:
+    with pytest.raises(gt.errors.ConfigError, match=r"prefetch is 2 and mode is ssp:3, .* leave prefetch out"):
+        CtrRecipe(prefetch=2, mode="ssp:3")
