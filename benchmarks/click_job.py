@@ -1,10 +1,11 @@
-"""``geartrain worker ctr`` over its workers, and against a loop of one's own with the same parts.
+"""``geartrain worker ctr`` against a loop of one's own with the same parts, and over its workers.
 
-XDL's model, samples and batches of sparse_compression.py, read as sample trees; two shards, each a process, have all
-weights, and nobody waits (``mode=async``). A worker is a process of one thread of torch. Samples are those that were
-committed in a while, per second that processors worked on them: in workers, shards and scheduler. Starting is not
-counted; snapshots and looks at a validation do not fall into that while. The loop of one's own is :func:`train`:
-``gt.TreeSamples.shared``, ``gt.EmbeddingGroup``, ``gt.attach``, restores by the scheduler, and the same network.
+XDL's model, samples and batches of sparse_compression.py, read as sample trees; nobody waits (``mode=async``), and two
+shards have all weights. Seconds are those of processors. The loop of one's own is :class:`Loop`; it and the job's
+trainer take turns of steps in one process of one thread of torch, shards included. Over workers everything is a
+process: samples are those that were committed in a while, per second of workers, shards and scheduler, and one worker
+is measured before and after several. Starting is not counted; snapshots and looks at a validation do not fall into
+that while.
 """
 
 from __future__ import annotations
@@ -13,37 +14,40 @@ import contextlib
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
-from _common import result
+from _common import median_seconds, result, threads
 from _repeated_users import FIELDS, REPETITION, write_samples
 from _up import GEARTRAIN, running_cluster
+from rich.console import Console
 from sparse_compression import BATCH, DIM, MODEL
 
 import geartrain as gt
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.values.errors import GeartrainError
 from geartrain.launch.bench import Result
+from geartrain.workers.ctr.recipe import recipe_for
+from geartrain.workers.ctr.trainer import ClickTrainer
 from geartrain.workers.data.streams import NUM_STREAMS
 from geartrain.workers.job.folder import read_run
+from geartrain.workers.job.options import JobOptions
+from geartrain.workers.job.ranks import JobRanks
+from geartrain.workers.job.state import JobProgress
+from geartrain.workers.job.trainer import Attempt
 
-COUNT = 500_000
-WORKERS = (1, 2, 4)
-SHARDS = 2
-ROUNDS, SETTLE_SECONDS, SECONDS = 3, 2.0, 8.0
+COUNT, HELD_OUT = 500_000, 1000
+SHARDS, WORKERS = 2, (2, 4)
+ROUNDS, STEPS = 12, 20
+SETTLE_SECONDS, SECONDS = 2.0, 8.0
 PATIENCE_SECONDS = 120.0
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 LR, HIDDEN = 0.003, [200, 80]
-HELD_OUT = 1000
-RECIPE = {
+RECIPE: dict[str, Any] = {
     "model": "mlp",
     "mode": "async",
     "dim": DIM,
@@ -54,87 +58,133 @@ RECIPE = {
     "patience": 0,
     "held_out": HELD_OUT,
     "row_weight_decay": 0.0,
-    "snapshots.steps": 1_000_000,
-    "snapshots.minutes": 60,
 }
-LOOP = "a loop of one's own"
+CASE = f"{MODEL}, sample trees, user {REPETITION} times, batch {BATCH:,}, {SHARDS} shards, async"
 
 
 def results(full: bool = False) -> Iterator[Result]:
     """The cases of the job; ``full`` takes three times as many turns."""
-    rates: dict[int | str, list[float]] = {case: [] for case in (LOOP, *WORKERS)}
+    with tempfile.TemporaryDirectory() as folder:
+        _, trees = write_samples(Path(folder), COUNT, REPETITION)
+        times = 3 if full else 1
+        loop, job = (1e3 * seconds for seconds in step_seconds(trees, ROUNDS * times))
+        yield result(f"a step of the job, processors, {CASE}", job, "a loop of one's own", loop, "ms", target=0.95)
+        for count, several, one in rates_over_workers(Path(folder), trees, times):
+            case = f"samples a processor second, {count} workers, {CASE}"
+            yield result(case, several, "one worker", one, "samples/CPU s", target=0.9, more_is_better=True)
+
+
+def step_seconds(trees: Path, rounds: int) -> tuple[float, float]:
+    """Seconds of processors of a step with its batch, of the loop and of the job."""
+    with threads(1), gt.local(num_shards=SHARDS) as of_loop, gt.local(num_shards=SHARDS) as of_job:
+        recipe = recipe_for(None, **RECIPE)
+        options = JobOptions(job="ctr", out=trees.with_name("run"), recipe=recipe, data=str(trees))
+        attempt = Attempt(
+            options=options,
+            progress=JobProgress(step=0, stage_start=0, stage_steps=recipe.stage_steps(), table="ctr"),
+            cluster=of_job,
+            ranks=JobRanks(),
+            console=Console(quiet=True),
+        )
+        loop, job = Loop(of_loop, trees), ClickTrainer(attempt, ClickTrainer.load(options, None, attempt.console))
+
+        def run_job(steps: int) -> None:
+            end = job.progress.step + steps
+            job.run(stop=lambda: job.progress.step >= end)
+
+        for run in (loop.run, run_job):
+            run(COUNT // BATCH)  # all rows are there
+        found = median_seconds(
+            [loop.run, run_job], lambda: STEPS, rounds=rounds, calls=1, uncounted=0, clock=time.process_time
+        )
+        return found[0] / STEPS, found[1] / STEPS
+
+
+class Loop:
+    """A loop of one's own over shared samples."""
+
+    def __init__(self, cluster: Cluster, trees: Path) -> None:
+        self._fields = gt.EmbeddingGroup(
+            cluster, "loop", [gt.Field(name, dim=DIM) for name in FIELDS], optimizer=gt.Adam(LR), per_node=True
+        )
+        self._network = gt.models.WideDeep(dict.fromkeys(FIELDS, DIM), HIDDEN)
+        self._dense = gt.attach(self._network, cluster, name="loop/dense", optimizer=gt.Adam(LR))
+        self._rows = gt.RowOptimizer(self._fields)
+        samples = gt.TreeSamples(trees, batch_size=BATCH, seed=0)
+        self._batches = samples.shared(cluster, "loop", worker="own", epochs=None)
+
+    def run(self, steps: int) -> None:
+        """Train for so many steps."""
+        for _ in range(steps):
+            batch = next(self._batches)
+            self._dense.zero_grad()
+            self._rows.zero_grad()
+            self._dense.refresh()
+            self._network(self._fields(batch), batch["click"], batch).backward()
+            self._dense.step()
+            self._rows.step()
+            self._batches.commit(batch)
+
+
+def rates_over_workers(folder: Path, trees: Path, rounds: int) -> Iterator[tuple[int, float, float]]:
+    """Of each number of workers: samples a processor second of theirs, and of one beside them in time."""
+    out = folder / "run"
+    found: dict[int, list[tuple[float, float]]] = {count: [] for count in WORKERS}
+    job = [*GEARTRAIN, "worker", "ctr", "--logger=none"]
+    settings = [f"--set={key}={value}" for key, value in RECIPE.items()] + ["--set=snapshots.minutes=60"]
     with (
-        tempfile.TemporaryDirectory() as folder,
         running_cluster(SHARDS, flags=[f"--data={folder}/cluster"], settings=ONE_THREAD) as up,
+        gt.connect(up["scheduler"]) as cluster,
+        started([*job, f"--data={trees}", f"--out={out}", f"--scheduler={up['scheduler']}", *settings]) as first,
     ):
-        trees = write_samples(Path(folder), COUNT, REPETITION)[1]
-        roles = list(up["pids"].values())
-        with gt.connect(up["scheduler"]) as cluster:
-            for number in range(ROUNDS * (3 if full else 1)):
-                name = f"loop-{number}"
-                with contextlib.ExitStack() as running:
-                    loop = started(running, [sys.executable, __file__, up["scheduler"], str(trees), name])
-                    rates[LOOP].append(rate(cluster, name, COUNT, [loop], roles))
-                with contextlib.ExitStack() as running:
-                    out = Path(folder) / f"run-{number}"
-                    job = [*GEARTRAIN, "worker", "ctr", "--logger=none"]
-                    first = [*job, f"--data={trees}", f"--out={out}", f"--scheduler={up['scheduler']}"]
-                    workers = [started(running, [*first, *settings(RECIPE)])]
-                    wait_for(lambda: (out / "snapshots").exists(), workers)  # noqa: B023
-                    for count in WORKERS:
-                        while len(workers) < count:
-                            workers.append(started(running, [*job, f"--join={out}"]))
-                        rates[count].append(rate(cluster, read_run(out).job, COUNT - HELD_OUT, workers, roles))
-    found = {case: statistics.median(of) for case, of in rates.items()}
-    case = f"{MODEL}, sample trees, user {REPETITION} times, batch {BATCH:,}, {SHARDS} shards, async"
-    yield result(
-        f"samples a processor second of the job, {case}",
-        found[1], LOOP, found[LOOP], "samples/CPU s", target=0.95, more_is_better=True,
-    )  # fmt: skip
-    for count in WORKERS[1:]:
-        yield result(
-            f"samples a processor second, {count} workers, {case}",
-            found[count], "one worker", found[1], "samples/CPU s", target=0.9, more_is_better=True,
-        )  # fmt: skip
+        wait_for(lambda: (out / "snapshots").exists(), [first])
+        measured = Committed(cluster, read_run(out).job, list(up["pids"].values()))
+        ones = [measured.rate([first])]
+        for count in WORKERS * rounds:
+            with contextlib.ExitStack() as running:
+                others = [running.enter_context(started([*job, f"--join={out}"])) for _ in range(count - 1)]
+                several = measured.rate([first, *others])
+            ones.append(measured.rate([first]))
+            found[count].append((several, statistics.mean(ones[-2:])))
+    for count, rates in found.items():
+        yield count, *sorted(rates, key=lambda rate: rate[0] / rate[1])[len(rates) // 2]
 
 
-def settings(recipe: Mapping[str, object]) -> list[str]:
-    """Flags that say them."""
-    return [f"--set={key}={value}" for key, value in recipe.items()]
+@contextlib.contextmanager
+def started(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is ended after the block."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, **ONE_THREAD}) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
 
 
-def started(running: contextlib.ExitStack, command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """A process that is ended with ``running``."""
-    process = running.enter_context(
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, **ONE_THREAD})
-    )
-    running.callback(process.terminate)
-    return process
+class Committed:
+    """What the workers of a job commit."""
+
+    def __init__(self, cluster: Cluster, job: str, roles: Sequence[int]) -> None:
+        """``roles``: processes of the cluster."""
+        self._streams, self._roles = cluster.streams(job, worker="watch", num_streams=NUM_STREAMS), roles
+
+    def rate(self, workers: Sequence[subprocess.Popen[bytes]]) -> float:
+        """Samples in a second of processors of ``workers`` and roles, once all of them read and all rows are there."""
+        wait_for(lambda: self._samples() > COUNT, workers)
+        wait_for(lambda: len({*self._streams.holders().holders} - {None}) == len(workers), workers)
+        time.sleep(SETTLE_SECONDS)
+        pids = [*(worker.pid for worker in workers), *self._roles]
+        samples, seconds = self._samples(), processor_seconds(pids)
+        time.sleep(SECONDS)
+        return (self._samples() - samples) / (processor_seconds(pids) - seconds)
+
+    def _samples(self) -> float:
+        places = self._streams.cursors().values()
+        return sum(epoch * (COUNT - HELD_OUT) / NUM_STREAMS + consumed for epoch, consumed in places)
 
 
-def rate(
-    cluster: Cluster, job: str, num_samples: int, workers: Sequence[subprocess.Popen[bytes]], roles: Sequence[int]
-) -> float:
-    """Samples, of ``num_samples`` in an epoch, that ``workers`` commit in a processor second of theirs and of
-    ``roles``, once each of them reads and all rows are there.
-    """
-    streams = cluster.streams(job, worker="watch", num_streams=NUM_STREAMS)
-
-    def committed() -> float:
-        return sum(epoch * num_samples / NUM_STREAMS + place for epoch, place in streams.cursors().values())
-
-    wait_for(lambda: committed() >= num_samples, workers)
-    wait_for(lambda: len({*streams.holders().holders} - {None}) == len(workers), workers)
-
-    def seconds() -> float:
-        pids = (*(worker.pid for worker in workers), *roles)
-        times = [psutil.Process(pid).cpu_times() for pid in pids]
-        return sum(of.user + of.system for of in times)
-
-    time.sleep(SETTLE_SECONDS)
-    before, begun = committed(), seconds()
-    time.sleep(SECONDS)
-    return (committed() - before) / (seconds() - begun)
+def processor_seconds(pids: Sequence[int]) -> float:
+    """Of all these processes so far."""
+    return sum(times.user + times.system for times in (psutil.Process(pid).cpu_times() for pid in pids))
 
 
 def wait_for(is_so: Callable[[], bool], workers: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -144,35 +194,3 @@ def wait_for(is_so: Callable[[], bool], workers: Sequence[subprocess.Popen[bytes
         if time.monotonic() > end or any(worker.poll() is not None for worker in workers):
             raise GeartrainError(f"the workers are not at work: {[worker.poll() for worker in workers]}")
         time.sleep(0.2)
-
-
-def train(address: str, trees: str, job: str) -> None:
-    """The loop of one's own, without end."""
-    torch.set_num_threads(1)
-    samples = gt.TreeSamples(trees, batch_size=BATCH, seed=0)
-    with gt.connect(address) as cluster:
-        widths = dict.fromkeys(FIELDS, DIM)
-        fields = gt.EmbeddingGroup(
-            cluster, job, [gt.Field(name, dim=DIM) for name in FIELDS], optimizer=gt.Adam(LR), per_node=True
-        )
-        network = gt.models.WideDeep(widths, HIDDEN)
-        dense = gt.attach(network, cluster, name=f"{job}/dense", optimizer=gt.Adam(LR))
-        rows = gt.RowOptimizer(fields)
-        tables = [spec.name for part in (*fields.trained, dense) for spec in part.row_placement.specs()]
-        order = gt.RestoreOrder(root=f"{trees}-{job}", tables=tuple(tables), every_seconds=3600)
-
-        def step(batch: Any) -> None:
-            dense.zero_grad()
-            rows.zero_grad()
-            dense.refresh()
-            network(fields(batch), batch["click"], batch).backward()
-            dense.step()
-            rows.step()
-
-        with samples.shared(cluster, job, worker="loop", epochs=None, restore=order) as batches:
-            for batch in batches:
-                batches.apply(batch, partial(step, batch))
-
-
-if __name__ == "__main__":
-    train(*sys.argv[1:])
