@@ -451,7 +451,7 @@ class RowWrite(Write):
                     write._record_replies([next(replies) for _ in requests])
                 except GeartrainError as exc:
                     errors.append(exc)
-            del replies  # as in _settle
+            del replies  # as in _record_replies
         if errors:
             try:
                 raise errors[0]

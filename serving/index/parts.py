@@ -70,7 +70,7 @@ class Parts:
     def request(
         self, address: str, method: str, path: str, body: bytes | None = None, **headers: str
     ) -> tuple[HTTPMessage, bytes]:
-        """Return headers and body of one service's answer. Raises as :func:`ask_service`."""
+        """Return headers and body of one service's answer. Raises as :func:`request_json`."""
         idle = self._idle[address]
         try:
             connection = idle.pop()  # another thread may have taken the last one

@@ -75,8 +75,8 @@ class TensorCompaction:
         momentum: float,
         nesterov: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return as :meth:`CompiledCompaction.compact`, and instead of an error bool [2, T] of T tensors: which gradients
-        are finite, and which are with the accumulated state. Does not synchronize the host."""
+        """Do as :meth:`CompiledCompaction.compact`, without synchronizing the host: the third result, bool [2, T] of T
+        tensors, replaces its error (which gradients are finite, and which are with the accumulated state)."""
         flat_gradients, flat_velocities, flat_residuals = (
             [tensor.detach().reshape(-1) for tensor in tensors] for tensors in (gradients, velocities, residuals)
         )
