@@ -1,1 +1,1 @@
-"""Where the rows of a head are worked on: one room for each place."""
+"""Backends for the rows of a head: pulled from a cluster, hosted by its shards, or on the training ranks."""

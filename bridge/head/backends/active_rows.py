@@ -1,9 +1,9 @@
 """Active rows of a rank in a step, known to the host, or to the device alone.
 
-On a CPU the host's arrays are searched. On a device the row numbers stay there, and what is done with them has fixed
-shapes, so that the host does not wait: where several ranks share the active classes, row numbers are padded, and how
-many are here only the device knows. Tensor operations, which would do the padding's work, too, have it cut off, for
-which the host waits, as it does where micro-batches with different classes make one update.
+On a CPU the host's arrays are searched. On a device the row numbers stay there, and operations on them have fixed
+shapes, so that the host does not wait: where several ranks share the active classes, row numbers are padded, and only
+the device knows how many are here. Tensor operations, which would compute the padding, too, cut it off, for which the
+host waits, as it does where micro-batches with different classes make one update.
 
 Legend: B samples of all ranks, L rows on this rank, A active ones of them, D width, N rows of a chunk.
 """
@@ -33,7 +33,7 @@ class LocalPlaces:
     numbers_A: Tensor | None
 
     def chunk(self, start: int, stop: int) -> RowIndex:
-        """The rows at positions ``start`` … ``stop`` − 1."""
+        """Return the index of the rows at positions ``start`` … ``stop`` − 1."""
         return slice(start, stop) if self.numbers_A is None else self.numbers_A[start:stop]
 
 
@@ -55,7 +55,8 @@ class HostActive(ActiveClasses):
         return self.sorted_ids is None
 
     def positions(self, labels_B: Ids) -> Ids:
-        """Position of each row number [B] among the active; −1 for the rows of other ranks (numbers outside [0, L))."""
+        """Return the position of each row number [B] among the active; −1 for other ranks' rows (numbers outside [0,
+        L))."""
         if self.sorted_ids is None:
             return np.where((labels_B >= 0) & (labels_B < self.num), labels_B, -1)
         found = np.searchsorted(self.sorted_ids, labels_B)
@@ -69,7 +70,7 @@ class HostActive(ActiveClasses):
         return Targets(self.positions(numbers_B))
 
     def offsets(self, numbers_B: Ids | Tensor, log2_weight: float | Tensor) -> Tensor:
-        """[A] float32: 0 for the rows of the labels, ``log2_weight`` for the others."""
+        """Return offsets [A] float32: 0 for the rows of the labels, ``log2_weight`` for the others."""
         assert not isinstance(numbers_B, Tensor), "labels on a device choose there"
         positions = self.positions(numbers_B)
         offsets = np.full(self.num, log2_weight, np.float32)
@@ -77,7 +78,7 @@ class HostActive(ActiveClasses):
         return torch.from_numpy(offsets)
 
     def union(self, other: LocalActive) -> HostActive:
-        """Return the rows active in either; itself, if it has all of them."""
+        """Return the rows active in either set; this set, if it has all of them."""
         assert isinstance(other, HostActive), "those of one step are of one kind"
         if self.sorted_ids is None or other.sorted_ids is None:
             return self if self.sorted_ids is None else other
@@ -87,7 +88,7 @@ class HostActive(ActiveClasses):
         return HostActive(len(numbers), numbers)
 
     def fills(self, union: LocalActive) -> bool:
-        """Whether it is the whole of a union that it is in."""
+        """Return whether this set is the whole of a union that contains it."""
         return self.num == union.num
 
     def holds(self, union: LocalActive, device: torch.device) -> Tensor:
@@ -96,7 +97,7 @@ class HostActive(ActiveClasses):
         return upload(np.isin(union.ids, self.ids), device)
 
     def places(self, device: torch.device) -> LocalPlaces:
-        """Where chunks of them lie."""
+        """Return the rows' places, by chunk."""
         return LocalPlaces(None if self.sorted_ids is None else upload(self.sorted_ids, device))
 
 
@@ -107,13 +108,13 @@ class DeviceActive:
     num: int
     """Places (A), padding included."""
     numbers_A: Tensor | None
-    """Row numbers, rising; None: all rows. Those of padding are of any row, not below the others."""
+    """Row numbers, ascending; None: all rows. Those of padding are of any row, not below the others."""
     device: torch.device
     count: Tensor | None = None
     """Number of active rows, int64 (0-dim); the rest is padding; None: all."""
 
     def trimmed(self) -> DeviceActive:
-        """Return it without padding; waits for the device if there is any."""
+        """Return this set without padding; waits for the device if there is any."""
         if self.count is None or self.numbers_A is None:
             return self
         num = int(self.count)
@@ -125,7 +126,7 @@ class DeviceActive:
         return self.numbers_A is None
 
     def targets(self, numbers_B: Ids | Tensor) -> DeviceTargets:
-        """See :class:`HostActive`; copies 8·B bytes to the device."""
+        """Return targets as :class:`HostActive`; copies 8·B bytes to the device."""
         if self.numbers_A is None and not isinstance(numbers_B, Tensor):
             return DeviceTargets(upload(HostActive(self.num).positions(numbers_B), self.device))
         numbers = upload(numbers_B, self.device)
@@ -144,11 +145,11 @@ class DeviceActive:
     def offsets(self, numbers_B: Ids | Tensor, log2_weight: float | Tensor) -> Tensor:
         offsets = torch.empty(self.num + 1, device=self.device)
         offsets = offsets.copy_(log2_weight) if isinstance(log2_weight, Tensor) else offsets.fill_(log2_weight)
-        positions_B = self.targets(numbers_B).positions_B  # of other ranks' labels: the last, which is none
+        positions_B = self.targets(numbers_B).positions_B  # of other ranks' labels: the last, which is no row
         return offsets.index_put_((positions_B,), offsets.new_zeros(()))[:-1]
 
     def union(self, other: LocalActive) -> DeviceActive:
-        """See :class:`HostActive`; waits for the device, which alone knows how many there are."""
+        """Return a union as :class:`HostActive`; waits for the device, which alone knows its size."""
         assert isinstance(other, DeviceActive), "those of one step are of one kind"
         if self.numbers_A is None or other.numbers_A is None or self.numbers_A is other.numbers_A:
             return self if self.numbers_A is None else other
@@ -162,7 +163,8 @@ class DeviceActive:
         return DeviceActive(len(numbers), numbers, self.device)
 
     def fills(self, union: LocalActive) -> bool:
-        """See :class:`HostActive`; of a set with padding nobody knows without waiting."""
+        """Return as :class:`HostActive`; False for a padded set, whose size only the device knows, unless both share
+        their row numbers."""
         assert isinstance(union, DeviceActive), "those of one step are of one kind"
         return self.num == union.num and (self.count is None or self.numbers_A is union.numbers_A)
 
@@ -181,7 +183,7 @@ class DeviceActive:
 
 
 LocalActive = HostActive | DeviceActive
-"""The active classes among the rows that are here, in rising order."""
+"""Active classes among the rows here, in ascending order."""
 
 
 def add_sampling_offsets(

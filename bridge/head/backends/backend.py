@@ -41,19 +41,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Imprinted:
-    """When most centers of a head were last made of means, and what was taken off these: part of its state."""
+    """Record of a head whose centers were imprinted: the step, and the direction removed from them; part of its
+    state."""
 
     step: int
     shared_D: Tensor | None
-    """The direction that they shared, float64; None: none."""
+    """Direction that the means shared, float64; None: none."""
 
     def state(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the record as JSON values."""
         return {"step": self.step, "shared": None if self.shared_D is None else self.shared_D.tolist()}
 
     @staticmethod
     def of(state: Mapping[str, Any] | None) -> Imprinted | None:
-        """Return the object of a :meth:`state`."""
+        """Return the record of a :meth:`state`."""
         if state is None:
             return None
         shared = state["shared"]
@@ -102,7 +103,7 @@ class HeadSettings:
 
 
 def require_no_wire(settings: HeadSettings, instead: str) -> None:
-    """Raise InvalidArgument if a type is given for rows that do not travel; ``instead``: what does."""
+    """Raise InvalidArgument if a wire dtype is given for rows that are not sent; ``instead``: what is sent."""
     if settings.config.wire_dtype is not None:
         raise InvalidArgument(
             f"wire_dtype is {settings.config.wire_dtype!r}, and of head {settings.name!r} no rows travel: {instead}. "
@@ -115,18 +116,19 @@ class LocalRows(Protocol):
 
     @property
     def own_classes(self) -> range:
-        """The classes whose rows this process holds."""
+        """Classes whose rows this process holds."""
 
     def start_parts(
         self, parts: FeatureParts, labels: Tensor, weight: Tensor | None, *, in_training: bool, want_rows: bool
     ) -> HeadCall:
-        """:meth:`RowBackend.start` for features that ``parts`` compute; says where their gradients will be."""
+        """Do :meth:`RowBackend.start` for features that ``parts`` compute; ``parts`` learn where their gradients will
+        be."""
 
     def require_step(self, step: int) -> None:
-        """Raise SpecMismatch if the rows are known to be of another step than a state that is about to be loaded."""
+        """Raise SpecMismatch if the rows are known to be of another step than a state about to be loaded."""
 
     def move_with(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Follow ``module.to(device)``: ``fn`` is what that does to each tensor."""
+        """Follow ``module.to(device)``, which applies ``fn`` to each tensor."""
 
     def snapshot(
         self, root: str | Path, name: str | None, *, step: int, values: Mapping[str, Any], files: Mapping[str, bytes]
@@ -155,7 +157,7 @@ class RowBackend(Protocol):
     def step_memory(cls, plan: MemoryPlan) -> list[MemoryPart]:
         """Return the memory of such rows beside the table, by part."""
 
-    # Where the rows are, and who trains them.
+    # Place of the rows, and the ranks that train them.
 
     settings: HeadSettings
 
@@ -165,26 +167,27 @@ class RowBackend(Protocol):
 
     @property
     def peers(self) -> Communicator | None:
-        """The ranks that train the rows together."""
+        """Ranks that train the rows together."""
 
     @property
     def local(self) -> LocalRows | None:
-        """The rows, if they lie in this process and its peers, all of which read together; None: elsewhere."""
+        """Operations of rows that this process and its peers hold and read together; None: the rows are elsewhere."""
 
     def identity(self) -> dict[str, Any] | None:
         """Return the identity of the rows (:mod:`~geartrain.bridge.rows.same_rows`) for a state; None: not needed."""
 
     def require_rows(self, identity: Mapping[str, Any] | None) -> None:
-        """Raise SpecMismatch unless the rows are those of :meth:`identity`; a state_dict is about to be loaded."""
+        """Raise SpecMismatch unless the rows, for which a state_dict is about to be loaded, have this
+        :meth:`identity`."""
 
-    # What a step is over, and the step itself.
+    # State of a step, and the step itself.
 
     live_classes: LiveClasses
-    """The classes that are not retired."""
+    """Classes that are not retired."""
     margins: HeadMargin
-    """The margin, and what it has learned."""
+    """Margin with its learned state."""
     imprinted: Imprinted | None
-    """How most centers were made of means; None: they were not."""
+    """Record of imprinted centers; None: most centers were not imprinted."""
 
     @property
     def select(self) -> Selection:
@@ -195,14 +198,14 @@ class RowBackend(Protocol):
         """Pending row gradients."""
 
     def graph_source(self) -> GraphSource:
-        """Rows for the graphs of a selection. Every rank asks at once."""
+        """Return the rows for the graphs of a selection. Collective."""
 
     def start(
         self, features: Tensor, labels: Tensor, weight: Tensor | None, *, in_training: bool, want_rows: bool
     ) -> HeadCall:
         """Check a batch, choose its active classes, and pull their rows or start the work at their place.
 
-        ``weight`` is what each sample counts (None: 1), ``in_training`` the head's mode, ``want_rows`` whether row
+        ``weight`` is the weight of each sample (None: 1), ``in_training`` the head's mode, ``want_rows`` whether row
         gradients will follow.
         """
 

@@ -1,4 +1,4 @@
-"""Class rows in the shards of a cluster: what is the same whether they are pulled or worked on where they are.
+"""Class rows in the shards of a cluster: code shared by pulled and hosted rows.
 
 Legend: B samples, D width, k answers.
 """
@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 
 class ClusterBackend(ABC):
-    """Base of those that implement :class:`geartrain.bridge.head.backends.backend.RowBackend` on a cluster's table."""
+    """Base of the implementations of :class:`geartrain.bridge.head.backends.backend.RowBackend` on a cluster's
+    table."""
 
     summary: ClassVar[str]
     needs_cluster: ClassVar = True
@@ -49,10 +50,10 @@ class ClusterBackend(ABC):
     can_change_negatives: ClassVar = True
     """Whether a margin may change the logits of other classes."""
     keeps_logits_bytes = 0
-    """Of the logits that a pass may keep."""
+    """Bytes of logits that a pass may keep."""
 
     def __init__(self, settings: HeadSettings) -> None:
-        """Make the table, or open it with ``reuse``. Raises TableExists, SpecMismatch, InvalidArgument."""
+        """Create the table, or open it with ``reuse``. Raises TableExists, SpecMismatch, InvalidArgument."""
         cluster = settings.cluster
         if cluster is None or not hasattr(cluster, "create_table"):
             raise InvalidArgument(
@@ -74,26 +75,24 @@ class ClusterBackend(ABC):
         )
         wire = settings.config.wire_dtype
         self.step_table: Table = self.table if wire is None else self.table.with_wire(wire)
-        """The same, as its rows travel in a step; what reads rows to keep or to show them asks :attr:`table`."""
+        """The table with the wire dtype of a step's rows; :attr:`table` reads exact rows, to save or show them."""
         self.update = RowUpdate(self.step_table, ranks)
         self.settings = settings
         self.margins = HeadMargin(settings.margin, negatives=self.can_change_negatives)
         self._recent_labels: Ids = np.empty(0, np.int64)
-        """Of the last batch that trained."""
+        """Labels of the last training batch."""
         self.select = settings.select.bound(self)
 
     def graph_source(self) -> TableGraphs:
-        """Rows are pulled, or the cluster's graph service reads them."""
+        """Return a source of graphs: pulled rows, or the cluster's graph service."""
         # A cluster of another kind may know nothing of graphs.
         return TableGraphs(self.table, getattr(self.settings.cluster, "graph_service", None))
 
     def start(
         self, features: Tensor, labels: Tensor, weight: Tensor | None, *, in_training: bool, want_rows: bool
     ) -> HeadCall:
-        """See :class:`geartrain.bridge.head.backends.backend.RowBackend`.
-
-        Raises InvalidRows, InvalidIds, InvalidArgument and NonFinite; with ranks also SyncError for the input of
-        another one, and SpecMismatch for other living classes.
+        """Raises InvalidRows, InvalidIds, InvalidArgument and NonFinite; with ranks also SyncError for the input of
+        another rank, and SpecMismatch for other living classes.
         """
         ranks = self.peers if in_training else None
         samples, joint, share = self._samples(features, labels, weight, ranks)
@@ -131,10 +130,10 @@ class ClusterBackend(ABC):
         margin: Margin | None,
         required: SyncGroup | None,
     ) -> RowsPass:
-        """The rows of one forward pass over a checked batch."""
+        """Return the rows of one forward pass over a checked batch."""
 
     def _target_cos(self, unit_BD: Tensor, labels_B: Ids, required: SyncGroup | None) -> Tensor:
-        """Cosines [B] of unit features and the rows of their classes. Costs a pull of those rows."""
+        """Return cosines [B] of unit features and the rows of their classes. Costs a pull of those rows."""
         ids, places = np.unique(labels_B, return_inverse=True)
         rows_ND = torch.empty(len(ids), self.table.spec.dim, dtype=TORCH_DTYPES[self.table.spec.dtype])
         with counted_as("pull"):
@@ -144,13 +143,13 @@ class ClusterBackend(ABC):
 
     @abstractmethod
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """See :class:`geartrain.bridge.head.backends.backend.RowBackend`."""
+        """Return as :meth:`RowBackend.predict`."""
 
     def _samples(
         self, features: Tensor, labels: Tensor, weight: Tensor | None, ranks: SyncRanks | None
     ) -> tuple[CountedSamples, JointBatch, float | None]:
-        """Checked samples of this rank, where they are among those of all, and what this rank's loss counts in that of
-        all ranks, if there is one: ranks refuse a batch together, or some would wait."""
+        """Return this rank's checked samples, their places among those of all ranks, and the share of this rank's loss
+        in that of all (None: ranks have no joint loss). Ranks refuse a batch together, or some would wait."""
         samples: CountedSamples | None = None
         failure: GeartrainError | None = None
         try:
@@ -182,7 +181,7 @@ class ClusterBackend(ABC):
         return samples, joint, shares.get(self.settings.config.reduction)
 
     def _said(self) -> str:
-        """The settings that decide which collectives a pass has, and what it is the loss of."""
+        """Return the settings that decide a pass's collectives and its loss, as text."""
         own = self.settings
         parts = {
             "margin": self.margins.margin,
@@ -197,10 +196,11 @@ class ClusterBackend(ABC):
         return identity_of(self.table, self._recent_labels)
 
     def require_rows(self, identity: Mapping[str, Any] | None) -> None:
-        """One pull of up to 128 rows where the table is another."""
+        """Raise SpecMismatch unless the rows have this :meth:`identity`; pulls up to 128 rows where the table is
+        another."""
         require_same_rows(self.table, identity)
 
 
 def _named(setting: object) -> str:
-    """Its repr without addresses in memory, which every process has its own of."""
+    """Return the setting's repr without memory addresses, which differ by process."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(setting))

@@ -1,7 +1,7 @@
 """Plan of a head and the memory of its parts, which :func:`memory_report` gathers.
 
 Legend: C classes, K centers of each, D width, B samples of a rank, A active classes, S shards, R ranks, n rows of one
-shard or rank, k neighbours, O < C what C lacks to a power of two.
+shard or rank, k neighbours, O < C the number of classes missing to a power of two.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Holder = Literal["shard", "rank"]
 
 COMPUTE_BYTES = 4
 _ID_ARRAYS = 6
-"""int64 arrays as long as the active classes at the moment of a push: the sample, the ids, their order and parts."""
+"""int64 arrays as long as the active classes during a push: the sample, the ids, their order and parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,25 +36,25 @@ class MemoryPart:
     standing: bool
     """True: held all the time; False: in a step only."""
     formula: str
-    """Where the bytes come from, in the letters of this file."""
+    """Formula of the bytes, in the letters of this file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Settings of a head whose memory is asked for."""
+    """Settings of a head whose memory is estimated."""
 
     spec: TableSpec
     sub_centers: int
     num_classes: int
     active: int
     neighbours: int
-    """k of the graph that it selects by; 0: it has none."""
+    """k of the graph of the selection; 0: it has none."""
     batch: int
     shards: int
-    """0: its rows are in no cluster."""
+    """Number of shards; 0: the rows are in no cluster."""
     ranks: int
     device: torch.device
-    """Of the features."""
+    """Device of the features."""
     threads: int
     config: HeadConfig
 
@@ -65,17 +65,17 @@ class MemoryPlan:
 
     @property
     def wide(self) -> int:
-        """Bytes of a matrix [B, D] that is computed with."""
+        """Bytes of a matrix [B, D] in the compute dtype."""
         return self.batch * self.dim * COMPUTE_BYTES
 
     def table_bytes(self) -> int:
-        """Rows, slots and index over all shards or ranks."""
+        """Return bytes of rows, slots and index over all shards or ranks."""
         if self.shards:
             return sum(table.memory_bytes for table in self._tables_of_shards)
         return self.num_classes * self._item_bytes
 
     def table(self) -> list[MemoryPart]:
-        """Rows, slots and index of the fullest shard or rank."""
+        """Return rows, slots and index of the fullest shard or rank."""
         spec = self.spec
         holder: Holder = "shard" if self.shards else "rank"
         fullest = max(self._tables_of_shards, key=lambda table: table.memory_bytes, default=None)
@@ -97,7 +97,7 @@ class MemoryPlan:
         ]
 
     def wire_parts(self, push_bytes: int) -> list[MemoryPart]:
-        """Of a rank whose gradients, ``push_bytes`` of float32 in a push, travel in 16 bits."""
+        """Return memory of a rank whose gradients, ``push_bytes`` of float32 in a push, are sent in 16 bits."""
         if self.config.wire_dtype is None:
             return []
         return in_step("rank", ("gradients in 16 bits", push_bytes // 2, "A·D·2"))
@@ -105,10 +105,10 @@ class MemoryPlan:
     def batch_parts(
         self, batch: int, sums: int, chunk_rows: int, *, row_copies: float, others: int
     ) -> list[tuple[str, int, str]]:
-        """What is kept of a batch, ``others`` matrices [B, D] beside the sums, and the scratch of the threads."""
+        """Return memory of a batch, ``others`` matrices [B, D] beside the sums, and the scratch of the threads."""
         wide = batch * self.dim * COMPUTE_BYTES
         rows = min(chunk_rows, self.active)
-        on_cpu = self.device.type == "cpu"  # elsewhere unit rows, gradients and logits are tensors of their own
+        on_cpu = self.device.type == "cpu"  # elsewhere unit rows, gradients and logits are separate tensors
         copies = row_copies if on_cpu else row_copies + 3
         chunk = (copies * self.spec.dim + (0 if on_cpu else 2 * batch * self.sub_centers)) * rows * COMPUTE_BYTES
         return [
@@ -118,7 +118,7 @@ class MemoryPlan:
         ]
 
     def sampled_ids(self) -> tuple[str, int, str]:
-        """Ids of the active classes, where some are not."""
+        """Return memory of the active ids; none if all classes are active."""
         held = 0 if self.active == self.num_classes else self.active
         return id_arrays(held, f"{_ID_ARRAYS}·8·A; none if all are active")
 
@@ -129,7 +129,7 @@ class MemoryPlan:
 
     @cached_property
     def _tables_of_shards(self) -> list[FullDenseTable]:
-        """Once every row was written, by the buckets that each shard of a new cluster has."""
+        """Tables of the shards once every row was written, by the buckets of each shard of a new cluster."""
         if not self.shards:
             return []
         owners = even_placement(self.shards)
@@ -137,7 +137,7 @@ class MemoryPlan:
 
 
 def _slot_formula(spec: TableSpec, width: str) -> str:
-    """Bytes of one row's slots, in terms of the row's ``width``."""
+    """Return a formula for the bytes of one row's slots, in terms of the row's ``width``."""
     if spec.slot_dtype in SCALED:
         return f"({width} + {spec.slot_bytes - spec.slot_dim})"
     size, num_per_row = DTYPES[spec.slot_dtype].itemsize, sum(slot.per_row for slot in spec.optimizer.slots)
@@ -147,12 +147,12 @@ def _slot_formula(spec: TableSpec, width: str) -> str:
 
 
 def id_arrays(num: int, formula: str = f"{_ID_ARRAYS}·8·A") -> tuple[str, int, str]:
-    """What is held of the ids of ``num`` rows."""
+    """Return the memory of the ids of ``num`` rows."""
     return "ids", _ID_ARRAYS * 8 * num, formula
 
 
 def in_step(holder: Holder, *parts: tuple[str, int, str]) -> list[MemoryPart]:
-    """Parts (name, bytes, formula) that a step takes."""
+    """Return parts (name, bytes, formula) as memory of a step."""
     return [
         MemoryPart(name=name, holder=holder, bytes=size, standing=False, formula=formula)
         for name, size, formula in parts

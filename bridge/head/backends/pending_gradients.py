@@ -1,6 +1,4 @@
-"""Row gradients that wait for the optimizer's step: written out by id, or as the factors they are made of.
-
-How they are computed: ``chunk_pass.py``.
+"""Row gradients until the optimizer's step: in memory by id, or as factors (``chunk_pass.py`` computes them).
 
 Legend: A active rows, B samples, D width, N rows of a chunk.
 """
@@ -46,7 +44,7 @@ def _step_stopped(prepared: int, num: int) -> InvalidArgument:
 
 
 class HeldGradient:
-    """Gradients [A, D] of the active classes, in memory; from a device they may still be on their way there."""
+    """Gradients [A, D] of the active classes, in host memory; a copy from a device may still be under way."""
 
     is_one_push = True
     prepared = 0
@@ -62,8 +60,8 @@ class HeldGradient:
         checksum: Tensor | None,
         squares: Tensor | None = None,
     ) -> None:
-        """``ids`` are those of ``active``. ``checksum`` (0-dim) is finite only if all gradients are; None: nothing is
-        known of them. ``squares`` is Σ g² (0-dim, float64), None: not known yet."""
+        """``ids`` are those of ``active``. ``checksum`` (0-dim) is finite only if all gradients are; None: unchecked.
+        ``squares`` is Σ g² (0-dim, float64), None: not known yet."""
         self._active, self._ids = active, ids
         self._gradients_AD = gradients_AD
         self._buffer = buffer
@@ -74,14 +72,14 @@ class HeldGradient:
         self._arrival = Moment(device)
 
     def merge(self, other: RowGradient) -> None:
-        """Add the gradient of another micro-batch, which is used up; memory stays that of the union of classes."""
+        """Add the gradient of another micro-batch, which is used up; memory is that of the union of classes."""
         assert isinstance(other, HeldGradient), "a head either holds its rows or streams them"
         if self.prepared:
             raise _step_stopped(self._active.num, self._active.num)
         self._arrival.wait()
         other._arrival.wait()
         self._squares = None
-        self._checksum = None  # a sum may be infinite where its terms are not
+        self._checksum = None  # a sum may be infinite where its terms are finite
         union = self._active.union(other._active)
         if union.num > self._active.num:
             self._widen(union)
@@ -111,53 +109,54 @@ class HeldGradient:
 
     @property
     def squares(self) -> Tensor:
-        """See :class:`CollectedGradient`; a pass over the gradients unless it is known."""
+        """Σ g², as :class:`CollectedGradient`; costs a pass over the gradients unless it is known."""
         if self._squares is None:
             self._arrival.wait()
-            # Spread over PyTorch's threads, what is read once would wait for cores on which other threads still spin.
+            # PyTorch's threads would wait for cores on which other threads still spin; the data is read only once.
             self._squares = CHUNKS.apart(partial(squared_sum, self._gradients_AD), _HOST)
         return self._squares
 
     def squared_norm(self) -> float:
-        """Σ g² over all rows, in float64."""
+        """Return Σ g² over all rows, in float64."""
         return float(self.squares)
 
     def joint_squared_norm(self, ranks: SyncRanks, weight: float) -> float:
-        """See :class:`RowGradient`. The ranks have the same active classes: an all-reduce of 4·A·D bytes, in parts."""
+        """Return Σ g² as :class:`RowGradient`. Ranks have the same active classes: an all-reduce of 4·A·D bytes, in
+        parts."""
         self._arrival.wait()
         parts = torch.split(self._gradients_AD, _ROWS_PER_SUM)
         return math.fsum(float(squared_sum(ranks.sum(part.float() * weight))) for part in parts)
 
     def discard(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._pool.release(self._buffer, self._arrival)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Factors:
-    """One batch and what its row gradients are multiplied by."""
+    """One batch and the factors of its row gradients."""
 
     batch: Batch
     chunk_pass: ChunkPass | None
-    """None until it is wanted: where kernels are to make the gradients."""
+    """Pass over chunks; None until it is needed: kernels may make the gradients."""
     active: LocalActive
     labels_B: Ids | Tensor
-    """Of the batch, as numbers of rows."""
+    """Labels of the batch, as row numbers."""
     positives: Ids | Tensor
-    """The labels whose logits are not corrected: those of all ranks."""
+    """Labels of all ranks, whose logits are not corrected."""
     log2_weight: float | Tensor | None
-    """Added to the logits, to base 2, of the other active classes."""
+    """Sampling correction, to base 2, of the logits of the other active classes."""
     factor: Tensor
-    """See ``Batch.row_factors``; the samples' weights are in the pass."""
+    """Factor of all row gradients, from ``Batch.row_factors``; the pass has the samples' weights."""
     kept: KeptLogits | None = None
-    """Used up by the step."""
+    """Kept logits, used up by the step."""
 
 
 class FactoredGradient:
     """Row gradients as the factors they are made of, of one or several micro-batches; memory O(B·D) each."""
 
     squares = None
-    """They never lie in memory together."""
+    """None: the gradients are never in memory together."""
 
     def __init__(self, factors: Factors) -> None:
         self._factors = [factors]
@@ -176,7 +175,8 @@ class FactoredGradient:
         self._active = self._active.union(other._active)
 
     def _parts(self) -> tuple[list[BatchPart], ChunkPass]:
-        """The gradients of all batches over the union of their classes, and the pass with the smallest chunks."""
+        """Return the gradients of all batches over the union of their classes, and the pass with the smallest
+        chunks."""
         parts = [BatchPart(factors, self._active) for factors in self._factors]
         return parts, min(
             (factors.chunk_pass for factors in self._factors if factors.chunk_pass is not None),
@@ -185,7 +185,7 @@ class FactoredGradient:
 
 
 class BatchPart:
-    """The row gradients of one batch within the union of the active classes of several."""
+    """Row gradients of one batch within the union of the active classes of several."""
 
     def __init__(self, factors: Factors, union: LocalActive) -> None:
         self._factors = factors
@@ -197,10 +197,10 @@ class BatchPart:
         self._absent_U = ~factors.active.holds(union, factors.batch.arithmetic.device)
 
     def overwrite(self, work: Workspace, rows_ND: Tensor, start: int, kept_NB: Tensor | None = None) -> Tensor:
-        """Overwrite the rows from position ``start`` on by their gradients; see ``Overwrite``."""
+        """Overwrite the rows from position ``start`` on by their gradients, as ``Overwrite`` says."""
         assert self._factors.chunk_pass is not None
         checksum = self._factors.chunk_pass.overwrite(work, rows_ND, start, self._factors.factor, kept_NB)
-        if self._absent_U is not None:  # nothing bounds their exponentials: they may be infinite or NaN here
+        if self._absent_U is not None:  # their exponentials have no bound and may be infinite or NaN here
             rows_ND.masked_fill_(self._absent_U[start : start + len(rows_ND)].unsqueeze(1), 0.0)
         return checksum
 
@@ -219,7 +219,7 @@ def overwrite_by_sum(
 
 
 class StreamedGradient(FactoredGradient):
-    """Gradients of more rows than fit: each block is pulled again at the step, its gradient made and pushed by itself.
+    """Gradients of more rows than fit in memory: at the step each block is pulled again, and its gradient pushed.
 
     Costs one pull and one push per block; memory O(B·D) until the step, four blocks during it. With asynchronous
     workers the rows may have moved since the forward pass; the gradient is then that of the new rows under the old
@@ -241,7 +241,7 @@ class StreamedGradient(FactoredGradient):
         super().merge(other)
 
     def push(self, update: RowUpdate) -> None:
-        """Send block after block; a second call goes on behind the last block that was prepared."""
+        """Send block after block; a second call continues behind the last block that was prepared."""
         update.finish_push()
         stream, num = self._stream(), self._active.num
         with closing(self._blocks(stream, self.prepared)) as blocks:
@@ -253,7 +253,7 @@ class StreamedGradient(FactoredGradient):
         stream.close()
 
     def squared_norm(self) -> float:
-        """Σ g² over all rows, in float64; costs one more pull of all active rows."""
+        """Return Σ g² over all rows, in float64; costs one more pull of all active rows."""
         stream = self._stream()
         with closing(self._blocks(stream, 0)) as blocks:
             total = math.fsum(float(squared_sum(gradients_ND)) for _, _, gradients_ND in blocks)
@@ -261,9 +261,10 @@ class StreamedGradient(FactoredGradient):
         return total
 
     def joint_squared_norm(self, ranks: SyncRanks, weight: float) -> float:
-        """See :class:`RowGradient`. Costs one more pull of all active rows, and an all-reduce of 4·A·D bytes.
+        """Return Σ g² as :class:`RowGradient`. Costs one more pull of all active rows, and an all-reduce of 4·A·D
+        bytes.
 
-        A rank that fails goes on in it with NaN, or the others would wait for it; then all raise.
+        A rank that fails continues with NaN, or the others would wait for it; then all raise.
         """
         stream = self._stream()
         squares: list[float] = []
@@ -282,14 +283,14 @@ class StreamedGradient(FactoredGradient):
         return math.fsum(squares)
 
     def discard(self) -> None:
-        """Nothing is held but the factors."""
+        """Do nothing: only the factors are held."""
 
     def _stream(self) -> RowStream:
         assert isinstance(self._active, HostActive), "rows of a cluster are named by the host"
         return RowStream(self._table, self._active, self._pool, self._factors[0].batch.arithmetic.device)
 
     def _blocks(self, stream: RowStream, first: int) -> Generator[tuple[int, Ids, Tensor]]:
-        """(stop, ids [N], gradients [N, D]) of block after block; the next is worked on meanwhile."""
+        """Yield (stop, ids [N], gradients [N, D]) of block after block; the next is computed meanwhile."""
         arithmetic = self._factors[0].batch.arithmetic
         parts, chunk_pass = self._parts()
 

@@ -1,6 +1,6 @@
 """Top-k classes of features over all rows: streamed to this process, computed by the shards, or on the ranks.
 
-Legend: B samples (of all ranks), S of this rank, or centers of the rows of a chunk, D width, k answers, N rows.
+Legend: B samples (of all ranks), S of this rank or centers of a chunk's rows, D width, k answers, N rows.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ TopK = tuple[Tensor, Tensor]
 class TopOfPulled:
     """Top-k search over pulled rows, on the features' device.
 
-    On a CPU rows are coded and searched, as many at a time as take ``kept_bytes`` with their codes; if these are all,
-    they are kept until they change: each batch of an evaluation asks for the same ones. Elsewhere, and for features in
-    float64, products are made, and rows streamed once for every 1,024 samples.
+    On a CPU rows are coded and searched, as many at a time as fit in ``kept_bytes`` with their codes; if all fit, they
+    are cached until they change: each batch of an evaluation needs the same ones. Elsewhere, and for features in
+    float64, matrix products are computed, and rows streamed once for every 1,024 samples.
     """
 
     def __init__(self, table: ReadableTable, pool: BufferPool, *, centers: int, kept_bytes: int) -> None:
@@ -51,7 +51,7 @@ class TopOfPulled:
         """Key of the cached rows, and the rows."""
 
     def __call__(self, living: LiveClasses, features_BD: Tensor, k: int, *, normalised: bool) -> TopK:
-        """Return scores and ids of the best classes that exist."""
+        """Return scores and ids of the best existing classes."""
         arithmetic = Arithmetic.of(features_BD)
         query_BD = _queries(features_BD, arithmetic, normalised)
         active = living.select(FullSoftmax(), np.empty(0, np.int64), 0)
@@ -66,11 +66,11 @@ class TopOfPulled:
         return torch.cat([none[0], *(scores for scores, _ in parts)]), torch.cat([none[1], *(ids for _, ids in parts)])
 
     def _rows(self, living: LiveClasses, active: ActiveClasses, normalised: bool) -> Iterator[SearchedRows]:
-        """All of them, some at a time."""
+        """Yield all rows, some at a time."""
         table, threads = self._table, torch.get_num_threads()
         at_once = max(_LEAST_ROWS, self._kept_bytes // (5 * table.spec.dim))
         now = None
-        if isinstance(table, Table) and active.num <= at_once:  # asked for before rows are read
+        if isinstance(table, Table) and active.num <= at_once:  # the version is asked for before rows are read
             now = (table.incarnation, table.versions(), living.fingerprint)
         if now is not None and now == self._kept[0]:
             yield self._kept[1]
@@ -106,13 +106,14 @@ class TopOfPulled:
         stream.close()
         if active.sorted_ids is None:
             return best
-        return best[0], torch.from_numpy(active.sorted_ids).to(arithmetic.device)[best[1]]  # so far they are positions
+        # these were positions so far
+        return best[0], torch.from_numpy(active.sorted_ids).to(arithmetic.device)[best[1]]
 
 
 def top_of_hosted(
     calls: HostedCalls, features: Tensor, k: int, *, live_classes: LiveClasses, normalised: bool, centers: int = 1
 ) -> TopK:
-    """The best living classes, computed in float32; no row travels. On the features' device.
+    """Return the best living classes, computed in float32 by the shards, on the features' device. No row is sent.
 
     One call to each shard, more where features or answers exceed ``part_bytes``: 4·B·D bytes there and 12·B·k back.
     """
@@ -135,7 +136,7 @@ def top_of_hosted(
 def top_on_ranks(
     table: DeviceRows, active: ActiveClasses, features_SD: Tensor, k: int, *, normalised: bool, centers: int
 ) -> TopK:
-    """The best ``active`` rows of all ranks, for the rank's own samples [S].
+    """Return the best ``active`` rows of all ranks, for the rank's own samples [S].
 
     Every rank calls it, with any number of samples. Collectives: an exchange of one integer, all-gathers of the
     features and of 16 · k bytes a sample and rank.
@@ -153,7 +154,7 @@ def top_on_ranks(
 def _top_of_device(
     table: DeviceRows, active: HostActive, joint_BD: Tensor, k: int, normalised: bool, centers: int
 ) -> TopK:
-    """The best of the rows here, filled up to k with scores of −inf."""
+    """Return the best rows of this rank, filled up to k with scores of −inf."""
     arithmetic, places = Arithmetic.of(joint_BD), active.places(table.device)
     query_BD = _queries(joint_BD, arithmetic, normalised)
 
@@ -171,7 +172,7 @@ def _top_of_device(
 
 
 def _queries(features_BD: Tensor, arithmetic: Arithmetic, normalised: bool) -> Tensor:
-    """A copy of the features as they meet rows."""
+    """Return a copy of the features as they are multiplied with rows."""
     own_BD = features_BD.detach().to(arithmetic.compute, copy=True)
     if normalised:
         normalise_(own_BD)
@@ -184,7 +185,7 @@ def _nothing(query_BD: Tensor, arithmetic: Arithmetic, k: int) -> TopK:
 
 
 def _top_of_rows(work: Workspace, rows_ND: Tensor, query_BD: Tensor, k: int, normalised: bool, centers: int) -> TopK:
-    """The best of a chunk, which is overwritten: numbers of its rows."""
+    """Return scores and row numbers of the best of a chunk, which is overwritten."""
     unit_SD = rows_ND.view(-1, query_BD.shape[1])
     if normalised:
         normalise_(unit_SD)

@@ -1,1 +1,1 @@
-"""Class rows that stay on the shards, to which features travel."""
+"""Class rows that stay on the shards, to which features are sent."""

@@ -1,4 +1,4 @@
-"""Class rows that are worked on beside where they are: features travel to the shards (costs: ``hosted_rows.py``)."""
+"""Backend whose rows stay on the shards: features are sent to them (costs: ``hosted_rows.py``)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from geartrain.bridge.head.loss.checks import check_finite
 from geartrain.bridge.head.loss.margins.margin import Margin
 
 _WIDTHS = 13
-"""Matrices [B, D] of a rank; measured, as those of ``pull_backend.py``."""
+"""Matrices [B, D] of a rank; measured like those of ``pull_backend.py``."""
 
 
 class HostedBackend(ClusterBackend):
@@ -35,12 +35,12 @@ class HostedBackend(ClusterBackend):
 
     @classmethod
     def step_memory(cls, plan: MemoryPlan) -> list[MemoryPart]:
-        """Each shard works beside its part of the active rows."""
+        """Return the memory of a step: each shard computes beside its part of the active rows."""
         dim, wide = plan.spec.dim, plan.wide * plan.ranks
         active = -(-plan.active // plan.shards)
         work, formula = class_head.step_bytes(active, wide, dim)
         chunk = min(class_head.CHUNK_ROWS, active) * dim * COMPUTE_BYTES
-        copies = 2 if plan.spec.dtype == "float32" else 2.5  # one of them is what the allocator keeps
+        copies = 2 if plan.spec.dtype == "float32" else 2.5  # one of them is kept by the allocator
         return in_step(
             "shard",
             plan.sampled_ids(),

@@ -39,23 +39,23 @@ from geartrain.bridge.rows.tables import counted_as
 from geartrain.bridge.rows.transfers import Moment, download, start_download
 
 _BYTES_PER_NUMBER = 8
-"""Of a feature, there and back: float32 to the shard, float32 of the weighted sum."""
+"""Bytes of a feature number, both ways: float32 to the shard, float32 of the weighted sum."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The selection of one step, as the shards are told of it."""
+    """Selection of one step, as sent to the shards."""
 
     select: Selection
     live_classes: LiveClasses
     step: int
     labels: Ids
-    """Of all samples of all ranks."""
+    """Labels of all samples of all ranks."""
     is_corrected: bool = False
-    """Whether it corrects its logits."""
+    """Whether the logits are corrected for sampling."""
 
     def inputs(self, calls: HostedCalls, labels_B: Ids) -> tuple[int, dict[str, float], list[dict[str, Any]]]:
-        """(seed, settings, the arrays for each shard) for a batch of ``labels_B``: no ids, where a rule gives them."""
+        """Return (seed, settings, arrays for each shard) for ``labels_B``; ids are left out where a rule gives them."""
         shards = range(calls.view.num_shards)
         more = {} if self.live_classes.are_all else {"retired_runs": self.live_classes.retired_runs.ravel()}
         rule = self.select.shard_rule(corrected=self.is_corrected)
@@ -76,12 +76,12 @@ class Chosen:
 
     @cached_property
     def _ids(self) -> Ids:
-        """The active classes, chosen once: the graph may be exchanged before the update, which must be of the same."""
+        """Active classes, chosen once: the graph may be replaced before the update, which needs the same classes."""
         return self.live_classes.select(self.select, self.labels, self.step).ids
 
 
 class RowsOnShards:
-    """The rows of one forward pass. Costs one request per shard (more for a batch that exceeds ``part_bytes``)."""
+    """Rows of one forward pass. Costs one request per shard (more for a batch that exceeds ``part_bytes``)."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class RowsOnShards:
         self._gradient_BD: Tensor | None = None
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002
-        """Losses [B] and feature gradients [B, D]."""
+        """Return losses [B] and feature gradients [B, D]."""
         batch = self.batch
         num_shards = self._calls.view.num_shards
         softmax = OnlineSoftmax(batch, num_shards, want_gradient=want_gradient, begins_on=torch.device("cpu"))
@@ -133,18 +133,19 @@ class RowsOnShards:
         return losses_B, gradient_BD
 
     def gradient(self, upstream: Tensor) -> tuple[HostedGradient, Tensor]:
-        """What the shards make the row gradients of; also a sum that is finite only if all of it is."""
+        """Return the factors of which shards make the row gradients, and a sum that is finite only if all of them
+        are."""
         batch = self.batch
         factor, weights_B = batch.row_factors(upstream)
         checksum = factor + batch.lse2_B.sum() + batch.target_weight_B.sum()
-        if self._gradient_BD is not None:  # as it goes on to the network: loss scales overflow float16
+        if self._gradient_BD is not None:  # as it is passed to the network: loss scales overflow float16
             each = upstream / batch.divisor if upstream.ndim == 0 else upstream.unsqueeze(1)
             checksum = checksum + (0 * (self._gradient_BD * each).to(self._feature_dtype)).sum()
             self._gradient_BD = None
         return HostedGradient(self._calls, [_Pending(self, factor, weights_B)]), checksum
 
     def discard(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no memory is held."""
 
     def update_inputs(self, weight: float, samples: SummedBatch) -> list[tuple[HostedInputs, ...]]:
         """For each shard, the inputs of this batch's part of an update, or of another rank's in its place."""
@@ -162,9 +163,10 @@ class RowsOnShards:
         *,
         samples: SummedBatch | None = None,
     ) -> Iterator[_Part]:
-        """The batch, in as few calls as its size allows; the sums over samples of different calls are apart anyway.
+        """Return the batch in as few calls as its size allows; sums over samples of different calls are separate
+        anyway.
 
-        ``samples`` go in one call.
+        ``samples`` are sent in one call.
         """
         batch = self.batch
         features_BD = self._features_BD if samples is None else samples.features_BD
@@ -201,8 +203,8 @@ class RowsOnShards:
 
 @dataclass(frozen=True)
 class SummedBatch:
-    """A batch whose log-sum-exp is known: features [B, D], labels [B], log-sum-exp and target weights [B], and what
-    each sample counts [B] (None: 1)."""
+    """A batch whose log-sum-exp is known: features [B, D], labels [B], log-sum-exp and target weights [B], and sample
+    weights [B] (None: 1)."""
 
     features_BD: npt.NDArray[np.float32]
     labels_B: Ids
@@ -211,7 +213,7 @@ class SummedBatch:
     weight_B: npt.NDArray[np.float32] | None = None
 
     def of_ranks(self, ranks: SyncRanks) -> list[SummedBatch]:
-        """Those of every rank, in rank order. Collective: all-gathers of 4·(D + 3) + 8 bytes a sample."""
+        """Return the batch of every rank, in rank order. Collective: all-gathers of 4·(D + 3) + 8 bytes a sample."""
         weight_B = np.ones_like(self.lse2_B) if self.weight_B is None else self.weight_B
         columns = [values_B[:, None] for values_B in (self.lse2_B, self.target_weight_B, weight_B)]
         packed = np.concatenate([self.features_BD, *columns], axis=1, dtype=np.float32)
@@ -227,7 +229,7 @@ class SummedBatch:
 
 @dataclass(frozen=True)
 class _Part:
-    """Samples ``start`` … ``stop`` − 1, and the inputs made of them for each shard."""
+    """Samples ``start`` … ``stop`` − 1, and each shard's inputs made of them."""
 
     start: int
     stop: int
@@ -235,7 +237,7 @@ class _Part:
 
 
 def _fill(sums: PartialSums, arrays: Any, start: int, stop: int) -> None:
-    """Take over what one shard answered for samples ``start`` … ``stop`` − 1."""
+    """Copy a shard's answer for samples ``start`` … ``stop`` − 1 into the sums."""
     for name, values_PB in (("shift", sums.shift_PB), ("sum", sums.sum_PB), ("highest", sums.highest_PB)):
         if values_PB is not None:
             values_PB[0, start:stop] = torch.tensor(arrays[name])
@@ -246,10 +248,10 @@ def _fill(sums: PartialSums, arrays: Any, start: int, stop: int) -> None:
 
 
 class _Pending:
-    """One batch, and what its row gradients are multiplied by; from a device these are on their way."""
+    """One batch, and the factors of its row gradients, which may still be on their way from a device."""
 
     def __init__(self, rows: RowsOnShards, factor: Tensor, weights_B: Tensor | None) -> None:
-        """``factor`` and ``weights_B`` are those of ``Batch.row_factors``."""
+        """``factor`` and ``weights_B`` come from ``Batch.row_factors``."""
         self.rows = rows
         batch = rows.batch
         self._factor = start_download(factor)
@@ -259,12 +261,12 @@ class _Pending:
 
     @property
     def factor(self) -> float:
-        """What all are multiplied by."""
+        """Factor of all row gradients."""
         self._arrival.wait()
         return float(self._factor)
 
     def samples(self) -> SummedBatch:
-        """What the update is made of."""
+        """Return the batch that the update is made of."""
         self._arrival.wait()
         return SummedBatch(
             self.rows._features_BD, self.rows._labels_B, *(values_B.numpy() for values_B in self._numbers)
@@ -272,7 +274,7 @@ class _Pending:
 
 
 class HostedGradient:
-    """Gradients that the shards make at the step, of one or several micro-batches. Holds B·D numbers for each.
+    """Gradients that the shards compute at the step, of one or several micro-batches. Holds B·D numbers for each.
 
     With asynchronous workers the rows may have moved since the forward pass; the gradient is then that of the new rows
     under the old log-sum-exp.
@@ -302,7 +304,7 @@ class HostedGradient:
             update.prepare_push(partial(self._calls.prepare_update, inputs.__getitem__))
 
     def squared_norm(self) -> float:
-        """Σ g² over all rows, in float64; the shards make the gradients once more."""
+        """Return Σ g² over all rows, in float64; the shards compute the gradients once more."""
         return self._squared_norm(self._batches())
 
     def _squared_norm(self, batches: list[list[tuple[HostedInputs, ...]]]) -> float:
@@ -311,10 +313,11 @@ class HostedGradient:
         return float(sum(float(arrays["squared_norm"][0]) for arrays in answers))
 
     squares = None
-    """The shards know them."""
+    """None: only the shards can compute Σ g²."""
 
     def joint_squared_norm(self, ranks: SyncRanks, weight: float) -> float:
-        """See :class:`RowGradient`. Every rank's samples go to rank 0, which asks the shards for all of them."""
+        """Return Σ g² as :class:`RowGradient`. Every rank's samples go to rank 0, which asks the shards for all of
+        them."""
         batches = [(batch, batch.samples().of_ranks(ranks)) for batch in self._pending]
         mine = np.array([[weight * batch.factor for batch in self._pending]], np.float32)
         weights_RM = np.concatenate(ranks.gather_rows(mine))
@@ -330,13 +333,13 @@ class HostedGradient:
         return float(ranks.sum(torch.tensor(ranks.first_then_others(fetch, lambda: 0.0), dtype=torch.float64)))
 
     def discard(self) -> None:
-        """Nothing is held but the batches."""
+        """Do nothing: only the batches are held."""
 
     def _batches(self) -> list[list[tuple[HostedInputs, ...]]]:
         return [batch.rows.update_inputs(batch.factor, batch.samples()) for batch in self._pending]
 
     def _inputs(self, batches: list[list[tuple[HostedInputs, ...]]]) -> list[tuple[HostedInputs, ...]]:
-        """For each shard, the inputs of all batches; of the empty batch of a rank there are none."""
+        """Return the inputs of all batches for each shard; a rank's empty batch has none."""
         return [
             tuple(inputs for batch in batches for inputs in batch[shard])
             for shard in range(self._calls.view.num_shards)

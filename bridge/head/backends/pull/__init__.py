@@ -1,1 +1,1 @@
-"""Class rows that travel to this process, held or streamed."""
+"""Class rows that are pulled to this process, held or streamed."""

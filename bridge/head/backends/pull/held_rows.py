@@ -27,11 +27,11 @@ from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy, counted_as, gra
 from geartrain.bridge.rows.transfers import Moment
 
 PARTS = 8
-"""Sums that are kept apart and added in order, whatever the number of threads: the result does not depend on it."""
+"""Number of partial sums, added in order: the result does not depend on the number of threads."""
 
 
 class HeldRows:
-    """The rows of one forward pass. Costs one pull; memory A·D of the table's type plus the kept logits."""
+    """Rows of one forward pass. Costs one pull; memory A·D of the table's type plus the kept logits."""
 
     def __init__(
         self, table: Table, active: HostActive, pool: BufferPool, batch: Batch, required_sync: SyncGroup | None
@@ -47,11 +47,12 @@ class HeldRows:
             table.pull_into(self._rows.ids, as_numpy(rows_AD), required_sync=required_sync)
         self._pass = pass_for(batch)
         self._is_whole = rows_AD.dtype == batch.arithmetic.compute
-        """Whether one call of a compiled pass may go through all rows where they are."""
+        """Whether one call of a compiled pass may process all rows in place."""
 
     @staticmethod
     def memory(plan: MemoryPlan, keep_bytes: int) -> tuple[tuple[int, str], int, int]:
-        """(bytes of the rows and where they come from, bytes of kept logits, sums kept apart) of such a pass."""
+        """Return (bytes of the rows with their formula, bytes of kept logits, number of partial sums) of such a
+        pass."""
         spec, width = plan.spec, plan.batch * plan.sub_centers * COMPUTE_BYTES
         walks = plan.device.type == "cpu" and spec.dtype == "float32"  # one call of C++ goes through all rows
         chunk_rows = 1 if walks else chunk_rows_on(plan.device, plan.batch, plan.dim)
@@ -60,7 +61,7 @@ class HeldRows:
         return (plan.active * spec.row_bytes, f"A·D·{spec.numpy_dtype.itemsize}"), kept, sums
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:
-        """Losses [B] and feature gradients [B, D]; logits of up to ``keep_bytes`` are kept for the row gradients."""
+        """Return losses [B] and feature gradients [B, D]; keep logits of up to ``keep_bytes`` for the row gradients."""
         batch, num = self.batch, self._active.num
         keep_bytes = keep_bytes if self._pass.keeps_logits else 0
         if self._is_whole and (over_all := self._pass.over_all):
@@ -87,7 +88,7 @@ class HeldRows:
         else:
             checksum, squares = self._overwrite(factor, out_AD)
         self._kept.clear()
-        # Of what 16 bits, or 32 of 64, make of the values it says nothing.
+        # It does not cover what 16 bits, or 32 of 64, make of the values.
         known = checksum if out_AD.dtype == arithmetic.compute == torch.float32 else None
         held = HeldGradient(
             self._active, self._rows.ids, out_AD, self._buffer, self._pool, arithmetic.device, known, squares
@@ -95,7 +96,8 @@ class HeldRows:
         return held, checksum
 
     def _overwrite(self, factor: Tensor, out_AD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Chunk by chunk; (checksum, Σ g² where a device knows it at once: no host waits for that)."""
+        """Overwrite chunk by chunk; return (checksum, Σ g² where a device computes it at once, without a host
+        waiting)."""
         device = self.batch.arithmetic.device
 
         def overwrite(work: Workspace, rows_ND: Tensor, start: int, kept_NB: Tensor | None) -> Tensor:
@@ -113,6 +115,6 @@ class HeldRows:
         return checksum, squares[0] if squares else None
 
     def discard(self) -> None:
-        """Give the memory back when no row gradient is wanted."""
+        """Release the memory when no row gradient is needed."""
         self._kept.clear()
         self._pool.release(self._buffer, Moment(self.batch.arithmetic.device))

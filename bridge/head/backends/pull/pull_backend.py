@@ -1,4 +1,4 @@
-"""Class rows that are pulled from the shards of a cluster to this process: held until the step, or streamed."""
+"""Backend that pulls class rows from a cluster's shards to this process: held until the step, or streamed."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from geartrain.bridge.head.loss.statistics import LOOKS_EVERY
 from geartrain.bridge.placements.workspace import Arithmetic, BufferPool
 
 LOGITS_CACHE_BYTES = 26 << 20
-"""Unless the head says another number: the active rows are held beside them."""
+"""Default bytes of kept logits: the active rows are held beside them."""
 
 _WIDTHS = 12
-"""Matrices [B, D] beside the sums: features, packed, target rows, gradients, and what of them the allocator keeps for
+"""Matrices [B, D] beside the sums: features, packed, target rows, gradients, and those that the allocator keeps for
 the next step; measured, in the processes of the tests."""
 
 
@@ -46,7 +46,7 @@ class PullBackend(ClusterBackend):
     def __init__(self, settings: HeadSettings) -> None:
         self.keeps_logits_bytes = _kept_bytes(settings.config)
         self._pool = BufferPool()
-        checked_wire_dtype(settings.config.wire_dtype, settings.name, settings.config.dtype)  # before there is a table
+        checked_wire_dtype(settings.config.wire_dtype, settings.name, settings.config.dtype)  # before the table exists
         super().__init__(settings)
         self._top = TopOfPulled(
             self.table, self._pool, centers=settings.sub_centers, kept_bytes=settings.config.rows_cache_bytes
@@ -54,7 +54,8 @@ class PullBackend(ClusterBackend):
 
     @classmethod
     def step_memory(cls, plan: MemoryPlan) -> list[MemoryPart]:
-        """A rank holds the active rows and overwrites them by their gradients, or streams them."""
+        """Return the memory of a step: a rank holds the active rows and overwrites them by their gradients, or streams
+        them."""
         row_bytes = plan.spec.row_bytes
         if plan.active * row_bytes <= plan.config.rows_cache_bytes:
             keep_bytes = _kept_bytes(plan.config)

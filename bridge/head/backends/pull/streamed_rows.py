@@ -21,11 +21,11 @@ from geartrain.bridge.head.loss.softmax import OnlineSoftmax
 from geartrain.bridge.placements.workspace import BufferPool
 
 PARTS = 4
-"""Sums that are kept apart and added in order, whatever the number of threads: the result does not depend on it."""
+"""Number of partial sums, added in order: the result does not depend on the number of threads."""
 
 
 class StreamedRows:
-    """The rows of one forward pass. Costs one pull per block and shard; memory of four blocks."""
+    """Rows of one forward pass. Costs one pull per block and shard; memory of four blocks."""
 
     def __init__(
         self,
@@ -49,11 +49,11 @@ class StreamedRows:
 
     @staticmethod
     def memory(plan: MemoryPlan) -> tuple[int, int]:
-        """(bytes of a block, blocks held at a time) of such a pass."""
+        """Return (bytes of a block, blocks held at a time) of such a pass."""
         return min(block_rows_for(plan.spec.row_bytes), plan.active) * plan.spec.row_bytes, NUM_BUFFERS
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002
-        """Losses [B] and feature gradients [B, D]; nothing is kept."""
+        """Return losses [B] and feature gradients [B, D]; nothing is kept."""
         batch = self.batch
         softmax = OnlineSoftmax(batch, PARTS, want_gradient=want_gradient)
         stream = RowStream(self._table, self._active, self._pool, batch.arithmetic.device, self._required_sync)
@@ -62,7 +62,7 @@ class StreamedRows:
         return softmax.finish()
 
     def gradient(self, upstream: Tensor) -> tuple[StreamedGradient, Tensor]:
-        """The row gradients in factored form; also a sum that is finite only if all of it is."""
+        """Return the row gradients in factored form, and a sum that is finite only if all of them are."""
         batch = self.batch
         factor, weights_B = batch.row_factors(upstream)
         checksum = factor + batch.lse2_B.sum() + batch.target_weight_B.sum()
@@ -78,4 +78,4 @@ class StreamedRows:
         return StreamedGradient(self._table, self._pool, factors), checksum
 
     def discard(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no memory is held."""
