@@ -1,6 +1,6 @@
 """Adding and retiring classes during training: write their rows, then switch all ranks to the same set.
 
-Nothing is changed before every rank has confirmed that it can, with equal arguments.
+Nothing changes before every rank has confirmed equal arguments and that it can proceed.
 Legend: N classes of a call, D width.
 """
 
@@ -104,7 +104,7 @@ def _follow(backend: RowBackend, live_classes: LiveClasses, added: Ids) -> None:
 
 
 def wanted_and_rest(live_classes: LiveClasses, ids: Tensor) -> tuple[Ids, LiveClasses]:
-    """Return checked ids [N], rising, and the classes that remain. Raises InvalidIds, InvalidArgument."""
+    """Return checked ids [N], ascending, and the classes that remain. Raises InvalidIds, InvalidArgument."""
     if not isinstance(ids, Tensor) or ids.ndim != 1:
         raise InvalidIds(f"ids are {ids!r:.80}; they must be a torch.int64 tensor [N]")
     given = check_labels(ids, len(ids), live_classes.num_classes)
@@ -153,7 +153,7 @@ def _centers(backend: RowBackend, sums: Tensor) -> tuple[Tensor, Imprinted | Non
 
 
 def _write(backend: RowBackend, num: int, write: Callable[[slice], None]) -> None:
-    """Write rows block by block: rank 0 writes rows in a cluster, every rank those that it holds."""
+    """Write rows block by block: rank 0 writes rows in a cluster, every rank the rows that it holds."""
     step = block_rows_for(backend.table.spec.row_bytes)
 
     def all_blocks() -> None:

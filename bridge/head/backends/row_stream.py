@@ -1,4 +1,4 @@
-"""Rows of many classes, block after block, the next one under way while the last is worked on."""
+"""Stream of many classes' rows, block by block: the next block is pulled while the last is processed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK_BYTES = 8 << 20
 """Bytes of one pulled block."""
 
 NUM_BUFFERS = 4
-"""Blocks held at a time: one being pulled, one waiting its turn, one being worked on, one being pushed."""
+"""Blocks held at a time: one being pulled, one waiting, one being processed, one being pushed."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class Block:
     stop: int
     ids: Ids
     rows_ND: Tensor
-    """A private host copy in the table's dtype; of a stream valid until the next two blocks have been asked for."""
+    """Private host copy in the table's dtype; in a stream valid until the next two blocks have been requested."""
 
     def load(self, work: Workspace, start: int, stop: int) -> Tensor:
-        """See :class:`~geartrain.bridge.head.loss.block_loop.BlockOfRows`."""
+        """Load rows as :class:`~geartrain.bridge.head.loss.block_loop.BlockOfRows`."""
         return work.load_rows(self.rows_ND[start - self.start : stop - self.start])
 
 
 def block_rows_for(row_bytes: int) -> int:
-    """Rows of one block."""
+    """Return the rows of one block."""
     return max(1024, BLOCK_BYTES // row_bytes)
 
 
@@ -62,12 +62,12 @@ class RowStream:
         self._required_sync = required_sync
         self._buffers: list[Buffer] = []
         self._last_uses: list[Moment] = []
-        """When the device has read and written what was in each buffer."""
+        """Moments at which the device has read and written each buffer."""
         self._block_rows = min(block_rows_for(table.spec.row_bytes), active.num)
 
     def blocks(self, first: int = 0) -> Iterator[Block]:
-        """The blocks from position ``first`` on. When one is asked for, the last but two must be done with, but for
-        what a device was told to do with them."""
+        """Yield blocks from position ``first`` on. Each request ends the use of the last block but two, except for
+        operations queued on a device."""
         num_bytes = self._block_rows * self._table.spec.row_bytes
         host = torch.device("cpu")
         self._buffers = [
@@ -86,11 +86,11 @@ class RowStream:
             self._last_uses[own] = Moment(self._device)
 
     def bounds(self) -> list[tuple[int, int]]:
-        """Start and stop of all blocks."""
+        """Return start and stop of all blocks."""
         return chunk_bounds(self._active.num, self._block_rows)
 
     def close(self) -> None:
-        """Give the memory back. Not after an error: a pull or a push that still uses it may have been left behind."""
+        """Release the memory. Not after an error: an unfinished pull or push may still use it."""
         for buffer, last_use in zip(self._buffers, self._last_uses, strict=True):
             self._pool.release(buffer, last_use)
         self._buffers = []

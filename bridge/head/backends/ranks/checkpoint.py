@@ -26,8 +26,8 @@ class ShardedRows:
     """Rows, slots and the state of one head, as ``torch.distributed.checkpoint`` takes them (a ``Stateful``).
 
     ``rows`` [C, D], ``slots`` [C, S] and ``steps`` [C], those that the table has, are DTensors over the ranks in the
-    memory of the table: nothing is copied, and a load writes into the rows. ``head`` is JSON. With KNN softmax
-    ``graph`` is, too, and ``graph_lists`` [C, k] are the lists of its graph, a DTensor as well: −1 where there is none.
+    memory of the table: nothing is copied, and a load writes into the rows. ``head`` is JSON. With KNN softmax so is
+    ``graph``, and ``graph_lists`` [C, k], a DTensor as well, holds the lists of its graph: −1 where there is none.
     torch refuses to load them with another ``k`` than they were saved with.
     """
 
@@ -36,7 +36,7 @@ class ShardedRows:
         self._head = head
 
     def state_dict(self) -> dict[str, Any]:
-        """What is saved, and what a load fills. Collectives: the first time the mesh is made."""
+        """Return the tensors that are saved, or that a load fills. The first call makes the mesh, a collective."""
         table = self._backend.table
         tensors = {"rows": table.rows_LD, "slots": table.slots_LD, "steps": table.steps_L}
         tensors |= {"row_scales": table.row_scales_LK, "slot_scales": table.slot_scales_LK}
@@ -52,7 +52,7 @@ class ShardedRows:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what was read into the rows.
+        """Continue from rows that a load has filled.
 
         Raises SpecMismatch if they were saved with other settings: then all rows have their initial values.
         """
@@ -74,11 +74,11 @@ class ShardedRows:
         self._head.set_extra_state(saved["state"])
 
     def _sharded(self, local: Tensor) -> Tensor:
-        """The tensor [C, …] of which this rank holds ``local`` [L, …]."""
+        """Return the tensor [C, …] of which this rank holds ``local`` [L, …]."""
         table = self._backend.table
         if table.link.world_size == 1:
             return local
-        # Few programs use it, and it takes long to import.
+        # Few programs use it, and its import takes long.
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard
 

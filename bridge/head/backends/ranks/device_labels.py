@@ -1,8 +1,8 @@
-"""Labels that are on a device: checked there, and told of at a later step, so that no host waits for a backbone.
+"""Labels on a device: checked there, errors raised at a later step, so that the host never waits for the backbone.
 
-The step of a bad label changes no row: its loss is NaN, its features get a gradient of zero, and the check sum of its
-row gradients is NaN, as that of features which are not finite. The labels travel to the host meanwhile, 8 bytes each,
-which says at the first call that finds them there what was wrong.
+The step of a bad label changes no row: its loss is NaN, its features get a gradient of zero, and the checksum of its
+row gradients is NaN, as for features that are not finite. The labels are copied to the host meanwhile, 8 bytes each;
+the first call that finds them there reports the error.
 
 Legend: B samples of all ranks.
 """
@@ -28,20 +28,20 @@ from geartrain.bridge.rows.transfers import Readback, upload
 
 
 class DeviceLabels:
-    """The labels of the last steps, until the host has seen them. Not thread-safe."""
+    """Labels of the last steps, until the host has checked them. Not thread-safe."""
 
     def __init__(self, ignore_index: int | None) -> None:
         self._ignored = ignore_index
         self._under_way: deque[tuple[Readback, int, LiveClasses]] = deque()
         self._captured: list[tuple[Tensor, LiveClasses]] = []
-        """Labels that a CUDA graph reads, of the step that is being captured."""
+        """Labels that a CUDA graph reads, of the step being captured."""
         self._living: tuple[LiveClasses, Tensor, Tensor] | None = None
-        """The classes that live, and on a device where each run of retired ones starts and the last one stopped."""
+        """Living classes, and on a device the starts of the runs of retired ones and the stop of the last run."""
 
     def settled(self, labels_B: Tensor, live_classes: LiveClasses, step: int, rows: DeviceRows) -> SettledLabels:
-        """Labels of living classes alone, and what each sample counts.
+        """Replace labels that do not count, so that all are of living classes; return them with each sample's count.
 
-        A label that is ignored or wrong becomes one of those that count; of none that does, any living class.
+        A label that is ignored or wrong is replaced by one that counts; if none does, by any living class.
         """
         if is_capturing(labels_B.device):
             self._captured.append((labels_B, live_classes))
@@ -54,7 +54,7 @@ class DeviceLabels:
         if self._ignored is None:
             counts_B = torch.where(are_good_B, 1.0, torch.nan)
         else:
-            are_ignored_B = labels_B == self._ignored  # it may be a class
+            are_ignored_B = labels_B == self._ignored  # the ignored label may be a class
             are_good_B = are_good_B & ~are_ignored_B
             counts_B = torch.where(are_ignored_B, 0.0, torch.nan).masked_fill_(are_good_B, 1.0)
         if len(labels_B):
@@ -77,7 +77,7 @@ class DeviceLabels:
         return are_ids_B & (labels_B >= stops_R[torch.searchsorted(starts_R, labels_B, right=True)])
 
     def pop_captured(self) -> Callable[[int], None]:
-        """What is to be called after each replay of the captured step, with its number: it asks for the labels."""
+        """Return a function to call after each replay of the captured step, with its number: it fetches the labels."""
         captured, self._captured = self._captured, []
 
         def check_later(step: int) -> None:
@@ -87,7 +87,7 @@ class DeviceLabels:
 
     @property
     def has_bad(self) -> bool:
-        """Whether labels that are here by now were wrong; those before it that were good are forgotten."""
+        """Whether labels that are here by now were wrong; earlier good ones are dropped."""
         while self._under_way and self._under_way[0][0].is_here:
             if self._error() is not None:
                 return True
@@ -95,14 +95,15 @@ class DeviceLabels:
         return False
 
     def pop_error(self) -> InvalidIds:
-        """What was wrong with the first step that had a bad label; waits for it. Some rank knows that there is one."""
+        """Return the error of the first step with a bad label, for which it waits; some rank knows that there is
+        one."""
         if (error := self.first_error()) is not None:
             self._under_way.popleft()
             return error
         return InvalidIds("another rank found a bad label in a step before; its error tells which")
 
     def first_error(self) -> InvalidIds | None:
-        """What :meth:`pop_error` takes, or None; waits for the labels, which every rank has of all."""
+        """Return what :meth:`pop_error` would, or None; waits for the labels, of which every rank has all."""
         while self._under_way:
             if (error := self._error()) is not None:
                 return error

@@ -1,12 +1,12 @@
-"""The passes over all active rows of a rank at once, by the kernels of ``kernels/head.py``: some launches a step.
+"""Passes over all active rows of a rank at once, by the kernels of ``kernels/head.py``: a few launches a step.
 
-They are for rows on a GPU, and by their references, in tests, for any. What they do not know is left to the chunks of
-``chunk_pass.py``: margins that change the logits of other classes, several centers a class, smoothed labels, rows that
-move untouched, float64, and micro-batches of one update with different active classes.
+They serve rows on a GPU and, by reference implementations in tests, on any device. The chunks of ``chunk_pass.py``
+compute the rest: margins that change the logits of other classes, several centers a class, smoothed labels, rows that
+are moved untouched, float64, and micro-batches of one update with different active classes.
 
-Exponentials lie between the two passes, 2 bytes a class and sample (4 of products in float32), as far as they fit
-``keep_bytes`` and :data:`RANGE_BYTES`; those of the other classes are made twice. Each range of classes that fits takes
-two launches forwards and two backwards, or one for that which the pass before has left there.
+Exponentials are stored between the two passes, 2 bytes a class and sample (4 of products in float32), up to
+``keep_bytes`` and :data:`RANGE_BYTES`; those of the other classes are computed twice. Each range of classes that fits
+takes two launches forward and two backward, or one if its exponentials are stored from the pass before.
 
 Legend: A active rows, B samples of all ranks, N rows of a range, D width.
 """
@@ -53,11 +53,11 @@ from geartrain.bridge.placements.workspace import Buffer
 from geartrain.bridge.rows.gradient_carrier import squared_sum
 
 RANGE_BYTES = 2 << 30
-"""Of exponentials that are made and used at a time, beside what may be kept."""
+"""Bytes of exponentials computed and used at a time, beside those that may be kept."""
 
 
 def takes(table: DeviceRows, active: LocalActive, batch: Batch, *, always: bool) -> bool:
-    """Whether :class:`FusedPass` computes the batch; every rank says the same. ``always``: wherever the rows are."""
+    """Return whether :class:`FusedPass` computes the batch; equal on every rank. ``always``: on any device."""
     return (
         (always or runs_kernels(table.device))
         and isinstance(active, DeviceActive)
@@ -72,14 +72,14 @@ def takes(table: DeviceRows, active: LocalActive, batch: Batch, *, always: bool)
 
 
 def range_rows(row_bytes: int, keep_bytes: int = 0) -> int:
-    """Rows of a range whose exponentials, so many bytes a row, are ``keep_bytes`` and :data:`RANGE_BYTES`: whole
-    tiles."""
+    """Return rows of a range, in whole tiles, whose exponentials (``row_bytes`` a row) fit in ``keep_bytes`` and
+    :data:`RANGE_BYTES`."""
     return max(1, (keep_bytes + RANGE_BYTES) // (max(1, row_bytes) * TILE)) * TILE
 
 
 def _bounds(num: int, most_rows: int) -> list[tuple[int, int]]:
-    """(start, stop) of ranges of at most so many of ``num`` rows, whole tiles: the first is what is left of the others,
-    since the last stays for the next pass."""
+    """Return (start, stop) of ranges of at most ``most_rows`` of ``num`` rows, in whole tiles: the first is the
+    remainder, since the last stays for the next pass."""
     first = -(-(num % most_rows or most_rows) // TILE) * TILE
     return list(pairwise([0, *range(first, num, most_rows), num])) if num else []
 
@@ -105,11 +105,11 @@ class FusedPass:
             scales_LK=table.row_scales_LK,
         )
         self._buffer: Buffer | None = None
-        """Kept for exponentials of a range; None: each pass takes some memory."""
+        """Buffer kept for exponentials of a range; None: each pass allocates one."""
         self._room = 0
-        """Rows of a range that it takes."""
+        """Rows of a range that fit in the buffer."""
         self._there: tuple[int, int] | None = None
-        """The range whose exponentials are in it."""
+        """Range whose exponentials are in the buffer."""
         self._terms: SampleTerms | None = None
 
     @property
@@ -120,7 +120,7 @@ class FusedPass:
     def forward(
         self, *, want_gradient: bool, keep_bytes: int, link: Communicator, sizes: Sequence[int]
     ) -> OnlineSoftmax:
-        """The sums over the rows of this rank; keeps exponentials of up to ``keep_bytes``, and of a range."""
+        """Return the sums over the rows of this rank; keep exponentials of up to ``keep_bytes``, and of a range."""
         head, batch = self._head, self._batch
         if keep_bytes:
             self._room = range_rows(self._row_bytes, keep_bytes)
@@ -139,18 +139,18 @@ class FusedPass:
         return _Summed(batch, link, sizes, head, shift_B, weighted_PBD)
 
     def add_terms(self, weights_B: Tensor | None) -> None:
-        """What the samples bring to the rows' gradients, once the sums over all ranks are in the batch; ``weights_B``
-        of at most 1."""
+        """Compute the samples' terms of the row gradients, once the batch has the sums over all ranks; ``weights_B``
+        are at most 1."""
         batch = self._batch
         self._terms = sample_terms(self._head, batch.features_BD, batch.lse2_B, batch.target_weight_B, weights_B)
 
     @property
     def most_rows(self) -> int:
-        """Of a range."""
+        """Most rows of a range."""
         return range_rows(self._row_bytes)
 
     def ranges(self, most_rows: int | None = None) -> Iterator[tuple[int, int, Tensor]]:
-        """(start, stop, exponentials) of every range, of at most so many rows: first of that whose are there."""
+        """Yield (start, stop, exponentials) of every range of at most ``most_rows`` rows, first the stored one."""
         bounds = _bounds(self.num_active, most_rows or self._room or self.most_rows)
         bounds.sort(key=lambda item: item != self._there)
         buffer = self._buffer or self._acquire_buffer(most_rows or self.most_rows)
@@ -164,10 +164,10 @@ class FusedPass:
             self._table.pool.release(buffer)
 
     def row_factors(self, upstream: Tensor, ends_R: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """By a kernel: ``batch.row_factors``, and a number that is finite only if the rows' gradients are.
+        """Return ``batch.row_factors`` by a kernel, and a number that is finite only if the rows' gradients are.
 
-        ``upstream`` is the derivative by the mean loss (0-dim), of each sample [B], or [R] with ``ends_R``: of the mean
-        over all ranks, by rank, and where the samples of each end.
+        ``upstream`` is the derivative by the mean loss (0-dim), by each sample's loss [B], or with ``ends_R`` [R]: by
+        rank, of the mean over all ranks, where ``ends_R`` says where the samples of each rank end.
         """
         batch = self._batch
         scale = batch.scale
@@ -176,12 +176,12 @@ class FusedPass:
         return row_factors(upstream, ends_R, scale, batch.num_counted, batch.lse2_B, batch.target_weight_B)
 
     def squares(self, exponentials_NB: Tensor, start: int, stop: int, factor: Tensor) -> Tensor:
-        """Σ g² (0-dim, float64) over a range, of the gradient times ``factor``."""
+        """Return Σ g² (0-dim, float64) over a range, of the gradient times ``factor``."""
         assert self._terms is not None
         return squared_norm(self._head, exponentials_NB, start, stop, self._terms, factor)
 
     def row_gradients(self, exponentials_NB: Tensor, start: int, stop: int, factor: Tensor) -> Tensor:
-        """[N, D] float32 of a range, times ``factor``."""
+        """Return gradients [N, D] float32 of a range, times ``factor``."""
         assert self._terms is not None
         return row_gradients(self._head, exponentials_NB, start, stop, self._terms, factor)
 
@@ -193,13 +193,13 @@ class FusedPass:
             update_rows(self._head, made_NB, start, stop, self._terms, factor, optimizer, self._table.stored, lr=lr)
 
     def clear(self) -> None:
-        """Forget what is kept; it is made again where it is wanted."""
+        """Release kept exponentials; they are computed again where they are needed."""
         if self._buffer is not None:
             self._table.pool.release(self._buffer)
         self._buffer, self._room, self._there = None, 0, None
 
     def _acquire_buffer(self, num_rows: int) -> Buffer:
-        """Memory for so many of the rows' exponentials."""
+        """Return memory for the exponentials of ``num_rows`` rows."""
         return self._table.pool.acquire(min(num_rows, self.num_active) * self._row_bytes, self._table.device)
 
     @property
@@ -209,14 +209,14 @@ class FusedPass:
 
 @dataclass(frozen=True)
 class FusedGradient:
-    """The gradient of all rows over one or several batches with the same active rows."""
+    """Gradient of all rows over one or several batches with the same active rows."""
 
     passes: Sequence[FusedPass]
     factors: Sequence[Tensor]
-    """By which that of each batch is multiplied (0-dim)."""
+    """Factor of each batch's gradient (0-dim)."""
 
     def squares(self) -> Tensor:
-        """Σ g² (0-dim, float64) over the rows of this rank."""
+        """Return Σ g² (0-dim, float64) over the rows of this rank."""
         if len(self.passes) > 1:
             parts = [squared_sum(gradient_ND) for _, _, gradient_ND in self._sums()]
         else:
@@ -237,7 +237,7 @@ class FusedGradient:
                 table.update(places.chunk(start, stop), gradient_ND[: stop - start], optimizer, scale)
 
     def _sums(self) -> Iterator[tuple[int, int, Tensor]]:
-        """(start, stop, gradients [N, D] float32) of range after range."""
+        """Yield (start, stop, gradients [N, D] float32) of range after range."""
         most_rows = min(item.most_rows for item in self.passes)
         for made in zip(*(item.ranges(most_rows) for item in self.passes), strict=True):
             total_ND: Tensor | None = None
@@ -249,7 +249,7 @@ class FusedGradient:
 
 
 class _Summed(OnlineSoftmax):
-    """The sums that :class:`FusedPass` has made, to be joined with those of other ranks."""
+    """Sums of a :class:`FusedPass`, to be joined with those of other ranks."""
 
     def __init__(
         self,
@@ -315,7 +315,7 @@ class _Summed(OnlineSoftmax):
         return made.losses_B[self.own], weighted_BD
 
     def _losses(self) -> Losses:
-        """Those of all samples, from the sums over all ranks; fill in the batch."""
+        """Return the losses of all samples, from the sums over all ranks; fill in the batch."""
         batch, (shift_B, sum_B, _) = self.batch, self._found
         highest_B = None if self.sums.highest_PB is None else self.sums.highest_PB[0]
         joint_B, cos_B, link = shift_B, self._cos_B, self._link
@@ -343,6 +343,6 @@ class _Summed(OnlineSoftmax):
 
 
 def _target_angle(batch: Batch) -> TargetAngle | None:
-    """The margin as kernels know it; None: none, or one that they do not know."""
+    """Return the margin in the kernels' form; None: none, or one that kernels do not compute."""
     angles = added_angles(batch.margin)
     return None if angles is None else TargetAngle(batch.scale, *angles)

@@ -1,9 +1,9 @@
-"""Features that come to rows on ranks part by part: each part is gathered while the next one is computed.
+"""Features that reach rows on ranks part by part: each part is gathered while the next one is computed.
 
-What travels is that of a step with the whole batch, in as many pieces as there are parts, and a number a part, by which
-the ranks learn that one of them failed. Rows are read once for all parts, so every selection and margin sees the batch
-as it would without them. The feature gradients travel in the backward pass: those of a part while the backbone works on
-the one before.
+The traffic is that of a step with the whole batch, in as many pieces as there are parts, plus a number a part by which
+the ranks learn that one of them failed. Rows are read once for all parts, so selections and margins see the whole
+batch. The feature gradients are sent in the backward pass: those of a part while the backbone computes with the one
+before.
 
 Legend: R ranks, P parts, B samples of all ranks, S of one part of this rank, D width.
 """
@@ -27,10 +27,10 @@ from geartrain.bridge.head.loss.softmax import OnlineSoftmax, own_gradient
 
 
 class PartedRows(RankRows):
-    """The rows of a forward pass over a batch that came in parts; its feature gradients are summed part by part."""
+    """Rows of a forward pass over a batch that came in parts; its feature gradients are summed part by part."""
 
     def __init__(self, sizes: PartSizes, *arguments: Any, overlap: bool, fuses: bool) -> None:
-        """``arguments`` are those of :class:`RankRows`; without ``overlap`` gradients travel in the forward pass."""
+        """``arguments`` are those of :class:`RankRows`; without ``overlap`` gradients are sent in the forward pass."""
         super().__init__(*arguments, fuses=fuses)
         self.sizes, self.overlap = sizes, overlap
         self._part_BD: Tensor | None = None
@@ -40,14 +40,14 @@ class PartedRows(RankRows):
     def _finish(self, softmax: OnlineSoftmax) -> tuple[Tensor, Tensor | None]:
         losses_S, part_BD = softmax.finish_part()
         if part_BD is not None:
-            # One of several sums in one piece of memory, which would otherwise stay whole until the backward pass.
+            # A view would keep the memory of all sums until the backward pass.
             self._part_BD = part_BD if len(softmax.parts) == 1 else part_BD.clone()
             if not self.overlap:
                 self.start()
         return losses_S, None
 
     def start(self) -> None:
-        """Let the feature gradients travel; every rank does in its backward pass. Once."""
+        """Start to send the feature gradients; every rank does so in its backward pass, once."""
         if self._summed is None:
             assert self._part_BD is not None
             order = reversed(range(self.sizes.num_parts))
@@ -55,7 +55,8 @@ class PartedRows(RankRows):
             self._part_BD = None
 
     def collect(self, part: int) -> Tensor:
-        """The gradients of single losses by the features of a part [S, D or more]; the last part is asked for first."""
+        """Return gradients of single losses by the features of a part [S, D or more]; call it for the last part
+        first."""
         if part not in self._taken:
             assert self._summed is not None
             own = self.sizes.own(part)
@@ -100,7 +101,7 @@ def rows_of_parts(
     joint_features_BD = _gathered(step, parts, features, samples.places, sizes)
     labels_B = labels_on_their_way.result()
 
-    # Where nobody can know that every rank will go backward, the gradients travel at once.
+    # Where it is unknown whether every rank will go backward, the gradients are sent at once.
     overlap = parts.overlap and step.training and agreed.all_want_gradient
     rows = step.rows_over(joint_features_BD, labels_B, agreed, partial(PartedRows, sizes, overlap=overlap))
     parts.gradients = rows
@@ -108,9 +109,9 @@ def rows_of_parts(
 
 
 def _gathered(step: RankStep, parts: FeatureParts, first_SD: Tensor, places: Ids | None, sizes: PartSizes) -> Tensor:
-    """The features of all ranks [B, D], of which those of this rank's first part are there.
+    """Return the features of all ranks [B, D], given those of this rank's first part.
 
-    A rank that fails goes on with zeros until the others know, which is when they have begun the part behind.
+    A rank that fails continues with zeros until the others know, which is when they have started the part behind.
     """
     link = step.backend.table.link
     gathered = GatheredParts(link, sizes, overlap=parts.overlap)

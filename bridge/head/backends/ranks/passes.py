@@ -1,4 +1,4 @@
-"""The passes of a class head over rows that lie on the ranks' devices. Rows stay where they are: features come to them.
+"""Passes of a class head over rows on the ranks' devices. Rows stay in place: features are sent to them.
 
 Per training step and rank, with B samples of R ranks, D width, A active classes (all of them together):
 one exchange of twelve integers between the hosts, an all-gather of the labels (8·B bytes) and of the features (their
@@ -43,11 +43,11 @@ from geartrain.bridge.rows.transfers import upload
 T = TypeVar("T")
 
 PARTS = 8
-"""Sums that are kept apart and added in order, whatever the number of threads: the result does not depend on it."""
+"""Number of partial sums, added in order: the result does not depend on the number of threads."""
 
 
 class _RowsHere:
-    """The active rows of this rank, as a block: copies, or where only read in ``in_place`` the rows themselves."""
+    """Active rows of this rank, as a block: copies, or with ``in_place`` the rows themselves where only read."""
 
     start = 0
 
@@ -56,18 +56,18 @@ class _RowsHere:
         self._reads_in_place = active.has_all and in_place is not None and table.reads_in_place(in_place)
 
     def index(self, start: int, stop: int) -> RowIndex:
-        """Where the rows at these positions are."""
+        """Return the index of the rows at these positions."""
         return self._places.chunk(start, stop)
 
     def load(self, work: Workspace, start: int, stop: int) -> Tensor:
-        """See :class:`~geartrain.bridge.head.loss.block_loop.Block`."""
+        """Load rows, as :class:`~geartrain.bridge.head.loss.block_loop.BlockOfRows`."""
         if self._reads_in_place:
             return self._table.rows_LD[start:stop]
         return self._table.load(work, self.index(start, stop), name="rows")
 
 
 class RankRows:
-    """The rows of one forward pass."""
+    """Rows of one forward pass."""
 
     def __init__(
         self,
@@ -81,10 +81,10 @@ class RankRows:
         *,
         fuses: bool = False,
     ) -> None:
-        """``active`` are classes of this rank, ``numbers_B`` the labels' row numbers, outside [0, L) of other ranks.
+        """``active`` are classes of this rank, ``numbers_B`` the labels' row numbers, outside [0, L) for other ranks'.
 
-        ``log2_weight`` is added to the logits, to base 2, of active classes that are none of the labels. ``fuses``:
-        kernels make the passes (:mod:`~.fused`).
+        ``log2_weight`` is added to the logits, to base 2, of active classes that are not labels. ``fuses``: kernels
+        compute the passes (:mod:`~.fused`).
         """
         self._table = table
         self._wants_gradient = wants_gradient
@@ -105,9 +105,9 @@ class RankRows:
         self._pass = pass_for(batch)
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:
-        """Losses of the own samples [S] and feature gradients [S, D]; keeps logits of up to ``keep_bytes``.
+        """Return losses of the own samples [S] and feature gradients [S, D]; keeps logits of up to ``keep_bytes``.
 
-        Collective: see :class:`OnlineSoftmax`.
+        Collective, as :class:`OnlineSoftmax`.
         """
         joint_want = want_gradient or self._wants_gradient  # another rank's features may need theirs
         softmax = self._sums(joint_want, keep_bytes)
@@ -120,7 +120,7 @@ class RankRows:
         return losses_S, gradient_SD if want_gradient else None
 
     def _sums(self, joint_want: bool, keep_bytes: int) -> OnlineSoftmax:
-        """Those over the rows of this rank."""
+        """Return the sums over the rows of this rank."""
         table, batch = self._table, self.batch
         if self._fused is not None:
             return self._fused.forward(
@@ -137,11 +137,12 @@ class RankRows:
     def _finish(self, softmax: OnlineSoftmax) -> tuple[Tensor, Tensor | None]:
         if self._table.link.world_size > 1:
             return softmax.finish()
-        # Alone, nobody else is waited for in there, and what follows wants every core.
+        # Alone, no rank is waited for, and the next operation needs every core.
         return CHUNKS.apart(softmax.finish, self.batch.arithmetic.device)
 
     def gradient(self, upstream: Tensor) -> tuple[RankGradient, Tensor]:
-        """The row gradients, to be made at the step; also a number that is finite only if they are, on every rank.
+        """Return the row gradients, to be made at the step, and a number that is finite only if they are, on every
+        rank.
 
         Collective: one all-gather of R numbers or, where samples count differently, of B.
         """
@@ -170,7 +171,8 @@ class RankRows:
         return RankGradient(self._table, factors, self._fused, weights_B), checksum
 
     def _gathered(self, upstream: Tensor) -> tuple[Tensor, Tensor | None]:
-        """That of all samples [B], or by the mean (0-dim), or that of each rank [R] and where its samples end [R]."""
+        """Return the derivative of all samples [B] or by the mean (0-dim), or of each rank [R] with its samples' end
+        [R]."""
         link = self._table.link
         if upstream.ndim > 0:
             return link.gather(upstream, self._sizes), None
@@ -178,12 +180,12 @@ class RankRows:
             return upstream, None
         upstream_R = link.gather(upstream.reshape(1), [1] * link.world_size)
         size = self._sizes[0]
-        if size and min(self._sizes) == max(self._sizes):  # which a CUDA graph may hold
+        if size and min(self._sizes) == max(self._sizes):  # a CUDA graph may hold this
             return upstream_R, torch.arange(size, size * len(upstream_R) + 1, size, device=upstream_R.device)
         return upstream_R, upload(np.cumsum(self._sizes), upstream_R.device)
 
     def _joint_upstream(self, upstream: Tensor) -> Tensor:
-        """That of the mean over all ranks (0-dim) if it is known to be the same on each, else that of each sample."""
+        """Return the derivative by the mean over all ranks (0-dim) if all are known to have it, else of each sample."""
         joint, ends_R = self._gathered(upstream)
         if ends_R is None:
             return joint
@@ -193,7 +195,7 @@ class RankRows:
         return joint.repeat_interleave(counts_R, output_size=self.batch.size) / self.batch.divisor
 
     def discard(self) -> None:
-        """Let go of what is kept."""
+        """Release kept memory."""
         if self._kept is not None:
             self._kept.clear()
         if self._fused is not None:
@@ -210,7 +212,7 @@ class RankGradient(FactoredGradient):
         self._table = table
         self._weights = [weights_B]
         self._fused = [] if fused is None else [fused]
-        """Of every batch; none where one of them, or all together, are not for kernels."""
+        """Fused passes of all batches; empty if one batch, or all together, do not suit the kernels."""
 
     def merge(self, other: RankGradient) -> None:
         """Add the gradient of another micro-batch, which is used up."""
@@ -244,7 +246,7 @@ class RankGradient(FactoredGradient):
     def apply(self, optimizer: RowOptimizerSpec, scale: Tensor) -> None:
         """Update the rows and slots by ``optimizer`` with ``scale`` (0-dim) times the gradient; that ends the step.
 
-        Nothing travels, nobody waits.
+        Sends nothing and waits for no rank.
         """
         table = self._table
         if self._fused:
@@ -262,8 +264,8 @@ class RankGradient(FactoredGradient):
         return float(self.squares_on_device())
 
     def squares_on_device(self) -> Tensor:
-        """Σ g² (0-dim, float64) over the rows of all ranks: makes the gradient once more. Collective: an all-reduce of
-        one number."""
+        """Return Σ g² (0-dim, float64) over the rows of all ranks; computes the gradient once more. Collective: an
+        all-reduce of one number."""
 
         def squares(index: RowIndex, gradient_ND: Tensor) -> Tensor:
             del index
@@ -279,12 +281,12 @@ class RankGradient(FactoredGradient):
         return table.link.sum(torch.stack([nothing, *parts]).sum())
 
     def discard(self) -> None:
-        """Let go of the factors."""
+        """Release the factors."""
         self._return_buffers()
         self._factors = []
 
     def _over_chunks(self, action: Callable[[RowIndex, Tensor], T], *, use_kept: bool) -> list[T]:
-        """Results of ``action(index, gradient_ND)``, whose tensor is scratch, chunk after chunk."""
+        """Return the results of ``action(index, gradient_ND)`` for each chunk; the tensor is scratch."""
         parts, chunk_pass = self._parts()
         factors = self._factors[0]
 

@@ -46,12 +46,12 @@ from geartrain.bridge.placements.device_snapshot import restore_rows, snapshot_r
 from geartrain.bridge.placements.device_update import DeviceUpdate
 
 LOGITS_CACHE_BYTES = 64 << 20
-"""On a CPU, unless the head says another number: rows are not held beside them."""
+"""Default bytes of kept logits on a CPU: rows are not held beside them."""
 DEVICE_CACHE_BYTES = 2 << 30
-"""Elsewhere: what 1 M classes want for 512 samples of products in float32, or 2 M in 16 bits. Without it exponentials
-are made twice, which costs a third more products."""
+"""Default elsewhere: the need of 1 M classes for 512 samples of products in float32, or 2 M in 16 bits. Without it
+exponentials are computed twice, a third more products."""
 _WIDTHS = 9
-"""Matrices [B, D] of all ranks beside the sums; measured, as those of ``pull_backend.py``."""
+"""Matrices [B, D] of all ranks beside the sums; measured like those of ``pull_backend.py``."""
 
 
 def _kept_bytes(config: HeadConfig, device: torch.device) -> int:
@@ -67,10 +67,10 @@ class RankBackend:
     needs_cluster: ClassVar = False
 
     def __init__(self, settings: HeadSettings) -> None:
-        """Make the table on every rank of the group (None: all; without torch.distributed this process alone).
+        """Create the table on every rank of the group (None: all; without torch.distributed this process alone).
 
-        Raises InvalidArgument, and SpecMismatch on every rank unless all give equal settings. Two all-gathers between
-        the hosts, and for KNN softmax a process group for its builds.
+        Raises InvalidArgument, and SpecMismatch on every rank unless all give equal settings. Costs two all-gathers
+        between the hosts, and for KNN softmax a process group for its builds.
         """
         require_no_wire(settings, "the ranks hold them, and features and labels are gathered")
         self.live_classes = LiveClasses.first(settings.num_classes, settings.num_living)
@@ -89,7 +89,7 @@ class RankBackend:
 
     @classmethod
     def step_memory(cls, plan: MemoryPlan) -> list[MemoryPart]:
-        """Features are gathered, gradients made and used chunk by chunk."""
+        """Return the memory of a step: features are gathered, gradients made and used chunk by chunk."""
         joint = plan.batch * plan.ranks
         chunk_rows = chunk_rows_on(plan.device, plan.batch, plan.dim)
         row_bytes = joint * plan.sub_centers * COMPUTE_BYTES
@@ -108,25 +108,26 @@ class RankBackend:
 
     @property
     def local(self) -> RankBackend:
-        """Itself."""
+        """This backend: its rows are local."""
         return self
 
     @property
     def own_classes(self) -> range:
-        """Those of this rank."""
+        """Classes of this rank."""
         return range(self.table.first, self.table.stop)
 
     def graph_source(self) -> RankGraphs:
-        """All ranks build together, over a process group of their own."""
+        """Return a source of graphs that all ranks build together, over a process group of their own."""
         return RankGraphs(self.table)
 
     def identity(self) -> dict[str, Any] | None:
-        """Of rows of this rank: to read others would be a collective, and one rank alone may save a state."""
+        """Return the identity of this rank's rows: reading others is a collective, and one rank alone may save a
+        state."""
         self._warn_of_late_errors(self.update.count_refused())
         return self.table.identity()
 
     def _warn_of_late_errors(self, refused: int) -> None:
-        """Of steps that changed no row, or not these: after the last one there is no call that raises it."""
+        """Warn of steps that changed no row, or not these: after the last one no call raises it."""
         late: GeartrainError | None = self.late_labels.first_error()
         if late is None and refused:
             late = refused_rows(self.table.spec, refused)
@@ -134,25 +135,25 @@ class RankBackend:
             warnings.warn(f"{late}. The next call of the head raises this, too", stacklevel=4)
 
     def require_rows(self, identity: Mapping[str, Any] | None) -> None:
-        """Those of the state that lie on this rank."""
+        """Raise SpecMismatch unless this rank's rows are those of the state."""
         self.table.require_same(identity)
 
     def require_step(self, step: int) -> None:
-        """SpecMismatch for rows of another step, unless they were just restored."""
+        """Raise SpecMismatch for rows of another step, unless they were just restored."""
         self.update.require_step(step)
 
     def raise_late(self) -> None:
-        """Raise on every rank what steps before have found out: one exchange between the hosts."""
+        """Raise on every rank the errors of earlier steps: one exchange between the hosts."""
         found = [self.update.pop_refused(), self.late_labels.has_bad, self.update.step]
         left, bad, steps = zip(*self.table.link.exchange(found), strict=True)
         raise_late(self, refused=sum(left), has_bad=any(bad), steps=steps)
 
     def pop_captured(self) -> Callable[[int], None]:
-        """See :meth:`DeviceLabels.pop_captured`."""
+        """Return as :meth:`DeviceLabels.pop_captured`."""
         return self.late_labels.pop_captured()
 
     def move_with(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Rows go with ``head.to(device)``; they are no buffers, which DDP would make equal on all ranks."""
+        """Move rows with ``head.to(device)``; they are no buffers, which DDP would make equal on all ranks."""
         device = fn(torch.empty(0, device=self.table.device)).device
         self.update.discard()
         self.update.generation += device != self.table.device  # a CUDA graph writes where the rows were
@@ -161,29 +162,29 @@ class RankBackend:
     def snapshot(
         self, root: str | Path, name: str | None, *, step: int, values: Mapping[str, Any], files: Mapping[str, bytes]
     ) -> Place:
-        """See ``ClassHead.snapshot``. One exchange between the hosts before it, of rows that were left as they were."""
+        """Write as ``ClassHead.snapshot``. Costs one exchange between the hosts, of the number of refused rows."""
         self._warn_of_late_errors(sum(count for (count,) in self.table.link.exchange([self.update.count_refused()])))
         return snapshot_rows([self.table], root, name, step=step, values=values, files=files)
 
     def restore(self, path: str | Path) -> Snapshot:
-        """See ``ClassHead.restore``."""
+        """Read as ``ClassHead.restore``."""
         self.update.discard()
         snapshot = restore_rows([self.table], path)
         self.update.rows_are_of(snapshot.manifest.step)
         return snapshot
 
     def rows_are_of(self, step: int) -> None:
-        """The rows were read from elsewhere, and are those of ``step``."""
+        """Record that the rows were read from elsewhere, and are those of ``step``."""
         self.update.rows_are_of(step)
 
     def sharded_rows(self, head: nn.Module) -> ShardedRows:
-        """See ``ClassHead.sharded_rows``."""
+        """Return as ``ClassHead.sharded_rows``."""
         return ShardedRows(self, head)
 
     def start(
         self, features: Tensor, labels: Tensor, weight: Tensor | None, *, in_training: bool, want_rows: bool
     ) -> HeadCall:
-        """See ``RowBackend``. Raises what :meth:`RankStep.agree` does."""
+        """Start as ``RowBackend``. Raises as :meth:`RankStep.agree`."""
         step = RankStep(self, training=want_rows, adapts=in_training)
         samples, agreed = step.agree(features, labels, weight)
         return self._call(step.rows(samples, agreed), samples, agreed, want_rows=want_rows)
@@ -191,7 +192,7 @@ class RankBackend:
     def start_parts(
         self, parts: FeatureParts, labels: Tensor, weight: Tensor | None, *, in_training: bool, want_rows: bool
     ) -> HeadCall:
-        """See ``RowBackend``. Raises what :meth:`RankStep.agree` does, and what computing a part raises."""
+        """Start as ``LocalRows``. Raises as :meth:`RankStep.agree`, and what computing a part raises."""
         step = RankStep(self, training=want_rows, adapts=in_training)
         samples, agreed, rows = rows_of_parts(step, parts, labels, weight)
         return self._call(rows, samples, agreed, want_rows=want_rows)
@@ -210,7 +211,7 @@ class RankBackend:
         )
 
     def predict(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """See ``RowBackend``. Every rank calls it, with its own features [S, D]."""
+        """Predict as ``RowBackend``. Collective: every rank gives its own features [S, D]."""
         normalised = self.margins.margin is not None
         active = self.live_classes.select(FullSoftmax(), np.empty(0, np.int64), 0)
         centers = self.settings.sub_centers

@@ -1,7 +1,7 @@
-"""How rows on ranks choose the active classes of a step: on the host in C++, or on their device in tensor operations.
+"""Selection of a step's active classes for rows on ranks: on the host in C++, or on the device in tensor operations.
 
-Both choose the same. The host is faster where the rows are its own; on a device the choice needs nothing of what is
-computed there, so it runs beside it on a stream of its own, and nobody waits for the host to choose.
+Both select the same classes. The host is faster for rows in its own memory; on a device the selection needs no result
+computed there, so it runs beside it on its own stream, and the host is not waited for.
 
 Legend: B labels of all ranks, C classes, L living ones, A active ones.
 """
@@ -33,22 +33,22 @@ from geartrain.bridge.rows.transfers import Moment, upload
 
 
 class RankSelector:
-    """Chooses the classes of one head, step after step. Not thread-safe."""
+    """Selects the classes of one head, step after step. Not thread-safe."""
 
     def __init__(self, table: DeviceRows, select: Selection) -> None:
         self.on_device: bool | None = None
-        """Where to choose; None: on the device if the rows are on one that is no CPU."""
+        """Whether to select on the device; None: if the rows are on one that is no CPU."""
         self._table = table
         self._select = select
         self._stream: torch.cuda.Stream | None = None
         self._graph: tuple[NeighbourTable | OwnNeighbours, TorchGraph | OwnNeighbours] | None = None
-        """The one in use, and its copy on the device."""
+        """The graph in use, and its copy on the device."""
         self._living: LivingIds | None = None
 
     @staticmethod
     def memory(plan: MemoryPlan) -> list[MemoryPart]:
-        """The graph that is chosen by, where that is another than the lists of the rank's classes; on a device what
-        choosing takes there."""
+        """Return the memory of the graph, unless it is the lists of the rank's classes, and on a device that of the
+        selection."""
         if plan.active == plan.num_classes:
             return []
         num, k, on_device = plan.num_classes, plan.neighbours, plan.device.type != "cpu"
@@ -69,17 +69,17 @@ class RankSelector:
     def choose(
         self, labels_B: Ids | Tensor, live_classes: LiveClasses, step: int
     ) -> tuple[int, HostActive | DeviceActive]:
-        """How many classes are active on all ranks together, and which of them are this rank's.
+        """Return the number of active classes on all ranks together, and those of this rank.
 
-        ``labels_B`` live. On a device, with labels from either side, the host waits for nothing, but if there are more
-        labels on the device than active classes.
+        ``labels_B`` are living. On a device, with labels from either side, the host waits only if the labels on the
+        device outnumber the active classes.
         """
         table, num_living = self._table, live_classes.num_living
         budget = self._select.budget(num_living)
         if is_capturing(table.device):
             self._require_capturable(labels_B, budget, num_living)
         if isinstance(labels_B, Tensor) and len(labels_B) > budget:
-            labels_B = labels_B.cpu().numpy()  # they alone may be more than the budget: the host must know how many
+            labels_B = labels_B.cpu().numpy()  # they alone may exceed the budget: the host must know how many
         numbers: Ids | Tensor = labels_B
         if not isinstance(labels_B, Tensor):
             if not (table.device.type != "cpu" if self.on_device is None else self.on_device):
@@ -100,7 +100,7 @@ class RankSelector:
         low, high = live_classes.num_below(table.first), live_classes.num_below(table.stop)
         if budget >= num_living:
             return num_living, DeviceActive(high - low, ids.all_L()[low:high] - table.first, table.device)
-        # Labels on a device are made there by what came before.
+        # Labels on a device are computed there by earlier operations.
         is_apart = not isinstance(numbers, Tensor)
         with self._apart() if is_apart else contextlib.nullcontext():
             given = upload(numbers, table.device) if is_apart else ids.numbers(upload(numbers, table.device))
@@ -113,7 +113,7 @@ class RankSelector:
             elif graph is not None:
                 given = near_on(given, graph, ranking.near, budget)
             room = room_for(most, budget, num_living, high - low)
-            # Streams apart know nothing of when the other has read what the one overwrites.
+            # A stream does not know when another one has read memory that it overwrites.
             at: Any = step if is_apart else table.step.on(step, table.device)
             sample = filled_by_sample(
                 given, num_living, budget, ranking.seed, at, start=low, stop=high, room=room, limit=limit
@@ -126,7 +126,7 @@ class RankSelector:
         return budget, DeviceActive(room, rows_A, table.device, count)
 
     def _require_capturable(self, labels_B: Ids | Tensor, budget: int, num_living: int) -> None:
-        """Raise InvalidArgument unless the choice is the same work in each step, whatever the labels."""
+        """Raise InvalidArgument unless the selection is the same work in each step, whatever the labels."""
         if len(labels_B) > budget or self._select.ranking(len(labels_B), num_living) is None:
             raise InvalidArgument(
                 f"{self._select!r} chooses {budget} classes for {len(labels_B)} labels on the host, as no CUDA graph "
@@ -141,7 +141,7 @@ class RankSelector:
         kept = self._graph
         device = self._table.device
         if kept is None or kept[0] is not graph or kept[1].offsets.device != device:
-            self._graph = None  # two at a time would be twice its memory
+            self._graph = None  # two at a time would take twice its memory
             on_device = graph.to(device) if isinstance(graph, OwnNeighbours) else TorchGraph.of(graph, device)
             self._graph = kept = (graph, on_device)
         return kept[1]
@@ -154,7 +154,7 @@ class RankSelector:
 
     @contextlib.contextmanager
     def _apart(self) -> Iterator[None]:
-        """Work on a stream beside what the device computes; what is computed after it waits for it there."""
+        """Work on a stream of its own beside the device's computation; later computation waits for it there."""
         device = self._table.device
         if device.type != "cuda":
             yield
@@ -167,14 +167,14 @@ class RankSelector:
 
 
 class LivingIds:
-    """The ids of living classes, on a device."""
+    """Ids of living classes, on a device."""
 
     def __init__(self, live_classes: LiveClasses, device: torch.device) -> None:
         self.live_classes, self.device = live_classes, device
         self._jumps, self._before = upload(live_classes.jumps, device), upload(live_classes.retired_before, device)
         self._starts = upload(np.ascontiguousarray(live_classes.retired_runs[:, 0]), device)
         if not live_classes.are_all:
-            Moment(device).wait()  # once for these classes: another stream than that of the copies reads them, too
+            Moment(device).wait()  # once for these classes: a stream other than that of the copies reads them, too
         self._all_L: Tensor | None = None
 
     def of(self, numbers: Tensor) -> Tensor:
@@ -183,13 +183,13 @@ class LivingIds:
         return numbers + self._before[torch.searchsorted(self._jumps, numbers, right=True)]
 
     def numbers(self, ids: Tensor) -> Tensor:
-        """See :meth:`LiveClasses.numbers`."""
+        """Return as :meth:`LiveClasses.numbers`."""
         if self.live_classes.are_all:
             return ids
         return ids - self._before[torch.searchsorted(self._starts, ids, right=True)]
 
     def all_L(self) -> Tensor:
-        """Of all of them; kept, 8·L bytes."""
+        """Return the ids of all living classes; cached, 8·L bytes."""
         if self._all_L is None:
             self._all_L = upload(self.live_classes.all_ids, self.device)
         return self._all_L

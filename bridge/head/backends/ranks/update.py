@@ -1,4 +1,4 @@
-"""A head whose rows are on the ranks: how a step begins, and how its update is applied where the rows are.
+"""A step of a head whose rows are on the ranks: agreement of the ranks, and the update of the rows in place.
 
 Legend: B samples of all ranks, S of this one, D width.
 """
@@ -49,12 +49,13 @@ from geartrain.bridge.rows.transfers import upload
 AnyRankRows = TypeVar("AnyRankRows", bound=RankRows)
 
 _MODES = ("eval()", "eval() with gradients", "train() without gradients", "train()")
-"""By whether row gradients follow, plus 2 if margins learn of the batch."""
+"""Modes of a call: 1 if row gradients follow, plus 2 if margins learn from the batch."""
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def named(setting: object) -> str:
-    """What ranks compare of a margin or a selection. Raises InvalidArgument where that would tell no two apart."""
+    """Return the text by which ranks compare a margin or selection. Raises InvalidArgument if it cannot tell them
+    apart."""
     if type(setting).__repr__ is object.__repr__:
         raise InvalidArgument(
             f"{setting!r} has no repr that names its settings, by which ranks compare them; make its class a frozen "
@@ -65,26 +66,27 @@ def named(setting: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreed:
-    """What the ranks know of each other's part of a step, in rank order."""
+    """Facts about the ranks' parts of a step, in rank order."""
 
     sizes: list[int]
-    """Those that count."""
+    """Samples that count."""
     want_gradient: bool
-    """Whether any rank's features need theirs."""
+    """Whether the features of any rank need a gradient."""
     all_want_gradient: bool
-    """Whether those of every rank do."""
+    """Whether the features of every rank need a gradient."""
     share: float | Tensor | None
-    """What this rank's loss counts in that of all ranks; None: it has none, or every rank's is the plain mean."""
+    """Share of this rank's loss in that of all ranks; None: there is no joint loss, or every rank's is the plain
+    mean."""
     take_mean: bool
     """Whether every rank's loss is the plain mean of its samples."""
     part_sizes: list[list[int]]
-    """Of a batch that comes part by part: what of each part counts, by rank."""
+    """Counted samples of each part, by rank, for a batch that comes part by part."""
     late: bool
-    """Whether labels of some rank are on its device, and so all are gathered and checked there."""
+    """Whether labels of some rank are on its device, so that all are gathered and checked there."""
 
 
 class RankHead(Protocol):
-    """What steps and checkpoints know of a head on ranks: its backend."""
+    """Interface of a head's backend on ranks, for steps and checkpoints."""
 
     settings: HeadSettings
     table: DeviceRows
@@ -95,12 +97,12 @@ class RankHead(Protocol):
     margins: HeadMargin
     late_labels: DeviceLabels
     checks_late: bool
-    """Whether labels on a CPU are checked as those on a device, by it and not by the host: for tests."""
+    """Whether labels on a CPU are checked on the backend like those on a device, not by the host: for tests."""
     fuses: bool
-    """Whether rows on a CPU, too, are worked on by the references of kernels: for tests."""
+    """Whether rows on a CPU are processed by the reference implementations of the kernels: for tests."""
 
     def rows_are_of(self, step: int) -> None:
-        """The rows were read from elsewhere, and are those of ``step``."""
+        """Record that the rows were read from elsewhere, and are those of ``step``."""
 
     def require_rows(self, identity: Mapping[str, Any] | None) -> None:
         """Raise SpecMismatch unless the rows are those of ``identity``."""
@@ -108,29 +110,29 @@ class RankHead(Protocol):
 
 @dataclass(frozen=True)
 class RankStep:
-    """What a rank is asked to do; every rank is asked at once."""
+    """Request of a step to a rank; every rank gets one at once."""
 
     backend: RankHead
     training: bool
     """Whether row gradients will follow."""
     adapts: bool
-    """Whether a margin may learn of this batch."""
+    """Whether a margin may learn from this batch."""
 
     def rows(self, samples: CountedSamples, agreed: Agreed) -> RankRows:
-        """The pass over the rows: all-gathers of the features and of their labels first."""
+        """Gather the features and their labels, and return the pass over the rows."""
         link, sizes = self.backend.table.link, agreed.sizes
         joint_features_BD = link.gather(self.travelling(samples.features_SD), sizes)
         return self.rows_over(joint_features_BD, self.start_labels(samples, agreed).result(), agreed, RankRows)
 
     def start_labels(self, samples: CountedSamples, agreed: Agreed) -> Pending[Tensor]:
-        """Begin to gather the labels of all ranks: between the hosts, or the devices where some are there."""
+        """Start to gather the labels of all ranks: between the hosts, or the devices where some are there."""
         labels = samples.labels_S if isinstance(samples.labels_S, Tensor) else torch.from_numpy(samples.labels_S)
         if agreed.late:
             labels = upload(labels, self.backend.table.device)
         return self.backend.table.link.start_gather(labels, agreed.sizes)
 
     def travelling(self, features_SD: Tensor) -> Tensor:
-        """This rank's features as the others see them."""
+        """Return this rank's features as other ranks get them."""
         return with_ones(features_SD.detach()) if self.backend.settings.bias else features_SD.detach().contiguous()
 
     def rows_over(
@@ -140,7 +142,8 @@ class RankStep:
         agreed: Agreed,
         make: Callable[..., AnyRankRows],
     ) -> AnyRankRows:
-        """The pass over the rows, for the features and labels of all ranks; ``make`` has the arguments of RankRows."""
+        """Return the pass over the rows, for features and labels of all ranks; ``make`` takes the arguments of
+        RankRows."""
         captures = is_capturing(self.backend.table.device)
         if captures:
             self._require_capturable(agreed)
@@ -201,7 +204,7 @@ class RankStep:
         return make(table, here, batch, numbers_B, agreed.sizes, agreed.want_gradient, weight, fuses=fuses)
 
     def _require_capturable(self, agreed: Agreed) -> None:
-        """Raise InvalidArgument unless all that differs from step to step is on the device."""
+        """Raise InvalidArgument unless everything that differs from step to step is on the device."""
         table, margin = self.backend.table, self.backend.margins.margin
         if not agreed.late:
             raise InvalidArgument("labels are on the host, which no CUDA graph reads; give them on the device")
@@ -218,11 +221,11 @@ class RankStep:
         table.link.require_capturable()
 
     def agree(self, features: Tensor, labels: Tensor, weight: Tensor | None) -> tuple[CountedSamples, Agreed]:
-        """Check this rank's samples and tell the other ranks of them: one exchange.
+        """Check this rank's samples and exchange their facts with the other ranks: one exchange.
 
-        If any rank cannot go on, every rank raises: InvalidRows, InvalidIds, InvalidArgument and NonFinite for its own
-        input, SyncError for that of another, SpecMismatch, StepMismatch, and of a step before NonFinite for rows that
-        it could not change, and InvalidIds for labels that were on a device.
+        If any rank cannot continue, every rank raises: InvalidRows, InvalidIds, InvalidArgument and NonFinite for its
+        own input, SyncError for another rank's; SpecMismatch, StepMismatch; and for an earlier step NonFinite for rows
+        that it could not change, and InvalidIds for labels that were on a device.
         """
         failure: GeartrainError | None = None
         samples: CountedSamples | None = None
@@ -239,11 +242,12 @@ class RankStep:
         failure: Exception | None,
         part_sizes: Sequence[int],
     ) -> tuple[CountedSamples, Agreed]:
-        """:meth:`agree` where the samples were checked: with this ``failure``, or those of each part.
+        """Do :meth:`agree` for samples already checked: with this ``failure``, or those of each part.
 
-        ``part_sizes``: what of each part counts, as many on every rank; none where the features come whole.
+        ``part_sizes``: counted samples of each part, equally many parts on every rank; empty if the features come
+        whole.
         """
-        captures = is_capturing(self.backend.table.device)  # in which nobody may ask the device for anything
+        captures = is_capturing(self.backend.table.device)  # during which the host may not read from the device
         refused = 0 if captures else self.backend.update.pop_refused()
         margin = xxhash.xxh3_64_intdigest(named(self.backend.margins.margin).encode()) >> 2
         size = 0 if samples is None else len(samples.labels_S)
@@ -334,7 +338,7 @@ class RankStep:
         return samples
 
     def checks_late(self, labels: object) -> bool:
-        """Whether labels stay on the device of the rows, which is no CPU."""
+        """Return whether labels stay on the device of the rows, which is no CPU."""
         if not isinstance(labels, Tensor):
             return False
         return (labels.device.type != "cpu" and labels.device == self.backend.table.device) or self.backend.checks_late
@@ -355,7 +359,7 @@ class RankStep:
 
 
 def raise_late(backend: RankHead, *, refused: int, has_bad: bool, steps: Sequence[int]) -> None:
-    """Raise what the ranks have found out of steps before."""
+    """Raise the errors that the ranks have found in earlier steps."""
     if has_bad:
         raise backend.late_labels.pop_error()
     if refused:
@@ -365,7 +369,7 @@ def raise_late(backend: RankHead, *, refused: int, has_bad: bool, steps: Sequenc
 
 
 def refused_rows(spec: TableSpec, count: int) -> NonFinite:
-    """That so many rows of all ranks were left as they were."""
+    """Return the error that ``count`` rows of all ranks were left unchanged."""
     return NonFinite(
         f"a step before would have carried {count} rows of table {spec.name!r} beyond the range of {spec.dtype} rows "
         f"or {spec.slot_dtype} slots, or its gradients were not finite; those rows were left as they were. Lower the "
@@ -374,7 +378,7 @@ def refused_rows(spec: TableSpec, count: int) -> NonFinite:
 
 
 def _log2_weight(labels_B: Ids | Tensor, num_active: int, num_living: int) -> float | Tensor | None:
-    """That of :class:`SamplingCorrection` (0-dim, float64, for labels on a device); None: nothing was sampled."""
+    """Return the weight of :class:`SamplingCorrection` (0-dim, float64, for labels on a device); None: no sampling."""
     if not isinstance(labels_B, Tensor):
         correction = SamplingCorrection.of(labels_B, num_active, num_living)
         return None if correction is None else correction.log2_weight
@@ -388,7 +392,7 @@ def _log2_weight(labels_B: Ids | Tensor, num_active: int, num_living: int) -> fl
 
 
 def _target_cos(table: DeviceRows, unit_BD: Tensor, numbers_B: Ids | Tensor) -> Tensor:
-    """Cosines [B] of unit features and the rows of their classes, which ranks hold: an all-reduce of B numbers."""
+    """Return cosines [B] of unit features and their classes' rows on the ranks: an all-reduce of B numbers."""
     if isinstance(numbers_B, Tensor):
         is_here_B = (numbers_B >= 0) & (numbers_B < table.num_local)
         rows_BD = table.current_rows(numbers_B.clamp(0, max(table.num_local - 1, 0))).to(unit_BD)
