@@ -139,7 +139,8 @@ class ClassHead(ModuleWithRows):
         self.sub_centers = check_sub_centers(sub_centers, dim, check_selection(select), config.label_smoothing)
         margin = self._checked(margin)
         suits_momentum = margin is not None and scale_of(margin) <= automatic_scale(num_classes)
-        if optimizer is None and suits_momentum and config.reduction != "sum":  # of a sum, gradients are a batch larger
+        # the gradients of a sum are B times as large
+        if optimizer is None and suits_momentum and config.reduction != "sum":
             optimizer = margin_optimizer(num_classes if num_living is None else num_living)
         elif optimizer is None:
             optimizer = default_optimizer(select, num_classes) if num_living is None else DEFAULT_OPTIMIZER
@@ -236,7 +237,7 @@ class ClassHead(ModuleWithRows):
 
     @property
     def retired(self) -> Tensor:
-        """Ids [N] int64 of the classes that do not exist, rising: retired, or never added."""
+        """Ids [N] int64 of the classes that do not exist, ascending: retired, or never added."""
         return torch.from_numpy(self._backend.live_classes.free_ids(self.num_classes - self.num_living))
 
     def add_classes(

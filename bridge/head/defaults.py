@@ -26,7 +26,7 @@ def default_optimizer(select: Selection, num_classes: int) -> AdamW:
     learns n times as slowly. The rate is that of ``DEFAULT_OPTIMIZER`` times n. Of few classes the labels of a batch
     have most, however few are drawn: n counts those of a small batch as active.
     """
-    labels = num_classes * (1 - (1 - 1 / num_classes) ** _SMALL_BATCH)  # distinct ones of so many even draws
+    labels = num_classes * (1 - (1 - 1 / num_classes) ** _SMALL_BATCH)  # distinct labels among so many even draws
     return AdamW(lr=DEFAULT_OPTIMIZER.lr * min(select.steps_between_draws(num_classes), num_classes / labels))
 
 

@@ -1,6 +1,6 @@
 """Memory report of a class head: bytes by part, for each kind of row backend.
 
-Every part computes its own bytes, by the formulas that its code follows; they are gathered here.
+Every part computes its own bytes, by the formulas of its code; this module gathers them.
 Legend: that of ``memory_plan.py``.
 """
 

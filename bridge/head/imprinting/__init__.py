@@ -1,1 +1,1 @@
-"""Class centers made of the mean features of their images."""
+"""Imprinting: class centers from the mean features of their images."""

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from geartrain.ams.values.errors import InvalidArgument
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
-"""What a backbone takes: its only argument; all of them; or all of them by name."""
+"""Arguments of a backbone: the only one, a tuple of all, or a dict of all by name."""
 
 
 def run(backbone: nn.Module, inputs: Inputs) -> Tensor:
-    """Features [N, D] of ``inputs``. Raises InvalidArgument for other arguments than the backbone's."""
+    """Return features [N, D] of ``inputs``. Raises InvalidArgument for other arguments than the backbone's."""
     if hasattr(inputs, "to") and not isinstance(inputs, Mapping):  # also a packed sequence, which is a tuple
         return backbone(inputs)  # type: ignore[no-any-return]
     found = bound(backbone, inputs)
@@ -24,7 +24,7 @@ def run(backbone: nn.Module, inputs: Inputs) -> Tensor:
 
 
 def bound(backbone: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> inspect.BoundArguments:
-    """The arguments of ``forward``. Raises InvalidArgument."""
+    """Return the arguments of ``forward``. Raises InvalidArgument."""
     try:
         signature = inspect.signature(backbone.forward)
         return signature.bind(**inputs) if isinstance(inputs, Mapping) else signature.bind(*inputs)
@@ -36,7 +36,7 @@ def bound(backbone: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> i
 
 
 def moved(inputs: Any, device: torch.device) -> Any:
-    """``inputs`` with their tensors on ``device``."""
+    """Return ``inputs`` with their tensors on ``device``."""
     if isinstance(inputs, Mapping):
         return {name: moved(item, device) for name, item in inputs.items()}
     if hasattr(inputs, "to"):

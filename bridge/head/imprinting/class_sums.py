@@ -1,4 +1,4 @@
-"""Sums of the features of any number of classes, in bounded memory: what does not fit is in a file.
+"""Sums of the features of any number of classes, in memory or, beyond its limit, in a file.
 
 Legend: N features of a batch, D width, C classes, S of them.
 """
@@ -61,11 +61,11 @@ class ClassSums:
         self._met[classes] = True
 
     def met(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        """Which of the classes have features."""
+        """Return which of the classes have features, as a mask."""
         return self._met[ids]
 
     def of(self, ids: Ids) -> Tensor:
-        """Sums [S, D] of rising classes; zeros where there are no features."""
+        """Return sums [S, D] of ascending classes; zeros where there are no features."""
         if len(self._sums):
             return torch.from_numpy(self._sums[ids])
         if self._file is None:
@@ -77,7 +77,7 @@ class ClassSums:
         with self._on_disk():
             if self._file is None:
                 self._file = tempfile.TemporaryFile(prefix="geartrain-imprint-", buffering=0)  # noqa: SIM115
-                self._file.truncate(self._num_classes * 4 * self._dim)  # holes are zeros, and take no room
+                self._file.truncate(self._num_classes * 4 * self._dim)  # holes are zeros, and take no disk
             again = self._met[ids]
             sums_SD[again] += self._stored(self._file, ids[again])
             for piece, offset in self._pieces(ids, sums_SD):
@@ -103,7 +103,7 @@ class ClassSums:
             ) from exc
 
     def _pieces(self, ids: Ids, sums_SD: npt.NDArray[np.float32]) -> Iterator[tuple[memoryview, int]]:
-        """(bytes of the sums, where they lie in the file) of each run of consecutive numbers in rising ``ids``."""
+        """Yield (bytes of the sums, position in the file) of each run of consecutive numbers in ascending ``ids``."""
         if not len(ids):
             return
         row_bytes = 4 * self._dim

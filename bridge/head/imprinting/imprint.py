@@ -33,12 +33,12 @@ from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable
 
 _BAR_AFTER_SECONDS = 2.0
 _BYTES_AT_ONCE = 32 << 20
-"""Of sums that are made into rows and assigned; not from ``memory_bytes``, in which ranks may differ."""
+"""Bytes of sums made into rows and assigned at once; fixed, since ranks may differ in ``memory_bytes``."""
 
 T = TypeVar("T")
 Loader = Iterable[Sequence[Any]]
-"""Batches (images, labels) or (images, labels, weights); of a backbone that takes several tensors, images are a tuple
-of them, or a dict by the names of its arguments."""
+"""Batches (images, labels) or (images, labels, weights); for a backbone with several inputs, images are a tuple of
+tensors, or a dict by argument name."""
 
 
 @torch.no_grad()
@@ -49,7 +49,7 @@ def imprint_rows(
     memory_bytes: int,
     progress: Callable[[int], None] | None,
 ) -> int:
-    """See ``ClassHead.imprint``."""
+    """Imprint as ``ClassHead.imprint``."""
     table, ranks, live_classes, dim = backend.table, backend.peers, backend.live_classes, backend.settings.dim
     num_classes = live_classes.num_classes
     imprinted = 0
@@ -80,7 +80,7 @@ def imprint_rows(
 def _sums_by_ids(
     sums: ClassSums, ranks: Communicator | None, num_classes: int, dim: int, what: str
 ) -> Iterator[tuple[Ids, Tensor]]:
-    """Ids [S] of classes with images, rising, and their sums [S, D] over all ranks, part by part."""
+    """Yield ids [S] of classes with images, ascending, and their sums [S, D] over all ranks, part by part."""
     classes_at_once = max(1, _BYTES_AT_ONCE // (4 * dim))
     for first in range(0, num_classes, classes_at_once):
         some = np.arange(first, min(num_classes, first + classes_at_once), dtype=np.int64)
@@ -92,7 +92,7 @@ def _sums_by_ids(
 
 
 def _are_met(sums: ClassSums, ids: Ids, ranks: Communicator | None) -> npt.NDArray[np.bool_]:
-    """Which of the classes have images on any rank."""
+    """Return which of the classes have images on any rank, as a mask."""
     met = sums.met(ids)
     return met if ranks is None else ranks.sum(torch.from_numpy(met.astype(np.int32))).numpy() > 0
 
@@ -126,7 +126,7 @@ def _read_all(
 
 @torch.no_grad()
 def feature_sums(loader: Loader, backbone: nn.Module, num_classes: int, dim: int, ignore_index: int | None) -> Tensor:
-    """Sum [C, D + 1] of the features of each of ``num_classes`` classes, and of their lengths.
+    """Return sums [C, D + 1] of the features of each of ``num_classes`` classes, and of their lengths.
 
     ``backbone`` runs as in :func:`imprint_rows`.
     """
@@ -142,8 +142,8 @@ def feature_sums(loader: Loader, backbone: nn.Module, num_classes: int, dim: int
 def features_of(
     loader: Loader, backbone: nn.Module, dim: int, live_classes: LiveClasses, ignore_index: int | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Features [N, D] float32, labels [N] and weights [N] float32 of the samples that count, on the host, batch after
-    batch: as a step takes them, those whose label is ``ignore_index`` or whose weight is 0 do not.
+    """Yield features [N, D] float32, labels [N] and weights [N] float32 of the samples that count, on the host, batch
+    by batch: as in a step, samples whose label is ``ignore_index`` or whose weight is 0 are left out.
 
     Raises InvalidRows, InvalidIds, and InvalidArgument for weights and for a batch of another form.
     """
@@ -166,7 +166,7 @@ def features_of(
 
 
 def _parts_of(batch: object) -> tuple[Any, Tensor, Tensor | None]:
-    """Images, labels and weights of a batch. Raises InvalidArgument."""
+    """Return images, labels and weights of a batch. Raises InvalidArgument."""
     if (
         isinstance(batch, tuple | list)
         and len(batch) in (2, 3)
@@ -187,7 +187,7 @@ def _parts_of(batch: object) -> tuple[Any, Tensor, Tensor | None]:
 
 
 def _assign(table: ReadableTable, ids: Ids, sums_SD: Tensor, maker: CenterMaker, *, writes: bool) -> int:
-    """Assign those of the classes that have a direction; return how many they are."""
+    """Assign the rows of classes that have a direction; return how many there are."""
     lengths_S = torch.linalg.vector_norm(sums_SD, dim=1)
     if not bool(torch.isfinite(lengths_S).all()):
         bad = int(ids[int((~torch.isfinite(lengths_S)).nonzero()[0])])
@@ -201,7 +201,7 @@ def _assign(table: ReadableTable, ids: Ids, sums_SD: Tensor, maker: CenterMaker,
 
 @contextmanager
 def in_eval_mode(backbone: nn.Module) -> Iterator[None]:
-    """Its modules are put back in their modes afterwards."""
+    """Run the backbone in eval() and restore the modes of its modules afterwards."""
     modes = [(module, module.training) for module in backbone.modules()]
     backbone.eval()
     try:
@@ -213,7 +213,7 @@ def in_eval_mode(backbone: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _reporting(progress: Callable[[int], None] | None) -> Iterator[Callable[[int], None]]:
-    """The caller's function, or a bar that appears once the work has taken two seconds."""
+    """Yield the caller's function, or a bar that appears once the work has taken two seconds."""
     if progress is not None:
         yield progress
         return

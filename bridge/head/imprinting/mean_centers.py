@@ -1,9 +1,10 @@
-"""Class centers made of mean features: by themselves where a head begins, and among the centers that are there.
+"""Class centers made of mean features, placed on their own or among existing centers.
 
-What all means share tells no class from another, and centers that have it lie on each other, and answer to every
-feature: of an untrained backbone at cosines of 0.97. Where most classes are made at once it is taken off, and those
-that come later are made in the same way. Trained centers have moved away from the means since: a newcomer is placed
-where it scores a little more on its own mean than the best of them, or it would win their features, too.
+The direction that all means share distinguishes no class: centers that contain it are nearly equal and match every
+feature (cosines of 0.97 for an untrained backbone). Where most classes are made at once it is subtracted, also from
+later ones. Trained centers have moved away from the means since: a new center is placed where it scores a little more
+on its own mean than the best existing one, or it would win their features, too.
+
 Legend: S classes to make, M centers that are there, D width.
 """
 
@@ -24,26 +25,28 @@ from geartrain.bridge.head.loss.margins.margin import NORM_FLOOR
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
 
 _SHARED_COSINE = 0.5
-"""Means that have a larger one to each other, on average, share a direction."""
+"""Average cosine of the means to each other above which they share a direction."""
 _LEAST_OWN = 1e-4
-"""Part of a mean's length: what is its own is no more than rounding below it."""
+"""Least part of a mean's length that may be its own direction: less is rounding."""
 _SAMPLE_BYTES = 32 << 20
-"""Of the centers that are there."""
+"""Bytes of existing centers that are sampled."""
 _COSINE_GAIN, _LEAST_COSINE = 1.25, 0.8
-"""Under a margin a newcomer's cosine is so many times the best other one; docs/how-to/new-classes.md measures it."""
+"""Factor between a new center's cosine and the best other one under a margin, measured in docs/how-to/new-classes.md;
+and the least cosine."""
 
 
 @dataclass(frozen=True)
 class CenterMaker:
-    """Makes the centers of some classes."""
+    """Maker of the centers of some classes."""
 
     imprinted: Imprinted | None
-    """What the head remembers once they are written."""
+    """Record of the head for when the centers are written."""
     others_MD: Tensor | None
-    """Centers that are there, float64, with their biases; None: these are placed by themselves."""
+    """Existing centers, float64, with their biases; None: the new ones are placed on their own."""
     has_margin: bool
     spread: float
-    """Mean length of the examples by that of their means: so much less is a mean's best score than that of examples."""
+    """Ratio of the examples' mean length to that of their means: a mean's best score is lower by it than an
+    example's."""
 
     @staticmethod
     def of(
@@ -53,7 +56,7 @@ class CenterMaker:
         num_living: int,
         are_made: Callable[[Ids], npt.NDArray[np.bool_]],
     ) -> CenterMaker:
-        """For classes with these ``sums`` [S, D] of features; every rank calls it with the same ones.
+        """Return a maker for classes with these ``sums`` [S, D] of features; every rank gives the same ones.
 
         ``lengths`` is the sum of the lengths of all these features, ``num_living`` counts the classes that live when
         they are written, ``are_made`` says which ids are among them. Pulls up to 32 MiB of the other rows, unless these
@@ -73,9 +76,10 @@ class CenterMaker:
         return CenterMaker(imprinted, _sample(backend, are_made), has_margin, spread)
 
     def rows(self, sums_SD: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [n, D], float32, of the classes that have a direction of their own, and which they are [S].
+        """Return rows [n, D], float32, of the classes that have a direction of their own, and a mask [S] of these
+        classes.
 
-        With biases [n, D + 1] where they are placed among others that have them.
+        Rows are [n, D + 1], with biases, where they are placed among others that have them.
         """
         shared_D = None if self.imprinted is None else self.imprinted.shared_D
         own_SD = sums_SD.double()
@@ -92,7 +96,7 @@ class CenterMaker:
 
 
 def _shared_direction(num: int, total_D: Tensor) -> Tensor | None:
-    """The direction [D] of the sum of ``num`` unit means, if most of them lie along it; None: they do not."""
+    """Return the direction [D] of the sum of ``num`` unit means, if most of them lie along it, or None."""
     if num < 2:
         return None
     cosine = (float(total_D @ total_D) - num) / (num * (num - 1))
@@ -100,7 +104,7 @@ def _shared_direction(num: int, total_D: Tensor) -> Tensor | None:
 
 
 def _sample(backend: RowBackend, are_made: Callable[[Ids], npt.NDArray[np.bool_]]) -> Tensor | None:
-    """Centers [M, D], evenly spread over the living classes; where classes have several [M, D] has all of them."""
+    """Return centers [M, D], evenly spread over the living classes; where classes have several, all of them."""
     table, living, peers = backend.table, backend.live_classes, backend.peers
     most = max(1, _SAMPLE_BYTES // (4 * table.spec.dim))
     numbers = np.unique(np.linspace(0, living.num_living - 1, min(living.num_living, most)).astype(np.int64))
@@ -133,8 +137,8 @@ def _by_direction(units_SD: Tensor, others_MD: Tensor, spread: float) -> Tensor:
 
 
 def _by_length(units_SD: Tensor, others_MD: Tensor, spread: float) -> Tensor:
-    """The mean of the others, its bias too, and so much of a newcomer's own direction that its logit is that which its
-    examples have with the best other center; no more than the longest of them has."""
+    """Return the mean of the others, with its bias, plus as much of a newcomer's own direction as makes its logit that
+    of its examples with the best other center; no more than the longest own direction of the others."""
     dim = units_SD.shape[1]
     mean_D = others_MD.mean(0)
     best_S = _best_scores(units_SD, others_MD[:, :dim])
@@ -146,10 +150,10 @@ def _by_length(units_SD: Tensor, others_MD: Tensor, spread: float) -> Tensor:
 
 
 def _best_scores(units_SD: Tensor, others_MD: Tensor) -> Tensor:
-    """The largest product [S] of each with any of the others; some at a time."""
+    """Return the largest product [S] of each with any of the others, some at a time."""
     return torch.cat([(some_SD @ others_MD.T).amax(1) for some_SD in torch.split(units_SD, 64)])
 
 
 def _without(values_SD: Tensor, direction_D: Tensor) -> Tensor:
-    """The values without what they have of a unit direction."""
+    """Return the values without their part along a unit direction."""
     return values_SD - torch.outer(values_SD @ direction_D, direction_D)

@@ -19,24 +19,25 @@ from geartrain.bridge.rows.pending import PendingUpdate, PulledVersion
 
 
 class RowsPass(Protocol):
-    """The rows of one forward pass, wherever they are."""
+    """Interface to the rows of one forward pass, wherever they are."""
 
     @property
     def batch(self) -> Batch:
-        """What the pass is of; after :meth:`forward` it holds what was seen."""
+        """Batch of the pass; after :meth:`forward` it holds the results."""
 
     def forward(self, *, want_gradient: bool, keep_bytes: int) -> tuple[Tensor, Tensor | None]:
-        """Losses [S] and the gradient of each by its features [S, D]; logits of up to ``keep_bytes`` may be kept."""
+        """Return losses [S] and the gradient of each by its features [S, D]; up to ``keep_bytes`` of logits may be
+        kept."""
 
     def gradient(self, upstream: Tensor) -> tuple[Any, Tensor]:
-        """The row gradients; also a number that is finite only if all of them are.
+        """Return the row gradients, and a number that is finite only if all of them are.
 
         ``upstream`` is the derivative by the mean loss (0-dim), that of all ranks where they train together, or by the
         loss of each sample of this rank [S].
         """
 
     def discard(self) -> None:
-        """Let go of everything when no row gradient is wanted."""
+        """Release all memory when no row gradient is needed."""
 
 
 @dataclass(eq=False)
@@ -50,27 +51,27 @@ class HeadCall:
     want_rows: bool
     """Whether a backward pass queues row gradients."""
     link: Communicator | None = None
-    """The ranks that train together; None: this process alone."""
+    """Ranks that train together; None: this process alone."""
     share: float | Tensor | None = None
-    """What this rank's loss counts in that of all ranks; None: it is that of all, or there is none."""
+    """Share of this rank's loss in that of all ranks; None: it is that of all, or there is no joint loss."""
     num_ranks: int = 1
-    """Whose samples the batch holds."""
+    """Number of ranks whose samples the batch holds."""
     takes_mean: bool = True
-    """Whether the loss is the plain mean of the batch, and the rows take the derivative by it, where this rank has a
-    mean; else always those by single samples, as another rank has them."""
+    """Whether the loss is the plain mean of the batch, so that rows take the derivative by the mean on ranks that have
+    one; else rows take those by single samples, as on a rank that has no mean."""
     used: bool = False
     rows_version: PulledVersion = field(init=False)
     statistics: StepStatistics = field(init=False)
-    """Once it has run."""
+    """Statistics, set by :meth:`run`."""
 
     divisor: float | Tensor = field(init=False)
-    """Of the mean: the samples that count, or 1."""
+    """Divisor of the mean: the samples that count, or 1."""
     rank_divisor: float | Tensor = field(init=False)
-    """Of its derivative, for those by single samples: these of a rank on average, for DDP and FSDP2 average the
-    gradients of the ranks' features."""
+    """Divisor of its derivative, for derivatives by single samples: the average count of a rank, because DDP and FSDP2
+    average the gradients of the ranks' features."""
 
     def __post_init__(self) -> None:
-        """Remember of which classes and rows the pass is."""
+        """Record the classes and rows of the pass."""
         batch = self.rows.batch
         if self.samples.reduces and not self.takes_mean:  # another rank's samples have weights
             own_S = None if batch.counts_B is None else batch.counts_B[batch.own]
@@ -84,9 +85,9 @@ class HeadCall:
         self.rows_version = self.update.rows_version
 
     def run(self, *, want_gradient: bool) -> tuple[Tensor, Tensor | None]:
-        """Mean loss (0-dim) or losses [S] and, if wanted, the feature gradients [S, D] of the losses.
+        """Return the mean loss (0-dim) or losses [S] and, if wanted, the feature gradients [S, D] of the losses.
 
-        Autocast is off inside, the passes choose their own types.
+        Autocast is off inside: the passes choose their own types.
         """
         with torch.inference_mode(False), torch.no_grad():
             keep_bytes = self.keep_bytes if self.want_rows else 0
@@ -106,18 +107,18 @@ class HeadCall:
         return loss, gradient_SD
 
     def upstream_of_samples(self, upstream: Tensor) -> Tensor:
-        """The derivatives by the losses of single samples [S] from that by what :meth:`run` returned."""
+        """Return derivatives by the losses of single samples [S] from those by the result of :meth:`run`."""
         return (upstream / self.rank_divisor).expand(len(self.samples.labels_S)) if upstream.ndim == 0 else upstream
 
     def reduced(self, losses: Tensor, batch: int, reduction: Reduction) -> Tensor:
-        """The loss (0-dim) over the samples of all ranks, or the losses [B], of what :meth:`run` returned."""
+        """Return the loss (0-dim) over the samples of all ranks, or the losses [B], from the result of :meth:`run`."""
         loss = self.samples.reduced(losses, batch, reduction)
         if self.share is None or self.link is None:
             return loss
         return mean_of_ranks(loss * self.share, None, self.link).to(loss.dtype)
 
     def defer(self, upstream: Tensor) -> Tensor | None:
-        """Have the row gradients queued once autograd accumulates; return the stand-in's gradient."""
+        """Queue the row gradients for when autograd accumulates; return the stand-in's gradient."""
         return self.update.defer(self, upstream.detach()) if self.want_rows else None
 
     def queue_row_gradients(self, upstream: Tensor, update: PendingUpdate[Any]) -> None:
@@ -138,7 +139,7 @@ class HeadCall:
             upstream = upstream / self.num_ranks if self.num_ranks > 1 else upstream
         with torch.autocast(upstream.device.type, enabled=False), torch.no_grad():
             gradient, checksum = self.rows.gradient(upstream)
-        # Ranks weigh alike in the push: micro-batches of one step may be divided among them in different ways.
+        # Ranks have equal weight in the push: micro-batches of a step may be divided among them in different ways.
         update.add(gradient, checksum, 1)
 
 
@@ -152,7 +153,7 @@ def refuse_second_derivative() -> None:
 
 
 class HeadLoss(torch.autograd.Function):
-    """loss(features [S, D]); backward gives the exact feature gradient and queues the row gradients."""
+    """Autograd function loss(features [S, D]); backward gives exact feature gradients and queues the row gradients."""
 
     @staticmethod
     def forward(ctx: Any, features_SD: Tensor, stand_in: Tensor | None, call: HeadCall) -> Tensor:
@@ -163,7 +164,7 @@ class HeadLoss(torch.autograd.Function):
             loss, gradient_SD = call.run(want_gradient=want_gradient)
         ctx.call = call
         ctx.feature_dtype = features_SD.dtype
-        width = features_SD.shape[1]  # rows with biases have a column more
+        width = features_SD.shape[1]  # rows with biases have one more column
         ctx.save_for_backward(*([gradient_SD[:, :width]] if gradient_SD is not None else []))
         return loss
 
@@ -171,7 +172,8 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         """Scale the feature gradient of the forward pass."""
         refuse_second_derivative()
-        of_stand_in, saved = ctx.call.defer(upstream), ctx.saved_tensors  # read once: under checkpoint() they are made
+        # read once: under checkpoint() reading recomputes them
+        of_stand_in, saved = ctx.call.defer(upstream), ctx.saved_tensors
         with torch.autocast(upstream.device.type, enabled=False):
             if not saved:
                 return None, of_stand_in, None
@@ -180,8 +182,8 @@ class HeadLoss(torch.autograd.Function):
 
 
 def head_loss(features_BD: Tensor, stand_in: Tensor | None, call: HeadCall, reduction: Reduction) -> Tensor:
-    """Loss (0-dim), or losses [B], of one call, joined to the graph of the features, and to ``stand_in`` of trained
-    rows."""
+    """Return the loss (0-dim), or losses [B], of one call, joined to the graph of the features, and to ``stand_in`` of
+    trained rows."""
     counted = call.samples.counted
     features_SD = features_BD if counted is None else features_BD[counted]
     losses: Tensor = HeadLoss.apply(features_SD, stand_in, call)  # type: ignore[no-untyped-call]

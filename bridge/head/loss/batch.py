@@ -1,4 +1,4 @@
-"""Batch of a head's passes over the rows, and the types in which they compute.
+"""Batch of a head's passes over the rows, and the compute types.
 
 Legend: B samples, D width, N rows of one chunk.
 """
@@ -34,7 +34,7 @@ _ALL = slice(None)
 
 
 def inverse_lengths(rows_ND: Tensor) -> Tensor:
-    """1 / length of each row, [N]."""
+    """Return 1 / length of each row, [N]."""
     inverse_N: Tensor = torch.linalg.vector_norm(rows_ND, dim=1).clamp_(min=NORM_FLOOR).reciprocal_()
     return inverse_N
 
@@ -47,7 +47,7 @@ def normalise_(rows_ND: Tensor) -> Tensor:
 
 
 class Targets:
-    """Finds the samples whose target row lies in a chunk."""
+    """Lookup of the samples whose target row lies in a chunk."""
 
     def __init__(self, positions_B: Ids) -> None:
         self._order = np.argsort(positions_B, kind="stable")
@@ -55,12 +55,12 @@ class Targets:
         self._there: Tensor | None = None
 
     def within(self, start: int, stop: int) -> tuple[Ids, Ids]:
-        """(samples, rows counted from ``start``), int64, of the targets at positions ``start`` … ``stop`` − 1."""
+        """Return (samples, rows counted from ``start``), int64, of targets at positions ``start`` … ``stop`` − 1."""
         low, high = np.searchsorted(self._sorted, (start, stop))
         return self._order[low:high], self._sorted[low:high] - start
 
     def within_on(self, device: torch.device, start: int, stop: int) -> tuple[Tensor, Tensor] | None:
-        """:meth:`within` on ``device``, where all of them travel to once; None: there are none."""
+        """Return :meth:`within` on ``device``, to which the first call copies all targets; None: there are none."""
         low, high = np.searchsorted(self._sorted, (start, stop))
         if low == high:
             return None
@@ -71,20 +71,20 @@ class Targets:
 
 @dataclass(frozen=True, eq=False)
 class DeviceTargets:
-    """Where the target rows are, known to the device alone: every chunk looks at every sample."""
+    """Positions of the target rows, known to the device alone: every chunk compares every sample."""
 
     positions_B: Tensor
     """int64 [B]; −1: in no chunk."""
 
     def rows(self, start: int, num_rows: int) -> tuple[Tensor, Tensor]:
-        """(rows [B] counted from ``start``, within the chunk; bool [B], whether that is the sample's target)."""
+        """Return (rows [B] from ``start``, clamped to the chunk; bool [B], whether that is the sample's target)."""
         rows_B = self.positions_B - start
         return rows_B.clamp(0, num_rows - 1), (rows_B >= 0) & (rows_B < num_rows)
 
 
 @dataclass(kw_only=True)
 class Batch:
-    """O(B·D) numbers, enough to make the gradient of any row once the log-sum-exp is known."""
+    """Data of O(B·D) numbers, enough for the gradient of any row once the log-sum-exp is known."""
 
     arithmetic: Arithmetic
     margin: Margin | None
@@ -98,42 +98,42 @@ class Batch:
     shifted: bool
     """Whether exponents are shifted by the running maximum; if not, exp(logit) itself stays in range."""
     offsets_A: Tensor | None = None
-    """Added to the logits, to base 2, of each active row, compute dtype; None: 0."""
+    """Added to the logits, to base 2, of each active row; [A] in the compute dtype; None: 0."""
     smoothing: float = 0.0
     """Part of each sample's target that is spread over the classes."""
     spread_over: float = 1.0
-    """Classes over which it is spread: the active ones, or those that they stand for."""
+    """Number of classes over which it is spread: the active ones, or those that they stand for."""
     looks_for_highest: bool = True
-    """Whether the largest other logit is looked for even where the sums do without it."""
+    """Whether the largest other logit is computed even where the sums do not need it."""
     shifts_by_highest: bool = True
-    """Whether what shifts exponents is the largest logit as the sums have it."""
+    """Whether the sums' largest logit is what shifts the exponents."""
     num_active: int = 0
     """Active classes of the step."""
     counts_B: Tensor | None = None
-    """Of labels on a device, float32: 1 where the sample counts, 0 where it is ignored, NaN where its label is of
-    no class; None: all count. The features of those that do not are 0, and so is all that rows learn of them."""
+    """Counts of labels on a device, float32: 1 where the sample counts, 0 where it is ignored, NaN where its label is
+    of no class; None: all count. Samples that do not count have features of 0, and rows learn nothing from them."""
     num_counted: Tensor | None = None
-    """Sum of these: NaN if there is a wrong label."""
+    """Sum of the counts: NaN if there is a wrong label."""
     own: slice
-    """Where the samples of this rank are."""
+    """Slice of this rank's samples."""
     late_divisors: tuple[Tensor, Tensor] | None = None
-    """How many count, or 1, and of each rank on average, where a device alone knows: bad labels are not among them."""
+    """Number of counted samples, or 1, and their average by rank, where only the device knows; without bad labels."""
     queries_BD: Tensor | None = None
-    """Features times ``logit_factor`` in the type of products, where a kernel has made them."""
+    """Features times ``logit_factor`` in the type of products, if a kernel has made them."""
     centers: int = 1
-    """K, of each class: rows are [N, K · D]."""
+    """Centers of each class, K: rows are [N, K · D]."""
     size: int = field(init=False)
-    """B."""
+    """Number of samples, B."""
     scale: float = field(init=False)
     """Factor between cosines and logits."""
     logit_factor: float = field(init=False)
     """Factor between cosines and logits to base 2: exp2 is twice as fast as exp on a CPU."""
     negatives_margin: NegativesMargin | None
-    """The margin, if it changes the logits of other classes."""
+    """Margin, if it changes the logits of other classes."""
     target_B: Tensor = field(init=False)
     """Cosine of each target (its logit without a margin), of this rank's samples."""
     highest_B: Tensor | None = field(default=None, init=False)
-    """The largest one of the other active classes; None where it was not looked for."""
+    """Largest logit of the other active classes; None where it was not computed."""
     losses_B: Tensor = field(init=False)
     lse2_B: Tensor = field(init=False)
     """Log-sum-exp of the logits, to base 2."""
@@ -149,7 +149,7 @@ class Batch:
 
     @cached_property
     def divisor(self) -> int | Tensor:
-        """What sums over the batch are divided by: those that count, or 1 where there are none."""
+        """Divisor of sums over the batch: the samples that count, or 1 where there are none."""
         return max(1, self.size) if self.num_counted is None else self.num_counted.clamp(min=1)
 
     @staticmethod
@@ -168,8 +168,8 @@ class Batch:
         looks_for_highest: bool = True,
         own: slice = _ALL,
     ) -> Batch:
-        """Prepare a batch with these targets; exponentials of up to ``num_rows`` rows are summed, or of so many that
-        stand for them. ``smoothing`` of each target is spread over these.
+        """Prepare a batch with these targets; exponentials of up to ``num_rows`` rows are summed, or of rows that stand
+        for that many. ``smoothing`` of each target is spread over them.
         """
         with torch.inference_mode(False), torch.no_grad():
             queries_BD: Tensor | None = None
@@ -187,7 +187,7 @@ class Batch:
         negatives_margin = cast(NegativesMargin, margin) if changes_negatives(margin) else None
         if (
             negatives_margin is not None and arithmetic.matmul == torch.float16
-        ):  # which does not hold exponentials times a derivative
+        ):  # a dtype that does not hold exponentials times a derivative
             arithmetic = replace(arithmetic, matmul=arithmetic.compute)
         fits = (
             margin is not None and negatives_margin is None and scale_of(margin) + math.log(num_rows) < UNSHIFTED_LIMIT
@@ -214,7 +214,7 @@ class Batch:
         )
 
     def target_logits(self, cos_B: Tensor) -> TargetLogits:
-        """What the margin makes of the targets' cosines (without a margin: their logits, which stay what they are).
+        """Return the margin's result for the targets' cosines (without a margin their logits, unchanged).
 
         Raises InvalidArgument for a margin that returns anything else than vectors [B].
         """
@@ -232,7 +232,7 @@ class Batch:
     def record_target_weights(
         self, target: TargetLogits, losses_B: Tensor, mean_logits_B: Tensor | None = None
     ) -> Tensor:
-        """Note how the loss of each sample changes with its target's cosine and its feature's length.
+        """Record the derivatives of each sample's loss by its target's cosine and its feature's length.
 
         ``losses_B``, float64, are −log of the targets' probabilities; returned in the compute dtype with the margin's
         penalties, and smoothed if ``mean_logits_B`` over all classes are given: log-sum-exp − (1 − ε) · target logit
@@ -253,7 +253,7 @@ class Batch:
 
     @property
     def notes_highest(self) -> bool:
-        """Whether the passes note the largest other logit apart from the shift: that may be of changed logits."""
+        """Whether the passes compute the largest other logit apart from the shift, which may be of changed logits."""
         return self.looks_for_highest and not self.shift_is_highest
 
     @property
@@ -263,7 +263,7 @@ class Batch:
         return self.shifted and self.shifts_by_highest and plain
 
     def row_factors(self, upstream: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the row gradients, divided by the scale, are multiplied by: a number (0-dim) and, where samples count
+        """Return the factors of the row gradients, divided by the scale: a number (0-dim) and, where samples count
         differently, a weight for each [B] of at most 1, of any sign; None: 1.
 
         ``upstream`` is the derivative of the whole by the mean loss (0-dim), or by each sample's [B]. Weights are
@@ -280,13 +280,13 @@ class Batch:
 
     @property
     def class_smoothing(self) -> float:
-        """What is spread to each class: the derivative of a smoothed loss by every logit is so much less."""
+        """Smoothed part of each class: the derivative of a smoothed loss by every logit is smaller by this."""
         return self.smoothing / max(1.0, self.spread_over)
 
     def common_gradient(self, weights_B: Tensor | None) -> Tensor | None:
-        """What smoothing adds to the gradient of every unit row [D], divided by the factor of :meth:`row_factors`.
+        """Return smoothing's term of the gradient of every unit row [D], divided by the factor of :meth:`row_factors`.
 
-        Times 2^offset of the row, which says how many classes it stands for. None without smoothing.
+        A row's term is this times 2^offset, the number of classes it stands for. None without smoothing.
         """
         if self.smoothing == 0:
             return None
@@ -294,24 +294,24 @@ class Batch:
         return sum_D.mul_(-self.class_smoothing)
 
     def offsets(self, start: int, num_rows: int) -> Tensor | None:
-        """Those of ``num_rows`` rows from position ``start`` on."""
+        """Return the offsets of ``num_rows`` rows from position ``start`` on."""
         return None if self.offsets_A is None else self.offsets_A[start : start + num_rows]
 
 
 def chunk_rows_for(batch: int, dim: int, device: torch.device) -> int:
-    """Rows of a chunk such that its logits and its rows stay in a core's cache (1 MiB each), or fill a GPU (64 MiB)."""
+    """Return rows of a chunk whose logits and rows fit in a core's cache (1 MiB each), or fill a GPU (64 MiB)."""
     budget_bytes = (1 if device.type == "cpu" else 64) << 20
     return max(256, min(1 << 20, budget_bytes // (4 * max(batch, dim, 1))))
 
 
 def with_ones(features_BD: Tensor) -> Tensor:
-    """[B, D + 1]: the features, each followed by a one, which meets the bias of a class: a last column of its row.
+    """Return [B, D + 1]: the features, each followed by a one, the factor of the class's bias in its row's last column.
 
-    So it is stored, trained, sampled and saved as the row is, wherever rows are.
+    So the bias is stored, trained, sampled and saved with the row, wherever rows are.
     """
     return torch.cat([features_BD, features_BD.new_ones(len(features_BD), 1)], dim=1)
 
 
 def with_zeros(rows_ND: Tensor, width: int) -> Tensor:
-    """[N, ``width``]: the rows themselves, or with biases of zero where rows have such."""
+    """Return [N, ``width``]: the rows themselves, or with a column of zero biases where ``width`` has one more."""
     return rows_ND if rows_ND.shape[1] == width else torch.cat([rows_ND, rows_ND.new_zeros(len(rows_ND), 1)], dim=1)

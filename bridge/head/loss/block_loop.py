@@ -1,8 +1,8 @@
-"""The one loop over the rows of a head: block after block, the chunks of a block side by side.
+"""Loop over the rows of a head: block after block, the chunks of a block in parallel.
 
-Rows that are held, or that lie on a rank, are one block; of streamed ones there are many, and the next is worked on
-while the last is waited for. The forward pass adds every chunk to sums; the pass of the step overwrites it by the
-gradient of its rows.
+Rows that are held, or that lie on a rank, are one block; streamed rows are many blocks, and the next is processed while
+the last is waited for. The forward pass adds every chunk to sums; the pass of the step overwrites it by the gradient of
+its rows.
 
 Legend: B samples, D width, N rows of a chunk.
 """
@@ -28,34 +28,34 @@ class BlockOfRows(Protocol):
 
     @property
     def start(self) -> int:
-        """Position of the first."""
+        """Position of the first row."""
 
     @property
     def stop(self) -> int:
-        """Position behind the last."""
+        """Position behind the last row."""
 
     def load(self, work: Workspace, start: int, stop: int) -> Tensor:
-        """Rows [N, D] at these positions, in the compute dtype on the features' device."""
+        """Return rows [N, D] at these positions, in the compute dtype on the features' device."""
 
 
 R = TypeVar("R")
 AnyBlock = TypeVar("AnyBlock", bound=BlockOfRows)
 
 Overwrite = Callable[[Workspace, Tensor, int, Tensor | None], Tensor]
-"""Overwrites rows [N, D] from a position on by their gradient, with their kept logits if there are any; returns a sum
-that is finite only if all of it is."""
+"""Function that overwrites rows [N, D] from a position on by their gradient, with their kept logits if there are any;
+returns a sum that is finite only if all of it is."""
 
 
 def add_rows(
     softmax: OnlineSoftmax, chunk_pass: ChunkPass, blocks: Iterable[BlockOfRows], kept: KeptLogits | None = None
 ) -> None:
-    """Add all rows to the sums, of which each takes every P-th chunk of a block, whatever the number of threads."""
+    """Add all rows to the sums; each of P sums takes every P-th chunk of a block, whatever the number of threads."""
     arithmetic, sums = softmax.batch.arithmetic, softmax.parts
     turns = [Lock() for _ in sums]
 
     def add_part(scratch: Scratch, block: BlockOfRows, part: int) -> None:
         work = Workspace(arithmetic, scratch)
-        with turns[part]:  # a part of the next block may begin while this one's is at work; it waits here
+        with turns[part]:  # a part of the next block may start while this block's runs; it waits here
             for low, high in chunk_bounds(block.stop - block.start, chunk_pass.chunk_rows)[part :: len(sums)]:
                 start, stop = block.start + low, block.start + high
                 rows_ND = block.load(work, start, stop)
@@ -76,7 +76,7 @@ def gradient_blocks(
     use: Callable[[AnyBlock, int, int, Tensor, Tensor], R],
     kept: KeptLogits | None = None,
 ) -> Generator[tuple[AnyBlock, list[R]]]:
-    """(block, what ``use(block, start, stop, gradient_ND, checksum)`` returned of its chunks) of block after block.
+    """Yield (block, results of ``use(block, start, stop, gradient_ND, checksum)`` for its chunks), block by block.
 
     The gradients are scratch, or the block itself where that is of the compute dtype.
     """

@@ -40,7 +40,7 @@ FIXED_SETTINGS = {
     **dict.fromkeys(("process_group", "reuse", "rows_cache_bytes", "logits_cache_bytes", "sync", "wire_dtype"), _ANEW),
     **dict.fromkeys(("dtype", "initializer", "seed", "slot_dtype"), "it belongs to the table"),
 }
-"""Attributes of a head that cannot be set once it is made -> what to do instead."""
+"""Attributes of a head that cannot be set once it is made, and what to do instead."""
 
 
 def check_features(features: Tensor, dim: int) -> None:
@@ -75,7 +75,7 @@ def check_labels(labels: Tensor, batch: int, num_classes: int, ignore_index: int
 
 
 def check_label_type(labels: Tensor, batch: int) -> None:
-    """Raise InvalidIds unless they are int64 [B]."""
+    """Raise InvalidIds unless the labels are int64 [B]."""
     if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
         found = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
         raise InvalidIds(f"labels are {found}; they must be a torch.int64 tensor [B] (labels.long())")
@@ -97,7 +97,7 @@ def check_class_ids(ids: Ids, num_classes: int, what: str, but: int | None = Non
 
 
 def check_wanted_ids(ids: Tensor | None, num_classes: int) -> tuple[Ids, Ids | None]:
-    """The classes to read [n], rising, and where each of ``ids`` [N] is among them; for None all, and None.
+    """Return the classes to read [n], ascending, and the place of each of ``ids`` [N] among them; for None all, None.
 
     Raises InvalidIds.
     """
@@ -111,7 +111,7 @@ def check_wanted_ids(ids: Tensor | None, num_classes: int) -> tuple[Ids, Ids | N
 
 
 def check_margin(margin: AnyMargin | None, num_classes: int) -> AnyMargin | None:
-    """Return the margin with its scale for so many classes. Raises InvalidArgument that says what it lacks of a
+    """Return the margin with its scale for ``num_classes``. Raises InvalidArgument that names what it lacks of a
     :class:`Margin`."""
     if margin is None:
         return None
@@ -128,13 +128,13 @@ def check_margin(margin: AnyMargin | None, num_classes: int) -> AnyMargin | None
 
 
 def require_no_margin(margin: AnyMargin | None) -> None:
-    """Raise InvalidArgument: a margin is about directions, which a bias is no part of."""
+    """Raise InvalidArgument for a margin: it is about directions, to which a bias does not belong."""
     if margin is not None:
         raise InvalidArgument(f"margin is {margin!r} and bias is True; a margin has no biases: leave one of them out")
 
 
 def _takes(method: object, arguments: int) -> bool:
-    """Whether it is a method that may be called with so many arguments."""
+    """Return whether ``method`` can be called with so many arguments."""
     try:
         inspect.signature(method).bind(*range(arguments))  # type: ignore[arg-type]
     except (TypeError, ValueError):

@@ -1,11 +1,11 @@
-"""The two passes of a class head over a chunk of rows: the sums of the forward pass, and the gradient of each row.
+"""Two passes of a class head over a chunk of rows: the sums of the forward pass, and the gradient of each row.
 
-The second follows from what the first learned. With g_bj = dloss/dcos_bj (formulas of ``softmax.py``):
+The second uses results of the first. With g_bj = dloss/dcos_bj (formulas of ``softmax.py``):
     dloss/dŵ_j = Σ_b g_bj x̂_b,   dloss/dw = (dŵ − (dŵ·ŵ) ŵ) / |w|
 :class:`CompiledPass` is one walk of C++ (``class_pass_kernels.cpp``) over the chunk, for float32 on a CPU
 (``docs/decisions/0007``) and for products in bfloat16 on one with AMX; :class:`TensorPass` is PyTorch, for every other
 type and device. Threads may share a pass.
-Of a class with several centers, each is treated as a row whose logits count where it is the nearest one
+Each center of a class with several is treated as a row whose logits count where it is the nearest one
 (``sub_centers.py``).
 Legend: A active rows, B samples, D width, K rows kept, N rows of one chunk, S rows of their centers, each [D].
 """
@@ -29,9 +29,9 @@ from geartrain.bridge.rows.gradient_carrier import LEAST_SQUARES
 
 
 def pass_for(batch: Batch, weights_B: Tensor | None = None) -> ChunkPass:
-    """The fastest pass for the batch's types and device.
+    """Return the fastest pass for the batch's types and device.
 
-    ``weights_B``, of at most 1, multiply what each sample adds to the row gradients; None: 1.
+    ``weights_B``, of at most 1, are factors of each sample's part of the row gradients; None: 1.
     """
     arithmetic = batch.arithmetic
     if isinstance(batch.targets, DeviceTargets) or batch.negatives_margin is not None:
@@ -44,12 +44,12 @@ def pass_for(batch: Batch, weights_B: Tensor | None = None) -> ChunkPass:
 
 
 def chunk_rows_on(device: torch.device, batch: int, dim: int) -> int:
-    """Rows of a chunk of the fastest pass on a device."""
+    """Return the rows of a chunk of the fastest pass on a device."""
     return CompiledPass.chunk_rows if device.type == "cpu" else chunk_rows_for(batch, dim, device)
 
 
 def parts_for(num_rows: int, batch: int, dim: int) -> int:
-    """Parts of sums of a compiled pass over all rows: as many as let threads share it evenly, of 2 MiB of sums or 8.
+    """Return the number of sums of a compiled pass over all rows: enough for even work of threads, 2 MiB in all or 8.
 
     The result does not depend on the number of threads, so that no sum does.
     """
@@ -57,9 +57,9 @@ def parts_for(num_rows: int, batch: int, dim: int) -> int:
 
 
 class CompiledPass:
-    """``class_pass.hpp`` of the kernels: a tile of rows stays in the cache from its normalisation to its gradient.
+    """Passes of ``class_pass.hpp``: a tile of rows stays in the cache from its normalisation to its gradient.
 
-    It can work on all rows of a step in one call, by ``threads`` and without Python in between.
+    One call can process all rows of a step, by ``threads`` and without Python in between.
     """
 
     chunk_rows = 3072
@@ -67,7 +67,7 @@ class CompiledPass:
     spreads_operations = False
 
     def __init__(self, batch: Batch, weights_B: Tensor | None = None) -> None:
-        """See :func:`pass_for`."""
+        """Return as :func:`pass_for`."""
         self._batch = batch
         self._common_D = batch.common_gradient(weights_B)
         self._compiled = ClassPass(
@@ -81,18 +81,18 @@ class CompiledPass:
 
     @property
     def over_all(self) -> CompiledPass:
-        """See :data:`ChunkPass`."""
+        """This pass, as in :data:`ChunkPass`."""
         return self
 
     def forward(self, work: Workspace, sums: PartialSums, rows_ND: Tensor, start: int, kept_NB: Tensor | None) -> None:
-        """See :data:`ChunkPass`."""
+        """Add a chunk to the sums, as :data:`ChunkPass`."""
         del work
         self.forward_all(sums, rows_ND, start, kept_NB, threads=1)
 
     def forward_all(
         self, sums: PartialSums, rows_ND: Tensor, start: int, kept_NB: Tensor | None, *, threads: int
     ) -> None:
-        """:meth:`forward` by so many threads, for sums of several parts, of which each takes as many of the rows."""
+        """Do :meth:`forward` by ``threads`` threads; several sums take as many of the rows each."""
         targets = self._batch.targets
         assert isinstance(targets, Targets), "a compiled pass is the host's"
         samples, rows = targets.within(start, start + len(rows_ND))
@@ -116,14 +116,14 @@ class CompiledPass:
     def overwrite(
         self, work: Workspace, rows_ND: Tensor, start: int, factor: Tensor, kept_NB: Tensor | None = None
     ) -> Tensor:
-        """See :data:`ChunkPass`."""
+        """Overwrite rows by their gradient, as :data:`ChunkPass`."""
         del work
         return self.overwrite_all(rows_ND, start, factor, kept_NB, threads=1)[0]
 
     def overwrite_all(
         self, rows_ND: Tensor, start: int, factor: Tensor, kept_NB: Tensor | None, *, threads: int
     ) -> tuple[Tensor, Tensor | None]:
-        """:meth:`overwrite` by so many threads; also Σ g² (0-dim, float64), None where float32 does not hold it."""
+        """Do :meth:`overwrite` by ``threads`` threads; also return Σ g² (0-dim, float64), None outside float32's range."""
         batch = self._batch
         targets = batch.targets
         assert isinstance(targets, Targets), "a compiled pass is the host's"
@@ -151,24 +151,24 @@ def _arrays(**tensors: Tensor | None) -> dict[str, npt.NDArray[Any] | None]:
 
 
 _LIFT = 15
-"""Exponentials up to 1 are multiplied by 2 to this before they become float16, whose normal numbers end at 2^-14."""
+"""Power of 2 by which exponentials up to 1 are multiplied for float16, whose normal numbers end at 2^-14."""
 _LEAST_PROBABILITY = 2.0**-40
-"""Of a row's probabilities none is lifted as if it were the largest and below this."""
+"""Least value that counts as the largest of a row's probabilities when they are scaled for float16."""
 
 
 class TensorPass:
-    """The same with tensor operations.
+    """Passes by tensor operations.
 
     float16 holds no number below 6e-8, which is a usual probability among ten million classes. So exponentials are
     multiplied before they are narrowed, in the forward pass by 2^15, in the second for each row so that the largest of
-    its probabilities is 2^15; sums are divided again, and the targets' part, which is not narrowed, is lifted alike.
+    its probabilities is 2^15; sums are divided again, and the targets' part, which is not narrowed, is scaled alike.
     """
 
     spreads_operations = True
     over_all = None
 
     def __init__(self, batch: Batch, weights_B: Tensor | None = None) -> None:
-        """See :func:`pass_for`."""
+        """Return as :func:`pass_for`."""
         self._batch = batch
         self._weights_B = weights_B
         self._dim = batch.features_BD.shape[1]
@@ -192,7 +192,7 @@ class TensorPass:
         start: int,
         kept_NB: Tensor | None,
     ) -> None:
-        """See :data:`ChunkPass`."""
+        """Add a chunk to the sums, as :data:`ChunkPass`."""
         unit_SD, _ = self._unit_rows(work, rows_ND.view(-1, self._dim))
         operand_SD = work.narrow("narrow rows", unit_SD)
         logits_SB = work.product("logits", operand_SD, self._query_BD.t())
@@ -203,7 +203,7 @@ class TensorPass:
             stood_for_N = self._stood_for(start, unit_SD)
             sums.row_sum_PD += unit_SD.sum(0) if stood_for_N is None else stood_for_N @ unit_SD
         found = self._targets(start, len(rows_ND))
-        if found is not None:  # in no sum, so that they must not raise the shift: the others might vanish beside them
+        if found is not None:  # they are in no sum, so they must not raise the shift: the others might vanish
             found.at_centers(chosen_NB, self._centers).copy_rows(unit_SD, sums.target_rows_BD)
             found.fill(logits_NB, -torch.inf)
         if sums.highest_PB is not None:
@@ -237,7 +237,7 @@ class TensorPass:
         factor: Tensor,
         kept_NB: Tensor | None = None,
     ) -> Tensor:
-        """See :data:`ChunkPass`."""
+        """Overwrite rows by their gradient, as :data:`ChunkPass`."""
         batch, rows_SD = self._batch, rows_ND.view(-1, self._dim)
         unit_SD, inverse_S = self._unit_rows(work, rows_SD)
         slopes_NB = None
@@ -250,7 +250,7 @@ class TensorPass:
         if kept_NB is None or self._centers > 1:
             slopes_NB = self._change(logits_NB, start, None)
         logits_NB.sub_(batch.lse2_B)
-        if slopes_NB is not None:  # rounding may carry a cosine across a margin's threshold, past what the sum holds
+        if slopes_NB is not None:  # rounding may move a cosine across a margin's threshold, beyond what the sum holds
             logits_NB.clamp_(max=0.0)
         logits_NB.exp2_()
         if slopes_NB is not None:
@@ -260,7 +260,7 @@ class TensorPass:
             found.fill(logits_NB, 0.0)
         operand_SB, lift_S = self._lifted(work, self._at_centers(logits_NB, chosen_NB))
         gradient_SD = work.product("unit gradient", operand_SB, self._key_BD)
-        if found is not None:  # by itself and in the compute dtype: it is the largest part by far
+        if found is not None:  # separately and in the compute dtype: it is the largest part by far
             weight_B = batch.target_weight_B if self._weights_B is None else batch.target_weight_B * self._weights_B
             nearest = found.at_centers(chosen_NB, self._centers)
             nearest.add_weighted(gradient_SD, batch.features_BD, weight_B, lift_S)
@@ -278,21 +278,21 @@ class TensorPass:
         return rows_SD.addcmul_(gradient_SD, weight_S.unsqueeze(1)).sum()
 
     def _unit_rows(self, work: Workspace, rows_SD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(unit rows [S, D], inverse lengths [S]); without a margin the rows themselves and None."""
+        """Return (unit rows [S, D], inverse lengths [S]); without a margin the rows themselves and None."""
         if self._batch.margin is None:
             return rows_SD, None
         inverse_S = inverse_lengths(rows_SD)
         return torch.mul(rows_SD, inverse_S.unsqueeze(1), out=work.empty("unit rows", *rows_SD.shape)), inverse_S
 
     def _nearest(self, logits_SB: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(logits of classes [N, B], whose center each is [N, B]; the same tensor and None where they have one)."""
+        """Return (logits [N, B] of classes, the center of each [N, B]), or with one center the same tensor and None."""
         return (logits_SB, None) if self._centers == 1 else nearest_centers(logits_SB, self._centers)
 
     def _at_centers(self, values_NB: Tensor, chosen_NB: Tensor | None) -> Tensor:
         return values_NB if chosen_NB is None else at_centers(values_NB, chosen_NB, self._centers)
 
     def _lifted(self, work: Workspace, probability_SB: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(operand [S, B] of a product, what its rows were multiplied by [S]; None: nothing)."""
+        """Return (operand [S, B] of a product, the factor of its rows [S]; None: 1)."""
         if not self._lifts:
             return work.narrow("narrow exponentials", probability_SB), None
         lift_S = 2.0**_LIFT / probability_SB.amax(1).clamp_(min=_LEAST_PROBABILITY)
@@ -300,13 +300,13 @@ class TensorPass:
         return torch.mul(probability_SB, lift_S.unsqueeze(1), out=operand_SB), lift_S
 
     def _change(self, logits_NB: Tensor, start: int, left_out: _Found | None) -> Tensor | None:
-        """Make of plain logits to base 2 [N, B] those of the margin, with offsets; targets that are left out stay −∞.
+        """Turn plain logits to base 2 [N, B] into the margin's, with offsets; targets that are left out stay −∞.
 
         Returns their derivatives by the cosine over the scale, where a margin changes them.
         """
         slopes_NB: Tensor | None = None
         if self._negatives_margin is not None:
-            if left_out is not None:  # a margin knows no infinite cosine
+            if left_out is not None:  # a margin cannot take an infinite cosine
                 left_out.fill(logits_NB, 0.0)
             changed_NB, slopes_NB = self._negatives_margin.negatives(logits_NB.div_(self._batch.logit_factor))
             torch.mul(changed_NB, LOG2_E, out=logits_NB)
@@ -319,12 +319,12 @@ class TensorPass:
         return slopes_NB
 
     def _stood_for(self, start: int, rows_ND: Tensor) -> Tensor | None:
-        """How many classes each row stands for [N]; None: 1."""
+        """Return the number of classes that each row stands for [N]; None: 1."""
         offsets_N = self._batch.offsets(start, len(rows_ND))
         return None if offsets_N is None else torch.exp2(offsets_N)
 
     def _targets(self, start: int, num_rows: int) -> _Found | None:
-        """The targets in a chunk, on the device; None if the host knows that there are none."""
+        """Return the targets in a chunk, on the device; None if the host knows that there are none."""
         targets, device = self._batch.targets, self._batch.arithmetic.device
         if isinstance(targets, DeviceTargets):
             rows_B, here_B = targets.rows(start, num_rows)
@@ -337,7 +337,7 @@ class TensorPass:
 class _Found:
     """Samples [b] and rows [b] of a chunk, which are their targets where ``here`` is true (None: everywhere).
 
-    Fixed shapes: if only the device knows which targets are in the chunk, all samples are gone through.
+    Shapes are fixed: if only the device knows which targets are in the chunk, all samples are processed.
     """
 
     samples: Tensor
@@ -345,7 +345,7 @@ class _Found:
     here: Tensor | None
 
     def at_centers(self, chosen_NB: Tensor | None, centers: int) -> _Found:
-        """The same in numbers of the centers, of each target that which was chosen (None: they are the rows)."""
+        """Return the same as numbers of centers, given each target's chosen one (None: rows are centers)."""
         if chosen_NB is None:
             return self
         return replace(self, rows=self.rows * centers + chosen_NB[self.rows, self.samples])
@@ -376,11 +376,11 @@ class _Found:
 
 
 ChunkPass = CompiledPass | TensorPass
-"""What is done with the chunks of one batch. Rows [N, D] come in the compute dtype, on the features' device.
+"""Kinds of passes over the chunks of one batch. Rows [N, D] come in the compute dtype, on the features' device.
 
 ``forward`` adds the chunk whose first row is at position ``start`` to one part of the sums, and writes its logits to
 ``kept``. Once the forward pass is finished ``overwrite`` overwrites the rows by their gradient times ``factor`` (0-dim)
-/ scale, and returns a sum that is finite only if all of it is (0-dim). ``chunk_rows`` suit it; ``keeps_logits``:
-whether that is faster than making them again; ``spreads_operations``: whether its operations would each take all of
-PyTorch's threads; ``over_all``: the pass itself if one call of it can go through all rows, else None.
+/ scale, and returns a sum that is finite only if all of it is (0-dim). ``chunk_rows`` is its best chunk;
+``keeps_logits``: whether keeping is faster than recomputing; ``spreads_operations``: whether each of its operations
+would use all of PyTorch's threads; ``over_all``: the pass itself if one call can process all rows, else None.
 """

@@ -1,8 +1,8 @@
-"""Chunks of rows worked on side by side, one thread a chunk.
+"""Thread pool for chunks of rows, one thread a chunk.
 
-A chunk takes some twenty tensor operations. Were each of them spread over all threads, every one would end in a
-barrier, and one core busy elsewhere would hold all of them up twenty times a chunk. A whole chunk per thread has no
-barrier, keeps each core's chunk in its own cache, and measures faster even on an idle machine.
+A chunk takes some twenty tensor operations. Spread over all threads, each would end in a barrier, and one core busy
+elsewhere would delay all others twenty times a chunk. A whole chunk per thread has no barrier, keeps each core's chunk
+in its own cache, and measures faster even on an idle machine.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _TRACED_AS = "geartrain::row_chunks"
-"""What PyTorch's profiler calls this work; of the pool's threads it sees nothing."""
+"""Name of this work in PyTorch's profiler, which does not see the pool's threads."""
 
 
 class Running(Generic[R]):
-    """Chunks that are being worked on."""
+    """Chunks in work."""
 
     def __init__(self, futures: list[Future[R]]) -> None:
         self._futures = futures
 
     def wait(self) -> list[R]:
-        """Results in order once all chunks are done; raises the first error."""
+        """Return results in order once all chunks are done; raises the first error."""
         wait(self._futures)
         return [future.result() for future in self._futures]
 
 
 class Session:
-    """A time in which chunks may run; see :meth:`ChunkPool.session`."""
+    """Period in which chunks may run, made by :meth:`ChunkPool.session`."""
 
     def __init__(self, executor: ThreadPoolExecutor | None) -> None:
         self._executor = executor
 
     def start(self, function: Callable[[Scratch, T], R], items: Sequence[T]) -> Running[R]:
-        """Begin ``function(scratch, item)`` for all items, without gradients or autocast.
+        """Start ``function(scratch, item)`` for all items, without gradients or autocast.
 
-        Items begin in order, those of an earlier call before those of a later one.
+        Items start in order, those of an earlier call before those of a later one.
         """
         if self._executor is None:
             return Running([_done(_alone, function, item) for item in items])
@@ -56,19 +56,20 @@ class Session:
 
 
 class ChunkPool:
-    """``torch.get_num_threads()`` threads, each of which computes alone and has scratch of its own. Thread-safe."""
+    """Pool of ``torch.get_num_threads()`` threads, each with one operation at a time and its own scratch.
+    Thread-safe."""
 
     def __init__(self) -> None:
         self.forget_threads()
 
     def forget_threads(self) -> None:
-        """Forget threads and sessions. In a forked child they stayed with the parent, and so did whatever they held."""
+        """Drop threads and sessions. In a forked child they stayed with the parent, and so did the memory they held."""
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
         self._executor_threads = 0
         self._num_open = 0
         self._num_threads = 0
-        """PyTorch's, as it was when the first of the open sessions began."""
+        """PyTorch's number of threads when the first of the open sessions started."""
 
     def map(
         self,
@@ -78,7 +79,8 @@ class ChunkPool:
         *,
         spreads_operations: bool = True,
     ) -> list[R]:
-        """Results of ``function(scratch, item)`` in order; see :meth:`Session.start`. One item simply runs here."""
+        """Return results of ``function(scratch, item)`` in order, as :meth:`Session.start`; one item runs in this
+        thread."""
         with record_function(_TRACED_AS):
             if len(items) == 1:
                 return [_alone(function, items[0])]
@@ -94,15 +96,15 @@ class ChunkPool:
         *,
         spreads_operations: bool = True,
     ) -> Generator[tuple[B, list[R]]]:
-        """(block, results of ``function(scratch, block, chunk)`` for each of its ``chunks``) of block after block.
+        """Yield (block, results of ``function(scratch, block, chunk)`` for each of its ``chunks``), block by block.
 
-        Of blocks that come one by one the next is begun before the results of one are waited for.
+        If blocks come one by one, the next is started before the results of the last are waited for.
         """
 
         def run(scratch: Scratch, item: tuple[B, T]) -> R:
             return function(scratch, *item)
 
-        if isinstance(blocks, list):  # all of it is there
+        if isinstance(blocks, list):  # all blocks exist
             for block in blocks:
                 items = [(block, chunk) for chunk in chunks(block)]
                 yield block, self.map(run, items, device, spreads_operations=spreads_operations)
@@ -124,7 +126,7 @@ class ChunkPool:
             return self._num_threads if self._num_open > 0 else torch.get_num_threads()
 
     def apart(self, function: Callable[[], R], device: torch.device) -> R:
-        """``function()`` with no operation spread over threads: for many small ones between two large pieces of work.
+        """Return ``function()`` with no operation spread over threads: for many small ones between two large works.
 
         A BLAS library wakes a thread even for the logarithms of 128 numbers, and that one then spins for
         milliseconds on a core which the next piece of work needs. On a GPU the function runs here, and so it does on a
@@ -141,9 +143,9 @@ class ChunkPool:
     def session(self, device: torch.device, *, spreads_operations: bool = True) -> Iterator[Session]:
         """Let chunks run side by side until the end of the ``with`` block; on a GPU they run one after the other, here.
 
-        The calling thread's number of threads per operation is lowered for that time, if the work consists of
-        operations that PyTorch would spread over its threads. Sessions of several threads may overlap; each thread
-        is then left with the number that the first of them had.
+        Meanwhile the calling thread's number of threads per operation is lowered, if the work consists of operations
+        that PyTorch would spread over its threads. Sessions of several threads may overlap; each thread afterwards has
+        the number of the first of them.
         """
         if device.type != "cpu":
             yield Session(None)
@@ -155,7 +157,7 @@ class ChunkPool:
             self._num_open += 1
             num_threads, lock = self._num_threads, self._lock
         lowers = spreads_operations and not getattr(_own, "is_lowered", False)
-        if lowers:  # OpenMP counts for each thread: every one is told for itself, here and when it leaves
+        if lowers:  # OpenMP counts for each thread, so each sets its own, here and when it leaves
             _own.is_lowered = True
             torch.set_num_threads(1)
         try:
@@ -165,15 +167,15 @@ class ChunkPool:
                 _own.is_lowered = False
                 torch.set_num_threads(num_threads)
             with self._lock:
-                if self._lock is lock:  # else we are a child that was forked meanwhile
+                if self._lock is lock:  # else this is a child that was forked meanwhile
                     self._num_open -= 1
 
     def _executor_of(self, threads: int) -> ThreadPoolExecutor:
         if self._executor is None or self._executor_threads != threads:
             if self._executor is not None:
                 self._executor.shutdown(wait=False)
-            # BLAS, unlike PyTorch, counts its threads for each calling thread: each has to be told, and what that does
-            # to PyTorch's own number is undone once all of them have been.
+            # BLAS, unlike PyTorch, has a number of threads for each calling thread: each sets its own, and the effect
+            # on PyTorch's own number is undone once all have.
             told = threading.Barrier(threads + 1)
 
             def notify() -> None:
@@ -191,7 +193,7 @@ class ChunkPool:
 
 
 def _nothing() -> None:
-    """Work that makes a thread begin."""
+    """Do nothing, so that a thread starts."""
 
 
 _own = threading.local()
@@ -216,5 +218,5 @@ def _done(function: Callable[..., R], *arguments: object) -> Future[R]:
 
 
 CHUNKS = ChunkPool()
-"""The process's pool: heads take turns, but for the rows that compiled code goes through on threads of its own."""
+"""Pool of the process: heads take turns, except for rows that compiled code processes on its own threads."""
 os.register_at_fork(after_in_child=CHUNKS.forget_threads)

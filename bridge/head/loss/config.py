@@ -16,14 +16,14 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 def check_reduction(reduction: object) -> Reduction:
-    """Return it. Raises InvalidArgument."""
+    """Return the reduction. Raises InvalidArgument."""
     if reduction not in get_args(Reduction):
         raise InvalidArgument(f"reduction is {quoted(reduction)}; it must be one of {', '.join(get_args(Reduction))}")
     return cast(Reduction, reduction)
 
 
 def check_label_smoothing(label_smoothing: object) -> float:
-    """Return it. Raises InvalidArgument."""
+    """Return the label smoothing. Raises InvalidArgument."""
     smoothing = real_number("label_smoothing", label_smoothing)
     if not 0 <= smoothing <= 1:
         raise InvalidArgument(f"label_smoothing is {label_smoothing!r}; it must lie in [0, 1]")
@@ -53,15 +53,15 @@ class HeadConfig:
     seed: int = 0
     """Seed of the initializer."""
     process_group: dist.ProcessGroup | None = None
-    """The ranks that train together; None: all of them, if ``sync`` or ``rows="ranks"`` says so."""
+    """Ranks that train together; None: all of them, if ``sync`` or ``rows="ranks"`` is given."""
     rows_cache_bytes: int = 64 << 20
-    """With ``rows="pull"`` active rows of up to so many bytes are pulled once and held until the step; more are
-    streamed twice."""
+    """With ``rows="pull"`` active rows of up to this size are pulled once and held until the step; more are streamed
+    twice."""
     logits_cache_bytes: int | None = None
     """Bytes of logits that are kept instead of recomputed; None: 26 MiB, on ranks 64 MiB, on a GPU 2 GiB (and as many
-    more that each pass takes)."""
+    more for each pass)."""
     wire_dtype: DTypeName | None = None
-    """With ``rows="pull"`` and float32 rows: the type in which rows and gradients of a step travel, ``"bfloat16"`` or
+    """With ``rows="pull"`` and float32 rows: the type in which rows and gradients of a step are sent, ``"bfloat16"`` or
     ``"float16"``, half the bytes. Predictions, graphs and exports read float32."""
 
     def __post_init__(self) -> None:

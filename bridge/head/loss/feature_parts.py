@@ -1,7 +1,7 @@
-"""Features that come to a head part by part, so that they and their gradients travel beside what is computed.
+"""Features that reach a head part by part, so that they and their gradients are sent during computation.
 
-Autograd runs what was made last first. Each part gets a node right behind its backbone, so in the backward pass the
-parts come one after the other, the last one first, and the node waits for the gradients of its own part alone.
+Autograd runs the newest nodes first. Each part has a node right behind its backbone, so the backward pass takes the
+parts one after the other, the last first, and each node waits for the gradients of its own part alone.
 
 Legend: B samples of this rank, S of one part that count, D width.
 """
@@ -24,38 +24,39 @@ from geartrain.bridge.rows.transfers import upload
 
 
 class PartGradients(Protocol):
-    """Where the gradients of the features of each part come from."""
+    """Source of the gradients of each part's features."""
 
     def start(self) -> None:
-        """They are wanted."""
+        """Start to compute or send the gradients."""
 
     def collect(self, part: int) -> Tensor:
-        """Those of one part."""
+        """Return the gradients of one part."""
 
 
 class FeatureParts:
-    """One batch whose features are computed part by part, in the gradient mode in which this was made."""
+    """One batch whose features are computed part by part, in the gradient mode of its creation."""
 
     def __init__(self, compute: Callable[[int], Tensor], sizes: Sequence[int], *, overlap: bool = True) -> None:
-        """``compute(part)`` gives features [``sizes[part]``, D]; ``overlap``: whether anything travels meanwhile."""
+        """``compute(part)`` returns features [``sizes[part]``, D]; ``overlap``: whether sending overlaps with
+        computation."""
         self._compute = compute
         self.sizes = list(sizes)
         self.overlap = overlap
         self._modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         self.joined: list[Tensor] = []
-        """Those that count of each part, in the graph."""
+        """Counted features of each part, in the graph."""
         self.gradients: PartGradients | None = None
-        """Where those of the features will be, once the head has seen them; None: nowhere."""
+        """Source of the feature gradients, set by the head; None: there is none yet."""
         self.factors: Sequence[Tensor] = ()
-        """What each part's are multiplied by, in the backward pass."""
+        """Factor of each part's gradients in the backward pass."""
 
     @property
     def size(self) -> int:
-        """B."""
+        """Number of samples, B."""
         return sum(self.sizes)
 
     def compute(self, part: int) -> Tensor:
-        """The features of one part, in the graph. Raises what the backbone does, and InvalidRows."""
+        """Return the features of one part, in the graph. Raises as the backbone, and InvalidRows."""
         inference, gradients = self._modes
         with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
             features = self._compute(part)
@@ -68,12 +69,12 @@ class FeatureParts:
         return features
 
     def join(self, part: int, features: Tensor, kept: Ids | None) -> Tensor:
-        """Join the part's features, of which those at ``kept`` count (None: all), to the graph; return them [S, D]."""
+        """Join the part's features at ``kept`` (None: all), the counted ones, to the graph; return them [S, D]."""
         inference, gradients = self._modes
         with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
             if kept is not None:
                 features = features[upload(kept, features.device)]
-            width = features.shape[1]  # rows with biases have a column more
+            width = features.shape[1]  # rows with biases have one more column
 
             def collect() -> Tensor:
                 assert self.gradients is not None
@@ -84,7 +85,7 @@ class FeatureParts:
         return joined
 
     def kept(self, part: int, places: Ids | None) -> Ids | None:
-        """Which samples of a part are among ``places``, indices of the batch; None: all."""
+        """Return which samples of a part are among ``places``, indices of the batch; None: all."""
         if places is None:
             return None
         first = sum(self.sizes[:part])
@@ -93,7 +94,7 @@ class FeatureParts:
 
 
 class _PartsLoss(torch.autograd.Function):
-    """loss(features of each part); backward queues the row gradients and lets the features' travel."""
+    """Autograd function loss(features of each part); backward queues row gradients and starts to send the features'."""
 
     @staticmethod
     def forward(ctx: Any, stand_in: Tensor | None, call: HeadCall, parts: FeatureParts, *joined: Tensor) -> Tensor:
@@ -123,8 +124,8 @@ class _PartsLoss(torch.autograd.Function):
 
 
 def parts_loss(parts: FeatureParts, stand_in: Tensor | None, call: HeadCall, reduction: Reduction) -> Tensor:
-    """Loss (0-dim), or losses [B], of one call, joined to the graphs of the parts, and to ``stand_in`` of trained
-    rows."""
-    joined, parts.joined = parts.joined, []  # the graph knows the parts: no cycle is to keep both
+    """Return the loss (0-dim), or losses [B], of one call, joined to the graphs of the parts, and to ``stand_in`` of
+    trained rows."""
+    joined, parts.joined = parts.joined, []  # the graph knows the parts: no cycle must keep both
     losses: Tensor = _PartsLoss.apply(stand_in, call, parts, *joined)  # type: ignore[no-untyped-call]
     return call.reduced(losses, parts.size, reduction)

@@ -1,4 +1,4 @@
-"""Losses of a class head as two plain functions, for class centers in a layer of your own.
+"""Losses of a class head as two plain functions, for class centers in a layer outside Geartrain.
 
 Both work on one process, or on the ranks of a ``group`` that hold consecutive ranges of the classes (class parallel;
 PLSC, section 2): rank r holds C_local of the C classes, the ranges may differ in length, and the samples are those of
@@ -47,9 +47,9 @@ def margin_cross_entropy(
     """Cross entropy of scale · cos θ whose target becomes scale · (ψ(m1·θ + m2) − m3); PLSC, section 2.1.
 
     ArcFace is (1, 0.5, 0), CosFace (1, 0, 0.35), SphereFace (1.35, 0, 0); ψ is that of
-    :mod:`geartrain.bridge.head.loss.margins.angular`. The gradient is exact; 16-bit logits are computed with in
-    float32. Their gradient, scale · probability / B for a negative, is rounded to their type, which for float16 ends
-    at 6e-8: with a million classes or more keep the logits in float32, or scale the loss.
+    :mod:`geartrain.bridge.head.loss.margins.angular`. The gradient is exact; 16-bit logits are converted to float32 for
+    the computation. Their gradient, scale · probability / B for a negative, is rounded to their type, which for float16
+    ends at 6e-8: with a million classes or more keep the logits in float32, or scale the loss.
 
     Args:
         logits: cos θ, floating point [B, C]; with ``group`` this rank's columns [B, C_local].
@@ -186,13 +186,14 @@ def class_center_sample(
     step: int,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The classes among the labels, filled up with random others to ``num_samples`` (PLSC, section 2.2; partial FC).
+    """Return the classes among the labels, filled up with random others to ``num_samples`` (PLSC, section 2.2; partial
+    FC).
 
-    The same for the same arguments on any device, and without a group the same classes as :class:`PartialFC` makes
-    active. O(K log K) time, whatever the number of classes. Of labels on a device that are at most ``num_samples`` the
-    host learns nothing, and waits for nothing. A loss without a margin over them
-    is that over all classes, on average, if log((C − P) / (K − P)) is added to the logits of the sampled classes that
-    are none of the P distinct labels.
+    The result is the same for the same arguments on any device, and without a group has the classes that
+    :class:`PartialFC` makes active. O(K log K) time, whatever the number of classes. The host does not wait for labels
+    on a device if they are at most ``num_samples``. A loss without a margin over these classes is that over all
+    classes, on average, if log((C − P) / (K − P)) is added to the logits of the sampled classes that are none of the P
+    distinct labels.
 
     Args:
         labels: int64 [B] on any device, in [0, C).
@@ -236,7 +237,8 @@ def class_center_sample(
 def _sample_on_device(
     labels: Tensor, num_classes: int, num_samples: int, seed: int, step: int, link: Communicator | None
 ) -> tuple[Tensor, Tensor]:
-    """:func:`class_center_sample` in fixed shapes; two exchanges between the hosts and an all-reduce of 8·B bytes."""
+    """Do :func:`class_center_sample` in fixed shapes; two exchanges between the hosts and an all-reduce of 8·B
+    bytes."""
     if labels.dtype != torch.int64 or labels.ndim != 1:
         raise InvalidIds(f"labels are {labels.dtype} {list(labels.shape)}; they must be a torch.int64 tensor [B]")
     own_B = labels - _before(num_classes, link)
@@ -248,18 +250,18 @@ def _sample_on_device(
         sample = filled_by_sample(own_B, num_classes, budget, seed, step, start=0, stop=num_classes, room=room)
         ids_K = sample.ids_A if room == budget else sample.ids_A[: int(sample.num)]
     found_B = torch.searchsorted(ids_K, own_B).clamp_(max=len(ids_K) - 1)
-    # One more than the number, so that zero remains for a label that is on no rank.
+    # One more than the number, so that zero means a label on no rank.
     said_B = torch.where(ids_K[found_B] == own_B, found_B + (_before(len(ids_K), link) + 1), 0)
     return (said_B if link is None else link.sum(said_B)) - 1, ids_K
 
 
 def _before(count: int, link: Communicator | None) -> int:
-    """The sum over the ranks before this one, told between the hosts."""
+    """Return the sum over the ranks before this one, exchanged between the hosts."""
     return 0 if link is None else sum(theirs for (theirs,) in link.exchange([count])[: link.rank])
 
 
 def _span(count: int, device: torch.device, link: Communicator | None) -> tuple[Tensor, Tensor]:
-    """(sum over the ranks before this one, sum over all ranks) of ``count``, both 0-dim int64 on the device."""
+    """Return (sum over the ranks before this one, sum over all ranks) of ``count``, both 0-dim int64 on the device."""
     own = torch.tensor([count], dtype=torch.int64, device=device)
     if link is None:
         return torch.zeros((), dtype=torch.int64, device=device), own.sum()

@@ -1,4 +1,4 @@
-"""Logits of a forward pass that its second half uses instead of making them again.
+"""Logits of a forward pass, kept for its backward pass instead of computed twice.
 
 Legend: B samples (times the centers of a class), K rows whose logits are kept, the first ones, N rows of a chunk.
 """
@@ -12,13 +12,13 @@ from geartrain.bridge.placements.workspace import Buffer, BufferPool
 
 
 def kept_rows(num_rows: int, chunk_rows: int, row_bytes: int, keep_bytes: int) -> int:
-    """K: as many whole chunks as fit into ``keep_bytes``."""
+    """Return K: as many whole chunks as fit into ``keep_bytes``."""
     fitting = min(num_rows, keep_bytes // row_bytes)
     return fitting if fitting == num_rows else fitting // chunk_rows * chunk_rows
 
 
 class KeptLogits:
-    """Room, uninitialised, for those of as many rows as :func:`kept_rows` says; it is used again in the next step."""
+    """Uninitialised memory for the logits of :func:`kept_rows` rows, reused in the next step."""
 
     def __init__(self, pool: BufferPool, batch: Batch, num_rows: int, chunk_rows: int, keep_bytes: int) -> None:
         arithmetic, width = batch.arithmetic, batch.size * batch.centers
@@ -32,11 +32,11 @@ class KeptLogits:
             self.all_KB = self._buffer.tensor((num_kept, width), arithmetic.compute)
 
     def chunk(self, start: int, stop: int) -> Tensor | None:
-        """Those of a chunk [N, B], if all of them are kept."""
+        """Return the logits of a chunk [N, B], if all of them are kept."""
         return None if self.all_KB is None or stop > len(self.all_KB) else self.all_KB[start:stop]
 
     def clear(self) -> None:
-        """Forget them."""
+        """Release the memory."""
         self.all_KB = None
         if self._buffer is not None:
             self._pool.release(self._buffer)

@@ -1,6 +1,6 @@
-"""Which samples of a batch count in the loss, how much, and how their losses become one.
+"""Samples of a batch that count in the loss, their weights, and the reduction of their losses.
 
-Legend: B samples as they are given, S those that count, D width.
+Legend: B samples as given, S of them that count, D width.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from geartrain.bridge.head.loss.config import HeadConfig, Reduction
 from geartrain.bridge.rows.transfers import upload
 
 BAD_WEIGHT = -(2**63)
-"""The label of a sample on a device whose weight cannot be."""
+"""Label that marks a sample on a device whose weight is invalid."""
 
 
 def check_weight(weight: Tensor, batch: int) -> Tensor:
-    """Return what each of ``batch`` samples counts, float64 [B] on the host. Raises InvalidArgument."""
+    """Return the weights of ``batch`` samples, float64 [B] on the host. Raises InvalidArgument."""
     check_weight_type(weight, batch)
     host_B = weight.detach().cpu().double()
     wrong = torch.nonzero(~((host_B >= 0) & (host_B < math.inf)))
@@ -39,7 +39,7 @@ def check_weight(weight: Tensor, batch: int) -> Tensor:
 
 
 def check_weight_type(weight: Tensor, batch: int) -> None:
-    """Raise InvalidArgument unless it is [B] of numbers that want no gradient."""
+    """Raise InvalidArgument unless the weight is [B] of numbers without gradient."""
     if not isinstance(weight, Tensor) or weight.shape != (batch,) or weight.is_complex():
         found = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, Tensor) else quoted(weight)
         raise InvalidArgument(f"weight is {found}; it must be a tensor [{batch}] of numbers, one per sample")
@@ -52,27 +52,27 @@ def check_weight_type(weight: Tensor, batch: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CountedSamples:
-    """The samples of a batch that count: all but the ignored ones."""
+    """Samples of a batch that count: all but the ignored ones."""
 
     features_SD: Tensor
-    """[0, D] where they come part by part."""
+    """Features [S, D]; [0, D] where they come part by part."""
     labels_S: Any
-    """int64; on the host an array, and a tensor of the features' device where that checks them: ignored ones among
-    them, which weigh 0."""
+    """Labels, int64: an array of the host, or a tensor on the features' device where that checks them; ignored ones are
+    among those, with weight 0."""
     places: Ids | None
-    """Their indices [S] among the B; None: all."""
+    """Indices [S] of the counted samples among the B; None: all."""
     counted: Tensor | None
-    """The same on the features' device."""
+    """Indices of the counted samples on the features' device."""
     weight_S: Tensor | None
-    """What each counts, in the dtype of the losses, on the features' device; None: 1. For a mean they are divided by a
-    power of two, so that neither they nor their sum leave the range of that dtype."""
+    """Weights in the dtype of the losses, on the features' device; None: 1. For a mean they are divided by a power of
+    two, so that neither they nor their sum leave the range of that dtype."""
     divisor: Any
-    """Of a mean: the sum of these; of labels on a device a tensor (0-dim, float64)."""
+    """Divisor of a mean: the sum of the weights; for labels on a device a tensor (0-dim, float64)."""
     amount: Any
-    """What this rank's loss weighs beside those of others: its samples, or their weights; 1 where it is no mean.
-    Of labels on a device maybe a function that makes a tensor [S], of which it is the sum."""
+    """Weight of this rank's loss beside the others': its samples, or their weights; 1 where the loss is no mean.
+    For labels on a device possibly a function that makes a tensor [S], whose sum it is."""
     reduces: bool
-    """Whether the pass gives the plain mean; else the loss of each sample."""
+    """Whether the pass returns the plain mean; else the loss of each sample."""
 
     @staticmethod
     def of(
@@ -129,9 +129,9 @@ class CountedSamples:
     def on_device(
         features: Tensor, labels: Tensor, weight: Tensor | None, settings: HeadConfig, *, num: int
     ) -> CountedSamples:
-        """``num`` samples whose labels are where the features are: nothing of their contents comes to the host.
+        """Return ``num`` samples whose labels are on the features' device: the host reads none of their contents.
 
-        Ignored ones stay: they weigh 0. The label of a sample whose weight is negative or not finite becomes
+        Ignored ones stay, with weight 0. The label of a sample whose weight is negative or not finite becomes
         :data:`BAD_WEIGHT`, which no class has. Raises InvalidIds and InvalidArgument for types and shapes.
         """
         check_label_type(labels, num)
@@ -169,7 +169,8 @@ class CountedSamples:
         )
 
     def reduced(self, losses: Tensor, batch: int, reduction: Reduction) -> Tensor:
-        """This rank's loss (0-dim), or the losses [B], of what the pass gave: the plain mean, or the losses [S].
+        """Return this rank's loss (0-dim), or the losses [B], from the pass's result: the plain mean, or the losses
+        [S].
 
         Where nothing counts the mean is 0.
         """

@@ -1,10 +1,10 @@
-"""The loss of a class head and its feature gradient, from sums over the rows that are made chunk by chunk.
+"""Loss of a class head and its feature gradient, from sums over the rows that are made chunk by chunk.
 
 No logits matrix exists. Per sample there is a sum of exp(logit − shift) and the same sum weighted by the rows (an
 online log-sum-exp; Milakov and Gimelshein 2018, as in FlashAttention). The target column is left out of both and added
-at the end with the derivative of its margin. Smoothed labels need the sum of all rows besides: the
-mean logit is the logit of their mean, and what it adds to a gradient is the same for all samples, or rows. With x̂, ŵ of
-unit length, cos_bj = x̂_b·ŵ_j and g_bj = dloss/dcos_bj:
+at the end with the derivative of its margin. Smoothed labels also need the sum of all rows: the mean logit is the logit
+of their mean, and its part of a gradient is the same for all samples, or rows. With x̂, ŵ of unit length,
+cos_bj = x̂_b·ŵ_j and g_bj = dloss/dcos_bj:
     dloss/dx̂_b = Σ_j g_bj ŵ_j,   dloss/dx = (dx̂ − (dx̂·x̂) x̂) / |x| + dloss/d|x| · x̂
 where the last term is that of a margin which uses |x|.
 Legend: B samples, D width, P parts.
@@ -30,25 +30,26 @@ class PartialSums:
     """Running sums over some chunks, P of them side by side, to which a :class:`~.chunk_pass.ChunkPass` adds."""
 
     target_rows_BD: Tensor
-    """The (unit) rows of the targets met so far."""
+    """Target (unit) rows found so far."""
     shift_PB: Tensor | None
-    """Largest logit to base 2 met so far, targets left out; None: exponentials need no shift."""
+    """Largest logit to base 2 so far, without targets; None: exponentials need no shift."""
     sum_PB: Tensor
     """Sum of exp2(logit − shift), float64."""
     weighted_PBD: Tensor | None
     """The same sum weighted by the (unit) rows."""
     row_sum_PD: Tensor | None
-    """Sum of the (unit) rows, each as often as classes that it stands for, float64; None: not wanted."""
+    """Sum of the (unit) rows, each as often as classes that it stands for, float64; None: not needed."""
     highest_PB: Tensor | None
-    """Largest logit to base 2 without offsets, targets left out; None: it is the shift, or not looked for."""
+    """Largest logit to base 2 without offsets and targets; None: it is the shift, or not computed."""
 
     def part(self, number: int) -> PartialSums:
-        """One of them; the same memory."""
+        """Return one part of the sums, in the same memory."""
         parts = (self.shift_PB, self.sum_PB, self.weighted_PBD, self.row_sum_PD, self.highest_PB)
-        return PartialSums(self.target_rows_BD, *(None if of is None else of[number : number + 1] for of in parts))  # type: ignore[arg-type]
+        # type: ignore[arg-type]
+        return PartialSums(self.target_rows_BD, *(None if of is None else of[number : number + 1] for of in parts))
 
     def lift(self, shift_B: Tensor) -> None:
-        """Express the sums with a shift [B] that is nowhere below the present ones."""
+        """Express the sums with a shift [B] that is at least the present one everywhere."""
         if self.shift_PB is None:
             return
         shrink_PB = torch.exp2(self.shift_PB - shift_B)
@@ -59,15 +60,15 @@ class PartialSums:
 
 
 class OnlineSoftmax:
-    """Several partial sums, so that chunks can be worked on side by side; added up in a fixed order.
+    """Several partial sums, so that chunks can be computed in parallel; added up in a fixed order.
 
-    Over ranks that hold the rows, ``link``, the batch is of all of them, ``sizes`` samples of each. Collectives then:
-    those of :func:`~geartrain.bridge.collectives.cross_entropy.joint_sums`, of 2·B numbers (3·B with smoothed labels)
-    and of B where exponents are shifted, and the reduce-scatter of B·D for the feature gradients.
+    If ranks hold the rows, ``link`` is theirs, and the batch is of all of them, ``sizes`` samples of each. Collectives
+    are then those of :func:`~geartrain.bridge.collectives.cross_entropy.joint_sums`, of 2·B numbers (3·B with smoothed
+    labels) and of B where exponents are shifted, and the reduce-scatter of B·D for the feature gradients.
     """
 
     leaves_out = False
-    """Whether losses and gradients of samples that do not count are so already."""
+    """Whether losses and gradients already leave out samples that do not count."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class OnlineSoftmax:
         sizes: Sequence[int] = (),
         begins_on: torch.device | None = None,
     ) -> None:
-        """``begins_on``: where the sums are until :meth:`move`; None: on the batch's device."""
+        """``begins_on``: device of the sums until :meth:`move`; None: the batch's device."""
         self.batch = batch
         self._link, self._sizes = link, sizes
         rows, width = batch.features_BD.shape
@@ -97,33 +98,33 @@ class OnlineSoftmax:
 
     @property
     def parts(self) -> list[PartialSums]:
-        """The same memory, part by part."""
+        """The sums part by part, in the same memory."""
         return [self.sums.part(number) for number in range(len(self.sums.sum_PB))]
 
     def move(self) -> None:
-        """Take the sums to the batch's device, in one copy."""
+        """Move the sums to the batch's device, in one copy."""
         values = vars(self.sums)
         there = {name: tensor for name, tensor in values.items() if tensor is not None}
         moved = upload_together(list(there.values()), self.batch.arithmetic.device)
         self.sums = PartialSums(**(values | dict(zip(there, moved, strict=True))))
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
-        """Losses of the rank's own samples [S], each one's gradient by its features [S, D]; fill in the batch."""
+        """Return losses of the rank's own samples [S] and each one's feature gradient [S, D]; fill in the batch."""
         losses_S, part_BD = self.finish_part()
         if part_BD is None or self._link is None:
             return losses_S, None if part_BD is None else own_gradient(self.batch, part_BD, self.own)
         return losses_S, own_gradient(self.batch, self._link.sum_to_owners(part_BD, self._sizes), self.own)
 
     def finish_part(self) -> tuple[Tensor, Tensor | None]:
-        """:meth:`finish` before the reduce-scatter: what this rank's rows add to every sample's gradient [B, D].
+        """Do :meth:`finish` up to the reduce-scatter: return this rank's part of every sample's gradient [B, D].
 
-        The sum over the ranks is what :func:`own_gradient` takes.
+        Their sum over the ranks is the argument of :func:`own_gradient`.
         """
         batch, own, sums = self.batch, self.own, self.sums
         shift_B, sum_B, weighted_BD = self._joint()
         cos_B = (batch.features_BD * sums.target_rows_BD).sum(1)
         mean_row_D, means = None, []
-        if sums.row_sum_PD is not None:  # mean of the (unit) rows of all classes: this rank's part of it
+        if sums.row_sum_PD is not None:  # this rank's part of the mean of the (unit) rows of all classes
             mean_row_D = (sums.row_sum_PD.sum(0) / max(1.0, batch.spread_over)).to(batch.arithmetic.compute)
             means = [batch.features_BD @ mean_row_D * batch.scale]
         highest_B = None if sums.highest_PB is None else sums.highest_PB.amax(0)
@@ -152,14 +153,14 @@ class OnlineSoftmax:
 
     @property
     def own(self) -> slice:
-        """Where the samples of this rank are in the batch."""
+        """Slice of this rank's samples in the batch."""
         if self._link is None:
             return slice(None)
         first = sum(self._sizes[: self._link.rank])
         return slice(first, first + self._sizes[self._link.rank])
 
     def _joint(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(shift [B], sum [B], weighted sum [B, D]) over all parts."""
+        """Return (shift [B], sum [B], weighted sum [B, D]) over all parts."""
         sums = self.sums
         shift_B = torch.zeros_like(self.batch.features_BD[:, 0]) if sums.shift_PB is None else sums.shift_PB.amax(0)
         sums.lift(shift_B)
@@ -171,7 +172,7 @@ class OnlineSoftmax:
 
 
 def _zeros(parts: int, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[P, B, D]. On a CPU PyTorch would wake all its threads, which then spin on the cores that the passes need."""
+    """Return zeros [P, B, D]. On a CPU PyTorch would wake all its threads, which then spin on cores the passes need."""
     values_PBD = torch.empty(parts, rows, width, dtype=dtype, device=device)
     if device.type != "cpu":
         return values_PBD.zero_()
@@ -180,9 +181,10 @@ def _zeros(parts: int, rows: int, width: int, dtype: torch.dtype, device: torch.
 
 
 def own_gradient(batch: Batch, summed_SD: Tensor, own: slice) -> Tensor:
-    """The gradients of losses by this rank's features at ``own`` in the batch, from the sum over ranks; in place.
+    """Return the gradients of losses by this rank's features, at ``own`` in the batch, from the sum over ranks; in
+    place.
 
-    From that with respect to x̂ and that of the batch with respect to |x|.
+    The sum is the gradient by x̂; the batch has that by |x|.
     """
     summed_SD.mul_(batch.scale)
     if batch.inverse_lengths_B is None:

@@ -1,4 +1,4 @@
-"""What a forward pass of a class head has seen, and whether the head learns.
+"""Statistics of a head's forward pass, and a check that the head learns.
 
 Legend: S samples that count, of this rank.
 """
@@ -17,41 +17,42 @@ from torch import Tensor
 from geartrain.bridge.rows.transfers import Readback
 
 LOOKS_EVERY = 16
-"""Steps. So often the largest other logit is looked for where that is a pass of its own, or a collective."""
+"""Steps between computations of the largest other logit where that takes a pass of its own, or a collective."""
 _WATCHES_EVERY = 4
-"""Passes, at least: what is read of a pass costs some ten microseconds."""
+"""Least number of passes between reads: a read costs some ten microseconds."""
 _LEAST_PASSES = 300
 _PASSES_A_CLASS = 2
-"""So often a class is met before a head could have learned much of it."""
+"""Number of meetings of a class before a head could have learned much of it."""
 _CLEARLY = 4.0
-"""Standard errors."""
+"""Standard errors of a clear difference."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepStatistics:
-    """Of the last forward pass, over this rank's samples that count. Reading a number waits for the device."""
+    """Statistics of the last forward pass, over this rank's samples that count. Reading a number waits for the
+    device."""
 
     losses: Tensor
-    """[S], as the head gave them."""
+    """Losses [S], as the head returned them."""
     targets: Tensor
-    """[S] cosines of features and the rows of their classes; logits where the head has no margin."""
+    """Cosines [S] of features and the rows of their classes; logits where the head has no margin."""
     highest_others: Tensor | None
-    """[S] the largest of the other active classes. None in most steps on a GPU and on several ranks, where finding it
-    would cost time: there it is in every 16th step, unless the sums need it anyway."""
+    """Largest cosine or logit [S] of the other active classes. None in most steps on a GPU and on several ranks, where
+    computing it would cost time: there it is in every 16th step, unless the sums need it anyway."""
     num_active: int
-    """Classes that took part."""
+    """Number of active classes."""
     counts: Tensor | None = None
-    """[S] 1 where a sample counts, where labels are on a device; None: all."""
+    """Counts [S], 1 where a sample counts, for labels on a device; None: all."""
 
     def __repr__(self) -> str:
-        """Its means, for print(): not a number for each sample."""
+        """Return the means, for print(), instead of a number for each sample."""
         means = {name: getattr(self, name) for name in ("loss", "accuracy", "target", "highest_other")}
         shown = ", ".join(f"{name}={value if value is None else f'{value:.4g}'}" for name, value in means.items())
         return f"StepStatistics({shown}, num_samples={len(self.losses)}, num_active={self.num_active})"
 
     @property
     def loss(self) -> float:
-        """Mean loss, whatever the reduction; weights play no part."""
+        """Mean loss, whatever the reduction; without weights."""
         return self._mean(self.losses)
 
     @property
@@ -66,17 +67,17 @@ class StepStatistics:
 
     @property
     def accuracy(self) -> float | None:
-        """Part of the samples whose class is the best of the active ones, without the margin."""
+        """Share of the samples whose class is the best of the active ones, without the margin."""
         hits = self.hits
         return None if hits is None else self._mean(hits)
 
     @property
     def hits(self) -> Tensor | None:
-        """[S] 1 where the sample's class is the best of the active ones, else 0."""
+        """Hits [S]: 1 where the sample's class is the best of the active ones, else 0."""
         return None if self.highest_others is None else (self.targets > self.highest_others).to(self.targets.dtype)
 
     def mean(self, values_S: Tensor) -> Tensor:
-        """Mean (0-dim) over those that count."""
+        """Return the mean (0-dim) over the samples that count."""
         if self.counts is None:
             return values_S.mean()
         counts_S = self.counts == 1
@@ -87,7 +88,7 @@ class StepStatistics:
 
 
 def _squared_error(values: Sequence[float]) -> float:
-    """Of their mean."""
+    """Return the squared standard error of the mean."""
     return pvariance(values) / (len(values) - 1)
 
 
@@ -97,7 +98,7 @@ class LearningWatch:
     It compares the first quarter of 300 passes, or of as many as meet each class twice, with the last: the mean cosine
     of the targets, and the accuracy over the active classes. If neither rose by four standard errors, and the accuracy
     is no more than three times that of chance (of few classes half-way from that to 1), the head says so. After that,
-    or once it has learned, nothing is looked at any more. One class alone leaves nothing to learn.
+    or once it has learned, nothing is checked any more. A single class leaves nothing to learn.
     """
 
     def __init__(self) -> None:
@@ -109,10 +110,10 @@ class LearningWatch:
         self._on_the_way: tuple[Readback, int, int] | None = None
         self.has_ended = False
         self.last: StepStatistics | None = None
-        """Of the last pass, trained or not."""
+        """Statistics of the last pass, trained or not."""
 
     def observe(self, seen: StepStatistics, num_living: int, settings: Callable[[], str]) -> None:
-        """Look at a training pass; ``settings`` describe the head, for the warning."""
+        """Check a training pass; ``settings`` describe the head, for the warning."""
         self._passes += 1
         hits, samples = seen.hits if self._passes > self._next else None, len(seen.targets)
         if hits is None or samples == 0:
@@ -134,7 +135,7 @@ class LearningWatch:
                 self._collect()
 
     def _collect(self) -> None:
-        """Add to a window what is here by now; what is not is left out, for nobody waits."""
+        """Add arrived values to a window; others are left out, so that nothing waits."""
         on_the_way, self._on_the_way = self._on_the_way, None
         if on_the_way is not None and on_the_way[0].is_here:
             self._add(on_the_way[0].values(), *on_the_way[1:])

@@ -32,7 +32,7 @@ _LEAST_DIM = 2
 
 
 def check_sub_centers(sub_centers: int, dim: int, select: Selection, label_smoothing: float) -> int:
-    """Return K. Raises InvalidArgument for a number out of range, and for what knows classes of one center only."""
+    """Return K. Raises InvalidArgument for a number out of range, and for settings that support one center only."""
     centers = integer("sub_centers", sub_centers, 1, max(1, min(MOST_SUB_CENTERS, MAX_DIM // dim)))
     if centers == 1:
         return centers
@@ -51,7 +51,7 @@ def check_sub_centers(sub_centers: int, dim: int, select: Selection, label_smoot
 
 
 def require_margin(margin: AnyMargin | None, sub_centers: int) -> None:
-    """Raise InvalidArgument: the nearest of several centers is that of the largest cosine."""
+    """Raise InvalidArgument without a margin: the nearest of several centers is that of the largest cosine."""
     if sub_centers > 1 and margin is None:
         raise InvalidArgument(
             f"margin is None and sub_centers is {sub_centers}; sub-centers are compared by cosines: give a margin, "
@@ -60,18 +60,18 @@ def require_margin(margin: AnyMargin | None, sub_centers: int) -> None:
 
 
 def nearest_centers(values_SB: Tensor, centers: int) -> tuple[Tensor, Tensor]:
-    """Of values [N · K, B] the largest of each class [N, B], and which center has it [N, B]: the first of equals."""
+    """Return the largest of the values [N · K, B] for each class [N, B], and its center [N, B]: the first of equals."""
     largest = values_SB.view(len(values_SB) // centers, centers, values_SB.shape[1]).max(dim=1)
     return largest.values, largest.indices
 
 
 def scores_of_classes(scores_BS: Tensor, centers: int) -> Tensor:
-    """Scores [B, N] of classes from those of their centers [B, N · K]."""
+    """Return scores [B, N] of classes from those of their centers [B, N · K]."""
     return scores_BS if centers == 1 else scores_BS.view(len(scores_BS), scores_BS.shape[1] // centers, centers).amax(2)
 
 
 def largest_cosines(unit_BD: Tensor, rows_BD: Tensor) -> Tensor:
-    """Cosine [B] of each unit feature with the nearest center of the row [K · D] beside it."""
+    """Return the cosine [B] of each unit feature with the nearest center of its row [K · D]."""
     centers_BKD = rows_BD.view(len(rows_BD), rows_BD.shape[1] // unit_BD.shape[1], unit_BD.shape[1])
     unit_BKD = normalize(centers_BKD, dim=2, eps=NORM_FLOOR)
     return (unit_BKD * unit_BD.unsqueeze(1)).sum(2).amax(1)
@@ -80,7 +80,7 @@ def largest_cosines(unit_BD: Tensor, rows_BD: Tensor) -> Tensor:
 def dominant_centers(
     table: ReadableTable, batches: Iterable[tuple[Tensor, Tensor, Tensor]], sub_centers: int
 ) -> Tensor:
-    """See ``ClassHead.dominant_centers``; ``batches`` are those of ``features_of``."""
+    """Return as ``ClassHead.dominant_centers``; ``batches`` are those of ``features_of``."""
     num_classes = table.spec.num_rows or 0
     counts_CK = np.zeros((num_classes, sub_centers), np.float32)
     for features_ND, labels_N, weight_N in batches:
@@ -107,21 +107,21 @@ def check_dominant(dominant: Tensor, num_classes: int, sub_centers: int) -> Tens
 
 
 def at_centers(values_NB: Tensor, chosen_NB: Tensor, centers: int) -> Tensor:
-    """[N · K, B]: the values [N, B] at the chosen centers, zeros at the others."""
+    """Return [N · K, B]: the values [N, B] at the chosen centers, zeros at the others."""
     num_rows, batch = values_NB.shape
     spread_NKB = values_NB.new_zeros(num_rows, centers, batch)
     return spread_NKB.scatter_(1, chosen_NB.unsqueeze(1), values_NB.unsqueeze(1)).view(num_rows * centers, batch)
 
 
 def initial_rows(spec: TableSpec, ids: Ids) -> np.ndarray:
-    """What these ids had before anything was written: an id may have been another class."""
+    """Return the initial rows of these ids, whatever was written since: an id may have been another class."""
     out = np.empty((len(ids), spec.dim), spec.numpy_dtype)
     RowTable(spec, np.arange(NUM_BUCKETS, dtype=np.int64)).pull(ids, out)
     return out
 
 
 def whole_rows(spec: TableSpec, ids: Ids, centers_ND: Tensor) -> np.ndarray:
-    """Rows as the table has them, of given centers [N, D] in its dtype: with a bias of zero where rows have biases;
+    """Return rows of the table's layout from centers [N, D] in its dtype: with a bias of zero where rows have biases;
     where they have several centers these are the first, and the others have their initial values."""
     dim = centers_ND.shape[1]
     if spec.dim <= dim + 1:

@@ -40,7 +40,7 @@ class PartedRows(RankRows):
     def _finish(self, softmax: OnlineSoftmax) -> tuple[Tensor, Tensor | None]:
         losses_S, part_BD = softmax.finish_part()
         if part_BD is not None:
-            # A view would keep the memory of all sums until the backward pass.
+            # One of several sums is a view, which would keep the memory of all until the backward pass.
             self._part_BD = part_BD if len(softmax.parts) == 1 else part_BD.clone()
             if not self.overlap:
                 self.start()
@@ -69,10 +69,10 @@ class PartedRows(RankRows):
 def rows_of_parts(
     step: RankStep, parts: FeatureParts, labels: Tensor, weight: Tensor | None
 ) -> tuple[CountedSamples, Agreed, PartedRows]:
-    """Compute the parts, gather them, and return the pass over the rows; every rank does, with as many parts.
+    """Compute the parts, gather them, and return the pass over the rows; collective, with equally many parts.
 
-    If any rank cannot go on, every rank raises: what computing a part raised there, SyncError elsewhere, and otherwise
-    what :meth:`RankStep.agree` does.
+    If any rank cannot continue, every rank raises: the error of computing a part on the rank where it occurred,
+    SyncError on the others, and otherwise what :meth:`RankStep.agree` raises.
     """
     link = step.backend.table.link
     features: Tensor | None = None

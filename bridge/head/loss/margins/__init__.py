@@ -1,1 +1,1 @@
-"""Margins: what becomes of the logit of a sample's own class, or of the others, before the softmax."""
+"""Margins: changes of the logit of a sample's own class, or of the others, before the softmax."""

@@ -1,4 +1,4 @@
-"""AdaFace: a margin that follows the length of the feature, taken for the quality of the image (Kim et al., CVPR 2022).
+"""AdaFace: a margin by the length of the feature, a measure of the image's quality (Kim et al., CVPR 2022).
 
 Shapes: B samples.
 """
@@ -33,11 +33,11 @@ class AdaFace:
     scale: float | None = None
     """Multiplies every logit; > 0. None: :func:`~.scale.automatic_scale` of the head's number of classes."""
     margin: float = 0.4
-    """In [0, π / 2]."""
+    """Margin, in [0, π / 2]."""
     h: float = 0.333
     """Share of a standard deviation that is mapped to 1; > 0."""
     momentum: float = 0.99
-    """Of the moving means, in [0, 1)."""
+    """Momentum of the moving means, in [0, 1)."""
 
     def __post_init__(self) -> None:
         require_scale(self.scale)
@@ -46,7 +46,8 @@ class AdaFace:
         require("momentum", self.momentum, lambda v: 0.0 <= v < 1.0, "in [0, 1)")
 
     def for_batch(self, batch: MarginBatch) -> QualityMargin:
-        """The margin for the lengths of this batch. With ranks and rows in a cluster one all-reduce of 16 bytes."""
+        """Return the margin for the lengths of this batch. With ranks and rows in a cluster one all-reduce of 16
+        bytes."""
         mean, std, batches = (batch.recall(name) for name in ("norm_mean", "norm_std", "norm_batches"))
         if batch.training:
             norms_B, size = batch.norms_B.double(), batch.num_counted
@@ -65,7 +66,7 @@ class AdaFace:
 
 @dataclass(frozen=True, eq=False)
 class QualityMargin:
-    """:class:`AdaFace` for a batch whose qualities [B] are known."""
+    """Margin of :class:`AdaFace` for a batch whose qualities [B] are known."""
 
     scale: float
     margin: float

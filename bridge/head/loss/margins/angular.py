@@ -27,7 +27,7 @@ COS_LIMIT = 1.0 - 1e-6
 def psi(angle: Tensor) -> tuple[Tensor, Tensor]:
     """Return ψ(angle) and dψ/d(angle); angles in radians, any shape, >= −π.
 
-    ψ(x) = (−1)^k cos x − 2k and ψ'(x) = −|sin x| with k = ⌊x/π⌋; below 0 the formula goes on with negative k.
+    ψ(x) = (−1)^k cos x − 2k and ψ'(x) = −|sin x| with k = ⌊x/π⌋; below 0 the formula continues with negative k.
     """
     k = torch.floor(angle / math.pi)
     sign = 1.0 - 2.0 * torch.remainder(k, 2.0)
@@ -35,7 +35,7 @@ def psi(angle: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def turned(cos_B: Tensor, angle_B: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
-    """ψ(θ + angle), its derivative with respect to cos θ and that with respect to the angle, [B] each.
+    """Return ψ(θ + angle) and its derivatives by cos θ and by the angle, [B] each.
 
     The derivative by cos θ is 0 where θ is clamped; the angle is at least −π.
     """
@@ -70,9 +70,9 @@ class CombinedMargin:
         return self
 
     def target(self, cos_B: Tensor, norms_B: Tensor | None = None, labels_B: Tensor | None = None) -> TargetLogits:
-        """See :class:`~.margin.Margin`; norms and labels are not looked at.
+        """Return target logits as :class:`~.margin.Margin`; norms and labels are not used.
 
-        Where the clamp to ± (1 − 1e-6) acts the derivative is 0, as that of ``torch.clamp``.
+        Where the clamp to ± (1 − 1e-6) acts the derivative is 0, like that of ``torch.clamp``.
         """
         del norms_B, labels_B
         scale = scale_of(self)
@@ -106,7 +106,7 @@ class ArcFace(_Special):
     scale: float | None = None
     """Multiplies every logit; > 0. None: :func:`~.scale.automatic_scale` of the head's number of classes."""
     margin: float = 0.5
-    """Radians, in [0, π]."""
+    """Added to the angle, radians in [0, π]."""
 
     def __post_init__(self) -> None:
         require("margin", self.margin, lambda v: 0.0 <= v <= math.pi, "an angle in [0, π] radians")
@@ -144,7 +144,7 @@ class SphereFace(_Special):
     scale: float | None = None
     """Multiplies every logit; > 0. None: :func:`~.scale.automatic_scale` of the head's number of classes."""
     margin: float = 1.35
-    """Multiplies the angle; >= 1."""
+    """Factor of the angle; >= 1."""
 
     def __post_init__(self) -> None:
         require("margin", self.margin, lambda v: 1.0 <= v < math.inf, "finite and >= 1")
@@ -157,9 +157,9 @@ class SphereFace(_Special):
 
 
 def added_angles(margin: object) -> tuple[float, float] | None:
-    """(m2, m3) of a margin that is scale · (ψ(θ + m2) − m3), which kernels compute; None: of any other.
+    """Return (m2, m3) of a margin that is scale · (ψ(θ + m2) − m3), which kernels compute; None: for any other.
 
-    A class of one's own that derives from one of these has another formula.
+    A subclass of one of these may have another formula.
     """
     combined = getattr(margin, "combined", None)
     formulas = (CombinedMargin.target, _Special.target)

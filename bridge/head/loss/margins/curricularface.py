@@ -1,4 +1,4 @@
-"""CurricularFace: harder classes count more the further training has come (Huang et al., CVPR 2020).
+"""CurricularFace: harder classes count more as training proceeds (Huang et al., CVPR 2020).
 
 Shapes: B samples, N rows of a chunk.
 """
@@ -34,9 +34,9 @@ class CurricularFace:
     scale: float | None = None
     """Multiplies every logit; > 0. None: :func:`~.scale.automatic_scale` of the head's number of classes."""
     margin: float = 0.5
-    """Radians, in [0, π]."""
+    """Added to the angle, radians in [0, π]."""
     momentum: float = 0.99
-    """Of t, in [0, 1)."""
+    """Momentum of t, in [0, 1)."""
 
     def __post_init__(self) -> None:
         require_scale(self.scale)
@@ -44,7 +44,7 @@ class CurricularFace:
         require("momentum", self.momentum, lambda v: 0.0 <= v < 1.0, "in [0, 1)")
 
     def for_batch(self, batch: MarginBatch) -> CurriculumMargin:
-        """The margin at this batch's t. With ranks and rows in a cluster one all-reduce of 8 bytes."""
+        """Return the margin at this batch's t. With ranks and rows in a cluster one all-reduce of 8 bytes."""
         cos_B = batch.target_cos()
         t = batch.recall("target_cos_mean")
         if batch.training:
@@ -55,13 +55,13 @@ class CurricularFace:
 
 @dataclass(frozen=True, eq=False)
 class CurriculumMargin:
-    """:class:`CurricularFace` for a batch of which it is known what is harder than the targets."""
+    """Margin of :class:`CurricularFace` for a batch whose bounds of hard classes are known."""
 
     scale: float
     margin: float
     t: Tensor
     bounds_B: Tensor
-    """ψ(θ + margin)."""
+    """Cosine ψ(θ + margin) above which other classes are hard."""
 
     def target(self, cos_B: Tensor, norms_B: Tensor, labels_B: Tensor) -> TargetLogits:
         del norms_B, labels_B

@@ -22,7 +22,7 @@ _ROUNDS = 10
 
 @dataclass(frozen=True)
 class ElasticArcFace:
-    """ArcFace with a margin of chance: z = scale · ψ(θ + m), m normal around ``margin``, drawn for each sample.
+    """ArcFace with a random margin: z = scale · ψ(θ + m), m normal around ``margin``, drawn for each sample.
 
     Boutros et al., "ElasticFace: Elastic Margin Loss for Deep Face Recognition", 2022, section 3.2 (ElasticFace-Arc).
     The draw is a function of (seed, step, place in the joint batch, class): the same wherever the rows are, on any
@@ -34,9 +34,9 @@ class ElasticArcFace:
     margin: float = 0.5
     """Mean of the margins, radians in [0, π]."""
     std: float = 0.0125
-    """Their standard deviation; draws are kept in [−π, π]. >= 0."""
+    """Standard deviation of the margins; draws are clamped to [−π, π]. >= 0."""
     seed: int = 0
-    """In [0, 2^64)."""
+    """Seed of the draws, in [0, 2^64)."""
 
     def __post_init__(self) -> None:
         require("margin", self.margin, lambda v: 0.0 <= v <= math.pi, "an angle in [0, π] radians")
@@ -50,9 +50,9 @@ class ElasticArcFace:
 
 @dataclass(frozen=True)
 class ElasticCosFace:
-    """CosFace with a margin of chance: z = scale · (cos θ − m), m normal around ``margin``, drawn for each sample.
+    """CosFace with a random margin: z = scale · (cos θ − m), m normal around ``margin``, drawn for each sample.
 
-    ElasticFace-Cos; see :class:`ElasticArcFace`.
+    The paper's ElasticFace-Cos; draws are those of :class:`ElasticArcFace`, unclamped.
     """
 
     scale: float | None = None
@@ -60,9 +60,9 @@ class ElasticCosFace:
     margin: float = 0.35
     """Mean of the margins; >= 0."""
     std: float = 0.0125
-    """Their standard deviation; >= 0."""
+    """Standard deviation of the margins; >= 0."""
     seed: int = 0
-    """In [0, 2^64)."""
+    """Seed of the draws, in [0, 2^64)."""
 
     def __post_init__(self) -> None:
         require("margin", self.margin, lambda v: 0.0 <= v < math.inf, "finite and >= 0")
@@ -99,7 +99,7 @@ class DrawnCosFace:
 
 
 def _drawn(mean: float, std: float, seed: int, batch: MarginBatch) -> Tensor:
-    """Normal numbers [B], float64; Box and Muller's transform of Philox's words. Outside training the mean."""
+    """Return normal numbers [B], float64: Box and Muller's transform of Philox's words. Outside training the mean."""
     labels_B = batch.labels_B
     if not batch.training:
         return torch.full_like(batch.norms_B, mean, dtype=torch.float64)

@@ -29,9 +29,9 @@ class FilteredMargin:
 
         gt.FilteredMargin(gt.ArcFace(), above=0.4)
 
-    In data collected from the web one person may have two labels. A class that is filtered has the logit −∞ for this
-    sample: it is in no sum, and neither of the two is pushed away from the other. A sample all of whose other classes
-    are filtered has the loss 0 (with smoothed labels their share is over all classes, as ever). InsightFace
+    In data collected from the web one person may have two labels. A filtered class has the logit −∞ for this sample: it
+    is in no sum, and neither of the two is pushed away from the other. A sample all of whose other classes are filtered
+    has the loss 0 (the smoothed part of a label is still over all classes). InsightFace
     (``interclass_filtering_threshold``) gives them the logit 0 instead. The comparison counts as constant for the
     gradient; accuracy and cosines in ``head.stats`` are over all active classes.
 
@@ -43,7 +43,7 @@ class FilteredMargin:
     margin: AnyMargin
     """Any margin: built in, or of your own."""
     above: float = 0.4
-    """In [−1, 1]. Too low, it filters hard classes as well, from which there is most to learn."""
+    """Threshold in [−1, 1]. Too low, it filters hard classes as well, from which there is most to learn."""
 
     def __post_init__(self) -> None:
         works = hasattr(self.margin, "target") or hasattr(self.margin, "for_batch")
@@ -56,15 +56,15 @@ class FilteredMargin:
 
     @property
     def scale(self) -> float | None:
-        """That of the margin."""
+        """Scale of the margin inside."""
         return self.margin.scale
 
     def for_classes(self, num_classes: int) -> FilteredMargin:
-        """With the scale of so many classes if it is None."""
+        """Return this margin with the scale of ``num_classes`` if it is None."""
         return replace(self, margin=with_scale(self.margin, num_classes))
 
     def for_batch(self, batch: MarginBatch) -> FilteredMargin:
-        """Around the margin of this batch; costs what that costs."""
+        """Return the filter around the margin of this batch; costs what that costs."""
         margin: Any = self.margin
         return replace(self, margin=margin.for_batch(batch)) if hasattr(margin, "for_batch") else self
 

@@ -1,4 +1,4 @@
-"""The margin of one head: the one that was set, what it has learned, and what it is in each forward pass.
+"""Margin of one head: its settings, its learned state, and its form in each forward pass.
 
 Legend: B samples, D width.
 """
@@ -21,26 +21,26 @@ from geartrain.bridge.rows.transfers import upload
 
 @dataclass(frozen=True, kw_only=True)
 class JointBatch:
-    """The samples of all ranks, and where those of this process are among them."""
+    """Samples of all ranks, and the places of this process's among them."""
 
     labels: Any
-    """int64 [B]: an array, or where the device alone knows them a tensor."""
+    """Labels int64 [B]: an array, or a tensor where only the device knows them."""
     first: int
     sum: Callable[[Tensor], Tensor]
-    """Over the ranks; collective."""
+    """Sum over the ranks; collective."""
 
 
 class HeadMargin:
-    """See the module. Not thread-safe."""
+    """A head's margin with its learned state. Not thread-safe."""
 
     def __init__(self, margin: AnyMargin | None, *, negatives: bool = True) -> None:
-        """``negatives``: whether the logits of other classes can be changed here. Raises InvalidArgument."""
+        """``negatives``: whether the logits of other classes can be changed. Raises InvalidArgument."""
         self._takes_negatives = negatives
         self._learned: dict[str, Tensor] = {}
         self.set(margin)
 
     def set(self, margin: AnyMargin | None) -> None:
-        """From the next forward pass on; what was learned stays. Raises InvalidArgument."""
+        """Set the margin for the next forward pass; learned state is kept. Raises InvalidArgument."""
         if changes_negatives(margin) and not self._takes_negatives:
             raise InvalidArgument(
                 f"{margin!r} changes the logits of other classes than the target's, which shards make by themselves; "
@@ -59,9 +59,9 @@ class HeadMargin:
         target_cos: Callable[[Tensor], Tensor],
         counts_B: Tensor | None = None,
     ) -> Margin | None:
-        """The margin of the forward pass over ``features`` [B, D]; ``target_cos`` gives cosines of unit features.
+        """Return the margin of the pass over ``features`` [B, D]; ``target_cos`` computes cosines of unit features.
 
-        ``counts_B`` is that of ``Batch``.
+        ``counts_B`` is :attr:`Batch.counts_B`.
         """
         margin: Any = self.margin
         if not hasattr(margin, "for_batch"):
@@ -87,7 +87,7 @@ class HeadMargin:
         return made
 
     def state(self) -> dict[str, Any]:
-        """For a state_dict: the margin's repr, its settings if they can be written down, and what was learned."""
+        """Return, for a state_dict, the margin's repr, its settings if they are plain values, and its learned state."""
         settings = _settings(self.margin)
         return {
             "margin": repr(self.margin),
@@ -96,9 +96,9 @@ class HeadMargin:
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on with the margin of :meth:`state`, and with what it had learned.
+        """Continue with the margin of :meth:`state` and its learned state.
 
-        Other settings of the same kind are taken over, with a warning. SpecMismatch, and nothing is changed, for a
+        Other settings of the same kind are adopted, with a warning. Raises SpecMismatch, and changes nothing, for a
         margin of another kind or one whose settings are more than numbers.
         """
         self.set(self._resumed(state))
@@ -107,7 +107,7 @@ class HeadMargin:
         }
 
     def require_resumable(self, state: Mapping[str, Any]) -> None:
-        """Raise what :meth:`resume` would, and change nothing."""
+        """Raise as :meth:`resume` would, and change nothing."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._resumed(state)
@@ -132,7 +132,7 @@ class HeadMargin:
 
 
 def _settings(margin: object) -> dict[str, Any] | None:
-    """Kind and fields of a dataclass of numbers and texts; None for anything else."""
+    """Return kind and fields of a dataclass of numbers and texts; None for anything else."""
     if margin is None or isinstance(margin, type) or not is_dataclass(margin):
         return None
     values = {field.name: getattr(margin, field.name) for field in fields(margin)}

@@ -25,22 +25,22 @@ class MagFace:
     Where the length is clamped it gets none. For z beyond π see :func:`~.angular.psi`.
 
     The lengths and λ are those of the paper, for features whose lengths spread over about 10 to 110: a last layer with
-    a BatchNorm behind it gives all about √D, and leaves nothing to train.
+    a BatchNorm behind it gives all a length of about √D, and leaves nothing to train.
     """
 
     scale: float | None = None
     """Multiplies every logit; > 0. None: :func:`~.scale.automatic_scale` of the head's number of classes."""
     least_margin: float = 0.45
-    """At the shortest length, radians in [0, π]."""
+    """Margin at the shortest length, radians in [0, π]."""
     largest_margin: float = 0.8
-    """At the longest, radians in [``least_margin``, π]."""
+    """Margin at the longest length, radians in [``least_margin``, π]."""
     shortest: float = 10.0
-    """Shorter features count as this; > 0."""
+    """Length as which shorter features count; > 0."""
     longest: float = 110.0
-    """Longer ones as this; > ``shortest``."""
+    """Length as which longer features count; > ``shortest``."""
     regulariser: float = 35.0
-    """λ; at least that of the paper's bound, scale · largest slope of m · longest² · shortest² / (longest² −
-    shortest²), lets the loss be lowest at one length for each sample. >= 0."""
+    """Weight λ of the regulariser; at least that of the paper's bound, scale · largest slope of m · longest² ·
+    shortest² / (longest² − shortest²), gives each sample one length at which the loss is lowest. >= 0."""
 
     def __post_init__(self) -> None:
         require_scale(self.scale)

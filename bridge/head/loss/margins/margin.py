@@ -1,4 +1,4 @@
-"""What a margin is, and what it is told of a batch.
+"""Interfaces of margins, and the data of a batch that they get.
 
 Shapes: B samples, N rows of a chunk.
 """
@@ -17,27 +17,27 @@ NORM_FLOOR = 1e-12
 
 
 class TargetLogits(NamedTuple):
-    """What a margin makes of the targets of B samples: tensors [B] of the dtype of their cosines, on their device."""
+    """Result of a margin for the targets of B samples: tensors [B] of the dtype of their cosines, on their device."""
 
     logits_B: Tensor
-    """z, that take the place of scale · cos θ."""
+    """Logits z, in place of scale · cos θ."""
     by_cos_B: Tensor
-    """∂z/∂cos θ."""
+    """Derivatives ∂z/∂cos θ."""
     by_norm_B: Tensor | None = None
-    """∂z/∂|x|, for a margin that trains the length of the features; None: 0."""
+    """Derivatives ∂z/∂|x|, for a margin that trains the length of the features; None: 0."""
     penalty_B: Tensor | None = None
     """Added to the loss of each sample; None: nothing."""
     penalty_by_norm_B: Tensor | None = None
-    """Its derivative with respect to |x|; None: 0."""
+    """Derivative of the penalty by |x|; None: 0."""
 
 
 class Margin(Protocol):
-    """What a head asks of its margin; ``None`` in its place means a plain linear classifier: logits = x·wᵀ, nothing
-    normalised.
+    """Interface of a head's margin; ``None`` in its place means a plain linear classifier: logits = x·wᵀ, without
+    normalisation.
 
-    With a margin the logits of a sample x of class y are scale · cos θ_j, but that of its own class, z. The loss is
-    −log softmax(z), and its gradient by cos θ_y is (p_y − 1) · ∂z/∂cos θ_y: hence a margin gives z and its derivative.
-    One of your own is a frozen dataclass with these two, for instance CosFace with a margin for each class:
+    With a margin the logits of a sample x of class y are scale · cos θ_j, except its own class's, z. The loss is
+    −log softmax(z), and its gradient by cos θ_y is (p_y − 1) · ∂z/∂cos θ_y: hence a margin returns z and its
+    derivative. Your own is a frozen dataclass with these two, for instance CosFace with a margin for each class:
 
         @dataclass(frozen=True)
         class PerClass:
@@ -48,16 +48,15 @@ class Margin(Protocol):
                 margin_B = torch.tensor(self.margins, device=cos_B.device, dtype=cos_B.dtype)[labels_B]
                 return self.scale * (cos_B - margin_B), torch.full_like(cos_B, self.scale)
 
-    It works wherever the rows are, for it is applied beside the features. Ranks compare margins by their repr, which
-    names the settings of a dataclass. One that depends on the step or on earlier batches has ``for_batch`` beside
-    (:class:`AdaptiveMargin`), one that changes the logits of other classes ``negatives``
-    (:class:`NegativesMargin`).
+    It works wherever the rows are, since it is applied beside the features. Ranks compare margins by their repr, which
+    contains the settings of a dataclass. A margin that depends on the step or on earlier batches also has ``for_batch``
+    (:class:`AdaptiveMargin`), one that changes the logits of other classes ``negatives`` (:class:`NegativesMargin`).
     """
 
     @property
     def scale(self) -> float | None:
-        """Multiplies every logit; finite and > 0. None, of a dataclass: :func:`~.scale.automatic_scale`, once a head
-        has it."""
+        """Factor of every logit; finite and > 0. None, in a dataclass: :func:`~.scale.automatic_scale`, once a head has
+        it."""
 
     def target(
         self, cos_B: Tensor, norms_B: Tensor, labels_B: Tensor
@@ -73,7 +72,7 @@ class Margin(Protocol):
 
 
 class NegativesMargin(Margin, Protocol):
-    """A margin that changes the logits of the other classes, too. Not with ``rows="hosted"``, where shards make them.
+    """Margin that changes the logits of the other classes, too. Not with ``rows="hosted"``, where shards compute them.
 
     Products are those of tensor operations, on a CPU slower than the compiled ones, and never in float16.
     """
@@ -81,13 +80,13 @@ class NegativesMargin(Margin, Protocol):
     def negatives(self, cos_NB: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits [N, B] of N classes for B samples and their derivatives by ``cos_NB``, in its dtype.
 
-        A class with the logit −∞ takes no part in that sample's sum. What is returned at a sample's own class is not
-        looked at. What the margin knows of the samples it keeps from ``for_batch``; that counts as constant.
+        A class with the logit −∞ is left out of that sample's sum. The results at a sample's own class are ignored.
+        Data about the samples that the margin keeps from ``for_batch`` count as constant.
         """
 
 
 class AdaptiveMargin(Protocol):
-    """A margin that is another one in each forward pass: by the step, by the batch, or by what batches before told.
+    """Margin that depends on the step, the batch, or earlier batches: another one in each forward pass.
 
         @dataclass(frozen=True)
         class Growing:
@@ -96,16 +95,16 @@ class AdaptiveMargin(Protocol):
             def for_batch(self, batch):
                 return gt.CosFace(self.scale, 0.35 * min(1.0, batch.step / 1000))
 
-    A frozen dataclass, too. ``changes_negatives = True`` in the class says that what it returns is a
+    It is a frozen dataclass, too. ``changes_negatives = True`` in the class says that the result is a
     :class:`NegativesMargin`.
     """
 
     @property
     def scale(self) -> float | None:
-        """See :class:`Margin`; the largest that it takes."""
+        """Scale as in :class:`Margin`; the largest that it takes."""
 
     def for_batch(self, batch: MarginBatch) -> Margin:
-        """The margin of the forward pass over this batch. With ranks every rank is asked."""
+        """Return the margin of the forward pass over this batch. Collective."""
 
 
 AnyMargin = Margin | AdaptiveMargin
@@ -113,37 +112,37 @@ AnyMargin = Margin | AdaptiveMargin
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MarginBatch:
-    """What a margin is told of a batch before the rows are worked on. Tensors are on the features' device.
+    """Data of a batch for a margin, before the rows are used. Tensors are on the features' device.
 
     With ranks the *joint batch* is that of all of them. Where rows are on the ranks ``norms_B`` and ``labels_B`` are
     those of the joint batch, else this rank's.
     """
 
     step: int
-    """Row updates so far (``head.step``): the same for all micro-batches of an update."""
+    """Number of row updates so far (``head.step``): the same for all micro-batches of an update."""
     training: bool
     """Whether the head is in ``train()``."""
     norms_B: Tensor
-    """|x|, in the type in which the loss is computed."""
+    """Lengths |x|, in the type in which the loss is computed."""
     labels_B: Tensor
-    """int64, ids of the classes."""
+    """Ids of the classes, int64."""
     first_sample: int
-    """Place of the first of the samples in the joint batch."""
+    """Place of the first sample in the joint batch."""
     joint_size: int
-    """Samples of the joint batch."""
+    """Number of samples of the joint batch."""
     target_cos: Callable[[], Tensor]
-    """cos θ [B] between each feature and the row of its class. Costs a pull of those rows, on ranks an all-reduce of
-    4·B bytes; every rank asks, or none."""
+    """Function that returns cos θ [B] between each feature and the row of its class. Costs a pull of those rows, on
+    ranks an all-reduce of 4·B bytes; collective."""
     joint_sum: Callable[[Tensor], Tensor]
-    """The sum over the ranks."""
+    """Sum over the ranks."""
     known: dict[str, Tensor]
     learned: dict[str, Tensor] = field(default_factory=dict)
-    """See :meth:`learn`."""
+    """Numbers learned by :meth:`learn`."""
     counts_B: Tensor | None = None
-    """1 where a sample counts, of labels on a device, among which are ignored ones; None: all do."""
+    """Counts 1 or 0 of samples with labels on a device, of which some are ignored; None: all count."""
 
     def joint_mean(self, values_KB: Tensor) -> Tensor:
-        """Means [K] of K numbers of each sample over the joint batch, float64; 0 if that is empty.
+        """Return means [K] of K numbers of each sample over the joint batch, float64; 0 if that is empty.
 
         With ranks and rows in a cluster one all-reduce of 8·K bytes, in which every rank takes part: only in training.
         """
@@ -154,22 +153,22 @@ class MarginBatch:
 
     @property
     def num_counted(self) -> int | Tensor:
-        """Samples of the joint batch that count; a tensor of at least 1 where a device alone knows them."""
+        """Number of samples of the joint batch that count; a tensor of at least 1 where only a device knows them."""
         if self.counts_B is None:
             return self.joint_size
         return self.joint_sum((self.counts_B == 1).sum().double()).clamp(min=1)
 
     def recall(self, name: str, initial: float = 0.0) -> Tensor:
-        """What was learned under this name (0-dim, float64), or ``initial``."""
+        """Return the number learned under this name (0-dim, float64), or ``initial``."""
         found = self.known.get(name)
         device = self.norms_B.device
         return torch.tensor(initial, dtype=torch.float64, device=device) if found is None else found.to(device)
 
     def learn(self, **values: Tensor) -> None:
-        """Keep numbers (0-dim, float64) under their names for the batches to come, in ``state_dict`` and snapshots.
+        """Keep numbers (0-dim, float64) by name for later batches, in ``state_dict`` and snapshots.
 
-        Only in training, not of an empty joint batch or one with a bad label, and only if all of them are finite: else
-        the ones before stay.
+        Only in training, with a joint batch that is not empty and has no bad label, and if all numbers are finite: else
+        the earlier ones stay.
         """
         if not self.training or self.joint_size == 0:
             return
@@ -181,5 +180,5 @@ class MarginBatch:
 
 
 def changes_negatives(margin: Any) -> bool:
-    """Whether the logits of other classes depend on it."""
+    """Return whether the logits of other classes depend on the margin."""
     return bool(getattr(margin, "changes_negatives", hasattr(margin, "negatives")))

@@ -1,4 +1,4 @@
-"""What margins multiply logits by, and the legal ranges of their settings."""
+"""Scales of margins, and the legal ranges of their settings."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.head.loss.margins.margin import AnyMargin
 
 SMALLEST_AUTOMATIC_SCALE = 16.0
-"""Below it a margin costs accuracy where classes are few (``geartrain bench defaults``)."""
+"""Least automatic scale: below it a margin costs accuracy where classes are few (``geartrain bench defaults``)."""
 
 
 def automatic_scale(num_classes: int) -> float:
-    """√2 · ln(C − 1), at least 16: what a margin whose ``scale`` is None multiplies the logits of C classes by.
+    """Return √2 · ln(C − 1), at least 16: the scale for C classes of a margin whose ``scale`` is None.
 
     The fixed scale of AdaCos (Zhang et al., CVPR 2019, section 4.1), which is 0 for two classes.
     """
@@ -24,7 +24,7 @@ def automatic_scale(num_classes: int) -> float:
 
 
 def with_scale(margin: Any, num_classes: int) -> Any:
-    """The margin, with the automatic scale of so many classes if it has none."""
+    """Return the margin, with the automatic scale of ``num_classes`` if it has none."""
     if hasattr(margin, "for_classes"):
         return margin.for_classes(num_classes)
     if margin.scale is not None or not is_dataclass(margin):
@@ -33,7 +33,7 @@ def with_scale(margin: Any, num_classes: int) -> Any:
 
 
 def scale_of(margin: AnyMargin) -> float:
-    """Its scale. Raises InvalidArgument if that waits for the number of classes."""
+    """Return the margin's scale. Raises InvalidArgument if that waits for the number of classes."""
     if margin.scale is None:
         raise InvalidArgument(
             f"scale of {margin!r} is None, which a ClassHead replaces by its number of classes; give a number > 0, "
@@ -43,13 +43,13 @@ def scale_of(margin: AnyMargin) -> float:
 
 
 def require(name: str, value: object, legal: Callable[[float], bool], range_text: str) -> None:
-    """Raise InvalidArgument unless the value is a number, and legal."""
+    """Raise InvalidArgument unless the value is a number in the legal range."""
     if not legal(real_number(name, value)):
         raise InvalidArgument(f"{name} is {value!r}; it must be {range_text}")
 
 
 def require_scale(scale: float | None) -> None:
-    """Raise InvalidArgument unless logits can be multiplied by it, or it waits for the number of classes."""
+    """Raise InvalidArgument unless the scale is a factor for logits, or waits for the number of classes."""
     if scale is not None:
         text = "finite and > 0, or None for that of the number of classes"
         require("scale", scale, lambda v: 0.0 < v < math.inf, text)
