@@ -1,6 +1,6 @@
-"""Class centers in and out of a head: per-rank partial-FC files, one matrix, one safetensors file.
+"""Import and export of class centers: per-rank partial-FC files, one matrix, one safetensors file.
 
-Nothing holds C·D at a time: files are mapped and read, rows pulled and written, in blocks of 8 MiB.
+No step holds C·D at a time: files are mapped and read, rows pulled and written, in blocks of 8 MiB.
 Legend: C classes, D width, n rows of one file.
 """
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 EXPORTED_NAME = "weight"
 """Name of the tensor [C, D] of an exported file; [C, K, D] of classes with K centers."""
 EXPORTED_BIASES = "bias"
-"""Name of the tensor [C] beside it, if classes have biases."""
+"""Name of the tensor [C] of biases, if classes have them."""
 SUFFIXES = (".pt", ".pth", ".safetensors", ".npy")
 _RANK = re.compile(r"(?:rank|gpu|shard|part)\D?(\d+)", re.IGNORECASE)
 _NPY_START = b"\x93NUMPY"
@@ -50,26 +50,26 @@ Read = Callable[[int, int], Tensor]
 
 @dataclass(frozen=True)
 class _Part:
-    """The matrix of one file: rows start … stop − 1 are ``read(start, stop)``."""
+    """Matrix of one file: rows start … stop − 1 are ``read(start, stop)``."""
 
     path: Path
     num_rows: int
     read: Read
     biases: Tensor | None = None
-    """[n], if the file has such."""
+    """Biases [n], if the file has them."""
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """The matrices that a head can take, and how many classes."""
+    """Matrices that a head can take, and their number of classes."""
 
     dim: int
     sub_centers: int
     num_first: int | None
-    """Classes that may be given in place of all."""
+    """Number of first classes that may be given in place of all."""
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """[n, D]; of a head with K centers a class [n · K, D], those of a class one after the other, or [n, K, D]."""
+        """Return whether the shape is [n, D]; or with K centers a class [n · K, D], class by class, or [n, K, D]."""
         if len(shape) == 3:
             return self.sub_centers > 1 and list(shape[1:]) == [self.sub_centers, self.dim]
         return len(shape) == 2 and shape[1] == self.dim and shape[0] % self.sub_centers == 0
@@ -81,7 +81,7 @@ class _Wanted:
         return f"[n, {centers}, {self.dim}] or [n · {centers}, {self.dim}], {centers} centers for each class"
 
     def part(self, path: Path, shape: Sequence[int], read: Read, biases: Tensor | None = None) -> _Part:
-        """The part whose rows are whole classes."""
+        """Return the part whose rows are whole classes."""
         if self.sub_centers == 1:
             return _Part(path, shape[0], read, biases)
         times = self.sub_centers if len(shape) == 2 else 1
@@ -99,18 +99,18 @@ def import_class_weights(
     ``paths`` is one file [C, D], or files [n, D] in rank order whose classes follow one another, as partial FC of
     InsightFace and PLSC saves them (``rank:0_softmax_weight.pt``, …); or a folder of such files, taken in the order of
     the numbers in their names. A list in another order than that, or without one of the ranks, is refused. A file is a
-    ``.safetensors`` or ``.npy``, or a ``.pt`` / ``.pth`` that holds a tensor or a state dict (loaded with
+    ``.safetensors`` or ``.npy``, or a ``.pt`` / ``.pth`` with a tensor or a state dict (loaded with
     ``weights_only=True``); ``key`` names its matrix where several would fit and none is called "weight". Rows are
-    stored in the table's dtype, and their momentum becomes zero, for files hold none. A head with biases takes those
-    [n] beside the matrix ("fc.bias" beside "fc.weight"), or zeros. One with K centers a class takes files [n · K, D],
-    those of a class one after the other (as InsightFace has them), or [n, K, D].
+    stored in the table's dtype, and their momentum becomes zero, as files have none. A head with biases takes those [n]
+    beside the matrix ("fc.bias" beside "fc.weight"), or zeros. One with K centers a class takes files [n · K, D], class
+    by class (as in InsightFace), or [n, K, D].
 
-    The files hold all classes of the head; or, of one with ``num_living=N``, the first N: so a head is made larger.
+    The files hold all classes of the head; or, with ``num_living=N``, the first N: so a head is enlarged.
 
-    With ranks every rank calls this, and the first one writes; rows that lie on ranks each rank reads for itself, from
-    files that all of them see. Everything about names, shapes and dtypes is checked before a row is written. Raises
-    InvalidRows (naming file and shape), InvalidArgument (a file that cannot be read), NonFinite (naming the file; rows
-    before it are written), SyncError if another rank failed. Costs one assign per 8 MiB and shard.
+    With ranks this is collective, and the first rank writes; of rows on ranks each reads its own from files that all of
+    them see. All names, shapes and dtypes are checked before a row is written. Raises InvalidRows (naming file and
+    shape), InvalidArgument (a file that cannot be read), NonFinite (naming the file; rows before it are written),
+    SyncError if another rank failed. Costs one assign per 8 MiB and shard.
     """
     backend, wanted = head.backend, _Wanted(head.dim, head.sub_centers, _first_living(head))
     table, peers = backend.table, backend.peers
@@ -129,17 +129,17 @@ def import_class_weights(
 def export_class_weights(head: ClassHead, path: str | Path, *, dominant: Tensor | None = None) -> Path:
     """Write all class centers to one safetensors file, tensor ``weight`` [C, D] of the table's dtype; return the path.
 
-    Biases are the tensor ``bias`` [C] there. Of K centers a class ``weight`` is [C, K, D]; or [C, D], those with the
-    numbers ``dominant`` [C] alone (:meth:`ClassHead.dominant_centers`). Memory O(1) but for biases: C · D may exceed
+    Biases are the tensor ``bias`` [C]. With K centers a class ``weight`` is [C, K, D]; or [C, D], only the centers with
+    the numbers ``dominant`` [C] (:meth:`ClassHead.dominant_centers`). Memory O(1) except for biases: C · D may exceed
     it. The file appears whole or not at all; rows that are pushed meanwhile are in it from before or after. Costs one
-    pull per 8 MiB and shard. With ranks, one of them calls it. Rows that lie on ranks every rank hands in, and the
-    first one writes: one all-reduce per 8 MiB. Raises InvalidArgument, OSError, and SyncError on the other ranks then.
+    pull per 8 MiB and shard. With ranks, one of them calls it. For rows on ranks it is collective, and the first rank
+    writes: one all-reduce per 8 MiB. Raises InvalidArgument, OSError, and then SyncError on the other ranks.
     """
     return write_centers(head, path, EXPORTED_NAME, dominant)
 
 
 def write_centers(head: ClassHead, path: str | Path, name: str, dominant: Tensor | None = None) -> Path:
-    """:func:`export_class_weights`, with the tensor called ``name``."""
+    """Do :func:`export_class_weights`, with the tensor called ``name``."""
     table, peers = head.table, head.backend.peers
     chosen_C = None if dominant is None else check_dominant(dominant, head.num_classes, head.sub_centers)
     blocks = _blocks(table)
@@ -162,20 +162,20 @@ def write_centers(head: ClassHead, path: str | Path, name: str, dominant: Tensor
             write(file)
     except Exception as exc:  # of any kind: the others wait for this rank
         failure = exc
-    for _ in blocks:  # every rank takes part in every pull, be the file written or not
+    for _ in blocks:  # every rank takes part in every pull, even if the file was not written
         pass
     peers.fail_together(failure, f"class weights of table {table.spec.name!r} were not exported")
     return Path(path)
 
 
 def check_export_path(path: Path) -> None:
-    """Raise InvalidArgument for what is no file to export to."""
+    """Raise InvalidArgument unless the path can be exported to."""
     if path.is_dir() or path.suffix != ".safetensors":
         raise InvalidArgument(f"{path} is no file to export to; give the name of one that ends in .safetensors")
 
 
 def export_rows(table: ReadableTable, path: Path) -> Path:
-    """:func:`export_class_weights` of the rows of any dense table, as they are."""
+    """Do :func:`export_class_weights` for the rows of any dense table, as they are."""
     spec = table.spec
     check_export_path(path)
     if spec.num_rows is None:
@@ -185,7 +185,7 @@ def export_rows(table: ReadableTable, path: Path) -> Path:
 
 
 def _blocks(table: ReadableTable) -> Iterator[npt.NDArray[Any]]:
-    """All rows in blocks; each is to be used before the next is asked for."""
+    """Yield all rows in blocks; each must be used before the next is requested."""
     num_rows = table.spec.num_rows or 0
     step = min(block_rows_for(table.spec.row_bytes), num_rows)
     rows = np.empty((step, table.spec.dim), table.spec.numpy_dtype)
@@ -196,7 +196,7 @@ def _blocks(table: ReadableTable) -> Iterator[npt.NDArray[Any]]:
 
 
 def _picked(blocks: Iterator[npt.NDArray[Any]], numbers_C: Tensor, dim: int) -> Iterator[npt.NDArray[Any]]:
-    """Of each row [K · D] the center with its number."""
+    """Yield of each row [K · D] the center with its number."""
     start = 0
     for rows in blocks:
         numbers = numbers_C[start : start + len(rows)].numpy()
@@ -213,7 +213,7 @@ def _write_file(
     *,
     has_biases: bool = False,
 ) -> None:
-    """Write ``blocks`` of rows as the tensor ``name`` of ``shape``; one more column of theirs is biases."""
+    """Write ``blocks`` of rows as the tensor ``name`` of ``shape``; their last column is biases if ``has_biases``."""
     kind, itemsize = _SAFETENSORS_DTYPES[spec.dtype], spec.numpy_dtype.itemsize
     width, middle = math.prod(shape[1:]), math.prod(shape) * itemsize
     tensors = {name: {"dtype": kind, "shape": list(shape), "data_offsets": [0, middle]}}
@@ -269,7 +269,7 @@ def _files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
 def _check_order(given: list[Path]) -> None:
     """Raise InvalidArgument where the numbers in the files' names contradict their order, or a rank has none or two.
 
-    That of a rank is behind such a word; without one it is the only number that differs from file to file.
+    The number of a rank follows that word; without it, it is the only number that differs from file to file.
     """
     files = [path.absolute() for path in given]
     names = [os.path.relpath(file, os.path.commonpath([each.parent for each in files])) for file in files]
@@ -298,12 +298,12 @@ def _path(path: object) -> Path:
 
 
 def _by_numbers(path: Path) -> tuple[list[int], str]:
-    """Rank 10 comes after rank 9."""
+    """Return a sort key by which rank 10 comes after rank 9."""
     return [int(number) for number in re.findall(r"\d+", path.stem)], path.name
 
 
 def _first_living(head: ClassHead) -> int | None:
-    """N where the living classes are 0 … N − 1 and others may come after them."""
+    """Return N if the living classes are 0 … N − 1 and others may come after them."""
     live_classes = head.backend.live_classes
     return (
         live_classes.num_living
@@ -339,7 +339,7 @@ def _open(path: Path, wanted: _Wanted, key: str | None) -> _Part:
 
 def _open_npy(path: Path, wanted: _Wanted, key: str | None) -> _Part:  # noqa: ARG001
     with path.open("rb") as file:
-        if (start := file.read(len(_NPY_START))) != _NPY_START:  # numpy would open archives and pickles too
+        if (start := file.read(len(_NPY_START))) != _NPY_START:  # numpy would open archives and pickles, too
             raise InvalidArgument(f"{path} is not a readable .npy file: it begins with {start!r}")
     try:
         matrix = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -373,7 +373,7 @@ def _open_safetensors(path: Path, wanted: _Wanted, key: str | None) -> _Part:
 
 def _open_torch(path: Path, wanted: _Wanted, key: str | None) -> _Part:
     try:
-        # mapped where the file allows it: files of before torch 1.6 are no archives
+        # mapped where possible: files from before torch 1.6 are no archives
         held = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as exc:  # torch raises errors of many unrelated kinds on a damaged or forbidden file
         raise InvalidArgument(
@@ -394,7 +394,7 @@ def _open_torch(path: Path, wanted: _Wanted, key: str | None) -> _Part:
 
 
 def _tensors_in(held: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Those of a state dict and of the dicts in it, by their names joined with dots."""
+    """Yield the tensors of a state dict and of the dicts in it, by their names joined with dots."""
     for name, value in held.items():
         if isinstance(value, Tensor):
             yield f"{prefix}{name}", value
@@ -403,12 +403,12 @@ def _tensors_in(held: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def _biases_name(name: str) -> str:
-    """Of the biases beside a matrix: "fc.bias" beside "fc.weight"."""
+    """Return the name of the biases beside a matrix: "fc.bias" beside "fc.weight"."""
     return name.removesuffix(EXPORTED_NAME) + EXPORTED_BIASES
 
 
 def _chosen(path: Path, shapes: dict[str, list[int]], wanted: _Wanted, key: str | None) -> str:
-    """Name of the matrix: ``key``, or the only one [n, D], or of several the one called "weight"."""
+    """Return the name of the matrix: ``key``, or the only one [n, D], or of several the one called "weight"."""
     held = ", ".join(f"{name or 'a tensor'} {shape}" for name, shape in shapes.items()) or "no tensor"
     if key is not None and "" not in shapes:
         if key not in shapes:
@@ -440,7 +440,7 @@ def _assign_all(table: ReadableTable, parts: list[_Part], own: range) -> None:
 
 
 def _assign(table: ReadableTable, part: _Part, first: int, own: range) -> None:
-    """Assign the rows of one file to the classes from ``first`` on; a rank reads those that it holds."""
+    """Assign the rows of one file to the classes from ``first`` on; a rank reads its own."""
     spec = table.spec
     end = min(part.num_rows, own.stop - first)
     step = block_rows_for(spec.row_bytes)

@@ -123,7 +123,7 @@ class CompiledPass:
     def overwrite_all(
         self, rows_ND: Tensor, start: int, factor: Tensor, kept_NB: Tensor | None, *, threads: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Do :meth:`overwrite` by ``threads`` threads; also return Σ g² (0-dim, float64), None outside float32's range."""
+        """Do :meth:`overwrite` by ``threads`` threads; also return Σ g² (0-dim, float64; None beyond float32)."""
         batch = self._batch
         targets = batch.targets
         assert isinstance(targets, Targets), "a compiled pass is the host's"

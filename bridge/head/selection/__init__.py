@@ -1,1 +1,1 @@
-"""Which classes take part in a step of a head, and the graphs that KNN softmax selects from."""
+"""Selection of the classes of a head's step, and the graphs of KNN softmax."""

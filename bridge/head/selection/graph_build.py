@@ -1,4 +1,4 @@
-"""One build of a graph of nearest classes: in the background or not, cancelled or not, and its result on every rank."""
+"""One build of a graph of nearest classes, in the foreground or background, and its result on every rank."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ OnPairs = Callable[[int, int], None]
 
 
 class GraphRows(Protocol):
-    """The rows that one graph of nearest classes is built from."""
+    """Rows from which one graph of nearest classes is built."""
 
     @property
     def one_at_a_time(self) -> bool:
-        """Whether a build waits until the one before it, which was cancelled, has ended."""
+        """Whether a build waits until a cancelled earlier one has ended."""
 
     def build(
         self, k: int, progress: Callable[[int, int], None] | None, cancelled: Callable[[], bool]
     ) -> NeighbourTable:
-        """The graph of ``k`` neighbours; ``progress(done, total)`` is called meanwhile."""
+        """Return the graph of ``k`` neighbours; ``progress(done, total)`` is called meanwhile."""
 
 
 class GraphSource(Protocol):
-    """Gives the rows of one head for its graphs."""
+    """Source of one head's rows for its graphs."""
 
     @property
     def parts(self) -> GraphParts | None:
-        """Who keeps which lists of a graph; None: each process keeps all."""
+        """Division of a graph's lists among the ranks; None: each process keeps all."""
 
     def rows(self, live_classes: LiveClasses, step: int, *, beside_training: bool = False) -> GraphRows:
-        """Those of the living classes, as they are at ``step``; the graph may be built by a thread of its own."""
+        """Return the living classes' rows as they are at ``step``; the graph may be built by another thread."""
 
 
 class Building:
     """One build of a graph."""
 
     def __init__(self, step: int, after: Building | None) -> None:
-        """``after`` was cancelled; a graph service is asked for this one when it knows of that."""
+        """``after`` is the cancelled build before; a graph service gets this one once it knows of the cancellation."""
         self.step = step
         self._after = after
         self.result: Future[NeighbourTable] = Future()
         self._cancelled = threading.Event()
 
     def run(self, rows: GraphRows, k: int, progress: OnPairs | None) -> None:
-        """Build; the result, or why there is none, is in ``result``."""
+        """Build; store the result, or the error, in ``result``."""
         after, self._after = self._after, None
         if after is not None and rows.one_at_a_time:
             wait_for([after.result])
@@ -68,10 +68,10 @@ class Building:
             self.result.set_result(built)
 
     def start(self, rows: GraphRows, k: int, progress: OnPairs | None) -> None:
-        """:meth:`run` beside the training.
+        """Do :meth:`run` in a background thread.
 
-        A process that ends meanwhile cancels it and waits for it: a thread that comes back from compiled code to an
-        interpreter that is gone aborts the whole process.
+        A process that exits meanwhile cancels the build and waits for it: a thread that returns from compiled code to a
+        finalized interpreter aborts the whole process.
         """
 
         def work() -> None:
@@ -89,17 +89,17 @@ class Building:
         thread.start()
 
     def cancel(self) -> None:
-        """End it soon."""
+        """Cancel the build; it ends soon."""
         self._cancelled.set()
 
 
 def build_graph(rows: GraphRows, k: int, progress: OnPairs | None, cancelled: Callable[[], bool]) -> NeighbourTable:
-    """The graph of the rows, built now."""
+    """Return the graph of the rows, built now."""
     return rows.build(k, progress, cancelled)
 
 
 def built_for_all(ranks: Communicator | None, build: Callable[[], NeighbourTable]) -> NeighbourTable:
-    """What rank 0 builds, on every rank; ranks that hold the rows build together."""
+    """Return on every rank the graph that rank 0 builds; ranks that hold the rows build together."""
     if ranks is None:
         return build()
     built: list[NeighbourTable] = []

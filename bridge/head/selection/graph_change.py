@@ -1,4 +1,4 @@
-"""A graph of nearest classes when classes come and go between two builds.
+"""Changes of a graph of nearest classes between two builds, when classes are added or retired.
 
 Legend: L living classes before, L' after, E entries of all lists, k neighbours of a class, N new classes, D width.
 """
@@ -22,10 +22,10 @@ BLOCK_BYTES = 8 << 20
 def renumbered(
     table: NeighbourTable, before: LiveClasses, after: LiveClasses, bounds: tuple[int, int] | None = None
 ) -> NeighbourTable:
-    """The same lists in the numbers of ``after``, without the classes retired since; new ones have empty lists.
+    """Return the same lists in the numbers of ``after``, without the classes retired since; new ones have empty lists.
 
-    Of a part of a table too: ``bounds`` are then its classes in the numbers of ``after``. O(C + E) time, 5 · E bytes
-    beside the table.
+    For a part of a table, ``bounds`` are its classes in the numbers of ``after``. O(C + E) time, 5 · E bytes beside the
+    table.
     """
     stay = after.holds(before.all_ids)
     numbers: Ids = np.where(stay, after.numbers(before.all_ids), -1)
@@ -39,19 +39,19 @@ def renumbered(
     first, stop = bounds or (0, after.num_living)
     lists = np.zeros(stop - first, np.int64)
     lists[new_number[owners][stay] - first] = counts[stay]
-    kept[:-1] &= np.repeat(stay, np.diff(table.offsets))  # the lists of retired classes go too
+    kept[:-1] &= np.repeat(stay, np.diff(table.offsets))  # the lists of retired classes are removed, too
     return NeighbourTable(_offsets(lists), moved[kept[:-1]], table.k, first, bounds and after.num_living)
 
 
 def with_new(table: NeighbourTable, new: Ids, nearest_NK: Ids) -> NeighbourTable:
-    """Give the classes ``new`` [N], whose lists are empty, the lists ``nearest_NK``, and put them before the others in
-    the lists of those classes, which lose their last entries above k. A part of a table takes what is of its classes.
+    """Give the classes ``new`` [N], whose lists are empty, the lists ``nearest_NK``, and insert them at the front of
+    the lists of those classes, which lose their last entries above k. A part of a table takes those of its own classes.
 
-    Where a new class belongs in the list of another is not known without the scores of the rest: first is where it is
-    seen for certain. The next build puts it right. O(E) time.
+    The right place of a new class in another's list is unknown without the scores of the rest; at the front it is
+    certain to be selected. The next build corrects it. O(E) time.
     """
     count = nearest_NK.shape[1]
-    others = ~np.isin(nearest_NK, new)  # those of ``new`` have lists of their own with each other
+    others = ~np.isin(nearest_NK, new)  # the ``new`` ones already have lists of each other
     # Column by column, so that of several new classes the nearer comes first.
     owners = np.concatenate([nearest_NK.T[others.T], np.repeat(new, count)])
     entries = np.concatenate([np.tile(new, (count, 1))[others.T], nearest_NK.ravel()])
@@ -72,9 +72,10 @@ def with_new(table: NeighbourTable, new: Ids, nearest_NK: Ids) -> NeighbourTable
 
 
 def nearest_classes(read: Callable[[Ids], Floats], num_classes: int, dim: int, numbers: Ids, k: int) -> Ids:
-    """Numbers [N, min(k, L' − 1)] of the classes most like ``numbers`` [N] by cosine, best first, themselves left out.
+    """Return numbers [N, min(k, L' − 1)] of the classes nearest to ``numbers`` [N] by cosine, best first, without
+    themselves.
 
-    ``read`` gives rows [n, D] float32 by number. Costs one pull of all rows and 2 · N · L' · D operations.
+    ``read`` returns rows [n, D] float32 by number. Costs one pull of all rows and 2 · N · L' · D operations.
     """
     kept = min(k, num_classes - 1)
     queries_ND = _unit(read(numbers))

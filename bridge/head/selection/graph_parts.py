@@ -1,7 +1,7 @@
-"""A graph of nearest classes that is cut: each rank keeps the lists of the classes whose rows it has.
+"""Graph of nearest classes, divided: each rank keeps the lists of the classes whose rows it has.
 
-So it is built, follows classes that come and go, and is saved, by each rank its own lists: 4·C·k / R + 8·C / R bytes.
-Steps choose by another cut of it (``own_neighbours.py``). Every rank makes the same calls in the same order.
+Each rank builds, updates and saves its own lists: 4·C·k / R + 8·C / R bytes. Steps select by another division of the
+graph (``own_neighbours.py``). Every rank makes the same calls in the same order.
 
 Legend: C classes, k neighbours of a class, R ranks.
 """
@@ -19,26 +19,26 @@ _STRIP = 1 << 16
 
 
 class GraphParts:
-    """Where the lists of the classes are: with the rows of class ids ``first`` … ``stop`` − 1 of each rank."""
+    """Division of the lists: each rank has those of class ids ``first`` … ``stop`` − 1, with their rows."""
 
     def __init__(self, link: Communicator, first: int, stop: int) -> None:
         self.link, self._first, self._stop = link, first, stop
 
     def cut(self, table: NeighbourTable, live_classes: LiveClasses) -> NeighbourTable:
-        """The part of this rank, of a whole table in numbers of ``live_classes``."""
+        """Return this rank's part of a whole table in numbers of ``live_classes``."""
         return table.part(*self.bounds(live_classes))
 
     def bounds(self, live_classes: LiveClasses) -> tuple[int, int]:
-        """Number of the first class of this rank, and of the first of the next one."""
+        """Return the number of this rank's first class, and of the next rank's."""
         return live_classes.num_below(self._first), live_classes.num_below(self._stop)
 
     @property
     def classes(self) -> range:
-        """Whose lists this rank has, if they live."""
+        """Classes whose lists this rank has, if they live."""
         return range(self._first, self._stop)
 
     def whole(self, table: NeighbourTable) -> NeighbourTable | None:
-        """The table put together on rank 0; None on the others. 4·C·k + 8·C bytes there."""
+        """Return the whole table on rank 0, None on the others. 4·C·k + 8·C bytes there."""
         link = self.link
         sizes = link.exchange([table.num_lists, len(table.neighbours)])
         own = torch.from_numpy(np.diff(table.offsets)), torch.from_numpy(table.neighbours)
@@ -53,8 +53,8 @@ class GraphParts:
 
 
 def lists_by_class(table: NeighbourTable | None, live_classes: LiveClasses, classes: range, k: int) -> NeighbourIds:
-    """The lists of these classes [L, k], by class id, filled up with −1, as they are saved: a range of rows whatever
-    lives. ``table``, of the classes among them that live, has lists of k at most; None: all are empty."""
+    """Return the lists of these classes [L, k] in their saved form: by class id, filled up with −1, living or not.
+    ``table``, of the living classes among them, has lists of at most k; None: all are empty."""
     lists_LK = np.full((len(classes), k), -1, id_dtype(live_classes.num_classes))
     if table is not None:
         lengths = np.diff(table.offsets)
@@ -71,7 +71,7 @@ def lists_by_class(table: NeighbourTable | None, live_classes: LiveClasses, clas
 def table_of_lists(
     lists_LK: NeighbourIds, live_classes: LiveClasses, classes: range, k: int, *, is_part: bool
 ) -> NeighbourTable:
-    """The table of which :func:`lists_by_class` made the lists; a part of one, or the whole."""
+    """Return the table, or part of one, from which :func:`lists_by_class` made the lists."""
     first, stop = (live_classes.num_below(end) for end in (classes.start, classes.stop))
     listed_LK = lists_LK >= 0
     lengths = listed_LK.sum(1)[live_classes.holds(np.arange(classes.start, classes.stop))]

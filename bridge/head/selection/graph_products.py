@@ -1,6 +1,6 @@
-"""The recall of a graph build on a torch device: half-precision products of blocks, with a proven bound on their error.
+"""Recall of a graph build on a torch device: half-precision products of blocks, with a proven error bound.
 
-An engine for ``build_neighbours(products=...)`` and for the ring; the table it gives is that of any other engine.
+It is an engine for ``build_neighbours(products=...)`` and for the ring; the table equals that of any other engine.
 
 Legend: M, N rows of two blocks, D width, K candidates kept for a row.
 """
@@ -31,23 +31,23 @@ __all__ = ["TorchProducts"]
 
 _UNIT_ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 _SCALE = {torch.float16: 2.0**7, torch.bfloat16: 1.0}
-"""Of unit rows as products take them: small columns stay normal numbers, and products, of 2^14 at most, are finite
-where a device gives them in float16, too."""
+"""Scale of unit rows in products: small columns stay normal numbers, and products, of 2^14 at most, are finite even
+where a device computes them in float16."""
 _SMALLEST = {torch.float16: 2.0**-14, torch.bfloat16: 2.0**-126}
-"""Least normal number: what is below it may be flushed."""
+"""Least normal number: a device may flush smaller ones."""
 _SHORTCUTS = {
     torch.float16: ("allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation"),
     torch.bfloat16: ("allow_bf16_reduced_precision_reduction",),
 }
-"""What PyTorch may be allowed to do to sums on CUDA; the bound is that of float32."""
+"""Shortcuts of PyTorch for sums on CUDA; the bound is that of float32."""
 
 
 _SLACK = 1e-8
-"""More than the rounding of exact scores."""
+"""Slack above the rounding of exact scores."""
 
 
 class DeviceBlock(NamedTuple):
-    """Unit rows [N, D] times the scale, on the device, in the type of the products, of classes ``first`` …"""
+    """Unit rows [N, D] times the scale, on the device, in the type of the products, of classes from ``first`` on."""
 
     rows_ND: Tensor
     first: int
@@ -67,11 +67,12 @@ class TorchProducts:
         self.device, self._dtype = torch.device(device), dtype
         self._widens = gives_float32_products(self.device, dtype)
         self.unit = _SCALE[dtype] ** 2
-        """What products are multiplied by."""
+        """Factor of the products."""
         self.name = f"torch {self.device.type} {str(dtype).removeprefix('torch.')}, rows x {_SCALE[dtype]:.0f}"
 
     def error_bound(self, dim: int) -> float:
-        """Rounding of both factors, of the sum in float32, and of the product where the device gives it in ``dtype``.
+        """Return the bound of the rounding of both factors, the float32 sum, and the product if the device has it in
+        ``dtype``.
 
         With |x| = |y| = 1 rounding x and y by at most u each changes x·y by 2u + u² (Cauchy–Schwarz), and by √D times
         the least normal number, over the scale, each where that is more; the sum as in ``CoreProducts.error_bound``
@@ -81,27 +82,27 @@ class TorchProducts:
         smallest = _SMALLEST[self._dtype] / _SCALE[self._dtype]
         factors = 2 * u + u * u + 2 * (1 + u) * root * smallest
         lengths = (1 + u + 2.0**-23 * root + root * smallest) ** 2
-        # Twice, for matrix units that cut what they add instead of rounding it.
+        # Twice, for matrix units that truncate addends instead of rounding.
         total = 2 * (dim + 1) * 2.0**-24
         summing = total / (1 - total) * lengths + dim * 2.0**-120
         given = 0.0 if self._widens else u * (lengths + summing)
         return factors * (1 + 2.0**-22 * root) + summing + given
 
     def num_candidates(self, k: int) -> int:
-        """Twice as many and some: a float16 product leaves about 2^-10 open."""
+        """Return twice as many and some: a float16 product has an error of about 2^-10."""
         return 2 * k + 32
 
     def row_bytes(self, keep: int) -> int:
-        """What leaves the device at the end: 8 bytes a candidate."""
+        """Return the bytes that leave the device at the end: 8 a candidate."""
         return 8 * keep + 8
 
     def load(self, rows: Floats, first: int) -> DeviceBlock:
-        """A copy on the device, times the scale, in the type of the products."""
+        """Return a copy on the device, times the scale, in the type of the products."""
         return DeviceBlock(torch.tensor(rows, device=self.device).mul_(_SCALE[self._dtype]).to(self._dtype), first)
 
     @property
     def exact_scorer(self) -> Callable[[Floats, Candidates], ExactScores] | None:
-        """Who makes exact scores: the device, if it runs kernels; None: the cores."""
+        """Scorer of exact scores on the device, if it runs kernels; None: the cores compute them."""
         return partial(_DeviceScores, self.device) if runs_kernels(self.device) else None
 
     def start(self, first: int, num_rows: int, keep: int) -> _TorchRecall:
@@ -116,7 +117,7 @@ class TorchProducts:
 
 
 class _DeviceScores:
-    """Exact scores of rows [M, D] on a device: 4·M·D + 12·M·W bytes there, and the others while they are added."""
+    """Exact scores of rows [M, D] on a device: 4·M·D + 12·M·W bytes there, plus the others while they are added."""
 
     def __init__(self, device: torch.device, rows: Floats, found: Candidates) -> None:
         self._device = device
@@ -134,7 +135,7 @@ class _DeviceScores:
 
 
 class _TorchRecall:
-    """The K best of each row; what is missing has the score −∞."""
+    """The K best of each row; missing ones have the score −∞."""
 
     def __init__(self, engine: TorchProducts, first: int, num_rows: int, keep: int) -> None:
         self._best = RunningNearest(first, num_rows, keep, engine.device, engine.scores)
@@ -147,12 +148,13 @@ class _TorchRecall:
 
     @torch.no_grad()
     def compare_outside(self, a: DeviceBlock, b: DeviceBlock) -> None:
-        """Offer the rows of ``b`` to those of ``a``, but to none itself."""
+        """Offer the rows of ``b`` to those of ``a``, none to itself."""
         self._best.offer(a.first - self._best.first, a.rows_ND, b.rows_ND, b.first)
 
     @torch.no_grad()
     def candidates(self, k: int | None = None, error_bound: float = 0.0) -> Candidates:
-        """With ``k`` only those that may be among the k best, whose products are off by ``error_bound`` at most."""
+        """Return candidates; with ``k`` only possible members of the k best, given errors of at most
+        ``error_bound``."""
         self._best.merge_waiting()
         keys_MK = self._best.best_MK
         scores_MK = scores_of(keys_MK) / self._unit

@@ -1,10 +1,9 @@
-"""KNN softmax: the classes most like the labels take part in a step (100-million-class paper, section 3.2).
+"""KNN softmax: the classes nearest to the labels are active in a step (100-million-class paper, section 3.2).
 
-The graph of nearest class centers is built from the rows as they are then: on rank 0, or by the graph service of the
-cluster if that has one, and sent to all; of rows that lie on ranks, by all of them together, each of which keeps the
-lists of its own classes. It is used until it is
-built anew, and so older than the rows it stands for; ``graph_age`` says by how many updates. By default there is none
-of the first rows, which say nothing of each other: until then the negatives are drawn at random.
+The graph of nearest class centers is built from the current rows: on rank 0, or by the cluster's graph service, and
+sent to all ranks; if ranks hold the rows, by all of them together, and each keeps the lists of its own classes. It is
+used until the next build, so it is older than the rows; ``graph_age`` is its age in updates. By default there is none
+of the initial rows, which carry no similarity: until the first build negatives are random.
 
 Legend: B labels, C classes, D width, k neighbours of a class.
 """
@@ -40,53 +39,54 @@ from geartrain.bridge.rows.tables import ReadableTable
 logger = logging.getLogger(__name__)
 
 SHARE = 0.1
-"""Of the training that building graphs takes with ``rebuild="auto"``."""
+"""Share of training time for building graphs with ``rebuild="auto"``."""
 SHORT_SECONDS = 1.0
-"""A build of so many seconds may take more: by the operations alone a resumed run builds when it would have."""
+"""Seconds up to which a build may exceed that share: it is then due by operations alone, as in a resumed run."""
 OLD = 5
-"""A graph is old where so many builds might have been made since."""
+"""Number of builds that could have been made since, after which a graph counts as old."""
 
 
 @final
 @dataclass(frozen=True)
 class KNNSoftmax(Selection):
-    """The labels and their nearest classes, cut or filled up to round(active · C); given to a head as ``select``.
+    """Selection of the labels and their nearest classes, round(active · C) in all; given to a head as ``select``.
 
     After the distinct labels come the nearest neighbour of each, then the second ones, and so on, up to ``near`` of the
-    places that labels leave; random other classes have the rest. Labels are always kept: if they alone are more than
-    the budget, they enlarge it. The active classes are a function of (labels, seed, step, graph), on every rank the
-    same.
+    places that labels leave; random other classes fill the rest. Labels are always kept: if they alone exceed the
+    budget, they enlarge it. The active classes are a function of (labels, seed, step, graph), the same on every rank.
+
 
     Building costs 2·C²·D operations and one pull of all rows, in 4·C·k bytes beside them; ranks are sent 4·C·k bytes. A
-    cluster with a graph service (``client.graph``) builds there, unless classes are retired. With rows on the ranks it
-    costs each of R ranks 2·C²·D / R operations (``rank_ring.py``), and each keeps the lists of its own classes,
-    (4·C·k + 8·C) / R bytes of its host, and of all lists the neighbours that are its own, 6·C·k / R + 8·C bytes where
-    its rows are: there it selects, and sends 8·k bytes of counts a step (``own_neighbours.py``). A step costs
-    O(active). With ``"background"`` rows move while they are read: a graph that does not hold all of them in memory is
-    of a mixture of their versions.
+    cluster with a graph service (``client.graph``) builds there, unless classes are retired. With rows on the ranks
+    each of R ranks has 2·C²·D / R operations (``rank_ring.py``), and keeps the lists of its own classes, (4·C·k + 8·C)
+    / R bytes of its host; where its rows are it keeps those neighbours of all lists that are its own classes, 6·C·k / R
+    + 8·C bytes, selects by them, and sends 8·k bytes of counts a step (``own_neighbours.py``). A step costs O(active).
+    With ``"background"`` rows move while they are read: unless all fit in memory, the graph is of a mixture of their
+    versions.
+
     """
 
     active: float = 0.1
-    """Part of the classes that is active, in (0, 1]; 1 is the full softmax, which needs no graph."""
+    """Share of active classes, in (0, 1]; 1 is the full softmax, which needs no graph."""
     k: int = 32
-    """Neighbours kept of each class; a class has at most C − 1. Enough is active · C / (distinct labels)."""
+    """Neighbours kept of each class, at most C − 1. Enough is active · C / (distinct labels)."""
     rebuild: str | int = "auto"
-    """When the graph is built. ``"auto"``: as soon as that takes a tenth of what the steps since the last time took,
-    counted in operations (C² against 6·P·A a step of P distinct labels and A active classes), so that every rank and a
-    resumed run find the same step; and by the first step after ``head.next_epoch()``. Until the first one all negatives
-    are random, as with :class:`PartialFC`; ``head.rebuild_graph()`` makes one of rows that say something from the start
-    (imprinted, or trained before). Where a build takes more than a second and a tenth of the time by the clock, the
-    next ones are made half as often: ranks agree on it and it is part of the head's state, but another run may find
-    otherwise. The others build the first one in the first training forward. ``"epoch"``: then by the first step after
-    ``head.next_epoch()``. A number: by the first step so many updates after the last time, whatever it takes.
-    ``"background"``: beside the training, begun by ``head.next_epoch()`` and taken into use by the first step after it
-    is there."""
+    """When the graph is built. ``"auto"``: as soon as that takes a tenth of the operations of the steps since the last
+    build (C² against 6·P·A for a step of P distinct labels and A active classes), so that every rank and a resumed run
+    find the same step; and by the first step after ``head.next_epoch()``. Until the first build all negatives are
+    random, as with :class:`PartialFC`; ``head.rebuild_graph()`` builds one of rows that are meaningful from the start
+    (imprinted, or trained before). If a build takes more than a second and a tenth of the time by the clock, the next
+    ones are made half as often: ranks agree on it and it is part of the head's state, but another run may differ. The
+    other values build the first graph in the first training forward. ``"epoch"``: then by the first step after
+    ``head.next_epoch()``. A number: by the first step that many updates after the last build, whatever it takes.
+    ``"background"``: in parallel with training, started by ``head.next_epoch()`` and used from the first step after its
+    end."""
     seed: int = 0
-    """Key of the filling, with the step; an unsigned 64-bit integer."""
+    """Key of the random classes, with the step; an unsigned 64-bit integer."""
     near: float = 0.5
-    """Part of the negatives that the graph may choose, in [0, 1]; the others are random. Few negatives that are all
-    near teach a network little of the other classes (``geartrain bench defaults``); few that are near, little of those
-    that are alike (``geartrain bench accuracy``)."""
+    """Share of the negatives that the graph selects, in [0, 1]; the others are random. A few negatives that are all
+    near teach a network little about the other classes (``geartrain bench defaults``); a few near ones, little about
+    similar classes (``geartrain bench accuracy``)."""
     takes_sub_centers: ClassVar = False
 
     def __post_init__(self) -> None:
@@ -103,23 +103,23 @@ class KNNSoftmax(Selection):
         integer("seed", self.seed, 0, 2**64 - 1)
 
     def budget(self, num_classes: int) -> int:
-        """round(active · num_classes), at least 1."""
+        """Return round(active · num_classes), at least 1."""
         return max(1, round(self.active * num_classes))
 
     def select(self, labels: Ids, num_classes: int, step: int) -> ActiveClasses:  # noqa: ARG002
-        """InvalidArgument: it needs the graph of a head's rows."""
+        """Raise InvalidArgument: the selection needs the graph of a head's rows."""
         raise InvalidArgument("KNNSoftmax selects by the graph of a head's rows; ask the head's select for a choice")
 
     def steps_between_draws(self, num_classes: int) -> float:
-        """num_classes / budget, on average."""
+        """Return num_classes / budget, on average."""
         return num_classes / self.budget(num_classes)
 
     def neighbours_of(self, num_classes: int) -> int:
-        """``k``, unless all classes are active."""
+        """Return ``k``, unless all classes are active (0)."""
         return self.k if self.budget(num_classes) < num_classes else 0
 
     def bound(self, backend: Any) -> KNNSelection:
-        """The selection that holds the graph of these rows."""
+        """Return the selection with the graph of these rows."""
         update = backend.update
         select = KNNSelection(self, backend.table, backend.peers, lambda: update.step, backend.graph_source())
         select.live_classes = backend.live_classes
@@ -128,20 +128,20 @@ class KNNSoftmax(Selection):
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """Neighbours and where they come from."""
+    """Graph of nearest classes, with its version and origin."""
 
     table: NeighbourTable
-    """In numbers of the living classes (ids, if none is retired); with rows on several ranks this rank's part."""
+    """Neighbours in numbers of the living classes (ids, if none is retired); if ranks hold rows, this rank's part."""
     version: int
-    """Counts the graphs of a head from 1; adding or retiring classes changes a graph and counts too."""
+    """Number of the graph, from 1; adding or retiring classes changes a graph and counts, too."""
     step: int
-    """Updates that the rows had when the building began."""
+    """Updates of the rows when the build started."""
     classes: int = 0
-    """Fingerprint of the living classes that it is of."""
+    """Fingerprint of its living classes."""
 
 
 class KNNSelection(Selection):
-    """What a head makes of :class:`KNNSoftmax`: it holds the graph of the head's own table. Not thread-safe."""
+    """:class:`KNNSoftmax` bound to a head: it holds the graph of the head's table. Not thread-safe."""
 
     def __init__(
         self,
@@ -151,21 +151,21 @@ class KNNSelection(Selection):
         step: Callable[[], int],
         source: GraphSource | None = None,
     ) -> None:
-        """``step`` tells the updates applied so far; graphs are made of the rows of ``source``, None: pulled ones.
+        """``step`` returns the updates applied so far; graphs are made of the rows of ``source``, None: pulled ones.
 
         Every rank makes the same calls in the same order.
         """
         self.settings = settings
         self.live_classes = LiveClasses(table.spec.num_rows or 0)
-        """The classes that the head has; :meth:`follow` changes them."""
+        """Living classes of the head; :meth:`follow` changes them."""
         self.graph: Graph | None = None
-        """The one in use; None before the first: negatives are random."""
+        """Graph in use; None before the first: negatives are random."""
         self._own: tuple[NeighbourTable, OwnNeighbours] | None = None
-        """This rank's part of the graph, and the cut by neighbour that was made of it."""
+        """This rank's part of the graph, and its division by neighbour."""
         self.on_progress: OnPairs | None = None
-        """Called while a graph is built, on every rank that builds."""
+        """Function called while a graph is built, on every rank that builds."""
         self.enlarged = 0
-        """Batches whose labels alone were more than the budget."""
+        """Number of batches whose labels alone exceeded the budget."""
         self._table = table
         self._source = TableGraphs(table) if source is None else source
         self._parts = self._source.parts
@@ -174,23 +174,23 @@ class KNNSelection(Selection):
         self._is_due = False
         self._prepared: int | None = None
         self._is_training = False
-        """Whether the next choice is that of a training step."""
+        """Whether the next selection is for a training step."""
         self._work = 0
         """Pairs of labels and active classes in the training steps since the last build."""
         self._patience = 1
-        """How many times rarer than by operations graphs are built, because the clock says so."""
+        """Factor by which builds are rarer than operations allow, because the clock requires it."""
         self._built_at = time.monotonic()
         self._has_warned = False
         self._pending: Building | None = None
         self._ending: Building | None = None
-        """The last one that was cancelled: a service builds one graph of a table at a time."""
+        """Build that was cancelled last: a service builds one graph of a table at a time."""
 
     def __repr__(self) -> str:
         return repr(self.settings)
 
     @property
     def graph_age(self) -> int | None:
-        """Updates of the rows since the graph in use was begun; None: there is none yet."""
+        """Updates of the rows since the graph's build started; None: there is no graph."""
         return None if self.graph is None else self._step() - self.graph.step
 
     has_graph = True
@@ -199,9 +199,10 @@ class KNNSelection(Selection):
         return self.settings.budget(num_classes)
 
     def select(self, labels: Ids, num_classes: int, step: int) -> ActiveClasses:
-        """Active classes for the labels [B] (of all ranks), all in numbers of the living classes. But for "auto" builds
-        the graph if there is none; with ranks, which would have to do so together, that is InvalidArgument. Where the
-        graph is cut per rank every rank asks, and gets the ids of its own classes (``own_neighbours.py``)."""
+        """Return the active classes for the labels [B] (of all ranks), all in numbers of the living classes. Except
+        with "auto" it builds a missing graph; with ranks, which would have to build together, it raises InvalidArgument
+        instead. If the graph is divided among ranks it is collective, and returns ids of the rank's own classes
+        (``own_neighbours.py``)."""
         budget = self.budget(num_classes)
         if budget >= num_classes:
             return ActiveClasses(num_classes)
@@ -217,7 +218,7 @@ class KNNSelection(Selection):
         return positives_and_sample(labels, num_classes, budget, seed, step)
 
     def ranking(self, num_labels: int, num_classes: int) -> Ranking:
-        """The labels, their neighbours, then the permutation."""
+        """Return the ranking: the labels, their neighbours, then the permutation."""
         budget = self.budget(num_classes)
         self._record(num_labels, budget)
         takes_all = max(budget, num_labels) >= num_classes
@@ -225,7 +226,7 @@ class KNNSelection(Selection):
         return Ranking(self.settings.seed, graph, self.settings.near)
 
     def _graph_in_use(self) -> NeighbourTable | OwnNeighbours | None:
-        """What to select by; see :meth:`select`."""
+        """Return the graph to select by, as :meth:`select` says."""
         self._drop_graph_of_others()
         if self.graph is None and not self._begins_at_random:
             if self._ranks is not None:
@@ -238,7 +239,7 @@ class KNNSelection(Selection):
             return None if self.graph is None else self.graph.table
         table = self.graph.table
         if self._own is None or self._own[0] is not table:
-            self._own = None  # two at a time would be twice its memory
+            self._own = None  # two at a time would take twice its memory
             self._own = (table, OwnNeighbours.of(table, self._parts.link))
         return self._own[1]
 
@@ -254,10 +255,10 @@ class KNNSelection(Selection):
             self._work += num_labels * max(budget, num_labels)
 
     def prepare(self) -> None:
-        """Before a training step selects: build or exchange the graph if that is due.
+        """Build or exchange the graph if that is due, before a training step selects.
 
-        Once a step, so that its micro-batches share their classes. While a background build runs, ranks exchange one
-        number here.
+        Call it once a step, so that its micro-batches share their classes. While a background build runs, ranks
+        exchange one number in it.
         """
         step = self._step()
         if self.budget(self._num_classes) >= self._num_classes:
@@ -280,11 +281,11 @@ class KNNSelection(Selection):
         self._prepared = step
 
     def next_epoch(self) -> None:
-        """A pass over the data ends: the graph is due, unless it is rebuilt by steps. Every rank says so."""
+        """Signal the end of an epoch, after which the graph is due, unless it is rebuilt by steps. Collective."""
         self._is_due = not isinstance(self.settings.rebuild, int)
 
     def rebuild_graph(self) -> None:
-        """Build the graph now, from the rows as they are. Every rank calls it."""
+        """Build the graph now, from the current rows. Collective."""
         self.cancel()
         building = self._new_building()
 
@@ -295,12 +296,12 @@ class KNNSelection(Selection):
         self._install(built_for_all(self._ranks, build), building.step)
 
     def follow(self, live_classes: LiveClasses, added: Ids) -> None:
-        """Go on with other living classes, of which ``added`` are new. Every rank calls it; the rows are written.
+        """Continue with other living classes, of which ``added`` are new and already have rows. Collective.
 
         Retired classes leave every list at once. Each new one gets its nearest classes, and comes first in their lists
-        until the next build. A build in the background, being of other classes, is begun again. Costs O(C·k), and with
-        new ones a pull of all rows on rank 0, 2·N·C·D operations and 8·N·k bytes to the ranks. Where that pull fails
-        the graph is dropped, and the next training step builds another: the classes live already.
+        until the next build. A background build, being of other classes, is restarted. Costs O(C·k), and with new
+        classes a pull of all rows on rank 0, 2·N·C·D operations and 8·N·k bytes to the ranks. If that pull fails the
+        graph is dropped, and the next training step builds another: the classes live already.
         """
         before, self.live_classes = self.live_classes, live_classes
         if self._pending is not None:
@@ -340,7 +341,7 @@ class KNNSelection(Selection):
         return nearest
 
     def _drop_graph_of_others(self) -> None:
-        """A graph that was given (:meth:`graph_from_bytes`) may be of other living classes, and is cut here."""
+        """Divide a given graph (:meth:`graph_from_bytes`) among ranks; drop one of other living classes."""
         graph = self.graph
         if graph is None:
             return
@@ -356,11 +357,11 @@ class KNNSelection(Selection):
             self._lose_graph()
 
     def _lose_graph(self) -> None:
-        """The next training step builds another one."""
+        """Drop the graph; the next training step builds another one."""
         self.graph, self._prepared, self._is_due = None, None, True
 
     def cancel(self) -> None:
-        """End a build in the background; the graph in use stays, and is due again. Every rank calls it."""
+        """Cancel a background build; the graph in use stays, and is due again. Collective."""
         if self._pending is not None:
             self._pending.cancel()
             self._pending, self._ending = None, self._pending
@@ -370,7 +371,8 @@ class KNNSelection(Selection):
         self.on_progress = progress
 
     def state(self) -> dict[str, Any]:
-        """Which graph is in use, as JSON values: part of the head's state. The graph itself: :meth:`graph_to_bytes`."""
+        """Return the facts of the graph in use, as JSON values of the head's state; :meth:`graph_to_bytes` returns
+        itself."""
         names = dict(zip(("version", "step", "classes"), self._identity, strict=True))
         is_due = self._is_due or self._pending is not None
         return {**names, "is_due": is_due, "work": self._work, "patience": self._patience}
@@ -381,7 +383,7 @@ class KNNSelection(Selection):
         return (self.graph.version, self.graph.step, self.graph.classes) if self.graph else (0, 0, 0)
 
     def resume(self, state: Mapping[str, Any] | None, live_classes: LiveClasses) -> None:
-        """Go on with the graph of :meth:`state` if it is here, else log that the next step builds another one."""
+        """Continue with the graph of :meth:`state` if it is here, else log that the next step builds another one."""
         self.live_classes = live_classes
         if state is None:
             return
@@ -406,12 +408,12 @@ class KNNSelection(Selection):
 
     @property
     def _listed(self) -> range:
-        """The classes whose lists are here, if they live."""
+        """Classes whose lists are here, if they live."""
         return range(self.live_classes.num_classes) if self._parts is None else self._parts.classes
 
     def graph_state(self) -> dict[str, Any]:
-        """The graph in use (version 0: there is none): JSON values, and ``lists`` [C, k] by class, of which each rank
-        has its part. 4·C·k / R bytes; no rank is sent anything."""
+        """Return the graph in use (version 0: none): JSON values, and ``lists`` [C, k] by class, of which each rank has
+        its part. 4·C·k / R bytes; nothing is sent."""
         self._drop_graph_of_others()
         num_classes, table = self.live_classes.num_classes, None if self.graph is None else self.graph.table
         k = self.settings.k if table is None else table.k
@@ -425,7 +427,7 @@ class KNNSelection(Selection):
         }
 
     def load_graph(self, state: Mapping[str, Any], own: Callable[[Any, range], Tensor]) -> None:
-        """Use the graph of :meth:`graph_state`, saved by any number of ranks; ``own`` reads some classes of its lists.
+        """Use the graph of :meth:`graph_state`, saved by any number of ranks; ``own`` reads the lists of some classes.
         Raises SpecMismatch for another C."""
         self._require_size(int(state["num_classes"]))
         self.graph = None
@@ -437,9 +439,9 @@ class KNNSelection(Selection):
         self.graph = Graph(table, int(state["version"]), int(state["step"]), int(state["classes"]))
 
     def graph_to_bytes(self) -> bytes | None:
-        """The graph in use as the bytes of a safetensors file; None if there is none. Where it is cut per rank every
-        rank calls it, and rank 0 has the bytes of the whole, the others none: any number of ranks loads them.
-        ``geartrain.save`` and ``head.sharded_rows()`` save it in parts."""
+        """Return the graph in use as the bytes of a safetensors file; None if there is none. If it is divided among
+        ranks this is collective, and rank 0 gets the bytes of the whole, the others None: any number of ranks loads
+        them. ``geartrain.save`` and ``head.sharded_rows()`` save it in parts."""
         if self.graph is None:
             return None
         table: NeighbourTable | None = self.graph.table
@@ -462,7 +464,7 @@ class KNNSelection(Selection):
     def graph_from_bytes(self, data: bytes) -> None:
         """Use the graph that :meth:`graph_to_bytes` returned. Raises InvalidArgument, and SpecMismatch for another C.
 
-        Every rank calls it.
+        Collective.
         """
         state = state_from_bytes(data)
         try:
@@ -488,11 +490,12 @@ class KNNSelection(Selection):
 
     @property
     def _affordable_builds(self) -> float:
-        """How many builds, of C²·D operations, take ``SHARE`` of the steps since the last one, of 6·P·A·D each."""
+        """Number of builds, of C²·D operations, that take ``SHARE`` of the steps since the last one, of 6·P·A·D
+        each."""
         return SHARE * 6 * self._work / self._num_classes**2
 
     def _build_in_time(self) -> None:
-        """Build; where that takes too long a part of the time, be patient from now on. With ranks one exchange."""
+        """Build; if that takes too large a share of the time, make builds rarer. With ranks one exchange."""
         began = time.monotonic()
         trained = began - self._built_at
         self.rebuild_graph()
@@ -515,7 +518,7 @@ class KNNSelection(Selection):
         )
 
     def _start_build(self) -> None:
-        """Begin to build beside the training."""
+        """Start a build in the background."""
         self._is_due = False
         self._pending = building = self._new_building()
         if self._ranks is None or self._ranks.acts:
@@ -527,7 +530,7 @@ class KNNSelection(Selection):
         return Building(self._step(), after)
 
     def _adopt_finished(self) -> None:
-        """Use what was built beside the training, if those who build have it."""
+        """Use a graph built in the background, if the ranks that build have finished."""
         if (building := self._pending) is None:
             return
         done = building.result.done()

@@ -1,9 +1,9 @@
-"""A graph of nearest classes cut by neighbour: of every class's list a rank keeps the neighbours whose rows it has
+"""Graph of nearest classes divided by neighbour: of every class's list a rank keeps the neighbours whose rows it has
 (100-million-class paper, section 3.2.3), and so finds its active classes without the lists of others.
 
-What all ranks choose is what the whole graph chooses: the labels, the nearest neighbour of each, the second ones, …, up
-to a number of classes. A class lies on one rank, which alone finds out where it comes first; only where to cut is found
-together, by counts (``joint_limit.py``): 8·k bytes a step at most from k = 32 on, for neighbours
+All ranks together select what the whole graph would: the labels, the nearest neighbour of each, the second ones, …, up
+to a number of classes. A class lies on one rank, which alone finds its first place in that order; the ranks find the
+end of the selection together, by counts (``joint_limit.py``): at most 8·k bytes a step from k = 32 on, for neighbours
 and random classes together.
 
 Legend: C classes, E entries of lists on this rank, B labels of all ranks, k neighbours of a class, r the longest list
@@ -28,7 +28,7 @@ from geartrain.bridge.collectives.joint_limit import joint_limit
 from geartrain.bridge.kernels.sampling import candidates_here
 
 _STRIP = 1 << 22
-"""Entries that are cut at a time, about."""
+"""Entries divided at a time, about."""
 _NONE = torch.iinfo(torch.int64).max
 
 
@@ -37,32 +37,32 @@ class OwnNeighbours:
     """Lists of all classes, shortened to the classes of one rank (CSR): 8·C + 6·E bytes, E = C·k / R on average."""
 
     offsets: Tensor
-    """int64 [C + 1]."""
+    """Starts of the lists, int64 [C + 1]."""
     neighbours: Tensor
-    """int32 or int64 [E], E >= 1."""
+    """Neighbours, int32 or int64 [E], E >= 1."""
     ranks: Tensor
-    """int16 or int32 [E]: place of each neighbour in the whole list, from 0 on."""
+    """Place of each neighbour in the whole list, from 0 on; int16 or int32 [E]."""
     longest: int
-    """Entries of the longest list here."""
+    """Number of entries of the longest list here."""
     k: int
     first: int
     stop: int
-    """The classes of this rank are ``first`` … ``stop`` − 1."""
+    """End of this rank's classes, ``first`` … ``stop`` − 1."""
     link: Communicator
 
     @property
     def num_classes(self) -> int:
-        """C."""
+        """Number of classes, C."""
         return len(self.offsets) - 1
 
     @staticmethod
     def bytes_for(num_classes: int, k: int, num_ranks: int) -> int:
-        """Of one rank, on average."""
+        """Return the bytes of one rank, on average."""
         return 8 * (num_classes + 1) + 6 * -(-num_classes * min(k, num_classes - 1) // num_ranks)
 
     @staticmethod
     def of(table: NeighbourTable, link: Communicator) -> OwnNeighbours:
-        """Cut the graph of which ``table`` is this rank's part; every rank calls it, in rank order of the classes.
+        """Divide the graph of which ``table`` is this rank's part; collective, in rank order of the classes.
 
         Sends 4 bytes of each class to every rank, and 6 of each entry to the rank that has its class, some lists at a
         time.
@@ -75,7 +75,7 @@ class OwnNeighbours:
         lengths, neighbours, ranks = (
             torch.cat([strip[kind][rank] for rank in range(link.world_size) for strip in strips]) for kind in range(3)
         )
-        # One entry at least, so that a place may be read that is then not taken.
+        # One entry at least, so that an ignored place can be read.
         filled = [part if len(part) else part.new_zeros(1) for part in (neighbours, ranks)]
         return OwnNeighbours(
             offsets=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
@@ -89,15 +89,15 @@ class OwnNeighbours:
         )
 
     def to(self, device: torch.device) -> OwnNeighbours:
-        """The same on a device."""
+        """Return a copy on a device."""
         parts = {name: getattr(self, name).to(device) for name in ("offsets", "neighbours", "ranks")}
         return replace(self, **parts)
 
     def near(self, labels_B: Tensor, near: float, budget: int, *, may_wait: bool = False) -> NearHere:
-        """Choose the labels and their nearest neighbours, P + round(``near`` · (``budget`` − P)) for P distinct labels.
+        """Select the labels and their nearest neighbours, P + round(``near`` · (``budget`` − P)) for P distinct labels.
 
-        ``labels_B``, the same on every rank, may repeat; ``budget`` is at least P. O(M log M) time, 40·M bytes. A host
-        that ``may_wait`` looks at the beginnings of lists first, and further where those are not enough.
+        ``labels_B``, the same on every rank, may repeat; ``budget`` is at least P. O(M log M) time, 40·M bytes. With
+        ``may_wait`` the host reads the beginnings of lists first, and more where those do not suffice.
         """
         labels_B = torch.sort(labels_B).values
         num_labels = min(1, len(labels_B)) + (labels_B[1:] != labels_B[:-1]).sum(dtype=torch.float64)
@@ -113,10 +113,11 @@ class OwnNeighbours:
             depth = min(self.k, 2 * depth + 1)
 
     def _first_turns(self, labels_B: Tensor, depth: int, size: int) -> tuple[Tensor, Tensor]:
-        """Classes of this rank among rising labels and the first ``depth`` of their lists, and when each comes first.
+        """Return the rank's classes among ascending labels and the first ``depth`` of their lists, with their first
+        turns.
 
-        In turn come the labels, the nearest neighbour of each, the second ones, …: turns below ``size``, but
-        ``_NONE`` where there is no class, or one that came before.
+        Turns count the labels, the nearest neighbour of each, the second ones, …, below ``size``; ``_NONE`` marks
+        places without a class, or with one that came before.
         """
         longest = min(self.longest, depth)
         said_RB = candidates_here(labels_B, self.offsets, self.neighbours, longest)
@@ -125,7 +126,7 @@ class OwnNeighbours:
         said_RB[0] *= (labels_B >= self.first) & (labels_B < self.stop)
         if depth < self.k:
             said_RB.masked_fill_(ranks_RB > depth, 0)
-        # class · size + turn, since 0 is said of none: what is no class is below 0
+        # class · size + turn; the code 0 means none, so that is below 0
         num_labels, size = len(labels_B), max(1, size)
         turns_RB = torch.add(torch.arange(-size, num_labels - size, device=labels_B.device), ranks_RB, alpha=num_labels)
         keys_M = torch.sort(torch.add(turns_RB, said_RB, alpha=size).flatten()).values
@@ -134,7 +135,7 @@ class OwnNeighbours:
         return ids_M, (keys_M % size).masked_fill_(is_none_M, _NONE)
 
     def select(self, labels_P: Ids, budget: int, near: float, seed: int, step: int) -> ActiveClasses:
-        """On the host: :meth:`near`, filled up to ``budget`` with random classes; the ids are those of this rank."""
+        """Do :meth:`near` on the host, and fill up to ``budget`` with random classes; returns ids of this rank."""
         chosen = self.near(torch.from_numpy(labels_P), near, budget, may_wait=True)
         given = np.sort(chosen.ids_M[chosen.ids_M < self.num_classes].numpy())
         drawn = sample_ids(self.num_classes, budget, seed, step)
@@ -148,20 +149,20 @@ class OwnNeighbours:
 
 @dataclass(frozen=True, eq=False)
 class NearHere:
-    """The labels and neighbours that were chosen."""
+    """Selected labels and neighbours."""
 
     ids_M: Tensor
-    """int64: those of this rank, in any order; C stands for none."""
+    """Classes of this rank, int64, in any order; C means none."""
     num: Tensor
-    """int32 (0-dim): how many all ranks chose."""
+    """Number that all ranks selected, int32 (0-dim)."""
     budget: int
     graph: OwnNeighbours
 
     def limit(self, is_fresh_N: Tensor) -> Tensor:
-        """Draws below it fill up to ``budget``; ``is_fresh_N`` tells which ones are of this rank and not chosen."""
+        """Return the end of the draws that fill up to ``budget``; ``is_fresh_N`` marks this rank's unselected ones."""
         below = torch.nn.functional.pad(is_fresh_N.cumsum(0, dtype=torch.int32), (1, 0))
         num, left = len(is_fresh_N), self.budget - self.num
-        # Draws are as many as the budget, so that enough of them are new.
+        # There are as many draws as the budget, so that enough of them are new.
         limit, _ = joint_limit(
             self.graph.link, lambda ends: below[ends.clamp_(max=num)], num, left, 4 * self.graph.k, are_there=True
         )
@@ -171,7 +172,7 @@ class NearHere:
 def _exchange_strip(
     table: NeighbourTable, start: int, most: int, shapes: list[list[int]], link: Communicator
 ) -> list[tuple[Tensor, ...]]:
-    """Of ``most`` lists of each rank: lengths, neighbours and their places, by the rank whose lists they are of.
+    """Exchange ``most`` lists of each rank: lengths, neighbours and their places, by the rank that has the lists.
 
     ``shapes`` are each rank's first class and number of lists.
     """

@@ -1,4 +1,4 @@
-"""Graphs of class rows that lie on ranks: each rank freezes its own rows, and the ring builds the graph of them.
+"""Graphs of class rows on ranks: each rank copies its own rows, of which the ring builds the graph.
 
 Legend: L rows on this rank, D width.
 """
@@ -24,10 +24,10 @@ OnPairs = Callable[[int, int], None]
 
 
 class RankGraphs:
-    """Builds one graph after the other, on threads or not; ranks speak of it on a process group of its own."""
+    """Builder of one graph after the other, on threads or not; ranks use a process group of their own for it."""
 
     def __init__(self, table: DeviceRows) -> None:
-        """Every rank makes it: a new process group."""
+        """Create the process group; collective."""
         self.table = table
         self.link = table.link.apart()
         self.parts = GraphParts(table.link, table.first, table.stop) if table.link.world_size > 1 else None
@@ -38,21 +38,21 @@ class RankGraphs:
         return self.freeze(None if live_classes.are_all else live_classes.all_ids, beside_training=beside_training)
 
     def freeze(self, ids: Ids | None = None, *, beside_training: bool = False) -> FrozenRows:
-        """The rows as they are now: 4·L·D bytes of the host, 2·L·D more if they have 16 bits. Waits for the device.
+        """Copy the current rows: 4·L·D bytes of the host, 2·L·D more if they have 16 bits. Waits for the device.
 
-        ``ids`` (None: all), rising and the same on every rank, are the classes that the graph is of; it names them by
-        their places in ``ids``.
+        ``ids`` (None: all), ascending and the same on every rank, are the graph's classes; it numbers them by their
+        places in ``ids``.
         """
         table = self.table
         rows_LD = table.current_rows(slice(None) if ids is None else table.local(ids)[1]).detach().cpu()
         raw_LD = None if rows_LD.dtype == torch.float32 else rows_LD
         rows = np.array(rows_LD.float().numpy(), dtype=np.float32, order="C")
-        # Two NCCL groups at work at once might wait for each other: a thread beside the training uses gloo.
+        # Two NCCL groups in use at once might wait for each other: a background thread uses gloo.
         return FrozenRows(self, rows, raw_LD, self.link if beside_training else table.link)
 
 
 class FrozenRows:
-    """This rank's rows of one moment; used up by :meth:`build`."""
+    """Copy of this rank's rows at one moment; used up by :meth:`build`."""
 
     one_at_a_time = False
 
@@ -62,8 +62,9 @@ class FrozenRows:
         self._graphs, self._rows_LD, self._raw_LD, self._carrier = graphs, rows_LD, raw_LD, carrier
 
     def build(self, k: int, progress: OnPairs | None, cancelled: Callable[[], bool]) -> NeighbourTable:
-        """This rank's lists of the graph of all ranks' rows; recalled on their device. A cancelled one ends first."""
-        # Only a head that selects by a graph loads the builder.
+        """Return this rank's lists of the graph of all ranks' rows; recall is on their device. Waits for a cancelled
+        build."""
+        # Import here: only heads that select by a graph need the builder.
         from geartrain.bridge.head.selection.graph_products import TorchProducts
         from geartrain.bridge.head.selection.rank_ring import build_on_ring
 

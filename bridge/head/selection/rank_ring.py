@@ -1,16 +1,16 @@
-"""The exact graph of rows that lie on ranks: their blocks go around a ring (100-million-class paper, section 3.2.2).
+"""Exact graph of rows on ranks, whose blocks are passed around a ring (100-million-class paper, section 3.2.2).
 
-Each rank holds its own unit rows and one visiting block, and makes the lists of its own classes; nobody has all rows.
-The table is that of ``build_neighbours`` over the rows put together, whatever the number of ranks. A first lap recalls
-candidates, the next ones serve the acceptance test of the graph builder: one for exact scores, two for every
-8,192 rows whose recall is redone, one for every 256 that are compared exactly. A rank that is done passes blocks on.
+Each rank holds its own unit rows and one visiting block, and makes the lists of its own classes; no rank has all rows.
+The table equals that of ``build_neighbours`` over all rows, whatever the number of ranks. A first lap recalls
+candidates, later ones serve the acceptance test of the graph builder: one for exact scores, two for every 8,192 rows
+whose recall is redone, one for every 256 that are compared exactly. A rank that has finished passes blocks on.
 
 Cost per rank, with C classes, L = C / R of them here, width D, k neighbours: 2·C·L·D operations for the recall; a lap
 sends 2·(C − L)·D bytes for the recall of a device, whose products have 16 bits, and for rows of 16 bits; else 4. They
-travel between the devices (NCCL), or the hosts (gloo) beside the training, where two NCCL groups might wait for each
-other. Host memory 8·L·D for the two blocks, ``memory_bytes`` for candidates, and 4·L·k + 8·L for the lists; device
-memory 4·L·D, what ``RunningNearest`` takes for a part, 4·D for each of its rows and of 131,072 others, whose exact
-scores a device that runs kernels makes.
+are sent between the devices (NCCL), or in the background between the hosts (gloo), as two NCCL groups might wait for
+each other. Host memory 8·L·D for the two blocks, ``memory_bytes`` for candidates, and 4·L·k + 8·L for the lists; device
+memory 4·L·D, that of ``RunningNearest`` for a part, 4·D for each of its rows and of 131,072 others, whose exact scores
+a device that runs kernels computes.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ __all__ = ["build_on_ring"]
 DEFAULT_MEMORY_BYTES = 2 << 30
 _BLOCK_ROWS = 8192
 _OTHERS = 4
-"""Blocks that the rows of a part meet at a time on a device: about what stays in its cache."""
+"""Blocks compared with the rows of a part at a time on a device: about as many as fit in its cache."""
 _UPLOADED = 16
-"""Blocks that come to a device at a time."""
+"""Blocks copied to a device at a time."""
 
 OnPairs = Callable[[int, int], None]
 
@@ -119,13 +119,13 @@ class _Work:
     num_threads: int
     watch: _Watch
     lists: npt.NDArray[np.int32]
-    """[L, k] of this rank, to be filled."""
+    """Lists of this rank [L, k], to be filled."""
 
     def run(self, memory_bytes: int) -> None:
         """Fill the lists, part by part."""
         ring, k = self.ring, self.lists.shape[1]
         engine: BlockProducts = CoreProducts(self.num_threads) if self.products is None else self.products
-        # All of a small table: then nothing is left out, and nothing is to be proved.
+        # A small table is taken whole: then nothing is left out or must be proved.
         keep = min(max(engine.num_candidates(k), k), ring.num_rows)
         score_bytes = 8 * keep * (2 if self.products is None else 1)  # the cores keep twice as many candidates
         blocks = memory_bytes // ((engine.row_bytes(keep) + score_bytes) * _BLOCK_ROWS)
@@ -146,7 +146,7 @@ class _Work:
             refiner.finish(rows, ring.first + start, found, bound, self.lists[start : start + len(rows)])
 
     def _recall_on_device(self, recall: Recall, start: int, num_rows: int) -> None:
-        """One lap: all rows of the part meet many others at a time."""
+        """Do one lap: all rows of the part are compared with many others at a time."""
         ring = self.ring
         part = DeviceBlock(ring.rounded[start : start + num_rows], ring.first + start)
         for first, rows_LD in ring.blocks():
@@ -157,7 +157,7 @@ class _Work:
                 self.watch.advance(num_rows * len(others_ND))
 
     def _recall(self, engine: BlockProducts, recall: Recall, first: int, end: int) -> None:
-        """One lap: the rows of classes ``first`` … ``end`` − 1 meet every other."""
+        """Do one lap: the rows of classes ``first`` … ``end`` − 1 are compared with all others."""
         ring = self.ring
         rows = ring.own[first - ring.first : end - ring.first]
         part = [
@@ -179,15 +179,15 @@ class _Work:
 
 
 class _OfAnother(Exception):
-    """Another rank has failed."""
+    """Failure of another rank."""
 
 
 _ROUNDED, _EXACT = 1, 2
-"""What goes around in a lap: rows as products take them, on the device, or what unit rows are made of."""
+"""Kinds of rows sent in a lap: rows as products take them, on the device, or the sources of unit rows."""
 
 
 class _Ring:
-    """All rows as the refiner reads them, in laps: the own block, then those of the other ranks as they pass by."""
+    """All rows as the refiner reads them, in laps: the own block, then those of the other ranks in turn."""
 
     held = False
 
@@ -213,7 +213,7 @@ class _Ring:
         self.rounded = torch.empty(0)
 
     def prepare(self) -> None:
-        """Make unit rows of the own ones, and room for visiting ones. Raises NonFinite."""
+        """Make unit rows of the own ones, and memory for visiting ones. Raises NonFinite."""
         room = max(self._sizes) if self._link.world_size > 1 else 0
         self._visiting[_EXACT] = self._exact.new_empty(room, self.dim)
         if len(self.own) and (bad := ops.make_unit_rows(self.own, self._threads)) >= 0:
@@ -227,7 +227,7 @@ class _Ring:
             self._round_to(self.rounded)
 
     def ranges(self) -> Iterator[tuple[int, int]]:
-        """A lap, for which all ranks are asked to pass blocks on."""
+        """Yield the ranges of a lap, in which all ranks pass blocks on."""
         for _ in self._lap(_EXACT):
             yield from self._ranges_here()
 
@@ -238,19 +238,19 @@ class _Ring:
             yield start, min(start + rows, stop)
 
     def read(self, start: int, stop: int) -> Floats:
-        """Unit rows of the block that is here."""
+        """Return unit rows of the present block."""
         first = self._firsts[self._from]
         if self._from == self._link.rank:
             return self.own[start - first : stop - first]
         rows_ND = self._here[start - first : stop - first]
         if rows_ND.dtype == torch.float32:
-            return rows_ND.numpy()  # unit rows travel
+            return rows_ND.numpy()  # unit rows are sent
         unit_ND: Floats = rows_ND.float().numpy()
         ops.make_unit_rows(unit_ND, self._threads)
         return unit_ND
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
-        """A lap: first class and rows of each rank's block, as products take them."""
+        """Yield, in a lap, the first class and rows of each rank's block, as products take them."""
         for _ in self._lap(_ROUNDED):
             rows_LD = self.rounded if self._from == self._link.rank else self._here
             if rows_LD.dtype != self.rounded.dtype or rows_LD.device != self.rounded.device:
@@ -265,7 +265,7 @@ class _Ring:
         return out_LD
 
     def _lap(self, wants: int) -> Iterator[None]:
-        """Once for each rank, whose block is here then; if any rank wants them exact, all get them so."""
+        """Yield once for each rank, whose block is present then; if any rank wants exact rows, all get them."""
         kind = self.agree_on_wants(wants)
         if not kind:
             return
@@ -280,12 +280,13 @@ class _Ring:
             yield
 
     def serve(self) -> None:
-        """Pass blocks on until no rank wants them any more."""
+        """Pass blocks on until no rank needs them."""
         while list(self._lap(0)):
             pass
 
     def agree_on_wants(self, wants: int = 0, *, failed: bool = False) -> int:
-        """The most that any rank wants. Raises unless all are well; what this rank has failed by is not for here."""
+        """Return the most that any rank wants. Raises if another rank has failed; this rank's error is raised
+        elsewhere."""
         of_ranks = self._link.exchange([wants, failed])
         bad = [rank for rank, (_, failure) in enumerate(of_ranks) if failure]
         if bad and not failed:
@@ -294,7 +295,7 @@ class _Ring:
 
 
 class _Watch:
-    """Counts what is done; asks whether to go on."""
+    """Counter of the work done; checks for cancellation."""
 
     def __init__(self, ring: _Ring, progress: OnPairs | None, cancelled: Callable[[], bool]) -> None:
         self._done, self._all = 0, len(ring.own) * ring.num_rows

@@ -1,7 +1,7 @@
-"""Where the graph of a head comes from if its rows are in a cluster: built here from pulled rows, or by the cluster's
-graph service and then loaded whole, since heads select by themselves (``docs/decisions/0016``).
+"""Graphs of a head whose rows are in a cluster: built here from pulled rows, or by the cluster's graph service and then
+loaded whole, since heads select by themselves (``docs/decisions/0016``).
 
-Costs of the service: no operations here and no pull of rows; 4·C·k + 8·C bytes come over the wire for each graph.
+Costs of the service: no operations here and no pull of rows; 4·C·k + 8·C bytes are received for each graph.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from geartrain.bridge.rows.tables import ReadableTable
 
 
 class TableGraphs:
-    """Implements ``GraphSource``: the service builds, unless classes are retired."""
+    """Implementation of ``GraphSource``: the service builds, unless classes are retired."""
 
     parts = None
 
     def __init__(self, table: ReadableTable, service: GraphCalls | None = None) -> None:
-        """``service``: that of the cluster; None: there is none."""
+        """``service`` is that of the cluster; None: there is none."""
         self._table, self._service = table, service
 
     def rows(self, live_classes: LiveClasses, step: int, *, beside_training: bool = False) -> GraphRows:
@@ -36,33 +36,34 @@ class TableGraphs:
 
 
 class PulledRows(TableRows):
-    """The rows of the living classes, pulled while the graph is built in this process."""
+    """Rows of the living classes, pulled while the graph is built in this process."""
 
     one_at_a_time = False
 
     def build(
         self, k: int, progress: Callable[[int, int], None] | None, cancelled: Callable[[], bool]
     ) -> NeighbourTable:
-        # Only a head that selects by a graph loads the builder.
+        # Import here: only heads that select by a graph need the builder.
         from geartrain.ams.graph.building.builder import build_neighbours
 
         return build_neighbours(self, k, progress=progress, cancelled=cancelled)
 
 
 class ServedRows:
-    """The rows of a head's table, as the service of their cluster reads them."""
+    """Rows of a head's table, as the cluster's graph service reads them."""
 
     one_at_a_time = True
 
     def __init__(self, service: GraphCalls, spec: TableSpec, step: int) -> None:
-        """``step`` is that of the rows."""
+        """``step`` is the step of the rows."""
         self._service, self._spec, self._step = service, spec, step
 
     def build(
         self, k: int, progress: Callable[[int, int], None] | None, cancelled: Callable[[], bool]
     ) -> NeighbourTable:
-        """The graph of the rows as the service finds them. Raises as :meth:`GraphCalls.build`; SpecMismatch if another
-        job had one of another k or size built meanwhile, TableNotFound if the table is another one of its name."""
+        """Return the graph of the rows as the service finds them. Raises as :meth:`GraphCalls.build`; SpecMismatch if
+        another job had one of another k or size built meanwhile, TableNotFound if the table was replaced by another of
+        its name."""
 
         total = 0
 
