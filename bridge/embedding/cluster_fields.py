@@ -80,7 +80,7 @@ class ClusterFields(GroupRows):
             self.is_bounded,
         )
         self.write_logs = list(dict.fromkeys(table.write_log for table in self._tables))
-        # Those whose rows are pulled come first.
+        # Fields whose rows are pulled come first.
         self._order = sorted(settings.with_rows, key=lambda number: self._fields[number].where == "hosted")
         self._num_pulled = sum(field.where != "hosted" for field in with_rows)
         self._kinds = [

@@ -83,14 +83,14 @@ class EmbeddingGroup(nn.Module):
             per_node: In a batch with levels (``gt.TreeSamples``, or samples with ``dedup``) ids are looked up and
                 pooled once for each of the N nodes of a level. False: every sample receives its node's vector. True:
                 the result holds one vector a node, [N, D], for ``gt.per_level`` and ``gt.LevelLinear``.
-            rows: ``"pull"``: the rows are in the cluster, and those of a batch travel. ``"ranks"``: they are on the
+            rows: ``"pull"``: the rows are in the cluster, and those of a batch are pulled. ``"ranks"``: they are on the
                 devices of the ranks (``process_group``; without torch.distributed this process alone), each table split
                 by its rows, and there is no cluster. Without ``num_rows`` of a field, look-ups in training create rows,
                 and the room for them doubles as needed. Every rank runs forward and backward on its own batch, and all
                 step together: rows change once, by the average of the ranks' gradients, as in mode "sync". Rows move
-                with ``.to(device)``. Cost of a step for N ids on a rank, whatever the number of
-                fields: one exchange of counts between the hosts, three all-to-alls (16·N bytes of ids, 4·D for
-                each bag and rank that has ids of it, and as much for its gradient) and an all-reduce of one number.
+                with ``.to(device)``. Cost of a step for N ids on a rank, whatever the number of fields: one exchange of
+                counts between the hosts, three all-to-alls (16·N bytes of ids, 4·D for each bag and rank that has ids
+                of it, and as much for its gradient) and an all-reduce of one number.
             device_cache_bytes: Memory on the module's device to cache rows of frequent ids, which need no pull then.
                 Cached rows equal those of the shards; under SSP they are as old as it allows. Not available where
                 ranks step together (``mode="sync"``), nor with fields of pooling "max" or ``where="hosted"``. 0: no

@@ -1,9 +1,9 @@
-"""Fields whose bags are pooled beside the rows: what travels is ids and one vector a bag, and no row.
+"""Fields whose bags are pooled beside the rows: ids and one vector a bag are sent, no rows.
 
 Per batch, table and shard one request each way in the forward pass and one for the step. For N ids in B bags, U of them
-distinct, of width D: 8·U + 4·N + 4·B bytes (4·N more of weights) go up and 4·B·D come down; the step takes all of it up
-once more, with 4·B·D bytes of gradients (``docs/decisions/0015-hosted-models-keep-nothing.md``). Only bags that have
-ids on a shard are told it. Pulled, it is 8·U up and 4·U·D down, and both up at the step.
+distinct, of width D: 8·U + 4·N + 4·B bytes (4·N more of weights) are sent and 4·B·D received; the step sends all of it
+again, with 4·B·D bytes of gradients (``docs/decisions/0015-hosted-models-keep-nothing.md``). A shard gets only bags
+that have ids there. Pulled rows take 8·U up and 4·U·D down, and both up at the step.
 """
 
 from __future__ import annotations
@@ -31,26 +31,27 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float32]
 ShardInputs = list[list[HostedInputs]]
-"""What an update takes, of each shard."""
+"""Inputs of an update, by shard."""
 
 
 class _Part(NamedTuple):
-    """The bags of one feature that have ids on one shard."""
+    """Bags of one feature that have ids on one shard."""
 
     bags: npt.NDArray[np.intp] | None
-    """Their numbers [B']; None: all of them."""
+    """Numbers of the bags [B']; None: all of them."""
     arrays: dict[str, npt.NDArray[Any]]
-    """``ids``, ``places``, ``counts``, ``weights`` of :class:`~geartrain.ams.programs.bag_pooling.BagPoolingModel`."""
+    """Arrays ``ids``, ``places``, ``counts``, ``weights`` of
+    :class:`~geartrain.ams.programs.bag_pooling.BagPoolingModel`."""
 
 
 class HostedLookup:
-    """The hosted features of one batch."""
+    """Hosted features of one batch."""
 
     def __init__(self, fields: Sequence[Field], features: Sequence[FeatureIds], tables: Sequence[Table]) -> None:
-        """``tables`` are all of the group. Raises InvalidIds."""
+        """``tables`` are all tables of the group. Raises InvalidIds."""
         self._features = features
         self._tables = tables
-        # Each by itself: what a shard is told of a feature stands alone.
+        # Each by itself: a shard's part of a feature is independent.
         apart = [feature._replace(table=number) for number, feature in enumerate(features)]
         self._lookup = lookup = merged_ids(fields, apart, [tables[feature.table].spec.num_rows for feature in features])
         self._calls = {table: tables[table].hosted(NAME) for table in sorted({feature.table for feature in features})}
@@ -61,7 +62,8 @@ class HostedLookup:
         ]
 
     def with_ids(self, pulled: Sequence[Ids]) -> list[Ids]:
-        """Of each table the ids that are ``pulled``, or where none are those looked up here; some of these twice."""
+        """Return the ids of each table that are ``pulled``, or where none are those looked up here; some of these
+        twice."""
         found = list(pulled)
         for feature, ids in zip(self._features, self._lookup.ids, strict=True):
             if not len(pulled[feature.table]):
@@ -69,7 +71,7 @@ class HostedLookup:
         return found
 
     def vectors(self) -> list[Floats]:
-        """The vectors [B, D] of each feature."""
+        """Return the vectors [B, D] of each feature."""
         vectors = [
             np.zeros((feature.num_vectors, self._tables[feature.table].spec.dim), np.float32)
             for feature in self._features
@@ -90,7 +92,8 @@ class HostedLookup:
         return vectors
 
     def updates(self, upstream: Sequence[Floats | None]) -> dict[int, ShardInputs]:
-        """What is to be pushed to each table, of gradients [B, D] of the vectors; None: a feature was not used."""
+        """Return the inputs of each table's push, from gradients [B, D] of the vectors; None: a feature was not
+        used."""
         updates: dict[int, ShardInputs] = {}
         unused = {number for number, gradient in enumerate(upstream) if gradient is None}
         scaled = {
@@ -108,7 +111,7 @@ class HostedLookup:
         return updates
 
     def _of_table(self, table: int, calls: HostedCalls) -> list[list[tuple[int, _Part]]]:
-        """For each shard the features of a table that have ids there: their numbers and parts."""
+        """Return for each shard the features of a table that have ids there: their numbers and parts."""
         own = [number for number, feature in enumerate(self._features) if feature.table == table]
         return [
             [(number, self._parts[number][shard]) for number in own if len(self._parts[number][shard].arrays["places"])]
@@ -117,12 +120,12 @@ class HostedLookup:
 
 
 class HostedUpdate:
-    """The update of one table, ready to be sent; whoever reads ahead is told which rows it touches."""
+    """Prepared update of one table; write logs learn which rows it changes."""
 
     def __init__(self, table: Table, inputs: ShardInputs, step: int, settings: PushSettings) -> None:
-        """``step`` is the worker's, for a table that asks. Raises what ``prepare_update`` does."""
+        """``step`` is the worker's, for a table that uses it. Raises as ``prepare_update``."""
         self._table = table
-        if table.spec.asks_for_clock:  # told once: whatever is sent again is the same
+        if table.spec.asks_for_clock:  # reported once: a repetition is the same
             clock = {"worker_step": float(step), "unix_seconds": time.time()}
             inputs = [[replace(it, settings=clock) for it in its] for its in inputs]
         self._inputs = inputs
@@ -130,7 +133,7 @@ class HostedUpdate:
         self._logged: int | None = None
 
     def send(self) -> None:
-        """To the shards that have not answered."""
+        """Send the update to the shards that have not answered."""
         log = self._table.write_log
         if self._logged is None:
             none = np.empty(0, np.int64)
@@ -140,7 +143,7 @@ class HostedUpdate:
         self._finish()
 
     def abandon(self) -> None:
-        """Give it up."""
+        """Abandon the update."""
         self._write.abandon()
         self._finish()
 
@@ -152,7 +155,7 @@ class HostedUpdate:
 def row_inputs(
     ids: Ids, gradients: Floats, occurrences: npt.NDArray[np.uint32] | None, calls: HostedCalls, table: Table
 ) -> ShardInputs:
-    """Gradients of rows that were pulled, as an update of the same table takes them beside its bags."""
+    """Return gradients of pulled rows in the form of an update of the same table, beside its bags."""
     inputs: ShardInputs = [[] for _ in range(calls.view.num_shards)]
     for shard, where in _routes(ids, calls, table):
         own: Any = slice(None) if where is None else where
@@ -173,7 +176,7 @@ def _routes(ids: Ids, calls: HostedCalls, table: Table) -> list[tuple[int, Ids |
 
 
 def _joined(parts: Sequence[_Part]) -> Mapping[str, npt.NDArray[Any]]:
-    """The bags of several features as those of one."""
+    """Return the bags of several features as those of one."""
     if len(parts) == 1:
         return parts[0].arrays
     places, first = [], 0
@@ -191,13 +194,13 @@ def _joined(parts: Sequence[_Part]) -> Mapping[str, npt.NDArray[Any]]:
 
 
 def _bag_of(feature: FeatureIds) -> npt.NDArray[np.intp]:
-    """The bag of each id [N]."""
+    """Return the bag of each id [N]."""
     counts = feature.bags if isinstance(feature.bags, int) else np.diff(feature.bags)
     return np.repeat(np.arange(feature.num_vectors), counts)
 
 
 def _factors(feature: FeatureIds, places: npt.NDArray[np.int32]) -> Floats | None:
-    """What the sum of each bag is multiplied by [B]: 1 / Σ w or 1 / √Σ w² over the ids that are no padding."""
+    """Return the factor of each bag's sum [B]: 1 / Σ w or 1 / √Σ w² over the ids except padding."""
     if feature.pooling == "sum":
         return None
     weights = (places >= 0).astype(np.float64)
@@ -205,7 +208,7 @@ def _factors(feature: FeatureIds, places: npt.NDArray[np.int32]) -> Floats | Non
         weights *= feature.weights
     if feature.pooling == "sqrtn":
         weights *= weights
-    # Of no ids at all it counts in integers.
+    # Without ids it counts in integers.
     totals = np.bincount(_bag_of(feature), weights, feature.num_vectors).astype(np.float64, copy=False)
     if feature.pooling == "sqrtn":
         totals = np.sqrt(totals)
@@ -213,9 +216,9 @@ def _factors(feature: FeatureIds, places: npt.NDArray[np.int32]) -> Floats | Non
 
 
 def _cut(feature: FeatureIds, ids: Ids, places: npt.NDArray[np.int32], calls: HostedCalls, table: Table) -> list[_Part]:
-    """What each shard is told of a feature."""
+    """Return each shard's part of a feature."""
     num_shards = calls.view.num_shards
-    shard_of = np.full(len(ids) + 1, -1, np.int32)  # the last one: of padding, whose place is -1
+    shard_of = np.full(len(ids) + 1, -1, np.int32)  # the last one is for padding, whose place is -1
     place_there = np.zeros(len(ids) + 1, np.int32)
     ids_of: list[Ids] = [np.empty(0, np.int64)] * num_shards
     for shard, where in _routes(ids, calls, table):
@@ -231,7 +234,7 @@ def _cut(feature: FeatureIds, ids: Ids, places: npt.NDArray[np.int32], calls: Ho
 
 
 def _part(feature: FeatureIds, ids: Ids, places: npt.NDArray[np.int32], here: npt.NDArray[np.intp] | None) -> _Part:
-    """``places`` [N] among the ``ids`` of a shard, which has those at the positions ``here``, rising; None: all."""
+    """``places`` [N] among a shard's ``ids``, which are at the positions ``here``, ascending; None: all."""
     size = feature.bags
     ends = np.arange(0, len(places) + 1, size) if isinstance(size, int) else size
     counts = np.diff(ends if here is None else np.searchsorted(here, ends)).astype(np.int32)

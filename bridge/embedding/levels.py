@@ -76,7 +76,7 @@ class _Expand(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        # A bag of samples for each node: many times as fast as adding row by row.
+        # Bags of samples, one a node: many times as fast as adding row by row.
         order, starts = (item.to(upstream.device) for item in ctx.nodes.by_node)
         shape = (ctx.nodes.count, *upstream.shape[1:])
         if not upstream.numel():
@@ -99,12 +99,12 @@ def per_level(module: Callable[..., Any], batch: Any, level: str, *inputs: Any, 
         users = gt.per_level(user_tower, batch, "user", vectors["user"], vectors["history"])   # [B, D]
 
     Args:
-        module: Anything that maps tensors [N, ...] to tensors [N, ...], or to a tuple, list or dict of them; each row
+        module: Function of tensors [N, ...] that returns tensors [N, ...], or a tuple, list or dict of them; each row
             from its own row alone. One that mixes rows (batch norm) sees every node once.
-        batch: Of ``gt.TreeSamples``, or of samples with ``dedup``. Of a batch without levels the result is that of
-            ``module``, so that one model takes both.
+        batch: Batch of ``gt.TreeSamples``, or of samples with ``dedup``. For a batch without levels the result is
+            that of ``module``, so that one model takes both.
         level: Name of the level.
-        inputs: Of the nodes, as the vectors of a group with ``per_node=True`` and the columns of the level are.
+        inputs: Tensors of the nodes: vectors of a group with ``per_node=True``, or columns of the level.
         settings: Named arguments of ``module``.
 
     Returns the result with B rows instead of N; gradients are summed by node. Raises InvalidArgument.

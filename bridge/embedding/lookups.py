@@ -55,9 +55,9 @@ class BatchRows:
         lookup: Lookup,
         hosted: HostedLookup | None,
     ) -> None:
-        """Of each table distinct ids [U] and memory for their rows [U, D], which :func:`pull` fills. ``hosted`` are the
-        features whose rows are not pulled: they come when vectors are made, as they are then. ``given`` are the ids of
-        all fields, those last; None: each field's vectors are to be as they come.
+        """``lookup`` holds for each table distinct ids [U] and memory for their rows [U, D], filled by :func:`pull`.
+        ``hosted`` are the features whose rows are not pulled: their vectors are computed later, from the rows of that
+        time. ``given`` are the ids of all fields, hosted ones last; None: vectors need no shaping.
         """
         self.plan, self.tables, self.is_bounded = plan, plan.tables, plan.is_bounded
         self.features, self.given, self.lookup, self.hosted = features, given, lookup, hosted
@@ -66,22 +66,21 @@ class BatchRows:
             np.empty((len(own), dim), dtype) for own, dim, dtype in zip(self.ids, plan.dims, plan.dtypes, strict=True)
         ]
         self.pulled_at: list[tuple[int, ...] | None] = [None] * len(self.ids)
-        """Write counts of each table by shard, when the oldest of these rows was read; None: none of its rows was
-        read."""
+        """Write counts of each table by shard, when the oldest of these rows was read; None: no row was read."""
         self.is_pulled = False
         self._incarnations = [table.incarnation for table in plan.tables]
         self.on_device: Sequence[Tensor] = ()
         """Rows [U, D] of all tables if caches on a device hold them; ``rows`` is scratch then."""
         self._made: tuple[object, dict[EmbeddingUpdate, tuple[EmbeddingGradient, Tensor]]] | None = None
-        """The upstream gradients, and the row gradients made of them that updates have not taken yet."""
+        """Upstream gradients, and row gradients made of them that updates have not taken yet."""
 
     def outdated(self, number: int, touched: Sequence[Ids]) -> npt.NDArray[np.intp]:
         """Return the places of a table's rows that may have changed, after this process wrote the ids ``touched``."""
         table, own = self.tables[number], self.ids[number]
-        is_another = table.incarnation != self._incarnations[number]  # it was restored
+        is_another = table.incarnation != self._incarnations[number]  # the table was restored
         self._incarnations[number] = table.incarnation
         if is_another or not self.is_pulled or (touched and (self.is_bounded or table.spec.counts_steps)):
-            return np.arange(len(own))  # others may have written any row, or rows move with every step
+            return np.arange(len(own))  # any row may have changed: others write, or rows move with every step
         is_touched = np.zeros(len(own), np.bool_)
         for ids in touched:
             is_touched[self.lookup.places_among(number, ids)] = True
@@ -90,7 +89,7 @@ class BatchRows:
     def vectors(self, device: torch.device, *, want_gradient: bool) -> tuple[Tensor, ...]:
         """Return the vectors, float32 [V, D], of each feature and hosted feature, on ``device``. Call it once."""
         self._device, self._rows_versions = device, [update.rows_version for update in self.plan.updates]
-        rows, self.rows = self.rows, []  # none of them is needed again
+        rows, self.rows = self.rows, []  # the rows are not needed again
         if self.on_device:
             places = [self.lookup.places_of(number) for number in range(len(self.features))]
             found, self.on_device = pooled_on_device(self.features, places, self.on_device), ()
@@ -107,7 +106,7 @@ class BatchRows:
         if self._made is None or self._made[0] is not upstream:
             self._made = upstream, self._gradients(upstream)
         if (made := self._made[1].pop(update, None)) is not None:
-            update.add(*made, 1)  # ranks weigh alike, as in DDP's average
+            update.add(*made, 1)  # ranks have equal weight, as in DDP's average
 
     def _gradients(self, upstream: Sequence[Tensor | None]) -> dict[EmbeddingUpdate, tuple[EmbeddingGradient, Tensor]]:
         """Return the gradient for each update, from those of the vectors (None: the vector was not used)."""
@@ -129,7 +128,7 @@ class BatchRows:
         if self.hosted is not None:
             bags = self.hosted.updates(of_bags)
             of_bag_squares = sum(squares_of(bag) for bag in of_bags if bag is not None)
-        # One checksum tells whether all are finite; each optimizer sees that of all tables.
+        # One checksum covers all; each optimizer gets that of all tables.
         checksum = torch.tensor(squares + of_bag_squares)
         found, first = {}, 0
         for update in self.plan.updates:
@@ -146,7 +145,7 @@ class BatchRows:
     def _of_tables(
         self, update: EmbeddingUpdate, first: int, sums: list[npt.NDArray[np.float32]], unused: list[int]
     ) -> dict[int, TableGradient]:
-        """Return gradients by place in ``update``; ``first`` is the number here of the first of its tables."""
+        """Return gradients by place in ``update``; ``first`` is the number of its first table here."""
         tables, facts = {}, update.facts()
         for place, number in enumerate(range(first, first + len(update.tables))):
             ids, rows, counts = self.ids[number], sums[number], None

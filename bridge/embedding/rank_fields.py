@@ -1,7 +1,7 @@
-"""The rows of a group on the ranks' devices: each table is split by rows over the ranks.
+"""Rows of a group on the ranks' devices: each table is split by rows over the ranks.
 
-Every rank looks up its own batch: ids travel to the ranks of their rows, which add the rows of each bag up, and one
-vector a bag and rank travels back; gradients go the same way. With one rank nothing travels. Cost of a step of several,
+Every rank looks up its own batch: ids are sent to the ranks of their rows, which add up the rows of each bag and return
+one vector a bag and rank; gradients take the same way. A single rank sends nothing. Cost of a step of several ranks,
 whatever the number of fields: one exchange between the hosts, three all-to-alls
 (:mod:`geartrain.bridge.placements.device_lookup`), and an all-reduce of one number.
 """
@@ -44,7 +44,7 @@ from geartrain.bridge.rows.transfers import Readback, packed
 
 
 class RankBatch:
-    """The ids of one batch on the device of the rows; or why they cannot be looked up, which all ranks then hear."""
+    """Ids of one batch on the device of the rows; or the error of their look-up, of which all ranks then learn."""
 
     tables = ids = rows = ()  # nothing is pulled ahead
 
@@ -57,22 +57,22 @@ class RankBatch:
     ) -> None:
         self.given = given
         self.asked, self.status = asked, status
-        """Of the fields with rows, and what is wrong with their ids (``index_fields``)."""
+        """Ids of the fields with rows, and the status of their check (``index_fields``)."""
         self.failure = failure
         self.is_bounded = False
 
 
 class RankTablesUpdate(DeviceUpdate[RowGradients]):
-    """The update of several tables, under the names of all."""
+    """Update of several tables, named after all."""
 
     @property
     def name(self) -> str:
-        """Of the tables."""
+        """Names of the tables."""
         return ", ".join(table.spec.name for table in self.tables)
 
 
 class RankFields(GroupRows):
-    """Implements :class:`GroupRows`."""
+    """:class:`GroupRows` on the devices of the ranks."""
 
     summary = "rows are here, split over the ranks"
 
@@ -98,7 +98,7 @@ class RankFields(GroupRows):
         self._tables = [tables[name] for name in self._names]
         self._num_rows = [table.spec.num_rows for table in self._tables]
         self._under_way: deque[tuple[Readback, Sequence[FieldIds]]] = deque()
-        """What is wrong with the ids of batches, and these."""
+        """Statuses of checked ids on their way to the host, with the ids."""
         self.write_logs = []
         self._with_rows = settings.with_rows
 
@@ -126,7 +126,7 @@ class RankFields(GroupRows):
             return RankBatch((), None, None, exc)
 
     def _asked(self, given: list[FieldIds]) -> RankBatch:
-        """The batch on the device: one copy of ids and offsets, and one of weights if there are any."""
+        """Copy the batch to the device: one copy of ids and offsets, and one of weights if there are any."""
         device, fields = self._device, [self._fields[number] for number in self._with_rows]
         for number, field in enumerate(self._fields):
             if field.features is not None:
@@ -144,7 +144,7 @@ class RankFields(GroupRows):
             for field, ids in zip(fields, own, strict=True)
         ]
         jagged = [place for place, ids in enumerate(own) if not isinstance(ids.bags, int)]
-        jagged.sort(key=lambda place: shapes[place].length)  # those that are pooled by offsets first
+        jagged.sort(key=lambda place: shapes[place].length)  # fields pooled by offsets first
         bounds = [cast("Tensor", own[place].bags) for place in jagged]
         numbers = packed([*(ids.values for ids in own), *bounds], torch.int64, device)
         parts = numbers.split_with_sizes([*(len(ids.values) for ids in own), *map(len, bounds)])
@@ -154,7 +154,7 @@ class RankFields(GroupRows):
             plain = [one if ids.weights is None else ids.weights for ids, one in zip(own, ones, strict=True)]
             weights_N = packed(plain, torch.float32, device).to(torch.float32)
             weights = list(weights_N.split_with_sizes([len(ids.values) for ids in own]))
-            if any(ids.given_weights is not None for ids in own):  # those count later, so that they get a gradient
+            if any(ids.given_weights is not None for ids in own):  # they are applied later, so that they get a gradient
                 weights_N = torch.cat(
                     [
                         torch.ones_like(cast("Tensor", mine)) if ids.given_weights is not None else cast("Tensor", mine)
@@ -175,10 +175,10 @@ class RankFields(GroupRows):
         return RankBatch(given, AskedIds(self._tables, entries), status)
 
     def pull(self, merged: RankBatch) -> None:
-        """Rows are here."""
+        """Do nothing: the rows are here."""
 
     def _wrong(self, status: int, given: Sequence[FieldIds]) -> InvalidIds:
-        """The error for what :func:`index_fields` found."""
+        """Return the error for a status of :func:`index_fields`."""
         place, kind = len(self._with_rows) - status // 4, status % 4
         field, ids = self._fields[self._with_rows[place]], given[self._with_rows[place]]
         if kind == 2:
@@ -196,7 +196,7 @@ class RankFields(GroupRows):
         return out_of_range(field, feature, int(is_bad.nonzero()[0]), num_rows)
 
     def _late_failure(self) -> InvalidIds | None:
-        """What was wrong with the ids of an earlier batch on a device, which did not tell before."""
+        """Return the error of an earlier batch's ids on a device, whose check had not arrived."""
         while self._under_way and self._under_way[0][0].is_here:
             readback, given = self._under_way.popleft()
             if wrong := int(readback.values()):
@@ -221,7 +221,8 @@ class RankFields(GroupRows):
         if trained:
             call = _Call(self._updates, lookup, merged.status, 1 / ranks)
             stand_ins = [update.on(self._device) for update in trained]
-            found = Vectors.apply(call, trained, partial(lookup.vectors, agreed), *stand_ins)  # type: ignore[no-untyped-call]
+            # type: ignore[no-untyped-call]
+            found = Vectors.apply(call, trained, partial(lookup.vectors, agreed), *stand_ins)
         else:
             found = lookup.vectors(agreed)
         return [
@@ -231,9 +232,9 @@ class RankFields(GroupRows):
     def _agree(
         self, failure: GeartrainError | None, lookup: DeviceLookup | None, num_counts: int, *, trains: bool
     ) -> list[list[int]]:
-        """The counts of every rank's look-up. One exchange between the hosts.
+        """Return the counts of every rank's look-up. One exchange between the hosts.
 
-        If any rank cannot go on, every rank raises: its own error there, SyncError elsewhere.
+        If any rank cannot continue, every rank raises: its own error there, SyncError elsewhere.
         """
         counts = [0] * num_counts if lookup is None else lookup.counts
         refused = sum(update.pop_refused() for update in self._updates)
@@ -261,7 +262,7 @@ class RankFields(GroupRows):
 
 
 def _specs(settings: GroupSettings) -> dict[str, TableSpec]:
-    """The tables. Raises InvalidArgument for what rows on ranks have not."""
+    """Return the specs of the tables. Raises InvalidArgument for settings that rows on ranks do not support."""
     name = settings.name
     if settings.cluster is not None:
         raise InvalidArgument(
@@ -298,19 +299,19 @@ def _specs(settings: GroupSettings) -> dict[str, TableSpec]:
 
 
 def _is_by_id(field: Field, ids: FieldIds) -> bool:
-    """Whether each id has a vector of its own, of which those of bags are made here."""
+    """Return whether each id has its own vector, which this process pools if the field has bags."""
     return field.pooling in (None, "max") or ids.given_weights is not None
 
 
 def _finished(field: Field, ids: FieldIds, vectors: Tensor) -> Tensor:
-    """The vectors of a field, of those that were looked up: of its bags, or of its ids (of padding 0)."""
+    """Return the vectors of a field from those looked up: of its bags, or of its ids (padding is 0)."""
     if not _is_by_id(field, ids) or (field.pooling is None and ids.given_weights is None):
         return vectors
     return pooled(field, ids, vectors)
 
 
 class _Call:
-    """One forward pass: what was looked up, and where its row gradients go."""
+    """One forward pass: its look-up, and the targets of its row gradients."""
 
     def __init__(
         self,
@@ -319,15 +320,15 @@ class _Call:
         status: Tensor,
         weight: float,
     ) -> None:
-        """``weight``: of this rank's gradients among those of all ranks."""
+        """``weight`` is that of this rank's gradients among those of all ranks."""
         self._updates, self._lookup = updates, lookup
         self._weight, self._status = weight, status
         self._rows_versions = [update.rows_version for update in updates]
         self._made: tuple[object, dict[int, tuple[RowGradients, Tensor]]] | None = None
-        """As of :class:`~.lookups.BatchRows`."""
+        """Upstream gradients and row gradients, as in :class:`~.lookups.BatchRows`."""
 
     def queue_row_gradients(self, upstream: Sequence[Tensor | None], update: RankTablesUpdate) -> None:
-        """Add those of all ranks to the rows of ``update`` that are here; those of all updates are made at once."""
+        """Add all ranks' gradients of the rows of ``update`` here; the first call computes those of all updates."""
         if self._made is None or self._made[0] is not upstream:
             self._made = upstream, self._gradients(upstream)
         update.add(*self._made[1].pop(id(update)), 1)
@@ -344,6 +345,6 @@ class _Call:
             self._weight,
         )
         if self._status.device.type != "cpu":
-            checksum = torch.where(self._status == 0, checksum, torch.nan)  # of ids that cannot be: no row changes
+            checksum = torch.where(self._status == 0, checksum, torch.nan)  # for invalid ids: no row changes
         checksum = self._updates[0].table.link.sum(checksum)
         return {id(update): (gradient, checksum) for update, gradient in zip(self._updates, gradients, strict=True)}

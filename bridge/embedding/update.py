@@ -1,4 +1,4 @@
-"""The row gradients of several embedding tables that one optimizer trains: pushed at the step, each exactly once."""
+"""Row gradients of embedding tables that one optimizer trains: pushed at the step, each exactly once."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _INCARNATION, _SPEC = attrgetter("incarnation"), attrgetter("spec")
 
 
 class TableGradient(NamedTuple):
-    """The gradients of the rows of one table."""
+    """Gradients of the rows of one table."""
 
     ids: Ids
-    """[U], distinct."""
+    """Distinct ids [U]."""
     rows: npt.NDArray[np.float32]
-    """[U, D]."""
+    """Gradients [U, D]."""
     occurrences: npt.NDArray[np.uint32] | None = None
-    """[U]: how often each id was in the batch; None: the table does not ask."""
+    """Number of times that each id was in the batch [U]; None: the table does not use it."""
     pulled_at: tuple[int, ...] | None = None
-    """The writes that the table had had on each shard when the rows were pulled; None: it is not known."""
+    """Number of writes of the table on each shard when the rows were pulled; None: unknown."""
 
     def joined(self, other: TableGradient) -> TableGradient:
-        """The sum of both: of rows as old as the older ones."""
+        """Return the sum of both, with the age of the older rows."""
         both = np.concatenate([self.ids, other.ids])
         ids, places, rows = ops.merge_duplicates(both, np.concatenate([self.rows, other.rows]))
         occurrences = None
@@ -53,13 +53,13 @@ class TableGradient(NamedTuple):
 
 
 class EmbeddingGradient:
-    """Those of one or several micro-batches, by the place of the table among those of the update."""
+    """Gradients of one or several micro-batches, by the place of the table in the update."""
 
     def __init__(
         self, tables: dict[int, TableGradient], squares: float | None = None, bags: dict[int, ShardInputs] | None = None
     ) -> None:
-        """``squares`` is Σ g² over all ``tables``, in float64; None: it is to be computed. ``bags`` are gradients of
-        vectors that shards pool.
+        """``squares`` is Σ g² over all ``tables``, in float64; None: it is computed. ``bags`` are gradients of vectors
+        that shards pool.
         """
         self.tables, self.bags = tables, bags or {}
         self._squares = self._sum_squares() if squares is None else squares
@@ -79,7 +79,7 @@ class EmbeddingGradient:
         self._squares = self._sum_squares()
 
     def inputs(self, place: int, table: Table) -> ShardInputs:
-        """What a hosted update of a table takes of each shard: of bags, and of rows that were pulled."""
+        """Return the inputs of each shard for a hosted update of a table: of bags, and of pulled rows."""
         calls = table.hosted(NAME)
         bags = self.bags.get(place) or [[] for _ in range(calls.view.num_shards)]
         if place not in self.tables:
@@ -90,15 +90,15 @@ class EmbeddingGradient:
 
     @property
     def squares(self) -> Tensor | None:
-        """Σ g² (0-dim, float64); None where shards alone know some of the gradients."""
+        """Σ g² (0-dim, float64); None where only shards know some of the gradients."""
         return None if self.bags else torch.tensor(self._squares, dtype=torch.float64)
 
     def squared_norm(self) -> float:
-        """Σ g² over :attr:`tables`, in float64."""
+        """Return Σ g² over :attr:`tables`, in float64."""
         return self._squares
 
     def discard(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: no memory is pooled."""
 
 
 def _none_of(table: Table) -> TableGradient:
@@ -106,32 +106,32 @@ def _none_of(table: Table) -> TableGradient:
 
 
 def _older(one: tuple[int, ...] | None, other: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Of each shard the lower number of writes that is known (-1: it is not)."""
+    """Return the lower known number of writes for each shard (-1: unknown)."""
     if one is None or other is None:
         return other if one is None else one
     return tuple(max(both) if -1 in both else min(both) for both in zip(one, other, strict=True))
 
 
 def squares_of(rows: npt.NDArray[np.float32]) -> float:
-    """Σ g² of gradients [..., D], in float64."""
+    """Return Σ g² of gradients [..., D], in float64."""
     wide = rows.reshape(-1).astype(np.float64)
     return float(np.vdot(wide, wide))
 
 
 class StepFacts(NamedTuple):
-    """What the settings of tables ask of a step; they may be altered."""
+    """Needs of a step by the tables' settings, which may be altered."""
 
     specs: list[TableSpec]
     optimizers: set[RowOptimizerSpec]
-    """Several where that of some was altered."""
+    """Optimizers of the tables: several where that of some was altered."""
     counting: list[int]
-    """Places of those that are told how often each id was in the batch."""
+    """Places of tables that use the number of times that each id was in the batch."""
     moving: list[int]
-    """Places of those whose rows move at steps that do not touch them, too."""
+    """Places of tables whose rows also move at steps that do not touch them."""
 
 
 class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
-    """See the module."""
+    """Pending update of the tables of one optimizer."""
 
     table: Table
 
@@ -144,8 +144,8 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         pace: Pace | None = None,
         caches: Sequence[RowCache] = (),
     ) -> None:
-        """The tables have one optimizer; at the places ``hosted`` there are bags that shards pool. ``ranks`` train the
-        tables together; None: this process by itself, at ``pace``. ``caches`` keep rows of all tables, or none.
+        """The tables have one optimizer; those at the places ``hosted`` have bags that shards pool. ``ranks`` train the
+        tables together; None: this process by itself, at ``pace``. ``caches`` keep rows of all tables, or are empty.
         """
         super().__init__()
         self.tables = tuple(tables)
@@ -156,17 +156,17 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         self.ranks, self.pace = ranks, pace
         self._facts = StepFacts([], set(), [], [])
         self._has_begun = False
-        """Whether a step has begun that has not ended: it keeps its optimizer and factor."""
+        """Whether a step has started and not ended: it keeps its optimizer and factor."""
         self._write: RowWrite | None = None
-        """Its push of rows, of all tables."""
+        """Push of the step's rows, of all tables."""
         self._hosted_writes: list[HostedUpdate] = []
-        """Its hosted updates that are not sent yet."""
+        """Hosted updates of the step that are not sent yet."""
         self._follow: Callable[[], None] | None = None
-        """What the caches make of the push once it is applied."""
+        """Function that updates the caches once the push is applied."""
 
     @property
     def name(self) -> str:
-        """Of the tables."""
+        """Names of the tables."""
         return self._name
 
     @property
@@ -174,7 +174,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         return self.generation, tuple(map(_INCARNATION, self.tables))
 
     def facts(self) -> StepFacts:
-        """What the tables ask for now."""
+        """Return the needs of the tables now."""
         specs = list(map(_SPEC, self.tables))
         if specs != self._facts.specs:
             counting = [place for place, spec in enumerate(specs) if spec.counts_occurrences]
@@ -183,7 +183,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         return self._facts
 
     def require_no_step(self) -> None:
-        """Raise InvalidArgument if a step has begun and not ended."""
+        """Raise InvalidArgument if a step has started and not ended."""
         if self._has_begun:
             raise InvalidArgument(
                 f"the last step() stopped with an error before all gradients of {self.name} were pushed; call step() "
@@ -191,7 +191,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
             )
 
     def prepare(self, optimizer: RowOptimizerSpec) -> Sequence[RowWrite]:
-        """See the base class: one push of all tables, and an update of each hosted one."""
+        """Prepare one push of all tables, and an update of each hosted one."""
         pending = self._pending
         if not self._has_begun and pending is not None and self.carrier.grad is not None:
             scalars: dict[str, float] = {}
@@ -219,7 +219,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         return () if self._write is None else (self._write,)
 
     def _prepare_hosted(self, pending: EmbeddingGradient, pulled: Set[int], settings: PushSettings) -> None:
-        """Of a table with hosted bags those and the pulled rows are one write, so that a row moves once."""
+        """Prepare one write for each table with hosted bags, of those and its pulled rows, so that a row moves once."""
         for place in sorted(self._hosted & (pulled | pending.bags.keys())):
             inputs = pending.inputs(place, self.tables[place])
             self._hosted_writes.append(HostedUpdate(self.tables[place], inputs, self.step, settings))
@@ -229,7 +229,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
     ) -> None:
         tables = list(map(self.tables.__getitem__, pulled))
         ids, rows, occurrences, pulled_at = zip(*pulled.values(), strict=True)
-        # Their squares are finite, or check_finite() would have said so; the product is looked at there.
+        # Their squares are finite, or check_finite() would have raised; the product is checked there.
         self._write = prepare_pushes(
             tables, ids, rows, occurrences=occurrences, pulled_at=pulled_at, step=self.step, **settings
         )
@@ -245,7 +245,8 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         super().hand_over()
 
     def apply(self, optimizer: RowOptimizerSpec) -> None:
-        """Push what is pending, then forget it. After an error a second call sends what is left; none applies twice."""
+        """Push pending gradients, then drop them. After an error a second call sends the rest; none is applied
+        twice."""
         if not self._has_begun:
             self.prepare(optimizer)
         if not self._has_begun:  # nothing is pending
@@ -262,12 +263,13 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
             self.ranks.sequence += 1
         self.discard()
         if follow is not None:
-            follow()  # at last: an error takes no push back
+            follow()  # last: an error does not undo the push
         for cache in self._caches:
             cache.drop_written()
 
     def _squared_norm(self, pending: EmbeddingGradient, factor: float) -> float:
-        """With ranks every row gradient of each travels to all; of hosted tables every shard is asked."""
+        """Return Σ g². With ranks every rank's row gradients are sent to all; for hosted tables every shard is
+        asked."""
         ranks = self.ranks
         if ranks is None and not self._hosted:
             return super()._squared_norm(pending, factor)
@@ -280,7 +282,7 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
                 "their norm. Keep these rows out of clip_grad_norm_, or give the fields where='pull'"
             )
         total = float(ranks.sum(torch.tensor(float(self._samples))))
-        weight = factor * self._samples / total if total else 0.0  # as the shards weigh them
+        weight = factor * self._samples / total if total else 0.0  # the weight that shards use
         squares = 0.0
         for place, table in enumerate(self.tables):
             mine = pending.tables.get(place) or _none_of(table)
@@ -295,13 +297,13 @@ class EmbeddingUpdate(PendingUpdate[EmbeddingGradient]):
         return float(sum(float(answer["squared_norm"][0]) for answer in answers))
 
     def discard(self) -> None:
-        """Forget what is pending."""
+        """Drop pending gradients."""
         if self._has_begun:
             self._abandon_step()
         super().discard()
 
     def _abandon_step(self) -> None:
-        """End the step that has begun, without what was not sent."""
+        """End the step that has started; its unsent writes are dropped."""
         write, self._write = self._write, None
         hosted, self._hosted_writes = self._hosted_writes, []
         self._follow, self._has_begun = None, False

@@ -1,7 +1,7 @@
-"""The vectors of a field from those of its ids, in tensor operations: pooled, shaped for the caller, or computed by a
-module in the place of a table (a slow gear, from images).
+"""Vectors of a field from those of its ids, in tensor operations: pooled, shaped for the caller, or computed by a
+module in place of a table (a slow gear, from images).
 
-Legend: N ids of a field that are no padding, B bags, D width.
+Legend: N ids of a field except padding, B bags, D width.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from geartrain.bridge.rows.transfers import upload_together
 
 
 def shaped(field: Field, ids: FieldIds, vectors: Tensor, *, per_node: bool = False) -> Tensor:
-    """Vectors [V, D] of a field: [B, D], [B, L, D], or jagged [B, ?, D] where its ids are not pooled. Of a batch with
-    levels they are those of the samples, with ``per_node`` those of the nodes.
+    """Return vectors [V, D] of a field as [B, D], [B, L, D], or jagged [B, ?, D] where its ids are not pooled. For a
+    batch with levels they are the samples', with ``per_node`` the nodes'.
     """
     found = _shaped(field, ids, vectors)
     return found if ids.nodes is None or per_node else ids.nodes.expand(found)
@@ -42,7 +42,7 @@ def _shaped(field: Field, ids: FieldIds, vectors: Tensor) -> Tensor:
 
 
 def out_of_range(field: Field, feature: FeatureIds, place: int, num_rows: int | None) -> InvalidIds:
-    """The error for the id at ``place`` among those of a field, whose table takes ids below ``num_rows``."""
+    """Return the error for the id at ``place`` among those of a field, whose table takes ids below ``num_rows``."""
     if isinstance(feature.bags, int):
         row = place // feature.bags
     else:
@@ -57,7 +57,7 @@ def out_of_range(field: Field, feature: FeatureIds, place: int, num_rows: int | 
 
 
 def merged_ids(fields: Sequence[Field], features: Sequence[FeatureIds], num_rows: Sequence[int | None]) -> Lookup:
-    """The ids of ``fields``, merged, in tables of so many rows each. Raises InvalidIds."""
+    """Return the ids of ``fields``, merged by table, with each table's number of rows. Raises InvalidIds."""
     try:
         return Lookup(features, num_rows, torch.get_num_threads())
     except BadId as bad:
@@ -66,19 +66,19 @@ def merged_ids(fields: Sequence[Field], features: Sequence[FeatureIds], num_rows
 
 
 def require_no_max_weights(field: Field, ids: FieldIds) -> None:
-    """Raise InvalidArgument for weights that the pooling does not take."""
+    """Raise InvalidArgument for weights that the pooling does not support."""
     if field.pooling == "max" and ids.weights is not None:
         raise InvalidArgument(f"field {field.name!r} has weights and pooling 'max', which takes none")
 
 
 def distinct_features(fields: Sequence[Field]) -> list[Any]:
-    """The modules that fields have their vectors from, each once."""
+    """Return the modules that compute vectors of fields, each once."""
     return list({id(field.features): field.features for field in fields if field.features is not None}.values())
 
 
 def feature_vectors(fields: Sequence[Field], given: Sequence[FieldIds], device: torch.device) -> list[Tensor]:
-    """The vectors of each field as the others have them, [B, D], or [N, D] of ids that are not pooled, padding
-    included. Each module is asked once, for the ids of all its fields.
+    """Return the vectors of each field in the common form, [B, D], or [N, D] for ids that are not pooled, with padding.
+    Each module is called once, for the ids of all its fields.
     """
     counted = [counted_places(field, ids) for field, ids in zip(fields, given, strict=True)]
     found: dict[int, Tensor] = {}
@@ -96,7 +96,7 @@ def feature_vectors(fields: Sequence[Field], given: Sequence[FieldIds], device: 
 
 
 def counted_places(field: Field, ids: FieldIds) -> Tensor:
-    """The places of ids that are no padding."""
+    """Return the places of ids that are not padding."""
     values = torch.as_tensor(ids.values)
     if field.padding_id is None:
         return torch.arange(len(values), device=values.device)
@@ -106,8 +106,9 @@ def counted_places(field: Field, ids: FieldIds) -> Tensor:
 def pooled_on_device(
     features: Sequence[FeatureIds], places: Sequence[npt.NDArray[np.int32]], tables: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The vectors [V, D] of features, float32, from the rows [U, D] of the distinct ids of each table; not by pooling
-    "max". ``places`` [N] are those of each feature's ids among the rows; -1: padding. Few kernels for all features.
+    """Return the vectors [V, D] of features, float32, from the rows [U, D] of the distinct ids of each table; not for
+    pooling "max". ``places`` [N] are those of each feature's ids among the rows; -1: padding. Few kernels for all
+    features.
     """
     shapes: list[FieldShape] = []
     bounds: list[Ids] = []
@@ -129,7 +130,8 @@ def pooled_on_device(
 
 
 def pooled(field: Field, ids: FieldIds, vectors_ND: Tensor) -> Tensor:
-    """The vectors of a field, of those of its ids; padding's are 0. No host wait if the ids are there, too."""
+    """Return the vectors of a field from those of its ids; padding's are 0. No host wait if the ids are on the
+    device."""
     device, num_ids = vectors_ND.device, len(ids.values)
     weights = ids.weights if ids.given_weights is None else ids.given_weights
     weights_N = None if weights is None else torch.as_tensor(weights).to(device, torch.float32)
@@ -155,9 +157,9 @@ def pooled(field: Field, ids: FieldIds, vectors_ND: Tensor) -> Tensor:
 
 
 def maxima(vectors_ND: Tensor, bag_N: Tensor, num_bags: int, counts_N: Tensor | None = None) -> Tensor:
-    """The largest numbers [V, D] of the vectors of each bag, but for those that do not count; 0 of none. The gradient
-    goes to the first of equal ones, as with ``nn.EmbeddingBag``; ``scatter_reduce`` would deal it out, and lose some
-    where the largest number is 0.
+    """Return the largest numbers [V, D] of each bag's vectors, without those that do not count; 0 for an empty bag. The
+    gradient goes to the first of equal ones, as with ``nn.EmbeddingBag``; ``scatter_reduce`` would divide it, and lose
+    some where the largest number is 0.
     """
     num, dim = vectors_ND.shape
     device, values_ND, index_ND = vectors_ND.device, vectors_ND.detach(), bag_N[:, None].expand(num, dim)
@@ -171,7 +173,7 @@ def maxima(vectors_ND: Tensor, bag_N: Tensor, num_bags: int, counts_N: Tensor | 
 
 
 def pooling_factors(field: Field, num_bags: int, bag_N: Tensor, weights_N: Tensor) -> Tensor:
-    """What the sum of each bag is multiplied by under pooling "mean" and "sqrtn" [B]: 1 / Σ w or 1 / √Σ w²; 0 for 0."""
+    """Return the factor of each bag's sum for pooling "mean" and "sqrtn" [B]: 1 / Σ w or 1 / √Σ w²; 0 for 0."""
     totals_B = weights_N.new_zeros(num_bags).index_add(0, bag_N, weights_N if field.pooling == "mean" else weights_N**2)
     is_none = totals_B == 0
     by_B = torch.where(is_none, 1.0, totals_B)
@@ -179,12 +181,12 @@ def pooling_factors(field: Field, num_bags: int, bag_N: Tensor, weights_N: Tenso
 
 
 def feature_ids(table: int, field: Field, ids: FieldIds) -> FeatureIds:
-    """What compiled code looks up: pooled, or each id by itself where :func:`weighted` is to pool the vectors."""
+    """Return the input of compiled code: pooled, or each id by itself where :func:`weighted` pools the vectors."""
     if ids.given_weights is not None:
         return FeatureIds(table, ids.values, ids.bags, None, None, field.padding_id)
     return FeatureIds(table, ids.values, ids.bags, ids.weights, field.pooling, field.padding_id)
 
 
 def weighted(field: Field, ids: FieldIds, vectors: Tensor) -> Tensor:
-    """The vectors of a field, pooled here in tensor operations where the weights need a gradient."""
+    """Return the vectors of a field, pooled here in tensor operations where the weights need a gradient."""
     return vectors if ids.given_weights is None else pooled(field, ids, vectors)
