@@ -221,8 +221,7 @@ class RankFields(GroupRows):
         if trained:
             call = _Call(self._updates, lookup, merged.status, 1 / ranks)
             stand_ins = [update.on(self._device) for update in trained]
-            # type: ignore[no-untyped-call]
-            found = Vectors.apply(call, trained, partial(lookup.vectors, agreed), *stand_ins)
+            found = Vectors.apply(call, trained, partial(lookup.vectors, agreed), *stand_ins)  # type: ignore[no-untyped-call]
         else:
             found = lookup.vectors(agreed)
         return [

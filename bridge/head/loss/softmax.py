@@ -45,8 +45,7 @@ class PartialSums:
     def part(self, number: int) -> PartialSums:
         """Return one part of the sums, in the same memory."""
         parts = (self.shift_PB, self.sum_PB, self.weighted_PBD, self.row_sum_PD, self.highest_PB)
-        # type: ignore[arg-type]
-        return PartialSums(self.target_rows_BD, *(None if of is None else of[number : number + 1] for of in parts))
+        return PartialSums(self.target_rows_BD, *(None if of is None else of[number : number + 1] for of in parts))  # type: ignore[arg-type]
 
     def lift(self, shift_B: Tensor) -> None:
         """Express the sums with a shift [B] that is at least the present one everywhere."""

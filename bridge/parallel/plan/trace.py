@@ -119,8 +119,7 @@ class StepTrace(MetaMode):  # type: ignore[no-untyped-call]
 
     def record(self, *, flops: int, num_bytes: int, dtype: str = "float32") -> None:
         """Add an operation of ``flops``; a multiplication and an addition are two."""
-        # type: ignore[assignment]
-        self.seconds[self.part, self.phase] += self.hardware.operation(flops, num_bytes, dtype)
+        self.seconds[self.part, self.phase] += self.hardware.operation(flops, num_bytes, dtype)  # type: ignore[assignment]
 
     def record_collective(self, kind: Kind, what: str, num_bytes: int, ranks: int) -> None:
         """Add a collective of ``ranks``."""

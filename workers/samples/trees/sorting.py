@@ -63,8 +63,7 @@ def _bucket(column: Any, num_buckets: int) -> Any:
 
 def sort_keys(schema: Any, levels: Sequence[Sequence[str]]) -> list[str]:
     """Return the columns to sort by: those of all levels but the last that are no lists."""
-    # type: ignore[union-attr]
-    keys = [name for own in levels[:-1] for name in own if not type_of(schema.field(name).type).is_list]
+    keys = [name for own in levels[:-1] for name in own if not type_of(schema.field(name).type).is_list]  # type: ignore[union-attr]
     if not keys:
         raise InvalidArgument(
             f"none of the columns {', '.join(repr(name) for own in levels[:-1] for name in own)} can be sorted by, for "
