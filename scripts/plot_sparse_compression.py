@@ -1,4 +1,4 @@
-"""Draw the plots of sample trees in docs/explanation/benchmarks.md: samples per second with trees, plain ones, and of torch.
+"""Draw the plots of sample trees in docs/explanation/benchmarks.md: samples per second with trees, plain, of torch.
 
 Measures them: the curves of benchmarks/sparse_compression.py, in seconds of processors (sample-trees.svg), and those of
 benchmarks/sparse_workers.py (sample-trees-workers.svg). ``curves`` or ``workers`` as an argument: only these. Needs

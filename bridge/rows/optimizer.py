@@ -140,7 +140,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 queue(functools.partial(_raise, exc))  # DDP is to end its pass before
 
         # Callbacks run in the order in which they are queued, and DDP queues its own after the last gradient.
-        loss.register_hook(lambda _: queue(apply))
+        loss.register_hook(lambda _: queue(apply))  # type: ignore[no-untyped-call]
 
     def unscale_once(self, grad_scale: Tensor) -> None:
         """Divide by GradScaler's scale, once, even if a failed step is called again."""

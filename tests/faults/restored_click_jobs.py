@@ -1,10 +1,11 @@
-"""A click model's run of several workers, of which each sample adds one to its row of one more table of the run.
+"""A click model's run of several workers, of which each sample adds one, and its click, to its row of one more table.
 
 ``run`` kills one of its processes at a random moment, or has workers join and leave; nobody calls restore().
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -41,8 +42,30 @@ class Outcome(NamedTuple):
 
     counts: np.ndarray
     """How often each sample is in the rows."""
+    clicks: np.ndarray
+    """Sum of the clicks of each sample in the rows."""
     auc: float
-    """Of what is held out."""
+    """Of what is held out; of a topic nothing is: NaN."""
+
+
+def serve_topic(pipe: Connection, count: int) -> None:
+    """Be the brokers of ``count`` impressions in four partitions, every other four clicked 40 seconds later."""
+    import confluent_kafka as kafka
+
+    producer = kafka.Producer({"test.mock.num.brokers": 1, "log_level": 0})
+    (broker,) = producer.list_topics(timeout=20).brokers.values()
+    producer.list_topics("clicks", timeout=20)
+
+    def send(partition: int, **row: Any) -> None:
+        producer.produce("clicks", value=json.dumps(row).encode(), partition=partition)
+
+    for at in range(count):
+        send(at % 4, impression=at, time=at, click=0, user=at % 9, at=at)
+        if at >= 40 and at % 8 > 3:
+            send(at % 4, impression=at - 40, time=at, click=1)
+    assert producer.flush(30) == 0
+    pipe.send(f"kafka:clicks@{broker.host}:{broker.port}")
+    pipe.recv()
 
 
 class CountedTrainer(ClickTrainer):
@@ -58,7 +81,7 @@ class CountedTrainer(ClickTrainer):
         self._done = 0
         self._counts = attempt.cluster.create_table(
             f"{attempt.progress.table}/counts",
-            dim=1,
+            dim=2,
             num_rows=self.count,
             optimizer=gt.SGD(1.0),
             initializer=gt.Constant(0.0),
@@ -72,66 +95,69 @@ class CountedTrainer(ClickTrainer):
     def loss(self, step: int) -> Any:
         batch = self.samples._next  # type: ignore[attr-defined]
         self._ids = np.asarray(batch["at"])
+        clicks = np.asarray(batch["click"], np.float32)
+        self._seen = np.stack([np.ones_like(clicks), clicks], axis=1)
         return super().loss(step)
 
     def update(self) -> None:
         super().update()
-        self._counts.push(self._ids, -np.ones((len(self._ids), 1), np.float32))
+        self._counts.push(self._ids, -self._seen)
         self._done += 1
         self.pipe.send(self._done)
         if self._done == self.dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def report(self) -> dict[str, Any]:
-        counts = np.asarray(self._counts.pull(np.arange(self.count)))[:, 0]
+        counts, clicks = np.asarray(self._counts.pull(np.arange(self.count))).T
         report = super().report()
-        self.pipe.send(Outcome(counts, report["held_out"]["auc"]))
+        self.pipe.send(Outcome(counts, clicks, report.get("held_out", {}).get("auc", float("nan"))))
         return report
 
 
 def work(
-    pipe: Connection, data: Path, count: int, scheduler: str, mode: str, more: dict[str, Any], dies_at: int
+    pipe: Connection, data: str, out: Path, count: int, scheduler: str, mode: str, more: dict[str, Any], dies_at: int
 ) -> None:
     """Train, as the worker that begins the run, joins it (``joins``) or goes on with it (``continues``)."""
     CountedTrainer.pipe, CountedTrainer.count, CountedTrainer.dies_at = pipe, count, dies_at
-    recipe = recipe_for(
-        None,
-        dim=4,
-        hidden=(8,),
-        dropout=0.0,
-        batch_size=_RANDOM_BATCH if count == _RANDOM_COUNT else 50,
-        epochs=EPOCHS,
-        lr=0.005,
-        row_lr=0.005,
-        patience=0,
-        mode=mode,
-        features={"at": FeatureSettings(admission=1000.0)},  # a number of a sample, which nothing is learned of
-        snapshots=SnapshotSettings(minutes=0.03),
-    )
-    out = data.parent / "run"
+    given: dict[str, Any] = {"dim": 4, "hidden": (8,), "dropout": 0.0, "epochs": EPOCHS, "patience": 0, "mode": mode}
+    given |= {"batch_size": _RANDOM_BATCH if count == _RANDOM_COUNT else 50, "lr": 0.005, "row_lr": 0.005}
+    if data.startswith("kafka:"):
+        given["features"] = {"user": {"kind": "int64"}, "at": {"kind": "int64"}}
+        given["kafka"] = {"until": "now", "label_window_seconds": 50}
+        given["snapshots"] = SnapshotSettings(minutes=0.05)  # each makes all workers ask the brokers anew
+    else:
+        given["features"] = {"at": FeatureSettings(admission=1000.0)}  # a number of a sample: nothing is learned of it
+        given["snapshots"] = SnapshotSettings(minutes=0.03)
     options = JobOptions(
-        job="ctr", recipe=recipe, loggers=(), out=out, data=str(data), scheduler=scheduler, cache=data.parent, **more
+        job="ctr",
+        recipe=recipe_for(None, **given),
+        loggers=(),
+        out=out,
+        data=data,
+        scheduler=scheduler,
+        cache=out.parent,
+        **more,
     )
     run_job(CountedTrainer, options, Console())
     pipe.send("done")
 
 
 class ClickJob:
-    """Scheduler, shards and the first worker as processes; the data are clicks that depend on user and item."""
+    """Scheduler, shards and the first worker as processes; the data are clicks of a file or a topic."""
 
-    def __init__(self, folder: Path, stack: ExitStack, *, mode: str, count: int, dies_at: int = -1) -> None:
+    def __init__(
+        self, folder: Path, stack: ExitStack, *, mode: str, count: int, dies_at: int = -1, is_topic: bool = False
+    ) -> None:
         """``dies_at``: the batch after which the first worker is killed."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         folder.mkdir(exist_ok=True)
-        self._data, self._count, self._mode, self._stack = folder / "a.parquet", count, mode, stack
-        at, chance = np.arange(count), np.random.default_rng(0)
-        user, item = chance.integers(0, 9, count), chance.integers(0, 7, count)
-        odds = chance.normal(size=9)[user] + chance.normal(size=7)[item] - 1
-        click = (chance.random(count) < 1 / (1 + np.exp(-odds))).astype(np.int64)
-        table = pa.table({"click": click, "user": user, "item": item, "at": at})
-        pq.write_table(table, self._data, row_group_size=200)
+        self._out, self._count, self._mode, self._stack = folder / "run", count, mode, stack
+        self._is_topic = is_topic
+        if is_topic:
+            brokers = Child(serve_topic, count)
+            stack.callback(brokers.end)
+            self._data = brokers.receive()
+        else:
+            self._data = str(_write_clicks(folder / "a.parquet", count))
         settings = {"listen": "127.0.0.1:0", "num_shards": SHARDS, "data": str(folder / "state")}
         settings |= {"lease_seconds": 30.0, "stream_lease_seconds": 2.0}
         self.scheduler = Supervised("scheduler", settings, "")
@@ -146,7 +172,7 @@ class ClickJob:
 
     def started(self, dies_at: int = -1, **more: Any) -> Child:
         """One more worker: it ``joins`` the run, or ``continues`` it."""
-        worker = Child(work, self._data, self._count, self.scheduler.address, self._mode, more, dies_at)
+        worker = Child(work, self._data, self._out, self._count, self.scheduler.address, self._mode, more, dies_at)
         self._stack.callback(worker.end)
         self._workers.append(worker)
         return worker
@@ -157,17 +183,36 @@ class ClickJob:
             pass
 
     def outcome(self) -> Outcome:
-        """See the run to its end. Raises AssertionError if a sample is not in the rows once an epoch, or a worker
-        ended with an error.
+        """See the run to its end. Raises AssertionError if a sample is not in the rows once an epoch (of a topic:
+        once, with its late click), or a worker ended with an error.
         """
         while not isinstance(outcome := self.first.receive(_DEADLINE_SECONDS), Outcome):
             pass
         trained = outcome.counts > 0
+        if self._is_topic:
+            at = np.arange(self._count)
+            assert np.all(outcome.counts == 1), np.unique(outcome.counts, return_counts=True)
+            assert np.all(outcome.clicks == ((at + 40) % 8 > 3) * (at + 40 < self._count))
+            return outcome
         assert trained.sum() == self._count * 4 // 5, np.unique(outcome.counts, return_counts=True)
         assert np.all(outcome.counts[trained] == EPOCHS), np.unique(outcome.counts, return_counts=True)
         codes = [worker.exit_code(_DEADLINE_SECONDS) for worker in self._workers]
         assert set(codes) <= {0, -signal.SIGKILL}, codes
         return outcome
+
+
+def _write_clicks(path: Path, count: int) -> Path:
+    """Write clicks that depend on user and item."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    at, chance = np.arange(count), np.random.default_rng(0)
+    user, item = chance.integers(0, 9, count), chance.integers(0, 7, count)
+    odds = chance.normal(size=9)[user] + chance.normal(size=7)[item] - 1
+    click = (chance.random(count) < 1 / (1 + np.exp(-odds))).astype(np.int64)
+    table = pa.table({"click": click, "user": user, "item": item, "at": at})
+    pq.write_table(table, path, row_group_size=200)
+    return path
 
 
 def run(seed: int, folder: Path) -> int:

@@ -48,6 +48,8 @@ class ClickBatches(ABC):
     num_tested: int = 0
     identity: str = ""
     """What tells their source from others."""
+    ends: Mapping[int, int] | None = None
+    """Of a topic that is not followed: the offset where each partition ends."""
 
     @abstractmethod
     def some(self) -> ClickSamples:

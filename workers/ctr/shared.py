@@ -1,4 +1,4 @@
-"""Batches of files whose data streams several workers share: each leases some, and commits what it is done with.
+"""Batches of files or of a topic whose data streams several workers share: each leases some, and commits what is done.
 
 In a cluster the scheduler saves the job and takes it back, tables and cursors together, when something is lost."""
 
@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from geartrain.ams.client.cluster import Cluster
 from geartrain.ams.client.jobs.worker_steps import worker_name
@@ -17,41 +18,39 @@ from geartrain.workers.ctr.designs import Design
 from geartrain.workers.ctr.recipe import CtrRecipe
 from geartrain.workers.ctr.samples.click_samples import ClickSamples
 from geartrain.workers.ctr.samples.own import OwnSamples
+from geartrain.workers.ctr.samples.topic import TopicSamples
 from geartrain.workers.ctr.streamed import StreamedBatches, click_batch
+from geartrain.workers.ctr.topic import late_labels
 from geartrain.workers.data.streams import NUM_STREAMS
+from geartrain.workers.job.options import ENDLESS
 from geartrain.workers.samples.batches import SampleBatch
 from geartrain.workers.samples.leased import LeasedSamples
 from geartrain.workers.samples.order import EpochOrder
-from geartrain.workers.samples.reader import FileBatches
+from geartrain.workers.samples.reader import FileBatches, StreamBatches
 
 _POLL_SECONDS = 0.2
 
 
 class SharedBatches(ClickBatches):
-    """This worker's share of the samples of a job, in whole epochs. A batch costs an RPC to the scheduler."""
+    """This worker's share of the samples of a job. A batch costs an RPC to the scheduler."""
 
     def __init__(
         self,
-        samples: OwnSamples,
+        reader: StreamBatches,
+        num_streams: int,
+        identity: str,
         recipe: CtrRecipe,
         design: Design,
         cluster: Cluster,
         job: str,
         restore: RestoreOrder | None,
     ) -> None:
-        self._files = files = StreamedBatches(samples, recipe, design)
-        self.num_trained, self.num_validated, self.num_tested = files.num_trained, files.num_validated, files.num_tested
-        self.identity = files.identity
+        self.identity = identity
         self._design, self._negatives = design, recipe.negatives
-        order = EpochOrder(files.part_rows, seed=recipe.seed, num_streams=NUM_STREAMS, window_rows=recipe.window_rows)
-        epochs = math.ceil(recipe.epochs)
-        reader = FileBatches(files, order, batch_size=recipe.batch_size, drop_last=False, epochs=epochs)
-        self._leased = LeasedSamples(
-            reader,
-            cluster.streams(
-                job, worker=worker_name(job, None), num_streams=NUM_STREAMS, data=self.identity, restore=restore
-            ),
+        streams = cluster.streams(
+            job, worker=worker_name(job, None), num_streams=num_streams, data=identity, restore=restore
         )
+        self._reader, self._leased = reader, LeasedSamples(reader, streams)
         self._is_restored, self._cluster, self._job = restore is not None, cluster, job
         self._next: SampleBatch | None = None
 
@@ -102,6 +101,18 @@ class SharedBatches(ClickBatches):
         """See ClickBatches."""
         self._leased.close()
 
+
+class SharedFiles(SharedBatches):
+    """The samples of files, in whole epochs."""
+
+    def __init__(self, samples: OwnSamples, recipe: CtrRecipe, design: Design, *of_job: Any) -> None:
+        self._files = files = StreamedBatches(samples, recipe, design)
+        self.num_trained, self.num_validated, self.num_tested = files.num_trained, files.num_validated, files.num_tested
+        order = EpochOrder(files.part_rows, seed=recipe.seed, num_streams=NUM_STREAMS, window_rows=recipe.window_rows)
+        epochs = math.ceil(recipe.epochs)
+        reader = FileBatches(files, order, batch_size=recipe.batch_size, drop_last=False, epochs=epochs)
+        super().__init__(reader, NUM_STREAMS, files.identity, recipe, design, *of_job)
+
     def some(self) -> ClickSamples:
         """See ClickBatches."""
         return self._files.some()
@@ -115,9 +126,32 @@ class SharedBatches(ClickBatches):
         return self._files.tested()
 
 
+class SharedTopic(SharedBatches):
+    """The messages of a topic, of which each worker has some partitions."""
+
+    num_trained = ENDLESS << 22
+
+    def __init__(self, samples: TopicSamples, recipe: CtrRecipe, design: Design, *of_job: Any) -> None:
+        self._samples, messages = samples, samples.messages
+        self.ends = messages.ends
+        super().__init__(messages.unassigned(), messages.num_partitions, messages.identity, recipe, design, *of_job)
+
+    def some(self) -> ClickSamples:
+        """See ClickBatches."""
+        return self._samples.none()
+
+    def told(self) -> dict[str, Any]:
+        """See ClickBatches: of what this worker has read."""
+        return late_labels(self._reader)
+
+
 def is_kept(cluster: Cluster, job: str) -> bool:
     """Whether the scheduler restores the job, as it is now or, once that is done, as it was saved."""
-    streams = cluster.streams(job, worker=worker_name(job, None), num_streams=NUM_STREAMS)
+    worker = worker_name(job, None)
+    num_streams = len(cluster.streams(job, worker=worker, num_streams=1).cursors())
+    if not num_streams:
+        return False
+    streams = cluster.streams(job, worker=worker, num_streams=num_streams)
     while True:
         try:
             lease = streams.lease()

@@ -14,6 +14,7 @@ from geartrain.workers.ctr.streamed import click_batch
 from geartrain.workers.job.options import ENDLESS
 from geartrain.workers.samples.batches import SampleBatch
 from geartrain.workers.samples.late_labels import LabelledBatches
+from geartrain.workers.samples.reader import StreamBatches
 
 
 class TopicBatches(ClickBatches):
@@ -53,10 +54,7 @@ class TopicBatches(ClickBatches):
 
     def told(self) -> dict[str, Any]:
         """See ClickBatches."""
-        reader = self._reader
-        if not isinstance(reader, LabelledBatches):
-            return {}
-        return {"late_labels": {"late_clicks": reader.late_clicks, "forced_impressions": reader.forced}}
+        return late_labels(self._reader)
 
     def trained(self, step: int) -> ClickBatch:
         """See ClickBatches: the next one, whichever the step is."""
@@ -65,3 +63,10 @@ class TopicBatches(ClickBatches):
         assert batch is not None  # of is_ready
         self._cursors.update(batch.cursors)
         return click_batch(self._design, batch, self._negatives)
+
+
+def late_labels(reader: StreamBatches) -> dict[str, Any]:
+    """What the report says of labels that came late."""
+    if not isinstance(reader, LabelledBatches):
+        return {}
+    return {"late_labels": {"late_clicks": reader.late_clicks, "forced_impressions": reader.forced}}

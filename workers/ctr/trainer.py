@@ -179,7 +179,7 @@ class ClickTrainer(EmbeddingTrainer):
         assert cluster is not None
         if isinstance(samples, ClickSamples):
             return BatchesInMemory(samples, recipe, design)
-        if is_topic(source):
+        if not recipe.shares and is_topic(source):
             from geartrain.workers.ctr.topic import TopicBatches  # needs confluent-kafka
 
             return TopicBatches(samples, recipe, design)
@@ -192,7 +192,8 @@ class ClickTrainer(EmbeddingTrainer):
             root = str(place(options.snapshot_root)) if attempt.state is None else read_run(options.out).snapshots
             seconds = _SAVED_SECONDS if recipe.snapshots.minutes is None else 60 * recipe.snapshots.minutes
             restore = RestoreOrder(root=f"{root}.shared", tables=tuple(self.tables()), every_seconds=seconds)
-        return shared.SharedBatches(samples, recipe, design, cluster, attempt.progress.table, restore)
+        batches = shared.SharedTopic if is_topic(source) else shared.SharedFiles
+        return batches(samples, recipe, design, cluster, attempt.progress.table, restore)
 
     @classmethod
     def usual_recipe(cls, data: str | None, stated: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,7 +205,7 @@ class ClickTrainer(EmbeddingTrainer):
         """Samples of one's own stay in their files, but for a model with histories, which are made of all samples."""
         source, recipe = options.data or (None if state is None else state.data["source"]), options.recipe
         if is_topic(source):
-            return str(source), _topic_samples(str(source), recipe)
+            return str(source), _topic_samples(str(source), recipe, state, joins=options.joins)
         is_streamed = is_own(source) and not recipe.reads_events
         if recipe.features and not is_streamed:
             raise ConfigError(
@@ -225,10 +226,12 @@ class ClickTrainer(EmbeddingTrainer):
     def data(self) -> dict[str, Any]:
         """Where the samples are, what tells their files from others, and what they have (``SampleLayout``)."""
         cursors = {str(stream): list(at) for stream, at in self.samples.where().items()}
+        ends = self.samples.ends
         return {
             **super().data(),
             "files": self.samples.identity,
             "cursors": cursors,
+            "ends": None if ends is None else {str(partition): offset for partition, offset in ends.items()},
             **self.design.layout.to_json(),
         }
 
@@ -480,7 +483,7 @@ def scored(
     return Scores.joined(found)
 
 
-def _topic_samples(source: str, recipe: CtrRecipe) -> TopicSamples:
+def _topic_samples(source: str, recipe: CtrRecipe, state: JobState | None, *, joins: bool) -> TopicSamples:
     require_arrow()
     from geartrain.workers.ctr.samples.topic import TopicSamples
 
@@ -489,15 +492,18 @@ def _topic_samples(source: str, recipe: CtrRecipe) -> TopicSamples:
             f"history is {recipe.history}, made of all samples, and those of a topic come one by one: say which field "
             "is the history (features.NAME.history_of=item), or history=0"
         )
-    if recipe.shares:
-        raise ConfigError(f"mode is {recipe.mode}, and a topic is read by one worker; give files, or mode=sync")
     if recipe.prefetch:
         raise ConfigError(f"prefetch is {recipe.prefetch}, and a topic is read as its messages come; leave it out")
     if recipe.validation:
         raise ConfigError("validation is true, and of a topic nothing is held out to choose by; leave it out")
     if recipe.fold:
         raise ConfigError(f"fold names {recipe.fold[0]!r}; of a topic give --set features.{recipe.fold[0]}.hash=fold")
-    return TopicSamples(source, recipe.batch_size, recipe.features, recipe.kafka)
+    features, ends = recipe.features, None
+    if state is not None:
+        features = {name: features[name] for name in _kinds_in_order(state.data)}
+        if joins and (kept := state.data["ends"]) is not None:  # all workers of a run end where it does
+            ends = {int(partition): offset for partition, offset in kept.items()}
+    return TopicSamples(source, recipe.batch_size, features, recipe.kafka, ends)
 
 
 def _kinds_in_order(data: Mapping[str, Any]) -> dict[str, FieldKind]:

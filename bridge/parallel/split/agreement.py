@@ -24,7 +24,7 @@ class StepAgreement:
     """Agreement of a model's ranks; its split layers get the ranks' numbers of samples from it. Not thread-safe.
 
     Ranks meet in an exchange before the collectives of each split layer and of a loss, and at the end of a step. A rank
-    that fails in between reports it in the exchange in which the others wait (:meth:`announce_failure`): all of them raise.
+    that fails in between reports it where the others wait (:meth:`announce_failure`), so that all of them raise.
     """
 
     def __init__(self, link: Communicator) -> None:

@@ -27,8 +27,15 @@ class TopicSamples:
 
     images = None
 
-    def __init__(self, source: str, batch_size: int, features: Mapping[str, FeatureSettings], said: KafkaSettings):
-        """``source`` is ``kafka:TOPIC@BROKERS``.
+    def __init__(
+        self,
+        source: str,
+        batch_size: int,
+        features: Mapping[str, FeatureSettings],
+        said: KafkaSettings,
+        ends: Mapping[int, int] | None = None,
+    ):
+        """``source`` is ``kafka:TOPIC@BROKERS``; ``ends`` are offsets that count instead of ``said.until``.
 
         Raises ConfigError for what cannot be read, SourceNotFound and BrokerUnavailable.
         """
@@ -58,7 +65,7 @@ class TopicSamples:
                 fill=fill,
                 fold=[name for name, kind in self.kinds.items() if kind.fold],
                 start=said.start,
-                until=said.until,
+                until=said.until if ends is None else ends,
                 max_wait_seconds=said.max_wait_seconds,
                 skip_damaged=said.skip_damaged,
                 timeout_seconds=said.timeout_seconds,

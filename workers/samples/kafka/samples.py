@@ -47,7 +47,7 @@ class KafkaSamples:
         fill: Mapping[str, float | str] | None = None,
         fold: Sequence[str] = (),
         start: Literal["earliest", "latest"] | Mapping[int, int] = "earliest",
-        until: Literal["now"] | datetime | None = None,
+        until: Literal["now"] | datetime | Mapping[int, int] | None = None,
         max_wait_seconds: float | None = None,
         skip_damaged: bool = False,
         dedup: bool | Mapping[str, Sequence[str]] = False,
@@ -69,7 +69,8 @@ class KafkaSamples:
                 empty, and another missing value an error.
             fold: Columns of any 64-bit integers, or of lists of them, to map to ids with ``gt.fold_ids``.
             start: Start of partitions that the job has not read; a mapping gives the offset of each.
-            until: End of reading: at the present end, or before the first message of a time; None: endless.
+            until: End of reading: at the present end, before the first message of a time, or before the offset of each
+                partition, such as :attr:`ends` of another worker; None: endless.
             max_wait_seconds: Longest wait of a sample before a partial batch is returned; None: wait until it is full.
             skip_damaged: Log unreadable messages and continue; otherwise they are an error.
             dedup: Levels and their columns, as of :class:`gt.ParquetSamples`.
@@ -95,8 +96,10 @@ class KafkaSamples:
             raise InvalidArgument(f"format is {quoted(format)}; it must be one of {', '.join(FORMATS)}")
         if not (start in ("earliest", "latest") or isinstance(start, Mapping)):
             raise InvalidArgument(f"start is {quoted(start)}; it must be 'earliest', 'latest' or offsets by partition")
-        if not (until in (None, "now") or isinstance(until, datetime)):
-            raise InvalidArgument(f"until is {quoted(until)}; it must be 'now', a datetime, or None")
+        if not (until in (None, "now") or isinstance(until, datetime | Mapping)):
+            raise InvalidArgument(
+                f"until is {quoted(until)}; it must be 'now', a datetime, offsets by partition, or None"
+            )
         plan = plan_of(schema, hash_strings, fill or {}, f"topic {topic!r}", fold)
         self.tables = MessageTables(topic, plan, FORMATS[format](plan))
         self._batch_size = integer("batch_size", batch_size, 1)
@@ -114,7 +117,7 @@ class KafkaSamples:
             partitions = self._topic.first_partitions(consumer)
             bounds = {partition: self._topic.bounds(consumer, partition) for partition in partitions}
             self._starts = self._places_of(start, bounds)
-            self._ends = None if until is None else self._ends_of(consumer, until, bounds)
+            self.ends = None if until is None else self._ends_of(consumer, until, bounds)
         finally:
             consumer.close()
 
@@ -130,6 +133,8 @@ class KafkaSamples:
 
     def _ends_of(self, consumer: Any, until: Any, bounds: Mapping[int, tuple[int, int]]) -> dict[int, int]:
         ends = {partition: high for partition, (_, high) in bounds.items()}
+        if isinstance(until, Mapping):
+            return {at: integer(f"until of partition {at}", until.get(at, high), 0) for at, high in ends.items()}
         if isinstance(until, datetime):
             ends.update(self._topic.offsets_at(consumer, list(bounds), until))
         return ends
@@ -180,15 +185,16 @@ class KafkaSamples:
             data=self.identity,
             restore=restore,
         )
-        return LeasedSamples(self._unassigned(), streams)
+        return LeasedSamples(self.unassigned(), streams)
 
     def reader(self) -> StreamBatches:
         """Return a reader of all partitions, from ``start`` on."""
-        reader = self._unassigned()
+        reader = self.unassigned()
         reader.add(dict.fromkeys(self._starts, (0, 0)))
         return reader
 
-    def _unassigned(self) -> StreamBatches:
+    def unassigned(self) -> StreamBatches:
+        """A reader that has no partitions yet."""
         from geartrain.workers.samples.kafka.batches import KafkaBatches
         from geartrain.workers.samples.late_labels import LabelledBatches
 
@@ -201,7 +207,7 @@ class KafkaSamples:
             skip_damaged=self._skip_damaged,
             finish=self._finish if labels is None else lambda batch: batch,
             starts=self._starts,
-            ends=self._ends,
+            ends=self.ends,
         )
         if labels is None:
             return reader
