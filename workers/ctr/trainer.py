@@ -310,6 +310,11 @@ class ClickTrainer(EmbeddingTrainer):
 
         return is_kept(cluster, job)
 
+    def settle(self) -> bool:
+        """See Trainer."""
+        self.samples.settle()
+        return self.attempt.options.scheduler is not None and self.recipe.shares
+
     def leave(self) -> None:
         """See Trainer."""
         self.samples.close()

@@ -259,7 +259,12 @@ class TrainingRun:
         step = self._trainer.progress.step
         failure: SnapshotFailed | None = None
         try:
-            self._save(required=True)
+            try:
+                self._save(required=True)
+            except SnapshotError:
+                if not self._trainer.settle():
+                    raise
+                self._save(required=True)
         except SnapshotError as exc:
             failure = SnapshotFailed(f"step {step} is not saved: {exc}; {self._saved()}")
         if finished:

@@ -277,6 +277,10 @@ class Trainer:
         del options, cluster, job
         return False
 
+    def settle(self) -> bool:
+        """Wait until the scheduler saves the job no more; whether its snapshots may have ended one of this process."""
+        return False
+
     def leave(self) -> None:
         """Release unread samples to the other workers."""
 

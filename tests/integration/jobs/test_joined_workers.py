@@ -14,12 +14,14 @@ import pytest
 from rich.console import Console
 
 import geartrain as gt
-from geartrain.ams.values.errors import ConfigError
+from geartrain.ams.values.errors import ConfigError, SnapshotFailed
 from geartrain.workers.ctr import shared
 from geartrain.workers.ctr.recipe import recipe_for
 from geartrain.workers.ctr.trainer import ClickTrainer
 from geartrain.workers.job.job import run_job
 from geartrain.workers.job.options import JobOptions
+from geartrain.workers.job.snapshots import JobSnapshots
+from geartrain.workers.job.state import JobState
 from tests.support.command_line import typed
 from tests.support.forkserver import FORKSERVER
 
@@ -104,6 +106,22 @@ def test_a_worker_that_joins_takes_a_share(
     assert result.finished and len(counts) == COUNT * 4 // 5
     assert set(counts.values()) == {1}
     assert first and result.report is not None and result.report["held_out"]["samples"] > 400
+
+
+def test_a_last_snapshot_that_one_of_the_scheduler_has_ended_is_taken_again(
+    data: Path, scheduler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require, failures = JobSnapshots.require, [True]
+
+    def required(snapshots: JobSnapshots, state: JobState) -> None:
+        if state.progress.step and failures:
+            failures.pop()
+            raise SnapshotFailed("another one of the same tables was begun")
+        require(snapshots, state)
+
+    monkeypatch.setattr(JobSnapshots, "require", required)
+    result = run_job(ClickTrainer, options_of(data, scheduler, batch_size=200), Console(quiet=True))
+    assert result.finished and not failures
 
 
 def test_a_run_of_one_worker_cannot_be_joined(data: Path) -> None:
