@@ -81,7 +81,7 @@ def readable(function: Command, name: str = "") -> Command:
     if name in EXAMPLES and paragraphs[-1] != f"Example: {EXAMPLES[name]}":  # an application may be built again
         function.__doc__ += f"\n\nExample: {EXAMPLES[name]}"
     signature = inspect.signature(function, eval_str=True)
-    function.__signature__ = signature  # otherwise typer makes other options of its texts
+    function.__signature__ = signature  # type: ignore[attr-defined]  # else typer makes other options of its texts
     for parameter in signature.parameters.values():
         options = (*get_args(parameter.annotation), parameter.default)
         for option in (each for each in options if isinstance(each, OptionInfo)):
