@@ -31,7 +31,7 @@ def test_a_snapshot_is_whole_although_the_old_ones_cannot_be_removed(
     told: list[str] = []
     progress = JobProgress(step=5, stage_start=0, stage_steps=10, table="job")
     state: Any = SimpleNamespace(progress=progress, values=dict, files=dict)
-    rows: Any = SimpleNamespace(begin_snapshot=snapshot)
+    rows: Any = SimpleNamespace(start_snapshot=snapshot)
     snapshots = JobSnapshots(rows, str(tmp_path), keep=2, say=told.append)
     snapshots.require(state)
     assert snapshots.last is not None and snapshots.last.progress == progress
