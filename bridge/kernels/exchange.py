@@ -264,7 +264,7 @@ class RankPairs:
         shapes = list(zip(self.num_vectors, self.dims, strict=True))
         if runs_kernels(flat.device):
             found = [torch.empty(shape, device=flat.device) for shape in shapes]
-            self._start("join_pairs", found, flat, factor_V, 0)
+            self._start("combine_pairs", found, flat, factor_V, 0)
             return found
         found = [flat.new_zeros(shape) for shape in shapes]
         sizes = [num * dim for own in self.counts_RF for num, dim in zip(own, self.dims, strict=True)]

@@ -66,10 +66,10 @@ CASES = [
         ["num_ids", "num_tables", "num_fields", "num_vectors", "num_ranks"],
     ),
     _ids(
-        "take_ids",
+        "group_ids",
         {"words": "*i64", "key_N": "*i32", "place_N": "*i64", "bounds_V": "*i64", "weights_N": "*fp32"},
         ["num_ids", "num_pieces", "num_vectors"],
     ),
-    _pairs("join_pairs"),
+    _pairs("combine_pairs"),
     _pairs("spread_pairs"),
 ]

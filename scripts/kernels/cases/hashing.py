@@ -34,6 +34,6 @@ CASES = [
     _case("claim", BLOCK=hashing.INSERTED),
     _case("mark", MAKES=True, BLOCK=hashing.INSERTED),
     _case("insert", MAKES=True, BLOCK=hashing.INSERTED),
-    _case("settle", MAKES=True, BLOCK=hashing.INSERTED),
+    _case("finish_inserts", MAKES=True, BLOCK=hashing.INSERTED),
     _case("rehash", BLOCK=hashing.INSERTED),
 ]

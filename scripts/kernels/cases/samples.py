@@ -49,7 +49,7 @@ def _case(name: str, kernel: str, types: dict[str, str] | None = None, *, num_wa
 
 
 CASES = [
-    _case("settle labels", "settle_labels", BLOCK=1024, num_warps=8),
+    _case("prepare labels", "prepare_labels", BLOCK=1024, num_warps=8),
     _case("prepare features, bf16", "prepare_features", {"features": "*bf16", "queries": "*bf16"}),
     _case("prepare features, fp32, no margin", "prepare_features", inverse=None, counts=None),
     _case("own cosines, bf16, picked", "own_cosines", {"rows": "*bf16"}),

@@ -38,10 +38,10 @@ def _case(kernel: str, num_warps: int, **constants: Any) -> Case:
 CASES = [
     _case("mark", 4, BLOCK=sampling.MARKED),
     _case("draw", 2, BLOCK=sampling.DRAWN, LEFT=_BITS // 2, RIGHT=_BITS // 2),
-    _case("take", 2, BLOCK=sampling.DRAWN),
+    _case("mark_drawn", 2, BLOCK=sampling.DRAWN),
     _case("count_words", 2, BLOCK=sampling.WORDS),
     _case("write_ids", 4, BLOCK=sampling.WORDS),
     _case("list_candidates", 4, LABELS=sampling.LABELS, RANKS=sampling.RANKS),
     _case("first_places", 4, PLACES=sampling.PLACES),
-    _case("take_nearest", 4, NEAR=0.125, PLACES=sampling.PLACES),
+    _case("select_nearest", 4, NEAR=0.125, PLACES=sampling.PLACES),
 ]

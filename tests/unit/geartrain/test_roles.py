@@ -126,7 +126,7 @@ class PretendedChild:
 
     def terminate(self) -> None: ...
 
-    def end(self, _: float) -> bool:
+    def stop(self, _: float) -> bool:
         return False
 
 

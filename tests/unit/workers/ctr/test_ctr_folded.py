@@ -135,7 +135,7 @@ def test_a_folded_model_is_gone_on_with_scored_and_asked_alike(tmp_path: Path) -
     model = load_folder(tmp_path / "model")
     assert isinstance(model, ClicksModel)
     reader = model.reader
-    found = reader.take({"user": HASHES, "item": WIDE, "item_tags": HASHES[:, None]}, FOLD)
+    found = reader.ids_of({"user": HASHES, "item": WIDE, "item_tags": HASHES[:, None]}, FOLD)
     assert found["user"][:, 0].tolist() == ids_of(HASHES).tolist()
     assert found["item"][:, 0].tolist() == ids_of(WIDE).tolist()
     assert found["item_tags"][:, 0].tolist() == ids_of(HASHES).tolist()

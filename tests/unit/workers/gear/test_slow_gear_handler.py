@@ -84,7 +84,7 @@ class Held:
     def refuse(self) -> None:
         self.holds = False
 
-    def leave(self) -> None:
+    def release_all(self) -> None:
         self.left = True
 
 
