@@ -61,7 +61,7 @@ for replicas in 1 3; do
 import base64, socket, time
 from geartrain.ams.values.config import identify
 from geartrain.ams.values.errors import Unavailable
-from geartrain.serving.http.client import ask_service
+from geartrain.serving.http.client import request_json
 identify('/certs', 'serve')
 asked = {'images': [base64.b64encode(open('/models/asked.png', 'rb').read()).decode()], 'k': 1}
 versions, deadline = {}, time.monotonic() + 60
@@ -69,7 +69,7 @@ while len(versions) < $replicas:
     assert time.monotonic() < deadline, f'of $replicas services answer {versions}'
     for *_, (host, _) in socket.getaddrinfo('serve', 7000, socket.AF_INET, socket.SOCK_STREAM):
         try:
-            versions[host] = ask_service(f'{host}:7000', 'POST', '/v1/classify', asked)['version']
+            versions[host] = request_json(f'{host}:7000', 'POST', '/v1/classify', asked)['version']
         except Unavailable:
             time.sleep(0.5)
 print('services of models that answer, with their versions:', versions)"

@@ -61,7 +61,7 @@ class DeepFM(ClickModel):
         """Logits [B] of the vectors [N, dim] of each field. Raises InvalidArgument that names a field that is wrong."""
         first_order_B, embedded = self._fields.by_level(vectors, batch)
         dim = self._fields.widths[0]
-        sums_BD = reduce(add, (part.expand(part.vectors.unflatten(1, (-1, dim)).sum(1)) for part in embedded))
+        sums_BD = reduce(add, (part.expand(torch.unflatten(part.vectors, 1, (-1, dim)).sum(1)) for part in embedded))
         squares_B = reduce(add, (part.expand(part.vectors.square().sum(1)) for part in embedded))
         pairs_B = (sums_BD.square().sum(1) - squares_B) / 2
         deep_B = self.deep(embedded).squeeze(1)

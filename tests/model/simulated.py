@@ -412,7 +412,7 @@ def inject(patch: pytest.MonkeyPatch, network: Network, clock: Clock) -> FaultyD
     """Put network, clock and disk in the place of the real ones."""
     patch.setattr(grpc, "insecure_channel", network.channel)
     patch.setattr(snapshot_module._Hold, "start", lambda _: None)  # time does not pass while a snapshot is written
-    patch.setattr(SilenceLog, "ask", lambda *_: None)  # which measures real time
+    patch.setattr(SilenceLog, "check", lambda *_: None)  # which measures real time
 
     def pause(patience: Any, at_least_seconds: float = 0.0) -> bool:  # noqa: ARG001
         patience._began = patience._began or clock.now

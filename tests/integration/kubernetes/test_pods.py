@@ -79,10 +79,10 @@ def test_a_shard_comes_back_under_its_name_at_another_address(pods: Pods) -> Non
 ASK = """
 import base64, sys
 from geartrain.ams.values.config import identify
-from geartrain.serving.http.client import ask_service
+from geartrain.serving.http.client import request_json
 identify("/certs", "serve")
 body = {"images": [base64.b64encode(sys.stdin.buffer.read()).decode()], "k": 1}
-print(*(ask_service(f"{name}:7000", "POST", "/v1/classify", body)["version"] for name in sys.argv[1:]))
+print(*(request_json(f"{name}:7000", "POST", "/v1/classify", body)["version"] for name in sys.argv[1:]))
 """
 
 

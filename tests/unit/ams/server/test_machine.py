@@ -75,12 +75,12 @@ def test_every_thread_keeps_to_the_cpus_that_are_named() -> None:
     """In a process of its own: there is no way back."""
     program = """
 import os, threading
-from geartrain.ams.server.machine import keep_to_cpus, threads_per_shard
+from geartrain.ams.server.machine import bind_to_cpus, threads_per_shard
 
 one = min(os.sched_getaffinity(0))
 end, threads = threading.Event(), [threading.Thread(target=lambda: end.wait(10)) for _ in range(2)]
 threads[0].start()
-keep_to_cpus([one])
+bind_to_cpus([one])
 threads[1].start()
 assert [os.sched_getaffinity(thread.native_id) for thread in threads] == [{one}, {one}]
 assert threads_per_shard(1) == 1

@@ -140,7 +140,7 @@ def test_a_folded_model_is_gone_on_with_scored_and_asked_alike(tmp_path: Path) -
     assert found["item"][:, 0].tolist() == ids_of(WIDE).tolist()
     assert found["item_tags"][:, 0].tolist() == ids_of(HASHES).tolist()
     texts = np.array([[b"-1", b"-5"], [b"7", b""]], object)
-    assert reader.take({"item_tags": texts}, ["item_tags"])["item_tags"].tolist() == [[2**63 - 1, 2**63 - 5], [7, -1]]
+    assert reader.ids_of({"item_tags": texts}, ["item_tags"])["item_tags"].tolist() == [[2**63 - 1, 2**63 - 5], [7, -1]]
     for wrong in (2**64, -(2**63) - 1, "7.0", True, "-0"):
         with pytest.raises(gt.errors.InvalidArgument, match="give an integer from -2\\^63 to 2\\^64 - 1"):
             click.read({"samples": [{**folded_here[0], "item": wrong}]})
