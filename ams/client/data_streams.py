@@ -115,10 +115,18 @@ class DataStreams:
         number = self.lease_number if lease_number is None else lease_number
         return self._call(RenewStreams(reader=self._reader, cursors=_checked(cursors), lease_number=number))
 
-    def release(self, streams: Sequence[int] | None = None, cursors: Cursors = NOTHING, *, lost: bool = False) -> None:
+    def release(
+        self,
+        streams: Sequence[int] | None = None,
+        cursors: Cursors = NOTHING,
+        *,
+        lost: bool = False,
+        done: bool = False,
+    ) -> None:
         """Commit ``cursors``, then release ``streams``; None: all of them, as a worker that leaves does.
 
         ``lost``: the worker leaves in the middle of a step, so that a job restored by the scheduler goes back.
+        ``done``: all samples of the job are committed: the scheduler saves it, and :meth:`lease` raises Busy until then.
         """
         self._call(
             ReleaseStreams(
@@ -127,6 +135,7 @@ class DataStreams:
                 streams=tuple(streams or ()),
                 all=streams is None,
                 lost=lost,
+                done=done,
                 lease_number=self.lease_number,
             )
         )

@@ -79,6 +79,8 @@ class _Job:
     restore: RestoreOrder | None = None
     order_number: int = 0
     due: Due = ""
+    is_saved: bool = False
+    """Whether its newest snapshot has all commits."""
 
     def copy(self) -> _Job:
         job = replace(self, cursors=list(self.cursors), holders=list(self.holders))
@@ -272,6 +274,7 @@ class StreamLeases:
                 release=() if is_paused else tuple(sorted(by_use[:surplus])),
                 can_lease=len(held) < share and bool(changed.free) and not is_paused,
                 pause=is_paused,
+                is_saved=changed.is_saved,
             )
 
     def release(
@@ -284,9 +287,11 @@ class StreamLeases:
         lease_number: int = 0,
         *,
         lost: bool = False,
+        done: bool = False,
     ) -> None:
         """Commit ``cursors``, then release ``streams``; None: all, and the worker leaves, if ``lost`` in the middle of
-        a step. Raises as :meth:`renew`."""
+        a step. ``done``: nothing is left to read, so that a job which the scheduler restores is to be saved. Raises as
+        :meth:`renew`."""
         with self._lock:
             changed = self._committed(job, worker, incarnation, cursors, lease_number)
             if lost:
@@ -296,6 +301,8 @@ class StreamLeases:
             for stream in streams or ():
                 self._require_held(job, changed, worker, stream)
                 changed.holders[stream] = None
+            if done and changed.restore is not None and not changed.due and not changed.is_saved:
+                changed.due = "snapshot"
             self._commit(job, changed)
 
     def cursors(self, job: str) -> dict[int, Cursor]:
@@ -413,11 +420,19 @@ class StreamLeases:
                 changed.end_leases()
             self._commit(job, changed)
 
+    def record_saved(self, job: str, cursors: Mapping[int, Cursor]) -> None:
+        """Record the ``cursors`` of a job's newest snapshot."""
+        with self._lock:
+            changed = self._current(job)
+            changed.is_saved = dict(enumerate(changed.cursors)) == cursors
+            self._commit(job, changed)
+
     def restore_cursors(self, job: str, cursors: Mapping[int, Cursor]) -> None:
         """Let a job's workers continue, after a restore of its tables, from the ``cursors`` of the same snapshot."""
         with self._lock:
             changed = self._current(job)
             changed.cursors, changed.due = [cursors[stream] for stream in range(len(cursors))], ""
+            changed.is_saved = True
             self._commit(job, changed)
 
     def stop_restoring(self, job: str, why: GeartrainError | None = None) -> None:
@@ -503,7 +518,7 @@ class StreamLeases:
                     f"cursor {tuple(cursor)} of stream {stream} does not follow {tuple(before)}: positions go up, the "
                     f"job is in epoch {epoch}, and a stream that has ended it is at ({epoch + 1}, 0)"
                 )
-            changed.cursors[stream] = cursor
+            changed.cursors[stream], changed.is_saved = cursor, False
         changed.workers[worker] = replace(held, deadline=self._clock() + self.lease_seconds)
         return changed
 
@@ -572,6 +587,7 @@ def _to_json(name: str, job: _Job) -> bytes:
         "restore": None if job.restore is None else asdict(job.restore),
         "order_number": job.order_number,
         "due": job.due,
+        "is_saved": job.is_saved,
     }
     return json.dumps(fields).encode()
 
@@ -590,4 +606,5 @@ def _from_json(value: bytes, deadline: float) -> tuple[str, _Job]:
     if (order := fields.get("restore")) is not None:
         job.restore = RestoreOrder(**order | {"tables": tuple(order["tables"])})
         job.order_number, job.due = fields["order_number"], fields["due"]
+        job.is_saved = fields.get("is_saved", False)
     return fields["job"], job

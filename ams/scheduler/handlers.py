@@ -216,4 +216,6 @@ class SchedulerHandlers:
 
     def _release_streams(self, release: ReleaseStreams, _: WaitingCaller) -> None:
         streams = None if release.all else release.streams
-        self._streams.release(*release.reader, release.cursors, streams, release.lease_number, lost=release.lost)
+        self._streams.release(
+            *release.reader, release.cursors, streams, release.lease_number, lost=release.lost, done=release.done
+        )

@@ -98,6 +98,8 @@ class StreamRenewal:
     """More streams are free for this worker."""
     pause: bool = False
     """A snapshot is due: release all streams as soon as what was read of them is committed."""
+    is_saved: bool = False
+    """The newest snapshot of a job that the scheduler restores has all commits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -453,6 +455,8 @@ class ReleaseStreams(Rpc[None]):
     """All of them, and the worker leaves."""
     lost: bool = False
     """It leaves in the middle of a step, part of which may have been applied."""
+    done: bool = False
+    """All samples of the job are committed: it is to be saved before its workers end."""
     lease_number: int = 0
     """As of :class:`RenewStreams`."""
 

@@ -121,8 +121,12 @@ class RestoredJob:
             except EOFError:  # its last word was heard before
                 pass
             assert worker.exit_code() == 0
-        with gt.connect(self.scheduler.address, config=CONFIG) as cluster:
-            return np.asarray(_opened(cluster, "counts").pull(np.arange(SAMPLES)))[:, 0]
+        while True:
+            try:
+                with gt.connect(self.scheduler.address, config=CONFIG) as cluster:
+                    return np.asarray(_opened(cluster, "counts").pull(np.arange(SAMPLES)))[:, 0]
+            except (TableNotFound, ShardRestarted, Unavailable):  # it goes back now
+                time.sleep(0.1)
 
 
 def run(role: str, seed: int, folder: Path) -> float:
@@ -142,7 +146,7 @@ def run(role: str, seed: int, folder: Path) -> float:
         first, _, second = role.removeprefix("both ").partition(" and ")
         deaths["shard" if first == "shards" else first]()
         if second or role == "both shards":
-            time.sleep(chance.uniform(0, 0.9))  # where in the restore, and before the job ends: nothing saves it then
+            time.sleep(chance.uniform(0, 1.5))  # where in the restore
             deaths[second or "shards"]()
         counts = job.counts()
     wrong = np.flatnonzero(counts != EPOCHS)

@@ -29,6 +29,16 @@ def test_a_scheduler_killed_in_the_middle_of_the_restore_begins_it_anew(place: s
     assert np.all(counts == EPOCHS)
 
 
+def test_shards_lost_once_all_workers_have_ended_lose_nothing(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        job = RestoredJob(tmp_path, stack)
+        job.counts()
+        for shard in job.shards:
+            shard.kill()
+        counts = job.counts()
+    assert np.all(counts == EPOCHS)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2, 22))
 @pytest.mark.parametrize("role", ROLES)

@@ -139,7 +139,7 @@ class LeasedSamples(Iterator[SampleBatch]):
                 self._pause(renewal)
                 return None
             if self._reader.is_done(renewal.epoch, lambda: self._repeated(self._streams.cursors)):
-                self.close()
+                self._end()
                 return None
         batch = self._reader.next_batch(renewal.epoch)
         with self._lock:
@@ -318,6 +318,23 @@ class LeasedSamples(Iterator[SampleBatch]):
         ended = {stream: position for stream, position in at.items() if position != self._committed[stream]}
         with suppress(StaleClient):
             self._repeated(lambda: self._streams.release(None, ended))
+        self._lose()
+
+    def _end(self) -> None:
+        """Close, as all samples are committed; have a job that the scheduler restores saved first, as nobody would read
+        again what is lost later.
+        """
+        renewal = self._renew(NOTHING) if self._is_restored else None
+        if self._is_restored and renewal is None:
+            return  # the job went back meanwhile
+        if renewal is None or renewal.is_saved:
+            self.close()
+            return
+        if (now := time.monotonic()) - self._told_at > self._lease_seconds:
+            self._told_at = now
+            logger.info("job %r is done, and ends once the scheduler has saved it", self._streams.job)
+        with suppress(StaleClient):
+            self._repeated(lambda: self._streams.release(done=True))
         self._lose()
 
     def _release(self) -> None:

@@ -1375,12 +1375,15 @@ class RenewStreamsReply(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     CAN_LEASE_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
+    IS_SAVED_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The job's epoch: streams beyond it wait."""
     can_lease: _builtins.bool
     """More streams are free for this worker."""
     pause: _builtins.bool
     """A snapshot is due: all streams are to be released as soon as what was read of them is committed."""
+    is_saved: _builtins.bool
+    """The newest snapshot of a job that the scheduler restores has all commits."""
     @_builtins.property
     def held(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Streams that the worker holds."""
@@ -1397,10 +1400,11 @@ class RenewStreamsReply(_message.Message):
         release: _abc.Iterable[_builtins.int] | None = ...,
         can_lease: _builtins.bool = ...,
         pause: _builtins.bool = ...,
+        is_saved: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_lease", b"can_lease", "epoch", b"epoch", "held", b"held", "pause", b"pause", "release", b"release"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_lease", b"can_lease", "epoch", b"epoch", "held", b"held", "is_saved", b"is_saved", "pause", b"pause", "release", b"release"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1416,12 +1420,15 @@ class ReleaseStreamsRequest(_message.Message):
     ALL_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
     LEASE_NUMBER_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
     all: _builtins.bool
     """All streams; the worker leaves. `streams` is ignored."""
     lost: _builtins.bool
     """It leaves in the middle of a step, part of which may have been applied."""
     lease_number: _builtins.int
     """As of RenewStreamsRequest."""
+    done: _builtins.bool
+    """All samples of the job are committed: the scheduler saves it, if it restores it and has no snapshot with all commits."""
     @_builtins.property
     def reader(self) -> Global___StreamReader: ...
     @_builtins.property
@@ -1437,10 +1444,11 @@ class ReleaseStreamsRequest(_message.Message):
         all: _builtins.bool = ...,
         lost: _builtins.bool = ...,
         lease_number: _builtins.int = ...,
+        done: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "cursors", b"cursors", "lease_number", b"lease_number", "lost", b"lost", "reader", b"reader", "streams", b"streams"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "cursors", b"cursors", "done", b"done", "lease_number", b"lease_number", "lost", b"lost", "reader", b"reader", "streams", b"streams"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,11 +3,6 @@
 :class:`~geartrain.ams.scheduler.data_streams.StreamLeases` stores what is due before any action starts. After a crash,
 of the scheduler too, it is still due and is repeated in full: a restore replaces one that was cut off, and workers get
 no lease before it has finished.
-the newest one when a job has lost something.
-
-What is due is in :class:`~geartrain.ams.scheduler.data_streams.StreamLeases`, written down before anybody acts on it.
-So whoever dies on the way, the scheduler included, it is due still, and all of it is done again: a restore takes the
-place of one that was cut off, and workers get no lease before it has ended.
 """
 
 from __future__ import annotations
@@ -133,6 +128,7 @@ class JobRestorer:
                 if before is not None:  # otherwise there is nothing to restore until it is complete
                     self._streams.set_due(name, "")
                 pending.result()
+            self._streams.record_saved(name, cursors)
             prune(order.root, _KEPT)
         except (Unavailable, Fenced):  # the next round handles the lost shard
             raise

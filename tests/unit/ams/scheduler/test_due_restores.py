@@ -80,6 +80,31 @@ def test_a_commit_that_was_under_way_during_the_restore_is_refused() -> None:
     job.streams.renew("a", "w", 1, {})  # of a client of an earlier version
 
 
+def test_a_job_that_is_done_is_saved_before_its_workers_end() -> None:
+    job = Clocked()
+    job.lease("w")
+    job.lease("v")
+    last = {0: Cursor(1, 0)}
+    assert not job.streams.renew("a", "w", 1, last).is_saved
+    saved = job.streams.cursors("a")
+    job.streams.release("a", "w", 1, {}, done=True)
+    assert job.due == "snapshot"
+    job.restart()  # it is remembered
+    assert job.streams.renew("a", "v", 1, {}).pause
+    job.streams.record_saved("a", saved)
+    job.streams.set_due("a", "")
+    job.restart()
+    job.streams.renew("a", "v", 1, {})
+    job.lease("w")
+    assert job.streams.renew("a", "w", 1, {}).is_saved
+    job.streams.release("a", "w", 1, {}, done=True)
+    assert job.due == ""  # once is enough
+    held = min(job.lease("w").cursors)
+    assert not job.streams.renew("a", "w", 1, {held: Cursor(1, 0)}).is_saved
+    job.streams.record_saved("a", SAVED)  # of before the last commit
+    assert not job.streams.renew("a", "w", 1, {}).is_saved
+
+
 def test_one_that_is_started_again_is_known_to_be_lost_at_once() -> None:
     job = Clocked()
     job.lease("w")
