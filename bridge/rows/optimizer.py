@@ -63,6 +63,8 @@ class RowOptimizer(torch.optim.Optimizer):
             del self.defaults[name]
         self._unscaled: list[object] = []
         """Pending gradients that a failed step has unscaled for GradScaler."""
+        self._has_unit_loss = False
+        """Whether a loss of :meth:`step_in_backward` was seen that nothing multiplied."""
         for update in updates:
             update.is_optimized = True
 
@@ -123,9 +125,9 @@ class RowOptimizer(torch.optim.Optimizer):
             optimizer.step()
 
         The rows are the same. DDP's gradients of the backbone are there, as always, when ``backward()`` returns.
-        ``backward()`` raises what the step does. Not where something looks at the gradients of rows before their step,
-        as GradScaler and clipping do, and not of a loss whose gradients are accumulated with those of later ones.
-        Raises InvalidArgument unless the loss has a graph.
+        ``backward()`` raises what the step does, and InvalidArgument if the loss is multiplied first, as GradScaler
+        does: rows are written before anything could unscale them. Clip no gradients after it, as those of rows are gone
+        by then. Raises InvalidArgument unless the loss has a graph.
         """
         if not loss.requires_grad:
             raise InvalidArgument(
@@ -133,14 +135,24 @@ class RowOptimizer(torch.optim.Optimizer):
             )
         queue = Variable._execution_engine.queue_callback
 
-        def apply() -> None:
+        def apply(scale: Tensor) -> None:
             try:
+                if not self._has_unit_loss:  # read once: on a device that waits for it
+                    self._require_unit_loss(float(scale))
                 self.step()
             except BaseException as exc:
                 queue(functools.partial(_raise, exc))  # DDP is to end its pass before
 
         # Callbacks run in the order in which they are queued, and DDP queues its own after the last gradient.
-        loss.register_hook(lambda _: queue(apply))  # type: ignore[no-untyped-call]
+        loss.register_hook(lambda scale: queue(functools.partial(apply, scale)))  # type: ignore[no-untyped-call]
+
+    def _require_unit_loss(self, scale: float) -> None:
+        if math.isfinite(scale) and scale != 1.0:  # the step itself refuses other numbers
+            raise InvalidArgument(
+                f"the loss was multiplied by {scale:g} before backward(): with GradScaler call scaler.step(rows) after "
+                "it instead, otherwise give step_in_backward() the tensor that backward() is called on"
+            )
+        self._has_unit_loss = scale == 1.0
 
     def unscale_once(self, grad_scale: Tensor) -> None:
         """Divide by GradScaler's scale, once, even if a failed step is called again."""

@@ -74,6 +74,21 @@ def test_backward_raises_what_the_step_does_and_the_next_pass_goes_on() -> None:
     assert not torch.equal(head.weights(), before)
 
 
+@pytest.mark.parametrize("factor", [0.25, 65536.0])
+def test_a_loss_that_is_scaled_first_is_refused_and_no_row_written(factor: float) -> None:
+    model, head = model_and_head()
+    before, rows, loss = head.weights(), gt.RowOptimizer(head), loss_of(model, head)
+    rows.step_in_backward(loss)
+    with pytest.raises(InvalidArgument, match=f"multiplied by {factor:g} before"):
+        (loss * factor).backward()
+    assert torch.equal(head.weights(), before)
+    rows.zero_grad()
+    loss = loss_of(model, head) * factor
+    rows.step_in_backward(loss)  # the remedy
+    loss.backward()
+    assert not torch.equal(head.weights(), before)
+
+
 def test_a_loss_without_a_graph_is_refused() -> None:
     model, head = model_and_head()
     with torch.no_grad():
