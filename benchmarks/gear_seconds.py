@@ -32,6 +32,7 @@ import torch
 from _common import result
 from _halves_task import BATCH, DIM, LEARNING_RATE, FastPart, HalfNet, glyph_halves
 from _up import GEARTRAIN, running_cluster, started
+from gear_places import Seen
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -65,21 +66,15 @@ class Way:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
-    """What a training had reached by a time; rates are of all workers together."""
+class SeenProcesses(Seen):
+    """What the processes of a training had reached by a time."""
 
-    at_seconds: float
-    accuracy: float
-    steps: int
-    updates: int
-    """Of the bottom part."""
     cpu_seconds: tuple[float, float, float]
     """Of workers, slow gears and the cluster."""
 
     def __str__(self) -> str:
         workers, gears, cluster = (1e3 * seconds / max(self.steps, 1) for seconds in self.cpu_seconds)
-        rates = f"{self.steps / self.at_seconds:.1f} steps, {self.updates / self.at_seconds:.1f} updates a second"
-        return f"{rates}, a step {workers:.1f} + {gears:.1f} + {cluster:.1f} ms of CPU"
+        return f"{super().__str__()}, a step {workers:.1f} + {gears:.1f} + {cluster:.1f} ms of CPU"
 
 
 SHARED = Way(place="shared", workers=2)
@@ -127,7 +122,7 @@ def results(full: bool = False) -> Iterator[Result]:
             yield result(case, *points, "points", more_is_better=True)
 
 
-def _curve(way: Way, seconds: float) -> list[Seen]:
+def _curve(way: Way, seconds: float) -> list[SeenProcesses]:
     """Train by as many processes, and test on the way."""
     environment = {**os.environ, "PYTHONPATH": f"{HERE.parent}:{HERE.parents[1] / 'examples'}", "OMP_NUM_THREADS": "1"}
     environment[LINK_SECONDS] = str(way.link_seconds)
@@ -159,7 +154,7 @@ def _curve(way: Way, seconds: float) -> list[Seen]:
                 table.refresh()
             steps, updates = (table.version - version for table, version in zip(tables, versions, strict=True))
             workers, gears, servers = (_cpu_seconds(each) - then for each, then in zip(pids, spent, strict=True))
-            seen = Seen(
+            seen = SeenProcesses(
                 at_seconds=at,
                 accuracy=_accuracy(*parts),
                 steps=steps,
