@@ -126,7 +126,7 @@ class DataStreams:
         """Commit ``cursors``, then release ``streams``; None: all of them, as a worker that leaves does.
 
         ``lost``: the worker leaves in the middle of a step, so that a job restored by the scheduler goes back.
-        ``done``: all samples of the job are committed: the scheduler saves it, and :meth:`lease` raises Busy until then.
+        ``done``: all samples of the job are committed: the scheduler saves it; :meth:`lease` raises Busy until then.
         """
         self._call(
             ReleaseStreams(
