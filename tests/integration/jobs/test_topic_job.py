@@ -111,6 +111,10 @@ def test_what_is_wrong_with_a_topic_is_named(mock: Mock, tmp_path: Path) -> None
         train(mock, out, history=5)
     with pytest.raises(ConfigError, match=r"kafka.max_wait_seconds is 0.0; it must be > 0"):
         train(mock, out, kafka={"max_wait_seconds": 0.0})
+    with pytest.raises(ConfigError, match="prefetch is 2, and a topic is read as its messages come; leave it out"):
+        train(mock, out, prefetch=2)
+    with pytest.raises(ConfigError, match="validation is true, and of a topic nothing is held out"):
+        train(mock, out, validation=True)
     assert not (out / "snapshots").exists()
 
 
