@@ -135,8 +135,10 @@ def squared_sum(values_ND: Tensor) -> Tensor:
         return lengths_N.square_().sum()
     total = torch.zeros((), dtype=torch.float64)
     is_narrow = values_ND.dtype not in (torch.float32, torch.float64)
-    for part in torch.split(values_ND, _ROWS_PER_SUM // 8 if is_narrow else _ROWS_PER_SUM):
-        wide = part.float() if is_narrow else part  # small copies: each thread keeps the memory of its own
+    rows = _ROWS_PER_SUM // 8 if is_narrow else _ROWS_PER_SUM
+    room_ND = values_ND.new_empty((rows, *values_ND.shape[1:]), dtype=torch.float32) if is_narrow else None
+    for part in torch.split(values_ND, rows):
+        wide = part if room_ND is None else room_ND[: len(part)].copy_(part)  # one copy: freed ones stay in the heap
         squares = torch.linalg.vector_norm(wide, dim=1).double().square_().sum()
         if not LEAST_SQUARES < float(squares) < torch.inf:
             squares = torch.linalg.vector_norm(wide, dim=1, dtype=torch.float64).square_().sum()
