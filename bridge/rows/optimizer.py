@@ -137,22 +137,21 @@ class RowOptimizer(torch.optim.Optimizer):
 
         def apply(scale: Tensor) -> None:
             try:
-                if not self._has_unit_loss:  # read once: on a device that waits for it
-                    self._require_unit_loss(float(scale))
+                # Read once, as a device is waited for; the step itself refuses what is not finite.
+                if not self._has_unit_loss and math.isfinite(factor := float(scale)):
+                    if factor != 1.0:
+                        raise InvalidArgument(
+                            f"the loss was multiplied by {factor:g} before backward(): with GradScaler call "
+                            "scaler.step(rows) after it instead, otherwise give step_in_backward() the tensor that "
+                            "backward() is called on"
+                        )
+                    self._has_unit_loss = True
                 self.step()
             except BaseException as exc:
                 queue(functools.partial(_raise, exc))  # DDP is to end its pass before
 
         # Callbacks run in the order in which they are queued, and DDP queues its own after the last gradient.
         loss.register_hook(lambda scale: queue(functools.partial(apply, scale)))  # type: ignore[no-untyped-call]
-
-    def _require_unit_loss(self, scale: float) -> None:
-        if math.isfinite(scale) and scale != 1.0:  # the step itself refuses other numbers
-            raise InvalidArgument(
-                f"the loss was multiplied by {scale:g} before backward(): with GradScaler call scaler.step(rows) after "
-                "it instead, otherwise give step_in_backward() the tensor that backward() is called on"
-            )
-        self._has_unit_loss = scale == 1.0
 
     def unscale_once(self, grad_scale: Tensor) -> None:
         """Divide by GradScaler's scale, once, even if a failed step is called again."""
