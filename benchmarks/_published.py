@@ -50,7 +50,7 @@ def main(num_classes: int) -> None:
                     cluster,
                     "bench",
                     num_classes=num_classes + 1024,
-                    num_living=num_classes,
+                    num_live_classes=num_classes,
                     dim=DIM,
                     margin=gt.ArcFace(),
                     optimizer=gt.SGD(0.1),

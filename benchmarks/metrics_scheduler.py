@@ -25,18 +25,18 @@ from geartrain.ams.rpc.client.scheduler import GrpcSchedulerCarrier
 from geartrain.ams.rpc.wire import WIRE
 from geartrain.ams.values.config import FOLDER_VARIABLE, NO_FOLDER, identify
 from geartrain.ams.values.scheduler_messages import (
-    Beat,
     DescribeCluster,
     DescribeJobs,
-    HeardJob,
     Heartbeat,
+    HeartbeatResult,
     JobReport,
+    JobReportReply,
     ReadEvents,
     Register,
-    TellJob,
+    ReportJob,
 )
 from geartrain.launch.bench import Result
-from geartrain.watch.looks import JOBS_PER_LOOK
+from geartrain.watch.polls import JOBS_PER_LOOK
 
 NEEDS = ("prometheus_client",)
 SHARDS, SECONDS, SCRAPE_SECONDS, TICKS = 100, 15, 15, 20
@@ -114,7 +114,7 @@ class _Words:
 
     def __init__(self, carrier: GrpcSchedulerCarrier, jobs: int) -> None:
         self._carrier, self._jobs = carrier, jobs
-        shards = [(kind, number) for kind, many in ((Heartbeat, SHARDS), (TellJob, jobs)) for number in range(many)]
+        shards = [(kind, number) for kind, many in ((Heartbeat, SHARDS), (ReportJob, jobs)) for number in range(many)]
         self._say(shards)
         pauses = self._say(shards)  # by now it knows how many they are
         now = time.monotonic()
@@ -130,12 +130,12 @@ class _Words:
 
     def _say(self, who: list[_Who]) -> dict[_Who, float]:
         report = JobReport(step=int(time.monotonic()), last_step=10_000, steps_per_second=100.0, loss=0.5)
-        calls: list[tuple[_Who, Callable[[], Beat | HeardJob]]] = []
+        calls: list[tuple[_Who, Callable[[], HeartbeatResult | JobReportReply]]] = []
         for kind, number in who:
             word = (
                 Heartbeat(shard=number, incarnation=number + 1, memory_pool="m", wire=WIRE)
                 if kind is Heartbeat
-                else TellJob(job=f"job-{number}", incarnation=1, report=report)
+                else ReportJob(job=f"job-{number}", incarnation=1, report=report)
             )
             calls.append(((kind, number), self._carrier.start(word, 10)))
         return {one: max(1.0, call().pause_seconds) for one, call in calls}

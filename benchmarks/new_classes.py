@@ -70,7 +70,7 @@ def _accuracies(
     old = list(zip(*(values[labels < num_old].split(128) for values in (inputs, labels)), strict=True))
     with gt.local(num_shards=1) as cluster:
         head = gt.ClassHead(
-            cluster, "classes", num_classes=problem.num_classes, num_living=num_old, dim=problem.dim, **settings
+            cluster, "classes", num_classes=problem.num_classes, num_live_classes=num_old, dim=problem.dim, **settings
         )
         if imprints:
             head.imprint(old, backbone, progress=lambda _: None)

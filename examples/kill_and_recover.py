@@ -38,7 +38,7 @@ def worker(arguments: argparse.Namespace, out: Path, *more: str) -> subprocess.P
 
 
 def role(cluster: psutil.Process, name: str) -> psutil.Process:
-    """The first living process of the cluster that runs a role."""
+    """The first live process of the cluster that runs a role."""
     while True:
         for child in cluster.children():
             try:

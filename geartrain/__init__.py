@@ -93,8 +93,8 @@ if TYPE_CHECKING:  # "X as X" is how a module gives a name of another on
     from geartrain.bridge.rows.joint import joint as joint
     from geartrain.bridge.rows.optimizer import RowOptimizer as RowOptimizer
     from geartrain.bridge.rows.optimizer import clip_grad_norm_ as clip_grad_norm_
-    from geartrain.bridge.rows.state import state_from_bytes as state_from_bytes
-    from geartrain.bridge.rows.state import state_to_bytes as state_to_bytes
+    from geartrain.bridge.rows.serialization import state_from_bytes as state_from_bytes
+    from geartrain.bridge.rows.serialization import state_to_bytes as state_to_bytes
     from geartrain.launch.hosting import local as local
     from geartrain.serving.http.app import serve_app as serve_app
     from geartrain.workers.data.bitmaps import Preprocessing as Preprocessing
@@ -103,7 +103,7 @@ if TYPE_CHECKING:  # "X as X" is how a module gives a name of another on
     from geartrain.workers.samples.files import CsvSamples as CsvSamples
     from geartrain.workers.samples.files import ParquetSamples as ParquetSamples
     from geartrain.workers.samples.files import TreeSamples as TreeSamples
-    from geartrain.workers.samples.kafka.samples import KafkaSamples as KafkaSamples
+    from geartrain.workers.samples.kafka.kafka_samples import KafkaSamples as KafkaSamples
     from geartrain.workers.samples.late_labels import LateLabels as LateLabels
     from geartrain.workers.samples.trees.compress import compress_samples as compress_samples
 
@@ -161,14 +161,14 @@ _NAMES = {
     "bridge.retrieval.tdm": "TDM",
     "bridge.rows.joint": "joint",
     "bridge.rows.optimizer": "RowOptimizer clip_grad_norm_",
-    "bridge.rows.state": "state_from_bytes state_to_bytes",
+    "bridge.rows.serialization": "state_from_bytes state_to_bytes",
     "launch.hosting": "local",
     "serving.http.app": "serve_app",
     "workers.data.bitmaps": "Preprocessing",
     "workers.live.publisher": "Publisher",
     "workers.models.trained_model": "load_model",
     "workers.samples.files": "CsvSamples ParquetSamples TreeSamples",
-    "workers.samples.kafka.samples": "KafkaSamples",
+    "workers.samples.kafka.kafka_samples": "KafkaSamples",
     "workers.samples.late_labels": "LateLabels",
     "workers.samples.trees.compress": "compress_samples",
 }

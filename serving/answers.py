@@ -90,18 +90,18 @@ class Servable(Protocol):
         """Release files and memory; no request uses it any more."""
 
 
-class PutOff(Exception):
+class TooSlow(Exception):
     """Reading a question takes long: the answering thread leaves it to another thread."""
 
 
 reading = threading.local()
-"""``is_hasty``: this thread answers questions, and does not read one that takes milliseconds."""
+"""``fast_only``: this thread answers questions, and does not read one that takes milliseconds."""
 
 
 def require_time() -> None:
-    """Raise PutOff on a thread that answers questions; to be called before milliseconds of work."""
-    if getattr(reading, "is_hasty", False):
-        raise PutOff
+    """Raise TooSlow on a thread that answers questions; to be called before milliseconds of work."""
+    if getattr(reading, "fast_only", False):
+        raise TooSlow
 
 
 def concatenated(several: Sequence[Question]) -> Question:

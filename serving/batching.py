@@ -169,7 +169,7 @@ class Batcher:
             while self._unread and len(unread) < self._max_batch:
                 unread.append(self._unread.popleft())
         read = []
-        reading.is_hasty = True
+        reading.fast_only = True
         for asked, question in unread:
             try:
                 if not asked.answer.cancelled():
@@ -177,7 +177,7 @@ class Batcher:
             except Exception as exc:
                 if asked.answer.set_running_or_notify_cancel():
                     asked.answer.set_exception(exc)
-        reading.is_hasty = False
+        reading.fast_only = False
         with self._changed:
             self.queued -= len(unread)
             for asked, found in read:

@@ -22,7 +22,7 @@ _MOST_VERSIONS = 8
 """Versions of a model with counts, the last used; older counts go, as a training makes new versions for ever."""
 
 
-class AskedOf(NamedTuple):
+class RequestTarget(NamedTuple):
     """Model, version and operation of a request; all empty: it was refused before they were known."""
 
     model: str = ""
@@ -33,7 +33,7 @@ class AskedOf(NamedTuple):
 class _Family(NamedTuple):
     help: str
     labels: tuple[str, ...] = ()
-    """Labels beside those of AskedOf."""
+    """Labels beside those of RequestTarget."""
     bounds: Sequence[float] = ()
     """Bounds of a histogram; empty: a counter."""
 
@@ -71,14 +71,14 @@ class ServingCounts:
         """Number of values up to each bound, and above all; last their sum."""
         self._versions: dict[str, OrderedDict[str, None]] = {}
 
-    def request(self, asked: AskedOf, protocol: str, code: str, seconds: float) -> None:
+    def request(self, asked: RequestTarget, protocol: str, code: str, seconds: float) -> None:
         """Count a request that was answered or refused."""
         self._add(asked, ("serve_requests_total", (protocol, code), 1), ("serve_request_seconds", (protocol,), seconds))
 
     def batch(self, batch: AnsweredBatch) -> None:
         """Count the items of an answered batch."""
         self._add(
-            AskedOf(batch.lease.model, str(batch.lease.servable.version), batch.operation),
+            RequestTarget(batch.lease.model, str(batch.lease.servable.version), batch.operation),
             ("serve_items_total", (), batch.items),
             ("serve_batch_items", (), batch.items),
             ("serve_batch_seconds", (), batch.ran_seconds),
@@ -90,7 +90,7 @@ class ServingCounts:
         with self._lock:
             return [[name, [*values], [*numbers]] for (name, values), numbers in self._numbers.items()]
 
-    def _add(self, asked: AskedOf, *counted: tuple[str, tuple[str, ...], float]) -> None:
+    def _add(self, asked: RequestTarget, *counted: tuple[str, tuple[str, ...], float]) -> None:
         """Add a number to each family, under ``asked`` and the other labels; drop the oldest version's counts."""
         with self._lock:
             for name, labels, number in counted:
@@ -128,7 +128,7 @@ def serving_metrics(told: Mapping[int, Mapping[str, Any]]) -> Iterator[Metric]:
             if name == family
         ]
         kind: Literal["counter", "histogram"] = "histogram" if bounds else "counter"
-        yield Metric(family, kind, about, ("worker", *AskedOf._fields, *labels), samples)
+        yield Metric(family, kind, about, ("worker", *RequestTarget._fields, *labels), samples)
     queued = [((worker,), process["queued"]) for worker, process in told.items()]
     yield _gauge("serve_queue_items", "Items that wait to be answered.", queued, "worker")
     asking = [

@@ -14,25 +14,25 @@ from geartrain.serving.answers import Servable
 from geartrain.serving.batching import Batcher
 from geartrain.serving.catalog import Catalog
 from geartrain.serving.folder import load_folder, load_newest, versions_in
-from geartrain.serving.index.parts import parts_in_use
+from geartrain.serving.index.distributed_index import parts_in_use
 from geartrain.serving.metrics import ServingCounts, describe_process, following_metrics, serving_metrics
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-Told = dict[str, Any]
+WorkerReply = dict[str, Any]
 """Answer of one process to a change: ``{"said": ...}``, or ``{"error": class, "message": ...}``.
 
 With ``is_gone`` it has died; its replacement receives the state of the others."""
 
 
 def all_or_none(
-    tell: Callable[[Mapping[str, Any]], list[Told]], wish: Mapping[str, Any], before: Mapping[str, Any]
-) -> list[Told]:
+    tell: Callable[[Mapping[str, Any]], list[WorkerReply]], wish: Mapping[str, Any], before: Mapping[str, Any]
+) -> list[WorkerReply]:
     """Have every process make a change, or none; return each last answer.
 
     Each first loads the versions that the change needs. If one of them fails, or they would come to different versions,
     all go back to ``before``, a process's ``state``. A process that has died is left out.
     """
-    told: list[Told] = []
+    told: list[WorkerReply] = []
     for step in ({"wish": "prepare", "change": wish}, wish):
         told = tell(step)
         alive = [answer for answer in told if not answer.get("is_gone")]
@@ -51,7 +51,7 @@ class ModelService:
     def __init__(self, catalog: Catalog, batcher: Batcher, counts: ServingCounts | None = None) -> None:
         """``counts`` also receives the batches of ``batcher``."""
         self.catalog, self.batcher, self.counts = catalog, batcher, counts or ServingCounts()
-        self.everywhere: Callable[[Mapping[str, Any]], list[Told]] = lambda wish: [self.apply(wish)]
+        self.everywhere: Callable[[Mapping[str, Any]], list[WorkerReply]] = lambda wish: [self.apply(wish)]
         """Sends a request for a change to :meth:`apply` of every process of the service, this one included."""
         self.following: dict[str, Mapping[str, Any]] = {}
         """Lag of each model that follows a training."""
@@ -93,7 +93,7 @@ class ModelService:
             found = set(self.change("rollback", model=model, to=min(found)))
         return int(found.pop())
 
-    def apply(self, wish: Mapping[str, Any]) -> Told:
+    def apply(self, wish: Mapping[str, Any]) -> WorkerReply:
         """Make a change in this process."""
         details = dict(wish)
         try:

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
 
 from geartrain.ams.client.cluster_status import ClusterStatus, describe_cluster
 from geartrain.ams.client.data_streams import DataStreams
-from geartrain.ams.client.event_teller import EventTeller
+from geartrain.ams.client.event_teller import EventReporter
+from geartrain.ams.client.job_reporter import JobReporter
 from geartrain.ams.client.jobs.worker_steps import JobSteps, worker_name
-from geartrain.ams.client.leave_watch import LeaveWatch
 from geartrain.ams.client.other_roles import embedded_graphs, remote_gears, remote_graphs
 from geartrain.ams.client.scheduler_calls import SNAPSHOT_SECONDS, SchedulerCalls
 from geartrain.ams.client.shard_calls import ShardCalls, all_of
-from geartrain.ams.client.snapshots.export import PendingExport, start_export
 from geartrain.ams.client.snapshots.restore import restore_snapshot
 from geartrain.ams.client.snapshots.snapshot import JobContents, PendingSnapshot, free_name, start_snapshot
+from geartrain.ams.client.snapshots.table_export import PendingExport, start_export
 from geartrain.ams.client.table import Table
 from geartrain.ams.client.writes import ClientStream, checked_incarnation
 from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier, ShardCarrier
@@ -95,10 +95,10 @@ class Cluster:
         self._close = close
         self._closed = False
         self._later_writes: weakref.WeakSet[LaterWrites] = weakref.WeakSet()
-        self._leave_watches: list[LeaveWatch] = []
+        self._job_reporters: list[JobReporter] = []
         self._job_steps: weakref.WeakSet[JobSteps] = weakref.WeakSet()
         self._stream_readers: dict[JobWorker, DataStreams] = {}
-        self._events = EventTeller(scheduler)
+        self._events = EventReporter(scheduler)
         if stream.is_named:
             # Only a process that continues under this name has a use for the dedup state of numbered writes.
             try:
@@ -346,7 +346,7 @@ class Cluster:
         self._job_steps.add(steps)
         return steps
 
-    def watch_leaves(self, job: str, report: Callable[[], JobReport] = JobReport) -> LeaveWatch | None:
+    def report_job(self, job: str, report: Callable[[], JobReport] = JobReport) -> JobReporter | None:
         """Register ``job`` as training from now on, and return a watch of shards that want to leave; None: embedded
         shards end with this process.
 
@@ -355,8 +355,8 @@ class Cluster:
         """
         if not self._calls.remote:
             return None
-        watch = LeaveWatch(self._scheduler.carrier, checked_name("job", job), self._stream.incarnation, report)
-        self._leave_watches.append(watch)
+        watch = JobReporter(self._scheduler.carrier, checked_name("job", job), self._stream.incarnation, report)
+        self._job_reporters.append(watch)
         return watch
 
     def acknowledge(self, sequence: int) -> None:
@@ -572,7 +572,7 @@ class Cluster:
             self._close_all()
 
     def _close_all(self) -> None:
-        for watch in self._leave_watches:
+        for watch in self._job_reporters:
             watch.done()
         for steps in list(self._job_steps):
             steps.leave()

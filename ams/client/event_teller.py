@@ -10,7 +10,7 @@ from collections import deque
 
 from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier
 from geartrain.ams.values.errors import GeartrainError
-from geartrain.ams.values.scheduler_messages import ClusterEvent, TellEvent
+from geartrain.ams.values.scheduler_messages import ClusterEvent, ReportEvent
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ _LAST_SECONDS = 1.0
 _MOST_WAITING = 100
 
 
-class EventTeller:
+class EventReporter:
     """Sends events, each until it arrived once. Never blocks or raises. Thread-safe.
 
     Cost: one RPC an event, on a thread that starts with the first event and ends with the last.
@@ -32,7 +32,7 @@ class EventTeller:
     def __init__(self, scheduler: SchedulerCarrier) -> None:
         self._scheduler = scheduler
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[TellEvent, float]] = deque(maxlen=_MOST_WAITING)
+        self._waiting: deque[tuple[ReportEvent, float]] = deque(maxlen=_MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
 
@@ -41,7 +41,7 @@ class EventTeller:
         if self._ended.is_set():
             return
         with self._lock:
-            self._waiting.append((TellEvent(event=event, key=secrets.randbits(63)), time.monotonic()))
+            self._waiting.append((ReportEvent(event=event, key=secrets.randbits(63)), time.monotonic()))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="geartrain-events", daemon=True)
                 self._thread.start()
@@ -64,7 +64,7 @@ class EventTeller:
                 if self._ended.wait(_PAUSE_SECONDS):
                     return
 
-    def _deliver(self, tell: TellEvent) -> bool:
+    def _deliver(self, tell: ReportEvent) -> bool:
         """Send an event; return whether a retry is pointless."""
         try:
             self._scheduler.call(tell, _ANSWER_SECONDS)

@@ -12,7 +12,7 @@ from geartrain.ams.programs.hosted import HostedModels
 from geartrain.ams.rpc.client.dial import dial
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import ConfigError
-from geartrain.ams.values.scheduler_messages import DescribeCluster, TakeIncarnation
+from geartrain.ams.values.scheduler_messages import DescribeCluster, IssueIncarnation
 from geartrain.ams.values.text import quoted
 
 
@@ -37,7 +37,7 @@ def local(
     check_stream(stream, incarnation)
     embedded = EmbeddedCluster(num_shards, models)
     try:
-        taken = embedded.scheduler.call(TakeIncarnation(chosen=incarnation or 0), None)
+        taken = embedded.scheduler.call(IssueIncarnation(chosen=incarnation or 0), None)
     except BaseException:
         embedded.close()
         raise

@@ -22,7 +22,7 @@ import numpy as np
 
 from geartrain.ams.kernels._core import RowsClient
 from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
-from geartrain.ams.rpc.client.patience import Patience
+from geartrain.ams.rpc.client.backoff import Backoff
 from geartrain.ams.rpc.client.silence import Peer, SilenceWatch
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import (
@@ -34,7 +34,7 @@ from geartrain.ams.values.errors import (
     StepPending,
     Unavailable,
 )
-from geartrain.ams.values.interrupts import BrokenOff, BufferLease, shielded
+from geartrain.ams.values.interrupts import BufferLease, CallerGone, uninterrupted
 from geartrain.ams.values.scheduler_messages import ClusterView
 from geartrain.ams.values.shard_messages import Done, Reply
 
@@ -60,7 +60,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_refuse_in_child)
 
 
-class CallPatience(Patience):
+class CallBackoff(Backoff):
     """Retry budget of one call, which ends with its caller."""
 
     _has_ended = False
@@ -70,9 +70,9 @@ class CallPatience(Patience):
         self._has_ended = True
 
     def require_a_caller(self) -> None:
-        """Raise BrokenOff if the caller has left."""
+        """Raise CallerGone if the caller has left."""
         if self._has_ended:
-            raise BrokenOff("the caller has gone")
+            raise CallerGone("the caller has gone")
 
 
 class Attempts(NamedTuple):
@@ -144,7 +144,7 @@ class Retries:
         self.is_ready = not self.is_forked
         self.require_usable()
         untried, self._untried = self._untried, []
-        return shielded(partial(self._connect_to_all, untried)) if untried else NONE_REFUSED
+        return uninterrupted(partial(self._connect_to_all, untried)) if untried else NONE_REFUSED
 
     def adopt(self, view: ClusterView) -> None:
         """Continue with the present shards. Tables that were not restored there are not found any more."""
@@ -159,12 +159,12 @@ class Retries:
         self.client.set_cluster_version(view.cluster_version)
         self.is_ready = False
 
-    def patience(self, recovery_seconds: float | None = None) -> CallPatience:
+    def backoff(self, recovery_seconds: float | None = None) -> CallBackoff:
         """Return a retry budget for related calls: the total wait for shards; None: the client's
         ``recovery_timeout_seconds``.
         """
         seconds = self.config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds
-        return CallPatience(seconds, given_up=self._given_up)
+        return CallBackoff(seconds, given_up=self._given_up)
 
     def peer(self, shard: int) -> Peer:
         """Return a shard's name and address for messages about waits."""
@@ -189,19 +189,19 @@ class Retries:
         left: Sequence[tuple[int, Any]],
         attempt: RowAttempt,
         refused: Refusals = NONE_REFUSED,
-        patience: CallPatience | None = None,
+        backoff: CallBackoff | None = None,
     ) -> list[Outcome]:
         """Finish row calls that a first attempt has ``left``, each with the compiled code's result for its shard;
-        return their outcomes. Waits no longer than ``patience`` has left.
+        return their outcomes. Waits no longer than ``backoff`` has left.
 
         Returns only when the caller's arrays are no longer in use, also after Ctrl-C (but a second Ctrl-C does not wait
         for that).
         """
-        waits, lease, seconds = patience or self.patience(), BufferLease(), self.config.attempt_timeout_seconds
+        waits, lease, seconds = backoff or self.backoff(), BufferLease(), self.config.attempt_timeout_seconds
 
         def watch(_: Sequence[int]) -> None:
             if lease.has_ended:
-                raise BrokenOff("the caller has gone")
+                raise CallerGone("the caller has gone")
 
         def once_more(shard: int) -> Done:
             waits.require_a_caller()
@@ -223,12 +223,12 @@ class Retries:
             lease.revoke()
             lease.wait()
 
-        return shielded(partial(self.finish_all, attempts, waits, seconds), if_broken_off=break_off)
+        return uninterrupted(partial(self.finish_all, attempts, waits, seconds), on_interrupt=break_off)
 
     def finish_all(
         self,
         attempts: Sequence[Attempts],
-        patience: CallPatience,
+        backoff: CallBackoff,
         seconds: float,
         has_ended: Callable[[int], bool] = lambda _: False,
     ) -> list[Outcome]:
@@ -242,15 +242,15 @@ class Retries:
             return [self.peer(attempts[n].shard) for n in left if n == settled or not has_ended(n)]
 
         outcomes: list[Outcome] = []
-        with self.naming(silent, seconds + patience.seconds):
+        with self.naming(silent, seconds + backoff.seconds):
             for settled, calls in enumerate(attempts):  # noqa: B007
                 try:
-                    outcomes.append(self._finish(calls, patience))
+                    outcomes.append(self._finish(calls, backoff))
                 except GeartrainError as exc:
                     outcomes.append(exc)
         return outcomes
 
-    def _finish(self, attempts: Attempts, patience: CallPatience) -> Reply:
+    def _finish(self, attempts: Attempts, backoff: CallBackoff) -> Reply:
         """Retry a shard until it answers, or until retries cannot help."""
         shard, ask, again = attempts
         meant: int | None = None  # cluster version of the attempt; unknown for the first one
@@ -261,14 +261,14 @@ class Retries:
                 if self.silence.named:
                     self.silence.record_reply(self.peer(shard))
                 return reply
-            except BrokenOff:
+            except CallerGone:
                 raise
             except StepPending:
                 self._require_not_given_up(shard)
-                patience.reset()  # the shard is up: it waits for other ranks, and has its own time-out
+                backoff.reset()  # the shard is up: it waits for other ranks, and has its own time-out
             except Busy as exc:
                 self._require_not_given_up(shard)
-                self._wait_for_busy(shard, exc, patience)
+                self._wait_for_busy(shard, exc, backoff)
             except (AttemptFailed, ShardUnavailable, StaleCluster) as exc:
                 self._require_not_given_up(shard)
                 if isinstance(exc, StaleCluster) and meant not in looked:
@@ -276,28 +276,28 @@ class Retries:
                     # the cluster may change once more meanwhile.
                     looked.add(meant)
                 else:
-                    self._wait_for_silent(shard, exc, patience)
+                    self._wait_for_silent(shard, exc, backoff)
                 self._refresh_cluster(shard)
             ask, meant = again, self.view.cluster_version
 
-    def _wait_for_busy(self, shard: int, busy: Busy, patience: CallPatience) -> None:
-        if patience.is_fresh:
-            logger.info("shard %d is busy, asking it again for up to %g s: %s", shard, patience.seconds, busy)
-        if not patience.pause(busy.retry_after_seconds):
+    def _wait_for_busy(self, shard: int, busy: Busy, backoff: CallBackoff) -> None:
+        if backoff.is_fresh:
+            logger.info("shard %d is busy, asking it again for up to %g s: %s", shard, backoff.seconds, busy)
+        if not backoff.pause(busy.retry_after_seconds):
             raise Busy(
-                f"shard {shard} at {self.view.shards[shard].address} was busy for {patience.seconds:g} s "
+                f"shard {shard} at {self.view.shards[shard].address} was busy for {backoff.seconds:g} s "
                 f"(client setting recovery_timeout_seconds): {busy}",
                 busy.retry_after_seconds,
             ) from busy
 
-    def _wait_for_silent(self, shard: int, error: BaseException, patience: CallPatience) -> None:
+    def _wait_for_silent(self, shard: int, error: BaseException, backoff: CallBackoff) -> None:
         address = self.view.shards[shard].address
-        if patience.is_fresh and self.silence.should_warn(self.peer(shard)):  # once for all tables and threads
+        if backoff.is_fresh and self.silence.should_warn(self.peer(shard)):  # once for all tables and threads
             text = "shard %d at %s does not answer, waiting for it up to %g s: %s"
-            logger.warning(text, shard, address, patience.seconds, error)
-        if not patience.pause():
+            logger.warning(text, shard, address, backoff.seconds, error)
+        if not backoff.pause():
             raise ShardUnavailable(
-                f"shard {shard} at {address} did not answer within {patience.seconds:g} s: "
+                f"shard {shard} at {address} did not answer within {backoff.seconds:g} s: "
                 f"{error}. Is its server running? ('geartrain status'; client setting recovery_timeout_seconds)"
             ) from None
 
@@ -374,7 +374,7 @@ class CallWatch:
     def __call__(self, waiting: Sequence[int]) -> None:
         self._waiting = waiting
         if self._naming is None:
-            shielded(self._start)  # starts threads
+            uninterrupted(self._start)  # starts threads
 
     def update(self, waiting: Sequence[int]) -> None:
         """Do the same for calls without end: ``waiting`` may be empty."""
@@ -388,7 +388,7 @@ class CallWatch:
         self._waiting = ()
         naming, self._naming = self._naming, None
         if naming is not None:
-            shielded(partial(naming.__exit__, None, None, None))
+            uninterrupted(partial(naming.__exit__, None, None, None))
 
     def _start(self) -> None:
         config = self._retries.config

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.client.writes import ClientStream
-from geartrain.ams.rpc.carrier import AttemptFailed, NobodyThere, SchedulerCarrier, remedy
+from geartrain.ams.rpc.carrier import AttemptFailed, ConnectionRefused, SchedulerCarrier, remedy
 from geartrain.ams.rpc.wire import require_same_wire
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import (
@@ -32,9 +32,9 @@ from geartrain.ams.values.scheduler_messages import (
     DescribeCluster,
     DropClusterTable,
     FenceJob,
+    IssueIncarnation,
     PublishClusterTables,
     ShardCondition,
-    TakeIncarnation,
 )
 from geartrain.ams.values.specs import SETTINGS, TableSettings, TableSpec
 from geartrain.ams.values.text import quoted
@@ -143,7 +143,7 @@ class SchedulerCalls:
         and may be repeated. ``unknown`` is the sentence about the outcome if no answer comes."""
         self._calls.require_usable()
         naming: AbstractContextManager[None] = self._calls.naming_silent_shards() if asks_shards else nullcontext()
-        patience = self._calls.patience()
+        backoff = self._calls.backoff()
         longest = self._calls.config.attempt_timeout_seconds
         with naming:
             while True:
@@ -152,7 +152,7 @@ class SchedulerCalls:
                 except AttemptFailed as exc:
                     raise SchedulerUnavailable(f"{exc}; {unknown}" if unknown else str(exc)) from None
                 except ShardUnavailable:
-                    if not (asks_shards and patience.pause()):
+                    if not (asks_shards and backoff.pause()):
                         raise
                     self._calls.require_usable()
 
@@ -180,7 +180,7 @@ def await_cluster(
             answered = scheduler.call(DescribeCluster(), config.connect_timeout_seconds)
             require_same_wire(f"the scheduler at {address}", answered.version, answered.wire, "this process")
             if answered.ready:
-                taken = scheduler.call(TakeIncarnation(chosen=chosen), config.connect_timeout_seconds)
+                taken = scheduler.call(IssueIncarnation(chosen=chosen), config.connect_timeout_seconds)
                 return answered, taken
             absent = _absent_shards(answered)
             waits_for = f"{absent} not up; waiting up to {config.recovery_timeout_seconds:g} s ('geartrain status')"
@@ -191,7 +191,7 @@ def await_cluster(
             waits_for = str(exc)
         except AttemptFailed as exc:
             seconds = config.connect_timeout_seconds
-            if isinstance(exc, NobodyThere):
+            if isinstance(exc, ConnectionRefused):
                 seconds = min(seconds, config.refused_timeout_seconds)
             if waited >= seconds:
                 raise SchedulerUnavailable(f"{exc} (for {waited:.1f} s); {remedy(exc)}") from None

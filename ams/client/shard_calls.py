@@ -16,7 +16,7 @@ from geartrain.ams.client.rows.row_calls import RowCalls
 from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import GeartrainError, Unavailable
-from geartrain.ams.values.interrupts import BackgroundFuture, shielded
+from geartrain.ams.values.interrupts import BackgroundFuture, uninterrupted
 from geartrain.ams.values.scheduler_messages import ClusterView
 from geartrain.ams.values.shard_messages import CallContext, Reply, Request, Thaw
 from geartrain.ams.values.specs import TableSpec
@@ -82,11 +82,11 @@ class ShardCalls(Retries):
         After Ctrl-C calls in flight are not sent again, and whether they were done is unknown.
         """
         self.require_usable()
-        patience = self.patience(recovery_seconds)  # shared by all, or dead shards would add up
+        backoff = self.backoff(recovery_seconds)  # shared by all, or dead shards would add up
         seconds = self.config.attempt_timeout_seconds if timeout_seconds is None else timeout_seconds
 
         def attempt(shard: int, request: Request, *, alone: bool) -> Future[Reply]:
-            patience.require_a_caller()
+            backoff.require_a_caller()
             entry, version = self.view.shards[shard], self.view.cluster_version
             meant = replace(context, shard_incarnation=entry.incarnation, cluster_version=version)
             return self._carriers[shard].submit(meant, request, seconds, alone=alone)
@@ -97,15 +97,15 @@ class ShardCalls(Retries):
         def deliver() -> list[Outcome]:
             later = [partial(once, shard, request) for shard, request in calls]
             if len(calls) == 1:
-                return self.finish_all([Attempts(calls[0][0], later[0], later[0])], patience, seconds)
+                return self.finish_all([Attempts(calls[0][0], later[0], later[0])], backoff, seconds)
             begun = [attempt(shard, request, alone=False) for shard, request in calls]
             attempts = [
                 Attempts(shard, first.result, again)
                 for (shard, _), first, again in zip(calls, begun, later, strict=True)
             ]
-            return self.finish_all(attempts, patience, seconds, lambda n: begun[n].done())
+            return self.finish_all(attempts, backoff, seconds, lambda n: begun[n].done())
 
-        return shielded(deliver, if_broken_off=patience.stop)
+        return uninterrupted(deliver, on_interrupt=backoff.stop)
 
     def read(self, calls: Sequence[tuple[int, Request]], context: CallContext = _NOBODY) -> list[Reply]:
         """:meth:`deliver` read-only calls; raises the first error."""
@@ -169,7 +169,7 @@ class ShardCalls(Retries):
         """Run ``function`` on a thread of the client."""
         self.require_own_process()
         future = BackgroundFuture(partial(function, *arguments, **keywords))
-        shielded(partial(self._submit, future), if_broken_off=future.cancel)
+        uninterrupted(partial(self._submit, future), on_interrupt=future.cancel)
         return future
 
     def _submit(self, future: BackgroundFuture) -> None:
@@ -198,7 +198,7 @@ class ShardCalls(Retries):
 
     def cancel_waits(self) -> None:
         """Abort every wait for a shard: calls in progress, also in the background, soon fail, later ones at once."""
-        shielded(self._cancel_waits)
+        uninterrupted(self._cancel_waits)
 
     def _cancel_waits(self) -> None:
         if self.remote and not self._closed:
@@ -222,7 +222,7 @@ class ShardCalls(Retries):
 
     def close(self) -> None:
         """Finish background calls and close the connections. Idempotent."""
-        shielded(self._close)
+        uninterrupted(self._close)
 
     def _close(self) -> None:
         with self._lock:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from geartrain.ams.kernels import _core
 
 
-class Judged(NamedTuple):
+class FreshnessCheck(NamedTuple):
     """Result of the check of N entries."""
 
     versions: npt.NDArray[np.int64]
@@ -41,7 +41,7 @@ def judge(
     age_edges: npt.NDArray[np.float64],
     age_counts: npt.NDArray[np.int64],
     lag_counts: npt.NDArray[np.int64],
-) -> Judged:
+) -> FreshnessCheck:
     """Check entries ``positions`` [N] of ``versions`` and ``times`` [C]; None: all.
 
     An entry is a hit if |now − time| < expire_seconds and |dense_version − version| <= max_version_lag (None: any). Its
@@ -65,4 +65,4 @@ def judge(
         age_counts,
         lag_counts,
     )
-    return Judged(out_versions, out_times, hits, *numbers)
+    return FreshnessCheck(out_versions, out_times, hits, *numbers)

@@ -101,7 +101,7 @@ _ITEM = re.compile(
 
 
 @dataclass(frozen=True)
-class Arming:
+class ArmedAction:
     """Action at one failpoint."""
 
     act: Callable[[], None]
@@ -115,14 +115,14 @@ class Arming:
 class Passes:
     """Armed failpoints with their counts. Thread-safe."""
 
-    armings: Mapping[str, Arming] = field(default_factory=dict)
+    armings: Mapping[str, ArmedAction] = field(default_factory=dict)
     passed: Counter[str] = field(default_factory=Counter)
     """Passes of each armed failpoint."""
     fired: Counter[str] = field(default_factory=Counter)
     """Passes at which the action happened."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def count_pass(self, name: str) -> Arming | None:
+    def count_pass(self, name: str) -> ArmedAction | None:
         """Count a pass; return the action that is due."""
         arming = self.armings.get(name)
         if arming is None:
@@ -164,7 +164,7 @@ def arm_from_environment(mode: str | None = None, environ: Mapping[str, str] = o
         logger.warning("%s is set: this process will misbehave on purpose (%s)", VARIABLE, text)
 
 
-def require_allowed(mode: str | None = None, environ: Mapping[str, str] = os.environ) -> dict[str, Arming]:
+def require_allowed(mode: str | None = None, environ: Mapping[str, str] = os.environ) -> dict[str, ArmedAction]:
     """Return the failpoints in :data:`VARIABLE` without arming them.
 
     Raises ConfigError if it is set in production mode, or names an unknown failpoint or action.
@@ -201,9 +201,9 @@ def _arm(*passes: Passes) -> None:
     _core.arm_failpoints(bool(passes))
 
 
-def parse(text: str) -> dict[str, Arming]:
+def parse(text: str) -> dict[str, ArmedAction]:
     """Read ``name=action[(argument)][@n][;…]``. Raises ConfigError naming what is wrong."""
-    armings: dict[str, Arming] = {}
+    armings: dict[str, ArmedAction] = {}
     for item in filter(None, map(str.strip, text.split(";"))):
         name = item.partition("=")[0].strip()
         if name not in FAILPOINTS:
@@ -217,7 +217,7 @@ def parse(text: str) -> dict[str, Arming]:
                 f"{VARIABLE}: {item!r} cannot be armed; once for a place write {name}=kill, exit, stop, sleep(SECONDS) "
                 f"or pause(FILE), with @2 for the second pass alone; there {can} fail"
             )
-        armings[name] = Arming(act, match["text"], None if match["nth"] is None else int(match["nth"]))
+        armings[name] = ArmedAction(act, match["text"], None if match["nth"] is None else int(match["nth"]))
     return armings
 
 

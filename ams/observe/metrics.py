@@ -86,8 +86,8 @@ def register_source(source: Source) -> None:
 
 def _of_sources() -> Iterator[Metric]:
     with _sources_lock:
-        living = list(_sources)
-    for source in living:
+        live = list(_sources)
+    for source in live:
         yield from source.metrics()
 
 

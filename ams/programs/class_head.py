@@ -195,13 +195,13 @@ class _Batch:
             if not rows.owns(ids).all() or np.any(np.diff(ids) <= 0):
                 raise InvalidIds("'active' must hold classes that this shard owns, rising")
             return _Active(rows, len(ids), ids)
-        living = LiveClasses(num_classes, _retired_runs(inputs))
-        living.require(self.labels_B, "label")
+        live = LiveClasses(num_classes, _retired_runs(inputs))
+        live.require(self.labels_B, "label")
         if "sample_rate" not in inputs.settings:
-            if living.are_all:
+            if live.are_all:
                 return _Active(rows, rows.num_owned, None)
             owned = rows.owned_ids(0, rows.num_owned)
-            owned = owned[living.holds(owned)]
+            owned = owned[live.holds(owned)]
             return _Active(rows, len(owned), owned)
         select = PartialFC(
             sample_rate=inputs.settings["sample_rate"],
@@ -210,11 +210,11 @@ class _Batch:
         )
         labels = self.labels_B
         if "batch_labels" in inputs.arrays:
-            others = living.require(_ids(inputs, "batch_labels", None, num_classes), "batch_label")
+            others = live.require(_ids(inputs, "batch_labels", None, num_classes), "batch_label")
             labels = np.concatenate([labels, others])
-        chosen = living.select(select, labels, inputs.step)
+        chosen = live.select(select, labels, inputs.step)
         if _setting(inputs, "corrected", 0.0) != 0:
-            self._correction = SamplingCorrection.of(labels, chosen.num, living.num_living)
+            self._correction = SamplingCorrection.of(labels, chosen.num, live.num_live_classes)
         if chosen.sorted_ids is None:
             return _Active(rows, rows.num_owned, None)
         ids = chosen.sorted_ids[rows.owns(chosen.sorted_ids)]
@@ -321,7 +321,7 @@ def _top(rows: HostedRows, inputs: HostedInputs) -> Arrays:
         rows,
         features_BD,
         k,
-        living=LiveClasses(rows.spec.num_rows or 0, _retired_runs(inputs)),
+        live=LiveClasses(rows.spec.num_rows or 0, _retired_runs(inputs)),
         normalised=normalised,
         centers=centers,
         chunks=chunks,

@@ -1,10 +1,10 @@
 """Active and retired classes of a head: classes come and go while it trains, and the table stays the same.
 
 A head has ``num_classes`` rows; retired classes take no part until their ids are given out again. Selections know only
-the living ones, numbered 0 … L − 1 in ascending order of their ids, so their choice is a function of (labels, seed,
+the live ones, numbered 0 … L − 1 in ascending order of their ids, so their choice is a function of (labels, seed,
 step, retired classes) alone. Numpy only: shards use it beside their rows.
 
-Legend: C classes (rows), L living ones, R runs of consecutive retired ids, N ids of a call.
+Legend: C classes (rows), L live ones, R runs of consecutive retired ids, N ids of a call.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _NONE = np.empty((0, 2), np.int64)
 class LiveClasses:
     """Classes of a table of C rows that are not retired. Immutable; memory O(R), time O(log R) an id.
 
-    Attributes: ``num_classes`` (C); ``retired_runs`` int64 [R, 2] of (first, last + 1), ascending, with a living class
-    between any two; ``jumps`` int64 [R], the number of the first living class after each run; ``retired_before`` int64
-    [R + 1], the retired classes before each run, and in all; ``num_living`` (L); ``are_all``: whether no class is
+    Attributes: ``num_classes`` (C); ``retired_runs`` int64 [R, 2] of (first, last + 1), ascending, with a live class
+    between any two; ``jumps`` int64 [R], the number of the first live class after each run; ``retired_before`` int64
+    [R + 1], the retired classes before each run, and in all; ``num_live_classes`` (L); ``are_all``: whether no class is
     retired.
     """
 
     def __init__(self, num_classes: int, retired_runs: Any = _NONE) -> None:
-        """Raise InvalidArgument unless the runs are as above and leave a living class."""
+        """Raise InvalidArgument unless the runs are as above and leave a live class."""
         try:
             runs = np.array(retired_runs, np.int64).reshape(-1, 2)
         except (ValueError, TypeError, OverflowError) as exc:
@@ -41,7 +41,7 @@ class LiveClasses:
         bounds = np.concatenate([[-1], runs.ravel(), [num_classes + 1]])
         if np.any(bounds[1:] <= bounds[:-1]):
             raise InvalidArgument(
-                f"the runs of retired classes {runs[:3].tolist()} … must rise within [0, {num_classes}], with a living "
+                f"the runs of retired classes {runs[:3].tolist()} … must rise within [0, {num_classes}], with a live "
                 "class between two of them"
             )
         lengths = runs[:, 1] - runs[:, 0]
@@ -49,25 +49,29 @@ class LiveClasses:
         self.retired_runs = runs
         self.retired_before = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         self.jumps = runs[:, 0] - self.retired_before[:-1]
-        self.num_living = num_classes - int(self.retired_before[-1])
+        self.num_live_classes = num_classes - int(self.retired_before[-1])
         self.are_all = not len(runs)
-        if self.num_living < 1:
-            raise InvalidArgument(f"all {num_classes} classes are retired; a head needs one living class at least")
+        if self.num_live_classes < 1:
+            raise InvalidArgument(f"all {num_classes} classes are retired; a head needs one live class at least")
 
     @staticmethod
-    def first(num_classes: int, num_living: int | None) -> LiveClasses:
-        """Return the first ``num_living`` (None: all) of ``num_classes``. Raises InvalidArgument."""
-        if num_living is None or num_living == num_classes:
+    def first(num_classes: int, num_live_classes: int | None) -> LiveClasses:
+        """Return the first ``num_live_classes`` (None: all) of ``num_classes``. Raises InvalidArgument."""
+        if num_live_classes is None or num_live_classes == num_classes:
             return LiveClasses(num_classes)
-        if isinstance(num_living, bool) or not isinstance(num_living, int) or not 1 <= num_living <= num_classes:
+        if (
+            isinstance(num_live_classes, bool)
+            or not isinstance(num_live_classes, int)
+            or not 1 <= num_live_classes <= num_classes
+        ):
             raise InvalidArgument(
-                f"num_living is {num_living!r}; it must lie in [1, {num_classes}], num_classes being the most classes "
-                "that may ever live at a time"
+                f"num_live_classes is {num_live_classes!r}; it must lie in [1, {num_classes}], the largest number "
+                "of classes that ever live at a time"
             )
-        return LiveClasses(num_classes, [[num_living, num_classes]])
+        return LiveClasses(num_classes, [[num_live_classes, num_classes]])
 
     def between(self, first: int, stop: int) -> LiveClasses:
-        """Return the living classes numbered [first, stop), in the same table; others count as retired."""
+        """Return the live classes numbered [first, stop), in the same table; others count as retired."""
         lowest, highest = self.ids(np.array([first, stop - 1], np.int64)).tolist()
         starts = self.retired_runs[:, 0]
         inside = self.retired_runs[(starts > lowest) & (starts < highest)].tolist()
@@ -76,30 +80,30 @@ class LiveClasses:
 
     @property
     def fingerprint(self) -> int:
-        """Hash of the set of living classes; 0 if all live."""
+        """Hash of the set of live classes; 0 if all live."""
         return 0 if self.are_all else xxhash.xxh3_64_intdigest(self.retired_runs.tobytes()) >> 2 | 1
 
     @cached_property
     def all_ids(self) -> Ids:
-        """Ids [L] of the living classes, ascending. Cached: 8 · L bytes."""
-        return self.ids(np.arange(self.num_living, dtype=np.int64))
+        """Ids [L] of the live classes, ascending. Cached: 8 · L bytes."""
+        return self.ids(np.arange(self.num_live_classes, dtype=np.int64))
 
     def ids(self, numbers: Ids) -> Ids:
-        """Return the ids [N] of the living classes with these numbers [N]."""
+        """Return the ids [N] of the live classes with these numbers [N]."""
         return numbers + self.retired_before[np.searchsorted(self.jumps, numbers, side="right")]
 
     def numbers(self, ids: Ids) -> Ids:
-        """Return the numbers [N] of living class ids [N]."""
+        """Return the numbers [N] of live class ids [N]."""
         return ids - self.retired_before[np.searchsorted(self.retired_runs[:, 0], ids, side="right")]
 
     def num_below(self, class_id: int) -> int:
-        """Return the number of living classes with ids below ``class_id``."""
+        """Return the number of live classes with ids below ``class_id``."""
         runs = int(np.searchsorted(self.retired_runs[:, 0], class_id))
         last_stop = int(self.retired_runs[runs - 1, 1]) if runs else 0
         return class_id - int(self.retired_before[runs]) + max(0, last_stop - class_id)
 
     def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        """Return whether each of the class ids [N] is living."""
+        """Return whether each of the class ids [N] is live."""
         runs = np.searchsorted(self.retired_runs[:, 0], ids, side="right")
         last_stop = np.concatenate([[0], self.retired_runs[:, 1]])
         held: npt.NDArray[np.bool_] = ids >= last_stop[runs]
@@ -115,8 +119,8 @@ class LiveClasses:
         return ids
 
     def free_ids(self, count: int) -> Ids:
-        """Return the lowest ``count`` ids without a living class, ascending. Raises InvalidArgument if too few."""
-        free = self.num_classes - self.num_living
+        """Return the lowest ``count`` ids without a live class, ascending. Raises InvalidArgument if too few."""
+        free = self.num_classes - self.num_live_classes
         if count > free:
             raise InvalidArgument(
                 f"{count} classes were to be added, and {free} of {self.num_classes} ids are free; retire others, or "
@@ -127,18 +131,18 @@ class LiveClasses:
 
     def with_added(self, ids: Ids) -> LiveClasses:
         """Return these classes together with the retired ``ids``, which are distinct."""
-        living = _joined(_complement(self.retired_runs, self.num_classes), ids)
-        return LiveClasses(self.num_classes, _complement(living, self.num_classes))
+        live = _joined(_complement(self.retired_runs, self.num_classes), ids)
+        return LiveClasses(self.num_classes, _complement(live, self.num_classes))
 
     def without(self, ids: Ids) -> LiveClasses:
-        """Return these classes without the living ``ids``, distinct. Raises InvalidArgument if none would be left."""
+        """Return these classes without the live ``ids``, distinct. Raises InvalidArgument if none would be left."""
         return LiveClasses(self.num_classes, _joined(self.retired_runs, ids))
 
     def select(self, select: Selection, labels: Ids, step: int) -> ActiveClasses:
-        """Return the active classes of ``select`` among the living ones, for living labels [B]."""
+        """Return the active classes of ``select`` among the live ones, for live labels [B]."""
         if self.are_all:
             return select.select(labels, self.num_classes, step)
-        chosen = select.select(self.numbers(labels), self.num_living, step)
+        chosen = select.select(self.numbers(labels), self.num_live_classes, step)
         return ActiveClasses(chosen.num, self.all_ids if chosen.sorted_ids is None else self.ids(chosen.sorted_ids))
 
 

@@ -134,8 +134,8 @@ class Selection(ABC):
         """Build the graph now. Raises InvalidArgument without one."""
         raise InvalidArgument(f"select is {self!r}, which has no graph; give the head KNNSoftmax(...)")
 
-    def follow(self, living: Any, added: Ids) -> None:  # noqa: B027
-        """Continue with other living classes, of which ``added`` are new."""
+    def follow(self, live: Any, added: Ids) -> None:  # noqa: B027
+        """Continue with other live classes, of which ``added`` are new."""
 
     def cancel(self) -> None:  # noqa: B027
         """Cancel background work."""
@@ -147,8 +147,8 @@ class Selection(ABC):
         """Return its part of a head's state_dict, JSON values; None: nothing."""
         return None
 
-    def resume(self, state: Mapping[str, Any] | None, living: Any) -> None:  # noqa: B027
-        """Continue from :meth:`state` (None: none was saved) with these living classes."""
+    def resume(self, state: Mapping[str, Any] | None, live: Any) -> None:  # noqa: B027
+        """Continue from :meth:`state` (None: none was saved) with these live classes."""
 
     def graph_state(self) -> dict[str, Any] | None:
         """Return the graph in use, of which each rank has its part; None: no graph is ever used."""
@@ -204,7 +204,7 @@ class PartialFC(Selection):
     """Whether each sampled negative is weighted by the number of classes it stands for (:class:`SamplingCorrection`).
     None: where the head has no margin, as its loss is then meant to be that over all classes."""
     min_active: int = 0
-    """Fewest active classes: up to this number of living ones it is the full softmax."""
+    """Fewest active classes: up to this number of live ones it is the full softmax."""
 
     def __post_init__(self) -> None:
         if self.corrected is not None:
@@ -245,7 +245,7 @@ class PartialFC(Selection):
 class SamplingCorrection:
     """Correction of a softmax over sampled classes to one over all: −log q is added to the logit of each sampled one.
 
-    q = (A − P) / (L − P) is the probability that one of the L living classes outside the P distinct labels is among the
+    q = (A − P) / (L − P) is the probability that one of the L live classes outside the P distinct labels is among the
     A active ones. Labels always are, and are not corrected. (Sampled softmax: Jean et al. 2015, section 3; Bengio and
     Senécal 2008.) The sums of exponentials are then unbiased; their logarithm has a bias that shrinks with 1 / A.
     """
@@ -256,13 +256,13 @@ class SamplingCorrection:
     """Ids [P] of the distinct labels, ascending."""
 
     @staticmethod
-    def of(labels: Ids, num_active: int, num_living: int) -> SamplingCorrection | None:
+    def of(labels: Ids, num_active: int, num_live_classes: int) -> SamplingCorrection | None:
         """Return the correction for the labels [B] of the whole batch; None if nothing was sampled."""
         positives = np.unique(labels)
         num_positive = len(positives)
-        if not num_positive < num_active < num_living:
+        if not num_positive < num_active < num_live_classes:
             return None
-        return SamplingCorrection(math.log2((num_living - num_positive) / (num_active - num_positive)), positives)
+        return SamplingCorrection(math.log2((num_live_classes - num_positive) / (num_active - num_positive)), positives)
 
     def offsets_at(self, positions: Ids, num: int) -> npt.NDArray[np.float32]:
         """Return the offsets of the logits, to base 2, of ``num`` active classes with positives at ``positions``."""

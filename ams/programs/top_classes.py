@@ -60,13 +60,13 @@ def top_classes(
     features_BD: Float32,
     k: int,
     *,
-    living: LiveClasses,
+    live: LiveClasses,
     normalised: bool,
     centers: int = 1,
     chunks: Sequence[tuple[int, int]],
     parts: int,
 ) -> Arrays:
-    """Return ``scores`` float32, ``ids`` int64 [B, k'] of the best living classes here, best first.
+    """Return ``scores`` float32, ``ids`` int64 [B, k'] of the best live classes here, best first.
 
     k' = min(k, those here). The score of a class is the largest of its ``centers``, which lie one after the other in
     its row [``centers`` · D]. ``chunks`` of the owned rows are processed in ``parts``, in parallel. Raises
@@ -81,7 +81,7 @@ def top_classes(
         best = nothing
         for start, stop in chunks[part::parts]:
             ids = rows.owned_ids(start, stop)
-            ids = ids if living.are_all else ids[living.holds(ids)]
+            ids = ids if live.are_all else ids[live.holds(ids)]
             rows_SD = rows.read(ids).reshape(-1, features_BD.shape[1])
             found = SearchedRows.of(rows_SD, ids, centers, normalised=normalised, threads=1)
             best = best_of([best, found.best(features_BD, k, threads=1)], k)

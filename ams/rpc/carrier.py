@@ -26,11 +26,11 @@ class NotSent(AttemptFailed):
     """No connection was made, or none was tried: the request was not sent."""
 
 
-class NotBelieved(NotSent):
+class CertificateRejected(NotSent):
     """The certificate of one end was rejected by the other, or is missing where one is required."""
 
 
-class NobodyThere(NotSent):
+class ConnectionRefused(NotSent):
     """The connection was refused, or there is no such host: no process listens at the address."""
 
 
@@ -44,7 +44,7 @@ _LOOK = (
 
 def remedy(exc: AttemptFailed) -> str:
     """Return what to do about an unresponsive role."""
-    return _START if isinstance(exc, NobodyThere) else _CERTIFY if isinstance(exc, NotBelieved) else _LOOK
+    return _START if isinstance(exc, ConnectionRefused) else _CERTIFY if isinstance(exc, CertificateRejected) else _LOOK
 
 
 class ShardCarrier(Protocol):

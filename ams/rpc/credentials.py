@@ -38,7 +38,7 @@ CA_FILE = "ca.pem"
 SCHEME = "geartrain://"
 ANY_NUMBER = "*"
 _NAME = re.compile(rf"{SCHEME}([a-z0-9-]+)/([a-z]+)/(\d+|\*)", re.ASCII)
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _RESOLVE_AGAIN_SECONDS = 1.0
 UNRESOLVED = ("errors resolving", "dns resolution failed")
 """Beginnings of gRPC's error text for an address whose name could not be resolved."""
@@ -116,10 +116,10 @@ class Credentials:
         files = self._current()
         return () if files is None else files.names
 
-    def believes(self, certificate: bytes, chain: bytes = b"") -> bool:
+    def trusts(self, certificate: bytes, chain: bytes = b"") -> bool:
         """Return whether a peer's certificate (PEM, with intermediates) is trusted by the present ``ca.pem``."""
         files = self._current()
-        return files is not None and _is_believed(files.authorities, certificate, chain)
+        return files is not None and _is_trusted(files.authorities, certificate, chain)
 
     @property
     def cluster(self) -> str:
@@ -216,7 +216,7 @@ class Credentials:
         if self._paths is None or time.monotonic() < self._look_at:
             return self._files
         with self._lock:
-            self._look_at = time.monotonic() + _LOOK_SECONDS
+            self._look_at = time.monotonic() + _POLL_SECONDS
             try:
                 # ctime, as chmod is a change too.
                 stamp = [(stat.st_ino, stat.st_ctime_ns) for stat in (path.stat() for path in self._paths)]
@@ -270,8 +270,8 @@ def _read(authorities: Path, own: Path, role: str) -> _Files:
     try:
         key = load_pem_private_key(pem, None)
         certificate, *more = x509.load_pem_x509_certificates(pem)
-        believed = authorities.read_bytes()
-        issuers = x509.load_pem_x509_certificates(believed)
+        trusted = authorities.read_bytes()
+        issuers = x509.load_pem_x509_certificates(trusted)
     except (ValueError, TypeError) as exc:
         raise ConfigError(
             f"{own} or {authorities} is damaged: {exc}; issue it again ('geartrain certs issue')"
@@ -301,7 +301,7 @@ def _read(authorities: Path, own: Path, role: str) -> _Files:
         )
     life = certificate.not_valid_after_utc - certificate.not_valid_before_utc
     warn_at = (certificate.not_valid_after_utc - life * _LAST_SHARE).timestamp()
-    return _Files(believed, pem, pem, names, warn_at)
+    return _Files(trusted, pem, pem, names, warn_at)
 
 
 def _issued(authority: Certificate, certificate: Certificate) -> bool:
@@ -315,13 +315,13 @@ def _issued(authority: Certificate, certificate: Certificate) -> bool:
 
 
 @functools.lru_cache(4096)
-def _is_believed(authorities: bytes, certificate: bytes, chain: bytes) -> bool:
+def _is_trusted(authorities: bytes, certificate: bytes, chain: bytes) -> bool:
     from cryptography import x509
 
-    believed = x509.load_pem_x509_certificates(authorities)
+    trusted = x509.load_pem_x509_certificates(authorities)
     between = x509.load_pem_x509_certificates(chain) if chain else []
     above: Certificate | None = x509.load_pem_x509_certificate(certificate)
-    while above is not None and not any(_issued(authority, above) for authority in believed):
+    while above is not None and not any(_issued(authority, above) for authority in trusted):
         below = above
         between = [other for other in between if other != below]
         above = next((other for other in between if _issued(other, below)), None)

@@ -46,7 +46,7 @@ _AS_IT_IS = Codec(bytes, bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Own:
+class RowRpcParts:
     """Special parts of an RPC with rows."""
 
     outside_header: Collection[str] = ()
@@ -59,7 +59,7 @@ class Own:
 class Method:
     """One RPC of one service."""
 
-    def __init__(self, kind: type[Rpc[Any]], descriptor: MethodDescriptor, own: Own) -> None:
+    def __init__(self, kind: type[Rpc[Any]], descriptor: MethodDescriptor, own: RowRpcParts) -> None:
         self.name: str = descriptor.name
         self.path = f"/{descriptor.containing_service.full_name}/{self.name}"
         self.is_stream: bool = descriptor.server_streaming
@@ -115,7 +115,7 @@ class Service:
         self,
         descriptor: ServiceDescriptor,
         values: ModuleType,
-        own: Mapping[type, Own] = MappingProxyType({}),
+        own: Mapping[type, RowRpcParts] = MappingProxyType({}),
         *,
         role: str | None = None,
     ) -> None:
@@ -124,7 +124,7 @@ class Service:
         """Role of the certificate that a server of it must show; None: any."""
         kinds = _rpcs_of(common) | _rpcs_of(values)
         self._methods = {
-            kinds[name]: Method(kinds[name], method, own.get(kinds[name], Own()))
+            kinds[name]: Method(kinds[name], method, own.get(kinds[name], RowRpcParts()))
             for name, method in descriptor.methods_by_name.items()
             if name in kinds
         }
@@ -164,22 +164,26 @@ SHARD = Service(
     _service(shard_pb2, "Shard"),
     messages,
     {
-        Pull: Own(outside_header=("ids", "out", "present"), reply=_AS_IT_IS),
-        Push: Own(outside_header=("ids", "gradients")),
-        Assign: Own(outside_header=("ids", "rows")),
-        ComputeHosted: Own(outside_header=("inputs",), reply=Codec(hosted.encode_computed, hosted.decode_computed)),
-        UpdateHosted: Own(outside_header=("inputs",)),
+        Pull: RowRpcParts(outside_header=("ids", "out", "present"), reply=_AS_IT_IS),
+        Push: RowRpcParts(outside_header=("ids", "gradients")),
+        Assign: RowRpcParts(outside_header=("ids", "rows")),
+        ComputeHosted: RowRpcParts(
+            outside_header=("inputs",), reply=Codec(hosted.encode_computed, hosted.decode_computed)
+        ),
+        UpdateHosted: RowRpcParts(outside_header=("inputs",)),
     },
     role="server",
 )
 SCHEDULER = Service(_service(scheduler_pb2, "Scheduler"), scheduler_messages, role="scheduler")
-GRAPH = Service(_service(graph_pb2, "Graph"), graph_messages, {DownloadGraph: Own(reply=_AS_IT_IS)}, role="graph")
+GRAPH = Service(
+    _service(graph_pb2, "Graph"), graph_messages, {DownloadGraph: RowRpcParts(reply=_AS_IT_IS)}, role="graph"
+)
 GEAR = Service(
     _service(gear_pb2, "Gear"),
     gear_messages,
     {
-        AskFeatures: Own(reply=Codec(gear_codec.encode_features, gear_codec.decode_features)),
-        PushFeatureGradients: Own(request=Codec(gear_codec.encode_delivery, gear_codec.decode_delivery)),
+        AskFeatures: RowRpcParts(reply=Codec(gear_codec.encode_features, gear_codec.decode_features)),
+        PushFeatureGradients: RowRpcParts(request=Codec(gear_codec.encode_delivery, gear_codec.decode_delivery)),
     },
     role="slowgear",
 )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import grpc
 
-from geartrain.ams.rpc.carrier import AttemptFailed, NobodyThere, NotBelieved, NotSent
+from geartrain.ams.rpc.carrier import AttemptFailed, CertificateRejected, ConnectionRefused, NotSent
 from geartrain.ams.rpc.credentials import UNRESOLVED
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import token_path
@@ -127,11 +127,14 @@ def error_from(call: grpc.RpcError | grpc.Call, peer: str) -> errors.GeartrainEr
         kind = NotSent if details.lower().startswith(_NO_CONNECTION) else AttemptFailed
         reason = _reason(code, details)
         if kind is NotSent and reason in _NOBODY:
-            kind = NobodyThere
+            kind = ConnectionRefused
         elif kind is NotSent and reason == "the connection was lost":  # from a server that rejects the certificate
-            kind, reason = NotBelieved, f"{reason}: it may want a certificate, or another than that of this process"
+            kind, reason = (
+                CertificateRejected,
+                f"{reason}: it may want a certificate, or another than that of this process",
+            )
         elif kind is NotSent and "certificate" in reason:
-            kind = NotBelieved
+            kind = CertificateRejected
         return kind(f"{peer} does not answer: {reason}")
     if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         if code is grpc.StatusCode.PERMISSION_DENIED and (token := token_path()) is not None:

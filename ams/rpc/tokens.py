@@ -43,7 +43,7 @@ ALL_TABLES = "*"
 _MAX_BYTES = 4096
 """Most bytes of a token: gRPC's limit of metadata is 8 KiB."""
 _MOST_VERIFIED = 1024
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 _OFFER_SECONDS = 10.0
 """Time within which an offered connection is made, if ever."""
 _PUBLIC_KEY = re.compile(rb"-----BEGIN PUBLIC KEY-----.+?-----END PUBLIC KEY-----\n?", re.DOTALL)
@@ -142,7 +142,7 @@ class TokenFile:
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Return the metadata of a call."""
         if time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + 2 * _LOOK_SECONDS
+            self._look_at = time.monotonic() + 2 * _POLL_SECONDS
             try:
                 stat = self._path.stat()
                 if (stamp := (stat.st_ino, stat.st_mtime_ns)) != self._stamp:
@@ -218,7 +218,7 @@ class Tokens:
             self._told |= set(revoked.ids)
             self.heard = revoked.digest
 
-    def believed(self, text: str) -> tuple[Token, _core.Grant] | str:
+    def trusted(self, text: str) -> tuple[Token, _core.Grant] | str:
         """Return a token and its rights, or why it is not accepted."""
         self._reload()
         if (known := self._verified.get(text)) is None:
@@ -245,7 +245,7 @@ class Tokens:
     def _watch_given(self) -> None:
         """End the rights of connections that are no longer valid, and audit their refusals."""
         while True:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
             try:
                 self.check_grants()
             except Exception:  # it must go on for the others
@@ -257,7 +257,7 @@ class Tokens:
         for grant, is_good, caller, _ in given:
             if not is_good():
                 grant.end()
-            refused, count = grant.take_refused()
+            refused, count = grant.pop_refused()
             for table, rights in refused:
                 names = [name for name, bit in RIGHTS.items() if rights & bit]
                 self._audit(caller, "rows", [table], f"no right to {', '.join(names)}", more=count - len(refused))
@@ -269,7 +269,7 @@ class Tokens:
         if time.monotonic() < self._look_at:
             return
         with self._lock:
-            self._look_at = time.monotonic() + _LOOK_SECONDS
+            self._look_at = time.monotonic() + _POLL_SECONDS
             try:
                 paths = [self._folder / name for name in (PUBLIC_FILE, REVOKED_FILE)]
                 stamp = [_stamp(path) for path in paths]

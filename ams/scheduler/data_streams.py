@@ -326,10 +326,10 @@ class StreamLeases:
         with self._lock:
             found, now = {}, self._clock()
             for name, job in self._jobs.items():
-                living = {worker for worker, held in job.workers.items() if held.deadline >= now}
-                left = [cursor for cursor, by in zip(job.cursors, job.holders, strict=True) if by not in living]
-                if living:
-                    found[name] = (len(living), job.epoch, sum(cursor.epoch == job.epoch for cursor in left))
+                live = {worker for worker, held in job.workers.items() if held.deadline >= now}
+                left = [cursor for cursor, by in zip(job.cursors, job.holders, strict=True) if by not in live]
+                if live:
+                    found[name] = (len(live), job.epoch, sum(cursor.epoch == job.epoch for cursor in left))
             return found
 
     def restore(self, job: str, incarnation: int, cursors: Mapping[int, Cursor]) -> None:

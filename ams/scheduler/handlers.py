@@ -21,7 +21,6 @@ from geartrain.ams.values.rpc import Ping, Rpc, version
 from geartrain.ams.values.scheduler_messages import (
     TOLD_KINDS,
     AlterClusterTable,
-    Beat,
     CheckCaller,
     CreateClusterTable,
     DescribeCluster,
@@ -30,9 +29,10 @@ from geartrain.ams.values.scheduler_messages import (
     DescribeStreams,
     DropClusterTable,
     FenceJob,
-    HeardJob,
     Heartbeat,
-    JobsToAsk,
+    HeartbeatResult,
+    IssueIncarnation,
+    JobReportReply,
     LeaseStreams,
     LeaveCluster,
     LeaveSteps,
@@ -45,14 +45,14 @@ from geartrain.ams.values.scheduler_messages import (
     Registration,
     ReleaseStreams,
     RenewStreams,
+    ReportEvent,
+    ReportJob,
+    ReportSteps,
     RestoreStreams,
     Revoked,
+    SavingJobs,
     StreamLease,
     StreamRenewal,
-    TakeIncarnation,
-    TellEvent,
-    TellJob,
-    TellSteps,
     WriteRendezvous,
 )
 from geartrain.ams.values.shard_messages import CallContext
@@ -95,14 +95,14 @@ class SchedulerHandlers:
             ReadRevoked: self._read_revoked,
             LeaveCluster: lambda leave, _: scheduler.leave(leave.shard, leave.incarnation),
             PrepareLeave: self._prepare_leave,
-            TellJob: self._report_job,
+            ReportJob: self._report_job,
             DescribeJobs: lambda _, __: self.jobs.entries(),
             DescribeCluster: lambda _, __: dataclasses.replace(scheduler.describe(), version=version(), wire=WIRE),
             CreateClusterTable: self._create_table,
             AlterClusterTable: self._alter_table,
             DropClusterTable: self._drop_table,
             PublishClusterTables: self._publish_tables,
-            TakeIncarnation: lambda take, _: scheduler.issue_incarnation(take.chosen),
+            IssueIncarnation: lambda take, _: scheduler.issue_incarnation(take.chosen),
             CheckCaller: lambda check, _: streams.require_current(check.caller),
             FenceJob: lambda fence, _: streams.fence(fence.job, fence.incarnation),
             LeaseStreams: self._lease_streams,
@@ -111,10 +111,10 @@ class SchedulerHandlers:
             DescribeStreams: lambda describe, _: streams.cursors(describe.job),
             DescribeHolders: lambda describe, _: streams.holders(describe.job),
             RestoreStreams: lambda restore, _: streams.restore(restore.job, restore.incarnation, restore.cursors),
-            TellSteps: lambda tell, _: steps.report(tell.who, tell.done),
+            ReportSteps: lambda tell, _: steps.report(tell.who, tell.done),
             LeaveSteps: lambda leave, _: steps.leave(leave.who),
             ReadRendezvous: lambda read, _: rendezvous.read(read.job, read.keys),
-            TellEvent: self._report_event,
+            ReportEvent: self._report_event,
             ReadEvents: lambda read, _: events.since(read.since),
             WriteRendezvous: lambda write, _: rendezvous.write(write),
         }
@@ -137,10 +137,10 @@ class SchedulerHandlers:
         )
         return dataclasses.replace(registration, revoked=self._revoked().digest)
 
-    def _heartbeat(self, beat: Heartbeat, _: WaitingCaller) -> Beat:
+    def _heartbeat(self, beat: Heartbeat, _: WaitingCaller) -> HeartbeatResult:
         # the scheduler was replaced: the shard registers again, and gets the reason of its refusal
         if beat.wire != WIRE:
-            return Beat(cluster_version=0, unknown=True)
+            return HeartbeatResult(cluster_version=0, unknown=True)
         self._scheduler.record_incarnation(beat.highest_incarnation)
         heard = self._scheduler.heartbeat(
             beat.shard, beat.incarnation, beat.memory_pool, unix_seconds=beat.unix_seconds, build=beat.version
@@ -151,17 +151,17 @@ class SchedulerHandlers:
         revoked = self._revoked()
         return dataclasses.replace(revoked, ids=()) if read.known == revoked.digest else revoked
 
-    def _prepare_leave(self, leave: PrepareLeave, _: WaitingCaller) -> JobsToAsk:
+    def _prepare_leave(self, leave: PrepareLeave, _: WaitingCaller) -> SavingJobs:
         self._scheduler.prepare_leave(leave.shard, leave.incarnation)
         return self.jobs.to_ask(was_restarted=self._scheduler.was_restarted)
 
-    def _report_job(self, tell: TellJob, _: WaitingCaller) -> HeardJob:
+    def _report_job(self, tell: ReportJob, _: WaitingCaller) -> JobReportReply:
         leaving = self._scheduler.leaving_shards()
         job = checked_name("job", tell.job)
         pause = self.jobs.report(job, tell.incarnation, done=tell.done, report=tell.report, is_urgent=bool(leaving))
-        return HeardJob(leaving=leaving, pause_seconds=pause)
+        return JobReportReply(leaving=leaving, pause_seconds=pause)
 
-    def _report_event(self, tell: TellEvent, _: WaitingCaller) -> None:
+    def _report_event(self, tell: ReportEvent, _: WaitingCaller) -> None:
         told = tell.event
         if told.kind not in TOLD_KINDS:
             raise InvalidArgument(f"the kind of an event is {quoted(told.kind)}; clients tell {', '.join(TOLD_KINDS)}")

@@ -74,7 +74,7 @@ class Membership:
         """Return the present entry of every shard."""
         return [self.entry(shard) for shard in range(self._num_shards)]
 
-    def living_in(self, memory_pool: str) -> int:
+    def live_in(self, memory_pool: str) -> int:
         """Return the number of possibly live shards in a memory pool, at most a second old; 0 if it has no name."""
         if self._clock() - self._counted > _COUNT_SECONDS:  # not at every heartbeat of thousands
             members = self._state.members
@@ -136,7 +136,7 @@ class Membership:
                 f"{self._state.members[unheard[0]].address}; it is free in {max(left, 0.0):.1f} s if it stays silent"
             )
         is_single = len(shards) == 1
-        by = f"a living process at {self._state.members[shards[0]].address}" if is_single else "living processes"
+        by = f"a live process at {self._state.members[shards[0]].address}" if is_single else "live processes"
         return ShardHeld(
             f"{what} by {by}; a dead one's shard is free {self._lease_seconds:g} s after its last sign of life "
             "('geartrain server --wait' waits for it)"
@@ -153,8 +153,8 @@ class Membership:
         if member.left or age > self._lease_seconds:
             return "lost"
         beat_seconds = max(member.heartbeat_seconds, self.pause_seconds)
-        patience = max(_SILENT_BEATS * beat_seconds, self._lease_seconds / _SILENT_BEATS)
-        if age > patience or not member.is_heard:
+        backoff = max(_SILENT_BEATS * beat_seconds, self._lease_seconds / _SILENT_BEATS)
+        if age > backoff or not member.is_heard:
             return "silent"
         return "leaving" if member.is_leaving else "up"
 

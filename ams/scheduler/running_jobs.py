@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from geartrain.ams.observe.event_log import MOST_KEPT, EventLog
 from geartrain.ams.scheduler.pauses import PauseDetector
-from geartrain.ams.values.scheduler_messages import ClusterEvent, JobCondition, JobEntry, JobReport, JobsToAsk
+from geartrain.ams.values.scheduler_messages import ClusterEvent, JobCondition, JobEntry, JobReport, SavingJobs
 from geartrain.ams.values.text import counted
 
 _WORDS_PER_SECOND, _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 33, 1.0, 30.0
@@ -148,12 +148,12 @@ class RunningJobs:
         with self._lock:
             self._apply_event(event)
 
-    def to_ask(self, *, was_restarted: bool) -> JobsToAsk:
+    def to_ask(self, *, was_restarted: bool) -> SavingJobs:
         """Return jobs that train, or trained a moment ago. ``was_restarted``: jobs may live unheard."""
         with self._lock:
             now = self._clock()
             recent = now - _SILENT_SECONDS - _PAUSE_SECONDS
-            return JobsToAsk(
+            return SavingJobs(
                 is_sure=not was_restarted or now - self._began > _LATE_SECONDS + self._first_pause,
                 waiting=tuple(name for name, job in self._jobs.items() if job.trains and job.due > now),
                 saved=tuple(name for name, job in self._jobs.items() if not job.trains and job.saved > recent),

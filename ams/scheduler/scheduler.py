@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from geartrain.ams.observe import failpoints
 from geartrain.ams.observe.event_log import EventLog
 from geartrain.ams.rpc.carrier import AttemptFailed, ShardCarrier
+from geartrain.ams.scheduler.broadcast import broadcast
 from geartrain.ams.scheduler.incarnations import MOST_GIVEN, Incarnations
 from geartrain.ams.scheduler.membership import Membership, ShardEvents
 from geartrain.ams.scheduler.state import Member, Schema, State
-from geartrain.ams.scheduler.tell_shards import broadcast
 from geartrain.ams.storage.kv.store import KeyValueStore, MemoryStore
 from geartrain.ams.values.errors import (
     Busy,
@@ -38,7 +38,7 @@ from geartrain.ams.values.errors import (
     being_restored,
 )
 from geartrain.ams.values.placement import MAX_SHARDS, BucketMap
-from geartrain.ams.values.scheduler_messages import Beat, ClusterEvent, ClusterView, Registration, ShardEntry
+from geartrain.ams.values.scheduler_messages import ClusterEvent, ClusterView, HeartbeatResult, Registration, ShardEntry
 from geartrain.ams.values.shard_messages import AlterTable, CreateTable, DropTable, PublishTable
 from geartrain.ams.values.specs import SETTINGS, TableSpec
 from geartrain.ams.values.text import counted
@@ -240,16 +240,16 @@ class Scheduler:
 
     def heartbeat(
         self, shard: int, incarnation: int, memory_pool: str = "", *, unix_seconds: float = 0.0, build: str = ""
-    ) -> Beat:
+    ) -> HeartbeatResult:
         """Record a shard's heartbeat, memory pool, clock and version of Geartrain."""
         with self._lock:
             version = self._state.cluster_version
             member = self._state.members.get(shard)
             if member is None:
-                return Beat(cluster_version=version, unknown=True)
+                return HeartbeatResult(cluster_version=version, unknown=True)
             if member.incarnation != incarnation:
                 self.shard_events.record_late_heartbeat(shard, member, incarnation)
-                return Beat(cluster_version=version, replaced=True)
+                return HeartbeatResult(cluster_version=version, replaced=True)
             if member.left:
                 self._state.commit(members={shard: dataclasses.replace(member, left=False)})
                 member = self._state.members[shard]
@@ -259,8 +259,8 @@ class Scheduler:
             member.is_heard = True
             member.memory_pool, member.version = memory_pool, build[:_LONGEST_VERSION]
             member.clock_ahead_seconds = unix_seconds - time.time() if unix_seconds else 0.0
-            return Beat(
-                pool_shards=self._membership.living_in(memory_pool),
+            return HeartbeatResult(
+                pool_shards=self._membership.live_in(memory_pool),
                 cluster_version=version,
                 highest_incarnation=self._incarnations.last,
                 pause_seconds=self._membership.pause_seconds,

@@ -18,11 +18,11 @@ from geartrain.ams.rpc.server.binding import bind
 from geartrain.ams.rpc.server.server import GrpcServer
 from geartrain.ams.rpc.server.threads import CallThreads
 from geartrain.ams.rpc.services import SCHEDULER
-from geartrain.ams.scheduler.ask_holder import incarnations_at
 from geartrain.ams.scheduler.data_streams import StreamLeases
 from geartrain.ams.scheduler.handlers import SchedulerHandlers
 from geartrain.ams.scheduler.incarnations import Incarnations
 from geartrain.ams.scheduler.metrics import scheduler_metrics
+from geartrain.ams.scheduler.probe_holder import incarnations_at
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.scheduler.worker_steps import WorkerSteps
 from geartrain.ams.storage.kv.store import KeyValueStore, MemoryStore
@@ -32,10 +32,10 @@ from geartrain.ams.values.scheduler_messages import Revoked
 logger = logging.getLogger(__name__)
 
 _PULSES_PER_LEASE = 10
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 
 # A change of tables may wait minutes for shards and other changes. Heartbeats that waited behind such calls would cost
-# living shards their place.
+# live shards their place.
 _MEMBERSHIP_THREADS = 8
 _MEMBERSHIP = ("Register", "Heartbeat", "Leave")
 _TABLE_THREADS = 64
@@ -161,7 +161,7 @@ class SchedulerServer:
             if leaving := self._scheduler.leaving_shards():
                 logger.info("waits for shards that are about to end: %s", ", ".join(map(str, leaving)))
             while self._scheduler.leaving_shards():
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
         self._scheduler = None
         self._stopping.set()  # before the threads of the pulses end
         self._grace_seconds = grace_seconds

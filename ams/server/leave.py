@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.values.errors import GeartrainError
-from geartrain.ams.values.scheduler_messages import JobsToAsk, PrepareLeave
+from geartrain.ams.values.scheduler_messages import PrepareLeave, SavingJobs
 from geartrain.ams.values.shard_messages import CallContext, Describe, ShardState
 from geartrain.ams.values.text import counted
 
@@ -44,7 +44,7 @@ def _await_jobs(
     began = heard = time.monotonic()
     saved: set[str] = set()
     told: set[str] = set()
-    jobs = JobsToAsk(is_sure=False)
+    jobs = SavingJobs(is_sure=False)
     while time.monotonic() - began < timeout_seconds:
         try:
             for leave in leaves:

@@ -23,11 +23,11 @@ from geartrain.ams.rpc.codec import specs as codec
 from geartrain.ams.rpc.ping import PingHandler
 from geartrain.ams.rpc.server.access import GRANT
 from geartrain.ams.rpc.server.binding import Call, bind
-from geartrain.ams.rpc.server.server import MAX_CONCURRENT_CALLS, Bound, BytesMethod, await_reply, done_here
-from geartrain.ams.rpc.server.waiting import BeginMethod, Begun
+from geartrain.ams.rpc.server.server import MAX_CONCURRENT_CALLS, BytesMethod, ServedMethods, await_reply, done_here
+from geartrain.ams.rpc.server.waiting import ActiveCall, BeginMethod
 from geartrain.ams.rpc.services import SHARD, context_from_pb
+from geartrain.ams.server.chunked_writes import PartBuffer, Payload
 from geartrain.ams.server.data_plane import DataPlanePort
-from geartrain.ams.server.parts import PartBuffer, Payload
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.storage.snapshot.roots import SnapshotRoots, checked_snapshot_id
 from geartrain.ams.values.errors import (
@@ -105,7 +105,7 @@ class ShardService:
         self.data_plane.close()
 
     @cached_property
-    def bound(self) -> Bound:
+    def bound(self) -> ServedMethods:
         """Service with its handlers."""
         service, methods, *_ = bind(
             SHARD,
@@ -135,7 +135,7 @@ class ShardService:
         )
         held = {name: self._held_to_the_end(method) for name, method in methods.items()}
         ping = SHARD[Ping].name  # answered even if another process holds the shard
-        return Bound(service, {**held, ping: methods[ping]})
+        return ServedMethods(service, {**held, ping: methods[ping]})
 
     @property
     def waiting_methods(self) -> dict[str, BeginMethod]:
@@ -206,12 +206,12 @@ class ShardService:
             return self._finished(self._begun_push(*asked), servicer_context)
         return self._written(*asked, servicer_context)
 
-    def start_push(self, data: bytes, servicer_context: grpc.ServicerContext) -> Begun:  # noqa: ARG002
+    def start_push(self, data: bytes, servicer_context: grpc.ServicerContext) -> ActiveCall:  # noqa: ARG002
         """Start to apply gradients."""
         asked = self._asked_push(data)
         return _incomplete() if asked is None else self._begun_push(*asked)
 
-    def _begun_push(self, context: CallContext, push: Push) -> Begun:
+    def _begun_push(self, context: CallContext, push: Push) -> ActiveCall:
         return self._begun(context, _with_distinct_ids(push))
 
     def _asked_push(self, data: bytes) -> tuple[CallContext, Push] | None:
@@ -262,11 +262,11 @@ class ShardService:
         """Update rows by a hosted model."""
         return self._finished(self.start_update_hosted(data, servicer_context), servicer_context)
 
-    def start_update_hosted(self, data: bytes, servicer_context: grpc.ServicerContext) -> Begun:  # noqa: ARG002
+    def start_update_hosted(self, data: bytes, servicer_context: grpc.ServicerContext) -> ActiveCall:  # noqa: ARG002
         """Start to update rows by a hosted model."""
         return self._start_hosted(UpdateHosted, data) or _incomplete()
 
-    def _start_hosted(self, kind: type[ComputeHosted | UpdateHosted], data: bytes) -> Begun | None:
+    def _start_hosted(self, kind: type[ComputeHosted | UpdateHosted], data: bytes) -> ActiveCall | None:
         """Start a request to a hosted model; None: parts of it are missing."""
         header, raw, context = _split(kind, data)
         with _of_its_past(self.shard, header.table, context):
@@ -278,9 +278,9 @@ class ShardService:
             request = SHARD[kind].header.from_message(header, inputs=inputs)
         return self._begun(context, request)
 
-    def _begun(self, context: CallContext, request: Push | ComputeHosted | UpdateHosted) -> Begun:
+    def _begun(self, context: CallContext, request: Push | ComputeHosted | UpdateHosted) -> ActiveCall:
         waits = not isinstance(request, ComputeHosted) and request.group is not None
-        return Begun(self.shard.run(context, request), self._encoded_to_the_end, waits=waits)
+        return ActiveCall(self.shard.run(context, request), self._encoded_to_the_end, waits=waits)
 
     def _held_to_the_end(self, method: BytesMethod) -> BytesMethod:
         """Return ``method`` with a check before its reply that this process still holds the shard."""
@@ -298,7 +298,7 @@ class ShardService:
         self.shard.check_lease()
         return reply
 
-    def _finished(self, begun: Begun, servicer_context: grpc.ServicerContext) -> bytes:
+    def _finished(self, begun: ActiveCall, servicer_context: grpc.ServicerContext) -> bytes:
         """Return the reply of a call that holds a thread until it is there.
 
         Raises StepPending if so many calls do that the others would lack threads: the call goes on, and a retry joins
@@ -397,10 +397,10 @@ _INCOMPLETE = SHARD[Push].reply.encode(Done(incomplete=True))
 """Reply to a part of a write whose other parts are missing."""
 
 
-def _incomplete() -> Begun:
+def _incomplete() -> ActiveCall:
     reply: Future[Any] = Future()
     reply.set_result(None)
-    return Begun(reply, lambda _: _INCOMPLETE)
+    return ActiveCall(reply, lambda _: _INCOMPLETE)
 
 
 def _encoded(done: Done) -> bytes:

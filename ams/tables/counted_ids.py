@@ -12,7 +12,7 @@ from geartrain.ams.values.placement import BUCKET_ORDER, NUM_BUCKETS
 from geartrain.ams.values.specs import Ids
 
 
-class Refused(NamedTuple):
+class RefusedCounts(NamedTuple):
     """Counts of ids that pushes named and that were not admitted."""
 
     ids: int = 0

@@ -8,7 +8,7 @@ MOST_MOMENTS = 8
 """Most moments of a table on a shard. Each costs a bit a row."""
 
 
-class KnownMoments:
+class MomentIndex:
     """Moments of a table by the ids of snapshots and exports.
 
     There are several: a chain of snapshots and those of several exports. Beyond :data:`MOST_MOMENTS` the oldest one

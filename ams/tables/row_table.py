@@ -16,8 +16,8 @@ from geartrain.ams.kernels import ops
 from geartrain.ams.kernels._core import Refused as Refusal
 from geartrain.ams.kernels._core import RowStore, ServedTable
 from geartrain.ams.tables.compiled_store import ELAPSED_WINDOW, store_spec
-from geartrain.ams.tables.counted_ids import CountedIds, Refused
-from geartrain.ams.tables.moments import KnownMoments
+from geartrain.ams.tables.counted_ids import CountedIds, RefusedCounts
+from geartrain.ams.tables.moments import MomentIndex
 from geartrain.ams.tables.row_checks import checked_factors, checked_gradients, checked_state, require_rows
 from geartrain.ams.tables.stored_rows import LIFE, StoredRows, life_bytes
 from geartrain.ams.values.admission.rules import MinCount
@@ -76,7 +76,7 @@ class RowTable:
         self._threads, self._window = threads, window
         self._store = RowStore(store_spec(spec, owned, threads, window))
         _require_usable(spec, self._store.most_rows if len(owned) else 1)
-        self.moments = KnownMoments(self._store.forget_moment, self._store.knows_moment)
+        self.moments = MomentIndex(self._store.forget_moment, self._store.knows_moment)
         """Snapshots and exports since which the table knows its written rows. Set by freezes and restores."""
         self.served = ServedTable(
             name=spec.name,
@@ -147,10 +147,10 @@ class RowTable:
         return {"rows": rows, "slots": slots, "index": index, "snapshots": snapshots, "admission": admission}
 
     @property
-    def refused(self) -> Refused:
+    def refused(self) -> RefusedCounts:
         """Gradients and occurrences that were not admitted since the table was created here."""
         counted = self._store.refused()
-        return Refused() if counted is None else Refused(*counted[:3])
+        return RefusedCounts() if counted is None else RefusedCounts(*counted[:3])
 
     def frozen_admission(self, start: int = 0, most_bytes: int = 2**62) -> tuple[CountedIds, int] | None:
         """Return the counters of admission at the moment of the freeze, about ``most_bytes`` of them from a range on,
@@ -353,7 +353,7 @@ class RowTable:
 
     def pop_clock_jump(self) -> TableClock:
         """Return the largest advance of each number of the clock by one push since the last call."""
-        return TableClock(*self._store.take_leap())
+        return TableClock(*self._store.pop_leap())
 
     @property
     def num_evicted(self) -> int:
@@ -376,7 +376,7 @@ class RowTable:
 
     def record_moment(self) -> int:
         """Record the present moment for :meth:`freeze`; return its number."""
-        return self._store.note_moment()
+        return self._store.record_moment()
 
     def freeze(self, *, since: int | None = None) -> int:
         """Freeze the rows as they are for :meth:`read_frozen`, while writes go on (copy on write); return their number.

@@ -114,7 +114,7 @@ class GearAccount:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taken:
+class DeliveryAck:
     """Acknowledgement of a delivery."""
 
     account: GearAccount
@@ -168,7 +168,7 @@ class AskFeatures(Rpc[FeatureReply], name="Features"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PushFeatureGradients(Rpc[Taken]):
+class PushFeatureGradients(Rpc[DeliveryAck]):
     """Deliver gradients."""
 
     name: str

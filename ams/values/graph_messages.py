@@ -94,7 +94,7 @@ class CancelBuild(Rpc[bool]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Selected:
+class SelectedClasses:
     """Reply to :class:`SelectClasses`."""
 
     version: int
@@ -104,7 +104,7 @@ class Selected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelectClasses(Rpc[Selected]):
+class SelectClasses(Rpc[SelectedClasses]):
     """Choose the active classes of a batch."""
 
     table: str

@@ -25,7 +25,7 @@ from geartrain.ams.values.errors import ShardUnavailable
 
 R = TypeVar("R")
 
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 """Polling interval of the main thread: a signal just before it sleeps does not wake it."""
 
 
@@ -68,10 +68,10 @@ def is_on_main_thread() -> bool:
     return threading.get_ident() == threading.main_thread().ident
 
 
-def shielded(work: Callable[[], R], *, if_broken_off: Callable[[], object] | None = None) -> R:
+def uninterrupted(work: Callable[[], R], *, on_interrupt: Callable[[], object] | None = None) -> R:
     """Call ``work``, on the main thread by way of another thread; return its result or raise its error.
 
-    If the wait is interrupted, ``if_broken_off`` is called; the work goes on, and its outcome is dropped.
+    If the wait is interrupted, ``on_interrupt`` is called; the work goes on, and its outcome is dropped.
     """
     if not is_on_main_thread() or sys.is_finalizing():
         return work()
@@ -82,11 +82,11 @@ def shielded(work: Callable[[], R], *, if_broken_off: Callable[[], object] | Non
     job = _Job(carried)
     try:
         jobs.put(job)  # type: ignore[arg-type]
-        while not job.is_undone.acquire(timeout=_LOOK_SECONDS):
+        while not job.is_undone.acquire(timeout=_POLL_SECONDS):
             pass
     except BaseException:
-        if if_broken_off is not None:
-            if_broken_off()
+        if on_interrupt is not None:
+            on_interrupt()
         raise
     return job.outcome()
 
@@ -160,10 +160,10 @@ class BackgroundFuture(Future[Any]):
         return self._is_done and self._outcome is None
 
     def cancel(self) -> bool:
-        return shielded(super().cancel)
+        return uninterrupted(super().cancel)
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
-        shielded(partial(super().add_done_callback, fn))
+        uninterrupted(partial(super().add_done_callback, fn))
 
     def result(self, timeout: float | None = None) -> Any:
         result, error = self._awaited(timeout)
@@ -183,7 +183,7 @@ class BackgroundFuture(Future[Any]):
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError
-            if self._is_undone.acquire(timeout=min(left, _LOOK_SECONDS)):
+            if self._is_undone.acquire(timeout=min(left, _POLL_SECONDS)):
                 self._is_undone.release()  # skipped by an interrupt, it does no harm: the lock is not used again
         if self._outcome is None:
             raise CancelledError
@@ -196,7 +196,7 @@ def _mark_done(future: Future[Any]) -> None:
     future._is_undone.release()
 
 
-class BrokenOff(ShardUnavailable):
+class CallerGone(ShardUnavailable):
     """The caller was interrupted and owns its arrays again. Only threads that work for it see this."""
 
 
@@ -214,10 +214,10 @@ class BufferLease:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold it during the block. Long work checks :attr:`has_ended`. Raises BrokenOff if it has ended."""
+        """Hold it during the block. Long work checks :attr:`has_ended`. Raises CallerGone if it has ended."""
         with self._lock:
             if self.has_ended:
-                raise BrokenOff("the caller has gone")
+                raise CallerGone("the caller has gone")
             self._num_at_it += 1
         try:
             yield
@@ -241,5 +241,5 @@ class BufferLease:
                 return
             over.acquire()
             self._waiting.append(over)
-        while not over.acquire(timeout=_LOOK_SECONDS):
+        while not over.acquire(timeout=_POLL_SECONDS):
             pass

@@ -160,7 +160,7 @@ class Register(Rpc[Registration]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat:
+class HeartbeatResult:
     """Reply to a heartbeat."""
 
     cluster_version: int
@@ -179,7 +179,7 @@ class Beat:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heartbeat(Rpc[Beat]):
+class Heartbeat(Rpc[HeartbeatResult]):
     """Heartbeat of a shard."""
 
     shard: int
@@ -223,7 +223,7 @@ class LeaveCluster(Rpc[None], name="Leave"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobsToAsk:
+class SavingJobs:
     """Jobs whose snapshots a leaving shard waits for."""
 
     is_sure: bool
@@ -235,7 +235,7 @@ class JobsToAsk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareLeave(Rpc[JobsToAsk]):
+class PrepareLeave(Rpc[SavingJobs]):
     """Announce that a shard shuts down; repeated until it does. From then on the cluster is not ready."""
 
     shard: int
@@ -306,7 +306,7 @@ class DescribeJobs(Rpc[tuple[JobEntry, ...]]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeardJob:
+class JobReportReply:
     """Reply to a job's report."""
 
     leaving: tuple[int, ...] = ()
@@ -316,7 +316,7 @@ class HeardJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TellJob(Rpc[HeardJob]):
+class ReportJob(Rpc[JobReportReply]):
     """Report of a running job."""
 
     job: str
@@ -376,7 +376,7 @@ class DropClusterTable(Rpc[None]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TakeIncarnation(Rpc[int]):
+class IssueIncarnation(Rpc[int]):
     """Ask for an incarnation higher than all before."""
 
     chosen: int = 0
@@ -509,7 +509,7 @@ class StepsDone:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TellSteps(Rpc[StepsDone]):
+class ReportSteps(Rpc[StepsDone]):
     """Report a worker's steps, and renew its lease."""
 
     who: JobWorker
@@ -600,7 +600,7 @@ class EventPage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TellEvent(Rpc[None]):
+class ReportEvent(Rpc[None]):
     """Report an event of this client. Idempotent. Raises InvalidArgument for a kind that clients do not report."""
 
     event: ClusterEvent

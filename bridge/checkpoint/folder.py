@@ -1,7 +1,7 @@
 """Folder format of a saved model.
 
     PATH/model.json                the modules, tables, and the other files with their checksums (XXH3); sealed
-    PATH/state-ID.safetensors      parameters, buffers and other state, see geartrain.bridge.rows.state
+    PATH/state-ID.safetensors      parameters, buffers and other state, see geartrain.bridge.rows.serialization
     PATH/rows-ID-0/                a snapshot of the tables of one cluster, or of the rows of one head on ranks
     PATH/rank-ID-0-0.safetensors   rows of parameters and of their optimizer's state that are divided among ranks
 
@@ -30,7 +30,7 @@ from geartrain.ams.values.arguments import path_name
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged, SnapshotError
 from geartrain.ams.values.text import of_another_version
 from geartrain.bridge.checkpoint.rank_rows import RankFile
-from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
+from geartrain.bridge.rows.serialization import state_from_bytes, state_to_bytes
 
 MODEL = "model.json"
 FORMAT = 2

@@ -17,7 +17,7 @@ from geartrain.ams.values.errors import InvalidArgument, SpecMismatch, TableExis
 from geartrain.ams.values.specs import TableSpec
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.checkpoint.folder import ModelRecord, model_folder, open_rows, read_record, read_state
-from geartrain.bridge.checkpoint.parts import (
+from geartrain.bridge.checkpoint.modules_with_rows import (
     PlainNames,
     group_of,
     placements_of,
@@ -27,7 +27,7 @@ from geartrain.bridge.checkpoint.parts import (
 from geartrain.bridge.checkpoint.rank_rows import DividedRows, state_like
 from geartrain.bridge.checkpoint.warm_start import CommonParts, adopt_states, common_parts, restore_tables
 from geartrain.bridge.placements.placement import Placement
-from geartrain.bridge.rows.state import ShardedTensorRef
+from geartrain.bridge.rows.serialization import ShardedTensorRef
 
 logger = logging.getLogger(__name__)
 

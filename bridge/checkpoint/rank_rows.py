@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from geartrain.ams.storage.durable import create_folders, write_file
 from geartrain.ams.storage.snapshot.manifest import seal_json, unseal_json
 from geartrain.ams.values.errors import InvalidArgument, ModelDamaged, SpecMismatch
-from geartrain.bridge.rows.state import RowsOfRank, ShardedTensorRef
+from geartrain.bridge.rows.serialization import RowsOfRank, ShardedTensorRef
 
 PIECE_BYTES = 64 << 20
 

@@ -23,7 +23,7 @@ from geartrain.bridge.checkpoint.folder import (
     sweep,
     write_state,
 )
-from geartrain.bridge.checkpoint.parts import (
+from geartrain.bridge.checkpoint.modules_with_rows import (
     PlainNames,
     divided_states,
     group_of,

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
 from geartrain.ams.values.specs import TableSpec
 from geartrain.bridge.checkpoint.folder import ModelRecord, open_rows
-from geartrain.bridge.checkpoint.parts import PlainNames, on_first, together
+from geartrain.bridge.checkpoint.modules_with_rows import PlainNames, on_first, together
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.placements.placement import Placement
-from geartrain.bridge.rows.state import ShardedTensorRef
+from geartrain.bridge.rows.serialization import ShardedTensorRef
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster

@@ -228,7 +228,7 @@ class Communicator:
                 differences = "; ".join(unlike[:_SHOWN]) + more
                 raise SpecMismatch(f"the ranks disagree on {what}: {differences}. Give the same on every rank")
 
-    def fail_together(
+    def raise_on_all_ranks(
         self, failure: Exception | None, what: str, error: Callable[[str], GeartrainError] = SyncError
     ) -> None:
         """Raise on every rank if any has a ``failure``: its own there, elsewhere ``error``, which names the rank.
@@ -242,14 +242,14 @@ class Communicator:
             raise error(f"{what}: rank {sound.index(0)} failed; its error tells why")
 
     def run_together(self, action: Callable[[], T], what: str) -> T:
-        """Run on every rank an ``action`` without collectives; raise as :meth:`fail_together` if it fails on any."""
+        """Run on every rank an ``action`` without collectives; raise as :meth:`raise_on_all_ranks` does."""
         results: list[T] = []
         failure: Exception | None = None
         try:
             results.append(action())
         except Exception as exc:  # any kind: the other ranks wait for this one
             failure = exc
-        self.fail_together(failure, what)
+        self.raise_on_all_ranks(failure, what)
         return results[0]
 
     def gather(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -456,7 +456,7 @@ class Communicator:
         return action()
 
     def write_together(self, action: Callable[[], None], what: str) -> None:
-        """Write rows on every rank that holds some; raise as :meth:`fail_together` if it fails on any."""
+        """Write rows on every rank that holds some; raise as :meth:`raise_on_all_ranks` if it fails on any."""
         self.run_together(action, what)
 
     def array_from_first(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:

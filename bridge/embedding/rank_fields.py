@@ -36,7 +36,7 @@ from geartrain.bridge.embedding.ids import FieldIds, ids_of_batch, tensor_ids
 from geartrain.bridge.embedding.modes import SSP
 from geartrain.bridge.embedding.vectors import out_of_range, pooled, require_no_max_weights
 from geartrain.bridge.kernels.lookup import FieldShape, index_fields
-from geartrain.bridge.placements.device_lookup import AskedIds, DeviceLookup, RowGradients
+from geartrain.bridge.placements.device_lookup import DeviceLookup, RequestedIds, RowGradients
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.placements.device_snapshot import DevicePlacement
 from geartrain.bridge.placements.device_update import DeviceUpdate
@@ -51,7 +51,7 @@ class RankBatch:
     def __init__(
         self,
         given: Sequence[FieldIds],
-        asked: AskedIds | None,
+        asked: RequestedIds | None,
         status: Tensor | None,
         failure: GeartrainError | None = None,
     ) -> None:
@@ -172,7 +172,7 @@ class RankFields(GroupRows):
         entries, status = index_fields(shapes, numbers[:num_ids], offsets, weights_N, self._num_rows, ranks)
         if device.type == "cpu" and (wrong := int(status)):
             raise self._wrong(wrong, given)
-        return RankBatch(given, AskedIds(self._tables, entries), status)
+        return RankBatch(given, RequestedIds(self._tables, entries), status)
 
     def pull(self, merged: RankBatch) -> None:
         """Do nothing: the rows are here."""

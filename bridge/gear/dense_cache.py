@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from geartrain.ams.kernels.freshness import Judged, judge
+from geartrain.ams.kernels.freshness import FreshnessCheck, judge
 from geartrain.ams.kernels.position_lru import PositionLru, Positions
 from geartrain.ams.observe.metrics import Buckets, Metric, cache_metrics, register_source
 from geartrain.ams.storage.features.store import FeatureStore
@@ -77,7 +77,7 @@ class FreshnessCounts:
         times: npt.NDArray[np.float64],
         now: float,
         dense_version: int,
-    ) -> Judged:
+    ) -> FreshnessCheck:
         """Read the stamps of the entries ``positions`` [N] (None: of all), tell which are hits, and count."""
         judged = judge(
             positions,
@@ -154,7 +154,9 @@ class WorkerCache:
         vectors, judged = self.vectors(ids, self._vectors.device, now=now, dense_version=dense_version)
         return _found(vectors.cpu().numpy(), judged.versions, judged.times, dense_version), judged.hits
 
-    def vectors(self, ids: Ids, device: torch.device, *, now: float, dense_version: int) -> tuple[torch.Tensor, Judged]:
+    def vectors(
+        self, ids: Ids, device: torch.device, *, now: float, dense_version: int
+    ) -> tuple[torch.Tensor, FreshnessCheck]:
         """:meth:`lookup` with vectors [N, D] on ``device``, where the cache keeps all of them from now on."""
         with self._lock:
             positions = self._index.find(ids, touch=True)

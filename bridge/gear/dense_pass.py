@@ -18,7 +18,7 @@ from geartrain.ams.values.errors import GeartrainError, InvalidArgument, ModuleF
 from geartrain.ams.values.gear_messages import Failure, without
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.gear.config import SlowGearConfig
-from geartrain.bridge.gear.samples import SHOWN, Samples
+from geartrain.bridge.gear.sample_source import SHOWN, Samples
 from geartrain.bridge.rows.transfers import download, upload
 
 R = TypeVar("R")

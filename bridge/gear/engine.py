@@ -57,7 +57,7 @@ _MAX_DUE = 65_536
 
 
 @dataclass
-class _Begun:
+class _UnfinishedStep:
     """A batch whose gradients are in ``.grad`` of the parameters: what is repeated after an error goes on from here."""
 
     batch: DueBatch
@@ -113,7 +113,7 @@ class DenseEngine:
         self._clock = config.clock
         self._refreshed: float | None = None
         self._applying = threading.Lock()
-        self._begun: _Begun | None = None
+        self._begun: _UnfinishedStep | None = None
         self._incarnations = {} if journal is None else journal.open(dense.incarnation, batcher)
         self._adding = threading.Lock()
         self._asked = Coalescer(
@@ -310,7 +310,9 @@ class DenseEngine:
             if self._refresh_seconds > 0:  # else features are always of the newest weights, and gradients of the same
                 with self._pass.lock:
                     self._refresh()
-            begun = self._begun = _Begun(batch, self._pass.backward(batch.ids, torch.from_numpy(batch.gradients)))
+            begun = self._begun = _UnfinishedStep(
+                batch, self._pass.backward(batch.ids, torch.from_numpy(batch.gradients))
+            )
         with self._pass.lock:
             if len(begun.failures) < len(batch.ids):
                 if not begun.is_pushed:

@@ -17,7 +17,7 @@ from geartrain.bridge.gear.dense_pass import DensePass
 from geartrain.bridge.gear.engine import DenseEngine, Mode
 from geartrain.bridge.gear.gradient_batcher import GradientBatcher
 from geartrain.bridge.gear.gradient_journal import GradientJournal
-from geartrain.bridge.gear.samples import Decode, DenseSamples, Samples
+from geartrain.bridge.gear.sample_source import Decode, DenseSamples, Samples
 
 
 def open_pass(

@@ -31,11 +31,11 @@ from geartrain.bridge.gear.dense_cache import WorkerCache
 from geartrain.bridge.gear.engine import DenseEngine
 from geartrain.bridge.gear.factory import open_engine, open_pass
 from geartrain.bridge.gear.gear_update import GearGradient, GearUpdate
-from geartrain.bridge.gear.samples import Decode, DenseSamples
+from geartrain.bridge.gear.sample_source import Decode, DenseSamples
 from geartrain.bridge.placements.placement import Placement
 from geartrain.bridge.rows.eager import runs_eagerly
 from geartrain.bridge.rows.pending import PendingUpdate
-from geartrain.bridge.rows.same_rows import moved_rows
+from geartrain.bridge.rows.row_identity import moved_rows
 from geartrain.bridge.rows.stand_in import ModuleWithRows
 from geartrain.bridge.rows.transfers import download, put, upload
 
@@ -96,7 +96,7 @@ class SlowGear(ModuleWithRows):
                 ``"zeros"`` that get no gradient.
             mode: with ``"sync"`` ``step()`` returns when the dense updates that it made due are applied.
             build: a function -> nn.Module, [B, …] samples -> [B, dim].
-            samples: see :class:`~geartrain.bridge.gear.samples.Samples`.
+            samples: see :class:`~geartrain.bridge.gear.sample_source.Samples`.
             decode: what makes a tensor of the bytes of a sample.
             optimizer: of the dense table (*); None: ``gt.SGD(0.01)``.
             reuse: open the dense table if it is there; else it must not be.

@@ -141,8 +141,8 @@ def _centers(backend: RowBackend, sums: Tensor) -> tuple[Tensor, Imprinted | Non
         raise NonFinite("the mean feature of a new class holds NaN or infinity; check the backbone and its input")
     if len(wrong := torch.nonzero(lengths_N <= NORM_FLOOR)):
         raise InvalidArgument(f"new class {int(wrong[0])} of {len(sums_ND)} has no example; give one at least of each")
-    num_living = backend.live_classes.num_living + len(sums_ND)
-    maker = CenterMaker.of(backend, [sums_ND], of_examples, num_living, lambda ids: np.zeros(len(ids), np.bool_))
+    num_live_classes = backend.live_classes.num_live_classes + len(sums_ND)
+    maker = CenterMaker.of(backend, [sums_ND], of_examples, num_live_classes, lambda ids: np.zeros(len(ids), np.bool_))
     rows, seen_N = maker.rows(sums_ND)
     if len(wrong := torch.nonzero(~seen_N)):
         raise InvalidArgument(

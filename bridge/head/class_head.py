@@ -81,7 +81,7 @@ class ClassHead(ModuleWithRows):
         *,
         num_classes: int,
         dim: int,
-        num_living: int | None = None,
+        num_live_classes: int | None = None,
         select: Selection = DEFAULT_SELECT,
         margin: AnyMargin | None = None,
         sub_centers: int = 1,
@@ -101,7 +101,7 @@ class ClassHead(ModuleWithRows):
             num_classes: Rows of the table. A row that was never written takes no memory on a shard, so this may exceed
                 the number of classes of today.
             dim: Width of features and rows.
-            num_living: Number of classes that exist at first, from id 0 on (None: all); :meth:`add_classes` and
+            num_live_classes: Number of classes that exist at first, from id 0 on (None: all); :meth:`add_classes` and
                 :meth:`retire_classes` change it during training. Every step is over existing classes only.
             select: Selection of the active classes: ``FullSoftmax``, ``PartialFC``, ``KNNSoftmax``, or a subclass of
                 :class:`.Selection`. None: all of up to 65,536 existing classes, or a tenth.
@@ -141,13 +141,13 @@ class ClassHead(ModuleWithRows):
         suits_momentum = margin is not None and scale_of(margin) <= automatic_scale(num_classes)
         # the gradients of a sum are B times as large
         if optimizer is None and suits_momentum and config.reduction != "sum":
-            optimizer = margin_optimizer(num_classes if num_living is None else num_living)
+            optimizer = margin_optimizer(num_classes if num_live_classes is None else num_live_classes)
         elif optimizer is None:
-            optimizer = default_optimizer(select, num_classes) if num_living is None else DEFAULT_OPTIMIZER
+            optimizer = default_optimizer(select, num_classes) if num_live_classes is None else DEFAULT_OPTIMIZER
         settings = HeadSettings(
             name=name,
             num_classes=num_classes,
-            num_living=num_living,
+            num_live_classes=num_live_classes,
             dim=dim,
             bias=self.bias,
             sub_centers=self.sub_centers,
@@ -231,14 +231,14 @@ class ClassHead(ModuleWithRows):
         return self.table.spec.name
 
     @property
-    def num_living(self) -> int:
+    def num_live_classes(self) -> int:
         """Number of classes that exist."""
-        return self._backend.live_classes.num_living
+        return self._backend.live_classes.num_live_classes
 
     @property
     def retired(self) -> Tensor:
         """Ids [N] int64 of the classes that do not exist, ascending: retired, or never added."""
-        return torch.from_numpy(self._backend.live_classes.free_ids(self.num_classes - self.num_living))
+        return torch.from_numpy(self._backend.live_classes.free_ids(self.num_classes - self.num_live_classes))
 
     def add_classes(
         self,
@@ -347,7 +347,9 @@ class ClassHead(ModuleWithRows):
     def _record(self, call: HeadCall, training: bool) -> None:
         self._watch.last = call.statistics
         if training and not self._watch.has_ended and not is_capturing(call.statistics.losses.device):
-            self._watch.observe(call.statistics, self._backend.live_classes.num_living, self._settings_of_learning)
+            self._watch.observe(
+                call.statistics, self._backend.live_classes.num_live_classes, self._settings_of_learning
+            )
 
     @property
     def stats(self) -> StepStatistics | None:
@@ -384,7 +386,7 @@ class ClassHead(ModuleWithRows):
         ranks hold the rows: there the scores are NaN.
         """
         check_features(features, self.dim)
-        k = integer("k", k, 1, self.num_living)
+        k = integer("k", k, 1, self.num_live_classes)
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(features.device.type, enabled=False):
             return self._backend.predict(with_ones(features) if self.bias else features, k)
 
@@ -398,7 +400,7 @@ class ClassHead(ModuleWithRows):
     ) -> int:
         """Make each class center the unit-length mean feature of its images; return how many were changed.
 
-        If the means of at least half of the living classes have an average cosine above 0.5 to each other, as an
+        If the means of at least half of the live classes have an average cosine above 0.5 to each other, as an
         untrained backbone's have, their shared direction is subtracted first, as it distinguishes no class. It is
         part of the state, and is also subtracted from the means of later classes. A mean that has no other direction,
         or is zero, changes nothing.

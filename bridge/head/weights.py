@@ -105,14 +105,14 @@ def import_class_weights(
     beside the matrix ("fc.bias" beside "fc.weight"), or zeros. One with K centers a class takes files [n · K, D], class
     by class (as in InsightFace), or [n, K, D].
 
-    The files hold all classes of the head; or, with ``num_living=N``, the first N: so a head is enlarged.
+    The files hold all classes of the head; or, with ``num_live_classes=N``, the first N: so a head is enlarged.
 
     With ranks this is collective, and the first rank writes; of rows on ranks each reads its own from files that all of
     them see. All names, shapes and dtypes are checked before a row is written. Raises InvalidRows (naming file and
     shape), InvalidArgument (a file that cannot be read), NonFinite (naming the file; rows before it are written),
     SyncError if another rank failed. Costs one assign per 8 MiB and shard.
     """
-    backend, wanted = head.backend, _Wanted(head.dim, head.sub_centers, _first_living(head))
+    backend, wanted = head.backend, _Wanted(head.dim, head.sub_centers, _first_live(head))
     table, peers = backend.table, backend.peers
     own = range(head.num_classes) if backend.local is None else backend.local.own_classes
     if peers is None:
@@ -164,7 +164,7 @@ def write_centers(head: ClassHead, path: str | Path, name: str, dominant: Tensor
         failure = exc
     for _ in blocks:  # every rank takes part in every pull, even if the file was not written
         pass
-    peers.fail_together(failure, f"class weights of table {table.spec.name!r} were not exported")
+    peers.raise_on_all_ranks(failure, f"class weights of table {table.spec.name!r} were not exported")
     return Path(path)
 
 
@@ -302,12 +302,12 @@ def _by_numbers(path: Path) -> tuple[list[int], str]:
     return [int(number) for number in re.findall(r"\d+", path.stem)], path.name
 
 
-def _first_living(head: ClassHead) -> int | None:
-    """Return N if the living classes are 0 … N − 1 and others may come after them."""
+def _first_live(head: ClassHead) -> int | None:
+    """Return N if the live classes are 0 … N − 1 and others may come after them."""
     live_classes = head.backend.live_classes
     return (
-        live_classes.num_living
-        if live_classes.retired_runs.tolist() == [[live_classes.num_living, live_classes.num_classes]]
+        live_classes.num_live_classes
+        if live_classes.retired_runs.tolist() == [[live_classes.num_live_classes, live_classes.num_classes]]
         else None
     )
 
@@ -319,8 +319,8 @@ def _open_parts(paths: list[Path], table: ReadableTable, wanted: _Wanted, key: s
     if total not in (spec.num_rows, wanted.num_first):
         centers = "" if wanted.sub_centers == 1 else f"{wanted.sub_centers}, "
         listed = ", ".join(f"{part.path} [{part.num_rows}, {centers}{wanted.dim}]" for part in parts)
-        live_classes = f" ({wanted.num_first:,} of them living)" if wanted.num_first is not None else ""
-        larger = f", or a larger one with num_living={total}" if total < (spec.num_rows or 0) else ""
+        live_classes = f" ({wanted.num_first:,} of them live)" if wanted.num_first is not None else ""
+        larger = f", or a larger one with num_live_classes={total}" if total < (spec.num_rows or 0) else ""
         raise InvalidRows(
             f"{listed} {'hold' if len(parts) > 1 else 'holds'} {total:,} classes, table {spec.name!r} has "
             f"{spec.num_rows:,}{live_classes}; give the files of all ranks, or a head of {total:,} classes{larger}"

@@ -26,7 +26,7 @@ _ALIGNED = 4
 """Alignment of the gradients behind the flags, in numbers."""
 
 
-class Routed(NamedTuple):
+class RoutedIds(NamedTuple):
     """Ids sorted by the ranks of their rows."""
 
     words: Tensor
@@ -38,7 +38,7 @@ class Routed(NamedTuple):
     """int64 [2, Q + 1]: the start of each rank and field's ids, and the number of its first pair; the ends last."""
 
 
-def route(asked: Entries, shares: Sequence[int], num_ranks: int) -> Routed:
+def route(asked: Entries, shares: Sequence[int], num_ranks: int) -> RoutedIds:
     """Sort the ids ``asked`` by rank: an id's row is on rank id // share, with the ``shares`` of its table."""
     device, num_ids, num_fields = asked.key_N.device, len(asked.key_N), len(asked.pieces)
     first_vectors, num_parts = asked.first_vectors, num_ranks * num_fields
@@ -95,10 +95,10 @@ def route(asked: Entries, shares: Sequence[int], num_ranks: int) -> Routed:
         WEIGHTED=asked.weights_N is not None,
         BLOCK=_BLOCK,
     )
-    return Routed(words, pairs_RV, starts_Q)
+    return RoutedIds(words, pairs_RV, starts_Q)
 
 
-def _route_reference(asked: Entries, share_T: Tensor, first_F: Tensor, num_ranks: int) -> Routed:
+def _route_reference(asked: Entries, share_T: Tensor, first_F: Tensor, num_ranks: int) -> RoutedIds:
     device, num_fields = asked.key_N.device, len(asked.pieces)
     num_vectors, num_parts = asked.first_vectors[-1], num_ranks * num_fields
     key_N, field_N = asked.key_N.to(torch.int64), asked.place_N >> PLACE_BITS
@@ -118,7 +118,7 @@ def _route_reference(asked: Entries, share_T: Tensor, first_F: Tensor, num_ranks
     words = torch.stack([sent_N, torch.stack(halves, 1).view(torch.int64).view(-1)], 1)[order_N]
     parts_Q = torch.arange(num_parts + 1, device=device)
     first_Q = pairs_RV[parts_Q // num_fields * num_vectors + first_F[parts_Q % num_fields]].to(torch.int64)
-    return Routed(words, pairs_RV, torch.stack([torch.searchsorted(part_N, parts_Q), first_Q]))
+    return RoutedIds(words, pairs_RV, torch.stack([torch.searchsorted(part_N, parts_Q), first_Q]))
 
 
 def arrived(
@@ -132,7 +132,7 @@ def arrived(
     """Return the ids that all ranks ask of this one.
 
     Args:
-        words: :attr:`Routed.words` for this rank from rank 0, then rank 1, ….
+        words: :attr:`RoutedIds.words` for this rank from rank 0, then rank 1, ….
         asked: The ids of this rank; only their tables are used here.
         pieces: Numbers of ids and vectors that came from each rank and field.
         first_pairs: Number of the first pair of each rank and field, as counted there.
@@ -189,7 +189,7 @@ class RankPairs:
     """Pairs of vectors and ranks, and their places in the buffers that are sent."""
 
     pairs_RV: Tensor
-    """:attr:`Routed.pairs_RV`."""
+    """:attr:`RoutedIds.pairs_RV`."""
     counts_RF: Sequence[Sequence[int]]
     """Number of pairs of each rank and field."""
     num_vectors: Sequence[int]

@@ -177,7 +177,7 @@ def _capacity_for(num_slots: int) -> int:
     return capacity
 
 
-class Numbered(NamedTuple):
+class NumberedIds(NamedTuple):
     """Result of :func:`number_ids`."""
 
     slots_N: Tensor
@@ -197,7 +197,7 @@ def number_ids(
     pieces: Sequence[tuple[int, int]],
     *,
     makes: bool,
-) -> Numbered:
+) -> NumberedIds:
     """Find or insert the ids of many tables at once, by kernels.
 
     Args:
@@ -215,7 +215,7 @@ def number_ids(
     from geartrain.bridge.kernels.triton import hashing as kernels
 
     num, num_tables, device = len(ids_N), len(tables), ids_N.device
-    found = Numbered(*(torch.empty(num, dtype=torch.int64, device=device) for _ in range(3)))
+    found = NumberedIds(*(torch.empty(num, dtype=torch.int64, device=device) for _ in range(3)))
     if not num:
         return found
     first_ids = [0, *accumulate(count for _, count in pieces)]

@@ -320,7 +320,7 @@ def _shifted(table: RowSpan) -> int:
     return address(table.rows_LD) - table.first * table.rows_LD.shape[1] * table.rows_LD.itemsize
 
 
-class _Asked:
+class _LookupRequest:
     """What all pieces ask of one table, in tensor operations. S: vectors of its pieces."""
 
     def __init__(self, entries: Entries, table: int, first: int) -> None:
@@ -380,7 +380,7 @@ def _pool_reference(
 ) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     for table in sorted({piece.table for piece in entries.pieces}):
-        asked = _Asked(entries, table, tables[table].first)
+        asked = _LookupRequest(entries, table, tables[table].first)
         rows_UD = tables[table].rows_LD[asked.numbers_U] if read is None else read(table, asked.numbers_U)
         sums = asked.sums(rows_UD).split_with_sizes([entries.pieces[number].num_vectors for number in asked.pieces])
         found.update(zip(asked.pieces, sums, strict=True))
@@ -401,7 +401,7 @@ def row_gradients(
             empty = torch.empty(0, dtype=torch.int64, device=device)
             found.append((empty, torch.empty(0, dim, device=device)))
             continue
-        asked = _Asked(entries, table, rows.first)
+        asked = _LookupRequest(entries, table, rows.first)
         parts: list[Tensor] = []
         for number in asked.pieces:
             own = upstream[number]

@@ -33,7 +33,7 @@ Limit = Callable[[Tensor], Tensor]
 """Finds how many draws count, of which those that are new and of this rank are given: bool [N] -> int64 (0-dim)."""
 
 
-class Sample(NamedTuple):
+class SampledIds(NamedTuple):
     """Chosen ids of a part of the range."""
 
     ids_A: Tensor
@@ -69,7 +69,7 @@ def filled_by_sample(
     stop: int,
     room: int,
     limit: Limit | None = None,
-) -> Sample:
+) -> SampledIds:
     """The ids given, filled up to ``budget`` with the first others of the permutation of (seed, step).
 
     Those of them in [``start``, ``stop``) come back, the lowest ``room`` (A) if they are more. ``given_M`` (int64) may
@@ -99,7 +99,7 @@ def filled_by_sample(
     places = torch.where(here, here.cumsum(0) - 1, room).clamp_(max=room)
     ids_A = torch.full((room + 1,), stop - start - 1, device=given_M.device)
     ids_A.scatter_(0, places, torch.arange(stop - start, device=given_M.device))
-    return Sample(ids_A[:room], here.sum().clamp_(max=room), num_given)
+    return SampledIds(ids_A[:room], here.sum().clamp_(max=room), num_given)
 
 
 def _below(limit: Limit, is_own_N: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def _launch(
     stop: int,
     room: int,
     limit: Limit | None,
-) -> Sample:
+) -> SampledIds:
     from geartrain.bridge.kernels.triton import sampling as kernels
 
     def programs(size: int, block: int) -> tuple[int]:
@@ -155,7 +155,7 @@ def _launch(
     written = bitmap, num_set.cumsum(0), ids_A, num, start, stop, room
     cost = Cost(num_bytes=4.0 * words + 8.0 * room)
     launch(kernels.write_ids, grid, *written, BLOCK=kernels.WORDS, num_warps=4, cost=cost)
-    return Sample(ids_A, num, num_given)
+    return SampledIds(ids_A, num, num_given)
 
 
 def candidates_here(labels_B: Tensor, offsets: Tensor, neighbours: Tensor, longest: int) -> Tensor:

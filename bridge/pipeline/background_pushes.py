@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from geartrain.ams.client.writes import RowWrite
 from geartrain.ams.values.errors import GeartrainError
-from geartrain.ams.values.interrupts import shielded
+from geartrain.ams.values.interrupts import uninterrupted
 from geartrain.bridge.pipeline.stages import is_stage, mark_as_stage
 
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 
 
 class BackgroundPushes:
@@ -47,7 +47,7 @@ class BackgroundPushes:
             self._thread = threading.Thread(
                 target=self._work, args=(self._orders,), name="geartrain-prefetch-push", daemon=True
             )
-            shielded(self._thread.start)
+            uninterrupted(self._thread.start)
         self._orders.put(True)
         if self.is_closed:  # perhaps before that, and then the thread does not take it
             self._send_rest()
@@ -70,7 +70,7 @@ class BackgroundPushes:
         """
         while len(self._left) > most and self._error is None:
             try:
-                self._news.get(timeout=_LOOK_SECONDS)
+                self._news.get(timeout=_POLL_SECONDS)
             except queue.Empty:
                 continue
         if len(self._left) > most and self._error is not None and not self._is_raised:

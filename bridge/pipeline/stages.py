@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from geartrain.ams.values.interrupts import shielded
+from geartrain.ams.values.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 """A Ctrl-C that comes just before the main thread goes to sleep does not wake it: it looks by itself."""
 _STOPPED = object()
 _END = object()
@@ -85,7 +85,7 @@ class Pipeline:
         # A daemon: the process can end while a loader waits for data. Whoever takes the items stops them before.
         thread = threading.Thread(target=target, name=f"geartrain-{name}", daemon=True)
         self._threads.append(thread)
-        shielded(thread.start)
+        uninterrupted(thread.start)
 
     @property
     def has_started(self) -> bool:
@@ -218,7 +218,7 @@ class _Queue:
 def _taken(items: queue.SimpleQueue[Any]) -> Any:
     while True:
         try:
-            return items.get(timeout=_LOOK_SECONDS)
+            return items.get(timeout=_POLL_SECONDS)
         except queue.Empty:
             continue
 

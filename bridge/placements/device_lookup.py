@@ -45,7 +45,7 @@ _PLAIN = {"float32", "bfloat16", "float16"}
 """Types of rows and slots that kernels of this module read and write."""
 
 
-class AskedIds:
+class RequestedIds:
     """What one batch asks for: with several ranks sorted by the ranks of the rows, and how many ids go where is on its
     way to the host. Where a batch is made ahead (``gt.prefetch``), nobody waits for that."""
 
@@ -61,7 +61,7 @@ class AskedIds:
 class DeviceLookup:
     """The vectors of all fields of one batch. Every rank makes the same calls, with as many fields."""
 
-    def __init__(self, tables: Sequence[DeviceRows], asked: AskedIds, *, makes_rows: bool = True) -> None:
+    def __init__(self, tables: Sequence[DeviceRows], asked: RequestedIds, *, makes_rows: bool = True) -> None:
         """``makes_rows``: for ids that have none yet, where they have no bound. Nothing travels yet."""
         self._tables, self._asked, self._makes_rows = tables, asked.entries, makes_rows
         self._growing = [number for number, table in enumerate(tables) if table.ids.table is not None]

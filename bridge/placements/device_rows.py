@@ -39,7 +39,7 @@ from geartrain.bridge.placements.elapsed_momentum import RESTING, ElapsedSteps
 from geartrain.bridge.placements.row_ids import HashedIds, IdRange
 from geartrain.bridge.placements.row_ids import row_range as row_range
 from geartrain.bridge.placements.workspace import BufferPool, Workspace
-from geartrain.bridge.rows.same_rows import OTHERS, other_rows, row_digests
+from geartrain.bridge.rows.row_identity import OTHERS, other_rows, row_digests
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
 
 BLOCK_BYTES = 8 << 20

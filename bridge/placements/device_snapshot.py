@@ -94,7 +94,7 @@ def snapshot_rows(
         failure = exc
     if None in written and failure is None:
         failure = SnapshotFailed(f"{what}: rank {written.index(None)} failed; its error tells why")
-    link.fail_together(failure, what, SnapshotFailed)
+    link.raise_on_all_ranks(failure, what, SnapshotFailed)
     assert name is not None
     return within(place(root), name)
 

@@ -17,7 +17,7 @@ from geartrain.ams.values.errors import InternalError
 from geartrain.ams.values.specs import Ids, TableSpec
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.rows.ranks import SyncRanks
-from geartrain.bridge.rows.same_rows import identities_of, require_same_rows
+from geartrain.bridge.rows.row_identity import identities_of, require_same_rows
 
 if TYPE_CHECKING:
     from geartrain.ams.client.cluster import Cluster

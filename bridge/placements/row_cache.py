@@ -122,7 +122,7 @@ class RowCache:
             "host_bytes": self._index.capacity * (_INDEX_BYTES + 17),
         }
 
-    def look_up(self, ids: Ids, *, oldest: int | None, clock: int) -> Found:
+    def look_up(self, ids: Ids, *, oldest: int | None, clock: int) -> CacheLookup:
         """Split distinct ``ids`` [U] into cached ones and ones to pull.
 
         ``clock``: step before which all writes are in rows pulled now; ``oldest``: as in the class.
@@ -132,7 +132,7 @@ class RowCache:
         self.drop_written()
         if self._resting:
             self._resting -= 1
-            return Found(self, ids, _NONE, _NONE, _NONE, np.arange(len(ids)), _NONE, None, clock)
+            return CacheLookup(self, ids, _NONE, _NONE, _NONE, np.arange(len(ids)), _NONE, None, clock)
         positions = self._index.find(ids, touch=True)
         is_hit = positions >= 0
         if oldest is not None:
@@ -150,7 +150,7 @@ class RowCache:
             owners = [(shard, 0 if of is None else int(of[0])) for shard, of in self.table.shards_of(ids[hits])]
             probes = hits[[first for shard, first in owners if shard not in asked]]
             shards = np.array([shard for shard, _ in owners])
-        return Found(self, ids, hits, self._first + positions[hits], taken, others, probes, shards, clock)
+        return CacheLookup(self, ids, hits, self._first + positions[hits], taken, others, probes, shards, clock)
 
     def drop_written(self) -> None:
         """Drop rows that this process wrote other than by a step, which no count shows under the clock.
@@ -162,7 +162,7 @@ class RowCache:
             if name == self.table.spec.name and number != self._own_write:
                 self._index.remove(ids)
 
-    def is_current(self, found: Found, writes: npt.NDArray[np.int64]) -> bool:
+    def is_current(self, found: CacheLookup, writes: npt.NDArray[np.int64]) -> bool:
         """Return whether the found rows equal the shards', given their numbers of ``writes`` (-1: unknown)."""
         if found.shards is None:
             self._rest = self._rest if len(found.hits) == 0 else 0
@@ -175,7 +175,7 @@ class RowCache:
         self._rest = self._resting = min(2 * self._rest + 1, _LONGEST_REST)
         return False
 
-    def finish_lookup(self, found: Found | None, out_UD: Array) -> CachedRead:
+    def finish_lookup(self, found: CacheLookup | None, out_UD: Array) -> CachedRead:
         """Return the reads and inserts of a look-up. Without ``found`` all rows of ``out`` were pulled."""
         if found is None:
             return CachedRead(out_UD, _NONE, _NONE, _NONE, _NONE, None, np.arange(len(out_UD)))
@@ -223,7 +223,7 @@ class RowCache:
 
 
 @dataclass
-class Found:
+class CacheLookup:
     """Result of :meth:`RowCache.look_up` for one look-up; places are positions among its ids."""
 
     cache: RowCache

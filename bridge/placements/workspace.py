@@ -10,7 +10,7 @@ from torch import Tensor
 
 from geartrain.bridge.kernels.launch import is_capturing
 from geartrain.bridge.rows.native_types import gives_float32_products, product_type
-from geartrain.bridge.rows.transfers import Moment
+from geartrain.bridge.rows.transfers import DeviceEvent
 
 _FREE_BUFFERS_KEPT = 4
 _SMALL_USES = 64
@@ -51,7 +51,7 @@ class Buffer:
         self.flat = flat
         self.is_of_graph = is_capturing(flat.device)
         """Whether it is a CUDA graph's own: it has memory of its own, to which each replay writes."""
-        self.busy_until: Moment | None = None
+        self.busy_until: DeviceEvent | None = None
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Contiguous tensor of this shape, at the start of the buffer."""
@@ -76,7 +76,7 @@ class BufferPool:
                 return buffer
         return Buffer(_allocate(num_bytes, device, pinned=pinned))
 
-    def release(self, buffer: Buffer, busy_until: Moment | None = None) -> None:
+    def release(self, buffer: Buffer, busy_until: DeviceEvent | None = None) -> None:
         """Keep the buffer for the next :meth:`acquire`; of the host's, until a device has read or written what it was
         told to."""
         if buffer.is_of_graph:
@@ -128,7 +128,7 @@ class Workspace:
     def load_rows(self, rows_ND: Tensor) -> Tensor:
         """The rows on the device in the compute dtype: themselves if they are so already, else a scratch copy.
 
-        Nobody waits for a copy from pinned memory of the host, which is left alone until a :class:`Moment` is over.
+        Nothing waits for a copy from pinned host memory, which is not written before its :class:`DeviceEvent` is over.
         """
         if rows_ND.device == self.arithmetic.device and rows_ND.dtype == self.arithmetic.compute:
             return rows_ND

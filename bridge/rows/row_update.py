@@ -106,7 +106,7 @@ class RowUpdate(PendingUpdate[RowGradient]):
         # In one assignment, since Ctrl-C comes between two calls: an unmarked push would be made again.
         self._write, self._settings, pending.prepared = write, settings, prepared
 
-    def send_behind(self) -> None:
+    def send_in_background(self) -> None:
         """Start to send the prepared push in the background."""
         if self._write is not None:
             if self._sender is None:

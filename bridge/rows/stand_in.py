@@ -20,7 +20,7 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.bridge.rows.gradient_carrier import StandInGradient, not_for_clippers
 
 
-class RowsStoodFor(Protocol):
+class StandInRows(Protocol):
     """The pending row gradients that a stand-in shows."""
 
     stand_in: StandIn
@@ -43,9 +43,9 @@ class StandIn(nn.Parameter):
     """Parameter without elements, float32, in the place of the rows of one update."""
 
     _ddp_ignored = True  # there is nothing to average
-    _update: ref[RowsStoodFor]
+    _update: ref[StandInRows]
 
-    def __new__(cls, update: RowsStoodFor) -> StandIn:
+    def __new__(cls, update: StandInRows) -> StandIn:
         """Return the stand-in for the rows of ``update``, which owns it."""
         made: StandIn = super().__new__(cls, torch.empty(0, device="cpu"))
         made._update = ref(update)
@@ -134,7 +134,7 @@ def drop_stand_ins(group: dict[str, Any]) -> None:
 class ModuleWithRows(nn.Module):
     """Base of modules whose rows are trained: the rows' stand-in is a parameter, but in no state_dict."""
 
-    def register_stand_in(self, update: RowsStoodFor) -> None:
+    def register_stand_in(self, update: StandInRows) -> None:
         """Register the stand-in of ``update`` as a parameter."""
         self.register_parameter("stand_in", update.stand_in)
 

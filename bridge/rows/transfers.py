@@ -57,7 +57,7 @@ def packed_views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def start_download(tensor: Tensor) -> Tensor:
-    """Return a copy on the host, complete once a :class:`Moment` made after is over; a CPU tensor itself."""
+    """Return a copy on the host, complete once a :class:`DeviceEvent` made after is over; a CPU tensor itself."""
     tensor = tensor.detach()
     if tensor.device.type == "cpu":
         return tensor
@@ -68,7 +68,7 @@ def start_download(tensor: Tensor) -> Tensor:
 def download(tensor: Tensor) -> Tensor:
     """Return the tensor on the host, after waiting for it."""
     host = start_download(tensor)
-    Moment(tensor.device).wait()
+    DeviceEvent(tensor.device).wait()
     return host
 
 
@@ -79,7 +79,7 @@ def read(*numbers: Tensor) -> list[float]:
     return list(map(float, numbers))
 
 
-class Moment:
+class DeviceEvent:
     """Moment at which the present work of ``device``'s current stream is done. On a CPU it is over at once."""
 
     def __init__(self, device: torch.device) -> None:
@@ -167,7 +167,7 @@ class Readback:
     def __init__(self, values: Tensor) -> None:
         """Start to copy ``values``, as they will be after the present work of the device."""
         self._host = start_download(values)
-        self._arrival = Moment(values.device)
+        self._arrival = DeviceEvent(values.device)
 
     @property
     def is_here(self) -> bool:

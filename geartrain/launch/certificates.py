@@ -233,7 +233,7 @@ def _believe(folder: Path, authorities: list[x509.Certificate]) -> None:
     """Add authorities to the trusted ones of a folder. Raises ConfigError if those are of another cluster."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / CA_FILE
-    before = believed = path.read_bytes() if path.exists() else b""
+    before = trusted = path.read_bytes() if path.exists() else b""
     of = {name.cluster for ca in authorities for name in names_of(ca)}
     for other in x509.load_pem_x509_certificates(before) if before else ():
         if foreign := {name.cluster for name in names_of(other)} - of:
@@ -242,10 +242,10 @@ def _believe(folder: Path, authorities: list[x509.Certificate]) -> None:
                 f"it; make one of that name ('geartrain certs init --cluster {min(foreign)}')"
             )
     for ca in authorities:
-        if (own := ca.public_bytes(Encoding.PEM)) not in believed:
-            believed += own
-    if believed != before:
-        write_file(path, believed, mode=0o644)
+        if (own := ca.public_bytes(Encoding.PEM)) not in trusted:
+            trusted += own
+    if trusted != before:
+        write_file(path, trusted, mode=0o644)
 
 
 def _named(name: str) -> x509.Name:

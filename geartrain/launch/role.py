@@ -22,7 +22,7 @@ STOP_GRACE_SECONDS = 3.0
 """Time for calls in progress when a role is stopped."""
 KILL_AFTER_SECONDS = STOP_GRACE_SECONDS + 2.0
 """Time for the whole process to stop; then it is killed."""
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 """Longest delay until a signal is noticed."""
 
 
@@ -115,7 +115,7 @@ def serve(role: str, service: RunningRole, *, as_json: bool = False, **facts: An
     threading.Thread(target=watch, name="service-watch", daemon=True).start()
     # Python runs handlers on this thread alone; a signal that another thread receives does not wake it, hence the
     # timeout.
-    while not ended.wait(_LOOK_SECONDS):
+    while not ended.wait(_POLL_SECONDS):
         pass
     service.stop(STOP_GRACE_SECONDS)
     if not told.is_set():

@@ -87,7 +87,7 @@ def _require_programs(folder: Path) -> None:
 
 def _key(folder: Path) -> Ed25519PrivateKey:
     """Return the folder's key; make it, and add it to the trusted ones, if there is none."""
-    path, believed = folder / TOKEN_KEY, folder / PUBLIC_FILE
+    path, trusted = folder / TOKEN_KEY, folder / PUBLIC_FILE
     if path.exists():
         try:
             key = load_pem_private_key(path.read_bytes(), None)
@@ -100,8 +100,8 @@ def _key(folder: Path) -> Ed25519PrivateKey:
             raise ConfigError(f"{folder} does not exist; 'geartrain certs init {folder}' makes it")
         key = Ed25519PrivateKey.generate()
         write_file(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    others = believed.read_bytes() if believed.exists() else b""
+    others = trusted.read_bytes() if trusted.exists() else b""
     own = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     if own not in others:
-        write_file(believed, others + own, mode=0o644)
+        write_file(trusted, others + own, mode=0o644)
     return key

@@ -15,7 +15,7 @@ from geartrain.ams.values.errors import ConfigError
 from geartrain.launch.up import ClusterFacts
 from geartrain.ray.launch import RayCluster, cluster
 
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 
 class RayLauncher:
@@ -68,6 +68,6 @@ class RayLauncher:
         try:
             while True:
                 self._cluster.check()
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
         except KeyboardInterrupt:
             return

@@ -24,7 +24,7 @@ from geartrain.ams.values.config import ClusterConfig, identity, is_loopback, sp
 from geartrain.ams.values.errors import ConfigError
 from geartrain.launch.certificates import write_file
 from geartrain.serving.http.guard import Names
-from geartrain.watch.told import Told
+from geartrain.watch.dashboard_state import DashboardState
 
 try:
     from starlette.applications import Starlette
@@ -71,7 +71,7 @@ class Dashboard:
         self._used: set[str] = set()
         """Keys of used links."""
         self._html = _html()
-        self._told = Told(config)
+        self._state = DashboardState(config)
         routes = [
             Route("/", self._page),
             Route("/events", self._events),
@@ -111,7 +111,7 @@ class Dashboard:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: object) -> AsyncIterator[None]:
-        looking = asyncio.create_task(self._told.run())
+        looking = asyncio.create_task(self._state.run())
         yield
         looking.cancel()
 
@@ -164,12 +164,12 @@ class Dashboard:
             logger.warning("'geartrain dashboard --link' will not know the next link: %s", exc)
 
     async def _events(self, _: Request) -> Response:
-        if self._told.pages >= _MOST_PAGES:
+        if self._state.pages >= _MOST_PAGES:
             return PlainTextResponse(f"{_MOST_PAGES} pages are open; close some\n", 503)
         return StreamingResponse(self._stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
     async def _stream(self) -> AsyncIterator[str]:
-        told, seen, at, is_new = self._told, 0, 0.0, True
+        told, seen, at, is_new = self._state, 0, 0.0, True
         with told.open_page():
             while not self._server.is_ending:
                 if is_new:
@@ -182,7 +182,7 @@ class Dashboard:
             path = json.loads(await _body(request))["snapshot"]
         except (ValueError, TypeError, KeyError):
             return PlainTextResponse('say {"snapshot": PATH}\n', 400)
-        why = self._told.start_verification(path)
+        why = self._state.start_verification(path)
         return PlainTextResponse(f"{why}\n", 409) if why else PlainTextResponse("begun\n", 202)
 
 

@@ -26,7 +26,7 @@ from geartrain.ams.observe.metrics import metrics_text
 from geartrain.ams.values.config import ServeConfig
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, NotServed
 from geartrain.ams.values.text import quoted
-from geartrain.serving.answers import Operation, PutOff, Question
+from geartrain.serving.answers import Operation, Question, TooSlow
 from geartrain.serving.batching import Batcher
 from geartrain.serving.catalog import Catalog
 from geartrain.serving.folder import load_folder
@@ -35,7 +35,7 @@ from geartrain.serving.http.openapi import document, takes_files
 from geartrain.serving.http.page import try_page
 from geartrain.serving.http.refusals import RefusedRequest, json_response, refusal, refuse
 from geartrain.serving.http.v2 import ASKED, InferenceRoutes
-from geartrain.serving.metrics import AskedOf, ServingCounts
+from geartrain.serving.metrics import RequestTarget, ServingCounts
 from geartrain.serving.models.own_code import trust
 from geartrain.serving.rates import ClientRates
 from geartrain.serving.service import ModelService, open_models
@@ -115,7 +115,7 @@ class HttpQuestions:
             finally:
                 if scope["method"] == "POST":  # a question to a model
                     seconds = time.perf_counter() - began
-                    self.service.counts.request(scope.get(ASKED, AskedOf()), "http", str(status), seconds)
+                    self.service.counts.request(scope.get(ASKED, RequestTarget()), "http", str(status), seconds)
 
         return bounded
 
@@ -141,7 +141,7 @@ class HttpQuestions:
             operation = lease.operation(request.path_params["operation"])
             if request.method != "POST":
                 raise HTTPException(405, headers={"Allow": "POST"})
-            request.scope[ASKED] = AskedOf(lease.model, str(lease.servable.version), operation.name)
+            request.scope[ASKED] = RequestTarget(lease.model, str(lease.servable.version), operation.name)
             body = await self.limits.body(request)
             kind = request.headers.get("content-type", "")
             read = functools.partial(_question, operation, body, kind, parameters, self.limits)
@@ -149,7 +149,7 @@ class HttpQuestions:
             try:
                 asked = ask(read if len(body) <= _SMALL_BYTES else await self.on_thread(read))
                 answered = await asyncio.wrap_future(asked)
-            except PutOff:
+            except TooSlow:
                 answered = await asyncio.wrap_future(ask(await self.on_thread(read)))
             said = {"model": lease.model, "version": lease.servable.version, "created": lease.servable.created}
             if len(next(iter(answered.values()))) <= _SMALL_ITEMS:

@@ -71,19 +71,19 @@ class Callers:
         request.scope[_GRANT] = None
         if self._tokens is None or not self._tokens.are_wanted or request.url.path in OPEN_PATHS:
             return client
-        believed = self._believed(request.headers.get(METADATA_KEY, ""))
-        if isinstance(believed, str):
-            self._refuse(request, believed)
+        trusted = self._trusted(request.headers.get(METADATA_KEY, ""))
+        if isinstance(trusted, str):
+            self._refuse(request, trusted)
             raise RefusedRequest(
-                401, f"{believed}; send a token that 'geartrain certs token' made: Authorization: Bearer gt1..."
+                401, f"{trusted}; send a token that 'geartrain certs token' made: Authorization: Bearer gt1..."
             )
-        token, request.scope[_GRANT] = believed
+        token, request.scope[_GRANT] = trusted
         return str(token.id)
 
     def client(self, authorization: str, address: str) -> str:
         """Return the key for :class:`ClientRates` of a request that gRPC admitted, as :meth:`require_known` does."""
-        believed = self._believed(authorization) if self.want_tokens else ""
-        return address if isinstance(believed, str) else str(believed[0].id)
+        trusted = self._trusted(authorization) if self.want_tokens else ""
+        return address if isinstance(trusted, str) else str(trusted[0].id)
 
     def require(self, request: Request, right: str, model: str) -> None:
         """Raise RefusedRequest unless the token of a known client gives ``right`` on tables of the model's name."""
@@ -95,8 +95,8 @@ class Callers:
                 403, f"{why}; 'geartrain certs token NAME FOLDER --allow \"{model}={right}\"' makes one"
             )
 
-    def _believed(self, text: str) -> Any:
-        return self._tokens.believed(text.removeprefix(SCHEME)) if text.startswith(SCHEME) else "it shows no token"
+    def _trusted(self, text: str) -> Any:
+        return self._tokens.trusted(text.removeprefix(SCHEME)) if text.startswith(SCHEME) else "it shows no token"
 
     def _refuse(self, request: Request, why: str, *models: str) -> None:
         client = "" if request.client is None else request.client.host

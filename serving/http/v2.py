@@ -33,7 +33,7 @@ from geartrain.serving.kserve.datatypes import (
     from_raw,
     to_raw,
 )
-from geartrain.serving.metrics import AskedOf
+from geartrain.serving.metrics import RequestTarget
 from geartrain.serving.service import ModelService
 
 ASKED = "geartrain.asked"
@@ -111,7 +111,7 @@ class InferenceRoutes:
             parameters = asked["parameters"]
             is_binary = parameters.pop("binary_data_output", False) is True
             operation = operation_of(lease, parameters.pop("operation", None))
-            request.scope[ASKED] = AskedOf(name, str(lease.servable.version), operation.name)
+            request.scope[ASKED] = RequestTarget(name, str(lease.servable.version), operation.name)
             question = await self._on_thread(operation.accept, arrays, parameters)
             self._limits.require_items(question.num_items)
             answered = await asyncio.wrap_future(self._service.batcher.submit(lease, operation.name, question))

@@ -52,7 +52,7 @@ def choose_index(
     if older or kind in KINDS or (kind is None and asked_recall < 1 and rows.centers.size > EXACT_IS_ENOUGH):
         queries = sample_queries(rows.centers) if queries is None else queries[: NUM_QUERIES * 10]
         worthwhile = 0.0 if kind else _WORTHWHILE / 2 if older else _WORTHWHILE
-        exam = _Exam(exact, queries, *_answers(exact, queries), asked_recall, worthwhile)
+        exam = _ShortcutTrial(exact, queries, *_answers(exact, queries), asked_recall, worthwhile)
         candidates: tuple[str | FaissShortcut, ...] = ("ivf", "hnsw") if kind is None else (kind,)
         for candidate in (older,) if older else candidates:
             try:
@@ -94,7 +94,7 @@ def sample_queries(centers: Floats, count: int = NUM_QUERIES) -> Floats:
     return mixed
 
 
-class _Exam(NamedTuple):
+class _ShortcutTrial(NamedTuple):
     """Measurement of a shortcut against exact search."""
 
     exact: NearestIndex

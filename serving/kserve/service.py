@@ -12,8 +12,8 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from geartrain.ams.rpc.credentials import Credentials
-from geartrain.ams.rpc.server.rights import ANY, Asked
-from geartrain.ams.rpc.server.server import Bound, GrpcServer, await_reply
+from geartrain.ams.rpc.server.rights import ANY, RequiredRights
+from geartrain.ams.rpc.server.server import GrpcServer, ServedMethods, await_reply
 from geartrain.ams.rpc.status import status_of
 from geartrain.ams.rpc.tokens import METADATA_KEY
 from geartrain.ams.values.config import ServeConfig
@@ -23,7 +23,7 @@ from geartrain.serving.answers import Arrays
 from geartrain.serving.kserve.asking import EXTENSIONS, index_of, operation_of, version_of, wanted_of
 from geartrain.serving.kserve.messages import inputs_of, metadata_of, parameters_of, response_of
 from geartrain.serving.kserve.pb import inference_pb2 as pb
-from geartrain.serving.metrics import AskedOf
+from geartrain.serving.metrics import RequestTarget
 from geartrain.serving.rates import ClientRates
 from geartrain.serving.service import ModelService
 
@@ -53,7 +53,7 @@ class InferenceService:
         self._rates, self._client_of = rates, client_of
         self._readers = threading.Semaphore(_READERS)
 
-    def bound(self) -> Bound:
+    def bound(self) -> ServedMethods:
         """Return its methods by name, each with the right a token needs: to read the named model."""
         methods: dict[str, tuple[type[Any], Callable[[Any, grpc.ServicerContext], Message], str]] = {
             "ServerLive": (pb.ServerLiveRequest, lambda *_: pb.ServerLiveResponse(live=True), ""),
@@ -64,7 +64,7 @@ class InferenceService:
             "ModelMetadata": (pb.ModelMetadataRequest, self._model_metadata, "name"),
             "ModelInfer": (pb.ModelInferRequest, self._infer, "model_name"),
         }
-        return Bound(
+        return ServedMethods(
             SERVICE,
             {
                 name: _answering(kind, method if name in _PROBES else self._within_rate(method, name == "ModelInfer"))
@@ -84,7 +84,7 @@ class InferenceService:
                 refused = Busy(self._rates.sentence(wait), wait)
                 if is_question:
                     code = status_of(refused).code.name
-                    self._service.counts.request(AskedOf(), "grpc", code, time.perf_counter() - began)
+                    self._service.counts.request(RequestTarget(), "grpc", code, time.perf_counter() - began)
                 raise refused
             return method(request, context)
 
@@ -109,12 +109,12 @@ class InferenceService:
             return metadata_of(request.name, versions, lease.servable.kind, operation_of(lease, None))
 
     def _infer(self, request: pb.ModelInferRequest, context: grpc.ServicerContext) -> pb.ModelInferResponse:
-        began, asked, code = time.perf_counter(), AskedOf(), grpc.StatusCode.CANCELLED
+        began, asked, code = time.perf_counter(), RequestTarget(), grpc.StatusCode.CANCELLED
         try:
             with self._catalog.lease(request.model_name, version_of(request.model_version)) as lease:
                 parameters = parameters_of(request)
                 operation = operation_of(lease, parameters.pop("operation", None))
-                asked = AskedOf(lease.model, str(lease.servable.version), operation.name)
+                asked = RequestTarget(lease.model, str(lease.servable.version), operation.name)
                 with self._readers:
                     question = operation.accept(inputs_of(request, self._most_items), parameters)
                 answer = self._service.batcher.submit(lease, operation.name, question)
@@ -166,5 +166,7 @@ def _answering(kind: type[Any], method: Callable[[Any, grpc.ServicerContext], Me
     return lambda data, context: method(_parsed(kind, data), context).SerializeToString()
 
 
-def _asking(kind: type[Any], field: str) -> Callable[[bytes], Asked]:
-    return lambda data: Asked("read", (getattr(_parsed(kind, data), field),)) if field else Asked(ANY, ())
+def _asking(kind: type[Any], field: str) -> Callable[[bytes], RequiredRights]:
+    return lambda data: (
+        RequiredRights("read", (getattr(_parsed(kind, data), field),)) if field else RequiredRights(ANY, ())
+    )

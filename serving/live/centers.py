@@ -1,6 +1,6 @@
 """Class rows of a snapshot, updated from those of an earlier snapshot at the cost of the changes.
 
-Legend: C classes of the table, L of them living, W columns of a row.
+Legend: C classes of the table, L of them live, W columns of a row.
 """
 
 from __future__ import annotations
@@ -31,41 +31,41 @@ _TINY = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class LiveCenters:
-    """Rows of the living classes at one moment. Immutable."""
+    """Rows of the live classes at one moment. Immutable."""
 
     moment_id: str
     """Moment of the snapshot."""
-    living: LiveClasses
+    live: LiveClasses
     rows: npt.NDArray[np.float32]
-    """[L, W], in the order of ``living.all_ids``."""
+    """[L, W], in the order of ``live.all_ids``."""
     changed: Ids | None
     """Positions in ``rows`` [M], ascending, whose rows may differ from those it was made from; None: all."""
 
 
 def centers_of(
-    snapshot: Snapshot, table: str, living: LiveClasses, before: LiveCenters | None, *, unit: int | None = None
+    snapshot: Snapshot, table: str, live: LiveClasses, before: LiveCenters | None, *, unit: int | None = None
 ) -> LiveCenters:
-    """Read the rows of the living classes: all of them or, if the snapshot builds on that of ``before``, those written
+    """Read the rows of the live classes: all of them or, if the snapshot builds on that of ``before``, those written
     since. ``unit`` scales every ``unit`` columns to length 1. Memory: the rows once more, and a block.
 
     Raises SnapshotDamaged, which names the file, and SnapshotNotFound if it was removed meanwhile.
     """
     found = [spec for spec in snapshot.manifest.tables if spec["name"] == table]
     spec = TableSpec.from_dict(dict(found[0])) if found else None
-    if spec is None or spec.num_rows != living.num_classes:
-        raise SnapshotDamaged(f"{snapshot.path} has no table {table!r} of {living.num_classes} classes; use another")
+    if spec is None or spec.num_rows != live.num_classes:
+        raise SnapshotDamaged(f"{snapshot.path} has no table {table!r} of {live.num_classes} classes; use another")
     changed = None
     if spec.counts_steps:
-        rows = _caught_up(snapshot, spec, living.all_ids)
+        rows = _caught_up(snapshot, spec, live.all_ids)
     else:
         newer = None if before is None else _since(snapshot, table, before.moment_id)
-        made = None if newer is None or before is None else _with_changes(newer, spec, living, before, unit)
-        rows, changed = (_all_rows(snapshot, spec, living), None) if made is None else made
+        made = None if newer is None or before is None else _with_changes(newer, spec, live, before, unit)
+        rows, changed = (_all_rows(snapshot, spec, live), None) if made is None else made
     if unit is not None and changed is None:
         for start in range(0, len(rows), _AT_ONCE):
             rows[start : start + _AT_ONCE] = _unit(rows[start : start + _AT_ONCE], unit)
     rows.setflags(write=False)
-    return LiveCenters(moment_id=snapshot.manifest.moment_id, living=living, rows=rows, changed=changed)
+    return LiveCenters(moment_id=snapshot.manifest.moment_id, live=live, rows=rows, changed=changed)
 
 
 def _since(snapshot: Snapshot, table: str, moment: str) -> list[Snapshot] | None:
@@ -81,17 +81,17 @@ def _since(snapshot: Snapshot, table: str, moment: str) -> list[Snapshot] | None
 
 
 def _with_changes(
-    newer: Sequence[Snapshot], spec: TableSpec, living: LiveClasses, before: LiveCenters, unit: int | None
+    newer: Sequence[Snapshot], spec: TableSpec, live: LiveClasses, before: LiveCenters, unit: int | None
 ) -> tuple[Rows, Ids] | None:
     """Return ``before`` updated with ``newer`` snapshots; None if those are incomplete."""
-    written = np.zeros(living.num_living, np.bool_)
-    if living.fingerprint == before.living.fingerprint:
+    written = np.zeros(live.num_live_classes, np.bool_)
+    if live.fingerprint == before.live.fingerprint:
         rows, stayed = before.rows.copy(), None
     else:
-        ids = living.all_ids
-        stayed = before.living.holds(ids)
+        ids = live.all_ids
+        stayed = before.live.holds(ids)
         rows = np.empty((len(ids), spec.dim), np.float32)
-        rows[stayed] = before.rows[before.living.numbers(ids[stayed])]
+        rows[stayed] = before.rows[before.live.numbers(ids[stayed])]
     for snapshot in newer:  # later snapshots override
         for entry in snapshot.manifest.files:
             if entry.table != spec.name or entry.kind not in (ROWS, REMOVED):
@@ -99,8 +99,8 @@ def _with_changes(
             if entry.kind == REMOVED:
                 return None
             arrays = snapshot.read(entry)
-            mine = living.holds(arrays["ids"])
-            places, given = living.numbers(arrays["ids"][mine]), arrays["rows"][mine].astype(np.float32)
+            mine = live.holds(arrays["ids"])
+            places, given = live.numbers(arrays["ids"][mine]), arrays["rows"][mine].astype(np.float32)
             rows[places] = given if unit is None else _unit(given, unit)
             written[places] = True
     if stayed is not None and not (written | stayed).all():
@@ -108,23 +108,23 @@ def _with_changes(
     return rows, np.flatnonzero(written if stayed is None else written | ~stayed)
 
 
-def _all_rows(snapshot: Snapshot, spec: TableSpec, living: LiveClasses) -> Rows:
-    rows = np.empty((living.num_living, spec.dim), np.float32)
+def _all_rows(snapshot: Snapshot, spec: TableSpec, live: LiveClasses) -> Rows:
+    rows = np.empty((live.num_live_classes, spec.dim), np.float32)
     missing = np.ones(len(rows), np.bool_)
     for layer in layers_of(snapshot.chain(), spec.name):  # newest first: its values hold
         seen = [np.empty(0, np.int64)]
         for entry in layer.blocks():
             arrays = layer.snapshot.read(entry)
             ids = arrays["ids"]
-            mine = layer.buckets[bucket_of(ids, dense=True)] & living.holds(ids)
-            places = living.numbers(ids[mine])
+            mine = layer.buckets[bucket_of(ids, dense=True)] & live.holds(ids)
+            places = live.numbers(ids[mine])
             fresh = missing[places]
             rows[places[fresh]] = arrays["rows"][mine][fresh]
             seen.append(places)
         missing[np.concatenate(seen)] = False
     never_written = np.flatnonzero(missing)
     if len(never_written):  # these have their initial values
-        rows[never_written] = _pulled(RowTable(spec, _ALL_BUCKETS), living.ids(never_written))
+        rows[never_written] = _pulled(RowTable(spec, _ALL_BUCKETS), live.ids(never_written))
     return rows
 
 

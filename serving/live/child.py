@@ -16,7 +16,7 @@ from geartrain.ams.values.errors import ConfigError
 
 NICE = 5
 """Niceness of all work but answers."""
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 
 
 def run_child(what: str, *arguments: str, is_ending: Callable[[], bool]) -> None:
@@ -31,7 +31,7 @@ def run_child(what: str, *arguments: str, is_ending: Callable[[], bool]) -> None
                 if is_ending():
                     raise ConfigError(f"{what} was not made: the service ends")
                 with suppress(subprocess.TimeoutExpired):
-                    child.wait(_LOOK_SECONDS)
+                    child.wait(_POLL_SECONDS)
         finally:
             child.kill()
             child.wait()
@@ -62,7 +62,7 @@ class ExportProcess:
     def _request(self, question: list[str], is_ending: Callable[[], bool]) -> str | None:
         """Return the error; None: the process has exited, or the service is ending."""
         if self._child is None:
-            command, pipe = [sys.executable, "-P", "-m", "geartrain.workers.live.export"], subprocess.PIPE
+            command, pipe = [sys.executable, "-P", "-m", "geartrain.workers.live.exporter"], subprocess.PIPE
             self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)  # no Ctrl-C
         child, line = self._child, b""
         assert child.stdin is not None and child.stdout is not None
@@ -70,7 +70,7 @@ class ExportProcess:
             child.stdin.write(json.dumps(question).encode() + b"\n")
             child.stdin.flush()
             while not is_ending():
-                if select.select([child.stdout], [], [], _LOOK_SECONDS)[0]:
+                if select.select([child.stdout], [], [], _POLL_SECONDS)[0]:
                     line = child.stdout.readline()
                     break
         if not line:

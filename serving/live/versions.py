@@ -22,7 +22,7 @@ import xxhash
 from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.values.errors import ConfigError, ModelDamaged, SnapshotDamaged
-from geartrain.serving.index.parts import bounds
+from geartrain.serving.index.distributed_index import bounds
 from geartrain.serving.live.centers import LiveCenters, centers_of
 from geartrain.serving.live.child import ExportProcess, run_child
 from geartrain.serving.live.index import LiveIndex
@@ -210,7 +210,7 @@ class LiveVersions:
         try:
             head: Mapping[str, Any] = job["data"]["head"]
             table, dim = str(head["table"]), int(head["dim"])
-            living = LiveClasses(int(head["num_classes"]), head["retired_runs"])
+            live = LiveClasses(int(head["num_classes"]), head["retired_runs"])
             sub_centers, has_bias = int(head["sub_centers"]), bool(head["bias"])
             is_cosine = head["margin"] != repr(None)
         except (KeyError, TypeError, ValueError) as exc:
@@ -221,17 +221,17 @@ class LiveVersions:
         files = snapshot.job_files()
         graph = self._graph(snapshot, files, is_ending)
         if self._part is not None:
-            living = living.between(*bounds(living.num_living, *self._part))
+            live = live.between(*bounds(live.num_live_classes, *self._part))
         whole = np.empty((0, sub_centers * dim + has_bias), np.float32)
         if self._has_rows:
-            self._centers = centers_of(snapshot, table, living, self._centers, unit=dim if is_cosine else None)
+            self._centers = centers_of(snapshot, table, live, self._centers, unit=dim if is_cosine else None)
             whole = self._centers.rows
         rows = whole[:, : sub_centers * dim]
-        ids = living.all_ids
+        ids = live.all_ids
         arrays: dict[str, Any] = {"centers": rows.reshape(-1, sub_centers, dim) if sub_centers > 1 else rows}
         if has_bias:
             arrays["biases"] = np.ascontiguousarray(whole[:, -1])
-        if not living.are_all:
+        if not live.are_all:
             arrays["ids"] = ids
         version = self._number(snapshot.manifest.step)
         folder = self.out / f"{version:09}"
@@ -311,7 +311,7 @@ def _made_graph(snapshot: Snapshot, own: str | None, is_ending: Callable[[], boo
 
 
 def _names(files: Mapping[str, bytes], ids: Any) -> list[str]:
-    """Return names of the living classes; a class without a name is named by its id."""
+    """Return names of the live classes; a class without a name is named by its id."""
     given: Any = json.loads(files[_CLASSES]) if _CLASSES in files else {}
     if isinstance(given, list):
         return [str(given[label]) if label < len(given) else str(label) for label in ids.tolist()]

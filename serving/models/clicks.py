@@ -19,7 +19,7 @@ from geartrain.ams.values.specs import Ids
 from geartrain.ams.values.text import quoted
 from geartrain.serving.answers import Arrays, Question, TensorSpec
 from geartrain.serving.models.click_network import ClickNetwork, probabilities
-from geartrain.serving.models.samples import (
+from geartrain.serving.models.request_samples import (
     SampleReader,
     objects_of,
     require_keys,

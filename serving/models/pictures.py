@@ -19,8 +19,8 @@ from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, ModelDamaged
 from geartrain.ams.values.text import quoted
 from geartrain.serving.answers import Arrays, Question, TensorSpec
+from geartrain.serving.index.distributed_index import PartsIndex, parts_in_use
 from geartrain.serving.index.nearest import NearestIndex
-from geartrain.serving.index.parts import PartsIndex, parts_in_use
 from geartrain.serving.index.registry import open_index
 from geartrain.serving.models.decoding import QuestionPictures
 from geartrain.serving.models.networks import open_network, threads_of_batch

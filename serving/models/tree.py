@@ -19,7 +19,7 @@ from geartrain.ams.values.specs import Ids
 from geartrain.bridge.retrieval.item_tree import ItemTree, leaf_ids
 from geartrain.serving.answers import Arrays, Question, TensorSpec
 from geartrain.serving.models.click_network import ClickNetwork, Inputs
-from geartrain.serving.models.samples import SampleReader, objects_of, require_keys
+from geartrain.serving.models.request_samples import SampleReader, objects_of, require_keys
 from geartrain.workers.ctr.samples.examples import read_examples
 from geartrain.workers.ctr.samples.features import HISTORY, ids_by_feature, latest_ids
 

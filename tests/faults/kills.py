@@ -62,7 +62,7 @@ class Up:
         self._seen = [psutil.Process(pid) for pid in facts["pids"].values()]
 
     def kill(self, role: str) -> None:
-        """Kill the first living process of a role, as ``server`` or ``--shard=1``."""
+        """Kill the first live process of a role, as ``server`` or ``--shard=1``."""
         for child in psutil.Process(self._process.pid).children():
             if child.status() != psutil.STATUS_ZOMBIE and role in child.cmdline():
                 child.kill()

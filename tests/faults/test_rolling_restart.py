@@ -12,9 +12,9 @@ import torch
 
 import geartrain as gt
 from geartrain.ams.client import cluster as cluster_module
-from geartrain.ams.client import leave_watch
+from geartrain.ams.client import job_reporter
 from geartrain.ams.client.cluster import Cluster
-from geartrain.ams.client.leave_watch import LeaveWatch
+from geartrain.ams.client.job_reporter import JobReporter
 from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.ams.values.errors import SchedulerUnavailable
 from geartrain.workers.classify.trainer import ImageTrainer
@@ -31,11 +31,11 @@ def test_a_rolling_restart_of_all_shards_loses_no_step(
 ) -> None:
     straight, rolled = tmp_path / "straight", tmp_path / "rolled"
     train(straight, images)
-    watches: list[LeaveWatch] = []
+    watches: list[JobReporter] = []
     steps: list[int] = []
-    watching, whole, ends = Cluster.watch_leaves, ImageTrainer.step, {2: "--shard=0", 12: "--shard=1"}
+    watching, whole, ends = Cluster.report_job, ImageTrainer.step, {2: "--shard=0", 12: "--shard=1"}
 
-    def watch(self: Cluster, job: str, *told: Any) -> LeaveWatch | None:
+    def watch(self: Cluster, job: str, *told: Any) -> JobReporter | None:
         watches.append(found := watching(self, job, *told))  # type: ignore[arg-type]
         return found
 
@@ -49,8 +49,8 @@ def test_a_rolling_restart_of_all_shards_loses_no_step(
                 time.sleep(0.01)
         return whole(self, number)
 
-    monkeypatch.setattr(leave_watch, "_TELL_SECONDS", 0.05)
-    monkeypatch.setattr(Cluster, "watch_leaves", watch)
+    monkeypatch.setattr(job_reporter, "_REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(Cluster, "report_job", watch)
     monkeypatch.setattr(ImageTrainer, "step", step)
     with up("--shards=2") as running:
         result, told = train(rolled, images, scheduler=running.facts["scheduler"], max_recoveries=0)
@@ -69,11 +69,11 @@ def test_a_rolling_restart_of_all_shards_loses_no_step(
 def test_a_training_goes_on_without_its_snapshots_while_the_scheduler_is_stopped(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watches: list[LeaveWatch] = []
-    watching, whole = Cluster.watch_leaves, ImageTrainer.step
+    watches: list[JobReporter] = []
+    watching, whole = Cluster.report_job, ImageTrainer.step
     took: list[float] = []
 
-    def watch(self: Cluster, job: str, *told: Any) -> LeaveWatch | None:
+    def watch(self: Cluster, job: str, *told: Any) -> JobReporter | None:
         watches.append(found := watching(self, job, *told))  # type: ignore[arg-type]
         return found
 
@@ -92,11 +92,11 @@ def test_a_training_goes_on_without_its_snapshots_while_the_scheduler_is_stopped
                 time.sleep(0.01)
         return whole(self, number)
 
-    monkeypatch.setattr(leave_watch, "_TELL_SECONDS", 0.05)
-    monkeypatch.setattr(leave_watch, "_ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(job_reporter, "_REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(job_reporter, "_ANSWER_SECONDS", 1.0)
     monkeypatch.setattr(snapshots, "SILENT_SECONDS", 1.0)
     monkeypatch.setattr(cluster_module, "SNAPSHOT_SECONDS", 0.5)
-    monkeypatch.setattr(Cluster, "watch_leaves", watch)
+    monkeypatch.setattr(Cluster, "report_job", watch)
     monkeypatch.setattr(ImageTrainer, "step", step)
     with up("--shards=1") as running:
         scheduler = psutil.Process(running.facts["pids"]["scheduler"])

@@ -1,4 +1,4 @@
-"""A scheduler that has more to do than threads to do it gives no living shard away."""
+"""A scheduler that has more to do than threads to do it gives no live shard away."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from geartrain.ams.server.role import ShardServer
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.values.optimizers.registry import SGD
-from geartrain.ams.values.scheduler_messages import Beat, Register, Registration
+from geartrain.ams.values.scheduler_messages import HeartbeatResult, Register, Registration
 from geartrain.ams.values.specs import Constant
 from tests.support.role_process import RoleProcess
 
@@ -67,7 +67,7 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> Heard:
     heard = Heard()
     heartbeat, create = Scheduler.heartbeat, Scheduler.create_table
 
-    def noted_heartbeat(self: Scheduler, shard: int, incarnation: int, *told: Any, **more: Any) -> Beat:
+    def noted_heartbeat(self: Scheduler, shard: int, incarnation: int, *told: Any, **more: Any) -> HeartbeatResult:
         heard.beats.append(incarnation)
         return heartbeat(self, shard, incarnation, *told, **more)
 
@@ -119,7 +119,7 @@ def test_heartbeats_are_heard_while_every_change_of_tables_waits_for_a_busy_shar
         outlast_a_lease()
         poll(lambda: len(heard.beats) > beats + 5, "heartbeats are heard meanwhile")
         newcomer = ShardServer(ServerConfig(scheduler=scheduler, shard=0, heartbeat_seconds=0.1))
-        with pytest.raises(errors.ConfigError, match="shard 0 is held by a living process"):
+        with pytest.raises(errors.ConfigError, match="shard 0 is held by a live process"):
             newcomer.start()
         assert [shard.state for shard in ours.status().shards] == ["up"]
         assert ours.create_table(
@@ -155,7 +155,7 @@ def test_heartbeats_that_waited_for_the_scheduler_cost_no_shard_its_place(
             outlast_a_lease()
             free.touch()
             for item in stuck:
-                with pytest.raises(errors.ConfigError, match="shard 0 is held by a living process"):
+                with pytest.raises(errors.ConfigError, match="shard 0 is held by a live process"):
                     item.result(DEADLINE_SECONDS)
         assert server.end_reason is None
 

@@ -25,7 +25,7 @@ from geartrain.ams.server.role import ShardServer
 from geartrain.ams.values import errors
 from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.values.optimizers.registry import SGD
-from geartrain.ams.values.scheduler_messages import Beat
+from geartrain.ams.values.scheduler_messages import HeartbeatResult
 from geartrain.ams.values.shard_messages import CallContext, Push
 from geartrain.ams.values.specs import Constant
 from tests.support.message_rows import MessageShard
@@ -79,7 +79,7 @@ def test_a_stopped_server_whose_shard_was_taken_answers_nothing_and_ends(
         stack.callback(successor.stop, 0)
         refused, whole = threading.Event(), Scheduler.heartbeat
 
-        def heartbeat(self: Scheduler, shard: int, incarnation: int, *told: Any, **more: Any) -> Beat:
+        def heartbeat(self: Scheduler, shard: int, incarnation: int, *told: Any, **more: Any) -> HeartbeatResult:
             if incarnation == old:  # answered only after the request below
                 refused.wait(DEADLINE_SECONDS)
             return whole(self, shard, incarnation, *told, **more)

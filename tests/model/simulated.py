@@ -26,8 +26,8 @@ from geartrain.ams.client.embedded import LocalScheduler
 from geartrain.ams.client.snapshots import snapshot as snapshot_module
 from geartrain.ams.client.writes import ClientStream, WriteStream
 from geartrain.ams.kernels._core import PreparedWrite, RowsClient
+from geartrain.ams.rpc.client.backoff import Backoff
 from geartrain.ams.rpc.client.data_plane import DataPlane
-from geartrain.ams.rpc.client.patience import Patience
 from geartrain.ams.rpc.client.shard import GrpcCarrier
 from geartrain.ams.rpc.client.silence import SilenceLog
 from geartrain.ams.rpc.status import abort, error_from
@@ -35,7 +35,7 @@ from geartrain.ams.scheduler.data_streams import StreamLeases
 from geartrain.ams.scheduler.handlers import SchedulerHandlers
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.scheduler.worker_steps import WorkerSteps
-from geartrain.ams.server.parts import PartBuffer
+from geartrain.ams.server.chunked_writes import PartBuffer
 from geartrain.ams.server.service import ShardService
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.storage.durable import Disk, disk
@@ -414,14 +414,14 @@ def inject(patch: pytest.MonkeyPatch, network: Network, clock: Clock) -> FaultyD
     patch.setattr(snapshot_module._Hold, "start", lambda _: None)  # time does not pass while a snapshot is written
     patch.setattr(SilenceLog, "check", lambda *_: None)  # which measures real time
 
-    def pause(patience: Any, at_least_seconds: float = 0.0) -> bool:  # noqa: ARG001
-        patience._began = patience._began or clock.now
-        if clock.now >= patience._began + CONFIG.recovery_timeout_seconds:
+    def pause(backoff: Any, at_least_seconds: float = 0.0) -> bool:  # noqa: ARG001
+        backoff._began = backoff._began or clock.now
+        if clock.now >= backoff._began + CONFIG.recovery_timeout_seconds:
             return False
         clock.now += PAUSE_SECONDS
         return True
 
-    patch.setattr(Patience, "pause", pause)
+    patch.setattr(Backoff, "pause", pause)
     send_rows_in_messages(patch, network)
     return FaultyDisk(patch)
 

@@ -46,7 +46,7 @@ def _in_repository(filename: str) -> str | None:
 
 @dataclass
 class Report:
-    """Counts of one step. Places are lines of the project: "bridge/rows/pending.py:206 < bridge/rows/state.py:90"."""
+    """Counts of one step. Places are lines of the project: "bridge/rows/pending.py:206 < bridge/rows/tables.py:90"."""
 
     title: str = ""
     launches: int = 0

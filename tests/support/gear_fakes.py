@@ -16,7 +16,7 @@ from geartrain.ams.values.gear_messages import Delivery
 from geartrain.bridge.gear.dense_pass import DensePass
 from geartrain.bridge.gear.engine import DenseEngine
 from geartrain.bridge.gear.gradient_batcher import GradientBatcher
-from geartrain.bridge.gear.samples import Samples
+from geartrain.bridge.gear.sample_source import Samples
 
 IMAGES = torch.randn(20, 5, generator=torch.Generator().manual_seed(1))
 DIM = 3

@@ -69,7 +69,7 @@ def living_ids(head: gt.ClassHead) -> Ids:
 
 
 def living_batch(head: gt.ClassHead, size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """A batch whose labels are living classes."""
+    """A batch whose labels are live classes."""
     ids = torch.from_numpy(living_ids(head))
     features, numbers = make_batch(size, len(ids), head.dim, seed)
     return features, ids[numbers]

@@ -42,7 +42,9 @@ def main() -> None:
             said: object = None
             if wish["do"] == "begin":
                 folder = wish["folder"]
-                head = gt.ClassHead(cluster, folder[-50:], num_classes=2 * D, num_living=D, dim=D, margin=gt.ArcFace())
+                head = gt.ClassHead(
+                    cluster, folder[-50:], num_classes=2 * D, num_live_classes=D, dim=D, margin=gt.ArcFace()
+                )
                 publisher = gt.Publisher(network, head, folder, preprocessing=LOOK, increments=5, keep=4)
             elif wish["do"] == "publish":
                 version = wish["version"]

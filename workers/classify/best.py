@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from geartrain.ams.values.errors import ConfigError
-from geartrain.workers.job.best import BestLook
+from geartrain.workers.job.best import BestValidation
 from geartrain.workers.models.saved_model import read_training
 
 START, TRAINED, IMPRINTED = "start", "trained", "imprinted"
@@ -26,7 +26,7 @@ ADVICE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class Validation:
     """Validation of the model at a step."""
 
     step: int
@@ -37,7 +37,7 @@ class Look:
     """Number of validation images."""
 
 
-class BestModel(BestLook[Look]):
+class BestModel(BestValidation[Validation]):
     """Stores the best model of a run in its folder. For the first rank."""
 
     def __init__(
@@ -62,14 +62,14 @@ class BestModel(BestLook[Look]):
         is_ours = found.get("job") == job
         super().__init__(
             attrgetter("validation_top1"),
-            best=Look(**found["best"]) if is_ours else None,
-            start=Look(**found["start"]) if is_ours else None,
+            best=Validation(**found["best"]) if is_ours else None,
+            start=Validation(**found["start"]) if is_ours else None,
         )
 
-    def consider(self, step: int, centers: str) -> Look:
+    def consider(self, step: int, centers: str) -> Validation:
         """Validate the present model, and store it if none was better; of equal ones the later."""
         top1, images = self._look(step, centers)
-        look = Look(step=step, centers=centers, validation_top1=top1, images=images)
+        look = Validation(step=step, centers=centers, validation_top1=top1, images=images)
         is_better = self.compare(look)
         self._tell(is_better)
         if is_better:

@@ -26,7 +26,7 @@ from geartrain.workers.job.ranks import JobRanks
 from geartrain.workers.job.state import JobProgress, JobState
 from geartrain.workers.job.trainer import Trainer
 from geartrain.workers.loopback import BACKEND
-from geartrain.workers.models.backbones import Projected, StrokeNet
+from geartrain.workers.models.backbones import ProjectedFeatures, StrokeNet
 from geartrain.workers.models.discriminants import fit_projection
 from geartrain.workers.recipes.recipe import Recipe, optimizer_of, sparsifier_of
 
@@ -142,7 +142,7 @@ class ImageTrainer(Trainer):
                     batches = self.images.batches(images_at_once(self.device), self.device)
                     fit_projection(self.backbone, batches, self.head.num_classes)
             # The trunk adds nothing yet, so the projection alone gives the same features, five times faster.
-            features = Projected(self.backbone)
+            features = ProjectedFeatures(self.backbone)
         if self._dtype == "float16":
             to_float16(self.backbone)
             features = self.backbone

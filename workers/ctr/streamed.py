@@ -13,7 +13,7 @@ from geartrain.workers.ctr.batches import AT_ONCE, ClickBatch, ClickBatches
 from geartrain.workers.ctr.designs import Design
 from geartrain.workers.ctr.recipe import CtrRecipe
 from geartrain.workers.ctr.samples.click_samples import ClickSamples
-from geartrain.workers.ctr.samples.held_out import HeldOut, Parted
+from geartrain.workers.ctr.samples.held_out import HeldOut, HeldOutPart
 from geartrain.workers.ctr.samples.negatives import columns_of, learned_from
 from geartrain.workers.ctr.samples.own import CLICK, OwnSamples
 from geartrain.workers.samples.batches import SampleBatch
@@ -80,7 +80,7 @@ class StreamedBatches(ClickBatches):
         """See ClickBatches."""
         return self._batches(lambda parted: parted.test)
 
-    def _batches(self, chosen: Callable[[Parted], npt.NDArray[Any]]) -> Iterator[ClickBatch]:
+    def _batches(self, chosen: Callable[[HeldOutPart], npt.NDArray[Any]]) -> Iterator[ClickBatch]:
         for part in self._held_out.parts:
             rows, indices = self._samples.read(part), chosen(self._held_out.parted(part))
             for first in range(0, len(indices), AT_ONCE):

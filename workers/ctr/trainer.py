@@ -41,7 +41,7 @@ from geartrain.workers.ctr.samples.click_samples import ClickSamples
 from geartrain.workers.ctr.samples.examples import FILE, examples_file
 from geartrain.workers.ctr.samples.kinds import FieldKind, kinds_from_json
 from geartrain.workers.ctr.samples.sources import found_again, is_own, is_topic, load_samples, required
-from geartrain.workers.job.best import BestLook, evaluation_period
+from geartrain.workers.job.best import BestValidation, evaluation_period
 from geartrain.workers.job.folder import read_run
 from geartrain.workers.job.options import ENDLESS, JobOptions
 from geartrain.workers.job.state import JobState, best_snapshot
@@ -165,7 +165,7 @@ class ClickTrainer(EmbeddingTrainer):
         self._latest = LatestScores(recipe.progressive)
         # Without clicks, or others, there is no AUC.
         self._is_validated = 0 < clicked < self.samples.num_validated and not attempt.options.joins
-        self._best = BestLook[dict[str, Any]](itemgetter("auc"), best=self.progress.best)
+        self._best = BestValidation[dict[str, Any]](itemgetter("auc"), best=self.progress.best)
         self._was_complete = self.progress.is_complete
         self._looked_at = -1
         self._ahead: PrefetchRun | None = None

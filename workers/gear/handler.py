@@ -34,6 +34,7 @@ from geartrain.ams.values.errors import (
 from geartrain.ams.values.gear_messages import (
     AskFeatures,
     Delivery,
+    DeliveryAck,
     DescribeGear,
     FeatureReply,
     FlushGradients,
@@ -42,7 +43,6 @@ from geartrain.ams.values.gear_messages import (
     GearState,
     HandOver,
     PushFeatureGradients,
-    Taken,
     family_of,
     process_at,
 )
@@ -130,7 +130,7 @@ class SlowGearHandler:
             self._follow_restore(engine)
             return self._engine.features(ask.ids, Freshness(age, lag))
 
-    def _push(self, push: PushFeatureGradients, _: Call) -> Taken:
+    def _push(self, push: PushFeatureGradients, _: Call) -> DeliveryAck:
         delivery, lr = push.delivery, push.delivery.lr
         if not len(delivery.ids):
             delivery = replace(delivery, gradients_KD=np.empty((0, self.dim), np.float32))
@@ -142,7 +142,7 @@ class SlowGearHandler:
         self._require_name(push.name)
         return self.deliver(delivery, wait=push.wait, sent_to=push.sent_to)
 
-    def deliver(self, delivery: Delivery, *, wait: bool, sent_to: str) -> Taken:
+    def deliver(self, delivery: Delivery, *, wait: bool, sent_to: str) -> DeliveryAck:
         """Take gradients; with ``wait`` apply the updates they make due. ``sent_to``: process that received the
         delivery before and may have counted it; another one refuses. Empty: none.
 
@@ -168,7 +168,7 @@ class SlowGearHandler:
                 self._engine.apply_soon(wait=wait)
             except StateFailed as exc:  # another slow gear takes its place
                 raise GearUnavailable(f"slow gear {self._process} takes no gradients any more: {exc}") from exc
-        return Taken(
+        return DeliveryAck(
             account=self._account(family_of(delivery.source)),
             dense_version=self._engine.dense_version,
             process=self._process,

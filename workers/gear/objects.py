@@ -17,7 +17,7 @@ from geartrain.ams.storage.features.factory import open_store
 from geartrain.ams.values.errors import ConfigError, InvalidArgument
 from geartrain.ams.values.optimizers.registry import OPTIMIZERS, RowOptimizerSpec, optimizer_of
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.gear.samples import Decode, DenseSamples
+from geartrain.bridge.gear.sample_source import Decode, DenseSamples
 from geartrain.workers.data.bitmaps import decode_picture
 
 SAMPLES_NAMESPACE = "samples"
@@ -77,7 +77,7 @@ def open_samples(place: str, decode: str | None) -> tuple[DenseSamples, Decode |
 
 
 class SampleFolder:
-    """Files named by id: ``12``, ``12.png``. Implements :class:`geartrain.bridge.gear.samples.SampleStore`."""
+    """Files named by id: ``12``, ``12.png``. Implements :class:`geartrain.bridge.gear.sample_source.SampleStore`."""
 
     def __init__(self, folder: str) -> None:
         """Raise ConfigError unless the folder exists."""

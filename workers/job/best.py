@@ -10,7 +10,7 @@ LOOKS = 10
 L = TypeVar("L")
 
 
-class BestLook(Generic[L]):
+class BestValidation(Generic[L]):
     """First and best validation of a run."""
 
     def __init__(self, score: Callable[[L], float], *, best: L | None = None, start: L | None = None) -> None:

@@ -31,7 +31,7 @@ UNWIND_SECONDS = 3.0
 """Time for the main thread's present call, where there is nothing to save."""
 _ONE_WISH_SECONDS = 1.0
 """Time in which signals count as one: a terminal signals both a worker and torchrun, which forwards it."""
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -109,7 +109,7 @@ class Interruption:
             pass  # of another signal
         self._asked = asked = since = time.monotonic()
         told, was_in_order = False, self._is_in_order
-        while not self._has_ended.wait(_LOOK_SECONDS):
+        while not self._has_ended.wait(_POLL_SECONDS):
             now, in_order, awaited = time.monotonic(), self._is_in_order, self._awaited
             patience = min(PATIENCE_SECONDS, self.grace_seconds / 2)
             if in_order and awaited is not None and now - asked > patience and awaited.waits_for_shard:

@@ -50,7 +50,7 @@ from geartrain.workers.job.metrics import exported_at
 from geartrain.workers.job.options import JobOptions, JobResult
 from geartrain.workers.job.ranks import JobRanks, joined_ranks
 from geartrain.workers.job.run import TrainingRun
-from geartrain.workers.job.snapshots import LOST, GoBack, Loss
+from geartrain.workers.job.snapshots import LOST, Loss, ResumeFromSnapshot
 from geartrain.workers.job.state import JobProgress, JobState, newest_snapshot, snapshot_named
 from geartrain.workers.job.trainer import Attempt, Trainer
 
@@ -219,16 +219,16 @@ def _run_to_the_end(
                 raise
             said = f"{exc.strerror}: {options.out} was removed while the run trained there; start it again"
             raise FileNotFoundError(exc.errno, said, exc.filename) from exc
-        except (GoBack, *LOST) as exc:
+        except (ResumeFromSnapshot, *LOST) as exc:
             # Once there is a snapshot, a role that is not back yet is worth another attempt, too. Under torchrun the
             # ranks come back together: torchrun restarts them.
-            if isinstance(exc, GoBack) and is_alone:
+            if isinstance(exc, ResumeFromSnapshot) and is_alone:
                 loss = exc.loss
             if loss is not None and stop():
                 return _stopped(stop, console, loss)
-            is_planned = isinstance(exc, GoBack) and exc.is_planned
+            is_planned = isinstance(exc, ResumeFromSnapshot) and exc.is_planned
             if loss is None or (recoveries == options.max_recoveries and not is_planned):
-                raise (exc.__cause__ if isinstance(exc, GoBack) and exc.__cause__ else exc) from None
+                raise (exc.__cause__ if isinstance(exc, ResumeFromSnapshot) and exc.__cause__ else exc) from None
             recoveries += not is_planned
             options = replace(options, resume=True, overwrite=False, resume_steps=None)
 

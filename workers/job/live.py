@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 _SECONDS_BETWEEN_LINES = 10.0
 
 
-class LiveLine:
+class ProgressLine:
     """Newest numbers of the training: a line every ten seconds, and on a terminal a bar below it."""
 
     def __init__(self, console: Console, first_step: int, last_step: int, *, is_shown: bool = True) -> None:

@@ -23,10 +23,10 @@ from geartrain.workers.job.folder import (
 )
 from geartrain.workers.job.interruption import Interruption, Stopped
 from geartrain.workers.job.keys import as_json, write_recipe
-from geartrain.workers.job.live import LiveLine
+from geartrain.workers.job.live import ProgressLine
 from geartrain.workers.job.metrics import COUNTERS
 from geartrain.workers.job.options import JobResult, SnapshotSettings
-from geartrain.workers.job.snapshots import LOST, GoBack, JobSnapshots, Loss, SnapshotMoment
+from geartrain.workers.job.snapshots import LOST, JobSnapshots, Loss, ResumeFromSnapshot, SnapshotMoment
 from geartrain.workers.job.trainer import Attempt, Trainer, versions
 from geartrain.workers.loggers.registry import open_loggers
 
@@ -58,7 +58,7 @@ class TrainingRun:
         self._numbers: dict[str, float] = {}
         """Newest displayed numbers."""
         cluster = attempt.cluster if self._is_first else None
-        watch = None if cluster is None else cluster.watch_leaves(trainer.progress.table, self._job_report)
+        watch = None if cluster is None else cluster.report_job(trainer.progress.table, self._job_report)
         self._snapshots = JobSnapshots(
             trainer,
             str(place(options.snapshot_root)) if attempt.state is None else read_run(options.out).snapshots,
@@ -103,7 +103,7 @@ class TrainingRun:
         return self._attempt.ranks.is_first
 
     def execute(self, stop: Interruption) -> JobResult:
-        """Start or resume, train, and finish. Raises GoBack if a role is lost and there is a snapshot to go back to."""
+        """Start or resume, train, and finish. Raises ResumeFromSnapshot if a role is lost and there is a snapshot."""
         trainer, ranks, say = self._trainer, self._attempt.ranks, self._attempt.print_line
         self._stop = stop
         stop.is_saving = lambda: self._snapshots.is_writing
@@ -158,10 +158,10 @@ class TrainingRun:
             say(f"Lost a part of the cluster at step {trainer.progress.step}: {what}")
             if self._snapshots.last is not None:
                 self._state = "recovering"
-                raise GoBack(Loss(trainer.progress.step, time.time())) from exc
+                raise ResumeFromSnapshot(Loss(trainer.progress.step, time.time())) from exc
             self._state = "failed"
             raise
-        except GoBack:
+        except ResumeFromSnapshot:
             raise
         except BaseException as exc:
             self._state = "stopped" if isinstance(exc, KeyboardInterrupt) else "failed"
@@ -229,7 +229,7 @@ class TrainingRun:
         """Train to the end of the stage; return False if it was stopped before."""
         trainer = self._trainer
         progress, console = trainer.progress, self._attempt.console
-        with LiveLine(console, progress.step, progress.last_step, is_shown=self._is_first) as line:
+        with ProgressLine(console, progress.step, progress.last_step, is_shown=self._is_first) as line:
 
             def show(step: int, numbers: dict[str, float]) -> None:
                 self._numbers, COUNTERS.loss, COUNTERS.figures = numbers, numbers["loss"], trainer.metrics
@@ -268,7 +268,7 @@ class TrainingRun:
         except SnapshotError as exc:
             failure = SnapshotFailed(f"step {step} is not saved: {exc}; {self._saved()}")
         if finished:
-            self._attempt.ranks.fail_together(failure, f"step {step} is not saved", SnapshotFailed)
+            self._attempt.ranks.raise_on_all_ranks(failure, f"step {step} is not saved", SnapshotFailed)
         if failure is not None:
             self._attempt.print_line(str(failure))
         elif self._takes_part:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from geartrain.ams.client.leave_watch import LeaveWatch
+from geartrain.ams.client.job_reporter import JobReporter
 from geartrain.ams.client.snapshots.snapshot import PendingSnapshot, free_name
 from geartrain.ams.storage.snapshot.folder import prune
 from geartrain.ams.values.errors import (
@@ -46,7 +46,7 @@ class Loss:
     unix_seconds: float
 
 
-class GoBack(Exception):
+class ResumeFromSnapshot(Exception):
     """A role was lost, and this job has a snapshot of its own to resume from; the cause names the role."""
 
     def __init__(self, loss: Loss, *, is_planned: bool = False) -> None:
@@ -89,7 +89,7 @@ class JobSnapshots:
         increments: int = 0,
         every_seconds: float | None = None,
         say: Callable[[str], None],
-        watch: LeaveWatch | None = None,
+        watch: JobReporter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``keep`` snapshots, that of the best step, and those they build on stay in ``root``, which no other job may
@@ -146,7 +146,7 @@ class JobSnapshots:
         """Freeze this moment, and continue while it is written. Waits until the one before is complete.
 
         May raise the errors of a lost shard, which may as well show at the next push, but not those of a disk. Raises
-        GoBack once it is complete if a shard wants to leave: later training would be lost with the shard.
+        ResumeFromSnapshot once it is complete if a shard wants to leave: later training would be lost with the shard.
         """
         self.wait()
         self._begins = True
@@ -228,7 +228,7 @@ class JobSnapshots:
         step, which = moment.progress.step, f"shard {', '.join(map(str, leaving))}"
         self._say(f"Step {step} is saved, since {which} is to end; waiting for what takes its place")
         self._watch.done("waiting")
-        raise GoBack(Loss(step, time.time()), is_planned=True) from ShardUnavailable(
+        raise ResumeFromSnapshot(Loss(step, time.time()), is_planned=True) from ShardUnavailable(
             f"{which} was told to end, and step {step} is saved; start the job again once another has taken its place"
         )
 

@@ -15,7 +15,7 @@ from geartrain.ams.storage.snapshot.folder import Snapshot, latest, list_snapsho
 from geartrain.ams.storage.snapshot.store import place, within
 from geartrain.ams.values.errors import ConfigError, InvalidArgument, SnapshotDamaged
 from geartrain.ams.values.text import of_another_version, other_format
-from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
+from geartrain.bridge.rows.serialization import state_from_bytes, state_to_bytes
 from geartrain.workers.job.keys import as_json, recipe_of
 from geartrain.workers.job.options import ENDLESS
 

@@ -27,7 +27,7 @@ from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.values.rpc import version
 from geartrain.ams.values.text import counted
 from geartrain.bridge.rows.optimizer import RowOptimizer
-from geartrain.bridge.rows.state import random_state, set_random_state, state_from_bytes, state_to_bytes
+from geartrain.bridge.rows.serialization import random_state, set_random_state, state_from_bytes, state_to_bytes
 from geartrain.bridge.rows.tables import counted_as
 from geartrain.workers.data.streams import JointOrder
 from geartrain.workers.job.metrics import COUNTERS, RecentSteps, StepTimer

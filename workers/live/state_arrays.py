@@ -1,4 +1,4 @@
-"""Arrays of a saved PyTorch state (:mod:`geartrain.bridge.rows.state`), read without torch."""
+"""Arrays of a saved PyTorch state (:mod:`geartrain.bridge.rows.serialization`), read without torch."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class StrokeNet(nn.Module):
         return maps
 
 
-class Projected(nn.Module):
+class ProjectedFeatures(nn.Module):
     """Features of a backbone whose trunk adds nothing."""
 
     def __init__(self, backbone: StrokeNet) -> None:

@@ -248,7 +248,7 @@ def load_model(
             the saved ones by name and shape. Of a worker's model with a user-defined backbone, its name
             ``"package.module:function"``: that code runs only if named here.
         head: Of such a model with several heads, the name of one, such as ``"head"``.
-        class_names: Of such a model, names by id: of each living class, or a dict of some; the others, and None: their
+        class_names: Of such a model, names by id: of each live class, or a dict of some; the others, and None: their
             ids.
         preprocessing: Of such a model, how pictures become its backbone's input; None: it takes tensors alone.
 

@@ -22,7 +22,7 @@ HISTORY = "history"
 
 
 @dataclass(frozen=True)
-class Liked:
+class LikedItems:
     """Training samples and test users."""
 
     train: ClickSamples
@@ -51,7 +51,7 @@ class Liked:
         return self.items[np.argsort(-counts, kind="stable")]
 
 
-def liked_of(samples: ClickSamples, recipe: TdmRecipe) -> Liked:
+def liked_of(samples: ClickSamples, recipe: TdmRecipe) -> LikedItems:
     """Split samples as for a click model, and keep the clicked ones. Raises ConfigError without users and items."""
     schema = samples.schema
     if schema.user is None or not schema.item or samples.times is None:
@@ -74,7 +74,7 @@ def liked_of(samples: ClickSamples, recipe: TdmRecipe) -> Liked:
     _, first = np.unique(later.fields[user], return_index=True)
     users = later.subset(np.array([place for place in first if int(later.fields[user][place]) in wanted], np.int64))
     names = users.fields[user].tolist()
-    return Liked(
+    return LikedItems(
         train=replace(learnt, histories=histories),
         users=replace(users, histories=histories_after(learnt, replace(users, times=None), recipe.history)),
         seen=[seen.get(person, set()) for person in names],
@@ -91,7 +91,7 @@ def _by_user(users: Ids, items: Ids) -> Mapping[int, set[int]]:
     return found
 
 
-def recall(lists: Ids, liked: Liked, cut: int) -> float:
+def recall(lists: Ids, liked: LikedItems, cut: int) -> float:
     """Return the mean over users of the share of wanted items among the first ``cut`` of a list [U, n], from which
     items that the user has seen are removed.
     """

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from geartrain.ams.rpc.carrier import AttemptFailed, remedy
+from geartrain.ams.rpc.client.backoff import Backoff
 from geartrain.ams.rpc.client.dial import dial
-from geartrain.ams.rpc.client.patience import Patience
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import SchedulerUnavailable
 from geartrain.ams.values.rpc import Rpc
@@ -67,13 +67,13 @@ class RendezvousValues:
         self._scheduler.close()
 
     def _asked(self, request: Rpc[R]) -> R:
-        patience = Patience(self._config.recovery_timeout_seconds, longest_pause_seconds=1.0)
+        backoff = Backoff(self._config.recovery_timeout_seconds, longest_pause_seconds=1.0)
         while True:
             try:
                 return self._scheduler.call(request, self._config.attempt_timeout_seconds)
             except AttemptFailed as exc:
-                if not patience.pause():
+                if not backoff.pause():
                     raise SchedulerUnavailable(
-                        f"{exc} (for {patience.seconds:g} s), where the processes of job {self._job!r} find each "
+                        f"{exc} (for {backoff.seconds:g} s), where the processes of job {self._job!r} find each "
                         f"other; {remedy(exc)}"
                     ) from None

@@ -19,10 +19,10 @@ from contextlib import suppress
 
 from geartrain.ams.observe.metrics import Metric, register_source
 from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier
-from geartrain.ams.rpc.client.patience import Patience
+from geartrain.ams.rpc.client.backoff import Backoff
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import GeartrainError, SchedulerUnavailable, StaleClient, WorkerStalled
-from geartrain.ams.values.scheduler_messages import JobWorker, LeaveSteps, StepsDone, TellSteps
+from geartrain.ams.values.scheduler_messages import JobWorker, LeaveSteps, ReportSteps, StepsDone
 from geartrain.ams.values.text import counted
 
 logger = logging.getLogger(__name__)
@@ -137,15 +137,15 @@ class JobSteps:
 
     def _asked(self, done: int | None, *, once: bool = False) -> StepsDone:
         """Return the scheduler's answer; retries for ``recovery_timeout_seconds``, unless ``once``."""
-        patience = Patience(self._config.recovery_timeout_seconds, longest_pause_seconds=_LONGEST_PAUSE)
-        patience.count_from(time.monotonic())
+        backoff = Backoff(self._config.recovery_timeout_seconds, longest_pause_seconds=_LONGEST_PAUSE)
+        backoff.count_from(time.monotonic())
         while True:
             try:
-                return self._scheduler.call(TellSteps(who=self._who, done=done), self._config.attempt_timeout_seconds)
+                return self._scheduler.call(ReportSteps(who=self._who, done=done), self._config.attempt_timeout_seconds)
             except AttemptFailed as exc:
-                if once or not patience.pause():
+                if once or not backoff.pause():
                     raise SchedulerUnavailable(
-                        f"{exc}; it knows how far the workers of job {self._who.job!r} are (for {patience.seconds:g} s)"
+                        f"{exc}; it knows how far the workers of job {self._who.job!r} are (for {backoff.seconds:g} s)"
                     ) from None
 
 
@@ -168,7 +168,7 @@ class _Renewal:
     def _run(self) -> None:
         while not self._ended.wait(self._pause_seconds):
             try:
-                self._scheduler.call(TellSteps(who=self._who, done=self.done), self._pause_seconds)
+                self._scheduler.call(ReportSteps(who=self._who, done=self.done), self._pause_seconds)
             except StaleClient:
                 return
             except (AttemptFailed, GeartrainError) as exc:

@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from geartrain.ams.client.retries import NONE_REFUSED, CallPatience, CallWatch, Refusals, Retries
+from geartrain.ams.client.retries import NONE_REFUSED, CallBackoff, CallWatch, Refusals, Retries
 from geartrain.ams.client.rows.row_futures import PreparedCall, RowFuture, RowFutures
 from geartrain.ams.client.rows.table_plan import TablePlan
 from geartrain.ams.client.rows.write_log import WriteLog
@@ -222,11 +222,11 @@ class RowCalls:
         """Send writes, each to the shards that have not answered, in one request to each shard."""
         replies: list[WriteReply]
         replies, refused = self._first_attempt(self._traced.write, writes)
-        patience: CallPatience | None = None
+        backoff: CallBackoff | None = None
         for number, reply in enumerate(replies):
             if type(reply) is not tuple or self._retries.silence.named:
-                patience = patience or self._retries.patience()  # shared by all, or dead shards would add up
-                replies[number] = self.written(writes[number], reply, refused, patience)
+                backoff = backoff or self._retries.backoff()  # shared by all, or dead shards would add up
+                replies[number] = self.written(writes[number], reply, refused, backoff)
         return replies
 
     def write_and_pull(self, write: RowsToWrite, out: ScatteredRows) -> tuple[WriteReply, tuple[int, ...] | None]:
@@ -248,7 +248,7 @@ class RowCalls:
         write: RowsToWrite,
         reply: Any,
         refused: Refusals = NONE_REFUSED,
-        patience: CallPatience | None = None,
+        backoff: CallBackoff | None = None,
     ) -> WriteReply:
         """Retry a write where its first attempt, which replied ``reply``, left it undone; return the result."""
         prepared, context, shards = write
@@ -263,7 +263,7 @@ class RowCalls:
             (outcome,) = self._client.write([(prepared, context, (shard,))], seconds, watch)
             return outcome if isinstance(outcome, tuple) else outcome[0]
 
-        settled: Any = iter(self._retries.again(left, attempt, refused, patience))
+        settled: Any = iter(self._retries.again(left, attempt, refused, backoff))
         return [
             Done(created=outcome[0], duplicate=outcome[1]) if isinstance(outcome, tuple) else next(settled)
             for outcome in reply

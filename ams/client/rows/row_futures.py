@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 from geartrain.ams.kernels._core import RowsClient
 from geartrain.ams.values.errors import Unavailable
-from geartrain.ams.values.interrupts import BackgroundFuture, shielded
+from geartrain.ams.values.interrupts import BackgroundFuture, uninterrupted
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 """Interval at which the thread checks for unresponsive shards, and whether it is still needed."""
 
 
@@ -121,7 +121,7 @@ class RowFutures:
         try:
             self._open.add(future)
             if self._thread is None:
-                shielded(self._start)
+                uninterrupted(self._start)
             if self._is_closed:
                 raise Unavailable("this cluster is being closed")
             if not self._line and future.send_at_once():
@@ -157,15 +157,15 @@ class RowFutures:
                 self._thread = thread
 
     def _work(self) -> None:
-        next_look = time.monotonic() + _LOOK_SECONDS
+        next_look = time.monotonic() + _POLL_SECONDS
         while not self._is_over():
-            reply = self._client.next_reply(_LOOK_SECONDS)
+            reply = self._client.next_reply(_POLL_SECONDS)
             if reply is not None:
                 self._resolve(*reply)
             self._send_line()
             if time.monotonic() >= next_look:
-                self._watch(self._client.waiting(_LOOK_SECONDS))
-                next_look = time.monotonic() + _LOOK_SECONDS
+                self._watch(self._client.waiting(_POLL_SECONDS))
+                next_look = time.monotonic() + _POLL_SECONDS
 
     def _is_over(self) -> bool:
         """Return whether the thread ends. A call made after the main thread has ended starts it again."""

@@ -19,7 +19,7 @@ from geartrain.ams.storage.snapshot.store import place
 from geartrain.ams.tables.row_table import RowTable
 from geartrain.ams.values.arrays import ids_array, like
 from geartrain.ams.values.errors import InvalidArgument, SnapshotDamaged, SnapshotNotFound, TableNotFound
-from geartrain.ams.values.interrupts import shielded
+from geartrain.ams.values.interrupts import uninterrupted
 from geartrain.ams.values.optimizers.registry import SGD
 from geartrain.ams.values.placement import NUM_BUCKETS
 from geartrain.ams.values.specs import Ids, Rows, TableSpec
@@ -74,7 +74,7 @@ class FollowedTables:
         names it, and the rows stay at the last version that was applied. Raises SnapshotFailed if the folder cannot be
         read, TableNotFound if a table is no longer in it. After Ctrl-C it completes in the background.
         """
-        return shielded(self._refresh)
+        return uninterrupted(self._refresh)
 
     def _refresh(self) -> int | None:
         with self._refreshing:

@@ -17,7 +17,7 @@ from geartrain.ams.client.scheduler_calls import SchedulerCalls
 from geartrain.ams.client.shard_calls import ShardCalls, all_of
 from geartrain.ams.client.snapshots.snapshot import chosen_tables
 from geartrain.ams.observe import failpoints
-from geartrain.ams.rpc.client.patience import Patience
+from geartrain.ams.rpc.client.backoff import Backoff
 from geartrain.ams.storage.snapshot.chain import layers_of
 from geartrain.ams.storage.snapshot.folder import Snapshot, list_snapshots, open_snapshot
 from geartrain.ams.storage.snapshot.manifest import GRAPH
@@ -140,7 +140,7 @@ def _publish(calls: ShardCalls, scheduler: SchedulerCalls, made: Sequence[TableS
 
     If it refuses they are dropped, unless an earlier attempt had no answer: other clients may then have them open.
     """
-    patience = Patience(calls.config.recovery_timeout_seconds)
+    backoff = Backoff(calls.config.recovery_timeout_seconds)
     may_be_open = False
     while True:
         try:
@@ -148,7 +148,7 @@ def _publish(calls: ShardCalls, scheduler: SchedulerCalls, made: Sequence[TableS
             return
         except (SchedulerUnavailable, ClusterNotReady, ShardUnavailable) as exc:
             may_be_open |= isinstance(exc, SchedulerUnavailable)
-            if not patience.pause():
+            if not backoff.pause():
                 raise
         except (TableNotFound, ShardRestarted):
             if not may_be_open:

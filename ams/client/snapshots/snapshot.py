@@ -34,7 +34,7 @@ from geartrain.ams.values.errors import (
     StateError,
     TableNotFound,
 )
-from geartrain.ams.values.interrupts import shielded
+from geartrain.ams.values.interrupts import uninterrupted
 from geartrain.ams.values.scheduler_messages import ClusterView
 from geartrain.ams.values.shard_messages import FREEZE_LEASE_SECONDS, CallContext, Freeze, Thaw, WriteFrozen, Written
 from geartrain.ams.values.specs import TableSpec
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RENEW_SECONDS = FREEZE_LEASE_SECONDS / 4
-_TELL_SECONDS = 2.0
+_REPORT_SECONDS = 2.0
 """Delay of a snapshot's end by a shard that does not answer and is no longer needed, at most."""
 
 
@@ -116,7 +116,7 @@ class _Hold:
         """Start to renew."""
         self.calls.held_snapshots.add(self.freeze.snapshot_id)
         renewing = threading.Thread(target=self._renew, name="geartrain-freeze", daemon=True)
-        shielded(renewing.start)
+        uninterrupted(renewing.start)
 
     def stop(self) -> None:
         """Stop. Idempotent."""
@@ -133,7 +133,7 @@ class _Hold:
             self.check_caller()
 
     def _renewed(self) -> list[Outcome]:
-        return self.calls.on_all_shards(self.freeze, _TELL_SECONDS, recovery_seconds=0, caller=self.caller)
+        return self.calls.on_all_shards(self.freeze, _REPORT_SECONDS, recovery_seconds=0, caller=self.caller)
 
     def _renew(self) -> None:
         while not self._ended.wait(_RENEW_SECONDS):
@@ -320,7 +320,7 @@ def _require_parent(older: Snapshot) -> None:
 
 def _thaw(calls: ShardCalls, thaw: Thaw) -> None:
     """Send a thaw, best effort: an unreachable shard releases the freeze when its lease ends."""
-    calls.on_all_shards(thaw, min(_TELL_SECONDS, calls.config.attempt_timeout_seconds), recovery_seconds=0)
+    calls.on_all_shards(thaw, min(_REPORT_SECONDS, calls.config.attempt_timeout_seconds), recovery_seconds=0)
 
 
 def chosen_tables(names: Sequence[str], existing: Sequence[str], where: str) -> tuple[str, ...]:

@@ -18,8 +18,8 @@ from geartrain.ams.gear.client.ledger import GearLedger
 from geartrain.ams.gear.client.pending_delivery import DeliveryPart, PendingDelivery, routes
 from geartrain.ams.gear.partitions import NUM_PARTITIONS
 from geartrain.ams.rpc.carrier import AttemptFailed, NotSent
+from geartrain.ams.rpc.client.backoff import Backoff
 from geartrain.ams.rpc.client.gear import GrpcGearCarrier
-from geartrain.ams.rpc.client.patience import Patience
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import (
     GeartrainError,
@@ -30,12 +30,12 @@ from geartrain.ams.values.errors import (
 )
 from geartrain.ams.values.gear_messages import (
     Delivery,
+    DeliveryAck,
     Failure,
     FeatureReply,
     Freshness,
     GearAccount,
     GearState,
-    Taken,
     address_of,
     process_at,
 )
@@ -122,7 +122,7 @@ class RemoteGears:
         versions, times = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.float64)
         failures: dict[int, Failure] = {}
         left = np.arange(len(ids))
-        patience = self._patience()
+        backoff = self._backoff()
         while len(left):
             calls = [
                 (address, places, self._asked(address, ids[places]))
@@ -133,7 +133,7 @@ class RemoteGears:
                 try:
                     reply = call()
                 except _PASSING as exc:
-                    patience.error = exc
+                    backoff.error = exc
                     unanswered.append(places)
                     continue
                 vectors_KD[places], versions[places], times[places] = reply.vectors_KD, reply.versions, reply.times
@@ -141,7 +141,7 @@ class RemoteGears:
                 self._record_version(address, reply.dense_version)
             left = np.concatenate([np.empty(0, np.int64), *unanswered])
             if len(left):
-                self._pause(patience)
+                self._pause(backoff)
                 self._refresh()
         return FeatureReply(
             vectors_KD=vectors_KD,
@@ -159,7 +159,7 @@ class RemoteGears:
                 self._pending = PendingDelivery(delivery, self._holders, self._max_ids)
             pending, parts = self._pending, self._pending.parts
             delivery = replace(delivery, lost=self._ledger.total().lost)
-            patience, began = self._patience(), time.monotonic()
+            backoff, began = self._backoff(), time.monotonic()
             while parts:
                 calls = [(part, self._send(delivery, part)) for part in parts]
                 parts[:] = map(self._sent, parts)  # from now on they may be counted, until a reply denies it
@@ -169,10 +169,10 @@ class RemoteGears:
                         self._taken(before, call(), delivery.sequence)
                         parts.remove(part)
                     except _PASSING as exc:
-                        patience.error = exc
+                        backoff.error = exc
                         left.append((before, part, exc))
                 if left:
-                    self._pause(patience)
+                    self._pause(backoff)
                     self._refresh()
                 waits = time.monotonic() - began < self._config.recovery_timeout_seconds / 2
                 for before, part, error in left:
@@ -183,7 +183,7 @@ class RemoteGears:
 
     def flush(self) -> None:
         done: set[str] = set()
-        patience = self._patience()
+        backoff = self._backoff()
         timeout = self._config.hosted_timeout_seconds
 
         def flush(carrier: GrpcGearCarrier) -> AwaitReply[int]:
@@ -195,9 +195,9 @@ class RemoteGears:
                     self._record_version(address, call())
                     done.add(address)
                 except _PASSING as exc:
-                    patience.error = exc
+                    backoff.error = exc
             if not done >= set(left):
-                self._pause(patience)
+                self._pause(backoff)
                 self._refresh()
 
     def account(self, source: str | None = None) -> GearAccount:
@@ -216,17 +216,17 @@ class RemoteGears:
             carrier.close()
 
     def _await_gears(self) -> None:
-        patience = self._patience()
+        backoff = self._backoff()
         while True:
             try:
                 self._refresh(required=True)
                 states, silent = self._describe([])
             except (AttemptFailed, SchedulerUnavailable) as exc:
-                patience.error = exc
+                backoff.error = exc
                 states, silent = [], []
             if states and not silent and None not in self._holders:
                 break
-            self._pause(patience)
+            self._pause(backoff)
         for state in states:
             if state.dim != self._dim:
                 raise InvalidArgument(
@@ -243,7 +243,7 @@ class RemoteGears:
             address, lambda carrier: carrier.features(self._name, ids, self._dim, self._freshness, timeout)
         )
 
-    def _send(self, delivery: Delivery, part: DeliveryPart) -> AwaitReply[Taken]:
+    def _send(self, delivery: Delivery, part: DeliveryPart) -> AwaitReply[DeliveryAck]:
         sent = replace(
             delivery,
             source=part.source,
@@ -260,7 +260,7 @@ class RemoteGears:
             ),
         )
 
-    def _taken(self, part: DeliveryPart, taken: Taken, sequence: int) -> None:
+    def _taken(self, part: DeliveryPart, taken: DeliveryAck, sequence: int) -> None:
         self._record_version(part.address, taken.dense_version)
         if taken.is_repeat and not part.process:
             logger.warning(
@@ -391,24 +391,24 @@ class RemoteGears:
             with self._lock:
                 self._versions[address] = dense_version
 
-    def _patience(self) -> Patience:
-        return Patience(self._config.recovery_timeout_seconds, longest_pause_seconds=_LONGEST_PAUSE_SECONDS)
+    def _backoff(self) -> Backoff:
+        return Backoff(self._config.recovery_timeout_seconds, longest_pause_seconds=_LONGEST_PAUSE_SECONDS)
 
-    def _pause(self, patience: Patience) -> None:
+    def _pause(self, backoff: Backoff) -> None:
         """Back off before the next attempt. Raises GearUnavailable after the time limit."""
-        if patience.seconds:  # the length of a lease is known once the holders are
-            patience.seconds = max(self._config.recovery_timeout_seconds, _LEASES * self._lease_seconds)
-        if patience.is_fresh:
+        if backoff.seconds:  # the length of a lease is known once the holders are
+            backoff.seconds = max(self._config.recovery_timeout_seconds, _LEASES * self._lease_seconds)
+        if backoff.is_fresh:
             logger.warning(
                 "slow gears of %r: %s; waiting up to %g s (the ids of one that died are free when its lease ends: "
                 "scheduler setting stream_lease_seconds)",
                 self._name,
-                patience.error or "some ids have no holder",
-                patience.seconds,
+                backoff.error or "some ids have no holder",
+                backoff.seconds,
             )
-        if not patience.pause():
+        if not backoff.pause():
             raise GearUnavailable(
-                f"the slow gears of {self._name!r} did not answer for all ids within {patience.seconds:g} s: "
-                f"{patience.error or 'some partitions have no holder'}. Start them with 'geartrain slowgear', or raise "
+                f"the slow gears of {self._name!r} did not answer for all ids within {backoff.seconds:g} s: "
+                f"{backoff.error or 'some partitions have no holder'}. Start them with 'geartrain slowgear', or raise "
                 "the client setting recovery_timeout_seconds (it is waited for one and a half leases at least)"
-            ) from patience.error
+            ) from backoff.error

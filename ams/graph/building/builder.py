@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from geartrain.ams.graph.building.acceptance import Refiner
+from geartrain.ams.graph.building.build_progress import PartFolder
 from geartrain.ams.graph.building.neighbours import NeighbourTable
-from geartrain.ams.graph.building.parts import PartFolder
 from geartrain.ams.graph.building.recall import BlockProducts, CoreProducts, Recall
 from geartrain.ams.graph.building.rows import Floats, RowSource, UnitBlocks, checked_size
 from geartrain.ams.observe import failpoints
@@ -41,7 +41,7 @@ OnPairs = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, eq=False)
-class Built:
+class BuiltGraph:
     """Table of neighbours with its origin."""
 
     table: NeighbourTable
@@ -66,7 +66,7 @@ def build_graph(
     progress: OnPairs | None = None,
     cancelled: Callable[[], bool] = lambda: False,
     resume: Path | None = None,
-) -> Built:
+) -> BuiltGraph:
     """Build the exact table of the k nearest neighbours of every row by cosine.
 
     Args:
@@ -101,7 +101,7 @@ def build_graph(
     num_classes, wanted = source.num_rows, min(k, source.num_rows - 1)
     if wanted == 0:
         alone = UnitBlocks(source, block_rows=1, num_threads=1, held=False)  # not finite is an error here too
-        return Built(
+        return BuiltGraph(
             NeighbourTable(np.zeros(num_classes + 1, np.int64), np.empty(0, np.int32), k), alone.fingerprint, 0
         )
     plan = _Plan.of(source, wanted, engine, memory_bytes, saves=resume is not None)
@@ -113,7 +113,7 @@ def build_graph(
         build.folder = PartFolder(resume, plan.facts(blocks, wanted, engine))
     neighbours = build.run()
     table = NeighbourTable(np.arange(num_classes + 1, dtype=np.int64) * wanted, neighbours.reshape(-1), k)
-    return Built(table, blocks.fingerprint, watch.resumed_pairs)
+    return BuiltGraph(table, blocks.fingerprint, watch.resumed_pairs)
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class Numbering(Protocol):
     """Subset of a table's ids, numbered from 0 in ascending order."""
 
     @property
-    def num_living(self) -> int:
+    def num_live_classes(self) -> int:
         """Number of these ids."""
 
     def ids(self, numbers: Ids) -> Ids:
@@ -86,8 +86,8 @@ class Numbering(Protocol):
 class TableRows:
     """Row source that pulls current rows of a table."""
 
-    def __init__(self, table: PulledTable, living: Numbering | None = None) -> None:
-        """Use the rows of all classes, or of the ``living`` ones by their numbers.
+    def __init__(self, table: PulledTable, live: Numbering | None = None) -> None:
+        """Use the rows of all classes, or of the ``live`` ones by their numbers.
 
         Raises InvalidArgument for a hashed table, whose rows cannot be enumerated.
         """
@@ -96,8 +96,8 @@ class TableRows:
                 f"table {table.spec.name!r} is hashed; a graph needs a class table, made with num_rows=..."
             )
         self._table = table
-        self._living = living
-        self.num_rows = table.spec.num_rows if living is None else living.num_living
+        self._live = live
+        self.num_rows = table.spec.num_rows if live is None else live.num_live_classes
         self.dim = table.spec.dim
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.float32]:
@@ -107,7 +107,7 @@ class TableRows:
     def read_numbers(self, numbers: Ids) -> npt.NDArray[np.float32]:
         """Return the rows of these numbers [N], any order, float32 [N, D]: one pull."""
         rows = np.empty((len(numbers), self.dim), self._table.spec.numpy_dtype)
-        ids = numbers if self._living is None else self._living.ids(numbers)
+        ids = numbers if self._live is None else self._live.ids(numbers)
         self._table.pull_into_async(ids, rows).result()
         return rows.astype(np.float32, copy=False)
 

@@ -9,9 +9,9 @@ from typing import TypeVar
 
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.graph.client.calls import OnBuilding
-from geartrain.ams.rpc.carrier import AttemptFailed, NotBelieved, remedy
+from geartrain.ams.rpc.carrier import AttemptFailed, CertificateRejected, remedy
+from geartrain.ams.rpc.client.backoff import Backoff
 from geartrain.ams.rpc.client.graph import GrpcGraphCarrier
-from geartrain.ams.rpc.client.patience import Patience
 from geartrain.ams.storage.snapshot.manifest import FileEntry
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import Cancelled, GraphUnavailable, InvalidArgument, InvalidIds
@@ -133,15 +133,15 @@ class RemoteGraphs:
     ) -> T:
         """Retry until there is an answer; ``heard`` returns the time (time.monotonic) of the last sign of life."""
         wait = self._config.recovery_timeout_seconds if recovery_seconds is None else recovery_seconds
-        patience = Patience(wait)
-        patience.count_from(time.monotonic())
+        backoff = Backoff(wait)
+        backoff.count_from(time.monotonic())
         while True:
             try:
                 return call()
             except AttemptFailed as exc:
-                patience.count_from(heard())
-                if patience.is_fresh:
+                backoff.count_from(heard())
+                if backoff.is_fresh:
                     logger.warning("%s; trying again for up to %g s. Else %s", exc, wait, self._remedy)
-                if not patience.pause():
-                    what = remedy(exc) if isinstance(exc, NotBelieved) else self._remedy
+                if not backoff.pause():
+                    what = remedy(exc) if isinstance(exc, CertificateRejected) else self._remedy
                     raise GraphUnavailable(f"{exc} (for {wait:g} s); {what}") from None

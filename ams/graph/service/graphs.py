@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import xxhash
 
-from geartrain.ams.graph.building.builder import DEFAULT_MEMORY_BYTES, Built, build_graph
+from geartrain.ams.graph.building.builder import DEFAULT_MEMORY_BYTES, BuiltGraph, build_graph
 from geartrain.ams.graph.building.neighbours import NeighbourTable
 from geartrain.ams.graph.building.rows import TableRows
 from geartrain.ams.graph.client.calls import OnBuilding
@@ -289,7 +289,7 @@ class Graphs:
         logger.info("table %r: graph version %d, k %d, built in %.1f s", info.table, info.version, info.k, seconds)
         return GraphBuilt(graph=_with_age(info, self._state()), resumed_pairs=built.resumed_pairs)
 
-    def _store_built(self, build: Build, built: Built, writes: int) -> RowsVersion:
+    def _store_built(self, build: Build, built: BuiltGraph, writes: int) -> RowsVersion:
         with contextlib.suppress(GeartrainError):  # none, or a damaged one: the new one counts from 1
             self._find(build.table, {build.table: build.incarnation})
         older = self._loaded.get(build.table)

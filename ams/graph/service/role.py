@@ -33,7 +33,7 @@ from geartrain.ams.values.graph_messages import (
     ForgetGraph,
     RestoreGraphs,
     SelectClasses,
-    Selected,
+    SelectedClasses,
     WriteGraphs,
 )
 from geartrain.ams.values.rpc import Ping
@@ -79,12 +79,12 @@ class GraphService:
         if self._ended.is_set():
             call.servicer.abort(grpc.StatusCode.UNAVAILABLE, "the graph service is ending")
 
-    def _select(self, request: SelectClasses, _: Call) -> Selected:
+    def _select(self, request: SelectClasses, _: Call) -> SelectedClasses:
         budget = min(request.budget, 2**63 - 1)
         ids, version = self._graphs.select_by(
             request.table, request.labels, budget, seed=request.seed, step=request.step, version=request.version
         )
-        return Selected(version=version, ids=ids)
+        return SelectedClasses(version=version, ids=ids)
 
     def _download(self, request: DownloadGraph, _: Call) -> Iterator[bytes]:
         graph, info = self._graphs.load(request.table)

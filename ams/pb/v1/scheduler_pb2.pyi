@@ -257,7 +257,7 @@ class HeartbeatReply(_message.Message):
     """Another process holds this shard now: stop serving."""
     cluster_version: _builtins.int
     pool_shards: _builtins.int
-    """Living shards in the memory pool that the request named. 0: it named none."""
+    """Live shards in the memory pool that the request named. 0: it named none."""
     highest_incarnation: _builtins.int
     """As in RegisterReply."""
     revoked: _builtins.str
@@ -421,7 +421,7 @@ class PrepareLeaveReply(_message.Message):
 Global___PrepareLeaveReply: _TypeAlias = PrepareLeaveReply  # noqa: Y015
 
 @_typing.final
-class TellJobRequest(_message.Message):
+class ReportJobRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
@@ -451,10 +451,10 @@ class TellJobRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TellJobRequest: _TypeAlias = TellJobRequest  # noqa: Y015
+Global___ReportJobRequest: _TypeAlias = ReportJobRequest  # noqa: Y015
 
 @_typing.final
-class TellJobReply(_message.Message):
+class ReportJobReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEAVING_FIELD_NUMBER: _builtins.int
@@ -477,7 +477,7 @@ class TellJobReply(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TellJobReply: _TypeAlias = TellJobReply  # noqa: Y015
+Global___ReportJobReply: _TypeAlias = ReportJobReply  # noqa: Y015
 
 @_typing.final
 class JobReport(_message.Message):
@@ -1016,7 +1016,7 @@ class DropClusterTableReply(_message.Message):
 Global___DropClusterTableReply: _TypeAlias = DropClusterTableReply  # noqa: Y015
 
 @_typing.final
-class TakeIncarnationRequest(_message.Message):
+class IssueIncarnationRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CHOSEN_FIELD_NUMBER: _builtins.int
@@ -1033,10 +1033,10 @@ class TakeIncarnationRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TakeIncarnationRequest: _TypeAlias = TakeIncarnationRequest  # noqa: Y015
+Global___IssueIncarnationRequest: _TypeAlias = IssueIncarnationRequest  # noqa: Y015
 
 @_typing.final
-class TakeIncarnationReply(_message.Message):
+class IssueIncarnationReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INCARNATION_FIELD_NUMBER: _builtins.int
@@ -1052,7 +1052,7 @@ class TakeIncarnationReply(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TakeIncarnationReply: _TypeAlias = TakeIncarnationReply  # noqa: Y015
+Global___IssueIncarnationReply: _TypeAlias = IssueIncarnationReply  # noqa: Y015
 
 @_typing.final
 class PublishClusterTablesRequest(_message.Message):
@@ -1652,7 +1652,7 @@ class StepWorker(_message.Message):
 Global___StepWorker: _TypeAlias = StepWorker  # noqa: Y015
 
 @_typing.final
-class TellStepsRequest(_message.Message):
+class ReportStepsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WHO_FIELD_NUMBER: _builtins.int
@@ -1675,10 +1675,10 @@ class TellStepsRequest(_message.Message):
     _WhichOneofArgType__done: _TypeAlias = _typing.Literal["_done", b"_done"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__done) -> _WhichOneofReturnType__done | None: ...
 
-Global___TellStepsRequest: _TypeAlias = TellStepsRequest  # noqa: Y015
+Global___ReportStepsRequest: _TypeAlias = ReportStepsRequest  # noqa: Y015
 
 @_typing.final
-class TellStepsReply(_message.Message):
+class ReportStepsReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DONE_FIELD_NUMBER: _builtins.int
@@ -1709,7 +1709,7 @@ class TellStepsReply(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TellStepsReply: _TypeAlias = TellStepsReply  # noqa: Y015
+Global___ReportStepsReply: _TypeAlias = ReportStepsReply  # noqa: Y015
 
 @_typing.final
 class SlowWorker(_message.Message):
@@ -2000,7 +2000,7 @@ class ClusterEvent(_message.Message):
 Global___ClusterEvent: _TypeAlias = ClusterEvent  # noqa: Y015
 
 @_typing.final
-class TellEventRequest(_message.Message):
+class ReportEventRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EVENT_FIELD_NUMBER: _builtins.int
@@ -2021,10 +2021,10 @@ class TellEventRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TellEventRequest: _TypeAlias = TellEventRequest  # noqa: Y015
+Global___ReportEventRequest: _TypeAlias = ReportEventRequest  # noqa: Y015
 
 @_typing.final
-class TellEventReply(_message.Message):
+class ReportEventReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -2036,7 +2036,7 @@ class TellEventReply(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TellEventReply: _TypeAlias = TellEventReply  # noqa: Y015
+Global___ReportEventReply: _TypeAlias = ReportEventReply  # noqa: Y015
 
 @_typing.final
 class ReadEventsRequest(_message.Message):

@@ -110,7 +110,7 @@ Global___PingReply: _TypeAlias = PingReply  # noqa: Y015
 
 @_typing.final
 class CallContext(_message.Message):
-    """Who calls, and which past the caller believes in. Travels with every call to a shard."""
+    """Who calls, and which restore the caller has seen. Travels with every call to a shard."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -14,7 +14,7 @@ from geartrain.ams.rpc.credentials import Credentials
 from geartrain.ams.rpc.services import Service
 from geartrain.ams.rpc.status import error_from
 from geartrain.ams.values.config import MAX_MESSAGE_BYTES
-from geartrain.ams.values.interrupts import shielded
+from geartrain.ams.values.interrupts import uninterrupted
 from geartrain.ams.values.rpc import Rpc
 
 R = TypeVar("R")
@@ -52,7 +52,7 @@ class GrpcCalls:
     def call(self, request: Rpc[R], timeout_seconds: float | None) -> R:
         """Return the reply to a request."""
         method = self._service[type(request)]
-        data = shielded(partial(self._reply, method.path, method.encode(request), timeout_seconds))
+        data = uninterrupted(partial(self._reply, method.path, method.encode(request), timeout_seconds))
         reply: R = method.reply.decode(data)
         return reply
 
@@ -70,7 +70,7 @@ class GrpcCalls:
 
     def close(self) -> None:
         """Close the channel. Idempotent."""
-        shielded(self._channel.close)
+        uninterrupted(self._channel.close)
 
     def waited(self, call: Any, timeout_seconds: float | None) -> None:
         """React to a missing reply; does nothing here."""
@@ -79,7 +79,7 @@ class GrpcCalls:
         """Do :meth:`start` with an encoded request and an encoded reply."""
         method: Any = self._channel.unary_unary(path)
         try:
-            call = shielded(partial(method.future, data, timeout=timeout_seconds))
+            call = uninterrupted(partial(method.future, data, timeout=timeout_seconds))
         except ValueError as exc:  # raised by gRPC for a closed channel
             raise NotSent(f"{self._peer}: the connection is closed") from exc
 
@@ -87,7 +87,7 @@ class GrpcCalls:
             pause, longest = self.pauses or (None, 0.0)
             while True:
                 try:
-                    reply: bytes = shielded(partial(call.result, pause))
+                    reply: bytes = uninterrupted(partial(call.result, pause))
                     return reply
                 except grpc.FutureTimeoutError:
                     self.waited(call, timeout_seconds)

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from functools import partial
 
 from geartrain.ams.kernels import _core
-from geartrain.ams.rpc.carrier import AttemptFailed, NobodyThere, NotSent
+from geartrain.ams.rpc.carrier import AttemptFailed, ConnectionRefused, NotSent
 from geartrain.ams.values.config import split_address
 from geartrain.ams.values.errors import ConfigError, DataPortClosed
-from geartrain.ams.values.interrupts import shielded
+from geartrain.ams.values.interrupts import uninterrupted
 from geartrain.ams.values.shard_messages import DataPlaneOffer
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class DataPlane:
         Raises AttemptFailed, the shard's error, or DataPortClosed: the shard answers, but cannot be connected to. Under
         TLS also ConfigError: one of the two has no OpenSSL 3, or ``needs_tls`` and the shard does not offer it.
         """
-        return self.connection or shielded(partial(self._connected, min(seconds, _OFFER_SECONDS)))
+        return self.connection or uninterrupted(partial(self._connected, min(seconds, _OFFER_SECONDS)))
 
     def may_go_on(self, *, is_late: bool) -> bool:
         """Return whether the connection is usable after an unfinished call, which was late or lost the connection."""
@@ -123,7 +123,7 @@ class DataPlane:
             return self._by_tcp(offer)
         except (OSError, RuntimeError) as exc:
             if str(exc).startswith("no address of"):
-                raise NobodyThere(f"shard at {self._address}: the name of the host cannot be resolved") from exc
+                raise ConnectionRefused(f"shard at {self._address}: the name of the host cannot be resolved") from exc
             raise DataPortClosed(
                 f"the shard at {self._address} answers, but its port for rows, {self._host}:{offer.port}, does not "
                 f"({exc}); open it in the firewall, or start the server with a port that is open: --data-port"

@@ -13,6 +13,7 @@ from geartrain.ams.values.errors import InvalidRows
 from geartrain.ams.values.gear_messages import (
     AskFeatures,
     Delivery,
+    DeliveryAck,
     DescribeGear,
     FeatureReply,
     FlushGradients,
@@ -21,7 +22,6 @@ from geartrain.ams.values.gear_messages import (
     GearState,
     HandOver,
     PushFeatureGradients,
-    Taken,
 )
 from geartrain.ams.values.specs import Ids
 
@@ -76,7 +76,7 @@ class GrpcGearCarrier(GrpcCalls):
 
     def deliver(
         self, name: str, delivery: Delivery, *, wait: bool, sent_to: str, timeout_seconds: float
-    ) -> AwaitReply[Taken]:
+    ) -> AwaitReply[DeliveryAck]:
         """Deliver gradients."""
         return self.start(
             PushFeatureGradients(name=name, delivery=delivery, wait=wait, sent_to=sent_to), timeout_seconds

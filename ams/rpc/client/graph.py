@@ -19,7 +19,7 @@ from geartrain.ams.rpc.services import GRAPH
 from geartrain.ams.values.config import MAX_MESSAGE_BYTES
 from geartrain.ams.values.errors import ProtocolError
 from geartrain.ams.values.graph_messages import DownloadGraph, GraphInfo
-from geartrain.ams.values.interrupts import shielded
+from geartrain.ams.values.interrupts import uninterrupted
 
 _HEALTH = "/grpc.health.v1.Health/Check"
 CHUNK_BYTES = 1 << 20
@@ -40,7 +40,7 @@ class GrpcGraphCarrier(GrpcCalls):
 
     def download(self, table: str) -> tuple[GraphInfo, npt.NDArray[np.int64], npt.NDArray[Any]]:
         """Return (info, offsets, neighbours) of a graph. Raises ProtocolError if it arrived damaged or cut."""
-        return shielded(partial(self._download, table))
+        return uninterrupted(partial(self._download, table))
 
     def _download(self, table: str) -> tuple[GraphInfo, npt.NDArray[np.int64], npt.NDArray[Any]]:
         replies = self.stream(DownloadGraph(table=table))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 from grpc_health.v1 import health_pb2
 
-from geartrain.ams.rpc.carrier import AttemptFailed, NotBelieved, remedy
+from geartrain.ams.rpc.carrier import AttemptFailed, CertificateRejected, remedy
 from geartrain.ams.rpc.credentials import Credentials
 from geartrain.ams.rpc.status import error_from
 from geartrain.ams.values.config import identity
@@ -28,7 +28,7 @@ def why_not_serving(address: str, timeout_seconds: float = 2.0, service: str = "
             return f"{address} has no service {service!r}; ask a scheduler for it"
         failure = error_from(exc, address)
         shown = ""
-        if isinstance(failure, NotBelieved):
+        if isinstance(failure, CertificateRejected):
             folder, role = identity(address)
             shown = f"; this process shows {f'{folder}/{role}.pem' if folder else 'none: it has no security.folder'}"
         return f"{failure}{shown}{f'; {remedy(failure)}' if isinstance(failure, AttemptFailed) else ''}"

@@ -26,11 +26,11 @@ from geartrain.ams.rpc.server.rights import (
     NO_TOKEN,
     OPENS_ROWS,
     RIGHT_OF,
-    Asked,
-    AskedFreezes,
+    FreezeTables,
+    RequiredRights,
     asked,
 )
-from geartrain.ams.rpc.server.strangers import Strangers
+from geartrain.ams.rpc.server.silent_connections import SilentConnections
 from geartrain.ams.rpc.services import GEAR, GRAPH, SCHEDULER, SHARD
 from geartrain.ams.rpc.tokens import ALL_TABLES, METADATA_KEY, RIGHTS, SCHEME, Token, Tokens
 from geartrain.ams.values.config import CERTIFIED_ROLES, CLIENT
@@ -57,11 +57,11 @@ _LISTS: dict[str, dict[frozenset[str], str]] = {
         _ALL: "Ping DescribeCluster",
         _SHARDS: "Register Heartbeat Leave PrepareLeave",
         _TOKEN_READERS: "ReadRevoked",
-        _READERS | _SCHEDULER: "TakeIncarnation",
-        _WRITERS: """AlterClusterTable FenceJob TellJob LeaseStreams RenewStreams ReleaseStreams DescribeStreams
+        _READERS | _SCHEDULER: "IssueIncarnation",
+        _WRITERS: """AlterClusterTable FenceJob ReportJob LeaseStreams RenewStreams ReleaseStreams DescribeStreams
             DescribeHolders RestoreStreams""",
-        _WRITERS | _SCHEDULER: "CreateClusterTable DropClusterTable PublishClusterTables CheckCaller TellEvent",
-        _CLIENTS: "TellSteps LeaveSteps ReadRendezvous WriteRendezvous",
+        _WRITERS | _SCHEDULER: "CreateClusterTable DropClusterTable PublishClusterTables CheckCaller ReportEvent",
+        _CLIENTS: "ReportSteps LeaveSteps ReadRendezvous WriteRendezvous",
         _CLIENTS | _SCHEDULER: "ReadEvents DescribeJobs",  # it may be asked where it runs
     },
     SHARD.name: {
@@ -94,7 +94,7 @@ CALLERS: dict[str, frozenset[str]] = {
 _MAY_READ, _MAY_ALL = (
     Token("", ALL_TABLES, ((ALL_TABLES, rights),), float("inf")) for rights in (RIGHTS["read"], sum(RIGHTS.values()))
 )
-Asks = Callable[[bytes], Asked]
+Asks = Callable[[bytes], RequiredRights]
 """Function from a request to the rights it needs. Raises a GeartrainError for an undecodable one."""
 _OF_A_SHARD = {method.path: method for _, method in SCHEDULER.items() if CALLERS[method.path] == _SHARDS}
 """RPCs that only ``server/N`` may call for shard N: register, heartbeat, leave."""
@@ -103,12 +103,12 @@ _OF_A_SHARD = {method.path: method for _, method in SCHEDULER.items() if CALLERS
 class Access(grpc.ServerInterceptor):
     """Interceptor that checks the caller of every call to a server with certificates, before any work."""
 
-    def __init__(self, mine: Credentials, folder: str, strangers: Strangers, counts: CallCounts) -> None:
+    def __init__(self, mine: Credentials, folder: str, strangers: SilentConnections, counts: CallCounts) -> None:
         """Refused calls are counted in ``counts``; the handlers count all others."""
         self._mine, self._cluster = mine, mine.names[0].cluster
         self._strangers, self._counts = strangers, counts
         self.tokens = tokens_of(folder)
-        self._freezes = AskedFreezes()
+        self._freezes = FreezeTables()
         self._has_warned = False
         self._asks: dict[str, Asks] = {}
         self._guarded = functools.cache(self._guard)
@@ -156,7 +156,7 @@ class Access(grpc.ServerInterceptor):
         names = [name for name in certified if name.cluster == self._cluster]
         if time.time() >= until or not names:
             why, code = "its certificate ran out, or is of another cluster", grpc.StatusCode.UNAUTHENTICATED
-        elif not self._mine.believes(pem, chain):
+        elif not self._mine.trusts(pem, chain):
             why, code = "its certificate is of an authority that is believed no more", grpc.StatusCode.UNAUTHENTICATED
         elif not (able := [name for name in names if path in self._asks or name.role in CALLERS.get(path, ())]):
             why, code = "not its role", grpc.StatusCode.PERMISSION_DENIED
@@ -182,11 +182,11 @@ class Access(grpc.ServerInterceptor):
                 grant = (token or (_MAY_ALL if any(n.role in _WRITERS for n in able) else _MAY_READ)).grant(until)
 
                 def is_good() -> bool:
-                    if not self._mine.believes(pem, chain):
+                    if not self._mine.trusts(pem, chain):
                         return False
                     if token is None:
                         return not (is_program and self.tokens.are_wanted)
-                    return not isinstance(self.tokens.believed(text), str)
+                    return not isinstance(self.tokens.trusted(text), str)
 
                 self.tokens.watch(grant, is_good, caller)
                 return None, "", grant
@@ -207,22 +207,22 @@ class Access(grpc.ServerInterceptor):
         token = None
         is_wanted = needs and self.tokens.are_wanted
         if not (is_wanted or RIGHT_OF.get(path) in AUDITED_RIGHTS):
-            what = Asked(ANY, ())
+            what = RequiredRights(ANY, ())
         else:
             try:
                 asks = self._asks.get(path)
                 what = asked(path, request, self._freezes) if asks is None else asks(request)
             except GeartrainError:  # its handler reports it, to callers that may call it at all
-                what = Asked("admin", (ALL_TABLES,))
+                what = RequiredRights("admin", (ALL_TABLES,))
         why = None
         if is_wanted:
-            believed = self.tokens.believed(text) if text else "it shows no token"
-            if isinstance(believed, str):
-                why = believed
+            trusted = self.tokens.trusted(text) if text else "it shows no token"
+            if isinstance(trusted, str):
+                why = trusted
             else:
-                token = believed[0]
+                token = trusted[0]
                 caller |= {"token": token.id, "job": token.job}
-                why = what.lacks(*believed)
+                why = what.lacks(*trusted)
         if why is None and what.freeze:
             self._freezes.record(what)
         if why is not None or what.right in AUDITED_RIGHTS:

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from geartrain.ams.rpc.server.peer_user import user_of_peer
-from geartrain.ams.rpc.server.server import Bound, BytesMethod, BytesStream
+from geartrain.ams.rpc.server.server import BytesMethod, BytesStream, ServedMethods
 from geartrain.ams.rpc.services import Method, Service
 from geartrain.ams.values.rpc import Rpc
 from geartrain.ams.values.shard_messages import CallContext
@@ -39,7 +39,7 @@ Handlers = Mapping[type[Rpc[Any]], Callable[[Any, Any], Any]]
 
 def bind(
     service: Service, handlers: Handlers, of_bytes: Mapping[type[Rpc[Any]], BytesMethod] = MappingProxyType({})
-) -> Bound:
+) -> ServedMethods:
     """Return a service whose every RPC has a handler, by the type of its request; ``of_bytes`` has those of RPCs with
     rows. Raises TypeError if one has none.
     """
@@ -54,7 +54,7 @@ def bind(
             streams[method.name] = _streaming(method, handlers[kind])
         else:
             methods[method.name] = _answering(method, handlers[kind])
-    return Bound(service.name, methods, streams)
+    return ServedMethods(service.name, methods, streams)
 
 
 def _answering(method: Method, handler: Callable[[Any, Call], Any]) -> BytesMethod:

@@ -10,7 +10,7 @@ from typing import Any
 
 from geartrain.ams.values.config import MIB
 
-_LOOK_SECONDS = 5.0
+_POLL_SECONDS = 5.0
 _MUCH_BYTES = 64 * MIB
 """Drop of used memory below its peak that triggers a release."""
 
@@ -39,4 +39,4 @@ def _watch(library: Any) -> None:
         if most - used > _MUCH_BYTES:
             library.malloc_trim(0)
             most = used
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)

@@ -23,12 +23,12 @@ AUDITED_RIGHTS = frozenset({"create", "snapshot", "admin"})
 # RPCs of each service by the right to their tables.
 _LISTS: dict[str, dict[str, str]] = {
     SCHEDULER.name: {
-        ANY: """DescribeCluster TakeIncarnation CheckCaller FenceJob TellJob LeaseStreams RenewStreams ReleaseStreams
-            DescribeStreams DescribeHolders RestoreStreams TellSteps LeaveSteps ReadRendezvous
+        ANY: """DescribeCluster IssueIncarnation CheckCaller FenceJob ReportJob LeaseStreams RenewStreams ReleaseStreams
+            DescribeStreams DescribeHolders RestoreStreams ReportSteps LeaveSteps ReadRendezvous
             WriteRendezvous""",
         "read": "ReadEvents DescribeJobs",
         "create": "CreateClusterTable AlterClusterTable DropClusterTable",
-        "snapshot": "PublishClusterTables TellEvent",
+        "snapshot": "PublishClusterTables ReportEvent",
     },
     SHARD.name: {
         ANY: "Describe OpenDataPlane Fence",
@@ -81,7 +81,7 @@ _OF_A_FREEZE = (_FREEZE, f"/{SHARD.name}/WriteFrozen", f"/{SHARD.name}/Thaw")
 _MOST_FREEZES = 65_536
 
 
-class Asked(NamedTuple):
+class RequiredRights(NamedTuple):
     """Rights that a request needs."""
 
     right: str
@@ -104,7 +104,7 @@ class Asked(NamedTuple):
         return None if other is None else f"{other!r} is of another job than {token.job!r}"
 
 
-class AskedFreezes:
+class FreezeTables:
     """Tables of freezes by name, as requests to write or end a freeze do not name its tables."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class AskedFreezes:
         with self._lock:
             return tuple(sorted(self._tables.get(freeze, set()).union(more)))
 
-    def record(self, asked: Asked) -> None:
+    def record(self, asked: RequiredRights) -> None:
         """Record an allowed request."""
         with self._lock:
             self._tables[asked.freeze] = {*self._tables.pop(asked.freeze, ()), *asked.tables}
@@ -146,23 +146,25 @@ _READERS = {
 }
 
 
-def asked(path: str, request: bytes, freezes: AskedFreezes) -> Asked:
+def asked(path: str, request: bytes, freezes: FreezeTables) -> RequiredRights:
     """Return the rights that a request needs. Raises a GeartrainError for an undecodable one."""
     reader = _READERS.get(path)
     if reader is None:
-        return Asked("admin", (ALL_TABLES,))
+        return RequiredRights("admin", (ALL_TABLES,))
     message = reader.header_of(request)
     jobs = [get(message) for get in reader.jobs]
     jobs += filter(None, (get(message) for get in reader.streams))
     tables = tuple(name for get in reader.tables for name in _names(get(message)))
     if path == _LEASE and message.HasField("restore"):  # the scheduler will save and restore these tables for it
-        return Asked("snapshot", tuple(message.restore.tables) or (ALL_TABLES,), tuple(jobs))
+        return RequiredRights("snapshot", tuple(message.restore.tables) or (ALL_TABLES,), tuple(jobs))
     if path in _OF_A_FREEZE:
         if path == _FREEZE and not tables:
             tables = (ALL_TABLES,)
         freeze = message.snapshot_id
-        return Asked(reader.right, freezes.tables(freeze, tables), tuple(jobs), freeze if path == _FREEZE else "")
-    return Asked(reader.right, tables, tuple(jobs))
+        return RequiredRights(
+            reader.right, freezes.tables(freeze, tables), tuple(jobs), freeze if path == _FREEZE else ""
+        )
+    return RequiredRights(reader.right, tables, tuple(jobs))
 
 
 def _names(found: Any) -> Iterable[str]:

@@ -23,7 +23,7 @@ from geartrain.ams.rpc.channel import WAITS_KEY, channel_options
 from geartrain.ams.rpc.credentials import Credentials
 from geartrain.ams.rpc.server.access import Access, Asks
 from geartrain.ams.rpc.server.memory import watch_memory
-from geartrain.ams.rpc.server.strangers import Strangers
+from geartrain.ams.rpc.server.silent_connections import SilentConnections
 from geartrain.ams.rpc.server.threads import CallThreads, message_is_here
 from geartrain.ams.rpc.server.waiting import BeginMethod, WaitingCalls
 from geartrain.ams.rpc.status import abort
@@ -41,7 +41,7 @@ BytesMethod = Callable[[bytes, grpc.ServicerContext], bytes]
 BytesStream = Callable[[bytes, grpc.ServicerContext], Iterator[bytes]]
 
 
-class Bound(NamedTuple):
+class ServedMethods(NamedTuple):
     """A service and its methods by name: encoded request → encoded reply (streams: → replies)."""
 
     service: str
@@ -73,7 +73,7 @@ class GrpcServer:
         mine = credentials or Credentials.mine(listen)
         self.counts = CallCounts()
         """Counters of the calls of its services."""
-        strangers = Strangers()
+        strangers = SilentConnections()
         access = Access(mine, mine.folder, strangers, self.counts) if mine.names and mine.folder else None
         self._access = access
         self.tokens = None if access is None else access.tokens
@@ -100,7 +100,7 @@ class GrpcServer:
 
     def add(
         self,
-        bound: Bound,
+        bound: ServedMethods,
         lanes: Mapping[str, ThreadPoolExecutor] = MappingProxyType({}),
         waiting: Mapping[str, BeginMethod] = MappingProxyType({}),
     ) -> None:
@@ -119,7 +119,7 @@ class GrpcServer:
             for name, stream in streams.items()
         }
         # gRPC uses the first handler that knows a call.
-        waiting_handlers = _WhereCallersWait(
+        waiting_handlers = _WaitingCallsHandler(
             service, {name: self._waiting.handler(name, begin) for name, begin in waiting.items()}
         )
         whole = grpc.method_handlers_generic_handler(service, handlers)
@@ -194,7 +194,7 @@ class GrpcServer:
         self._health_lane.shutdown(wait=False)
 
 
-class _WhereCallersWait(grpc.GenericRpcHandler):
+class _WaitingCallsHandler(grpc.GenericRpcHandler):
     """Handler of calls whose metadata mark them as waiting for other callers."""
 
     def __init__(self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]) -> None:

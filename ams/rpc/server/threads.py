@@ -29,7 +29,7 @@ MESSAGE_SECONDS = 30.0
 """Longest time for a message to arrive."""
 _CROWDED_SECONDS = 2.0
 """The same while others wait; it shrinks with their number."""
-_LOOK_SECONDS, _IDLE_LOOK_SECONDS = 0.1, 1.0
+_POLL_SECONDS, _IDLE_LOOK_SECONDS = 0.1, 1.0
 
 
 @dataclass(eq=False, slots=True)
@@ -147,21 +147,21 @@ class CallThreads(ThreadPoolExecutor):
             else:
                 self._finish_reading(call)
 
-    def _patience(self, place: int) -> float:
+    def _backoff(self, place: int) -> float:
         """Return how long a call may read while ``place`` calls that began earlier read."""
         if not self._line or place < self.most_reading // 2:
             return MESSAGE_SECONDS
-        return max(_CROWDED_SECONDS / (1 + len(self._line) / 8), _LOOK_SECONDS)
+        return max(_CROWDED_SECONDS / (1 + len(self._line) / 8), _POLL_SECONDS)
 
     def _abort_slow_calls(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait(_LOOK_SECONDS if self._reading else _IDLE_LOOK_SECONDS)
+                self._changed.wait(_POLL_SECONDS if self._reading else _IDLE_LOOK_SECONDS)
                 if self._is_over:
                     return
                 now = time.monotonic()
                 begun = sorted((call.began, id(call), call) for call in self._reading if call.began is not None)
-                slow = [reading for n, (began, _, reading) in enumerate(begun) if now - began > self._patience(n)]
+                slow = [reading for n, (began, _, reading) in enumerate(begun) if now - began > self._backoff(n)]
                 self._ended.update(reading.peer for reading in slow)
                 if not self._line:
                     self._ended.clear()

@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_SHARE = 0.8
 """Share of a call's time after which its caller gets StepPending."""
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 """Interval of checks for due calls."""
 
 
-class Begun(NamedTuple):
+class ActiveCall(NamedTuple):
     """A call under way."""
 
     reply: Future[Any]
@@ -44,7 +44,7 @@ class Begun(NamedTuple):
     """Whether a missing reply may be due to other callers."""
 
 
-BeginMethod = Callable[[bytes, grpc.ServicerContext], Begun]
+BeginMethod = Callable[[bytes, grpc.ServicerContext], ActiveCall]
 Send = Callable[[bytes | None], None]
 
 
@@ -92,7 +92,7 @@ class WaitingCalls:
         if self._thread is not None:
             self._thread.join()
 
-    def _wait(self, call: _Call, begun: Begun) -> None:
+    def _wait(self, call: _Call, begun: ActiveCall) -> None:
         if begun.reply.done():
             call.finish(begun)
             return
@@ -143,7 +143,7 @@ class WaitingCalls:
                 for call in due:
                     del self._waiting[call]
                 if not due:
-                    self._changed.wait(_LOOK_SECONDS)
+                    self._changed.wait(_POLL_SECONDS)
             for call in due:
                 self._later(partial(call.fail, pending))
 
@@ -157,7 +157,7 @@ class _Call:
         self._count = count
         self._first = threading.Lock()
 
-    def finish(self, begun: Begun) -> None:
+    def finish(self, begun: ActiveCall) -> None:
         """Send the result."""
         if begun.reply.cancelled():
             return  # the caller left

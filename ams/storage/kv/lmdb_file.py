@@ -37,7 +37,7 @@ def lock_folder(folder: Path, remedy: str) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as exc:
         os.close(lock)
-        raise ConfigError(f"the folder {str(folder)!r} is in use by another living process; {remedy}") from exc
+        raise ConfigError(f"the folder {str(folder)!r} is in use by another live process; {remedy}") from exc
     return lock
 
 

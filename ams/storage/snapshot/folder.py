@@ -277,7 +277,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedSnapshot:
     """A snapshot as a listing shows it: either its manifest is sound, or ``damage`` says why not."""
 
     path: Place
@@ -350,7 +350,7 @@ def _not_found(folder: Place) -> SnapshotNotFound:
     return SnapshotNotFound(f"{folder} is not the folder of a snapshot")
 
 
-def list_snapshots(root: str | Path) -> list[Listed]:
+def list_snapshots(root: str | Path) -> list[ListedSnapshot]:
     """Return the snapshots of a root, the newest first; none if there is no such folder.
 
     The one that was written last is the newest, by its number, whatever its step and the clock; one that was compacted
@@ -373,9 +373,9 @@ def list_snapshots(root: str | Path) -> list[Listed]:
     listed = []
     for folder in (within(root, name) for name in sorted(names)):
         try:
-            listed.append(Listed(folder, open_snapshot(folder), None))
+            listed.append(ListedSnapshot(folder, open_snapshot(folder), None))
         except SnapshotDamaged as exc:
-            listed.append(Listed(folder, None, exc))
+            listed.append(ListedSnapshot(folder, None, exc))
         except SnapshotNotFound:
             continue  # removed in the meantime
     abandoned = _abandoned([found.snapshot.manifest for found in listed if found.snapshot is not None])
@@ -452,7 +452,7 @@ _INSTEAD = "Bring the file back from a copy, or use another snapshot and move th
 _INSTEAD_OF_PARENT = "Bring that one back from a copy, or use another snapshot"
 
 
-def _perhaps_needed(old: Sequence[Snapshot], unreadable: Sequence[Listed]) -> list[Snapshot]:
+def _perhaps_needed(old: Sequence[Snapshot], unreadable: Sequence[ListedSnapshot]) -> list[Snapshot]:
     """Those of ``old`` to which one with a damaged manifest may add: all that were there before its first file."""
     if not old or not unreadable:
         return []
@@ -511,14 +511,14 @@ def _abandoned(manifests: Sequence[Manifest]) -> set[str]:
     return found
 
 
-def _age(listed: Listed, abandoned: Collection[str]) -> tuple[bool, float, float, str]:
+def _age(listed: ListedSnapshot, abandoned: Collection[str]) -> tuple[bool, float, float, str]:
     if listed.snapshot is None:
         return (True, float("inf"), 0.0, listed.name)
     manifest = listed.snapshot.manifest
     return (manifest.id not in abandoned, manifest.number, manifest.created, listed.name)
 
 
-def _damage(listed: Listed) -> Sequence[SnapshotError]:
+def _damage(listed: ListedSnapshot) -> Sequence[SnapshotError]:
     if listed.snapshot is None:
         assert listed.damage is not None
         return [listed.damage]

@@ -36,7 +36,7 @@ _ALLOWED = f"numbers, {', '.join(NAMES)}, + - * /, comparisons, and, or, not, pa
 Evaluate = Callable[[Any], Any]
 
 
-class Measured(Protocol):
+class ExpressionInput(Protocol):
     """Input of an expression: arrays [N] of :data:`NAMES`, each read only if it is named."""
 
     @property
@@ -74,7 +74,7 @@ class Expression:
             raise InvalidArgument(f"rule {text!r} is a number; compare it, as in 'unseen_steps > 1000'")
         return Expression(text, part.evaluate)
 
-    def evaluate(self, rows: Measured) -> npt.NDArray[np.bool_]:
+    def evaluate(self, rows: ExpressionInput) -> npt.NDArray[np.bool_]:
         """Return for each row whether it is true, [N]. A comparison with NaN, as of 0 / 0, is false."""
         with np.errstate(all="ignore"):
             found = self._evaluate(rows)

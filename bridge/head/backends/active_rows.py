@@ -21,7 +21,7 @@ from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.loss.batch import Batch, DeviceTargets, Targets
 from geartrain.bridge.kernels.launch import is_capturing, runs_kernels
-from geartrain.bridge.kernels.samples import find_rows
+from geartrain.bridge.kernels.sample_terms import find_rows
 from geartrain.bridge.placements.device_rows import RowIndex
 from geartrain.bridge.rows.transfers import upload
 

@@ -67,7 +67,7 @@ class HeadSettings:
 
     name: str
     num_classes: int
-    num_living: int | None
+    num_live_classes: int | None
     """Classes that live from the start; None: all."""
     dim: int
     """Width of features."""
@@ -174,7 +174,7 @@ class RowBackend(Protocol):
         """Operations of rows that this process and its peers hold and read together; None: the rows are elsewhere."""
 
     def identity(self) -> dict[str, Any] | None:
-        """Return the identity of the rows (:mod:`~geartrain.bridge.rows.same_rows`) for a state; None: not needed."""
+        """Return the identity of the rows (see :mod:`~geartrain.bridge.rows.row_identity`); None: no state needs it."""
 
     def require_rows(self, identity: Mapping[str, Any] | None) -> None:
         """Raise SpecMismatch unless the rows, for which a state_dict is about to be loaded, have this

@@ -27,12 +27,12 @@ from geartrain.bridge.head.loss.batch import with_ones
 from geartrain.bridge.head.loss.checks import check_finite
 from geartrain.bridge.head.loss.margins.head_margin import HeadMargin, JointBatch
 from geartrain.bridge.head.loss.margins.margin import Margin
-from geartrain.bridge.head.loss.samples import CountedSamples
+from geartrain.bridge.head.loss.sample_weights import CountedSamples
 from geartrain.bridge.head.loss.sub_centers import largest_cosines
 from geartrain.bridge.head.selection.served_graph import TableGraphs
 from geartrain.bridge.rows.ranks import SyncRanks
+from geartrain.bridge.rows.row_identity import identity_of, require_same_rows
 from geartrain.bridge.rows.row_update import RowUpdate
-from geartrain.bridge.rows.same_rows import identity_of, require_same_rows
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy, counted_as
 from geartrain.bridge.rows.transfers import upload
 
@@ -60,7 +60,7 @@ class ClusterBackend(ABC):
                 f"cluster is {quoted(cluster)}; rows in a cluster need one (gt.local(), gt.connect(...)), "
                 "rows='ranks' none"
             )
-        self.live_classes = LiveClasses.first(settings.num_classes, settings.num_living)
+        self.live_classes = LiveClasses.first(settings.num_classes, settings.num_live_classes)
         self.imprinted: Imprinted | None = None
         group = settings.config.process_group
         joined = group is not None or (settings.sync and dist.is_initialized())
@@ -92,7 +92,7 @@ class ClusterBackend(ABC):
         self, features: Tensor, labels: Tensor, weight: Tensor | None, *, in_training: bool, want_rows: bool
     ) -> HeadCall:
         """Raises InvalidRows, InvalidIds, InvalidArgument and NonFinite; with ranks also SyncError for the input of
-        another rank, and SpecMismatch for other living classes.
+        another rank, and SpecMismatch for other live classes.
         """
         ranks = self.peers if in_training else None
         samples, joint, share = self._samples(features, labels, weight, ranks)

@@ -30,7 +30,7 @@ from geartrain.bridge.rows.gradient_carrier import squared_sum
 from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.row_update import RowGradient, RowUpdate
 from geartrain.bridge.rows.tables import as_numpy, gradient_view
-from geartrain.bridge.rows.transfers import Moment, start_download
+from geartrain.bridge.rows.transfers import DeviceEvent, start_download
 
 _ROWS_PER_SUM = 4096
 _HOST = torch.device("cpu")
@@ -69,7 +69,7 @@ class HeldGradient:
         self._device = device
         self._checksum = None if checksum is None else start_download(checksum)
         self._squares = squares
-        self._arrival = Moment(device)
+        self._arrival = DeviceEvent(device)
 
     def merge(self, other: RowGradient) -> None:
         """Add the gradient of another micro-batch, which is used up; memory is that of the union of classes."""
@@ -248,7 +248,7 @@ class StreamedGradient(FactoredGradient):
             for stop, ids, gradients_ND in blocks:
                 gradients = as_numpy(gradients_ND)
                 update.prepare_push(partial(update.table.prepare_push, ids, gradients, step_goes_on=stop < num), stop)
-                update.send_behind()
+                update.send_in_background()
         update.finish_push()
         stream.close()
 
@@ -278,7 +278,7 @@ class StreamedGradient(FactoredGradient):
                 except Exception as exc:  # of any kind: the others wait for this rank
                     failure = exc
                 squares.append(float(squared_sum(ranks.sum(weighted_ND))))
-        ranks.fail_together(failure, f"the gradients of {self._table.spec.name!r} have no norm")
+        ranks.raise_on_all_ranks(failure, f"the gradients of {self._table.spec.name!r} have no norm")
         stream.close()
         return math.fsum(squares)
 
@@ -294,12 +294,12 @@ class StreamedGradient(FactoredGradient):
         arithmetic = self._factors[0].batch.arithmetic
         parts, chunk_pass = self._parts()
 
-        def store(block: Block, start: int, stop: int, rows_ND: Tensor, checksum: Tensor) -> Moment:
+        def store(block: Block, start: int, stop: int, rows_ND: Tensor, checksum: Tensor) -> DeviceEvent:
             del checksum
             out_ND = gradient_view(block.rows_ND[start - block.start : stop - block.start])
             if rows_ND.data_ptr() != out_ND.data_ptr():
                 out_ND.copy_(rows_ND, non_blocking=True)
-            return Moment(arithmetic.device)
+            return DeviceEvent(arithmetic.device)
 
         overwrite = partial(overwrite_by_sum, parts)
         for block, stored in gradient_blocks(overwrite, chunk_pass, arithmetic, stream.blocks(first), store):

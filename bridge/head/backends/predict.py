@@ -50,14 +50,14 @@ class TopOfPulled:
         self._kept: tuple[object, Any] = (None, None)
         """Key of the cached rows, and the rows."""
 
-    def __call__(self, living: LiveClasses, features_BD: Tensor, k: int, *, normalised: bool) -> TopK:
+    def __call__(self, live: LiveClasses, features_BD: Tensor, k: int, *, normalised: bool) -> TopK:
         """Return scores and ids of the best existing classes."""
         arithmetic = Arithmetic.of(features_BD)
         query_BD = _queries(features_BD, arithmetic, normalised)
-        active = living.select(FullSoftmax(), np.empty(0, np.int64), 0)
+        active = live.select(FullSoftmax(), np.empty(0, np.int64), 0)
         if arithmetic.device.type == "cpu" and arithmetic.compute == torch.float32 and len(features_BD):
             queries, threads = query_BD.contiguous().numpy(), torch.get_num_threads()
-            found = [rows.best(queries, k, threads=threads) for rows in self._rows(living, active, normalised)]
+            found = [rows.best(queries, k, threads=threads) for rows in self._rows(live, active, normalised)]
             scores, ids = best_of(found, k)
             return torch.from_numpy(scores), torch.from_numpy(ids)
         none = _nothing(query_BD[:0], arithmetic, k)
@@ -65,13 +65,13 @@ class TopOfPulled:
         parts = [self._top_of_stream(active, part_BD, k, normalised, arithmetic) for part_BD in some]
         return torch.cat([none[0], *(scores for scores, _ in parts)]), torch.cat([none[1], *(ids for _, ids in parts)])
 
-    def _rows(self, living: LiveClasses, active: ActiveClasses, normalised: bool) -> Iterator[SearchedRows]:
+    def _rows(self, live: LiveClasses, active: ActiveClasses, normalised: bool) -> Iterator[SearchedRows]:
         """Yield all rows, some at a time."""
         table, threads = self._table, torch.get_num_threads()
         at_once = max(_LEAST_ROWS, self._kept_bytes // (5 * table.spec.dim))
         now = None
         if isinstance(table, Table) and active.num <= at_once:  # the version is asked for before rows are read
-            now = (table.incarnation, table.versions(), living.fingerprint)
+            now = (table.incarnation, table.versions(), live.fingerprint)
         if now is not None and now == self._kept[0]:
             yield self._kept[1]
             return
@@ -113,7 +113,7 @@ class TopOfPulled:
 def top_of_hosted(
     calls: HostedCalls, features: Tensor, k: int, *, live_classes: LiveClasses, normalised: bool, centers: int = 1
 ) -> TopK:
-    """Return the best living classes, computed in float32 by the shards, on the features' device. No row is sent.
+    """Return the best live classes, computed in float32 by the shards, on the features' device. No row is sent.
 
     One call to each shard, more where features or answers exceed ``part_bytes``: 4·B·D bytes there and 12·B·k back.
     """

@@ -15,7 +15,7 @@ from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.placements.workspace import Buffer, BufferPool, Workspace
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable, as_numpy
-from geartrain.bridge.rows.transfers import Moment
+from geartrain.bridge.rows.transfers import DeviceEvent
 
 BLOCK_BYTES = 8 << 20
 """Bytes of one pulled block."""
@@ -61,7 +61,7 @@ class RowStream:
         self._device = device
         self._required_sync = required_sync
         self._buffers: list[Buffer] = []
-        self._last_uses: list[Moment] = []
+        self._last_uses: list[DeviceEvent] = []
         """Moments at which the device has read and written each buffer."""
         self._block_rows = min(block_rows_for(table.spec.row_bytes), active.num)
 
@@ -73,7 +73,7 @@ class RowStream:
         self._buffers = [
             self._pool.acquire(num_bytes, host, pinned=self._device.type == "cuda") for _ in range(NUM_BUFFERS)
         ]
-        self._last_uses = [Moment(host)] * NUM_BUFFERS
+        self._last_uses = [DeviceEvent(host)] * NUM_BUFFERS
         ahead = self._start(self._buffers[0], first)
         turn = 0
         while ahead is not None:
@@ -83,7 +83,7 @@ class RowStream:
             self._last_uses[turn].wait()
             ahead = self._start(self._buffers[turn], block.stop)
             yield block
-            self._last_uses[own] = Moment(self._device)
+            self._last_uses[own] = DeviceEvent(self._device)
 
     def bounds(self) -> list[tuple[int, int]]:
         """Return start and stop of all blocks."""

@@ -27,7 +27,7 @@ from geartrain.bridge.head.imprinting.backbone import moved, run
 from geartrain.bridge.head.imprinting.class_sums import ClassSums
 from geartrain.bridge.head.imprinting.mean_centers import CenterMaker
 from geartrain.bridge.head.loss.checks import check_features, check_labels
-from geartrain.bridge.head.loss.samples import check_weight
+from geartrain.bridge.head.loss.sample_weights import check_weight
 from geartrain.bridge.head.loss.sub_centers import whole_rows
 from geartrain.bridge.rows.tables import TORCH_DTYPES, ReadableTable
 
@@ -63,7 +63,7 @@ def imprint_rows(
         lengths = lengths if ranks is None else ranks.sum(lengths)
         all_sums = (sums_SD for _, sums_SD in _sums_by_ids(sums, ranks, num_classes, dim, what))
         maker = CenterMaker.of(
-            backend, all_sums, float(lengths), live_classes.num_living, lambda ids: _are_met(sums, ids, ranks)
+            backend, all_sums, float(lengths), live_classes.num_live_classes, lambda ids: _are_met(sums, ids, ranks)
         )
         for ids, sums_SD in _sums_by_ids(sums, ranks, num_classes, dim, what):
             write = functools.partial(_assign, table, ids, sums_SD, maker)

@@ -53,14 +53,14 @@ class CenterMaker:
         backend: RowBackend,
         sums: Iterable[Tensor],
         lengths: float,
-        num_living: int,
+        num_live_classes: int,
         are_made: Callable[[Ids], npt.NDArray[np.bool_]],
     ) -> CenterMaker:
         """Return a maker for classes with these ``sums`` [S, D] of features; every rank gives the same ones.
 
-        ``lengths`` is the sum of the lengths of all these features, ``num_living`` counts the classes that live when
-        they are written, ``are_made`` says which ids are among them. Pulls up to 32 MiB of the other rows, unless these
-        classes are most of all, or rows have not moved since most were made.
+        ``lengths`` is the sum of the lengths of all these features, ``num_live_classes`` counts the classes that live
+        when they are written, ``are_made`` says which ids are among them. Pulls up to 32 MiB of the other rows,
+        unless these classes are most of all, or rows have not moved since most were made.
         """
         num, total_D, of_sums = 0, torch.zeros(()), 0.0
         for sums_SD in sums:
@@ -69,7 +69,7 @@ class CenterMaker:
             of_sums += float(torch.linalg.vector_norm(sums_SD.double(), dim=1).sum())
         spread = lengths / max(of_sums, NORM_FLOOR)
         imprinted, step, has_margin = backend.imprinted, backend.update.step, backend.margins.margin is not None
-        if num and 2 * num >= num_living:
+        if num and 2 * num >= num_live_classes:
             return CenterMaker(Imprinted(step, _shared_direction(num, total_D)), None, has_margin, spread)
         if not num or (imprinted is not None and imprinted.step == step):
             return CenterMaker(imprinted, None, has_margin, spread)
@@ -104,11 +104,11 @@ def _shared_direction(num: int, total_D: Tensor) -> Tensor | None:
 
 
 def _sample(backend: RowBackend, are_made: Callable[[Ids], npt.NDArray[np.bool_]]) -> Tensor | None:
-    """Return centers [M, D], evenly spread over the living classes; where classes have several, all of them."""
-    table, living, peers = backend.table, backend.live_classes, backend.peers
+    """Return centers [M, D], evenly spread over the live classes; where classes have several, all of them."""
+    table, live, peers = backend.table, backend.live_classes, backend.peers
     most = max(1, _SAMPLE_BYTES // (4 * table.spec.dim))
-    numbers = np.unique(np.linspace(0, living.num_living - 1, min(living.num_living, most)).astype(np.int64))
-    ids = living.ids(numbers)
+    numbers = np.unique(np.linspace(0, live.num_live_classes - 1, min(live.num_live_classes, most)).astype(np.int64))
+    ids = live.ids(numbers)
     ids = ids[~are_made(ids)]
     if not len(ids):
         return None

@@ -13,7 +13,7 @@ from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.collectives.mean import mean_of_ranks
 from geartrain.bridge.head.loss.batch import Batch
 from geartrain.bridge.head.loss.config import Reduction
-from geartrain.bridge.head.loss.samples import CountedSamples
+from geartrain.bridge.head.loss.sample_weights import CountedSamples
 from geartrain.bridge.head.loss.statistics import StepStatistics
 from geartrain.bridge.rows.pending import PendingUpdate, PulledVersion
 

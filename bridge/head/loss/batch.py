@@ -26,7 +26,7 @@ from geartrain.bridge.head.loss.margins.margin import (
 )
 from geartrain.bridge.head.loss.margins.scale import scale_of
 from geartrain.bridge.kernels.launch import runs_kernels
-from geartrain.bridge.kernels.samples import SettledLabels, prepare_features
+from geartrain.bridge.kernels.sample_terms import PreparedLabels, prepare_features
 from geartrain.bridge.placements.workspace import Arithmetic
 from geartrain.bridge.rows.transfers import upload
 
@@ -161,7 +161,7 @@ class Batch:
         num_rows: int,
         arithmetic: Arithmetic,
         smoothing: float = 0.0,
-        late: SettledLabels | None = None,
+        late: PreparedLabels | None = None,
         *,
         num_active: int = 0,
         centers: int = 1,

@@ -22,8 +22,8 @@ _FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _ANEW = "make the head anew, with reuse=True on the same table"
 FIXED_SETTINGS = {
     "select": _ANEW,
-    "num_classes": "the table has so many rows; give a new head more, and let fewer live (num_living)",
-    "num_living": "use add_classes() and retire_classes()",
+    "num_classes": "the table has so many rows; give a new head more, and let fewer live (num_live_classes)",
+    "num_live_classes": "use add_classes() and retire_classes()",
     "dim": "the rows of the table have this width",
     "bias": "the rows of the table have a column for it, or none",
     "sub_centers": "the rows of the table hold so many centers",

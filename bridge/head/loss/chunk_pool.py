@@ -27,7 +27,7 @@ _TRACED_AS = "geartrain::row_chunks"
 """Name of this work in PyTorch's profiler, which does not see the pool's threads."""
 
 
-class Running(Generic[R]):
+class RunningChunks(Generic[R]):
     """Chunks in work."""
 
     def __init__(self, futures: list[Future[R]]) -> None:
@@ -45,14 +45,14 @@ class Session:
     def __init__(self, executor: ThreadPoolExecutor | None) -> None:
         self._executor = executor
 
-    def start(self, function: Callable[[Scratch, T], R], items: Sequence[T]) -> Running[R]:
+    def start(self, function: Callable[[Scratch, T], R], items: Sequence[T]) -> RunningChunks[R]:
         """Start ``function(scratch, item)`` for all items, without gradients or autocast.
 
         Items start in order, those of an earlier call before those of a later one.
         """
         if self._executor is None:
-            return Running([_done(_alone, function, item) for item in items])
-        return Running([self._executor.submit(_alone, function, item) for item in items])
+            return RunningChunks([_done(_alone, function, item) for item in items])
+        return RunningChunks([self._executor.submit(_alone, function, item) for item in items])
 
 
 class ChunkPool:
@@ -110,7 +110,7 @@ class ChunkPool:
                 yield block, self.map(run, items, device, spreads_operations=spreads_operations)
             return
         with self.session(device, spreads_operations=spreads_operations) as session:
-            before: tuple[B, Running[R]] | None = None
+            before: tuple[B, RunningChunks[R]] | None = None
             for block in blocks:
                 running = session.start(run, [(block, chunk) for chunk in chunks(block)])
                 if before is not None:

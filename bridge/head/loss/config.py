@@ -43,7 +43,7 @@ class HeadConfig:
     label_smoothing: float = 0.0
     """Part of a sample's target, in [0, 1], that is spread evenly over the classes, as
     ``torch.nn.functional.cross_entropy`` does: over the active ones or, where the selection corrects its logits, over
-    all living ones (of which the active ones are an estimate). With a margin this part is over the logits without it.
+    all live ones (of which the active ones are an estimate). With a margin this part is over the logits without it.
     """
     dtype: DTypeName = "float32"
     """Storage type of the rows: float32, float16 or bfloat16; with ``rows="ranks"`` also float8_e4m3fn, with a scale a

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from geartrain.ams.values.errors import InvalidRows
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.collectives.parts import with_travelled_gradient
+from geartrain.bridge.collectives.part_exchange import with_travelled_gradient
 from geartrain.bridge.head.loss.autograd_node import HeadCall, refuse_second_derivative
 from geartrain.bridge.head.loss.config import Reduction
 from geartrain.bridge.rows.transfers import upload

@@ -26,7 +26,7 @@ from geartrain.bridge.head.loss.checks import check_labels
 from geartrain.bridge.head.loss.config import Reduction, check_label_smoothing, check_reduction
 from geartrain.bridge.head.loss.margins.angular import CombinedMargin
 from geartrain.bridge.head.loss.margins.scale import scale_of
-from geartrain.bridge.head.loss.samples import check_weight
+from geartrain.bridge.head.loss.sample_weights import check_weight
 from geartrain.bridge.kernels.sampling import filled_by_sample, room_for
 
 

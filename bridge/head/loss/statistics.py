@@ -112,7 +112,7 @@ class LearningWatch:
         self.last: StepStatistics | None = None
         """Statistics of the last pass, trained or not."""
 
-    def observe(self, seen: StepStatistics, num_living: int, settings: Callable[[], str]) -> None:
+    def observe(self, seen: StepStatistics, num_live_classes: int, settings: Callable[[], str]) -> None:
         """Check a training pass; ``settings`` describe the head, for the warning."""
         self._passes += 1
         hits, samples = seen.hits if self._passes > self._next else None, len(seen.targets)
@@ -120,7 +120,7 @@ class LearningWatch:
             return
         self._next = self._passes + _WATCHES_EVERY - 1
         if self._horizon == 0:
-            self._horizon = max(_LEAST_PASSES, _PASSES_A_CLASS * num_living // samples)
+            self._horizon = max(_LEAST_PASSES, _PASSES_A_CLASS * num_live_classes // samples)
         self._collect()
         if self._passes > self._horizon:
             self.has_ended = True

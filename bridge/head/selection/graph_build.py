@@ -42,13 +42,13 @@ class GraphSource(Protocol):
         """Division of a graph's lists among the ranks; None: each process keeps all."""
 
     def rows(self, live_classes: LiveClasses, step: int, *, beside_training: bool = False) -> GraphRows:
-        """Return the living classes' rows as they are at ``step``; the graph may be built by another thread."""
+        """Return the live classes' rows as they are at ``step``; the graph may be built by another thread."""
 
 
-class Building:
+class GraphBuild:
     """One build of a graph."""
 
-    def __init__(self, step: int, after: Building | None) -> None:
+    def __init__(self, step: int, after: GraphBuild | None) -> None:
         """``after`` is the cancelled build before; a graph service gets this one once it knows of the cancellation."""
         self.step = step
         self._after = after

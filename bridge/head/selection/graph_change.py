@@ -1,6 +1,6 @@
 """Changes of a graph of nearest classes between two builds, when classes are added or retired.
 
-Legend: L living classes before, L' after, E entries of all lists, k neighbours of a class, N new classes, D width.
+Legend: L live classes before, L' after, E entries of all lists, k neighbours of a class, N new classes, D width.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ def renumbered(
     """
     stay = after.holds(before.all_ids)
     numbers: Ids = np.where(stay, after.numbers(before.all_ids), -1)
-    new_number = numbers.astype(id_dtype(after.num_living))
+    new_number = numbers.astype(id_dtype(after.num_live_classes))
     moved: npt.NDArray[Any] = new_number[table.neighbours]
     kept = np.append(moved >= 0, False)
     counts = np.add.reduceat(kept, table.offsets[:-1], dtype=np.int64)[: table.num_lists]
     counts[np.diff(table.offsets) == 0] = 0
     owners = slice(table.first, table.first + table.num_lists)
     stay = stay[owners]
-    first, stop = bounds or (0, after.num_living)
+    first, stop = bounds or (0, after.num_live_classes)
     lists = np.zeros(stop - first, np.int64)
     lists[new_number[owners][stay] - first] = counts[stay]
     kept[:-1] &= np.repeat(stay, np.diff(table.offsets))  # the lists of retired classes are removed, too
-    return NeighbourTable(_offsets(lists), moved[kept[:-1]], table.k, first, bounds and after.num_living)
+    return NeighbourTable(_offsets(lists), moved[kept[:-1]], table.k, first, bounds and after.num_live_classes)
 
 
 def with_new(table: NeighbourTable, new: Ids, nearest_NK: Ids) -> NeighbourTable:

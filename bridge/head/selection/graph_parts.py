@@ -53,8 +53,8 @@ class GraphParts:
 
 
 def lists_by_class(table: NeighbourTable | None, live_classes: LiveClasses, classes: range, k: int) -> NeighbourIds:
-    """Return the lists of these classes [L, k] in their saved form: by class id, filled up with −1, living or not.
-    ``table``, of the living classes among them, has lists of at most k; None: all are empty."""
+    """Return the lists of these classes [L, k] in their saved form: by class id, filled up with −1, live or not.
+    ``table``, of the live classes among them, has lists of at most k; None: all are empty."""
     lists_LK = np.full((len(classes), k), -1, id_dtype(live_classes.num_classes))
     if table is not None:
         lengths = np.diff(table.offsets)
@@ -77,5 +77,5 @@ def table_of_lists(
     lengths = listed_LK.sum(1)[live_classes.holds(np.arange(classes.start, classes.stop))]
     offsets = np.zeros(stop - first + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
-    neighbours: NeighbourIds = lists_LK[listed_LK].astype(id_dtype(live_classes.num_living), copy=False)
-    return NeighbourTable(offsets, neighbours, k, first, live_classes.num_living if is_part else None)
+    neighbours: NeighbourIds = lists_LK[listed_LK].astype(id_dtype(live_classes.num_live_classes), copy=False)
+    return NeighbourTable(offsets, neighbours, k, first, live_classes.num_live_classes if is_part else None)

@@ -28,12 +28,12 @@ from geartrain.ams.values.arguments import integer
 from geartrain.ams.values.errors import GeartrainError, InvalidArgument, SpecMismatch
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.collectives.communicator import Communicator
-from geartrain.bridge.head.selection.graph_build import Building, GraphSource, OnPairs, built_for_all
+from geartrain.bridge.head.selection.graph_build import GraphBuild, GraphSource, OnPairs, built_for_all
 from geartrain.bridge.head.selection.graph_change import nearest_classes, renumbered, with_new
 from geartrain.bridge.head.selection.graph_parts import lists_by_class, table_of_lists
 from geartrain.bridge.head.selection.own_neighbours import OwnNeighbours
 from geartrain.bridge.head.selection.served_graph import TableGraphs
-from geartrain.bridge.rows.state import RowsOfRank, state_from_bytes, state_to_bytes
+from geartrain.bridge.rows.serialization import RowsOfRank, state_from_bytes, state_to_bytes
 from geartrain.bridge.rows.tables import ReadableTable
 
 logger = logging.getLogger(__name__)
@@ -131,13 +131,13 @@ class Graph:
     """Graph of nearest classes, with its version and origin."""
 
     table: NeighbourTable
-    """Neighbours in numbers of the living classes (ids, if none is retired); if ranks hold rows, this rank's part."""
+    """Neighbours in numbers of the live classes (ids, if none is retired); if ranks hold rows, this rank's part."""
     version: int
     """Number of the graph, from 1; adding or retiring classes changes a graph and counts, too."""
     step: int
     """Updates of the rows when the build started."""
     classes: int = 0
-    """Fingerprint of its living classes."""
+    """Fingerprint of its live classes."""
 
 
 class KNNSelection(Selection):
@@ -157,7 +157,7 @@ class KNNSelection(Selection):
         """
         self.settings = settings
         self.live_classes = LiveClasses(table.spec.num_rows or 0)
-        """Living classes of the head; :meth:`follow` changes them."""
+        """Live classes of the head; :meth:`follow` changes them."""
         self.graph: Graph | None = None
         """Graph in use; None before the first: negatives are random."""
         self._own: tuple[NeighbourTable, OwnNeighbours] | None = None
@@ -177,12 +177,12 @@ class KNNSelection(Selection):
         """Whether the next selection is for a training step."""
         self._work = 0
         """Pairs of labels and active classes in the training steps since the last build."""
-        self._patience = 1
+        self._backoff = 1
         """Factor by which builds are rarer than operations allow, because the clock requires it."""
         self._built_at = time.monotonic()
         self._has_warned = False
-        self._pending: Building | None = None
-        self._ending: Building | None = None
+        self._pending: GraphBuild | None = None
+        self._ending: GraphBuild | None = None
         """Build that was cancelled last: a service builds one graph of a table at a time."""
 
     def __repr__(self) -> str:
@@ -199,7 +199,7 @@ class KNNSelection(Selection):
         return self.settings.budget(num_classes)
 
     def select(self, labels: Ids, num_classes: int, step: int) -> ActiveClasses:
-        """Return the active classes for the labels [B] (of all ranks), all in numbers of the living classes. Except
+        """Return the active classes for the labels [B] (of all ranks), all in numbers of the live classes. Except
         with "auto" it builds a missing graph; with ranks, which would have to build together, it raises InvalidArgument
         instead. If the graph is divided among ranks it is collective, and returns ids of the rank's own classes
         (``own_neighbours.py``)."""
@@ -273,7 +273,7 @@ class KNNSelection(Selection):
                 self._start_build()
         elif self._is_due or (self.graph is None and not self._begins_at_random):
             self.rebuild_graph()
-        elif self.settings.rebuild == "auto" and self._affordable_builds >= self._patience:
+        elif self.settings.rebuild == "auto" and self._affordable_builds >= self._backoff:
             self._build_in_time()
         elif isinstance(self.settings.rebuild, int) and (self.graph_age or 0) >= self.settings.rebuild:
             self.rebuild_graph()
@@ -296,7 +296,7 @@ class KNNSelection(Selection):
         self._install(built_for_all(self._ranks, build), building.step)
 
     def follow(self, live_classes: LiveClasses, added: Ids) -> None:
-        """Continue with other living classes, of which ``added`` are new and already have rows. Collective.
+        """Continue with other live classes, of which ``added`` are new and already have rows. Collective.
 
         Retired classes leave every list at once. Each new one gets its nearest classes, and comes first in their lists
         until the next build. A background build, being of other classes, is restarted. Costs O(C·k), and with new
@@ -341,7 +341,7 @@ class KNNSelection(Selection):
         return nearest
 
     def _drop_graph_of_others(self) -> None:
-        """Divide a given graph (:meth:`graph_from_bytes`) among ranks; drop one of other living classes."""
+        """Divide a given graph (:meth:`graph_from_bytes`) among ranks; drop one of other live classes."""
         graph = self.graph
         if graph is None:
             return
@@ -350,7 +350,7 @@ class KNNSelection(Selection):
                 self.graph = replace(graph, table=self._parts.cut(graph.table, self.live_classes))
         else:
             logger.warning(
-                "table %r: graph version %d is of other living classes than the head's; another one is built",
+                "table %r: graph version %d is of other live classes than the head's; another one is built",
                 self._table.spec.name,
                 graph.version,
             )
@@ -375,11 +375,11 @@ class KNNSelection(Selection):
         itself."""
         names = dict(zip(("version", "step", "classes"), self._identity, strict=True))
         is_due = self._is_due or self._pending is not None
-        return {**names, "is_due": is_due, "work": self._work, "patience": self._patience}
+        return {**names, "is_due": is_due, "work": self._work, "patience": self._backoff}
 
     @property
     def _identity(self) -> tuple[int, int, int]:
-        """Version, step and living classes of the graph in use; zeros if there is none."""
+        """Version, step and live classes of the graph in use; zeros if there is none."""
         return (self.graph.version, self.graph.step, self.graph.classes) if self.graph else (0, 0, 0)
 
     def resume(self, state: Mapping[str, Any] | None, live_classes: LiveClasses) -> None:
@@ -390,7 +390,7 @@ class KNNSelection(Selection):
         self.cancel()
         self._prepared = None
         self._is_due = bool(state["is_due"])
-        self._work, self._patience = int(state.get("work", 0)), int(state.get("patience", 1))
+        self._work, self._backoff = int(state.get("work", 0)), int(state.get("patience", 1))
         self._built_at = time.monotonic()
         saved = (int(state["version"]), int(state["step"]), int(state.get("classes", 0)))
         if self._identity == saved:
@@ -433,9 +433,9 @@ class KNNSelection(Selection):
         self.graph = None
         if not state["version"]:
             return
-        living, k = LiveClasses(int(state["num_classes"]), state["retired_runs"]), int(state["k"])
+        live, k = LiveClasses(int(state["num_classes"]), state["retired_runs"]), int(state["k"])
         lists_LK = own(state["lists"], self._listed).numpy()
-        table = table_of_lists(lists_LK, living, self._listed, k, is_part=self._parts is not None)
+        table = table_of_lists(lists_LK, live, self._listed, k, is_part=self._parts is not None)
         self.graph = Graph(table, int(state["version"]), int(state["step"]), int(state["classes"]))
 
     def graph_to_bytes(self) -> bytes | None:
@@ -486,7 +486,7 @@ class KNNSelection(Selection):
 
     @property
     def _num_classes(self) -> int:
-        return self.live_classes.num_living
+        return self.live_classes.num_live_classes
 
     @property
     def _affordable_builds(self) -> float:
@@ -502,7 +502,7 @@ class KNNSelection(Selection):
         seconds = self._built_at - began
         is_slow = seconds > max(SHORT_SECONDS, SHARE * trained)
         if is_slow if self._ranks is None else self._ranks.agree(is_slow or not self._ranks.acts):
-            self._patience *= 2
+            self._backoff *= 2
 
     def _warn_of_age(self) -> None:
         if self._has_warned or self.settings.rebuild not in ("epoch", "background") or self._affordable_builds < OLD:
@@ -525,9 +525,9 @@ class KNNSelection(Selection):
             rows = self._source.rows(self.live_classes, self._step(), beside_training=True)
             building.start(rows, self.settings.k, self.on_progress)
 
-    def _new_building(self) -> Building:
+    def _new_building(self) -> GraphBuild:
         after, self._ending = self._ending, None
-        return Building(self._step(), after)
+        return GraphBuild(self._step(), after)
 
     def _adopt_finished(self) -> None:
         """Use a graph built in the background, if the ranks that build have finished."""

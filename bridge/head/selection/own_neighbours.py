@@ -93,7 +93,7 @@ class OwnNeighbours:
         parts = {name: getattr(self, name).to(device) for name in ("offsets", "neighbours", "ranks")}
         return replace(self, **parts)
 
-    def near(self, labels_B: Tensor, near: float, budget: int, *, may_wait: bool = False) -> NearHere:
+    def near(self, labels_B: Tensor, near: float, budget: int, *, may_wait: bool = False) -> SelectedNeighbours:
         """Select the labels and their nearest neighbours, P + round(``near`` · (``budget`` − P)) for P distinct labels.
 
         ``labels_B``, the same on every rank, may repeat; ``budget`` is at least P. O(M log M) time, 40·M bytes. With
@@ -109,7 +109,7 @@ class OwnNeighbours:
             below = partial(torch.searchsorted, torch.sort(turns_M).values, out_int32=True)
             limit, num = joint_limit(self.link, below, size, wanted, 4 * self.k)
             if depth == self.k or num == wanted:
-                return NearHere(ids_M.masked_fill_(turns_M >= limit, self.num_classes), num, budget, self)
+                return SelectedNeighbours(ids_M.masked_fill_(turns_M >= limit, self.num_classes), num, budget, self)
             depth = min(self.k, 2 * depth + 1)
 
     def _first_turns(self, labels_B: Tensor, depth: int, size: int) -> tuple[Tensor, Tensor]:
@@ -148,7 +148,7 @@ class OwnNeighbours:
 
 
 @dataclass(frozen=True, eq=False)
-class NearHere:
+class SelectedNeighbours:
     """Selected labels and neighbours."""
 
     ids_M: Tensor

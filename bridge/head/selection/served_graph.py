@@ -36,7 +36,7 @@ class TableGraphs:
 
 
 class PulledRows(TableRows):
-    """Rows of the living classes, pulled while the graph is built in this process."""
+    """Rows of the live classes, pulled while the graph is built in this process."""
 
     one_at_a_time = False
 

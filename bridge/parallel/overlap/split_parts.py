@@ -22,7 +22,7 @@ from geartrain.ams.values.errors import InvalidArgument, InvalidRows
 from geartrain.ams.values.text import quoted
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.collectives.cross_entropy import without_autocast
-from geartrain.bridge.collectives.parts import GatheredParts, PartSizes, SummedParts, with_travelled_gradient
+from geartrain.bridge.collectives.part_exchange import GatheredParts, PartSizes, SummedParts, with_travelled_gradient
 from geartrain.bridge.parallel.split.layer import autocast_dtype
 from geartrain.bridge.parallel.split.linear import SplitLinear
 from geartrain.bridge.parallel.split.logits import LogitsOperations, SplitLogits

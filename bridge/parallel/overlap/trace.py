@@ -172,7 +172,7 @@ def trace_step(path: str | Path, process_group: dist.ProcessGroup | None = None)
         failure = InvalidArgument(
             "a profiler is at work already, torch.profiler's or that of another gt.trace_step; trace in one place"
         )
-    link.fail_together(failure, "nothing was traced")
+    link.raise_on_all_ranks(failure, "nothing was traced")
     traced = TracedStep(target)
     on_device = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])]
@@ -196,7 +196,7 @@ def trace_step(path: str | Path, process_group: dist.ProcessGroup | None = None)
         except OSError as exc:
             failure = ConfigError(f"the trace cannot be written to {str(target)!r}: {exc}; give another path")
             failure.__cause__ = exc
-    link.fail_together(failure, "the trace was not written")
+    link.raise_on_all_ranks(failure, "the trace was not written")
 
 
 def _times_of(rank: int, events: Sequence[Any]) -> RankTimes:

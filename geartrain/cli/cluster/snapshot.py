@@ -16,7 +16,7 @@ from geartrain.cli.shared.consoles import progress_bar
 from geartrain.cli.shared.options import ConfigFile, GraphAddress, Json, SchedulerAddress
 
 if TYPE_CHECKING:
-    from geartrain.ams.storage.snapshot.folder import Listed, Snapshot
+    from geartrain.ams.storage.snapshot.folder import ListedSnapshot, Snapshot
     from geartrain.ams.storage.snapshot.store import Place
 
 FAILED = 1
@@ -191,7 +191,7 @@ def _is_snapshot(path: str) -> bool:
         return False
 
 
-def _listed(listed: Listed) -> dict[str, Any]:
+def _listed(listed: ListedSnapshot) -> dict[str, Any]:
     if listed.snapshot is None:
         return {"name": listed.name, "path": str(listed.path), "damage": str(listed.damage)}
     return {**_facts(listed.snapshot), "damage": None}

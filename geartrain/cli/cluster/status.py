@@ -92,7 +92,7 @@ def age(pong: Pong | None) -> str:
 def report_of_cluster(config: ClusterConfig) -> Report:
     """Return the report about the scheduler, its servers and tables."""
     from geartrain.ams.client.cluster_status import cluster_status, scheduler_jobs
-    from geartrain.watch.looks import health_of
+    from geartrain.watch.polls import health_of
 
     address = config.server.scheduler
     found = cluster_status(address, config=config.client)
@@ -244,7 +244,7 @@ def _print_tables(found: ClusterStatus, address: str, pongs: Mapping[str, Pong])
     from rich.text import Text
 
     from geartrain.ams.client.scheduler_calls import remedy_for_absent
-    from geartrain.watch.looks import health_of
+    from geartrain.watch.polls import health_of
 
     console = table_console()
     up = sum(shard.state == "up" for shard in found.shards)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from geartrain.ams.values.config import ClusterConfig
     from geartrain.ams.values.scheduler_messages import ClusterEvent
-    from geartrain.watch.looks import ClusterLook
+    from geartrain.watch.polls import ClusterPoll
 
 _ASK_SECONDS = 1.0
 _SHOWN_EVENTS = 10
@@ -69,7 +69,7 @@ class _View:
     """Builds the view, with the number of writes since the last one."""
 
     def __init__(self, config: ClusterConfig) -> None:
-        from geartrain.watch.looks import ClusterWatch
+        from geartrain.watch.polls import ClusterWatch
 
         self._watch = ClusterWatch(config, _SHOWN_EVENTS)
         self._newest: deque[ClusterEvent] = deque(maxlen=_SHOWN_EVENTS)
@@ -82,7 +82,7 @@ class _View:
         from geartrain.cli.cluster.status import job_lines
         from geartrain.cli.shared.consoles import HEALTH_COLOURS, table_of
         from geartrain.watch.events import folded
-        from geartrain.watch.looks import health_of
+        from geartrain.watch.polls import health_of
 
         look = self._watch.poll()
         found = look.status
@@ -115,8 +115,8 @@ class _View:
         return Group(*parts)
 
 
-def _shard_rows(look: ClusterLook) -> Iterator[tuple[str, ...]]:
-    from geartrain.watch.looks import Rates
+def _shard_rows(look: ClusterPoll) -> Iterator[tuple[str, ...]]:
+    from geartrain.watch.polls import Rates
 
     for shard in sorted(look.status.shards, key=lambda shard: shard.state == "up"):
         rate = look.rates.get(shard.shard, Rates())

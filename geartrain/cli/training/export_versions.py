@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from geartrain.ams.client.factory import connect
-from geartrain.ams.client.snapshots.export import tables_named
+from geartrain.ams.client.snapshots.table_export import tables_named
 from geartrain.ams.storage.export.one_file import write_one_file
 from geartrain.ams.storage.export.versions import compact_export, newest_version, number_of, version, version_names
 from geartrain.ams.storage.snapshot.folder import open_snapshot, prune

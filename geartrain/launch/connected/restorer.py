@@ -30,7 +30,7 @@ from geartrain.ams.values.errors import (
 from geartrain.ams.values.scheduler_messages import Cursor
 
 logger = logging.getLogger(__name__)
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _KEPT = 3
 """Snapshots kept for each job: the older ones are for a damaged file in the newest."""
 _SHARD_SECONDS = 10.0
@@ -66,7 +66,7 @@ class JobRestorer:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._stopping.wait(_LOOK_SECONDS):
+        while not self._stopping.wait(_POLL_SECONDS):
             for name, job in self._streams.restored_jobs().items():
                 try:
                     self._check_job(name, job)

@@ -17,7 +17,7 @@ from geartrain.serving.http.app import build_app
 from geartrain.serving.http.callers import Callers, Limits
 from geartrain.serving.http.ports import certificates_of
 from geartrain.serving.http.server import HttpServer
-from geartrain.serving.index.parts import use_parts
+from geartrain.serving.index.distributed_index import use_parts
 from geartrain.serving.metrics import ServingCounts
 from geartrain.serving.models.networks import use_threads
 from geartrain.serving.models.own_code import trust

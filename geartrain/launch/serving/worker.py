@@ -20,7 +20,7 @@ from geartrain.launch.logs import audit_to, log_to_stderr
 from geartrain.launch.serving.server import ModelServer
 from geartrain.launch.serving.workers import DRAIN_SECONDS, Lines
 from geartrain.serving.http.ports import joined_port
-from geartrain.serving.service import Told
+from geartrain.serving.service import WorkerReply
 
 
 class _Parent:
@@ -29,9 +29,9 @@ class _Parent:
     def __init__(self, lines: Lines) -> None:
         self.lines = lines
         self._ids = itertools.count()
-        self._waiting: dict[int, queue.SimpleQueue[list[Told]]] = {}
+        self._waiting: dict[int, queue.SimpleQueue[list[WorkerReply]]] = {}
 
-    def everywhere(self, wish: Mapping[str, Any]) -> list[Told]:
+    def everywhere(self, wish: Mapping[str, Any]) -> list[WorkerReply]:
         """Have all workers carry out ``wish``, this one included; return each answer."""
         number = next(self._ids)
         waits = self._waiting[number] = queue.SimpleQueue()

@@ -25,7 +25,7 @@ from typing import Any
 from geartrain.ams.values.config import ClusterConfig, format_address, split_address
 from geartrain.ams.values.errors import GeartrainError, InternalError, NotServed, error_named
 from geartrain.serving.http.ports import held_port
-from geartrain.serving.service import Told, all_or_none
+from geartrain.serving.service import WorkerReply, all_or_none
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +35,10 @@ DRAIN_SECONDS = 8.0
 _WISH_SECONDS = 300.0
 """Time for all workers to carry out a request: it may load a model."""
 _MOST_RESTARTS, _RESTART_SECONDS = 5, 600.0
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _CHANGES_NOTHING = ("counts", "state", "following")
 """Requests that leave the served versions as they are."""
-_GONE: Told = {"error": InternalError.__name__, "message": "a worker died meanwhile", "is_gone": True}
+_GONE: WorkerReply = {"error": InternalError.__name__, "message": "a worker died meanwhile", "is_gone": True}
 
 
 class WorkerDied(GeartrainError):
@@ -101,9 +101,9 @@ class _Worker:
         self.lines = Lines(mine)
         with contextlib.suppress(OSError):  # a worker that ended at once is noticed below
             self.lines.send({"config": config.model_dump(mode="json"), "models": models})
-        self.ready: queue.SimpleQueue[Told] = queue.SimpleQueue()
+        self.ready: queue.SimpleQueue[WorkerReply] = queue.SimpleQueue()
         self.was_ready = False
-        self.answers: dict[int, queue.SimpleQueue[Told]] = {}
+        self.answers: dict[int, queue.SimpleQueue[WorkerReply]] = {}
         self._workers = workers
         self.thread = threading.Thread(target=self._listen, name=f"worker-{number}", daemon=True)
         self.thread.start()
@@ -179,7 +179,7 @@ class Workers:
             raise
         return format_address(split_address(listen)[0], held.getsockname()[1])
 
-    def everywhere(self, wish: Mapping[str, Any]) -> list[Told]:
+    def everywhere(self, wish: Mapping[str, Any]) -> list[WorkerReply]:
         """Have every worker carry out a request, or none of them, one request at a time; return each answer."""
         with self._one_wish:
             tell = functools.partial(self._replies, list(self._workers.values()))
@@ -253,11 +253,11 @@ class Workers:
                             self.end_reason = f"worker {worker.number} {why}"
                             self.ended_all.set()
                             return
-                        self._one_wish.wait(_LOOK_SECONDS)
+                        self._one_wish.wait(_POLL_SECONDS)
                 except GeartrainError as exc:
                     why = f"did not start: {exc}"
 
-    def _replies(self, workers: list[_Worker], wish: Mapping[str, Any]) -> list[Told]:
+    def _replies(self, workers: list[_Worker], wish: Mapping[str, Any]) -> list[WorkerReply]:
         number = next(self._ids)
         waiting = [(worker, worker.answers.setdefault(number, queue.SimpleQueue())) for worker in workers]
         for worker, waits in waiting:
@@ -269,11 +269,11 @@ class Workers:
         return [self._answer(worker, waits, until) for worker, waits in waiting]
 
     @staticmethod
-    def _answer(worker: _Worker, waits: queue.SimpleQueue[Told], until: float) -> Told:
+    def _answer(worker: _Worker, waits: queue.SimpleQueue[WorkerReply], until: float) -> WorkerReply:
         """Return the worker's answer. A worker that is stopped or does not answer is killed and replaced."""
         while True:
             with contextlib.suppress(queue.Empty):
-                return waits.get(timeout=_LOOK_SECONDS)
+                return waits.get(timeout=_POLL_SECONDS)
             if worker.is_stopped or time.monotonic() > until:
                 logger.warning("worker %d is stopped, or did not answer for long; it is killed", worker.number)
                 worker.process.kill()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from geartrain.bridge.kernels.triton import samples
+from geartrain.bridge.kernels.triton import sample_terms
 from scripts.kernels.compile import Case
 
 _TYPES = {"labels": "*i64", "settled": "*i64", "positions": "*i64", "numbers": "*i64", "sums": "*fp64"}
@@ -17,7 +17,7 @@ _INTEGERS = (
     "num_parts",
     "num_ranks",
     "num_active",
-    "num_living",
+    "num_live_classes",
     "num_rows",
 )
 _NUMBERS = ("factor", "scale", "middle", "cos_m", "sin_m", "m3")
@@ -25,9 +25,9 @@ _NUMBERS = ("factor", "scale", "middle", "cos_m", "sin_m", "m3")
 
 def _case(name: str, kernel: str, types: dict[str, str] | None = None, *, num_warps: int = 4, **constants: Any) -> Case:
     known = _TYPES | (types or {})
-    arguments = getattr(samples, kernel).arg_names
+    arguments = getattr(sample_terms, kernel).arg_names
     if "WIDTH" in arguments:
-        options = samples.row_options(512)
+        options = sample_terms.row_options(512)
         num_warps = options.pop("num_warps")
         constants |= {"DIM": 512} | options
     if "scales" in arguments:

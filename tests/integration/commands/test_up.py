@@ -75,7 +75,7 @@ def up(*arguments: str) -> Iterator[Up]:
 
 
 def kill_child(parent: psutil.Process, role: str) -> None:
-    """Kill the first living child of that role."""
+    """Kill the first live child of that role."""
     for child in parent.children():
         if child.status() != psutil.STATUS_ZOMBIE and role in child.cmdline():
             child.kill()

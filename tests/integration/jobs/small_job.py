@@ -59,12 +59,12 @@ def stop_after(steps: int) -> Callable[[], object]:
 
     def interruption() -> AbstractContextManager[Interruption]:
         asked = count()
-        return nullcontext(Told(lambda: next(asked) >= steps))
+        return nullcontext(StopWhen(lambda: next(asked) >= steps))
 
     return interruption
 
 
-class Told(Interruption):
+class StopWhen(Interruption):
     """Told to stop by a test."""
 
     def __init__(self, told: Callable[[], bool]) -> None:

@@ -13,7 +13,7 @@ import torch
 from geartrain.ams.programs.selection import FullSoftmax, PartialFC
 from geartrain.ams.storage.snapshot.folder import list_snapshots
 from geartrain.bridge.head.selection.knn_selection import KNNSoftmax
-from geartrain.bridge.rows.state import state_from_bytes
+from geartrain.bridge.rows.serialization import state_from_bytes
 from geartrain.workers.classify.graph_lines import GraphLines
 from geartrain.workers.job import job, trainer
 from geartrain.workers.job.state import JobState

@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from geartrain.ams.storage.snapshot.folder import latest, list_snapshots
 from geartrain.ams.values.errors import ConfigError
-from geartrain.bridge.rows.state import state_from_bytes
+from geartrain.bridge.rows.serialization import state_from_bytes
 from geartrain.workers.job import job, trainer
 from geartrain.workers.job.options import SnapshotSettings
 from geartrain.workers.recipes.recipe import ClassifyRecipe

@@ -18,7 +18,7 @@ from torch import nn
 import geartrain as gt
 from geartrain.ams.storage.snapshot.folder import latest
 from geartrain.ams.values.errors import ConfigError, NonFinite
-from geartrain.bridge.rows.state import state_from_bytes
+from geartrain.bridge.rows.serialization import state_from_bytes
 from geartrain.workers.classify.float16 import LossScaler
 from geartrain.workers.job import job
 from geartrain.workers.job.keys import merged, recipe_of

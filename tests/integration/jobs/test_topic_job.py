@@ -20,7 +20,7 @@ from geartrain.workers.ctr.trainer import ClickTrainer
 from geartrain.workers.job import job
 from geartrain.workers.job.job import run_job
 from geartrain.workers.job.options import JobOptions, JobResult, SnapshotSettings
-from tests.integration.jobs.small_job import Told
+from tests.integration.jobs.small_job import StopWhen
 from tests.support.command_line import typed
 
 kafka = pytest.importorskip("confluent_kafka", reason="needs pip install 'geartrain[kafka]'")
@@ -168,7 +168,7 @@ def test_what_was_trained_is_saved_though_no_more_samples_come(
         assert time.monotonic() < until, "no snapshot of the last step"
         return any(listed.snapshot and listed.snapshot.manifest.step == 3 for listed in list_snapshots(str(root)))
 
-    monkeypatch.setattr(job, "interruption", lambda: nullcontext(Told(is_saved)))
+    monkeypatch.setattr(job, "interruption", lambda: nullcontext(StopWhen(is_saved)))
     often = SnapshotSettings(minutes=0.002)
     stopped = train(mock, tmp_path / "run", kafka={"timeout_seconds": 20}, snapshots=often)
     assert (stopped.finished, stopped.step) == (False, 3)

@@ -1,4 +1,4 @@
-"""Settings of a living table that are altered: on all shards, while others push, and for good."""
+"""Settings of a live table that are altered: on all shards, while others push, and for good."""
 
 from __future__ import annotations
 

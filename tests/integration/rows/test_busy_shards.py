@@ -14,9 +14,9 @@ import pytest
 from geartrain.ams.client import retries
 from geartrain.ams.client.factory import connect
 from geartrain.ams.kernels._core import RowsClient
-from geartrain.ams.rpc.client.patience import Patience
+from geartrain.ams.rpc.client.backoff import Backoff
 from geartrain.ams.rpc.services import SHARD
-from geartrain.ams.server.parts import PartBuffer
+from geartrain.ams.server.chunked_writes import PartBuffer
 from geartrain.ams.server.service import ShardService
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import Busy, ShardUnavailable
@@ -92,9 +92,9 @@ def test_a_busy_shard_is_asked_again_when_it_says_and_the_last_word_is_its_own(
 ) -> None:
     cluster = served(1)
     pauses: list[float] = []
-    whole = Patience.pause
+    whole = Backoff.pause
     monkeypatch.setattr(
-        Patience, "pause", lambda self, at_least: (pauses.append(at_least), whole(self, at_least / 100))[1]
+        Backoff, "pause", lambda self, at_least: (pauses.append(at_least), whole(self, at_least / 100))[1]
     )
     busy = 2
 

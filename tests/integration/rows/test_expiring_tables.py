@@ -402,8 +402,8 @@ def test_a_restored_table_loses_the_rows_that_the_living_one_loses(tmp_path: Pat
     random = np.random.default_rng(seed)
     now, step = time.time() - 50 * DAY, 0
     rule = [Unseen(steps=60, every=20), Unseen(seconds=2 * DAY, every=1000)][seed % 2]
-    with local(2) as living, local(2) as restored:
-        table = living.create_table("t", dim=DIM, optimizer=SGD(0.1), expiry=rule)
+    with local(2) as live, local(2) as restored:
+        table = live.create_table("t", dim=DIM, optimizer=SGD(0.1), expiry=rule)
         twin, differ = table, 0
         for turn in range(120):
             leaps = random.random() < 0.03
@@ -413,10 +413,10 @@ def test_a_restored_table_loses_the_rows_that_the_living_one_loses(tmp_path: Pat
             for one in {id(table): table, id(twin): twin}.values():
                 one.push(ids, np.ones((len(ids), DIM), np.float32), step=step, unix_seconds=now)
             if random.random() < 0.2:
-                path = living.snapshot(tmp_path, f"s{turn}").result(60)
+                path = live.snapshot(tmp_path, f"s{turn}").result(60)
                 restored.restore(path, replace=True)
                 twin = restored.table("t")
-            rows_left(living)
+            rows_left(live)
             if twin is not table:
                 rows_left(restored)
                 every = range(600)

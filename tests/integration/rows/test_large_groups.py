@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from geartrain.ams.client.factory import connect
+from geartrain.ams.rpc.client.backoff import Backoff
 from geartrain.ams.rpc.client.health import is_serving
-from geartrain.ams.rpc.client.patience import Patience
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import RankMissing, StepPending
 from geartrain.ams.values.optimizers.registry import SGD
@@ -84,8 +84,8 @@ def test_a_rank_that_waits_longer_than_a_call_may_take_asks_again_and_is_applied
 ) -> None:
     shard = one_shard()
     asked: list[None] = []
-    whole = Patience.reset
-    monkeypatch.setattr(Patience, "reset", lambda self: (asked.append(None), whole(self))[1])
+    whole = Backoff.reset
+    monkeypatch.setattr(Backoff, "reset", lambda self: (asked.append(None), whole(self))[1])
     config = ClientConfig(attempt_timeout_seconds=0.5, recovery_timeout_seconds=0, connect_timeout_seconds=30)
     with connect(shard.scheduler, config=config) as hasty:
         group = SyncGroup(job="j", world_size=2, rank=0, sequence=1, sample_count=1)

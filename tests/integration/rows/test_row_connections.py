@@ -24,8 +24,8 @@ from geartrain.ams.client.table import Table
 from geartrain.ams.kernels import _core
 from geartrain.ams.pb.v1 import shard_pb2
 from geartrain.ams.rpc.client import data_plane
+from geartrain.ams.rpc.client.backoff import Backoff
 from geartrain.ams.rpc.client.data_plane import DataPlane
-from geartrain.ams.rpc.client.patience import Patience
 from geartrain.ams.server.data_plane import DataPlanePort
 from geartrain.ams.server.shard import Shard
 from geartrain.ams.values import errors
@@ -309,13 +309,13 @@ def test_a_call_whose_connection_is_lost_is_made_over_another(ours: Cluster, clu
 
 def test_ranks_meet_and_one_that_waits_long_asks_again(ours: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     told = threading.Semaphore(0)
-    begin_anew = Patience.reset
+    begin_anew = Backoff.reset
 
-    def telling(self: Patience) -> None:  # after StepPending
+    def telling(self: Backoff) -> None:  # after StepPending
         told.release()
         begin_anew(self)
 
-    monkeypatch.setattr(Patience, "reset", telling)
+    monkeypatch.setattr(Backoff, "reset", telling)
     ours._calls.config = ours._calls.config.model_copy(
         update={"attempt_timeout_seconds": 0.3, "recovery_timeout_seconds": 0.0}
     )

@@ -20,7 +20,7 @@ from geartrain.ams.server.role import ShardServer, _HeldShard
 from geartrain.ams.values.config import ClientConfig, SchedulerConfig, ServerConfig
 from geartrain.ams.values.errors import InternalError
 from geartrain.ams.values.optimizers.registry import SGD
-from geartrain.ams.values.scheduler_messages import Beat
+from geartrain.ams.values.scheduler_messages import HeartbeatResult
 from geartrain.ams.values.shard_messages import CallContext, Describe
 from geartrain.ams.values.specs import Constant
 
@@ -90,9 +90,9 @@ def test_a_shard_that_was_taken_over_ends_alone(
         before = ours.status().shards
         whole = Scheduler.heartbeat
 
-        def heartbeat(self: Scheduler, shard: int, incarnation: int, *told: Any, **more: Any) -> Beat:
+        def heartbeat(self: Scheduler, shard: int, incarnation: int, *told: Any, **more: Any) -> HeartbeatResult:
             if shard == 0 and incarnation == first:
-                return Beat(cluster_version=1, replaced=True)
+                return HeartbeatResult(cluster_version=1, replaced=True)
             return whole(self, shard, incarnation, *told, **more)
 
         first, second = (shard.incarnation for shard in before)
@@ -112,7 +112,7 @@ def test_a_shard_that_was_taken_over_ends_alone(
 
 
 def test_a_server_ends_with_its_last_shard_and_says_why(both: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "heartbeat", lambda *_, **__: Beat(cluster_version=1, replaced=True))
+    monkeypatch.setattr(Scheduler, "heartbeat", lambda *_, **__: HeartbeatResult(cluster_version=1, replaced=True))
     assert both.wait(DEADLINE_SECONDS)
     assert both.end_reason is not None
     for shard in (0, 1):

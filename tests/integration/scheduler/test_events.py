@@ -19,7 +19,7 @@ from geartrain.ams.rpc.client.dial import dial
 from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import InvalidArgument, SnapshotFailed
 from geartrain.ams.values.optimizers.registry import SGD
-from geartrain.ams.values.scheduler_messages import ClusterEvent, JobReport, TellEvent
+from geartrain.ams.values.scheduler_messages import ClusterEvent, JobReport, ReportEvent
 from tests.support.command_line import typed
 from tests.support.role_process import RoleProcess
 
@@ -128,9 +128,9 @@ def test_clients_tell_only_what_clients_do() -> None:
             ClusterEvent(kind="snapshot", text="x", job="a//b"),
         ):
             with pytest.raises(InvalidArgument):
-                carrier.call(TellEvent(event=event, key=1), 10)
-        carrier.call(TellEvent(event=ClusterEvent(kind="snapshot", text="whole", job="a"), key=2), 10)
-        carrier.call(TellEvent(event=ClusterEvent(kind="snapshot", text="whole", job="a"), key=2), 10)
+                carrier.call(ReportEvent(event=event, key=1), 10)
+        carrier.call(ReportEvent(event=ClusterEvent(kind="snapshot", text="whole", job="a"), key=2), 10)
+        carrier.call(ReportEvent(event=ClusterEvent(kind="snapshot", text="whole", job="a"), key=2), 10)
         carrier.close()
         assert [event["kind"] for event in events_of(scheduler.address)] == ["scheduler", "snapshot"]
 
@@ -141,7 +141,7 @@ def test_top_prints_shards_jobs_and_events_once_where_there_is_no_terminal() -> 
         RoleProcess("server", f"--scheduler={scheduler.address}"),
         connect(scheduler.address, config=PATIENT, stream="clicks/rank0") as cluster,
     ):
-        watch = cluster.watch_leaves("clicks", lambda: JobReport(step=1_234, last_step=5_000, loss=0.25))
+        watch = cluster.report_job("clicks", lambda: JobReport(step=1_234, last_step=5_000, loss=0.25))
         said = typed("top", f"--scheduler={scheduler.address}").stdout
         assert watch is not None
         watch.done()
@@ -160,7 +160,7 @@ def test_prometheus_is_told_of_jobs_and_snapshots(tmp_path: Path) -> None:
         RoleProcess("server", f"--scheduler={scheduler.address}", "--heartbeat-seconds=0.1"),
         connect(scheduler.address, config=PATIENT, stream="clicks/rank0") as cluster,
     ):
-        cluster.watch_leaves("clicks", lambda: JobReport(step=1_234, snapshot_every_seconds=60))
+        cluster.report_job("clicks", lambda: JobReport(step=1_234, snapshot_every_seconds=60))
         cluster.create_table("t", dim=2, optimizer=SGD(1.0))
         cluster.snapshot(tmp_path, step=5).result()
         while not (  # a heartbeat tells a clock

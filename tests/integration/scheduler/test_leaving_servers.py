@@ -20,11 +20,11 @@ IMPATIENT = ClientConfig(attempt_timeout_seconds=5, recovery_timeout_seconds=0)
 def test_a_job_that_does_not_save_is_waited_for_as_long_as_was_said(
     served: Callable[..., ServedCluster], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("geartrain.ams.client.leave_watch._TELL_SECONDS", 0.02)
+    monkeypatch.setattr("geartrain.ams.client.job_reporter._REPORT_SECONDS", 0.02)
     cluster = served(1, leave_timeout_seconds=4.0)
     with connect(cluster.address, stream="slow/rank0") as ours:
         ours.create_table("t", dim=1, optimizer=SGD(1.0)).push(np.arange(7), np.ones((7, 1), np.float32))
-        watch = ours.watch_leaves("slow")
+        watch = ours.report_job("slow")
         assert watch is not None and watch.leaving == ()
         ending = threading.Thread(target=cluster.servers[0].stop, args=(5.0,))
         ending.start()
@@ -60,11 +60,11 @@ def test_a_server_that_no_job_uses_ends_at_once_and_says_what_goes_with_it(
 def test_a_scheduler_that_ends_with_its_servers_waits_for_them(
     served: Callable[..., ServedCluster], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("geartrain.ams.client.leave_watch._TELL_SECONDS", 0.02)
+    monkeypatch.setattr("geartrain.ams.client.job_reporter._REPORT_SECONDS", 0.02)
     cluster = served(1, leave_timeout_seconds=3.0)
     with connect(cluster.address, stream="slow/rank0") as ours:
         ours.create_table("t", dim=1, optimizer=SGD(1.0)).push(np.arange(7), np.ones((7, 1), np.float32))
-        watch = ours.watch_leaves("slow")
+        watch = ours.report_job("slow")
         assert watch is not None
         ending = threading.Thread(target=cluster.servers[0].stop, args=(5.0,))
         ending.start()

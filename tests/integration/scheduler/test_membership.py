@@ -187,7 +187,7 @@ def test_a_server_that_may_wait_takes_a_shard_once_its_holder_is_gone(
     holder.stop(0)
     starting.join()
     assert standby.shards == [0]
-    assert "waiting: shard 0 is held by a living process" in caplog.text
+    assert "waiting: shard 0 is held by a live process" in caplog.text
 
 
 def test_a_port_in_use_is_named(served: Callable[..., object]) -> None:

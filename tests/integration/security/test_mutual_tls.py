@@ -27,7 +27,7 @@ from geartrain.ams.graph.service.role import GraphServer
 from geartrain.ams.pb.v1 import gear_pb2, graph_pb2, scheduler_pb2, shard_pb2
 from geartrain.ams.pb.v1.wire import WIRE
 from geartrain.ams.rpc import channel, credentials
-from geartrain.ams.rpc.carrier import NotBelieved
+from geartrain.ams.rpc.carrier import CertificateRejected
 from geartrain.ams.rpc.client.calls import GrpcCalls
 from geartrain.ams.rpc.client.health import is_serving
 from geartrain.ams.rpc.client.shard import GrpcCarrier
@@ -93,8 +93,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         create_authority(folder / other, cluster)
         issue(folder / other, folder / other, [CLIENT])
     # Another cluster's authority is believed, as if it were the same one: its name is not.
-    with (folder / "all" / CA_FILE).open("ab") as believed:
-        believed.write((folder / "namesake" / CA_FILE).read_bytes())
+    with (folder / "all" / CA_FILE).open("ab") as trusted:
+        trusted.write((folder / "namesake" / CA_FILE).read_bytes())
     return folder
 
 
@@ -114,9 +114,9 @@ def roles(folder: Path) -> Iterator[tuple[GearCluster, Mapping[str, str]]]:
         yield cluster, addresses
 
 
-def shown(folder: Path | None, role: str, believed: Path) -> grpc.ChannelCredentials:
+def shown(folder: Path | None, role: str, trusted: Path) -> grpc.ChannelCredentials:
     own = None if folder is None else (folder / f"{role}.pem").read_bytes()
-    return grpc.ssl_channel_credentials((believed / CA_FILE).read_bytes(), own, own)
+    return grpc.ssl_channel_credentials((trusted / CA_FILE).read_bytes(), own, own)
 
 
 def opened(address: str, role: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
@@ -172,16 +172,16 @@ def test_no_rpc_of_any_role_is_open_by_an_old_connection_whose_certificate(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    believed = folder / "all" / CA_FILE
-    before = believed.read_bytes()
+    trusted = folder / "all" / CA_FILE
+    before = trusted.read_bytes()
     with ExitStack() as stack:
-        stack.callback(believed.write_bytes, before)
+        stack.callback(trusted.write_bytes, before)
         if how == "ran out":
             issue(folder, tmp_path, [CLIENT], days=1)
         else:
             create_authority(tmp_path, "test")
             issue(tmp_path, tmp_path, [CLIENT])
-            believed.write_bytes(before + (tmp_path / CA_FILE).read_bytes())
+            trusted.write_bytes(before + (tmp_path / CA_FILE).read_bytes())
         time.sleep(1.1)  # for roles to look
         ways = {
             role: stack.enter_context(opened(address, role, shown(tmp_path, CLIENT, folder)))
@@ -192,7 +192,7 @@ def test_no_rpc_of_any_role_is_open_by_an_old_connection_whose_certificate(
         if how == "ran out":
             monkeypatch.setattr(access, "time", SimpleNamespace(time=lambda: time.time() + 86_401))
         else:
-            believed.write_bytes(before)
+            trusted.write_bytes(before)
             time.sleep(1.1)
         codes = {outcome(ways[role], path, streams) for role, path, streams in RPCS}
     assert codes == {grpc.StatusCode.UNAUTHENTICATED}
@@ -249,7 +249,7 @@ def test_who_does_not_show_who_it_is_is_not_left_connected(
 def test_who_connects_and_makes_no_call_is_in_the_log_once_a_minute(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strangers, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(strangers, "_POLL_SECONDS", 0.0)
     monkeypatch.setattr(strangers, "_LOOK_SHARE", float("inf"))
     monkeypatch.setattr(strangers, "_GONE_SECONDS", 0.2)
     told = threading.Event()
@@ -304,7 +304,7 @@ def test_a_client_believes_only_the_role_that_it_asks_for(
     server.start()
     identify(str(folder))
     calls = GrpcCalls(SCHEDULER, "scheduler", server.address)
-    with pytest.raises(NotBelieved, match="of another role, shard or cluster"):
+    with pytest.raises(CertificateRejected, match="of another role, shard or cluster"):
         calls.call(Ping(), 5.0)
     calls.close()
     server.stop(0)
@@ -381,7 +381,7 @@ def test_who_has_the_certificate_of_one_shard_serves_in_no_others_place(folder: 
         for shared_memory in (True, False):
             wrong, right = (GrpcCarrier(second, shard, shared_memory=shared_memory) for shard in (0, 1))
             assert right.data_plane.connect()
-            with pytest.raises(NotBelieved, match=said):
+            with pytest.raises(CertificateRejected, match=said):
                 wrong.data_plane.connect()
             for carrier in (wrong, right):
                 carrier.close()
@@ -529,7 +529,7 @@ def test_what_is_wrong_with_a_folder_is_named_with_its_remedy(spoil: Any, said: 
 def test_of_files_that_are_copied_one_by_one_nothing_is_shown_before_they_fit(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(credentials, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(credentials, "_POLL_SECONDS", 0.0)
     own = issue(folder, tmp_path, [CLIENT])
     mine = Credentials(str(tmp_path), CLIENT)
 
@@ -542,8 +542,8 @@ def test_of_files_that_are_copied_one_by_one_nothing_is_shown_before_they_fit(
     before = shows()
     of_another_authority(tmp_path)
     assert shows() == before
-    believed = (tmp_path / CA_FILE).read_bytes()
-    (tmp_path / CA_FILE).write_bytes(believed + (tmp_path / "new" / CA_FILE).read_bytes())
+    trusted = (tmp_path / CA_FILE).read_bytes()
+    (tmp_path / CA_FILE).write_bytes(trusted + (tmp_path / "new" / CA_FILE).read_bytes())
     assert shows() == own.read_bytes() != before
     before = shows()
     # Copied by hand: others can read it, until that is mended.

@@ -40,7 +40,7 @@ def test_the_scheduler_says_where_snapshots_lie_and_how_far_the_job_is(tmp_path:
             gt.connect(address, stream="mine/rank0") as cluster,
         ):
             cluster.create_table("t", dim=2, optimizer=gt.SGD(0.1), num_rows=4)
-            watch = cluster.watch_leaves("mine", lambda: JobReport(step=17))
+            watch = cluster.report_job("mine", lambda: JobReport(step=17))
             assert watch is not None
             cluster.snapshot(tmp_path / "first", step=3).result()
             told = training_of(f"{address}/mine")

@@ -137,7 +137,7 @@ def test_a_page_hears_how_the_cluster_is_and_what_happens(
 
 def test_a_gear_that_hangs_delays_no_look(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
-    monkeypatch.setattr("geartrain.watch.told._gears_and_graphs", lambda _: {"gears": [str(answers.wait())]})
+    monkeypatch.setattr("geartrain.watch.dashboard_state._gears_and_graphs", lambda _: {"gears": [str(answers.wait())]})
     page = Dashboard(ClusterConfig(server=ServerConfig(scheduler=served(1).address)), "127.0.0.1:0")
     try:
         with Browser(page).messages() as messages:

@@ -55,7 +55,7 @@ def test_people_see_what_happens(browser: Any, tmp_path: Path) -> None:
             good = {"metric": "AUC", "metric_value": 0.5 + 0.1 * step}
             return JobReport(step=step, last_step=5_000, loss=2 / (step + 2), **good, **rates)  # type: ignore[arg-type]
 
-        watch = cluster.watch_leaves("clicks", report)
+        watch = cluster.report_job("clicks", report)
         table = cluster.create_table("clicks/user", dim=16, optimizer=SGD(0.1))
         cards = page.locator("#jobs .card")
         for step in range(1, 4):
@@ -158,11 +158,11 @@ def test_a_curve_can_be_read(browser: Any, served: Any) -> None:
         assert page.locator("figcaption", has_text="Calls per second").is_visible()
         assert drawn(page, "calls", "plot.valToPos(0, 'y') === plot.over.clientHeight")  # idle
         with connect(cluster.address, config=ClientConfig(), stream="job/rank0") as first:
-            first.watch_leaves("job", lambda: JobReport(step=190, last_step=400, steps_per_second=2.0, loss=0.5))
+            first.report_job("job", lambda: JobReport(step=190, last_step=400, steps_per_second=2.0, loss=0.5))
             page.wait_for_function("() => curves['loss job']?.length")
             page.locator("#jobs dd", has_text="105 s").or_(page.locator("#jobs dd", has_text="2 min")).wait_for()
             with connect(cluster.address, config=ClientConfig(), stream="job/rank0") as again:
-                again.watch_leaves("job", lambda: JobReport(step=150, last_step=400, steps_per_second=2.0, loss=0.5))
+                again.report_job("job", lambda: JobReport(step=150, last_step=400, steps_per_second=2.0, loss=0.5))
                 page.locator("#happened li", has_text="recovery").wait_for()
                 page.wait_for_function("() => curves['loss job'].at(-1)[1] === 150")
 
@@ -205,7 +205,7 @@ SPIKED = """() => {
 
 
 def test_jobs_keep_their_places(browser: Any, served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("geartrain.watch.told._LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("geartrain.watch.dashboard_state._POLL_SECONDS", 0.1)
     cluster = served(1)
     page = browser.new_page()
     with ExitStack() as stack:
@@ -213,7 +213,7 @@ def test_jobs_keep_their_places(browser: Any, served: Any, monkeypatch: pytest.M
 
         def train(name: str) -> None:
             client = stack.enter_context(connect(cluster.address, config=ClientConfig(), stream=f"{name}/rank0"))
-            client.watch_leaves(name, lambda: JobReport(step=next(steps), loss=0.5))
+            client.report_job(name, lambda: JobReport(step=next(steps), loss=0.5))
 
         train("one")
         while not any(job.began_seconds_ago > 1 for job in scheduler_jobs(cluster.address)):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from geartrain.bridge.kernels.launch import Cost, launch
-from geartrain.bridge.rows.transfers import Moment, Readback, download, upload, upload_together
+from geartrain.bridge.rows.transfers import DeviceEvent, Readback, download, upload, upload_together
 from tests.recorder.report import Report
 
 
@@ -53,7 +53,7 @@ def _patient(a: torch.Tensor, b: torch.Tensor, host: torch.Tensor) -> None:
     before = Readback(a.sum())
     download(a + b)
     before.values()
-    Moment(a.device)
+    DeviceEvent(a.device)
 
 
 def _mixed(a: torch.Tensor, b: torch.Tensor, host: torch.Tensor) -> None:

@@ -12,11 +12,11 @@ from geartrain.ams.observe.metrics import Buckets, Metric
 from geartrain.serving.answers import Question
 from geartrain.serving.batching import Batcher
 from geartrain.serving.catalog import Catalog
-from geartrain.serving.metrics import AskedOf, ServingCounts, describe_process
+from geartrain.serving.metrics import RequestTarget, ServingCounts, describe_process
 from geartrain.serving.service import ModelService
 from tests.support.toy_servables import ToyServable
 
-ASKED = AskedOf("toy", "1", "largest")
+ASKED = RequestTarget("toy", "1", "largest")
 
 
 def families(metrics: Iterable[Metric]) -> dict[str, dict[tuple[str, ...], Any]]:
@@ -36,7 +36,7 @@ def test_requests_and_batches_are_counted_by_whom_they_were_for() -> None:
         assert batcher.answer_next()
         assert all(answer.done() for answer in answers)
         counts.request(ASKED, "http", "200", 0.003)
-        counts.request(AskedOf(), "grpc", "NOT_FOUND", 0.0001)
+        counts.request(RequestTarget(), "grpc", "NOT_FOUND", 0.0001)
         found = families(service.metrics())
     assert found["serve_requests_total"] == {
         ("0", *ASKED, "http", "200"): 1,
@@ -75,8 +75,8 @@ def test_processes_are_told_apart_after_json_and_one_that_died_is_left_out() -> 
 def test_counts_of_versions_that_nobody_asks_any_more_go() -> None:
     counts = ServingCounts()
     for version in range(100):
-        counts.request(AskedOf("toy", str(version), "largest"), "http", "200", 0.1)
-        counts.request(AskedOf("other", "1", "largest"), "http", "200", 0.1)
+        counts.request(RequestTarget("toy", str(version), "largest"), "http", "200", 0.1)
+        counts.request(RequestTarget("other", "1", "largest"), "http", "200", 0.1)
     versions = {values[1] for name, values, _ in counts.read() if name == "serve_requests_total" and values[0] == "toy"}
     assert versions == {str(version) for version in range(92, 100)}
     assert any(values[0] == "other" and numbers[-1] == 100 for _, values, numbers in counts.read())

@@ -16,7 +16,7 @@ _TIMES_OF_PART = 64
 """Evenly spaced among those of a part: what the time is found by from which on samples are held out."""
 
 
-class Parted(NamedTuple):
+class HeldOutPart(NamedTuple):
     """Rows of one part, in order."""
 
     train: npt.NDArray[Any]
@@ -37,7 +37,7 @@ class HeldOut:
     def __init__(self, samples: OwnSamples, recipe: CtrRecipe) -> None:
         """By time it reads the times of all samples twice. Raises ConfigError if a part would be empty."""
         self._samples, self._seed = samples, recipe.seed
-        self._last: tuple[int, Parted] | None = None
+        self._last: tuple[int, HeldOutPart] | None = None
         rows = np.asarray(samples.part_rows, np.int64)
         self._late: list[tuple[int, Ids, Ids]] = []
         """By time: what is left out, then what is held out: the time from which on its rows are, how many of each part
@@ -98,13 +98,13 @@ class HeldOut:
         held_out = self._late[-1][2]
         return taken - held_out, held_out
 
-    def parted(self, part: int) -> Parted:
+    def parted(self, part: int) -> HeldOutPart:
         """Of the rows of a part which are what. Raises SourceDamaged if they are others than were counted."""
         if self._last is None or self._last[0] != part:
             self._last = part, self._parted(part)
         return self._last[1]
 
-    def _parted(self, part: int) -> Parted:
+    def _parted(self, part: int) -> HeldOutPart:
         random = np.random.default_rng([self._seed, part])
         left_out, held_out, validated = (int(of[part]) for of in (self._left_out, self._held_out, self._validated))
         if not self._late:
@@ -123,7 +123,7 @@ class HeldOut:
             held, train = random.permutation(held), np.flatnonzero(is_left)
         if (len(train), len(held)) != (self.train_rows[part], held_out):
             raise SourceDamaged(f"the times of part {part} of the samples have changed; start again")
-        return Parted(*(np.sort(of) for of in (train, held[:validated], held[validated:])))
+        return HeldOutPart(*(np.sort(of) for of in (train, held[:validated], held[validated:])))
 
 
 def _shares(rows: Ids, parts: int) -> Ids:

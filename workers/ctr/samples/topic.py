@@ -14,7 +14,7 @@ from geartrain.workers.ctr.samples.kinds import BOOLEAN, ID_OF_MISSING, INTEGER,
 from geartrain.workers.ctr.samples.own import CLICK, TIME, require_values, schema_of
 from geartrain.workers.ctr.samples.settings import ITEMS, FeatureSettings, KafkaSettings
 from geartrain.workers.samples.columns import IN_THE_RECIPE, MISSING, NameRow, remedies, type_named
-from geartrain.workers.samples.kafka.samples import KafkaSamples
+from geartrain.workers.samples.kafka.kafka_samples import KafkaSamples
 from geartrain.workers.samples.late_labels import LateLabels
 from geartrain.workers.samples.rows import ids_of_booleans, tensors_of_column
 

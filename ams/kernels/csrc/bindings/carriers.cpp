@@ -63,9 +63,9 @@ void bind_carriers(nb::module_& m) {
       .def("rights", [](const GrantOfPython& self, const std::string& table) { return self.grant->rights(table); }, nb::arg("table"))
       .def("owns", [](const GrantOfPython& self, const std::string& name) { return self.grant->owns(name); }, nb::arg("name"))
       .def("end", [](const GrantOfPython& self) { self.grant->end(); })
-      .def("take_refused",
+      .def("pop_refused",
            [](const GrantOfPython& self) {
-             const auto [kept, count] = self.grant->take_refused();
+             const auto [kept, count] = self.grant->pop_refused();
              nb::list refusals;
              for (const auto& [table, rights] : kept) refusals.append(nb::make_tuple(table, rights));
              return nb::make_tuple(refusals, count);

@@ -48,7 +48,7 @@ nb::tuple judge_checked(const std::optional<IdArray>& positions, const IdArray& 
                             max_lag ? static_cast<uint64_t>(*max_lag) : std::numeric_limits<uint64_t>::max()};
   const AgeCounts counts{age_edges.data(), static_cast<int64_t>(age_edges.size()), age_counts.data(), lag_counts.data(),
                          static_cast<int64_t>(lag_counts.size())};
-  const Judged judged = judge(positions ? positions->data() : nullptr, static_cast<int64_t>(count), {versions.data(), times.data()},
+  const FreshnessCheck judged = judge(positions ? positions->data() : nullptr, static_cast<int64_t>(count), {versions.data(), times.data()},
                               freshness, out_versions.data(), out_times.data(), hits.data(), counts);
   return nb::make_tuple(judged.hits, judged.absent, judged.lagging);
 }

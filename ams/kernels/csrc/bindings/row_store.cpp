@@ -361,7 +361,7 @@ void bind_row_store(nb::module_& m) {
       .def("remove", &remove_rows, nb::arg("ids").noconvert())
       .def("read_frozen_removed", &read_frozen_removed, nb::arg("from_number"), nb::arg("ids").noconvert())
       .def("freeze", &freeze, nb::arg("since").none())
-      .def("note_moment", &RowStore::note_moment)
+      .def("record_moment", &RowStore::record_moment)
       .def("forget_moment", &RowStore::forget_moment, nb::arg("moment"))
       .def("knows_moment", &RowStore::knows_moment, nb::arg("moment"))
       .def_prop_ro("latest_moment", &RowStore::latest_moment)
@@ -374,7 +374,7 @@ void bind_row_store(nb::module_& m) {
       .def("advance_clock", [](RowStore& store, int64_t step, int64_t seconds) { store.advance_clock({step, seconds}); },
            nb::arg("step"), nb::arg("seconds"))
       .def_prop_ro("clock", [](const RowStore& store) { return as_tuple(store.clock()); })
-      .def("take_leap", [](RowStore& store) { return as_tuple(store.take_leap()); })
+      .def("pop_leap", [](RowStore& store) { return as_tuple(store.pop_leap()); })
       .def_prop_ro("most_rows", &RowStore::most_rows)
       .def_prop_ro("num_evicted", &RowStore::num_evicted)
       .def("step_state", &step_state)

@@ -15,9 +15,9 @@ uint64_t distance(int64_t a, int64_t b) {
 
 }  // namespace
 
-Judged judge(const int64_t* positions, int64_t count, const Stamps& stamps, const Freshness& freshness, int64_t* versions, double* times,
+FreshnessCheck judge(const int64_t* positions, int64_t count, const Stamps& stamps, const Freshness& freshness, int64_t* versions, double* times,
              bool* hits, const AgeCounts& counts) {
-  Judged judged;
+  FreshnessCheck judged;
   const double* edges_end = counts.edges + counts.num_edges;
   int64_t bin = 0;
   double from = std::numeric_limits<double>::infinity(), to = from;  // of the last age: the next is mostly in the same bin

@@ -28,14 +28,14 @@ struct AgeCounts {
   int64_t num_lags;
 };
 
-struct Judged {
+struct FreshnessCheck {
   int64_t hits = 0;
   int64_t absent = 0;  // of the misses: time is -inf
   int64_t lagging = 0;  // young enough, but too many versions away
 };
 
 // Checks entry positions[i] of `stamps` (`count` of them; null: entry i); writes its stamps and whether it is a hit.
-Judged judge(const int64_t* positions, int64_t count, const Stamps& stamps, const Freshness& freshness, int64_t* versions, double* times,
+FreshnessCheck judge(const int64_t* positions, int64_t count, const Stamps& stamps, const Freshness& freshness, int64_t* versions, double* times,
              bool* hits, const AgeCounts& counts);
 
 }  // namespace geartrain

@@ -53,7 +53,7 @@ void Grant::refused(const std::string& table, uint32_t rights) {
   if (refused_.size() < kMostKept) refused_.push_back({table, rights});
 }
 
-std::pair<std::vector<Grant::Refusal>, size_t> Grant::take_refused() {
+std::pair<std::vector<Grant::Refusal>, size_t> Grant::pop_refused() {
   const std::lock_guard lock(mutex_);
   return {std::exchange(refused_, {}), std::exchange(num_refused_, 0)};
 }

@@ -33,10 +33,10 @@ class Grant {
   bool is_over() const;
   // Ends it early. Idempotent.
   void end() { has_ended_ = true; }
-  // Records a refusal; the first few are kept until take_refused().
+  // Records a refusal; the first few are kept until pop_refused().
   void refused(const std::string& table, uint32_t rights);
   // (kept refusals, number of all)
-  std::pair<std::vector<Refusal>, size_t> take_refused();
+  std::pair<std::vector<Refusal>, size_t> pop_refused();
 
  private:
   const std::string job_, of_job_;

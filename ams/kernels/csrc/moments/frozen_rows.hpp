@@ -58,7 +58,7 @@ class FrozenRows {
     for (int64_t place = aside_.size(); place < aside_.size() + count; ++place) copies_.ensure(place);
   }
   // Copies the item of a position before it is overwritten; `reserve` must have been called.
-  void keep_aside(int64_t position, std::initializer_list<std::span<const char>> item) {
+  void copy_for_freeze(int64_t position, std::initializer_list<std::span<const char>> item) {
     const int64_t place = aside_.insert(position);
     char* copy = copies_.at(place);
     for (const auto part : item) {

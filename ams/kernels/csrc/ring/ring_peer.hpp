@@ -66,7 +66,7 @@ class RingPeer {
   SharedMapping page_;
   std::shared_ptr<MailboxCount> count_;
   std::array<std::shared_ptr<Mailbox>, kMostMailboxes> mailboxes_;
-  bool has_gone_ = false;  // as was seen while a call of its waited, or is not to be believed
+  bool has_gone_ = false;  // as was seen while a call of its waited, or is not to be trusted
   bool is_at_work_ = false;
   std::shared_ptr<ServedCall> held_;
   uint64_t pending_ = 0;  // of those, a bit for each whose request was seen

@@ -231,7 +231,7 @@ int64_t RowStore::create_missing(const int64_t* ids, int64_t* positions, int64_t
 void RowStore::before_writes(const std::vector<int64_t>& positions, Pauses* pauses) {
   for (int64_t position : positions)
     if (position >= 0) moments_.written().ensure(position);
-  if (frozen_) keep_aside(positions, pauses);
+  if (frozen_) copy_for_freeze(positions, pauses);
 }
 
 }  // namespace geartrain

@@ -131,7 +131,7 @@ class RowStore {
   void thaw(bool kept);
   // Moments for `freeze`, by number: those noted here and of freezes, until they are forgotten; 0 is the construction
   // of the store.
-  int64_t note_moment();
+  int64_t record_moment();
   int64_t latest_moment() const;
   bool knows_moment(int64_t moment) const;
   void forget_moment(int64_t moment);
@@ -153,7 +153,7 @@ class RowStore {
   LifeClock clock() const;
   void advance_clock(const LifeClock& clock);
   // Largest advance of each number of the clock by one push, while there were other rows, since the last call.
-  LifeClock take_leap();
+  LifeClock pop_leap();
   // Copies ids and lives of up to `most` rows from a position on, in order of position; returns how many, and moves
   // `position` on, to -1 once there are no more.
   int64_t read_lives(int64_t& position, int64_t most, int64_t* ids, RowLife* lives) const;
@@ -233,7 +233,7 @@ class RowStore {
   void ensure_item(int64_t item, NewMemory& news);
   void copy_item(int64_t to, int64_t from);
   void clear_item(int64_t item);
-  void keep_aside(const std::vector<int64_t>& positions, Pauses* pauses = nullptr);
+  void copy_for_freeze(const std::vector<int64_t>& positions, Pauses* pauses = nullptr);
   size_t aside_bytes() const { return row_bytes() + slot_bytes() + step_bytes() + life_bytes(); }
   template <class AnyDirectory>
   int64_t frozen_id(const AnyDirectory& directory, int64_t position, const char* aside) const;

@@ -39,7 +39,7 @@ struct RestoredRows {
 
 }  // namespace
 
-void RowStore::keep_aside(const std::vector<int64_t>& positions, Pauses* pauses) {
+void RowStore::copy_for_freeze(const std::vector<int64_t>& positions, Pauses* pauses) {
   int64_t count = 0;
   for (int64_t position : positions) count += position >= 0 && frozen_->is_only_in_place(position);
   frozen_->reserve(count);
@@ -52,7 +52,7 @@ void RowStore::keep_aside(const std::vector<int64_t>& positions, Pauses* pauses)
           const int64_t position = positions[static_cast<size_t>(begin + i)];
           if (position < 0 || !frozen_->is_only_in_place(position)) return;
           const int64_t item = item_at(position);
-          frozen_->keep_aside(position, {{rows_.at(item), row_bytes()},
+          frozen_->copy_for_freeze(position, {{rows_.at(item), row_bytes()},
                                          {slots_ ? slots_->at(item) : nullptr, slot_bytes()},
                                          {row_steps_ ? row_steps_->at(item) : nullptr, step_bytes()},
                                          {lives_ ? lives_->at(item) : nullptr, life_bytes()}});
@@ -82,7 +82,7 @@ int64_t RowStore::freeze(std::optional<int64_t> since) {
   return frozen_->num_members();
 }
 
-int64_t RowStore::note_moment() {
+int64_t RowStore::record_moment() {
   std::unique_lock lock(mutex_);
   return moments_.note();
 }
@@ -198,7 +198,7 @@ int64_t RowStore::restore(const int64_t* ids, int64_t count, const char* rows, c
   }
   reserve(found.missing);
   std::vector<float> buffer(static_cast<size_t>(spec_.dim));
-  if (frozen_) keep_aside(found.positions);
+  if (frozen_) copy_for_freeze(found.positions);
   const int64_t created = found.missing.empty() ? 0 : create_missing(ids, found.positions.data(), count, buffer.data());
   for (int64_t i = 0; i < count; ++i) {
     const int64_t item = item_at(found.positions[static_cast<size_t>(i)]);

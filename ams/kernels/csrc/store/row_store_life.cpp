@@ -30,7 +30,7 @@ void RowStore::advance_clock(const LifeClock& clock) {
   date_rows(before);
 }
 
-LifeClock RowStore::take_leap() {
+LifeClock RowStore::pop_leap() {
   std::unique_lock lock(mutex_);
   return std::exchange(leap_, {});
 }

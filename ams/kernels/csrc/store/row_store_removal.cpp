@@ -25,7 +25,7 @@ int64_t RowStore::remove_rows(const int64_t* ids, int64_t count) {
   moments_.reserve_removals(
       count, [this] { return std::visit([](const auto& directory) { return directory.present(); }, directory_); });
   std::visit([&](auto& directory) { directory.reserve_erasures(positions); }, directory_);
-  if (frozen_) keep_aside(positions);
+  if (frozen_) copy_for_freeze(positions);
   // From here on nothing can fail.
   int64_t removed = 0;
   std::visit(

@@ -208,7 +208,7 @@ void Tls::load() { openssl(); }
 std::unique_ptr<Tls> Tls::client(int socket, std::string secret, size_t most_records) {
   std::unique_ptr<Tls> made(new Tls(socket, std::move(secret), nullptr, most_records));
   openssl().SSL_set_connect_state(made->ssl_);
-  openssl().SSL_set_verify(made->ssl_, kVerifyPeer, nullptr);  // nobody is believed for a certificate
+  openssl().SSL_set_verify(made->ssl_, kVerifyPeer, nullptr);  // nobody is trusted for a certificate
   return made;
 }
 

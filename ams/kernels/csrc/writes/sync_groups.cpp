@@ -270,7 +270,7 @@ SyncGroups::Groups::Entry& SyncGroups::group(const std::string& table, const Syn
     known = &begin({.table = table, .job = member.job, .world_size = member.world_size, .next_sequence = member.sequence});
   groups_.touch(*known);
   if (known->value.world_size != member.world_size)
-    throw Fault("StepMismatch", rank_of(member) + " believes in " + std::to_string(member.world_size) + " ranks, the group has " +
+    throw Fault("StepMismatch", rank_of(member) + " trusts in " + std::to_string(member.world_size) + " ranks, the group has " +
                                     std::to_string(known->value.world_size) +
                                     "; start a new job name after changing the number of workers");
   return *known;

@@ -11,7 +11,7 @@ from geartrain.ams.values.shard_messages import SyncGroup
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.backends.backend import HeadSettings, require_no_wire
 from geartrain.bridge.head.backends.cluster_backend import ClusterBackend
-from geartrain.bridge.head.backends.hosted.hosted_rows import Chosen, RowsOnShards
+from geartrain.bridge.head.backends.hosted.hosted_rows import RowsOnShards, StepSelection
 from geartrain.bridge.head.backends.memory_plan import COMPUTE_BYTES, MemoryPart, MemoryPlan, in_step
 from geartrain.bridge.head.backends.predict import top_of_hosted
 from geartrain.bridge.head.loss.autograd_node import RowsPass
@@ -61,7 +61,7 @@ class HostedBackend(ClusterBackend):
         required: SyncGroup | None,
     ) -> RowsPass:
         is_corrected = self.select.corrects(margin)
-        chosen = Chosen(self.select, self.live_classes, self.update.draw, all_labels, is_corrected)
+        chosen = StepSelection(self.select, self.live_classes, self.update.draw, all_labels, is_corrected)
         smoothing = self.settings.config.label_smoothing
         centers = self.settings.sub_centers
         return RowsOnShards(self._calls, features, labels_B, margin, chosen, required, smoothing, centers)

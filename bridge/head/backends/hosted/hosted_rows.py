@@ -36,14 +36,14 @@ from geartrain.bridge.placements.workspace import Arithmetic
 from geartrain.bridge.rows.ranks import SyncRanks
 from geartrain.bridge.rows.row_update import RowGradient, RowUpdate
 from geartrain.bridge.rows.tables import counted_as
-from geartrain.bridge.rows.transfers import Moment, download, start_download
+from geartrain.bridge.rows.transfers import DeviceEvent, download, start_download
 
 _BYTES_PER_NUMBER = 8
 """Bytes of a feature number, both ways: float32 to the shard, float32 of the weighted sum."""
 
 
 @dataclass(frozen=True)
-class Chosen:
+class StepSelection:
     """Selection of one step, as sent to the shards."""
 
     select: Selection
@@ -89,7 +89,7 @@ class RowsOnShards:
         features: Tensor,
         labels_B: Ids,
         margin: Margin | None,
-        chosen: Chosen,
+        chosen: StepSelection,
         required_sync: SyncGroup | None,
         smoothing: float = 0.0,
         centers: int = 1,
@@ -97,8 +97,10 @@ class RowsOnShards:
         compute = Arithmetic.of(features).compute
         arithmetic = Arithmetic(device=features.device, compute=compute, matmul=compute)
         unused = Targets(np.zeros(len(labels_B), np.int64))
-        num_living = chosen.live_classes.num_living
-        self.batch = Batch.of(features, unused, labels_B, margin, num_living, arithmetic, smoothing, centers=centers)
+        num_live_classes = chosen.live_classes.num_live_classes
+        self.batch = Batch.of(
+            features, unused, labels_B, margin, num_live_classes, arithmetic, smoothing, centers=centers
+        )
         self.batch.shifted = True  # a shard that needs no shift answers with 0
         self.batch.shifts_by_highest = False
         self._calls = calls
@@ -257,7 +259,7 @@ class _Pending:
         self._factor = start_download(factor)
         numbers = [batch.lse2_B, batch.target_weight_B, *([] if weights_B is None else [weights_B])]
         self._numbers = [start_download(values_B.float()) for values_B in numbers]
-        self._arrival = Moment(factor.device)
+        self._arrival = DeviceEvent(factor.device)
 
     @property
     def factor(self) -> float:

@@ -24,7 +24,7 @@ from geartrain.bridge.head.loss.softmax import OnlineSoftmax
 from geartrain.bridge.placements.workspace import BufferPool, Workspace
 from geartrain.bridge.rows.gradient_carrier import squared_sum
 from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy, counted_as, gradient_view
-from geartrain.bridge.rows.transfers import Moment
+from geartrain.bridge.rows.transfers import DeviceEvent
 
 PARTS = 8
 """Number of partial sums, added in order: the result does not depend on the number of threads."""
@@ -117,4 +117,4 @@ class HeldRows:
     def discard(self) -> None:
         """Release the memory when no row gradient is needed."""
         self._kept.clear()
-        self._pool.release(self._buffer, Moment(self.batch.arithmetic.device))
+        self._pool.release(self._buffer, DeviceEvent(self.batch.arithmetic.device))

@@ -91,9 +91,11 @@ class PullBackend(ClusterBackend):
         chosen = live_classes.select(self.select, all_labels, self.update.draw)
         active = HostActive(chosen.num, chosen.sorted_ids)
         is_corrected = self.select.corrects(margin)
-        correction = SamplingCorrection.of(all_labels, active.num, live_classes.num_living) if is_corrected else None
+        correction = (
+            SamplingCorrection.of(all_labels, active.num, live_classes.num_live_classes) if is_corrected else None
+        )
         stands_for, log2_weight = (
-            (active.num, 0.0) if correction is None else (live_classes.num_living, correction.log2_weight)
+            (active.num, 0.0) if correction is None else (live_classes.num_live_classes, correction.log2_weight)
         )
         targets, smoothing = active.targets(labels_B), self.settings.config.label_smoothing
         batch = Batch.of(
@@ -109,7 +111,10 @@ class PullBackend(ClusterBackend):
             looks_for_highest=features.device.type == "cpu" or self.update.step % LOOKS_EVERY == 0,
         )
         add_sampling_offsets(batch, active, all_labels, log2_weight)
-        if self.select.budget(live_classes.num_living) * table.spec.row_bytes <= self.settings.config.rows_cache_bytes:
+        if (
+            self.select.budget(live_classes.num_live_classes) * table.spec.row_bytes
+            <= self.settings.config.rows_cache_bytes
+        ):
             return HeldRows(table, active, self._pool, batch, required)
         return StreamedRows(table, active, self._pool, batch, labels_B, all_labels, log2_weight, required)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from geartrain.ams.tables.row_table import TableSteps
 from geartrain.ams.values.errors import InvalidArgument, SpecMismatch
 from geartrain.ams.values.specs import TableSpec
-from geartrain.bridge.rows.state import RowsOfRank
+from geartrain.bridge.rows.serialization import RowsOfRank
 
 if TYPE_CHECKING:
     from geartrain.bridge.head.backends.ranks.update import RankHead

@@ -20,9 +20,9 @@ from geartrain.ams.programs.class_lifecycle import LiveClasses
 from geartrain.ams.values.errors import InvalidIds
 from geartrain.ams.values.specs import Ids
 from geartrain.bridge.head.loss.checks import check_class_ids
-from geartrain.bridge.head.loss.samples import BAD_WEIGHT
+from geartrain.bridge.head.loss.sample_weights import BAD_WEIGHT
 from geartrain.bridge.kernels.launch import is_capturing, runs_kernels
-from geartrain.bridge.kernels.samples import SettledLabels, prepare_labels
+from geartrain.bridge.kernels.sample_terms import PreparedLabels, prepare_labels
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.rows.transfers import Readback, upload
 
@@ -35,13 +35,13 @@ class DeviceLabels:
         self._under_way: deque[tuple[Readback, int, LiveClasses]] = deque()
         self._captured: list[tuple[Tensor, LiveClasses]] = []
         """Labels that a CUDA graph reads, of the step being captured."""
-        self._living: tuple[LiveClasses, Tensor, Tensor] | None = None
-        """Living classes, and on a device the starts of the runs of retired ones and the stop of the last run."""
+        self._runs: tuple[LiveClasses, Tensor, Tensor] | None = None
+        """Live classes, and on a device the starts of the runs of retired ones and the stop of the last run."""
 
-    def settled(self, labels_B: Tensor, live_classes: LiveClasses, step: int, rows: DeviceRows) -> SettledLabels:
-        """Replace labels that do not count, so that all are of living classes; return them with each sample's count.
+    def settled(self, labels_B: Tensor, live_classes: LiveClasses, step: int, rows: DeviceRows) -> PreparedLabels:
+        """Replace labels that do not count, so that all are of live classes; return them with each sample's count.
 
-        A label that is ignored or wrong is replaced by one that counts; if none does, by any living class.
+        A label that is ignored or wrong is replaced by one that counts; if none does, by any live class.
         """
         if is_capturing(labels_B.device):
             self._captured.append((labels_B, live_classes))
@@ -58,22 +58,22 @@ class DeviceLabels:
             are_good_B = are_good_B & ~are_ignored_B
             counts_B = torch.where(are_ignored_B, 0.0, torch.nan).masked_fill_(are_good_B, 1.0)
         if len(labels_B):
-            any_living = int(live_classes.ids(np.zeros(1, np.int64))[0])
-            stand_in = labels_B.where(are_good_B, any_living).amax()
+            any_live = int(live_classes.ids(np.zeros(1, np.int64))[0])
+            stand_in = labels_B.where(are_good_B, any_live).amax()
             labels_B = labels_B.where(are_good_B, stand_in)
         divisor = are_good_B.sum(dtype=torch.float32).clamp_(min=1)
-        return SettledLabels(labels_B, counts_B, counts_B.sum(), divisor, divisor / rows.link.world_size, None)
+        return PreparedLabels(labels_B, counts_B, counts_B.sum(), divisor, divisor / rows.link.world_size, None)
 
     def _live(self, labels_B: Tensor, live_classes: LiveClasses) -> Tensor:
         are_ids_B = labels_B == labels_B.clamp(0, live_classes.num_classes - 1)
         if live_classes.are_all:
             return are_ids_B
-        if self._living is None or self._living[0] is not live_classes or self._living[1].device != labels_B.device:
+        if self._runs is None or self._runs[0] is not live_classes or self._runs[1].device != labels_B.device:
             runs = live_classes.retired_runs
             stops = np.concatenate([[0], runs[:, 1]])
             starts = np.ascontiguousarray(runs[:, 0])
-            self._living = live_classes, upload(starts, labels_B.device), upload(stops, labels_B.device)
-        _, starts_R, stops_R = self._living
+            self._runs = live_classes, upload(starts, labels_B.device), upload(stops, labels_B.device)
+        _, starts_R, stops_R = self._runs
         return are_ids_B & (labels_B >= stops_R[torch.searchsorted(starts_R, labels_B, right=True)])
 
     def pop_captured(self) -> Callable[[int], None]:

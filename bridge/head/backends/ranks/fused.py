@@ -39,7 +39,7 @@ from geartrain.bridge.kernels.head import (
     update_rows,
 )
 from geartrain.bridge.kernels.launch import runs_kernels
-from geartrain.bridge.kernels.samples import (
+from geartrain.bridge.kernels.sample_terms import (
     Losses,
     TargetAngle,
     finish_gradient,

@@ -28,17 +28,17 @@ from geartrain.bridge.head.backends.ranks import passes as rank_rows
 from geartrain.bridge.head.backends.ranks.checkpoint import ShardedRows
 from geartrain.bridge.head.backends.ranks.device_labels import DeviceLabels
 from geartrain.bridge.head.backends.ranks.fused import RANGE_BYTES
-from geartrain.bridge.head.backends.ranks.parts import rows_of_parts
+from geartrain.bridge.head.backends.ranks.gathered_features import rows_of_parts
 from geartrain.bridge.head.backends.ranks.passes import RankGradient, RankRows
 from geartrain.bridge.head.backends.ranks.selector import RankSelector
-from geartrain.bridge.head.backends.ranks.update import Agreed, RankStep, named, raise_late, refused_rows
+from geartrain.bridge.head.backends.ranks.update import RankStep, RankStepFacts, named, raise_late, refused_rows
 from geartrain.bridge.head.loss.autograd_node import HeadCall
 from geartrain.bridge.head.loss.chunk_pass import chunk_rows_on
 from geartrain.bridge.head.loss.config import HeadConfig
 from geartrain.bridge.head.loss.feature_parts import FeatureParts
 from geartrain.bridge.head.loss.kept_logits import kept_rows
 from geartrain.bridge.head.loss.margins.head_margin import HeadMargin
-from geartrain.bridge.head.loss.samples import CountedSamples
+from geartrain.bridge.head.loss.sample_weights import CountedSamples
 from geartrain.bridge.head.selection.rank_graph import RankGraphs
 from geartrain.bridge.kernels.head import TILE
 from geartrain.bridge.placements.device_rows import DeviceRows
@@ -73,7 +73,7 @@ class RankBackend:
         between the hosts, and for KNN softmax a process group for its builds.
         """
         require_no_wire(settings, "the ranks hold them, and features and labels are gathered")
-        self.live_classes = LiveClasses.first(settings.num_classes, settings.num_living)
+        self.live_classes = LiveClasses.first(settings.num_classes, settings.num_live_classes)
         self.imprinted: Imprinted | None = None
         self.table = _open_table(settings, Communicator(settings.config.process_group))
         self.process_group = settings.config.process_group
@@ -197,7 +197,7 @@ class RankBackend:
         samples, agreed, rows = rows_of_parts(step, parts, labels, weight)
         return self._call(rows, samples, agreed, want_rows=want_rows)
 
-    def _call(self, rows: RankRows, samples: CountedSamples, agreed: Agreed, *, want_rows: bool) -> HeadCall:
+    def _call(self, rows: RankRows, samples: CountedSamples, agreed: RankStepFacts, *, want_rows: bool) -> HeadCall:
         return HeadCall(
             rows,
             self.update,
@@ -229,7 +229,7 @@ def _open_table(settings: HeadSettings, link: Communicator) -> DeviceRows:
         "select": named(settings.select),
         "margin": named(settings.margin),
         "loss": settings.config.loss,
-        "num_living": settings.num_living,
+        "num_live_classes": settings.num_live_classes,
         "sub_centers": settings.sub_centers,
     }
     link.require_equal(settings_of_all, f"table {settings.name!r}")

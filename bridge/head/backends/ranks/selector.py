@@ -3,7 +3,7 @@
 Both select the same classes. The host is faster for rows in its own memory; on a device the selection needs no result
 computed there, so it runs beside it on its own stream, and the host is not waited for.
 
-Legend: B labels of all ranks, C classes, L living ones, A active ones.
+Legend: B labels of all ranks, C classes, L live ones, A active ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from geartrain.bridge.head.selection.torch_selection import TorchGraph, choice_b
 from geartrain.bridge.kernels.launch import is_capturing
 from geartrain.bridge.kernels.sampling import filled_by_sample, room_for
 from geartrain.bridge.placements.device_rows import DeviceRows
-from geartrain.bridge.rows.transfers import Moment, upload
+from geartrain.bridge.rows.transfers import DeviceEvent, upload
 
 
 class RankSelector:
@@ -43,7 +43,7 @@ class RankSelector:
         self._stream: torch.cuda.Stream | None = None
         self._graph: tuple[NeighbourTable | OwnNeighbours, TorchGraph | OwnNeighbours] | None = None
         """The graph in use, and its copy on the device."""
-        self._living: LivingIds | None = None
+        self._live: LiveIds | None = None
 
     @staticmethod
     def memory(plan: MemoryPlan) -> list[MemoryPart]:
@@ -71,13 +71,13 @@ class RankSelector:
     ) -> tuple[int, HostActive | DeviceActive]:
         """Return the number of active classes on all ranks together, and those of this rank.
 
-        ``labels_B`` are living. On a device, with labels from either side, the host waits only if the labels on the
+        ``labels_B`` are live. On a device, with labels from either side, the host waits only if the labels on the
         device outnumber the active classes.
         """
-        table, num_living = self._table, live_classes.num_living
-        budget = self._select.budget(num_living)
+        table, num_live_classes = self._table, live_classes.num_live_classes
+        budget = self._select.budget(num_live_classes)
         if is_capturing(table.device):
-            self._require_capturable(labels_B, budget, num_living)
+            self._require_capturable(labels_B, budget, num_live_classes)
         if isinstance(labels_B, Tensor) and len(labels_B) > budget:
             labels_B = labels_B.cpu().numpy()  # they alone may exceed the budget: the host must know how many
         numbers: Ids | Tensor = labels_B
@@ -86,7 +86,7 @@ class RankSelector:
                 active = live_classes.select(self._select, labels_B, step)
                 return active.num, HostActive.of(active, table.first, table.stop)
             numbers = np.unique(live_classes.numbers(labels_B))
-        ranking = self._select.ranking(len(numbers), num_living)
+        ranking = self._select.ranking(len(numbers), num_live_classes)
         if ranking is None:
             on_host = labels_B.cpu().numpy() if isinstance(labels_B, Tensor) else labels_B
             active = live_classes.select(self._select, on_host, step)
@@ -94,12 +94,12 @@ class RankSelector:
             numbers_A = None if here.sorted_ids is None else upload(here.sorted_ids, table.device)
             return active.num, DeviceActive(here.num, numbers_A, table.device)
         budget = max(budget, len(numbers))
-        if budget >= num_living and live_classes.are_all:
-            return num_living, DeviceActive(table.num_local, None, table.device)
+        if budget >= num_live_classes and live_classes.are_all:
+            return num_live_classes, DeviceActive(table.num_local, None, table.device)
         ids = self._living_ids(live_classes)
         low, high = live_classes.num_below(table.first), live_classes.num_below(table.stop)
-        if budget >= num_living:
-            return num_living, DeviceActive(high - low, ids.all_L()[low:high] - table.first, table.device)
+        if budget >= num_live_classes:
+            return num_live_classes, DeviceActive(high - low, ids.all_L()[low:high] - table.first, table.device)
         # Labels on a device are computed there by earlier operations.
         is_apart = not isinstance(numbers, Tensor)
         with self._apart() if is_apart else contextlib.nullcontext():
@@ -112,22 +112,22 @@ class RankSelector:
                 given, limit = chosen.ids_M, chosen.limit
             elif graph is not None:
                 given = near_on(given, graph, ranking.near, budget)
-            room = room_for(most, budget, num_living, high - low)
+            room = room_for(most, budget, num_live_classes, high - low)
             # A stream does not know when another one has read memory that it overwrites.
             at: Any = step if is_apart else table.step.on(step, table.device)
             sample = filled_by_sample(
-                given, num_living, budget, ranking.seed, at, start=low, stop=high, room=room, limit=limit
+                given, num_live_classes, budget, ranking.seed, at, start=low, stop=high, room=room, limit=limit
             )
             rows_A = sample.ids_A if live_classes.are_all else ids.of(sample.ids_A + low) - table.first
         if is_apart and self._stream is not None:
             for tensor in (rows_A, sample.num):
                 tensor.record_stream(torch.cuda.current_stream(table.device))
-        count = None if high - low == num_living else sample.num
+        count = None if high - low == num_live_classes else sample.num
         return budget, DeviceActive(room, rows_A, table.device, count)
 
-    def _require_capturable(self, labels_B: Ids | Tensor, budget: int, num_living: int) -> None:
+    def _require_capturable(self, labels_B: Ids | Tensor, budget: int, num_live_classes: int) -> None:
         """Raise InvalidArgument unless the selection is the same work in each step, whatever the labels."""
-        if len(labels_B) > budget or self._select.ranking(len(labels_B), num_living) is None:
+        if len(labels_B) > budget or self._select.ranking(len(labels_B), num_live_classes) is None:
             raise InvalidArgument(
                 f"{self._select!r} chooses {budget} classes for {len(labels_B)} labels on the host, as no CUDA graph "
                 "does; capture steps of FullSoftmax() or PartialFC(sample_rate), with at least as many active classes "
@@ -146,10 +146,10 @@ class RankSelector:
             self._graph = kept = (graph, on_device)
         return kept[1]
 
-    def _living_ids(self, live_classes: LiveClasses) -> LivingIds:
-        kept = self._living
+    def _living_ids(self, live_classes: LiveClasses) -> LiveIds:
+        kept = self._live
         if kept is None or kept.live_classes is not live_classes or kept.device != self._table.device:
-            self._living = kept = LivingIds(live_classes, self._table.device)
+            self._live = kept = LiveIds(live_classes, self._table.device)
         return kept
 
     @contextlib.contextmanager
@@ -166,15 +166,15 @@ class RankSelector:
         torch.cuda.current_stream(device).wait_stream(self._stream)
 
 
-class LivingIds:
-    """Ids of living classes, on a device."""
+class LiveIds:
+    """Ids of live classes, on a device."""
 
     def __init__(self, live_classes: LiveClasses, device: torch.device) -> None:
         self.live_classes, self.device = live_classes, device
         self._jumps, self._before = upload(live_classes.jumps, device), upload(live_classes.retired_before, device)
         self._starts = upload(np.ascontiguousarray(live_classes.retired_runs[:, 0]), device)
         if not live_classes.are_all:
-            Moment(device).wait()  # once for these classes: a stream other than that of the copies reads them, too
+            DeviceEvent(device).wait()  # once for these classes: a stream other than that of the copies reads them, too
         self._all_L: Tensor | None = None
 
     def of(self, numbers: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ class LivingIds:
         return ids - self._before[torch.searchsorted(self._starts, ids, right=True)]
 
     def all_L(self) -> Tensor:
-        """Return the ids of all living classes; cached, 8·L bytes."""
+        """Return the ids of all live classes; cached, 8·L bytes."""
         if self._all_L is None:
             self._all_L = upload(self.live_classes.all_ids, self.device)
         return self._all_L

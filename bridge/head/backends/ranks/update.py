@@ -35,11 +35,11 @@ from geartrain.bridge.head.backends.ranks.selector import RankSelector
 from geartrain.bridge.head.loss.batch import Batch, DeviceTargets, Targets, with_ones
 from geartrain.bridge.head.loss.checks import check_features, check_finite
 from geartrain.bridge.head.loss.margins.head_margin import HeadMargin, JointBatch
-from geartrain.bridge.head.loss.samples import CountedSamples
+from geartrain.bridge.head.loss.sample_weights import CountedSamples
 from geartrain.bridge.head.loss.statistics import LOOKS_EVERY
 from geartrain.bridge.head.loss.sub_centers import largest_cosines
 from geartrain.bridge.kernels.launch import is_capturing, runs_kernels
-from geartrain.bridge.kernels.samples import SettledLabels, sampled_weight
+from geartrain.bridge.kernels.sample_terms import PreparedLabels, sampled_weight
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.placements.device_update import DeviceUpdate
 from geartrain.bridge.placements.workspace import Arithmetic
@@ -65,7 +65,7 @@ def named(setting: object) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agreed:
+class RankStepFacts:
     """Facts about the ranks' parts of a step, in rank order."""
 
     sizes: list[int]
@@ -118,13 +118,13 @@ class RankStep:
     adapts: bool
     """Whether a margin may learn from this batch."""
 
-    def rows(self, samples: CountedSamples, agreed: Agreed) -> RankRows:
+    def rows(self, samples: CountedSamples, agreed: RankStepFacts) -> RankRows:
         """Gather the features and their labels, and return the pass over the rows."""
         link, sizes = self.backend.table.link, agreed.sizes
         joint_features_BD = link.gather(self.travelling(samples.features_SD), sizes)
         return self.rows_over(joint_features_BD, self.start_labels(samples, agreed).result(), agreed, RankRows)
 
-    def start_labels(self, samples: CountedSamples, agreed: Agreed) -> Pending[Tensor]:
+    def start_labels(self, samples: CountedSamples, agreed: RankStepFacts) -> Pending[Tensor]:
         """Start to gather the labels of all ranks: between the hosts, or the devices where some are there."""
         labels = samples.labels_S if isinstance(samples.labels_S, Tensor) else torch.from_numpy(samples.labels_S)
         if agreed.late:
@@ -139,7 +139,7 @@ class RankStep:
         self,
         joint_features_BD: Tensor,
         joint_labels_B: Tensor,
-        agreed: Agreed,
+        agreed: RankStepFacts,
         make: Callable[..., AnyRankRows],
     ) -> AnyRankRows:
         """Return the pass over the rows, for features and labels of all ranks; ``make`` takes the arguments of
@@ -150,7 +150,7 @@ class RankStep:
         if self.training:
             self.backend.select.prepare()
         table, arithmetic = self.backend.table, Arithmetic.of(joint_features_BD)
-        late: SettledLabels | None = None
+        late: PreparedLabels | None = None
         first = sum(agreed.sizes[: table.link.rank])
         own = slice(first, first + agreed.sizes[table.link.rank])
         if agreed.late:
@@ -169,9 +169,9 @@ class RankStep:
             target_cos=lambda unit_BD: _target_cos(table, unit_BD, numbers_B),
             counts_B=None if late is None else late.counts_B,
         )
-        num_living = self.backend.live_classes.num_living
-        weight = _log2_weight(labels_B, num_active, num_living) if self.backend.select.corrects(margin) else None
-        stands_for = num_active if weight is None else num_living
+        num_live_classes = self.backend.live_classes.num_live_classes
+        weight = _log2_weight(labels_B, num_active, num_live_classes) if self.backend.select.corrects(margin) else None
+        stands_for = num_active if weight is None else num_live_classes
         smoothing = self.backend.settings.config.label_smoothing
         targets: Targets | DeviceTargets
         if late is not None and late.positions_B is not None and here.has_all:
@@ -203,7 +203,7 @@ class RankStep:
             )
         return make(table, here, batch, numbers_B, agreed.sizes, agreed.want_gradient, weight, fuses=fuses)
 
-    def _require_capturable(self, agreed: Agreed) -> None:
+    def _require_capturable(self, agreed: RankStepFacts) -> None:
         """Raise InvalidArgument unless everything that differs from step to step is on the device."""
         table, margin = self.backend.table, self.backend.margins.margin
         if not agreed.late:
@@ -220,7 +220,7 @@ class RankStep:
             )
         table.link.require_capturable()
 
-    def agree(self, features: Tensor, labels: Tensor, weight: Tensor | None) -> tuple[CountedSamples, Agreed]:
+    def agree(self, features: Tensor, labels: Tensor, weight: Tensor | None) -> tuple[CountedSamples, RankStepFacts]:
         """Check this rank's samples and exchange their facts with the other ranks: one exchange.
 
         If any rank cannot continue, every rank raises: InvalidRows, InvalidIds, InvalidArgument and NonFinite for its
@@ -241,7 +241,7 @@ class RankStep:
         samples: CountedSamples | None,
         failure: Exception | None,
         part_sizes: Sequence[int],
-    ) -> tuple[CountedSamples, Agreed]:
+    ) -> tuple[CountedSamples, RankStepFacts]:
         """Do :meth:`agree` for samples already checked: with this ``failure``, or those of each part.
 
         ``part_sizes``: counted samples of each part, equally many parts on every rank; empty if the features come
@@ -285,7 +285,7 @@ class RankStep:
         raise_late(self.backend, refused=sum(left), has_bad=any(mark & 4 for mark in marked), steps=steps)
         if len(set(classes)) > 1:
             raise SpecMismatch(
-                "the ranks have different living classes; add, retire and load the same ones on every rank"
+                "the ranks have different live classes; add, retire and load the same ones on every rank"
             )
         if len(set(margins)) > 1:
             raise SpecMismatch(
@@ -314,7 +314,7 @@ class RankStep:
             share = own / total.where(total != 0, 1.0)
         elif reduction == "mean" and not take_mean:
             share = amount_here / (sum(known_amounts) or 1.0)
-        return samples, Agreed(
+        return samples, RankStepFacts(
             sizes=sizes,
             want_gradient=any(gradients),
             all_want_gradient=all(gradients),
@@ -377,18 +377,20 @@ def refused_rows(spec: TableSpec, count: int) -> NonFinite:
     )
 
 
-def _log2_weight(labels_B: Ids | Tensor, num_active: int, num_living: int) -> float | Tensor | None:
+def _log2_weight(labels_B: Ids | Tensor, num_active: int, num_live_classes: int) -> float | Tensor | None:
     """Return the weight of :class:`SamplingCorrection` (0-dim, float64, for labels on a device); None: no sampling."""
     if not isinstance(labels_B, Tensor):
-        correction = SamplingCorrection.of(labels_B, num_active, num_living)
+        correction = SamplingCorrection.of(labels_B, num_active, num_live_classes)
         return None if correction is None else correction.log2_weight
-    if num_active >= num_living or not len(labels_B):
+    if num_active >= num_live_classes or not len(labels_B):
         return None
     if runs_kernels(labels_B.device):
-        return sampled_weight(labels_B, num_active, num_living)
+        return sampled_weight(labels_B, num_active, num_live_classes)
     sorted_B = labels_B.sort().values
     num_positive = (sorted_B[1:] != sorted_B[:-1]).sum().double() + 1
-    return torch.log2((num_living - num_positive) / (num_active - num_positive)).where(num_positive < num_active, 0.0)
+    return torch.log2((num_live_classes - num_positive) / (num_active - num_positive)).where(
+        num_positive < num_active, 0.0
+    )
 
 
 def _target_cos(table: DeviceRows, unit_BD: Tensor, numbers_B: Ids | Tensor) -> Tensor:

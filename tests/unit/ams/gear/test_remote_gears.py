@@ -16,11 +16,11 @@ from geartrain.ams.values.config import ClientConfig
 from geartrain.ams.values.errors import GearUnavailable, InvalidArgument, NonFinite, NotHolder
 from geartrain.ams.values.gear_messages import (
     Delivery,
+    DeliveryAck,
     FeatureReply,
     Freshness,
     GearAccount,
     GearState,
-    Taken,
     family_of,
     process_at,
 )
@@ -101,7 +101,7 @@ class _Carrier:
         return answer
 
     def deliver(self, name: str, delivery: Delivery, *, wait: bool, sent_to: str, timeout_seconds: float) -> Any:  # noqa: ARG002
-        def answer() -> Taken:
+        def answer() -> DeliveryAck:
             gears = self._gears
             gears.calls.append((self._address, delivery.source, sent_to))
             gears.heard_lost[self._address] = delivery.lost
@@ -118,7 +118,7 @@ class _Carrier:
                 gears.dead.add(self._address)
                 raise AttemptFailed(f"{self._address} died before it answered")
             account, told = gears.account(self._address), gears.process(self._address)
-            return Taken(account=account, dense_version=8, process=told, is_repeat=is_repeat)
+            return DeliveryAck(account=account, dense_version=8, process=told, is_repeat=is_repeat)
 
         return answer
 

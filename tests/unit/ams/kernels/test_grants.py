@@ -109,9 +109,9 @@ def test_what_was_refused_is_told(server: _core.DataServer, way: str) -> None:
     connection = frame_calls.dial(way, *server.offer(grant))
     for _ in range(20):
         errors(connection, pull("other", [1, 2], DIM))
-    kept, count = grant.take_refused()
+    kept, count = grant.pop_refused()
     assert kept == [("other", READ)] * 16 and count == 20
-    assert grant.take_refused() == ([], 0)
+    assert grant.pop_refused() == ([], 0)
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_a_client_serves_counters_under_its_own_name_and_no_other(folder: Path) 
 
 
 def test_renewed_certificates_are_shown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("geartrain.ams.rpc.credentials._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("geartrain.ams.rpc.credentials._POLL_SECONDS", 0.0)
 
     def shown(address: str) -> bytes | None:
         host, _, number = address.rpartition(":")

@@ -20,7 +20,7 @@ def unheard(*_: Any, **__: Any) -> None:
 def test_files_that_go_away_open_nothing_and_revoke_nothing_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokens, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(tokens, "_POLL_SECONDS", 0.0)
     create_authority(tmp_path, "test")
     before = Tokens(str(tmp_path), unheard)
     assert not before.are_wanted
@@ -30,7 +30,7 @@ def test_files_that_go_away_open_nothing_and_revoke_nothing_less(
         for name in gone:
             (tmp_path / name).unlink()
         assert before.are_wanted
-        assert before.believed(bad.read_text().strip()) == "its token was revoked"
-        assert not isinstance(before.believed(good.read_text().strip()), str)
+        assert before.trusted(bad.read_text().strip()) == "its token was revoked"
+        assert not isinstance(before.trusted(good.read_text().strip()), str)
         assert before.revoked.ids == (bad_id,)
     assert not Tokens(str(tmp_path), unheard).are_wanted

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from geartrain.ams.rpc.server import server as grpc_server
-from geartrain.ams.rpc.server.server import Bound, GrpcServer
+from geartrain.ams.rpc.server.server import GrpcServer, ServedMethods
 
 DEADLINE_SECONDS = 30.0
 THREADS = 2
@@ -37,7 +37,7 @@ def blocked(monkeypatch: pytest.MonkeyPatch) -> Iterator[grpc.Channel]:
 
     with ExitStack() as stack:
         lane = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="own-lane"))
-        server.add(Bound("s", {"Slow": slow, "Quick": quick}), lanes={"Quick": lane})
+        server.add(ServedMethods("s", {"Slow": slow, "Quick": quick}), lanes={"Quick": lane})
         server.start()
         server.ready()
         stack.callback(server.stop, 0)
@@ -63,7 +63,7 @@ def test_health_is_answered_while_all_other_threads_wait(blocked: grpc.Channel) 
 
 def test_services_are_listed_where_reflection_is_asked_for() -> None:
     server = GrpcServer("127.0.0.1:0", 1 << 20, reflection=True)
-    server.add(Bound("s", {}))
+    server.add(ServedMethods("s", {}))
     server.start()
     try:
         with grpc.insecure_channel(server.address) as channel:

@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from geartrain.ams.rpc.server import threads as call_threads
-from geartrain.ams.rpc.server.server import Bound, GrpcServer
+from geartrain.ams.rpc.server.server import GrpcServer, ServedMethods
 from geartrain.ams.rpc.server.threads import CallThreads
 
 SECONDS = 60.0
@@ -37,7 +37,7 @@ def lane(stack: ExitStack) -> CallThreads:
 def server(stack: ExitStack, lane: CallThreads) -> GrpcServer:
     """``Beat`` has a lane, as heartbeats have; ``Echo`` has none."""
     server = GrpcServer("127.0.0.1:0", 64 << 20)
-    server.add(Bound("s", {"Beat": lambda data, _: data, "Echo": lambda data, _: data}), lanes={"Beat": lane})
+    server.add(ServedMethods("s", {"Beat": lambda data, _: data, "Echo": lambda data, _: data}), lanes={"Beat": lane})
     server.start()
     server.ready()
     stack.callback(server.stop, 0)
@@ -103,7 +103,7 @@ def test_few_calls_hold_messages_that_are_not_whole(server: GrpcServer, lane: Ca
 
 
 def test_a_call_that_is_at_work_for_long_is_not_ended(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_LOOK_SECONDS", "_IDLE_LOOK_SECONDS"):
+    for name in ("_POLL_SECONDS", "_IDLE_LOOK_SECONDS"):
         monkeypatch.setattr(call_threads, name, 0.01)
     server, go_on, running = GrpcServer("127.0.0.1:0", 1 << 20), threading.Event(), threading.Barrier(9)
 
@@ -112,7 +112,7 @@ def test_a_call_that_is_at_work_for_long_is_not_ended(stack: ExitStack, monkeypa
         go_on.wait(SECONDS)
         return data
 
-    server.add(Bound("s", {"Slow": slow}))
+    server.add(ServedMethods("s", {"Slow": slow}))
     server.start()
     stack.callback(server.stop, 0)
     channel = stack.enter_context(grpc.insecure_channel(server.address))
@@ -129,7 +129,7 @@ def test_where_a_network_is_slow_for_everybody_messages_arrive_all_the_same(
     stack: ExitStack, server: GrpcServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(call_threads, "_CROWDED_SECONDS", 0.02)
-    monkeypatch.setattr(call_threads, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(call_threads, "_POLL_SECONDS", 0.01)
     waited = threading.Event()
 
     def slow_message() -> Iterator[bytes]:

@@ -11,7 +11,7 @@ FLOOD = """
 import ctypes, threading
 from pathlib import Path
 from geartrain.ams.rpc.server import memory
-memory._LOOK_SECONDS, memory._MUCH_BYTES = 0.05, 16 << 20  # so much may stay of what is freed between looks
+memory._POLL_SECONDS, memory._MUCH_BYTES = 0.05, 16 << 20  # so much may stay of what is freed between looks
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 pages = lambda: int(Path("/proc/self/statm").read_text().split()[1])

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from geartrain.ams.rpc.carrier import NobodyThere
+from geartrain.ams.rpc.carrier import ConnectionRefused
 from geartrain.ams.rpc.channel import channel_options
 from geartrain.ams.rpc.client import data_plane
 from geartrain.ams.rpc.client.data_plane import DataPlane
@@ -105,7 +105,7 @@ def test_a_name_that_is_known_at_last_is_called_within_two_seconds(resolver: Res
 def test_the_port_for_rows_of_a_name_that_fails_to_resolve_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     offer = DataPlaneOffer(port=9, secret=bytes(32), socket="", uses_tls=False, reason="")
     plane = DataPlane("no-such-host.invalid:7000", lambda _: offer, shares_memory=False)
-    with pytest.raises(NobodyThere, match="the name of the host cannot be resolved"):  # a caller repeats it
+    with pytest.raises(ConnectionRefused, match="the name of the host cannot be resolved"):  # a caller repeats it
         plane.connect()
     made = object()
     monkeypatch.setattr(data_plane, "connect_tcp", lambda *_, **__: made)

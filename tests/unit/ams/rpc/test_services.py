@@ -28,13 +28,13 @@ from geartrain.ams.values.scheduler_messages import (
     DescribeCluster,
     DescribeHolders,
     DescribeStreams,
+    IssueIncarnation,
     JobWorker,
     Register,
     Registration,
     RenewStreams,
     ShardEntry,
     StreamHolders,
-    TakeIncarnation,
 )
 from geartrain.ams.values.shard_messages import (
     AlterTable,
@@ -109,7 +109,7 @@ def test_a_request_comes_as_it_was_sent_and_says_who_calls(service: Service, req
             ),
         ),
         (SCHEDULER, CreateClusterTable, SPEC),
-        (SCHEDULER, TakeIncarnation, 2**63),
+        (SCHEDULER, IssueIncarnation, 2**63),
         (SCHEDULER, CheckCaller, None),
         (SCHEDULER, DescribeStreams, {0: Cursor(1, 2)}),
         (SCHEDULER, DescribeHolders, StreamHolders(lease_seconds=1.5, holders=("w", None), incarnations={"w": 3})),

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from geartrain.ams.rpc.carrier import NotSent
-from geartrain.ams.scheduler import tell_shards as tell_shards_module
+from geartrain.ams.scheduler import broadcast as tell_shards_module
 from geartrain.ams.scheduler.scheduler import Scheduler
 from geartrain.ams.storage.kv.store import KeyValueStore, MemoryStore
 from geartrain.ams.values import errors
@@ -319,7 +319,7 @@ def test_a_shard_with_rows_is_not_expelled_by_a_newcomer_that_was_quicker() -> N
     assert cluster.scheduler.register("new:1", None, incarnation=9).shard == 0
     cluster.scheduler.register("host:0", 0, 100, cluster_version=7, tables=[SPEC], bucket_map=MAP)
     assert cluster.scheduler.heartbeat(0, 9).replaced
-    with pytest.raises(errors.ConfigError, match="held by a living process"):
+    with pytest.raises(errors.ConfigError, match="held by a live process"):
         cluster.scheduler.register("new:2", 0, incarnation=10)
 
 
@@ -328,7 +328,7 @@ def test_after_a_stop_of_the_scheduler_itself_every_shard_has_a_whole_lease() ->
     cluster.scheduler.pulse()
     cluster.register_both()
     cluster.now = 100  # stopped: nobody could be heard
-    with pytest.raises(errors.ConfigError, match="held by a living process"):
+    with pytest.raises(errors.ConfigError, match="held by a live process"):
         cluster.scheduler.register("h:9", 0, incarnation=9)
     for cluster.now in range(101, 112):
         cluster.scheduler.pulse()
@@ -466,7 +466,7 @@ def test_a_shard_that_cannot_be_reached_at_first_is_told_of_a_table_all_the_same
 
 
 def test_one_that_stays_out_of_reach_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tell_shards_module, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(tell_shards_module, "_RETRY_SECONDS", 0.0)
     cluster = FakeCluster()
     cluster.register_both()
     cluster.unreachable["host:1"] = 1

@@ -170,5 +170,5 @@ def test_no_worker_is_further_ahead_of_a_living_one_than_it_may(acts: list[tuple
             one.hear(steps.report(worker(one.name), one.done + 1), clock.now)
         for other in workers:  # a lease that has run out is nobody's
             other.is_there &= clock.now - other.heard < LEASE
-        living = [other.done for other in workers if other.is_there]
-        assert not living or max(living) - min(living) <= bound + 1
+        live = [other.done for other in workers if other.is_there]
+        assert not live or max(live) - min(live) <= bound + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from geartrain.ams.server.parts import PartBuffer, Payload
+from geartrain.ams.server.chunked_writes import PartBuffer, Payload
 from geartrain.ams.values.errors import Busy, InvalidArgument, MessageTooLarge
 from geartrain.ams.values.shard_messages import CallContext
 

@@ -56,7 +56,7 @@ def test_lmdb_keeps_what_was_written_and_grows(tmp_path: Path) -> None:
 
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     store = LmdbStore(tmp_path)
-    with pytest.raises(ConfigError, match="in use by another living process"):
+    with pytest.raises(ConfigError, match="in use by another live process"):
         LmdbStore(tmp_path)
     store.close()
     LmdbStore(tmp_path).close()

@@ -17,7 +17,7 @@ from functools import partial
 import pytest
 
 from geartrain.ams.values import interrupts as module
-from geartrain.ams.values.interrupts import BackgroundFuture, BrokenOff, BufferLease, shielded
+from geartrain.ams.values.interrupts import BackgroundFuture, BufferLease, CallerGone, uninterrupted
 
 
 def interrupt() -> None:
@@ -31,16 +31,16 @@ def other() -> Iterator[ThreadPoolExecutor]:
 
 
 def test_the_main_thread_leaves_work_to_another_and_others_do_it_themselves(other: ThreadPoolExecutor) -> None:
-    assert shielded(threading.get_ident) != threading.get_ident()
+    assert uninterrupted(threading.get_ident) != threading.get_ident()
 
     def there() -> bool:
-        return shielded(threading.get_ident) == threading.get_ident()
+        return uninterrupted(threading.get_ident) == threading.get_ident()
 
     assert other.submit(there).result(10)
 
 
 def test_one_thread_does_all_of_it() -> None:
-    assert len({shielded(threading.get_ident) for _ in range(20)}) == 1
+    assert len({uninterrupted(threading.get_ident) for _ in range(20)}) == 1
 
 
 def test_errors_come_back() -> None:
@@ -49,8 +49,8 @@ def test_errors_come_back() -> None:
 
     for _ in range(2):
         with pytest.raises(KeyError, match="lost"):
-            shielded(fail)
-    assert shielded(lambda: 7) == 7
+            uninterrupted(fail)
+    assert uninterrupted(lambda: 7) == 7
 
 
 def test_what_is_broken_off_goes_on_and_the_next_call_does_not_wait_for_it() -> None:
@@ -62,9 +62,9 @@ def test_what_is_broken_off_goes_on_and_the_next_call_does_not_wait_for_it() -> 
         done.set()
 
     with pytest.raises(KeyboardInterrupt):
-        shielded(work, if_broken_off=lambda: told.append(done.is_set()))
+        uninterrupted(work, on_interrupt=lambda: told.append(done.is_set()))
     assert told == [False]
-    assert shielded(lambda: 7) == 7
+    assert uninterrupted(lambda: 7) == 7
     go_on.set()
     assert done.wait(20)
 
@@ -84,12 +84,12 @@ def test_what_a_signal_handler_raises_is_no_reason_to_do_the_work_again() -> Non
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         with pytest.raises(RuntimeError, match="DataLoader"):
-            shielded(work)
+            uninterrupted(work)
     finally:
         signal.signal(signal.SIGUSR1, before)
     go_on.set()
     assert done.get(timeout=20) != threading.get_ident()
-    shielded(lambda: None)
+    uninterrupted(lambda: None)
     assert done.empty()
 
 
@@ -99,12 +99,12 @@ def test_without_threads_the_work_is_done_all_the_same(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(module, "_idle", [])
     monkeypatch.setattr(module._thread, "start_new_thread", none)
-    assert shielded(threading.get_ident) == threading.get_ident()
+    assert uninterrupted(threading.get_ident) == threading.get_ident()
 
 
 def test_a_forked_child_has_threads_of_its_own() -> None:
-    shielded(lambda: None)
-    child = multiprocessing.get_context("fork").Process(target=shielded, args=(lambda: os._exit(7),))
+    uninterrupted(lambda: None)
+    child = multiprocessing.get_context("fork").Process(target=uninterrupted, args=(lambda: os._exit(7),))
     child.start()
     child.join(20)
     assert child.exitcode == 7
@@ -128,7 +128,7 @@ def test_nobody_touches_arrays_whose_owner_has_gone(other: ThreadPoolExecutor) -
     assert written == [1, 1]  # they were at it: the end has waited for them
     for item in both:
         item.result(20)
-    with pytest.raises(BrokenOff):
+    with pytest.raises(CallerGone):
         other.submit(write).result(20)
     assert written == [1, 1]
 

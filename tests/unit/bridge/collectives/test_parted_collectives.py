@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from geartrain.bridge.collectives.communicator import Communicator
-from geartrain.bridge.collectives.parts import GatheredParts, PartSizes, SummedParts
+from geartrain.bridge.collectives.part_exchange import GatheredParts, PartSizes, SummedParts
 from tests.support.rank_processes import on_ranks
 
 SIZES = [[2, 1, 0, 1], [0, 0, 0, 0], [1, 3, 2, 0]]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from geartrain.ams.values.errors import InvalidArgument, ModuleFailed, NonFinite, StoreUnavailable
-from geartrain.bridge.gear.samples import Samples
+from geartrain.bridge.gear.sample_source import Samples
 from tests.support import gear_fakes
 from tests.support.gear_fakes import DIM, IMAGES, assert_trained, delivery
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, ModuleFailed, ShardUnavailable
 from geartrain.bridge.gear.coalescer import Coalescer
-from geartrain.bridge.gear.samples import Samples
+from geartrain.bridge.gear.sample_source import Samples
 from tests.support import gear_fakes
 from tests.support.gear_fakes import DIM, IMAGES, delivery
 

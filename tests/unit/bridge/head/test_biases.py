@@ -116,7 +116,7 @@ def test_weights_and_biases_go_out_to_a_file_and_come_back(cluster: Cluster, row
 
 def test_new_and_imprinted_classes_have_no_bias_yet() -> None:
     with gt.local() as cluster:
-        head = made(cluster, num_living=30)
+        head = made(cluster, num_live_classes=30)
         pictures, labels = torch.randn(16, DIM), torch.arange(16)
         assert head.imprint([(pictures, labels)], nn.Identity()) == 16
         torch.testing.assert_close(head.weights(labels), F.normalize(pictures))

@@ -128,7 +128,7 @@ def test_a_bad_label_of_a_replay_changes_no_row_and_raises_at_a_later_one(monkey
 
 
 def test_what_a_graph_holds_cannot_change() -> None:
-    training = Training(num_living=NUM - 1, **CASES["SGD, sampled"])
+    training = Training(num_live_classes=NUM - 1, **CASES["SGD, sampled"])
     graph = Graph(training.head, training.step)
     with pytest.raises(InvalidArgument, match="0 steps of table"):
         gt.RowOptimizer(training.head).replay(Graph(training.head, lambda: training.rows.replay(graph)))

@@ -49,7 +49,7 @@ def test_all_classes_are_active_up_to_so_many_and_a_corrected_sample_beyond() ->
         ({"select": gt.PartialFC(0.25)}, 4e-3),
         ({"select": gt.KNNSoftmax(0.25)}, 4e-3),
         ({"select": gt.PartialFC(0.1, min_active=1000)}, 2e-3),
-        ({"select": gt.PartialFC(0.25), "num_living": 30}, 1e-3),
+        ({"select": gt.PartialFC(0.25), "num_live_classes": 30}, 1e-3),
         ({"select": gt.PartialFC(0.25), "optimizer": gt.AdamW()}, 1e-3),
         ({"select": gt.FullSoftmax()}, 1e-3),
     ],
@@ -69,7 +69,7 @@ def test_the_rate_makes_up_for_the_steps_in_which_a_drawn_class_is_not_active(
         ({"num_classes": 2000}, gt.SparseMomentum(lr=0.1)),
         ({"num_classes": 2_000_000}, gt.SparseMomentum(lr=0.2)),
         ({"num_classes": 2000, "select": gt.PartialFC(0.25)}, gt.SparseMomentum(lr=0.1)),
-        ({"num_classes": 2_000_000, "num_living": 10}, gt.SparseMomentum(lr=5e-4)),
+        ({"num_classes": 2_000_000, "num_live_classes": 10}, gt.SparseMomentum(lr=5e-4)),
         ({"num_classes": 2000, "margin": gt.CosFace(16)}, gt.SparseMomentum(lr=0.1)),
         ({"num_classes": 2000, "margin": gt.ArcFace(32)}, gt.AdamW(1e-3)),
         ({"num_classes": 2000, "reduction": "sum"}, gt.AdamW(1e-3)),
@@ -116,7 +116,7 @@ def test_as_many_classes_are_active_wherever_the_rows_are(cluster: Cluster, rows
     held.retire_classes(torch.arange(25, CLASSES))
     with pytest.raises(gt.errors.InvalidIds):
         held(features, labels)
-    assert held.select.budget(held.num_living) == held.num_living == 25
+    assert held.select.budget(held.num_live_classes) == held.num_live_classes == 25
 
 
 @pytest.mark.parametrize("margin", [gt.ArcFace(), gt.CosFace(margin=0.1), gt.CombinedMargin(m1=1.2), gt.SphereFace()])

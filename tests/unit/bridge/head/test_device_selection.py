@@ -21,7 +21,7 @@ from geartrain.ams.values.specs import Normal
 from geartrain.bridge.collectives.communicator import Communicator
 from geartrain.bridge.head.backends.active_rows import DeviceActive, HostActive
 from geartrain.bridge.head.backends.ranks import selector
-from geartrain.bridge.head.backends.ranks.selector import LivingIds, RankSelector
+from geartrain.bridge.head.backends.ranks.selector import LiveIds, RankSelector
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.head.selection.own_neighbours import OwnNeighbours
@@ -95,15 +95,15 @@ def test_a_graph_cut_by_neighbour_chooses_what_the_whole_one_does(
     np.testing.assert_array_equal(found.ids_A, expected)
 
 
-def knn_of(table: NeighbourTable, budget: float, living: LiveClasses, seed: int) -> KNNSelection:
+def knn_of(table: NeighbourTable, budget: float, live: LiveClasses, seed: int) -> KNNSelection:
     """A selection that has this graph."""
     knn = KNNSelection(
         KNNSoftmax(budget, k=table.k, seed=seed, near=1.0),
-        SimpleNamespace(spec=SimpleNamespace(num_rows=living.num_classes, name="t")),  # type: ignore[arg-type]
+        SimpleNamespace(spec=SimpleNamespace(num_rows=live.num_classes, name="t")),  # type: ignore[arg-type]
         None,
         lambda: 0,
     )
-    knn.live_classes = living
+    knn.live_classes = live
     knn._install(table, 0)
     return knn
 
@@ -114,13 +114,13 @@ def test_a_device_chooses_of_living_classes_what_the_host_does_on_every_rank(
     data: st.DataObject, num_classes: int, world_size: int, step: int
 ) -> None:
     retired = np.array(sorted(data.draw(st.sets(st.integers(0, num_classes - 1), max_size=num_classes - 1))), np.int64)
-    living = LiveClasses(num_classes).without(retired)
-    labels = np.array(data.draw(st.lists(st.sampled_from(living.all_ids.tolist()), max_size=20)), np.int64)
+    live = LiveClasses(num_classes).without(retired)
+    labels = np.array(data.draw(st.lists(st.sampled_from(live.all_ids.tolist()), max_size=20)), np.int64)
     share, seed = data.draw(st.floats(0.01, 1)), data.draw(st.integers(0, 2**64 - 1))
     for select in (
         FullSoftmax(),
         PartialFC(share, seed=seed),
-        knn_of(data.draw(graphs(living.num_living)), share, living, seed),
+        knn_of(data.draw(graphs(live.num_live_classes)), share, live, seed),
     ):
         for rank in range(world_size):
             first, stop = row_range(num_classes, world_size, rank)
@@ -133,15 +133,15 @@ def test_a_device_chooses_of_living_classes_what_the_host_does_on_every_rank(
                 step=DeviceNumber(torch.int64),
             )
             selector = RankSelector(table, select)
-            num_host, host = selector.choose(labels, living, step)
+            num_host, host = selector.choose(labels, live, step)
             enlarged = select.enlarged if isinstance(select, KNNSelection) else 0
             selector.on_device = True
-            num_device, device = selector.choose(labels, living, step)
+            num_device, device = selector.choose(labels, live, step)
             assert isinstance(host, HostActive) and isinstance(device, DeviceActive)
             assert num_host == num_device and host.num <= device.num
             places = torch.from_numpy(labels - first)
             np.testing.assert_array_equal(device.targets(places).positions_B.numpy(), host.positions(labels - first))
-            selector_of_device_labels(selector, labels, living, step, device)
+            selector_of_device_labels(selector, labels, live, step, device)
             device = device.trimmed()
             assert host.num == device.num
             everything = torch.arange(stop - first)
@@ -155,11 +155,11 @@ def test_a_device_chooses_of_living_classes_what_the_host_does_on_every_rank(
 
 
 def selector_of_device_labels(
-    selector: RankSelector, labels: np.ndarray[Any, Any], living: LiveClasses, step: int, expected: DeviceActive
+    selector: RankSelector, labels: np.ndarray[Any, Any], live: LiveClasses, step: int, expected: DeviceActive
 ) -> None:
     """That labels on a device choose the same."""
     enlarged = getattr(selector._select, "enlarged", None)
-    _, found = selector.choose(torch.from_numpy(labels), living, step)
+    _, found = selector.choose(torch.from_numpy(labels), live, step)
     if enlarged is not None:
         selector._select.enlarged = enlarged  # type: ignore[attr-defined]
     assert isinstance(found, DeviceActive)
@@ -177,9 +177,9 @@ def host_numbers(active: HostActive) -> np.ndarray[Any, Any]:
 def test_nothing_is_asked_of_the_device_between_labels_and_targets() -> None:
     random = np.random.default_rng(0)
     graph = NeighbourTable(np.arange(1001) * 5, random.integers(0, 1000, 5000), 5)
-    living = LiveClasses(1010, [[300, 310]])
+    live = LiveClasses(1010, [[300, 310]])
     labels = random.integers(0, 300, 64)
-    everything = [FullSoftmax(), PartialFC(0.2), knn_of(graph, 0.2, living, 1)]
+    everything = [FullSoftmax(), PartialFC(0.2), knn_of(graph, 0.2, live, 1)]
     for select, ranks, labels_B in itertools.product(everything, (1, 3), (labels, torch.from_numpy(labels))):
         first, stop = row_range(1010, ranks, ranks - 1)
         table: Any = SimpleNamespace(
@@ -193,7 +193,7 @@ def test_nothing_is_asked_of_the_device_between_labels_and_targets() -> None:
         selector = RankSelector(table, select)
         selector.on_device = True
         with NoAnswers():
-            num, active = selector.choose(labels_B, living, 3)
+            num, active = selector.choose(labels_B, live, 3)
             targets = active.targets(labels_B - first)
         assert isinstance(active, DeviceActive) and num == select.budget(1000)
         assert (ranks > 1 or active.num == num) and (active.count is None) == (ranks == 1 or num == 1000)
@@ -273,5 +273,5 @@ def test_ids_of_living_classes_are_there_before_another_stream_reads_them(
             self.wait = lambda: waits.append(device)
 
     monkeypatch.setattr(selector, "Moment", Told)
-    LivingIds(LiveClasses.first(10, 10 - num_retired), torch.device("cpu"))
+    LiveIds(LiveClasses.first(10, 10 - num_retired), torch.device("cpu"))
     assert len(waits) == bool(num_retired)

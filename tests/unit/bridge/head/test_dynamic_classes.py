@@ -32,7 +32,7 @@ from geartrain.bridge.head.loss.margins.angular import CosFace
 from geartrain.bridge.head.selection.knn_selection import KNNSelection, KNNSoftmax
 from geartrain.bridge.placements.device_rows import DeviceRows
 from geartrain.bridge.rows.optimizer import RowOptimizer
-from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
+from geartrain.bridge.rows.serialization import state_from_bytes, state_to_bytes
 from geartrain.launch.hosting import local
 from tests.support import heads
 from tests.support.rank_processes import on_ranks
@@ -53,7 +53,7 @@ make_head = partial(
     select=FullSoftmax(),
     margin=MARGIN,
     optimizer=OPTIMIZER,
-    num_living=50,
+    num_live_classes=50,
 )
 
 
@@ -70,7 +70,7 @@ def train(head: ClassHead, steps: int, rank: int = 0, ranks: int = 1) -> list[fl
 
 
 class Reference:
-    """Rows and velocities in float64, over the living classes alone."""
+    """Rows and velocities in float64, over the live classes alone."""
 
     def __init__(self, head: ClassHead, select: FullSoftmax | PartialFC) -> None:
         self.rows, self.select = head.weights().double(), select
@@ -136,7 +136,7 @@ def test_a_retired_class_is_refused_as_label_never_predicted_and_still_readable(
     train(head, 2)
     before, gone = head.weights(), torch.tensor([0, 17, 18])
     head.retire_classes(gone)
-    assert head.num_living == 47
+    assert head.num_live_classes == 47
     assert head.retired.tolist() == [0, 17, 18, *range(50, 60)]
     with pytest.raises(InvalidIds, match=r"label 17 at index 1 is a class that does not live.*add_classes"):
         head(torch.randn(2, DIM), torch.tensor([1, 17]))
@@ -268,10 +268,10 @@ def test_a_graph_of_other_classes_is_built_anew(cluster: Any, caplog: pytest.Log
     head.retire_classes(torch.tensor([5]))
     head.select.graph_from_bytes(graph)
     train(head, 1)
-    assert "is of other living classes than the head's" in caplog.text
+    assert "is of other live classes than the head's" in caplog.text
     assert len(neighbours_of(head)) == 49
     head.set_extra_state(state["_extra_state"])
-    assert head.num_living == 50
+    assert head.num_live_classes == 50
     train(head, 1)
     assert len(neighbours_of(head)) == 50
 
@@ -287,7 +287,7 @@ def test_classes_live_once_where_their_neighbours_are_not_found(
         # An error would make the caller add them again.
         assert head.add_classes(2, rows=torch.ones(2, DIM)).tolist() == [50, 51]
     assert "nearest classes of the new ones were not found" in caplog.text
-    assert head.num_living == 52
+    assert head.num_live_classes == 52
     train(head, 1)
     assert len(neighbours_of(head)) == 52
 
@@ -326,7 +326,7 @@ WRONG: list[tuple[Callable[[ClassHead], Any], type[Exception], str]] = [
     (lambda head: head.retire_classes(torch.tensor([5, 5])), InvalidIds, "class 5 is there 2 times"),
     (lambda head: head.retire_classes(torch.tensor([5.0])), InvalidIds, "torch.float32; they must be a torch.int64"),
     (lambda head: head.retire_classes(torch.tensor(5)), InvalidIds, r"torch.int64 tensor \[N\]"),
-    (lambda head: head.retire_classes(torch.arange(50)), InvalidArgument, "needs one living class"),
+    (lambda head: head.retire_classes(torch.arange(50)), InvalidArgument, "needs one live class"),
     (lambda head: head.imprint([(torch.ones(1, DIM), torch.tensor([50]))], nn.Identity()), InvalidIds, "does not live"),
 ]
 
@@ -337,12 +337,14 @@ def test_a_wrong_change_changes_nothing(change: Any, error: type[Exception], mes
     before = head.weights()
     with pytest.raises(error, match=message):
         change(head)
-    assert head.num_living == 50
+    assert head.num_live_classes == 50
     assert torch.equal(head.weights(), before)
 
 
 def test_a_head_of_which_few_live_takes_memory_for_those_alone(cluster: Any) -> None:
-    head = heads.make_head(cluster, "large", num_classes=40_000_000, num_living=100, dim=256, select=PartialFC(0.5))
+    head = heads.make_head(
+        cluster, "large", num_classes=40_000_000, num_live_classes=100, dim=256, select=PartialFC(0.5)
+    )
     features = torch.randn(4, 256, requires_grad=True)
     head(features, torch.tensor([3, 50, 99, 0])).backward()
     RowOptimizer(head).step()
@@ -386,7 +388,7 @@ def _change_on_a_rank(rank: int, folder: str) -> None:
             head.add_classes(1, rows=torch.full((1, DIM), float(rank)))
         with pytest.raises(InvalidIds if rank == 1 else SyncError, match=r"does not live|rank 1 failed"):
             head.retire_classes(torch.tensor([5, 55][rank : rank + 1]))
-        assert head.num_living == 50
+        assert head.num_live_classes == 50
     pulled.retire_classes(torch.tensor([2, 49, 11]))
     pulled.add_classes(1, rows=torch.ones(1, DIM))
     wrote = (pulled.weights(torch.tensor([2])) == 1).all()  # each has a fake table of its own: rank 0 writes
@@ -442,15 +444,15 @@ def test_rows_of_new_classes_that_one_rank_cannot_write_are_an_error_on_both(ran
         raise MemoryError("no room")
 
     head = make_head(None)
-    living, assign = head.num_living, head.table.assign
+    live, assign = head.num_live_classes, head.table.assign
     if rank == 1:
         head.table.assign = fail  # type: ignore[assignment,method-assign]
     with pytest.raises(MemoryError if rank == 1 else SyncError, match=r"no room|rank 1 failed"):
         head.add_classes(1)
-    assert head.num_living == living
+    assert head.num_live_classes == live
     head.table.assign = assign  # type: ignore[method-assign]
     head.add_classes(1)
-    assert head.num_living == living + 1
+    assert head.num_live_classes == live + 1
 
 
 @on_ranks(2)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import geartrain as gt
 from geartrain.bridge.collectives.cross_entropy import LocalLabels, split_cross_entropy
-from geartrain.bridge.kernels import samples
+from geartrain.bridge.kernels import sample_terms
 from geartrain.bridge.kernels.launch import interpreted
 from tests.support.heads import PLACES, make_head
 from tests.support.rank_processes import on_ranks
@@ -138,7 +138,7 @@ def test_the_kernel_of_losses_sums_probabilities_to_one_at_large_logits() -> Non
     shift_B = torch.full_like(target_B, 640 * 1.5)
     sums_B = torch.rand(200, dtype=torch.float64) + 1
     with interpreted():
-        made = samples.losses(target_B, sums_B, shift_B, shift_B, 0.0, None, None)
+        made = sample_terms.losses(target_B, sums_B, shift_B, shift_B, 0.0, None, None)
     others_B = made.coefficients_B.double() * sums_B
     torch.testing.assert_close(others_B, -made.target_weight_B.double(), rtol=3e-7, atol=0)
     both = torch.stack([shift_B.double() + sums_B.log2(), (target_B * torch.tensor(1.4426950408889634)).double()])

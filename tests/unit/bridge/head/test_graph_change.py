@@ -18,27 +18,27 @@ from tests.support.plain_graph import table_of
 K = 3
 
 
-def lists_of(table: NeighbourTable, living: LiveClasses) -> dict[int, list[int]]:
-    ids = living.all_ids.tolist()
+def lists_of(table: NeighbourTable, live: LiveClasses) -> dict[int, list[int]]:
+    ids = live.all_ids.tolist()
     return {ids[number]: [ids[item] for item in table.row(number)] for number in range(table.num_classes)}
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[LiveClasses, list[list[int]], list[int], list[int]]:
-    """Living classes, a list of numbers for each, ids to retire, and how many then to add."""
+    """Live classes, a list of numbers for each, ids to retire, and how many then to add."""
     num = draw(st.integers(6, 14))
     free = draw(st.lists(st.integers(0, num - 1), max_size=num - 5, unique=True))
-    living = LiveClasses(num).without(np.array(sorted(free), np.int64))
-    count = living.num_living
+    live = LiveClasses(num).without(np.array(sorted(free), np.int64))
+    count = live.num_live_classes
     rows = [
         draw(st.lists(st.integers(0, count - 1).filter(lambda one, me=me: one != me), max_size=K, unique=True))
         for me in range(count)
     ]
-    retired = draw(st.lists(st.sampled_from(living.all_ids.tolist()), max_size=count - 4, unique=True))
-    later = living.without(np.array(sorted(retired), np.int64))
-    spare = num - later.num_living
+    retired = draw(st.lists(st.sampled_from(live.all_ids.tolist()), max_size=count - 4, unique=True))
+    later = live.without(np.array(sorted(retired), np.int64))
+    spare = num - later.num_live_classes
     new = later.free_ids(draw(st.integers(0, spare))).tolist()
-    return living, rows, retired, new
+    return live, rows, retired, new
 
 
 def owners_of(num_classes: int) -> list[GraphParts]:
@@ -47,10 +47,10 @@ def owners_of(num_classes: int) -> list[GraphParts]:
     return [GraphParts(Communicator(), first, stop) for first, stop in bounds]
 
 
-def require_parts(parts: list[NeighbourTable], table: NeighbourTable, living: LiveClasses) -> None:
-    for part, of in zip(parts, owners_of(living.num_classes), strict=True):
-        expected = of.cut(table, living)
-        assert (part.first, part.total, part.k) == (expected.first, living.num_living, table.k)
+def require_parts(parts: list[NeighbourTable], table: NeighbourTable, live: LiveClasses) -> None:
+    for part, of in zip(parts, owners_of(live.num_classes), strict=True):
+        expected = of.cut(table, live)
+        assert (part.first, part.total, part.k) == (expected.first, live.num_live_classes, table.k)
         np.testing.assert_array_equal(part.offsets, expected.offsets)
         np.testing.assert_array_equal(part.neighbours, expected.neighbours)
 

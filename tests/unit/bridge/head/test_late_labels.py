@@ -23,7 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     "adaptive": {"margin": gt.AdaFace(scale=16), "select": gt.PartialFC(0.4)},
     "sum": {"margin": gt.CosFace(scale=16), "select": gt.FullSoftmax(), "reduction": "sum"},
     "none": {"margin": None, "select": gt.FullSoftmax(), "reduction": "none", "label_smoothing": 0.1},
-    "retired": {"margin": None, "select": gt.PartialFC(0.5), "num_living": 50},
+    "retired": {"margin": None, "select": gt.PartialFC(0.5), "num_live_classes": 50},
     "ignored, adaptive": {"margin": gt.AdaFace(scale=16), "select": gt.FullSoftmax(), "ignore_index": -100},
     "ignored": {"margin": gt.ArcFace(scale=16), "select": gt.FullSoftmax(), "ignore_index": -100},
     "a class ignored": {"margin": gt.ArcFace(scale=16), "select": gt.FullSoftmax(), "ignore_index": 7},
@@ -35,7 +35,7 @@ def steps(case: str, *, late: bool, weighted: bool, rank: int = 0, ranks: int = 
     head = make_head(late=late, on_device=True, **COMMON, **CASES[case])
     rows, found = gt.RowOptimizer(head), {}
     for step in range(3):
-        features, labels = make_batch(SIZE, head.num_living, DIM, step)
+        features, labels = make_batch(SIZE, head.num_live_classes, DIM, step)
         if "ignored" in case:
             labels[step::4] = CASES[case]["ignore_index"]
         weight = torch.arange(SIZE).float() if weighted else None
@@ -91,7 +91,7 @@ def test_two_ranks_gather_and_check_labels_on_their_devices(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("bad", [NUM, -1, 55], ids=["too large", "negative", "retired"])
 def test_a_bad_label_changes_no_row_and_is_named_by_the_next_step(bad: int) -> None:
-    head = make_head(late=True, **COMMON, num_living=50, margin=gt.ArcFace(scale=16))
+    head = make_head(late=True, **COMMON, num_live_classes=50, margin=gt.ArcFace(scale=16))
     rows, before = gt.RowOptimizer(head), head.weights()
     head.backend.update.check_finite = lambda: None  # as on a GPU
     features, labels = make_batch(SIZE, 50, DIM)

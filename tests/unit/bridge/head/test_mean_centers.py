@@ -22,7 +22,7 @@ MARGINS = [None, gt.ArcFace()]
 
 
 def made(cluster: Any, name: str = "classes", **settings: Any) -> gt.ClassHead:
-    settings = {"num_classes": OLD + NEW, "num_living": OLD, "dim": DIM, "rows": "pull", **settings}
+    settings = {"num_classes": OLD + NEW, "num_live_classes": OLD, "dim": DIM, "rows": "pull", **settings}
     return heads.make_head(cluster, name, **settings)
 
 
@@ -95,7 +95,7 @@ def test_trained_classes_lose_at_most_a_point_to_newcomers(cluster: Any, rows: s
 
     assert loss_of_points(head, add, test) <= 0.01
     assert accuracy(head, features_of(OLD, OLD + NEW, 0.5, 1)) > 0.5
-    same = trained(cluster, 0.5, name="imprinted", rows=rows, margin=margin, num_living=OLD + NEW)
+    same = trained(cluster, 0.5, name="imprinted", rows=rows, margin=margin, num_live_classes=OLD + NEW)
     same.table.assign(torch.arange(OLD, OLD + NEW).numpy(), torch.zeros(NEW, DIM).numpy())
     same.imprint([(features, labels)], nn.Identity())
     torch.testing.assert_close(same.weights(), head.weights(), rtol=1e-4, atol=1e-5)
@@ -138,7 +138,7 @@ def test_a_newcomer_with_nothing_of_its_own_is_refused() -> None:
     shared = head.backend.imprinted.shared_D.float().unsqueeze(0)
     with pytest.raises(InvalidArgument, match=r"new class 0 of 1 have nothing but what .* all classes share"):
         head.add_classes(1, examples=[(shared, torch.zeros(1, dtype=torch.int64))], backbone=nn.Identity())
-    assert head.num_living == OLD
+    assert head.num_live_classes == OLD
 
 
 @on_ranks(2)
@@ -177,21 +177,21 @@ def batches() -> tuple[list[Any], Tensor, Tensor]:
 def test_weights_weigh_the_mean_and_ignored_samples_do_not_count() -> None:
     given, sums, counted = batches()
     expected = normalize(sums).float()
-    head, other = made(FakeCluster(), num_living=None, num_classes=OLD), made(FakeCluster(), num_living=1)
+    head, other = made(FakeCluster(), num_live_classes=None, num_classes=OLD), made(FakeCluster(), num_live_classes=1)
     seen: list[int] = []
     assert head.imprint(given, nn.Identity(), progress=seen.append) == OLD
     assert seen[-1] == len(counted)
     torch.testing.assert_close(head.weights(), expected, rtol=1e-4, atol=1e-5)
     ids = other.add_classes(OLD, examples=given, backbone=nn.Identity())
     torch.testing.assert_close(other.weights(ids), expected, rtol=1e-4, atol=1e-5)
-    several = made(FakeCluster(), num_classes=OLD, num_living=None, sub_centers=2, margin=gt.ArcFace())
+    several = made(FakeCluster(), num_classes=OLD, num_live_classes=None, sub_centers=2, margin=gt.ArcFace())
     centers = torch.stack([-expected, expected], 1)
     several.table.assign(torch.arange(OLD).numpy(), centers.flatten(1).numpy())
     assert bool(several.dominant_centers(given, nn.Identity()).all())
 
 
 def test_weights_decide_the_dominant_center() -> None:
-    head = made(FakeCluster(), num_classes=OLD, num_living=None, sub_centers=2, margin=gt.ArcFace())
+    head = made(FakeCluster(), num_classes=OLD, num_live_classes=None, sub_centers=2, margin=gt.ArcFace())
     features, labels = torch.randn(3, DIM), torch.zeros(3, dtype=torch.int64)
     features[2] = -features[1]
     features[0] = features[1]

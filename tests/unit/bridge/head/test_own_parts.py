@@ -116,9 +116,9 @@ def test_a_margin_and_a_selection_of_ones_own_train_in_every_place(
     for step in range(4):
         if step == 2:
             head.retire_classes(retired)
-        living = torch.ones(CLASSES, dtype=torch.bool)
-        living[retired] = step < 2
-        ids = torch.nonzero(living).squeeze(1)
+        live = torch.ones(CLASSES, dtype=torch.bool)
+        live[retired] = step < 2
+        ids = torch.nonzero(live).squeeze(1)
         labels = ids[torch.randint(len(ids), (BATCH,), generator=generator)]
         features = torch.randn(BATCH, DIM, generator=generator, requires_grad=True)
         active = torch.zeros(CLASSES, dtype=torch.bool)

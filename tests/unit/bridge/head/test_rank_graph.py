@@ -31,7 +31,7 @@ from geartrain.bridge.head.selection.own_neighbours import OwnNeighbours
 from geartrain.bridge.head.selection.rank_graph import RankGraphs
 from geartrain.bridge.head.selection.rank_ring import build_on_ring
 from geartrain.bridge.kernels.sampling import filled_by_sample
-from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
+from geartrain.bridge.rows.serialization import state_from_bytes, state_to_bytes
 from tests.specification import ops as reference
 from tests.support import heads
 from tests.support.plain_graph import table_of
@@ -211,32 +211,33 @@ def test_a_graph_goes_on_with_its_rows_on_another_number_of_ranks(tmp_path: Path
 
 
 def select_of_parts(rank: int, ranks: int, folder: Path) -> None:
-    """Lists of any lengths, none among them, a class twice, other living classes."""
+    """Lists of any lengths, none among them, a class twice, other live classes."""
     del folder
     random, link = np.random.default_rng(7), Communicator()
     for case in range(40):
         num = int(random.integers(5, 60))
-        living = LiveClasses(num).without(np.flatnonzero(random.random(num) < 0.3 * (case % 2))[: num - 3])
+        live = LiveClasses(num).without(np.flatnonzero(random.random(num) < 0.3 * (case % 2))[: num - 3])
         lists = [
-            random.integers(0, living.num_living, random.integers(0, 6)).tolist() for _ in range(living.num_living)
+            random.integers(0, live.num_live_classes, random.integers(0, 6)).tolist()
+            for _ in range(live.num_live_classes)
         ]
         whole = table_of(lists, 5)
         bounds = np.sort(random.integers(0, num + 1, ranks - 1)).tolist()
         parts = GraphParts(link, [0, *bounds][rank], [*bounds, num][rank])
-        part = parts.cut(whole, living)
-        labels = random.integers(0, living.num_living, random.integers(0, 9))
+        part = parts.cut(whole, live)
+        labels = random.integers(0, live.num_live_classes, random.integers(0, 9))
         distinct, near = np.unique(labels), float(random.choice([0, 0.125, 0.5, 1]))
-        budget = max(int(random.integers(1, living.num_living + 1)), len(distinct))
+        budget = max(int(random.integers(1, live.num_live_classes + 1)), len(distinct))
         num_near = len(distinct) + round(near * (budget - len(distinct)))
         chosen = positives_and_sample(
             whole.select(labels, num_near, seed=3, step=case) if num_near else labels,
-            living.num_living,
+            live.num_live_classes,
             budget,
             3,
             case,
         ).ids
         own = OwnNeighbours.of(part, link)
-        (first, stop), total = parts.bounds(living), living.num_living
+        (first, stop), total = parts.bounds(live), live.num_live_classes
         expected = chosen[(chosen >= first) & (chosen < stop)]
         active = own.select(distinct, budget, near, 3, case)
         assert active.num == budget
@@ -288,7 +289,7 @@ def test_a_step_sends_counts_of_at_most_8_k_bytes(rank: int, ranks: int) -> None
 class Faces(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.head, self.select = knn_head(num_living=58)
+        self.head, self.select = knn_head(num_live_classes=58)
 
 
 def save_in_parts(rank: int, ranks: int, folder: Path) -> None:
@@ -348,22 +349,25 @@ def test_a_graph_saved_in_parts_is_loaded_by_any_number_of_ranks(tmp_path: Path)
 def test_lists_by_class_are_the_table_again_whatever_lives() -> None:
     random = np.random.default_rng(3)
     for num in (1, 7, 40):
-        living = LiveClasses(num).without(np.flatnonzero(random.random(num) < 0.3)[: num - 1])
-        own = [random.integers(0, living.num_living, random.integers(0, 5)).tolist() for _ in range(living.num_living)]
+        live = LiveClasses(num).without(np.flatnonzero(random.random(num) < 0.3)[: num - 1])
+        own = [
+            random.integers(0, live.num_live_classes, random.integers(0, 5)).tolist()
+            for _ in range(live.num_live_classes)
+        ]
         table = table_of(own, 4)
-        lists = lists_by_class(table, living, range(num), 4)
+        lists = lists_by_class(table, live, range(num), 4)
         assert lists.shape == (num, 4)
         for first, stop in ((0, num), (num // 3, num - num // 4), (num, num)):
             classes = range(first, stop)
-            part = table_of_lists(lists[first:stop], living, classes, 4, is_part=True)
-            expected = table.part(living.num_below(first), living.num_below(stop))
+            part = table_of_lists(lists[first:stop], live, classes, 4, is_part=True)
+            expected = table.part(live.num_below(first), live.num_below(stop))
             np.testing.assert_array_equal(part.offsets, expected.offsets)
             np.testing.assert_array_equal(part.neighbours, expected.neighbours)
             assert (part.first, part.total, part.k) == (expected.first, expected.total, 4)
-        assert (lists_by_class(None, living, range(num), 4) == -1).all()
+        assert (lists_by_class(None, live, range(num), 4) == -1).all()
 
 
-# Classes come and go: the graph is of the living ones, whatever the number of ranks.
+# Classes come and go: the graph is of the live ones, whatever the number of ranks.
 
 
 def train_more(head: ClassHead, rank: int, ranks: int) -> list[float]:
@@ -371,7 +375,7 @@ def train_more(head: ClassHead, rank: int, ranks: int) -> list[float]:
 
 
 def changes(rank: int, ranks: int, folder: Path) -> None:
-    head, select = knn_head(num_living=58)
+    head, select = knn_head(num_live_classes=58)
     losses = train_more(head, rank, ranks)
     head.retire_classes(torch.tensor([0, 1, 20, 33, 34]))
     losses += train_more(head, rank, ranks)
@@ -391,11 +395,11 @@ def changes(rank: int, ranks: int, folder: Path) -> None:
     assert graph is not None
     losses += train_more(head, rank, ranks)
     path = head.snapshot(folder, f"{ranks}", files={"head": state_to_bytes(head.state_dict()), "graph": graph})
-    again, selection = knn_head(num_living=58)
+    again, selection = knn_head(num_live_classes=58)
     files = again.restore(path).job_files()
     selection.graph_from_bytes(files["graph"])
     again.load_state_dict(state_from_bytes(files["head"]))
-    assert (again.num_living, again.step) == (head.num_living, head.step)
+    assert (again.num_live_classes, again.step) == (head.num_live_classes, head.step)
     assert train_more(again, rank, ranks) == train_more(head, rank, ranks)
     np.save(folder / f"losses-{ranks}-{rank}.npy", losses)
 

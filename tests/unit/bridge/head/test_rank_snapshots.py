@@ -29,7 +29,7 @@ from geartrain.ams.values.specs import DTypeName
 from geartrain.bridge.head.class_head import ClassHead
 from geartrain.bridge.head.loss.margins.angular import ArcFace
 from geartrain.bridge.head.weights import export_class_weights, import_class_weights
-from geartrain.bridge.rows.state import state_from_bytes, state_to_bytes
+from geartrain.bridge.rows.serialization import state_from_bytes, state_to_bytes
 from tests.support import heads
 from tests.support.rank_processes import on_ranks, run_ranks
 

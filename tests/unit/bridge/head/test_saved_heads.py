@@ -66,7 +66,7 @@ def test_what_cannot_be_set_is_refused_with_what_to_do(cluster: Cluster) -> None
     for name, value, remedy in (
         ("select", gt.FullSoftmax(), "reuse=True"),
         ("scale", 32.0, "head.margin = "),
-        ("num_classes", 40, "num_living"),
+        ("num_classes", 40, "num_live_classes"),
         ("lr", 0.1, "param_groups"),
         ("step", 7, "load_state_dict"),
     ):

@@ -265,7 +265,7 @@ def test_the_dominant_centers_make_a_head_of_one_each(cluster: Cluster, rows: st
 
 @pytest.mark.parametrize("rows", ["pull", "ranks"])
 def test_imprinted_and_new_classes_begin_with_one_known_center(cluster: Cluster, rows: str) -> None:
-    head = made(cluster, rows=rows, num_living=50)
+    head = made(cluster, rows=rows, num_live_classes=50)
     first = head.weights()
     pictures, labels = torch.randn(8, DIM), torch.arange(8)
     assert head.imprint([(pictures, labels)], nn.Identity()) == 8

@@ -96,7 +96,7 @@ def test_a_list_that_sorts_10_before_2_is_refused_with_the_right_order(cluster: 
 
 
 def test_a_rank_without_a_file_or_with_two_is_refused(cluster: Cluster, tmp_path: Path) -> None:
-    head = head_of(cluster, num_classes=CLASSES + 5, num_living=CLASSES)
+    head = head_of(cluster, num_classes=CLASSES + 5, num_live_classes=CLASSES)
     paths = [tmp_path / name for name in ("rank_0.npy", "rank_2.npy", "rank_02.npy", "old_rank_2.npy", "rank_3.npy")]
     for path in paths:
         np.save(path, matrix(8).numpy())
@@ -164,13 +164,13 @@ def test_a_file_of_another_dtype_is_stored_in_the_tables(cluster: Cluster, tmp_p
 def test_a_head_is_made_larger_by_importing_its_rows_into_one_of_more_ids(cluster: Cluster, tmp_path: Path) -> None:
     old = head_of(cluster)
     path = gt.export_class_weights(old, tmp_path / "w.safetensors")
-    larger = gt.ClassHead(cluster, "larger", num_classes=CLASSES + 5, dim=DIM, num_living=CLASSES)
+    larger = gt.ClassHead(cluster, "larger", num_classes=CLASSES + 5, dim=DIM, num_live_classes=CLASSES)
     assert gt.import_class_weights(larger, path) == [(path, CLASSES)]
     assert torch.equal(larger.weights(torch.arange(CLASSES)), old.weights())
     assert larger.add_classes(2).tolist() == [CLASSES, CLASSES + 1]
-    for settings in ({}, {"num_living": CLASSES + 1}):
+    for settings in ({}, {"num_live_classes": CLASSES + 1}):
         other = heads.make_head(cluster, f"o{len(settings)}", num_classes=CLASSES + 5, dim=DIM, **settings)
-        with pytest.raises(InvalidRows, match=rf"or a larger one with num_living={CLASSES}$"):
+        with pytest.raises(InvalidRows, match=rf"or a larger one with num_live_classes={CLASSES}$"):
             gt.import_class_weights(other, path)
 
 

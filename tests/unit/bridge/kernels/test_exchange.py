@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from geartrain.bridge.kernels import exchange
-from geartrain.bridge.kernels.exchange import RankPairs, Routed, arrived, route
+from geartrain.bridge.kernels.exchange import RankPairs, RoutedIds, arrived, route
 from geartrain.bridge.kernels.launch import interpreted
 from geartrain.bridge.kernels.lookup import BagPiece, Entries, FieldShape, RowSpan, index_fields, pool
 
@@ -37,11 +37,11 @@ def asked_by(rank: int, num_fields: int = 3, *, weighted: bool = False) -> Entri
     return index_fields(fields, torch.cat(ids), torch.cat(offsets), weights, NUM_ROWS)[0]
 
 
-def counts_of(routed: Routed) -> list[list[int]]:
+def counts_of(routed: RoutedIds) -> list[list[int]]:
     return routed.starts_Q.diff().tolist()
 
 
-def pairs_of(asked: Entries, routed: Routed) -> RankPairs:
+def pairs_of(asked: Entries, routed: RoutedIds) -> RankPairs:
     num_fields, counts = len(asked.pieces), counts_of(routed)[1]
     return RankPairs(
         routed.pairs_RV,
@@ -51,7 +51,7 @@ def pairs_of(asked: Entries, routed: Routed) -> RankPairs:
     )
 
 
-def received(rank: int, asked: list[Entries], routed: list[Routed]) -> Entries:
+def received(rank: int, asked: list[Entries], routed: list[RoutedIds]) -> Entries:
     """What the all-to-all brings to a rank."""
     num_fields = len(asked[0].pieces)
     pieces, first_pairs, words = [], [], []

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from geartrain.ams.kernels.ops import sample_ids
 from geartrain.ams.programs.selection import positives_and_sample
-from geartrain.bridge.kernels.sampling import Sample, filled_by_sample, room_for, sample_ids_on
+from geartrain.bridge.kernels.sampling import SampledIds, filled_by_sample, room_for, sample_ids_on
 
 CPU = torch.device("cpu")
 SEEDS = st.integers(-(2**63), 2**64 - 1)
@@ -25,7 +25,7 @@ def test_the_sample_is_that_of_every_process(num_ids: int, share: float, seed: i
     np.testing.assert_array_equal(found.numpy(), sample_ids(num_ids, count, seed, step))
 
 
-def require(sample: Sample, ids: np.ndarray, num_given: int, start: int, stop: int, room: int) -> None:
+def require(sample: SampledIds, ids: np.ndarray, num_given: int, start: int, stop: int, room: int) -> None:
     """That it has those of the ids in [start, stop), and padding."""
     here = ids[(ids >= start) & (ids < stop)][:room] - start
     assert int(sample.num_given) == num_given and int(sample.num) == len(here) and len(sample.ids_A) == room

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.bridge.rows.state import random_state, set_random_state, state_from_bytes, state_to_bytes
+from geartrain.bridge.rows.serialization import random_state, set_random_state, state_from_bytes, state_to_bytes
 
 
 def test_an_optimizer_goes_on_as_if_it_had_never_been_saved() -> None:

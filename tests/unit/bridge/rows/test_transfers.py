@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from geartrain.bridge.rows.transfers import (
-    Moment,
+    DeviceEvent,
     Readback,
     packed,
     packed_views,
@@ -34,7 +34,7 @@ def test_on_a_cpu_nothing_is_copied_and_nobody_waits() -> None:
     assert upload(tensor, CPU) is tensor
     assert upload_together([tensor], CPU)[0] is tensor
     assert start_download(tensor).data_ptr() == tensor.data_ptr()
-    moment, readback = Moment(CPU), Readback(tensor)
+    moment, readback = DeviceEvent(CPU), Readback(tensor)
     moment.wait()
     assert moment.is_over and readback.is_here
     assert read(tensor.sum(), torch.tensor([True])) == [float(tensor.sum()), 1.0]

@@ -8,8 +8,8 @@ from dataclasses import replace
 from geartrain.ams.client.cluster_status import ClusterStatus, TableStatus
 from geartrain.ams.values.config import ClusterConfig
 from geartrain.ams.values.scheduler_messages import JobEntry, JobReport
-from geartrain.watch.looks import ClusterLook
-from geartrain.watch.told import _MOST_POINTS, Point, Told, thinned
+from geartrain.watch.dashboard_state import _MOST_POINTS, DashboardState, Point, thinned
+from geartrain.watch.polls import ClusterPoll
 
 DAY_SECONDS = 86_400
 
@@ -33,10 +33,10 @@ def test_a_flood_of_tables_does_not_take_the_curves_of_cluster_and_jobs() -> Non
     tables = [TableStatus(name=f"t{i}", dim=4, num_rows=None, rows=1, memory_bytes=0, writes=0) for i in range(600)]
     status = ClusterStatus(cluster_version=1, map_version=1, num_shards=1, ready=True, shards=(), tables=tuple(tables))
     job = JobEntry(job="j", report=JobReport(loss=1.0), heard_seconds_ago=0, step_seconds_ago=0, snapshot_failures={})
-    page = Told(ClusterConfig())
-    page._update(ClusterLook(replace(status, tables=(replace(tables[0], name="gone"),)), {}, (), []))
+    page = DashboardState(ClusterConfig())
+    page._update(ClusterPoll(replace(status, tables=(replace(tables[0], name="gone"),)), {}, (), []))
     for _ in range(3):
-        page._update(ClusterLook(status, {}, (job,), []))
+        page._update(ClusterPoll(status, {}, (job,), []))
     curves = page.message(0, 0.0)[0]["curves"]
     assert (len(curves), *(len(curves[name]) for name in ("calls", "loss j", "rows t1"))) == (500, 4, 3, 3)
     assert "rows gone" not in curves
@@ -54,7 +54,7 @@ def test_a_table_that_is_restored_stays_with_what_was_known() -> None:
         )
         return [(table["name"], table["state"], table.get("dim"), table["rows"]) for table in told]
 
-    page = Told(ClusterConfig())
+    page = DashboardState(ClusterConfig())
     assert tables(2) == [("a", "whole", 4, 9), ("b", "whole", 4, 9)]
     lost = {"incomplete_tables": ("b",), "incomplete_rows": (5,)}
     assert tables(1, **lost) == [("a", "whole", 4, 9), ("b", "lost rows", 4, 5)]

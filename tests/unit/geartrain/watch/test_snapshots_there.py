@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from geartrain.watch.told import _there
+from geartrain.watch.dashboard_state import _there
 
 
 def test_those_that_are_gone_from_a_folder_that_is_here_and_no_others(tmp_path: Path) -> None:

@@ -40,20 +40,20 @@ def unit(rows: np.ndarray) -> np.ndarray:
 
 
 def test_rows_are_those_of_the_table_however_many_snapshots_lie_between(tmp_path: Path) -> None:
-    living = LiveClasses(C)
+    live = LiveClasses(C)
     with local(num_shards=3) as cluster:
         table = made(cluster)
         push(table, 0)
         taken = [snapshot(cluster, tmp_path, 0)]
-        first = centers_of(taken[0], "t", living, None, unit=D)
+        first = centers_of(taken[0], "t", live, None, unit=D)
         np.testing.assert_allclose(first.rows, unit(table.pull(np.arange(C))), rtol=1e-6)
         assert first.changed is None
         for step in (1, 2, 3):
             push(table, step)
             taken.append(snapshot(cluster, tmp_path, step, taken[-1]))
         now = unit(table.pull(np.arange(C)))
-        changed = centers_of(taken[3], "t", living, first, unit=D)
-        whole = centers_of(taken[3], "t", living, None, unit=D)
+        changed = centers_of(taken[3], "t", live, first, unit=D)
+        whole = centers_of(taken[3], "t", live, None, unit=D)
     np.testing.assert_allclose(changed.rows, now, rtol=1e-6)
     np.testing.assert_array_equal(changed.rows, whole.rows)
     assert changed.changed is not None
@@ -87,7 +87,7 @@ def test_only_living_classes_have_rows_newcomers_those_of_their_own(tmp_path: Pa
         push(table, 1)
         later = centers_of(snapshot(cluster, tmp_path, 1, before), "t", new, first)
         np.testing.assert_array_equal(later.rows, table.pull(new.all_ids))
-    assert len(later.rows) == new.num_living
+    assert len(later.rows) == new.num_live_classes
 
 
 def test_a_shard_that_wrote_all_of_its_rows_is_read_as_a_whole(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ class Trained:
             cluster,
             "people",
             num_classes=30,
-            num_living=10,
+            num_live_classes=10,
             dim=D,
             margin=gt.ArcFace(),
             sub_centers=sub_centers,

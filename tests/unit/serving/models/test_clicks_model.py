@@ -19,7 +19,7 @@ from geartrain.serving.folder import load_folder, load_newest
 from geartrain.serving.models import clicks
 from geartrain.serving.models.click_network import ClickNetwork
 from geartrain.serving.models.clicks import ClicksModel
-from geartrain.serving.models.samples import with_histories
+from geartrain.serving.models.request_samples import with_histories
 from geartrain.workers import jobs
 from geartrain.workers.ctr.export import export_clicks
 from geartrain.workers.ctr.predict import predict_clicks

@@ -29,7 +29,7 @@ from geartrain.workers.job import job, ranks
 from geartrain.workers.job.folder import read_run
 from geartrain.workers.job.options import JobOptions, JobResult, SnapshotSettings
 from geartrain.workers.job.state import best_snapshot
-from tests.integration.jobs.small_job import Told
+from tests.integration.jobs.small_job import StopWhen
 
 pa = pytest.importorskip("pyarrow", reason="samples from files need the extra data")
 pq = pytest.importorskip("pyarrow.parquet", reason="samples from files need the extra data")
@@ -65,13 +65,13 @@ def test_the_best_model_is_reported_predicted_and_exported(
 ) -> None:
     out, said = tmp_path / "run", io.StringIO()
     reports: list[Callable[[], JobReport]] = []
-    watch_leaves = Cluster.watch_leaves
+    report_job = Cluster.report_job
 
     def watched(cluster: Cluster, job: str, told: Callable[[], JobReport]) -> Any:
         reports.append(told)
-        return watch_leaves(cluster, job, told)
+        return report_job(cluster, job, told)
 
-    monkeypatch.setattr(Cluster, "watch_leaves", watched)
+    monkeypatch.setattr(Cluster, "report_job", watched)
     report = train(out, clicks, said, steps=300, patience=0).report
     assert report is not None and report["steps"] == 300
 
@@ -111,7 +111,7 @@ def test_a_run_that_was_stopped_keeps_the_best_model_and_ends_as_early(
     for stop_at in (best + 1, whole["steps"] - 1):
         asked = count()
         with monkeypatch.context() as patch:
-            patch.setattr(job, "interruption", lambda: nullcontext(Told(lambda: next(asked) >= stop_at)))  # noqa: B023
+            patch.setattr(job, "interruption", lambda: nullcontext(StopWhen(lambda: next(asked) >= stop_at)))  # noqa: B023
             assert train(tmp_path / f"{stop_at}" / "run", clicks, steps=400).step == stop_at
         ended = train(tmp_path / f"{stop_at}" / "run", clicks, options={"resume": True}).report
         assert ended is not None

@@ -23,7 +23,7 @@ from geartrain.workers.ctr.samples.click_samples import PADDING
 from geartrain.workers.job import job
 from geartrain.workers.job.options import JobOptions, JobResult, SnapshotSettings
 from geartrain.workers.job.state import newest_snapshot
-from tests.integration.jobs.small_job import Told
+from tests.integration.jobs.small_job import StopWhen
 from tests.support.command_line import typed
 from tests.support.movielens_files import write_movielens
 
@@ -77,7 +77,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
 
     steps = iter(range(25))
     with monkeypatch.context() as patch:
-        patch.setattr(job, "interruption", lambda: nullcontext(Told(lambda: next(steps, None) is None)))
+        patch.setattr(job, "interruption", lambda: nullcontext(StopWhen(lambda: next(steps, None) is None)))
         stopped = train(tmp_path / "run", data, dropout=0.2)
     assert (stopped.finished, stopped.step) == (False, 25)
     before = newest_snapshot(tmp_path / "run" / "snapshots").manifest.job["phases"]

@@ -27,7 +27,7 @@ from geartrain.workers.ctr.streamed import StreamedBatches
 from geartrain.workers.ctr.trainer import ClickTrainer
 from geartrain.workers.job import job, ranks
 from geartrain.workers.job.options import JobOptions, JobResult, SnapshotSettings
-from tests.integration.jobs.small_job import Told
+from tests.integration.jobs.small_job import StopWhen
 from tests.support.command_line import typed
 
 pa = pytest.importorskip("pyarrow", reason="samples from files need the extra data")
@@ -159,7 +159,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     whole = train(tmp_path / "whole" / "run", place)
     steps = iter(range(23))
     with monkeypatch.context() as patch:
-        patch.setattr(job, "interruption", lambda: nullcontext(Told(lambda: next(steps, None) is None)))
+        patch.setattr(job, "interruption", lambda: nullcontext(StopWhen(lambda: next(steps, None) is None)))
         assert train(tmp_path / "stopped" / "run", place).step == 23
     ended = train(tmp_path / "stopped" / "run", None, {"resume": True})
     assert whole.report is not None and ended.report is not None
@@ -177,7 +177,7 @@ def test_a_run_that_reads_and_pulls_ahead_is_the_run_that_does_not(
     monkeypatch.setattr(prefetch, "pull", lambda rows: (pulls.append(1), pulled(rows)))
     steps = iter(range(23))
     with monkeypatch.context() as patch:
-        patch.setattr(job, "interruption", lambda: nullcontext(Told(lambda: next(steps, None) is None)))
+        patch.setattr(job, "interruption", lambda: nullcontext(StopWhen(lambda: next(steps, None) is None)))
         assert train(tmp_path / "ahead" / "run", place, prefetch=3).step == 23
     ahead = train(tmp_path / "ahead" / "run", None, {"resume": True, "stated": ("prefetch",)}, prefetch=1)
     assert plain.report is not None and ahead.report is not None and len(pulls) >= 48
@@ -295,7 +295,7 @@ def test_a_file_that_vanishes_or_changes_is_named_and_the_run_goes_on_once_it_is
         return False
 
     with monkeypatch.context() as patch:
-        patch.setattr(job, "interruption", lambda: nullcontext(Told(taken_away)))
+        patch.setattr(job, "interruption", lambda: nullcontext(StopWhen(taken_away)))
         with pytest.raises(gt.errors.SourceDamaged, match=r"1\.parquet cannot be opened"):
             train(tmp_path / "lost" / "run", str(place))
     with pytest.raises(gt.errors.ConfigError, match="the data changed since"):
@@ -312,7 +312,7 @@ def test_a_run_of_files_of_a_version_that_did_not_stream_them_is_refused_as_such
     data, steps = ClickTrainer.data, iter(range(15))
     with monkeypatch.context() as patch:
         patch.setattr(ClickTrainer, "data", lambda run: {key: of for key, of in data(run).items() if key != "files"})
-        patch.setattr(job, "interruption", lambda: nullcontext(Told(lambda: next(steps, None) is None)))
+        patch.setattr(job, "interruption", lambda: nullcontext(StopWhen(lambda: next(steps, None) is None)))
         train(tmp_path / "run", written(tmp_path, "parquet"))
     with pytest.raises(gt.errors.ConfigError, match="was begun by a version that held other samples of files out"):
         train(tmp_path / "run", None, {"resume": True})

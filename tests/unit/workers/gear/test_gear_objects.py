@@ -12,7 +12,7 @@ from PIL import Image
 import geartrain as gt
 from geartrain.ams.storage.features.factory import open_store
 from geartrain.ams.values.errors import ConfigError
-from geartrain.bridge.gear.samples import Samples
+from geartrain.bridge.gear.sample_source import Samples
 from geartrain.workers.gear.objects import (
     SAMPLES_NAMESPACE,
     decode_image,

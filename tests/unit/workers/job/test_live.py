@@ -16,7 +16,7 @@ NUMBERS |= {"pull_ms": 1.0, "push_ms": 0.25}
 
 def shown(*, terminal: bool, is_shown: bool = True) -> str:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=140, color_system=None)
-    with live.LiveLine(console, 0, 40, is_shown=is_shown) as line:
+    with live.ProgressLine(console, 0, 40, is_shown=is_shown) as line:
         for step in range(10, 41, 10):
             line.show(step, NUMBERS)
     assert isinstance(console.file, io.StringIO)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from geartrain.ams.values.errors import InvalidArgument
-from geartrain.bridge.rows.state import state_to_bytes
+from geartrain.bridge.rows.serialization import state_to_bytes
 from geartrain.workers.live import graph as graphs
 from geartrain.workers.live.graph import live_graph
 from geartrain.workers.live.network import LiveNetwork

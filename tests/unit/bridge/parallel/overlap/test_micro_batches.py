@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import geartrain as gt
 from geartrain.ams.values.errors import InvalidArgument, InvalidRows, NonFinite, SpecMismatch, SyncError
-from geartrain.bridge.collectives import parts as parts_module
+from geartrain.bridge.collectives import part_exchange
 from geartrain.bridge.collectives.communicator import Pending
 from tests.support import heads
 from tests.support.rank_processes import on_ranks
@@ -247,7 +247,7 @@ def test_features_and_their_gradients_travel_while_the_backbone_works_two_at_a_t
     monkeypatch = pytest.MonkeyPatch()
 
     def noting(kind: str) -> None:
-        start = getattr(parts_module.Communicator, f"start_{kind}")
+        start = getattr(part_exchange.Communicator, f"start_{kind}")
 
         def begin(self: Any, tensor: Tensor, sizes: list[int]) -> Pending[Tensor]:
             if tensor.ndim < 2:
@@ -263,7 +263,7 @@ def test_features_and_their_gradients_travel_while_the_backbone_works_two_at_a_t
             pending.result = take
             return pending
 
-        monkeypatch.setattr(parts_module.Communicator, f"start_{kind}", begin)
+        monkeypatch.setattr(part_exchange.Communicator, f"start_{kind}", begin)
 
     noting("gather")
     noting("sum_to_owners")

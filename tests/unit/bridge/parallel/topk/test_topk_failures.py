@@ -1,4 +1,4 @@
-"""Ranks that fail in the exchange of sparsified gradients: a typed error on every living rank, and a way to go on."""
+"""Ranks that fail in the exchange of sparsified gradients: a typed error on every live rank, and a way to go on."""
 
 from __future__ import annotations
 

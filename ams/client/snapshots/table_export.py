@@ -12,7 +12,7 @@ from pathlib import Path
 
 from geartrain.ams.client.shard_calls import ShardCalls
 from geartrain.ams.client.snapshots.snapshot import JobContents, PendingSnapshot, start_snapshot
-from geartrain.ams.rpc.client.patience import Patience
+from geartrain.ams.rpc.client.backoff import Backoff
 from geartrain.ams.storage.export.versions import newest_number, newest_version, version, version_name
 from geartrain.ams.storage.snapshot.folder import Snapshot
 from geartrain.ams.storage.snapshot.store import Place, place
@@ -74,7 +74,7 @@ def start_export(
                 "it as one .safetensors file"
             )
     parent = _parent(root, since)
-    patience = Patience(calls.config.recovery_timeout_seconds)
+    backoff = Backoff(calls.config.recovery_timeout_seconds)
     while True:
         number = newest_number(root) + 1
         try:
@@ -91,7 +91,7 @@ def start_export(
                 rows_alone=True,
             )
         except Busy as exc:
-            if not patience.pause(exc.retry_after_seconds):
+            if not backoff.pause(exc.retry_after_seconds):
                 raise
         else:
             return PendingExport(number, pending)

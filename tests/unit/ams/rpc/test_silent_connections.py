@@ -8,27 +8,27 @@ from collections.abc import Callable
 
 import pytest
 
-from geartrain.ams.rpc.server import strangers
-from geartrain.ams.rpc.server.strangers import Strangers
+from geartrain.ams.rpc.server import silent_connections
+from geartrain.ams.rpc.server.silent_connections import SilentConnections
 
 PEER = "ipv4:10.0.0.1:5000"
 
 
 @pytest.fixture
-def theirs(monkeypatch: pytest.MonkeyPatch) -> Strangers:
-    monkeypatch.setattr(strangers, "_LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(strangers, "_LOOK_SHARE", float("inf"))
-    monkeypatch.setattr(strangers, "_GONE_SECONDS", 3600.0)
-    return Strangers()
+def theirs(monkeypatch: pytest.MonkeyPatch) -> SilentConnections:
+    monkeypatch.setattr(silent_connections, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(silent_connections, "_LOOK_SHARE", float("inf"))
+    monkeypatch.setattr(silent_connections, "_GONE_SECONDS", 3600.0)
+    return SilentConnections()
 
 
 def sees(monkeypatch: pytest.MonkeyPatch, look: Callable[[int], set[str]]) -> None:
-    monkeypatch.setattr(strangers, "_connected", look)
+    monkeypatch.setattr(silent_connections, "_connected", look)
 
 
 @pytest.mark.parametrize("is_there", [False, True])
 def test_who_calls_while_it_is_looked_is_no_stranger(
-    theirs: Strangers, monkeypatch: pytest.MonkeyPatch, is_there: bool
+    theirs: SilentConnections, monkeypatch: pytest.MonkeyPatch, is_there: bool
 ) -> None:
     def look(_: int) -> set[str]:
         theirs.called(PEER)
@@ -47,7 +47,7 @@ def test_who_calls_while_it_is_looked_is_no_stranger(
     assert not theirs._called
 
 
-def test_no_handshake_waits_while_another_looks(theirs: Strangers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_handshake_waits_while_another_looks(theirs: SilentConnections, monkeypatch: pytest.MonkeyPatch) -> None:
     is_looking, goes_on, looks = threading.Event(), threading.Event(), []
 
     def look(_: int) -> set[str]:
@@ -70,8 +70,10 @@ def test_no_handshake_waits_while_another_looks(theirs: Strangers, monkeypatch: 
     assert len(looks) == 1
 
 
-def test_where_much_is_connected_it_is_looked_less_often(theirs: Strangers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strangers, "_LOOK_SHARE", 1e-6)
+def test_where_much_is_connected_it_is_looked_less_often(
+    theirs: SilentConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(silent_connections, "_LOOK_SHARE", 1e-6)
     looks = []
     sees(monkeypatch, lambda _: looks.append(time.sleep(0.01)) or set())
     for _ in range(3):

@@ -1,6 +1,6 @@
 """Exporter of snapshots of click models or trees to folders that can be served.
 
-``python -m geartrain.workers.live.export``: a server that follows a training has no torch, so it starts this process.
+``python -m geartrain.workers.live.exporter``: a server that follows a training has no torch, so it starts this process.
 It writes ``["SNAPSHOT", "OUT"]`` to stdin and reads the error from stdout, ``""`` if there is none; then the next.
 """
 

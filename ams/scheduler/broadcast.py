@@ -11,7 +11,7 @@ from geartrain.ams.values.scheduler_messages import ShardEntry
 from geartrain.ams.values.shard_messages import CallContext, Request
 
 _TIMEOUT_SECONDS = 30.0
-_PATIENCE_SECONDS = 3.0
+_RETRY_SECONDS = 3.0
 _PAUSE_SECONDS = 0.2
 
 
@@ -28,7 +28,7 @@ def broadcast(
     ``best_effort``; one that does not answer is given up after 30 s. Raises the failure of the first failed shard
     (ShardUnavailable, or the shard's error), unless ``best_effort``.
     """
-    deadline = time.monotonic() + (0.0 if best_effort else _PATIENCE_SECONDS)
+    deadline = time.monotonic() + (0.0 if best_effort else _RETRY_SECONDS)
     failures: dict[int, GeartrainError | AttemptFailed] = {}
     carriers = {entry.shard: open_carrier(entry.address, entry.shard) for entry in shards}
     try:

@@ -28,7 +28,7 @@ class Rates(NamedTuple):
     """CPU cores that its process kept busy."""
 
 
-class ClusterLook(NamedTuple):
+class ClusterPoll(NamedTuple):
     """Result of one poll: status, rates, jobs and events."""
 
     status: ClusterStatus
@@ -54,7 +54,7 @@ class ClusterWatch:
         self._before: tuple[float, dict[tuple[int, int], Rates]] = (0.0, {})
         """Time of the last poll, and the totals of each process of a shard."""
 
-    def poll(self) -> ClusterLook:
+    def poll(self) -> ClusterPoll:
         """Poll scheduler and shards once. Raises SchedulerUnavailable, AccessDenied; the next poll retries."""
         if self._scheduler is None:
             self._scheduler, self._dial_shard = dial(self.address, self.config, once=True)
@@ -81,7 +81,7 @@ class ClusterWatch:
             key[0]: Rates(*(max(0.0, new - old) / (now - at) for new, old in zip(done[key], before[key], strict=True)))
             for key in done.keys() & before.keys()
         }
-        return ClusterLook(status, rates, self._jobs, events)
+        return ClusterPoll(status, rates, self._jobs, events)
 
     def close(self) -> None:
         """Close the connections."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS, _LOOK_SHARE = 1.0, 0.02
+_POLL_SECONDS, _LOOK_SHARE = 1.0, 0.02
 """Least interval of looks, and their largest share of time: one takes some microseconds a connection of the machine."""
 _GONE_SECONDS = 10.0
 """gRPC's time limit of a handshake."""
@@ -23,7 +23,7 @@ _WARN_SECONDS = 60.0
 _MOST_NAMED = 5
 
 
-class Strangers:
+class SilentConnections:
     """Peers without a call at one port. Thread-safe."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Strangers:
             self._gone[peer.partition(":")[2].rpartition(":")[0]] += 1
         self._seen = there - called
         self._called -= before - there
-        self._look_at = (now := time.monotonic()) + max(_LOOK_SECONDS, (now - began) / _LOOK_SHARE)
+        self._look_at = (now := time.monotonic()) + max(_POLL_SECONDS, (now - began) / _LOOK_SHARE)
 
     def _schedule_report(self) -> None:
         self._timer = threading.Timer(max(_GONE_SECONDS, self._warn_at - time.monotonic()), self._report)

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from geartrain.ams.values.errors import InvalidArgument
 from geartrain.ams.values.specs import Ids
-from geartrain.bridge.collectives.parts import GatheredParts, PartSizes, SummedParts
+from geartrain.bridge.collectives.part_exchange import GatheredParts, PartSizes, SummedParts
 from geartrain.bridge.head.backends.ranks.passes import RankRows
-from geartrain.bridge.head.backends.ranks.update import Agreed, RankStep
+from geartrain.bridge.head.backends.ranks.update import RankStep, RankStepFacts
 from geartrain.bridge.head.loss.checks import check_finite
 from geartrain.bridge.head.loss.feature_parts import FeatureParts
-from geartrain.bridge.head.loss.samples import CountedSamples
+from geartrain.bridge.head.loss.sample_weights import CountedSamples
 from geartrain.bridge.head.loss.softmax import OnlineSoftmax, own_gradient
 
 
@@ -68,7 +68,7 @@ class PartedRows(RankRows):
 
 def rows_of_parts(
     step: RankStep, parts: FeatureParts, labels: Tensor, weight: Tensor | None
-) -> tuple[CountedSamples, Agreed, PartedRows]:
+) -> tuple[CountedSamples, RankStepFacts, PartedRows]:
     """Compute the parts, gather them, and return the pass over the rows; collective, with equally many parts.
 
     If any rank cannot continue, every rank raises: the error of computing a part on the rank where it occurred,

@@ -18,7 +18,7 @@ from geartrain.bridge.kernels.head import HeadPass
 from geartrain.bridge.kernels.launch import Cost, launch
 
 
-class SettledLabels(NamedTuple):
+class PreparedLabels(NamedTuple):
     """See :func:`prepare_labels`."""
 
     labels_B: Tensor
@@ -37,13 +37,13 @@ class SettledLabels(NamedTuple):
 
 def prepare_labels(
     labels_B: Tensor, num_classes: int, ignored: int | None, first: int, num_local: int, num_ranks: int
-) -> SettledLabels:
+) -> PreparedLabels:
     """Check labels int64 [B] of ``num_classes``, of which this rank has ``num_local`` from ``first`` on."""
-    from geartrain.bridge.kernels.triton import samples as kernels
+    from geartrain.bridge.kernels.triton import sample_terms as kernels
 
     counts_B = torch.empty_like(labels_B, dtype=torch.float32)
     sums = counts_B.new_empty(()), counts_B.new_empty(()), counts_B.new_empty(())
-    made = SettledLabels(torch.empty_like(labels_B), counts_B, *sums, torch.empty_like(labels_B))
+    made = PreparedLabels(torch.empty_like(labels_B), counts_B, *sums, torch.empty_like(labels_B))
     launch(
         kernels.prepare_labels,
         (1,),
@@ -64,7 +64,7 @@ def prepare_labels(
 
 def find_rows(wanted_B: Tensor, numbers_A: Tensor, count: Tensor | None) -> Tensor:
     """Where each of row numbers int64 [B] is among ``numbers_A``, rising, the first ``count`` of them; −1: nowhere."""
-    from geartrain.bridge.kernels.triton import samples as kernels
+    from geartrain.bridge.kernels.triton import sample_terms as kernels
 
     out_B = torch.empty_like(wanted_B)
     launch(
@@ -84,12 +84,12 @@ def find_rows(wanted_B: Tensor, numbers_A: Tensor, count: Tensor | None) -> Tens
     return out_B
 
 
-def sampled_weight(labels_B: Tensor, num_active: int, num_living: int) -> Tensor:
+def sampled_weight(labels_B: Tensor, num_active: int, num_live_classes: int) -> Tensor:
     """``SamplingCorrection.log2_weight`` (0-dim, float32) for labels on a device, of which some may be equal."""
-    from geartrain.bridge.kernels.triton import samples as kernels
+    from geartrain.bridge.kernels.triton import sample_terms as kernels
 
     out = torch.empty((), dtype=torch.float32, device=labels_B.device)
-    numbers = len(labels_B), num_active, num_living
+    numbers = len(labels_B), num_active, num_live_classes
     cost = Cost(16.0 * len(labels_B))
     launch(kernels.sampled_weight, (1,), labels_B.sort().values, out, *numbers, BLOCK=1024, num_warps=8, cost=cost)
     return out
@@ -102,7 +102,7 @@ def prepare_features(
 
     Features that do not count become 0.
     """
-    from geartrain.bridge.kernels.triton import samples as kernels
+    from geartrain.bridge.kernels.triton import sample_terms as kernels
 
     batch, dim = features_BD.shape
     features_BD = features_BD.contiguous()
@@ -127,7 +127,7 @@ def prepare_features(
 
 def own_cosines(head: HeadPass, features_BD: Tensor) -> tuple[Tensor, Tensor]:
     """(``head.own_rows()`` float32 [B, D], their products with the features [B])."""
-    from geartrain.bridge.kernels.triton import samples as kernels
+    from geartrain.bridge.kernels.triton import sample_terms as kernels
 
     out_BD, cos_B = torch.empty_like(features_BD), features_BD.new_empty(len(features_BD))
     launch(
@@ -151,7 +151,7 @@ def own_cosines(head: HeadPass, features_BD: Tensor) -> tuple[Tensor, Tensor]:
 def scale_sums(sum_B: Tensor, shift_B: Tensor | None, top_B: Tensor | None, cos_B: Tensor) -> Tensor:
     """float64 [2, B] to be summed over ranks: Σ exp2(logit − shift) under ``top_B`` (None: all have one shift), and
     cosines."""
-    from geartrain.bridge.kernels.triton import samples as kernels
+    from geartrain.bridge.kernels.triton import sample_terms as kernels
 
     joint_XB = cos_B.new_empty(2, len(cos_B), dtype=torch.float64)
     launch(
@@ -203,7 +203,7 @@ def losses(
     ``cos_B`` are cosines of the targets (None for a margin: their logits), ``shift_B`` this rank's own shift; of
     neither: both are ``middle``. Sums may be float64, all else is float32. Losses are multiplied by ``counts_B``.
     """
-    from geartrain.bridge.kernels.triton import samples as kernels
+    from geartrain.bridge.kernels.triton import sample_terms as kernels
 
     made = Losses(*(torch.empty_like(cos_B) for _ in range(4)))
     scale, m2, m3 = margin or TargetAngle(1.0, 0.0, 0.0)
@@ -243,7 +243,7 @@ def finish_gradient(
     ``own`` (classes' rows [B, D]): the parts are Σ exp2(logit − shift) · ŵ of the others, and become Σ p · ŵ of all.
     ``inverse_B``: from gradients by unit features make those by features. 0 where samples do not count.
     """
-    from geartrain.bridge.kernels.triton import samples as kernels
+    from geartrain.bridge.kernels.triton import sample_terms as kernels
 
     own_BD, made = own or (None, None)
     parts, batch, dim = gradient_PBD.shape
@@ -281,7 +281,7 @@ def row_factors(
     ``upstream``, times ``scale``: the derivative by the mean loss (0-dim), by each sample's [B], or of ranks [R] by the
     mean, whose samples end at ``ends_R``. Those by means are divided by ``num_counted``, or 1.
     """
-    from geartrain.bridge.kernels.triton import samples as kernels
+    from geartrain.bridge.kernels.triton import sample_terms as kernels
 
     factor, checksum = lse2_B.new_empty(()), lse2_B.new_empty(())
     weights_B = torch.empty_like(lse2_B) if upstream.ndim else None

@@ -1,4 +1,4 @@
-"""The kernels of ``bridge/kernels/samples.py``, whose names they share; a program for each sample, or for a block.
+"""The kernels of ``bridge/kernels/sample_terms.py``, whose names they share; a program for each sample, or for a block.
 
 Legend: b sample, d columns.
 """
@@ -86,7 +86,7 @@ def find_rows(wanted, numbers, count, out, num, num_rows, BITS: tl.constexpr, BL
 
 
 @triton.jit
-def sampled_weight(labels, out, num, num_active, num_living, BLOCK: tl.constexpr):
+def sampled_weight(labels, out, num, num_active, num_live_classes, BLOCK: tl.constexpr):
     """``labels`` are sorted: the distinct ones are those that differ from the one before."""
     total = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, num, BLOCK):
@@ -96,7 +96,7 @@ def sampled_weight(labels, out, num, num_active, num_living, BLOCK: tl.constexpr
         total += tl.where((b < num) & ((b == 0) | (label != before)), 1, 0)
     positive = tl.sum(total, 0)
     left = tl.maximum(num_active - positive, 1).to(tl.float32)
-    weight = tl.log2((num_living - positive).to(tl.float32) / left)
+    weight = tl.log2((num_live_classes - positive).to(tl.float32) / left)
     tl.store(out, tl.where(positive < num_active, weight, 0.0))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from contextlib import suppress
 
-from geartrain.ams.rpc.carrier import NobodyThere
+from geartrain.ams.rpc.carrier import ConnectionRefused
 from geartrain.ams.rpc.client.calls import GrpcCalls
 from geartrain.ams.rpc.services import SHARD
 from geartrain.ams.values.config import split_address
@@ -32,7 +32,7 @@ def _incarnation_at(address: str) -> int | None:
     calls = GrpcCalls(SHARD, "shard", address, any_role=True)
     try:
         return calls.call(Ping(), _ANSWER_SECONDS).incarnation
-    except NobodyThere:
+    except ConnectionRefused:
         return None
     except ProtocolError:  # another role
         return 0

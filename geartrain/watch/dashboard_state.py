@@ -27,11 +27,11 @@ from geartrain.ams.values.errors import GeartrainError
 from geartrain.ams.values.scheduler_messages import JobReport
 from geartrain.ams.values.text import counted
 from geartrain.watch.events import folded
-from geartrain.watch.looks import ClusterLook, ClusterWatch, Rates, health_of
+from geartrain.watch.polls import ClusterPoll, ClusterWatch, Rates, health_of
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS, _IDLE_SECONDS = 1.0, 5.0
+_POLL_SECONDS, _IDLE_SECONDS = 1.0, 5.0
 """Seconds between polls: while a page is open, and while none is (curves continue)."""
 _GEAR_SECONDS = 5.0
 """Seconds between polls of gears and graphs."""
@@ -49,7 +49,7 @@ Point = tuple[float, int | None, float]
 """Time (unix seconds), steps of the job (None: not of a job), and value."""
 
 
-class Told:
+class DashboardState:
     """Polls a cluster and stores the content of the pages. Used by one event loop."""
 
     def __init__(self, config: ClusterConfig) -> None:
@@ -120,7 +120,7 @@ class Told:
                     self._snapshots.pop(path, None)
             for path in list(self._snapshots)[:-_MOST_SNAPSHOTS]:
                 del self._snapshots[path]
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
 
     async def _poll_loop(self) -> None:
         while True:
@@ -135,13 +135,13 @@ class Told:
             self._publish()
             self._opened.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._opened.wait(), _LOOK_SECONDS if self.pages else _IDLE_SECONDS)
+                await asyncio.wait_for(self._opened.wait(), _POLL_SECONDS if self.pages else _IDLE_SECONDS)
 
     async def is_newer(self, at: float) -> bool:
         """Wait up to a second for a change after ``at``; return whether there was one."""
         if self._at <= at:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), _LOOK_SECONDS)
+                await asyncio.wait_for(self._news.wait(), _POLL_SECONDS)
         return self._at > at
 
     def message(self, seen: int, at: float) -> tuple[dict[str, Any], int, float]:
@@ -194,7 +194,7 @@ class Told:
         self._news.set()
         self._news = asyncio.Event()
 
-    def _update(self, look: ClusterLook) -> None:
+    def _update(self, look: ClusterPoll) -> None:
         now, status = round(time.time(), 3), look.status
         total = Rates(*map(sum, zip(*look.rates.values(), strict=True)))
         self._state |= {

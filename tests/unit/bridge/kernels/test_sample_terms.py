@@ -10,7 +10,7 @@ import torch
 
 from geartrain.ams.programs.selection import SamplingCorrection
 from geartrain.bridge.head.loss.margins.angular import CombinedMargin
-from geartrain.bridge.kernels import samples
+from geartrain.bridge.kernels import sample_terms
 from geartrain.bridge.kernels.launch import interpreted
 
 SIZES = [1, 130, 1029]
@@ -23,7 +23,7 @@ def test_labels_are_settled(size: int, ignored: int | None) -> None:
     labels[size // 2] = 50
     labels[size // 3] = -100 if size < 1000 else 2**63 - 1
     with interpreted():
-        made = samples.prepare_labels(labels, 50, ignored, 10, 20, 4)
+        made = sample_terms.prepare_labels(labels, 50, ignored, 10, 20, 4)
     good = (labels >= 0) & (labels < 50)
     counts = torch.where(good, 1.0, torch.where(labels == (ignored or 99), 0.0, torch.nan))
     torch.testing.assert_close(made.counts_B, counts, equal_nan=True)
@@ -45,7 +45,7 @@ def test_rows_are_found(size: int) -> None:
         places = {int(number): place for place, number in enumerate(valid)}
         expected = torch.tensor([places.get(int(number), -1) for number in wanted])
         with interpreted():
-            torch.testing.assert_close(samples.find_rows(wanted, numbers, count), expected)
+            torch.testing.assert_close(sample_terms.find_rows(wanted, numbers, count), expected)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -54,7 +54,7 @@ def test_the_weight_of_sampled_classes_is_that_of_the_host(size: int, num_active
     labels = np.random.default_rng(size).integers(0, 15, size)
     expected = SamplingCorrection.of(labels, num_active, 50)
     with interpreted():
-        found = samples.sampled_weight(torch.from_numpy(labels), num_active, 50)
+        found = sample_terms.sampled_weight(torch.from_numpy(labels), num_active, 50)
     assert expected is not None and float(found) == pytest.approx(expected.log2_weight, abs=3e-7)
 
 
@@ -72,9 +72,9 @@ def test_losses_and_their_slopes_are_those_of_the_margin(margin: tuple[float, fl
     others_B[7] = 0.0
     loss_B = torch.logsumexp(torch.stack([others_B.log(), target_B]), 0) - target_B
     loss_B.sum().backward()
-    angle = None if margin is None else samples.TargetAngle(scale, *margin)
+    angle = None if margin is None else sample_terms.TargetAngle(scale, *margin)
     with interpreted():
-        made = samples.losses(cos_B.detach().float(), others_B, None, None, 0.0, None, angle)
+        made = sample_terms.losses(cos_B.detach().float(), others_B, None, None, 0.0, None, angle)
     torch.testing.assert_close(made.losses_B.double(), loss_B.detach(), rtol=2e-5, atol=2e-5)
     assert cos_B.grad is not None
     inside = slice(2, -2)  # beside ± 1 sin θ is what rounding leaves of it
@@ -92,8 +92,8 @@ def test_factors_of_rows_are_those_of_a_batch(size: int, way: str) -> None:
     upstream = {"mean": torch.tensor(2.5), "samples": torch.randn(size), "ranks": torch.tensor([3.0, 9.0, -4.0])}[way]
     with interpreted():
         ends = ends_R if way == "ranks" else None
-        found = samples.row_factors(upstream, ends, 16.0, counted, lse2_B, slopes_B)
-        spoilt = samples.row_factors(upstream * torch.nan, ends, 16.0, counted, lse2_B, slopes_B)
+        found = sample_terms.row_factors(upstream, ends, 16.0, counted, lse2_B, slopes_B)
+        spoilt = sample_terms.row_factors(upstream * torch.nan, ends, 16.0, counted, lse2_B, slopes_B)
     by_B = torch.stack([upstream[int((ends_R <= b).sum())] for b in range(size)]) if way == "ranks" else upstream
     largest = upstream if way == "mean" else by_B.abs().max()
     divisor = 1.0 if way == "samples" else counted.clamp(min=1)
@@ -110,10 +110,10 @@ def test_parts_of_a_gradient_are_added_up(has_own: bool) -> None:
     """As many as a large head has of them on a GPU."""
     torch.manual_seed(0)
     parts_PBD, rows_BD, numbers_XB = torch.randn(5, 7, 20), torch.randn(7, 20), torch.rand(4, 7)
-    own = (rows_BD, samples.Losses(*numbers_XB)) if has_own else None
+    own = (rows_BD, sample_terms.Losses(*numbers_XB)) if has_own else None
     expected_BD = parts_PBD.double().sum(0)
     if has_own:
         expected_BD = expected_BD * numbers_XB[3].unsqueeze(1) + rows_BD * numbers_XB[2].unsqueeze(1)
     with interpreted():
-        found_BD = samples.finish_gradient(parts_PBD.clone(), own, scale=3.0)
+        found_BD = sample_terms.finish_gradient(parts_PBD.clone(), own, scale=3.0)
     assert torch.allclose(found_BD.double(), 3 * expected_BD, rtol=1e-5, atol=1e-5)

@@ -9,7 +9,7 @@ import time
 _FIRST_PAUSE_SECONDS = 0.05
 
 
-class Patience:
+class Backoff:
     """Pauses between attempts, growing, until the time is used up. For one caller: not thread-safe."""
 
     def __init__(

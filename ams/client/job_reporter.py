@@ -16,15 +16,15 @@ from dataclasses import replace
 
 from geartrain.ams.rpc.carrier import AttemptFailed, SchedulerCarrier
 from geartrain.ams.values.errors import GeartrainError
-from geartrain.ams.values.scheduler_messages import JobCondition, JobReport, TellJob
+from geartrain.ams.values.scheduler_messages import JobCondition, JobReport, ReportJob
 
 logger = logging.getLogger(__name__)
 
-_TELL_SECONDS = 1.0
+_REPORT_SECONDS = 1.0
 _ANSWER_SECONDS = 2.0
 
 
-class LeaveWatch:
+class JobReporter:
     """Registers a job as training until it is :meth:`done`. Thread-safe."""
 
     def __init__(
@@ -35,7 +35,7 @@ class LeaveWatch:
         self._ended = threading.Event()
         self._silent_since: float | None = None
         self._is_dumb = False
-        self._pause_seconds = _TELL_SECONDS
+        self._pause_seconds = _REPORT_SECONDS
         self.leaving: tuple[int, ...] = ()
         """Shards that want to leave, as of the last reply."""
         self._report_once()  # before training starts: a shard that shuts down next then knows the job
@@ -62,7 +62,7 @@ class LeaveWatch:
             said = "ended" if report.state in ("training", "saving") else report.state
             report = replace(report, state=state or said)
             self._scheduler.call(
-                TellJob(job=self._job, incarnation=self._incarnation, done=True, report=report), _ANSWER_SECONDS
+                ReportJob(job=self._job, incarnation=self._incarnation, done=True, report=report), _ANSWER_SECONDS
             )
 
     def _report_loop(self) -> None:
@@ -73,12 +73,12 @@ class LeaveWatch:
         """Report once; return whether to continue."""
         began = time.monotonic()
         try:
-            tell = TellJob(job=self._job, incarnation=self._incarnation, report=self._said())
+            tell = ReportJob(job=self._job, incarnation=self._incarnation, report=self._said())
             heard = self._scheduler.call(tell, _ANSWER_SECONDS)
             self.leaving, self._silent_since = heard.leaving, None
-            self._pause_seconds = max(heard.pause_seconds, _TELL_SECONDS)
+            self._pause_seconds = max(heard.pause_seconds, _REPORT_SECONDS)
         except AttemptFailed:
-            self._silent_since, self._pause_seconds = self._silent_since or began, _TELL_SECONDS
+            self._silent_since, self._pause_seconds = self._silent_since or began, _REPORT_SECONDS
         except GeartrainError as exc:
             logger.warning("the scheduler does not tell job %r which shards leave: %s", self._job, exc)
             return False
