@@ -1,1 +1,1 @@
-"""Triton kernels, each with a reference in tensor operations that computes the same."""
+"""Triton kernels, each with a reference in tensor operations that gives the same result."""

@@ -1,19 +1,19 @@
-"""The three products of a class head over rows of one rank, and what is done with them while they are in registers.
+"""The three products of a class head over the rows of one rank, each fused with the work on its result.
 
     exponentials:     E = exp(logit), and their sums
     feature_gradient: dX = E·Ŵ
     update_rows:      dW = Eᵀ·X̂ / Σ, back through the normalisation, and the optimizer's step
 
-Of a class with a margin the logit is that of its unit row: |cos| ≤ 1, so that exponentials need no shift. Without a
-margin each tile of 128 classes has a shift of its own for every sample, the largest of its logits. A sample's own class
-is in none of these sums. Between the products lie E, 2 bytes a class and sample (4 where products are in float32), or
-parts of it that are made again: every function takes the range of positions that it is to work on.
+With a margin, logits use unit rows: |cos| ≤ 1, so exponentials need no shift. Without a margin each tile of 128 classes
+has its own shift for every sample, the largest of its logits. A sample's own class is in none of these sums. Between
+the products only E is stored, 2 bytes a class and sample (4 where products are in float32), or parts of it that are
+recomputed: every function takes the range of positions that it works on.
 
-E is stored times the inverse length of its row, which both other products want, and without a shift times
+E is stored times the inverse length of its row, which both other products need, and without a shift times
 2^(−largest logit / 2), so that neither E nor 1 / Σ leaves the range of bfloat16.
 
-Of rows of 8 bits the products take codes: the inverse lengths are theirs, in which the rows' scales cancel, and without
-a margin E is stored times the scale. Gradients of the rows are those of their codes over the scale.
+For 8-bit rows the products use codes. Inverse lengths are those of the codes, in which the rows' scales cancel; without
+a margin E is stored times the scale. A row's gradient is that of its codes over the scale.
 
 Legend: L rows of this rank, A active ones (positions 0 … A − 1), N of one range, T tiles of 128 positions, B samples,
 D width.
@@ -36,52 +36,53 @@ from geartrain.bridge.kernels.optimizers import StepNumbers, step_numbers
 from geartrain.bridge.kernels.row_update import RowArrays
 
 TILE = 128
-"""Classes that have a sum, and a shift, of their own. Ranges begin at its multiples."""
+"""Classes that share a sum, and a shift. Ranges begin at its multiples."""
 _NORM_FLOOR = 1e-12
 _SMALLEST_FACTOR = 2.0**-40
-"""By which E is multiplied for a scale: that of a row of zeros would carry it beyond float32."""
+"""Least factor of E in place of a row's scale: the scale of a row of zeros would carry E beyond float32."""
 _UPDATE_TILE = 64
-"""Rows of a program of an update."""
+"""Rows that one program of an update handles."""
 _NO_STEP = StepNumbers("SGD", 0.0)
 _OF_ONE_SLOT = ("SGD", "MOMENTUM", "NESTEROV")
 _PROCESSORS = 132
-"""Of an H100: one or two programs for each make a feature gradient, whatever the card, on which no sum depends."""
+"""Processors of an H100. A feature gradient starts one or two programs for each, on every card, so that no sum depends
+on the card."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HeadPass:
-    """One batch and the rows that it meets: what the three products share."""
+    """One batch and the active rows of this rank: the operands that the three products share."""
 
     rows_LD: Tensor
     """float32, bfloat16, float16, or codes of float8_e4m3fn."""
     scales_LK: Tensor | None
-    """bfloat16 [L, 1], of codes."""
+    """bfloat16 [L, 1], scales of codes; None: rows are no codes."""
     numbers_A: Tensor | None
-    """int64, rising: the active rows; None: rows 0 … A − 1."""
+    """int64, ascending: the active rows; None: rows 0 … A − 1."""
     num_active: int
-    """A."""
+    """Number of active rows (A), padding included."""
     count: Tensor | None
-    """int64 (0-dim) on the device: how many of the A are active, the rest is padding; None: all."""
+    """int64 (0-dim) on the device: number of active rows, after which all is padding; None: A."""
     queries_BD: Tensor
-    """Features (of unit length with a margin) times scale · log2 e, in the type of the products."""
+    """Features (of unit length with a margin) times scale · log2 e, in the dtype of the products."""
     positions_B: Tensor
-    """int64: where each sample's own class is; −1: not here."""
+    """int64: position of each sample's own class; −1: not on this rank."""
     owners_A: Tensor
-    """int32: a sample whose own class it is; −1: none. See :func:`owners`."""
+    """int32: a sample whose own class is at this position; −1: none. See :func:`owners`."""
     log2_weight: Tensor | None
-    """float32 (0-dim): added to the logits, to base 2, of classes without an owner; None: 0."""
+    """float32 (0-dim): added to the base-2 logits of classes without an owner; None: 0."""
     logit_limit: float | None
-    """scale · log2 e, with a margin: rows count as of unit length; None: as they are."""
+    """scale · log2 e with a margin, where rows count as unit rows; None: without a margin."""
     shifted: bool
     """Whether exponentials are shifted: always without a margin."""
     dtype: torch.dtype
-    """Of E, and of the products with it: float32 or bfloat16; float16 holds no exp(64)."""
+    """Type of E and of the products with it: float32 or bfloat16; float16 cannot hold exp(64)."""
     inverse_A: Tensor
-    """float32, written by :func:`exponentials`: 1 / length, of codes their own. Without a margin it is not used."""
+    """float32, written by :func:`exponentials`: 1 / length of each row, or of its codes. Empty without a margin."""
     sums_TB: Tensor
     """float32, written by :func:`exponentials`: sums of exp2(logit − shift)."""
     highest_TB: Tensor | None
-    """float32, written by :func:`exponentials`: the largest logits to base 2, which shift; None: not wanted."""
+    """float32, written by :func:`exponentials`: largest base-2 logits, used as shifts; None: not wanted."""
 
     @staticmethod
     def of(
@@ -97,7 +98,7 @@ class HeadPass:
         wants_highest: bool,
         scales_LK: Tensor | None = None,
     ) -> HeadPass:
-        """Take the memory for what :func:`exponentials` writes. ``numbers_A`` None: all rows."""
+        """Create a pass with empty buffers for the results of :func:`exponentials`. ``numbers_A`` None: all rows."""
         num_active = len(rows_LD) if numbers_A is None else len(numbers_A)
         num_tiles = -(-num_active // TILE)
         weight: Tensor | None = None
@@ -126,26 +127,26 @@ class HeadPass:
 
     @property
     def dim(self) -> int:
-        """D."""
+        """Width (D) of rows and features."""
         return self.queries_BD.shape[1]
 
     @property
     def middle(self) -> float:
-        """What takes the place of a shift where there is none, to base 2: one for all samples and ranges."""
+        """Base-2 constant in place of a shift where there is none: one for all samples and ranges."""
         return 0.0 if self.shifted or self.logit_limit is None else self.logit_limit / 2
 
     @property
     def bits_LD(self) -> Tensor:
-        """The rows as kernels take them: codes as uint8."""
+        """The rows as kernels read them: codes as uint8."""
         return self.rows_LD if self.scales_LK is None else self.rows_LD.view(torch.uint8)
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """The rows at these positions [N, D] as they are stored (codes as bfloat16), row 0 for padding."""
+        """Return the rows [N, D] at these positions as stored (codes as bfloat16); row 0 for padding."""
         rows_ND = self.rows_LD[self._index(start, stop)]
         return rows_ND if self.scales_LK is None else rows_ND.to(torch.bfloat16)
 
     def scales(self, start: int, stop: int) -> Tensor | None:
-        """Those of the rows at these positions, float32 [N]."""
+        """Return the scales of the rows at these positions, float32 [N]; None: rows are no codes."""
         return None if self.scales_LK is None else self.scales_LK[self._index(start, stop), 0].float()
 
     def _index(self, start: int, stop: int) -> slice | Tensor:
@@ -154,22 +155,22 @@ class HeadPass:
         return torch.where(self.is_active(start, stop), self.numbers_A[start:stop], 0)
 
     def is_active(self, start: int, stop: int) -> Tensor:
-        """Which positions are no padding, bool [N]."""
+        """Return whether each position is active, not padding: bool [N]."""
         places_N = torch.arange(start, stop, device=self.rows_LD.device)
         return places_N < (self.num_active if self.count is None else self.count)
 
     def tiles(self, start: int, stop: int) -> slice:
-        """Those of a range."""
+        """Return the tiles of a range of positions."""
         return slice(start // TILE, -(-stop // TILE))
 
     def shift(self, start: int = 0, stop: int | None = None) -> Tensor | None:
-        """The largest logit to base 2 of each sample [B] among the classes of a range; None: there are no shifts."""
+        """Return each sample's largest base-2 logit among the classes of a range, [B]; None: there are no shifts."""
         if not self.shifted or self.highest_TB is None:
             return None
         return self.highest_TB[self.tiles(start, self.num_active if stop is None else stop)].amax(0)
 
     def sums(self, shift_B: Tensor | None, start: int = 0, stop: int | None = None) -> Tensor:
-        """Σ exp2(logit − shift) of each sample, float64 [B], over the classes of a range; None: − :attr:`middle`."""
+        """Return Σ exp2(logit − shift) over a range's classes, float64 [B]; without ``shift_B`` by :attr:`middle`."""
         tiles = self.tiles(start, self.num_active if stop is None else stop)
         sums_TB = self.sums_TB[tiles]
         if shift_B is None or self.highest_TB is None:
@@ -177,7 +178,7 @@ class HeadPass:
         return torch.exp2(self.highest_TB[tiles] - shift_B).mul_(sums_TB).sum(0, dtype=torch.float64)
 
     def own_rows(self) -> Tensor:
-        """The (unit) rows of the samples' own classes, float32 [B, D]; zeros where they are not here."""
+        """Return the (unit) rows of the samples' own classes, float32 [B, D]; zeros where they are not on this rank."""
         if self.num_active == 0:
             return torch.zeros_like(self.queries_BD, dtype=torch.float32)
         places_B = self.positions_B.clamp(min=0)
@@ -187,23 +188,23 @@ class HeadPass:
         rows_B = places_B if self.numbers_A is None else self.numbers_A[places_B]
         if self.logit_limit is None and self.scales_LK is not None:
             factor_B.mul_(self.scales_LK[rows_B, 0])
-        # Not the product alone: what stands in rows of others is nothing to these samples.
+        # masked_fill, as 0 · NaN is NaN: bad values in another sample's row must not reach these samples.
         own_BD = self.rows_LD[rows_B].float().mul_(factor_B.unsqueeze(1))
         return own_BD.masked_fill_((self.positions_B < 0).unsqueeze(1), 0.0)
 
 
 def owners(positions_B: Tensor, num_active: int) -> Tensor:
-    """A sample of each position, int32 [A]; −1: it is the own class of none. Of several samples it is any."""
+    """Return a sample whose own class is at each position, int32 [A]; any if there are several; −1: none."""
     samples_B = torch.arange(len(positions_B), dtype=torch.int32, device=positions_B.device)
     owners_A = torch.full((num_active + 1,), -1, dtype=torch.int32, device=positions_B.device)
-    # The last one is that of all whose class is not here.
+    # Index −1 is the extra last element: it collects samples whose class is not on this rank.
     return owners_A.index_put_((positions_B,), samples_B)[:-1]
 
 
 def exponentials(head: HeadPass, out_NB: Tensor, start: int, stop: int) -> None:
     """Write E [N, B] (``head.dtype``) of positions ``start`` … ``stop`` − 1, their inverse lengths, sums and maxima.
 
-    E is 0 for a sample's own class. Padding may be left as it is.
+    E is 0 for a sample's own class. Padding may be left unwritten.
     """
     if runs_kernels(head.rows_LD.device):
         _launch_exponentials(head, out_NB, start, stop)
@@ -234,7 +235,7 @@ def exponentials(head: HeadPass, out_NB: Tensor, start: int, stop: int) -> None:
 
 
 def _weights(head: HeadPass, start: int, stop: int) -> Tensor:
-    """What is added to the logits of each position [N]."""
+    """Return the weights [N] that are added to the base-2 logits of each position."""
     weight = head.inverse_A.new_zeros(()) if head.log2_weight is None else head.log2_weight
     return torch.where(head.owners_A[start:stop] < 0, weight, 0.0)
 
@@ -275,7 +276,7 @@ def _launch_exponentials(head: HeadPass, out_NB: Tensor, start: int, stop: int) 
 
 
 def _cost(head: HeadPass, exponentials_NB: Tensor, more_bytes: float, products: int = 1) -> Cost:
-    """Of one product over these classes, or of the same again, whose rows are read once."""
+    """Return the cost of one product over these classes, or of ``products`` that read the rows once."""
     num = len(exponentials_NB)
     scale_bytes = 0 if head.scales_LK is None else head.scales_LK.itemsize
     num_bytes = float(num * (head.dim * head.rows_LD.itemsize + scale_bytes + 8)) + exponentials_NB.nbytes
@@ -284,12 +285,12 @@ def _cost(head: HeadPass, exponentials_NB: Tensor, more_bytes: float, products: 
 
 
 def _precision() -> str:
-    """Of products in float32."""
+    """Return Triton's precision of float32 products, by torch's setting."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 def _shifts(head: HeadPass, start: int, stop: int) -> Tensor | float:
-    """Of each position and sample, [N, B]."""
+    """Return the shift of each position and sample, [N, B]; or the one constant of all."""
     if not head.shifted or head.highest_TB is None:
         return head.middle
     return head.highest_TB[head.tiles(start, stop)].repeat_interleave(TILE, 0)[: stop - start]
@@ -303,11 +304,17 @@ def feature_gradient(
     shift_B: Tensor | None,
     earlier_PBD: Tensor | None = None,
 ) -> Tensor:
-    """Σ_a exp2(logit − shift) ŵ_a over the positions of a range, samples' own classes left out, in parts: float32
-    [P, B, D] whose sum over P it is.
+    """Return Σ_a exp2(logit − shift) ŵ_a over a range, in P partial sums: float32 [P, B, D].
 
-    ``shift_B`` is nowhere below that of the range; None: ``head.middle`` is. ``earlier_PBD``: what this gave for other
-    ranges, of the same shift; this one is added to it, in its memory.
+    A sample's own class is left out.
+
+    Args:
+        head: The batch and rows.
+        exponentials_NB: E of the range.
+        start: First position.
+        stop: End of the range.
+        shift_B: Shift of each sample, at least that of the range; None: ``head.middle``.
+        earlier_PBD: Result for other ranges with the same shift, to which this one is added in place; None: none.
     """
     if runs_kernels(head.rows_LD.device):
         return _launch_feature_gradient(head, exponentials_NB, start, stop, shift_B, earlier_PBD)
@@ -367,20 +374,20 @@ def _launch_feature_gradient(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SampleTerms:
-    """What the samples bring to the gradients of the rows."""
+    """The samples' side of the rows' gradients."""
 
     keys_BD: Tensor
-    """Features, in the type of E, times their weight; without shifts over Σ, too."""
+    """Features in the dtype of E, times their weight; without shifts also over Σ."""
     factors_B: Tensor
-    """float32: what ``keys_BD`` were multiplied by."""
+    """float32: factor by which ``keys_BD`` were multiplied."""
     lse2_B: Tensor
-    """float32: log2 Σ, the own class included."""
+    """float32: log2 Σ, own class included."""
     own_BD: Tensor
-    """float32: what all samples of its own class add to the gradient of that (unit) row."""
+    """float32: sum of what all samples of the own class add to the gradient of its (unit) row."""
     own_along_B: Tensor
-    """float32: the part of that along the row."""
+    """float32: component of ``own_BD`` along that row."""
     bounds_B: Tensor
-    """float32: no (unit) row's gradient is longer than the sum of these."""
+    """float32: bounds whose sum no (unit) row's gradient exceeds in length."""
 
 
 def sample_terms(
@@ -451,7 +458,7 @@ def _launch_sample_terms(
 def row_gradients(
     head: HeadPass, exponentials_NB: Tensor, start: int, stop: int, terms: SampleTerms, factor: Tensor
 ) -> Tensor:
-    """``factor`` (0-dim) times the gradients of the stored rows, float32 [N, D]; zeros for padding."""
+    """Return ``factor`` (0-dim) times the gradients of the stored rows, float32 [N, D]; zeros for padding."""
     if runs_kernels(head.rows_LD.device):
         out_ND = torch.empty(stop - start, head.dim, dtype=torch.float32, device=factor.device)
         _launch_update(head, exponentials_NB, start, stop, terms, factor, out_ND=out_ND)
@@ -469,7 +476,7 @@ def row_gradients(
             gradient_ND /= scales_N.clamp(min=_SMALLEST_FACTOR).unsqueeze(1)
         return (gradient_ND + own_ND).mul_(factor).masked_fill_(~active_N, 0.0)
     inverse_N = head.inverse_A[start:stop]
-    # Σ p · cos, where the cosine is what E's logarithm tells: no sum over D.
+    # Σ p · cos, with the cosine from the logarithm of E: no sum over D is needed.
     offset_N = _weights(head, start, stop) + torch.log2(inverse_N)
     logits_NB = torch.log2(stored_NB.clamp(min=torch.finfo(torch.float32).tiny)) - offset_N.unsqueeze(1)
     logits_NB += _shifts(head, start, stop)
@@ -485,7 +492,7 @@ def row_gradients(
 def squared_norm(
     head: HeadPass, exponentials_NB: Tensor, start: int, stop: int, terms: SampleTerms, factor: Tensor
 ) -> Tensor:
-    """Σ g² over the gradients of a range, float64 (0-dim)."""
+    """Return Σ g² over the gradients of a range, float64 (0-dim)."""
     if runs_kernels(head.rows_LD.device):
         squares_P = torch.empty(-(-(stop - start) // _UPDATE_TILE), dtype=torch.float32, device=factor.device)
         _launch_update(head, exponentials_NB, start, stop, terms, factor, squares_P=squares_P)
@@ -506,11 +513,11 @@ def update_rows(
     *,
     lr: float | Tensor,
 ) -> None:
-    """One step of ``optimizer`` with ``factor`` (float32, 0-dim) times the gradients of the rows of a range.
+    """Make one step of ``optimizer`` with ``factor`` (float32, 0-dim) times the gradients of a range's rows.
 
-    What :func:`row_gradients` and ``row_update.update`` do, in one pass where a kernel knows the optimizer: those by
-    rows, which want the mean of a whole one, are left to the two, and with 8 bits all but SGD and momentum. ``stored``
-    are the rows of ``head``; its learning rate is a number or, 0-dim float32, on the device.
+    Equals :func:`row_gradients` followed by ``row_update.update``. One kernel does both if it supports the optimizer:
+    row-wise ones need the mean of a whole row and run as two, and so does any but SGD and momentum with 8 bits.
+    ``stored`` holds the rows of ``head``; ``lr`` is a number or, 0-dim float32, on the device.
     """
     numbers = step_numbers(optimizer)
     is_known = numbers is not None and (
@@ -526,11 +533,13 @@ def update_rows(
 
 
 def _calm(numbers: StepNumbers, row: torch.dtype, slot: torch.dtype) -> tuple[float, float]:
-    """(limit, what it loses with the learning rate): of a row whose numbers, slots and gradient are no larger than
-    ``limit`` / (1 + ``loss`` · lr) nothing leaves the range of its types.
+    """Return (limit, loss): bounds within which an update cannot overflow.
+
+    A row whose numbers, slots and gradient are at most ``limit`` / (1 + ``loss`` · lr) stays within the range of its
+    dtypes.
     """
     largest = 0.9 * min(torch.finfo(row).max, torch.finfo(slot).max)
-    direction = 1.0 + numbers.decay  # the gradient with what decays, in these units
+    direction = 1.0 + numbers.decay  # the gradient plus decay, in units of the bound
     if numbers.kind in _OF_ONE_SLOT:
         return largest / (2.0 * direction + 1.0), 1.0
     rest = 1.0 if numbers.kind == "ADAGRAD" else -math.expm1(numbers.a)
@@ -551,7 +560,7 @@ def _launch_update(
     squares_P: Tensor | None = None,
     out_ND: Tensor | None = None,
 ) -> None:
-    """Update what is ``stored``, or write each program's sum of squares, or the gradients."""
+    """Update the ``stored`` rows; or write each program's sum of squares, or the gradients."""
     from geartrain.bridge.kernels.triton import head as kernels
     from geartrain.bridge.kernels.triton import row_step
 
@@ -566,7 +575,7 @@ def _launch_update(
     keeps = is_scaled and head.dim <= 4 * options["TILE_D"]
     more_bytes = 0.0 if out_ND is None else float(out_ND.nbytes)
     if stored is not None:
-        row_bytes = row_update.bytes_per_row(stored) - head.dim * head.rows_LD.itemsize  # of which one is counted
+        row_bytes = row_update.bytes_per_row(stored) - head.dim * head.rows_LD.itemsize  # _cost counts the rows once
         more_bytes = float((stop - start) * row_bytes)
     limit, loss = (0.0, 0.0) if is_scaled else _calm(numbers, head.rows_LD.dtype, slots.dtype)
     launch(

@@ -1,9 +1,9 @@
 """Sums of rows for bags of ids, and the gradients of those rows: the ids of many fields and tables in one pass.
 
 An id of a table is one integer, its key: table << bits | id. Keys of ids that count for nothing (padding, ids out of
-range) are ``none``, which is behind all others. So the ids of a whole batch are sorted at once, and no shape depends on
-what the ids are: the host waits for nothing. Where ids have no bound, the rows' numbers stand for them in keys, once
-they are known on the rank of the rows; before, the rank does.
+range) are ``none``, which sorts after all others. So the ids of a whole batch are sorted at once, and no shape depends
+on the ids: the host waits for nothing. For ids without a bound, a key holds the id's rank at first, and the number of
+its row once that is known on the rank.
 
 Legend: N ids, V vectors, Q pieces (the vectors of one field, for one rank), T tables, D width, U distinct rows.
 """
@@ -35,20 +35,20 @@ _PIECES = 65_535
 
 
 class FieldShape(NamedTuple):
-    """What the host knows of the ids of a field."""
+    """Shape of a field's ids, as far as the host knows it."""
 
     table: int
     num_ids: int
     num_vectors: int
     length: int
-    """Ids of each vector; 0: offsets say."""
+    """Ids of each vector; 0: given by offsets."""
     pooling: str = "sum"
     """Or "mean", "sqrtn"."""
     padding_id: int | None = None
 
 
 class BagPiece(NamedTuple):
-    """Ids that lie one behind the other, and the vectors that they are added up to."""
+    """Consecutive ids of one table, and the number of vectors that they are summed to."""
 
     table: int
     num_ids: int
@@ -56,7 +56,7 @@ class BagPiece(NamedTuple):
 
 
 class RowSpan(NamedTuple):
-    """The rows of the ids ``first``, ``first`` + 1, … of a table."""
+    """Rows of the consecutive ids from ``first`` on, of one table."""
 
     rows_LD: Tensor
     first: int
@@ -64,24 +64,24 @@ class RowSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Entries:
-    """Which rows are added up to which vectors."""
+    """Ids of all pieces as keys, and the vector that each is summed to."""
 
     bits: int
-    """Of an id in a key."""
+    """Bits of an id in a key."""
     num_tables: int
     pieces: tuple[BagPiece, ...]
     key_N: Tensor
     """int32 or int64."""
     place_N: Tensor
-    """int64: piece << 40 | vector in it; rising."""
+    """int64: piece << 40 | vector in the piece; ascending."""
     bounds_V: Tensor
-    """int64 [V + 1]: where the ids of each vector begin, and the last ones end."""
+    """int64 [V + 1]: start of each vector's ids, and the end of the last ones."""
     weights_N: Tensor | None = None
-    """float32; None: 1 each."""
+    """float32, weight of each id; None: 1."""
     factor_V: Tensor | None = None
-    """float32, of each vector; None: 1 each."""
+    """float32, factor of each vector; None: 1."""
     ids_N: Tensor | None = None
-    """int64, the ids themselves, where those of some table have no bound; else None."""
+    """int64, the ids themselves, if some table's ids have no bound; else None."""
 
     @property
     def none(self) -> int:
@@ -90,23 +90,23 @@ class Entries:
 
     @property
     def first_vectors(self) -> list[int]:
-        """[Q + 1]."""
+        """Number of each piece's first vector, and their total: [Q + 1]."""
         return [0, *accumulate(piece.num_vectors for piece in self.pieces)]
 
     @property
     def first_ids(self) -> list[int]:
-        """[Q + 1]."""
+        """Number of each piece's first id, and their total: [Q + 1]."""
         return [0, *accumulate(piece.num_ids for piece in self.pieces)]
 
     def of(self, is_used_Q: Tensor) -> Entries:
-        """The same without the ids of pieces that are not used."""
+        """Return these entries without the ids of unused pieces; ``is_used_Q`` is bool."""
         return dataclasses.replace(
             self, key_N=torch.where(is_used_Q[self.place_N >> PLACE_BITS], self.key_N, self.none)
         )
 
 
 def id_bits(num_rows: Sequence[int | None]) -> int:
-    """Bits of an id in a key, for tables of ``num_rows``; None: of any."""
+    """Return the bits of an id in a key, for tables of ``num_rows``; None: ids without a bound."""
     return max(NUMBER_BITS if rows is None else max(1, (rows - 1).bit_length()) for rows in num_rows)
 
 
@@ -118,18 +118,18 @@ def index_fields(
     num_rows: Sequence[int | None],
     ranks: int = 1,
 ) -> tuple[Entries, Tensor]:
-    """The keys and bags of the ids of all fields, and what is wrong with them (0-dim, int64; 0: nothing).
+    """Return the keys and bags of all fields' ids, and an error code (0-dim, int64; 0: no error).
 
     Args:
         fields: Shapes of the fields, in the order of their ids.
-        ids_N: Integers, those of the fields one behind the other.
-        offsets: Integers, of each field without a ``length`` its [V + 1], one behind the other; from 0 for each.
+        ids_N: Integers, the ids of all fields, one field after another.
+        offsets: Integers, [V + 1] of each field without a ``length``, one field after another; each starts at 0.
         weights_N: float32, or None.
-        num_rows: Of each table; ids lie below. None: any id >= 0.
-        ranks: Over which the rows of tables of any ids are spread.
+        num_rows: Number of rows of each table, above all its ids; None: any id >= 0.
+        ranks: Number of ranks that share the rows of tables without a bound.
 
-    What is wrong is (fields - field) · 4 + 1 for an id out of range, + 2 for offsets that do not rise from 0 to the
-    number of ids, + 3 for a weight that is not finite, of the first such field. The entries are of the sound ids.
+    The code is that of the first bad field: (fields - field) · 4 + 1 for an id out of range, + 2 for offsets that do
+    not ascend from 0 to the number of ids, + 3 for a weight that is not finite. Bad ids are not in the entries.
     """
     device, bits = ids_N.device, id_bits(num_rows)
     pieces = tuple(BagPiece(field.table, field.num_ids, field.num_vectors) for field in fields)
@@ -140,7 +140,7 @@ def index_fields(
     bounds_V = torch.empty(num_vectors + 1, dtype=torch.int64, device=device)
     has_factors = any(field.pooling != "sum" for field in fields)
     factor_V = torch.empty(num_vectors, device=device) if has_factors else None
-    # Where there is no vector no offset says how many ids there are: the host knows.
+    # A field without vectors has no offset that could be checked on the device against its ids: the host does.
     in_no_bag = [place for place, field in enumerate(fields) if field.num_ids > field.num_vectors == 0]
     number = (len(fields) - in_no_bag[0]) * 4 + 2 if in_no_bag else 0
     status = torch.full((), number, dtype=torch.int64, device=device)
@@ -233,7 +233,7 @@ def _last_id(num_rows: int | None) -> int:
 
 
 def _factors(field: FieldShape, bag_N: Tensor, weights_N: Tensor) -> Tensor:
-    """1 / Σ w or 1 / √Σ w² of each bag; 0 for 0."""
+    """Return 1 / Σ w or 1 / √Σ w² of each bag; 0 where the sum is 0."""
     if field.pooling == "sum":
         return weights_N.new_ones(field.num_vectors)
     squared = weights_N if field.pooling == "mean" else weights_N**2
@@ -249,10 +249,10 @@ def pool(
     *,
     into: Tensor | None = None,
 ) -> list[Tensor]:
-    """factor · Σ w · row over the ids of each vector: of each piece [V, D], float32, summed in float32.
+    """Return factor · Σ w · row over the ids of each vector, for each piece: float32 [V, D], summed in float32.
 
-    ``read`` gives rows [U, D] of a table by their numbers [U] from ``first``, where they are not simply those stored.
-    With ``into`` [Σ V · D] they are written there, one piece behind the other, and nothing is returned.
+    ``read`` returns rows [U, D] of a table by their numbers [U] from ``first``, if the stored rows are not used as they
+    are. With ``into`` [Σ V · D] the result is written there, piece by piece, and the list is empty.
     """
     device = entries.key_N.device
     if not runs_kernels(device) or read is not None:
@@ -265,7 +265,7 @@ def pool(
 
     kinds = [(table.rows_LD.dtype, table.rows_LD.shape[1]) for table in tables]
     shifted = [_shifted(table) for table in tables]
-    # Of several ranks there are many pieces: no tensor for each.
+    # With several ranks there are many pieces: one buffer, not a tensor for each.
     if into is None:
         outs = [torch.empty(item.num_vectors, kinds[item.table][1], device=device) for item in entries.pieces]
         places = [address(out) for out in outs]
@@ -316,12 +316,12 @@ def _bytes(tensor: Tensor | None) -> int:
 
 
 def _shifted(table: RowSpan) -> int:
-    """Where the row of id 0 would be."""
+    """Return the address at which the row of id 0 would be."""
     return address(table.rows_LD) - table.first * table.rows_LD.shape[1] * table.rows_LD.itemsize
 
 
 class _LookupRequest:
-    """What all pieces ask of one table, in tensor operations. S: vectors of its pieces."""
+    """Ids that all pieces ask of one table, in tensor operations. S: vectors of its pieces."""
 
     def __init__(self, entries: Entries, table: int, first: int) -> None:
         own = [number for number, piece in enumerate(entries.pieces) if piece.table == table]
@@ -353,22 +353,22 @@ class _LookupRequest:
         self.numbers_U, self.place_N = torch.unique(numbers_N, return_inverse=True)
 
     def sums(self, rows_UD: Tensor) -> Tensor:
-        """[S, D]."""
+        """Return the sum of rows for each vector, [S, D]."""
         sums = _bags(self.place_N, rows_UD.float(), self.sum_N, self.weights_N, self.num_sums)
         return sums if self.factor_S is None else sums * self.factor_S[:, None]
 
     def row_gradients(self, gradient_SD: Tensor) -> Tensor:
-        """[U, D]."""
+        """Return the gradients of the rows, [U, D]."""
         if self.factor_S is not None:
             gradient_SD = gradient_SD * self.factor_S[:, None]
-        order_N = torch.argsort(self.place_N, stable=True)  # bags of gradients: many times as fast as row by row
+        order_N = torch.argsort(self.place_N, stable=True)  # bags of gradients: many times faster than row by row
         return _bags(
             self.sum_N[order_N], gradient_SD, self.place_N[order_N], self.weights_N[order_N], len(self.numbers_U)
         )
 
 
 def _bags(index_N: Tensor, values: Tensor, bag_N: Tensor, weights_N: Tensor, num_bags: int) -> Tensor:
-    """Σ w · values[index] of each bag; ``bag_N`` rises."""
+    """Return Σ w · values[index] of each bag; ``bag_N`` is ascending."""
     if not num_bags or not len(index_N):
         return values.new_zeros(num_bags, values.shape[1])
     starts = torch.searchsorted(bag_N, torch.arange(num_bags, device=bag_N.device))
@@ -390,8 +390,9 @@ def _pool_reference(
 def row_gradients(
     entries: Entries, tables: Sequence[RowSpan], upstream: Sequence[Tensor | None], scale: float = 1.0
 ) -> list[tuple[Tensor, Tensor]]:
-    """Of each table the numbers [U] of the rows that were asked for, from ``first``, and the gradients [U, D] of
-    ``scale`` times those of the pieces' vectors (None: zero); in tensor operations.
+    """Return the numbers [U], from ``first``, and gradients [U, D] of each table's rows; in tensor operations.
+
+    ``upstream`` holds the gradients of the pieces' vectors (None: zero), which are multiplied by ``scale``.
     """
     found: list[tuple[Tensor, Tensor]] = []
     for table, rows in enumerate(tables):
@@ -413,7 +414,7 @@ def row_gradients(
 
 
 def checksum(gradients: Sequence[Tensor]) -> Tensor:
-    """A number (0-dim, float64) that is finite if all of these are: float32 [V, D], of any strides."""
+    """Return a number (0-dim, float64) that is finite if all gradients are: float32 [V, D], of any strides."""
     device = gradients[0].device
     if not runs_kernels(device):
         return torch.stack([own.detach().abs().sum(dtype=torch.float64) for own in gradients]).sum()
@@ -435,16 +436,16 @@ def checksum(gradients: Sequence[Tensor]) -> Tensor:
 
 
 class VectorGradients(NamedTuple):
-    """The gradients of one micro-batch: of the vectors of each piece [V, D], None: zero; and what they count."""
+    """Gradients of one micro-batch: for each piece those of its vectors [V, D] (None: zero), and their scale."""
 
     entries: Entries
     upstream: Sequence[Tensor | None]
     scale: float = 1.0
     starts: Sequence[tuple[int, int]] | None = None
-    """Where those of each piece begin in ``upstream``, then one matrix [n, 1], and D; None: each is a tensor."""
+    """Start of each piece in ``upstream``, which then is one matrix [n, 1], and D; None: one tensor a piece."""
 
     def of_pieces(self) -> Sequence[Tensor | None]:
-        """[V, D] of each piece."""
+        """Return each piece's gradients [V, D]."""
         if self.starts is None or self.upstream[0] is None:
             return self.upstream
         flat, pieces = self.upstream[0], self.entries.pieces
@@ -455,17 +456,17 @@ class VectorGradients(NamedTuple):
 
 
 def _kind(table: RowArrays) -> tuple[Any, ...]:
-    """One start of a kernel is for tables that are alike in this."""
+    """Return a key of tables that one kernel start can update together."""
     rows, slots = table.rows_LD, table.slots_LS
     of_slots = (torch.float32, 0) if slots is None else (slots.dtype, slots.shape[1])
     return rows.dtype, rows.shape[1], *of_slots, table.updates_L is not None
 
 
 class SortedGradients:
-    """What waits for the update of rows by kernels: the gradients of vectors, and which rows they count for, sorted.
+    """Gradients of vectors, sorted by the rows that they count for, ready for an update of rows by kernels.
 
-    Gradients of rows are summed in registers, where they are used, and in no memory. The sort is the only pass over
-    more than once; the order of a row's sum is that of its ids, and so the same in every run.
+    Gradients of rows are summed in registers, where they are used, and never stored. Only the sort passes over ids more
+    than once. A row's gradients are summed in the order of its ids, so every run gives the same sum.
     """
 
     def __init__(self, parts: Sequence[VectorGradients]) -> None:
@@ -502,7 +503,7 @@ class SortedGradients:
         self._numbers = on_device(numbers, self.key_N.device)
 
     def squares(self, tables: Mapping[int, Tensor]) -> Tensor:
-        """Σ g² (0-dim, float64) over the gradients g of the rows [L, D] of these tables, by their numbers."""
+        """Return Σ g² (0-dim, float64) over the gradients g of the rows [L, D] of these tables, by table number."""
         from geartrain.bridge.kernels.triton import lookup as kernels
 
         total = torch.zeros((), dtype=torch.float64, device=self.key_N.device)
@@ -517,8 +518,9 @@ class SortedGradients:
         return total
 
     def update(self, tables: Mapping[int, RowArrays], step: StepNumbers, lr: float, scale: Tensor) -> None:
-        """One step of these tables' rows by ``scale`` (0-dim) times their gradients, each row once; 16 bits are rounded
-        by chance. A row that would leave its type stays as it is, with its slots, and is counted in ``refused``.
+        """Update each row once, by ``scale`` (0-dim) times its gradient; 16-bit values are rounded stochastically.
+
+        A row that would leave the range of its dtype stays unchanged, with its slots, and is counted in ``refused``.
         """
         from geartrain.bridge.kernels.triton import lookup as kernels
         from geartrain.bridge.kernels.triton import row_step
@@ -537,7 +539,7 @@ class SortedGradients:
                 own = tables[member]
                 rows, slots, steps, first = own.rows_LD, own.slots_LS, own.updates_L, own.first
                 asked = sum(piece.num_ids for piece in self.pieces if piece.table == member)
-                num_rows += min(asked, len(rows))  # at most: where all are different
+                num_rows += min(asked, len(rows))  # upper bound: all ids may be different
                 at = [_shifted(RowSpan(rows, first)), 0 if slots is None else _shifted(RowSpan(slots, first))]
                 steps_at = 0 if steps is None else address(steps) - 8 * first
                 numbers[member] = [1, *at, steps_at, address(own.refused), own.key - (own.key >> 63 << 64)]
@@ -562,9 +564,9 @@ class SortedGradients:
         num_bytes: float,
         **constants: Any,
     ) -> None:
-        """Start ``kernel`` over all blocks of sorted ids, after the sums of runs that go on beyond their block.
+        """Start ``kernel`` over all blocks of sorted ids, after partial sums of runs that cross a block's end.
 
-        ``tables`` are 8 numbers of each table that it is for.
+        ``tables`` holds 8 numbers for each table of this start.
         """
         from geartrain.bridge.kernels.triton import lookup as kernels
 
@@ -585,7 +587,7 @@ class SortedGradients:
             **tile,
         }
         opened = {name: value for name, value in constants.items() if name in _OPEN_RUNS}
-        cost = Cost(blocks * 2 * self.key_N.itemsize + partial.nbytes)  # at most: of runs that go on
+        cost = Cost(blocks * 2 * self.key_N.itemsize + partial.nbytes)  # upper bound: all runs cross
         launch(kernels.open_runs, (blocks,), *common, partial, num_ids, self.entries.bits, cost=cost, **opened)
         each = self.key_N.itemsize + 16 + 4 * (self.weights_N is not None)
         num_vectors = sum(piece.num_vectors for piece in self.pieces)
@@ -594,7 +596,7 @@ class SortedGradients:
 
 
 def in_rows(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients in float32, each row's numbers side by side: those that are not are copied together."""
+    """Return the gradients in float32 with each row contiguous; those that are not are copied together."""
     found = [None if own is None or not len(own) else own.detach().to(torch.float32) for own in gradients]
     spread: dict[int, list[int]] = {}
     for number, own in enumerate(found):

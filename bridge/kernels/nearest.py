@@ -1,15 +1,15 @@
-"""The nearest of many rows: the K largest products of each row with blocks of others that come one after the other.
+"""Nearest of many rows: the K largest products of each row with blocks of other rows, offered one after another.
 
-A product and whom it is with are one number, so that sorting numbers is all there is to do: the float32 product, its
-bits ordered as an integer, in the upper half, 2^31 − 1 − id in the lower. The largest number is the best, equal
-products rank by rising id.
+A product and the id of the other row are packed in one int64 key, so sorting keys is enough: the float32 product, its
+bits ordered as an integer, in the upper half, 2^31 − 1 − id in the lower. The largest key is the best; equal products
+rank by ascending id.
 
-What is kept of a block is found in two ways. By sorting all of its products, while few others were seen. Then by
-floors: the kernel lets leave its tile only what is above the smallest of the K that a row has, which is rare
-(K / seen of all), and merges when a row has about K of them. What equals a row's floor does not leave: of equal
-products at the K-th place those with the lowest ids are kept where blocks come with rising ids.
+A block is searched in one of two ways. While a row has seen few others, all products are sorted. Later a kernel keeps
+only products above the row's floor, the smallest of its K so far: these are rare (K / seen of all), and are merged when
+a row has about K of them. A product equal to the floor is dropped, so of equal products at the K-th place the lowest
+ids are kept if blocks come in ascending order.
 
-Legend: M rows that search, N others, D width, K kept for each row, W = 2·K room for what is not merged yet.
+Legend: M rows that search, N others, D width, K kept for each row, W = 2·K places for products to be merged.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ from geartrain.bridge.kernels.launch import Cost, launch, runs_kernels
 Products = Callable[[Tensor, Tensor], Tensor]
 
 STRIP = 8192
-"""Rows, or others, whose products are sorted at a time: about 28·STRIP² bytes."""
+"""Most rows, and most others, whose products are sorted at a time: about 28·STRIP² bytes."""
 _LOW = 0x7FFFFFFF
 _INFINITY_BITS = -0x800000
 NONE = (_INFINITY_BITS ^ _LOW) << 32
-"""The key of −∞: nobody."""
+"""Key of −∞: no row."""
 
 
 def to_keys(scores: Tensor, ids: Tensor) -> Tensor:
-    """Keys int64 of float32 products with ids in [0, 2^31)."""
+    """Return keys, int64, of float32 products with ids in [0, 2^31)."""
     bits = (scores + 0.0).view(torch.int32)  # −0 becomes 0
     return (bits ^ ((bits >> 31) & _LOW)).long() << 32 | (_LOW - ids)
 
 
 def scores_of(keys: Tensor) -> Tensor:
-    """The float32 products in keys."""
+    """Return the float32 products of keys."""
     ordered = (keys >> 32).int()
     return (ordered ^ ((ordered >> 31) & _LOW)).view(torch.float32)
 
 
 def ids_of(keys: Tensor) -> Tensor:
-    """The ids int32 in keys."""
+    """Return the ids, int32, of keys."""
     return (_LOW - (keys & _LOW)).int()
 
 
 class RunningNearest:
-    """The K largest products of rows ``first`` … ``first + num_rows`` − 1 with all that was offered.
+    """Keeps the K largest products of rows ``first`` … ``first + num_rows`` − 1 with all others offered.
 
-    Memory: 8·M·K bytes, with kernels 24·M·K. Host waits: none by sorting, one a call by floors.
+    Memory: 8·M·K bytes, with kernels 24·M·K. The host waits once a call when floors are used, else never.
     """
 
     def __init__(self, first: int, num_rows: int, keep: int, device: torch.device, products: Products) -> None:
-        """``products`` of [M, D] and [N, D] are float32 [M, N]."""
+        """``products`` maps [M, D] and [N, D] to float32 [M, N]."""
         self.first, self._keep, self._products = first, keep, products
         self.best_MK = torch.full((num_rows, keep), NONE, dtype=torch.int64, device=device)
-        """Keys, falling."""
+        """Keys, descending."""
         self.offered_M = torch.zeros(num_rows, dtype=torch.int64, device="cpu")
-        """How many others each row was offered."""
+        """Number of others offered to each row."""
         self._width = 2 * keep
         self._hits_MW: Tensor | None = None
         if runs_kernels(device):
@@ -70,14 +70,14 @@ class RunningNearest:
             self._floors_M = torch.empty(num_rows, device=device)
 
     def offer(self, start: int, rows_MD: Tensor, others_ND: Tensor, first: int) -> None:
-        """Offer to the rows from ``start`` on, which are ``rows_MD``, the others, of ids ``first`` …; itself to none.
+        """Offer ``others_ND``, of ids ``first`` …, to the rows ``rows_MD`` from ``start`` on; to none itself.
 
-        Both are contiguous and of one type. Each of them is offered to a row once.
+        Both are contiguous and of one dtype. Offer each other row to a row only once.
         """
         stop = start + len(rows_MD)
         while len(others_ND):
             seen = int(self.offered_M[start:stop].min()) if stop > start else 0
-            # As many as were seen: about K of them, or fewer, are above a row's floor.
+            # With as many others as were seen, about K of them or fewer are above a row's floor.
             piece_ND = others_ND[: max(STRIP, seen)]
             if self._hits_MW is not None and seen >= self._keep:
                 self._by_floors(start, rows_MD, piece_ND, first)
@@ -88,12 +88,12 @@ class RunningNearest:
             others_ND, first = others_ND[len(piece_ND) :], first + len(piece_ND)
 
     def merge_waiting(self) -> None:
-        """Take into the best what waits."""
+        """Merge the products that were found above floors."""
         for start in range(0, len(self.best_MK), STRIP):
             self._merge_hits(slice(start, start + STRIP))
 
     def restore(self, best_MK: Tensor, offered_M: Tensor) -> None:
-        """Go on from the ``best_MK`` and ``offered_M`` of another one that was settled."""
+        """Continue from the ``best_MK`` and ``offered_M`` of another object after its :meth:`merge_waiting`."""
         self.best_MK.copy_(best_MK)
         self.offered_M.copy_(offered_M)
         if self._hits_MW is not None:
@@ -117,7 +117,7 @@ class RunningNearest:
             some_MD = rows_MD[place : place + STRIP]
             rows = slice(start + place, start + place + len(some_MD))
             if most > self._width:
-                # Forget what did not all fit, and try again with the floors that the rest gives.
+                # Drop the hits, which did not all fit, and retry with the higher floors of earlier ones.
                 self._counts_M[rows] = before_M[place : place + STRIP]
                 self._merge_hits(rows)
                 if self._append_hits(rows.start, some_MD, others_ND, first)[0] > self._width:
@@ -127,7 +127,7 @@ class RunningNearest:
                 self._merge_hits(rows)
 
     def _append_hits(self, start: int, rows_MD: Tensor, others_ND: Tensor, first: int) -> list[int]:
-        """Start the kernel; return the most hits of a row, of each strip. The host waits."""
+        """Start the kernel and return the most hits of a row in each strip. The host waits."""
         from geartrain.bridge.kernels.triton.nearest import nearest_hits, tiles
 
         assert self._hits_MW is not None
@@ -173,11 +173,18 @@ class RunningNearest:
 def exact_scores(
     rows_MD: Tensor, ids_MW: Tensor, counts_M: Tensor, others_ND: Tensor, first: int, scores_MW: Tensor
 ) -> None:
-    """Write the products of each row with those of its candidates ``ids_MW`` that are among ``others_ND``, of classes
-    ``first`` …, to ``scores_MW``; the other scores stay. All are contiguous, on a CPU or a device that runs kernels.
+    """Write exact products of each row with its candidates ``ids_MW`` among ``others_ND``; other scores stay.
 
-    Rows are float32, ids and counts int32, of which the first ``counts_M`` of a row are meant, scores float64: sums in
-    the order of ``csrc/neighbours/neighbour_exact.cpp`` and equal to the bit, as products of two float32 are exact.
+    Args:
+        rows_MD: float32.
+        ids_MW: int32, of which the first ``counts_M`` of each row are candidates.
+        counts_M: int32.
+        others_ND: float32, rows of the classes from ``first`` on.
+        first: Class of row 0 of the others.
+        scores_MW: float64, written.
+
+    All are contiguous, on a CPU or on a device that runs kernels. Sums are in the order of
+    ``csrc/neighbours/neighbour_exact.cpp`` and equal to the bit, as products of two float32 are exact.
     """
     (num_rows, width), (num_others, dim) = ids_MW.shape, others_ND.shape
     if not runs_kernels(rows_MD.device):

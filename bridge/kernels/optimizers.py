@@ -1,7 +1,7 @@
-"""The optimizers of rows on devices, in tensor operations and in the dtype of the operands; for kernels as numbers.
+"""Optimizers of rows on devices: in tensor operations, in the operands' dtype; and as numbers for kernels.
 
 Each computes what its specification in ``ams/values/optimizers`` says. Legend: N rows of a call, D width, S numbers of
-a row's slots. What is one number a row, like the step's t, is [N, 1].
+a row's slots. A value that is one number for each row, such as the step's t, is [N, 1].
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from geartrain.ams.values.optimizers.rmsprop import RMSProp
 
 @dataclass(frozen=True)
 class RowStep:
-    """One update of distinct rows. Rows and slots are changed in place, the gradient may be overwritten."""
+    """Operands of one update of distinct rows. Rows and slots change in place; the gradient may be overwritten."""
 
     rows_ND: Tensor
     slots_ND: Tensor | None
-    """[N, S], one slot after the other; None where there are none."""
+    """[N, S], one slot after another; None: the optimizer has none."""
     gradient_ND: Tensor
     lr: float
     updates_N: Tensor | None
-    """Number of each row's update, from 1; None where nothing counts them."""
+    """Number of each row's update, from 1; None: not counted."""
 
     @property
     def slots(self) -> Tensor:
-        """[N, S]."""
+        """The slots [N, S], which must exist."""
         assert self.slots_ND is not None
         return self.slots_ND
 
@@ -49,7 +49,7 @@ class RowStep:
         return self.updates_N.double().unsqueeze(1)
 
     def decay_gradient(self, weight_decay: float) -> Tensor:
-        """Add ``weight_decay`` · rows to the gradient, and return it."""
+        """Add ``weight_decay`` · rows to the gradient in place, and return it."""
         return self.gradient_ND.add_(self.rows_ND, alpha=weight_decay) if weight_decay else self.gradient_ND
 
 
@@ -65,7 +65,7 @@ def momentum(optimizer: Momentum, step: RowStep) -> None:
 
 
 def sparse_momentum(optimizer: SparseMomentum, step: RowStep) -> None:
-    """Where untouched rows move, ``elapsed_momentum.py`` updates them."""
+    """Update as :func:`momentum`; ``elapsed_momentum.py`` is used instead where untouched rows move, too."""
     momentum(Momentum(optimizer.lr, optimizer.momentum, optimizer.weight_decay), step)
 
 
@@ -74,7 +74,7 @@ def adam(optimizer: Adam, step: RowStep) -> None:
 
 
 def adam_moments(betas: tuple[float, float], eps: float, gradient_ND: torch.Tensor, step: RowStep) -> None:
-    """Move the moments by ``gradient_ND``, and the rows by them."""
+    """Update the moments by ``gradient_ND``, and the rows by the moments."""
     beta1, beta2 = betas
     first_ND, second_ND = step.slots.chunk(2, dim=1)
     first_ND.mul_(beta1).add_(gradient_ND, alpha=1 - beta1)
@@ -122,7 +122,7 @@ def ftrl(optimizer: FTRL, step: RowStep) -> None:
     rate_ND = step.lr / root_ND
     pull_ND = step.gradient_ND.add_(held_ND)
     target_ND = step.rows_ND - rate_ND * pull_ND
-    # Of the weights that become 0, before they do. A rate of 0 makes none so but those that are.
+    # For weights that become 0, computed before they do. With a learning rate of 0 only weights at 0 stay at 0.
     held_ND.copy_(pull_ND.sub_(root_ND.mul_(step.rows_ND).div_(max(step.lr, SMALLEST_RATE))))
     held_ND.clamp_(-optimizer.l1, optimizer.l1)
     size_ND = target_ND.abs().sub_(optimizer.l1 * rate_ND)
@@ -156,7 +156,7 @@ def rowwise_adam(optimizer: RowWiseAdam, step: RowStep) -> None:
 
 
 def _mean_square(gradient_ND: torch.Tensor) -> torch.Tensor:
-    """[N, 1]."""
+    """Return the mean of g² over each row, [N, 1]."""
     norm_N: torch.Tensor = torch.linalg.vector_norm(gradient_ND, dim=1, keepdim=True)
     return norm_N.square_().div_(gradient_ND.shape[1])
 
@@ -177,24 +177,24 @@ TENSOR_OPTIMIZERS: dict[str, Callable[[Any, RowStep], None]] = {
 
 @dataclass(frozen=True)
 class ExactStep:
-    """One update of distinct rows, float32. Rows and slots are changed in place."""
+    """Operands of one update of distinct rows, float32. Rows and slots change in place."""
 
     rows_ND: Tensor
     slots_ND: Tensor | None
-    """[N, S]."""
+    """[N, S]; None: the optimizer has none."""
     gradient_ND: Tensor
-    """Times the scale."""
+    """Gradient, already times the scale."""
     factors_NF: Tensor | None
-    """See :func:`exact_factors`."""
+    """Factors by each row's number of updates: see :func:`exact_factors`."""
 
     @property
     def slots(self) -> Tensor:
-        """[N, S]."""
+        """The slots [N, S], which must exist."""
         assert self.slots_ND is not None
         return self.slots_ND
 
     def decayed(self, weight_decay: float) -> Tensor:
-        """Gradient + ``weight_decay`` · rows."""
+        """Return gradient + ``weight_decay`` · rows."""
         return self.gradient_ND + weight_decay * self.rows_ND
 
 
@@ -236,7 +236,7 @@ def _exact_moments(optimizer: Adam | AdamW, direction_ND: Tensor, step: ExactSte
 
 
 def _exact_root(values: Tensor) -> Tensor:
-    """Of float64, rounded: what torch takes of float32 on a CPU is up to a unit off."""
+    """Return square roots computed in float64, then rounded: torch's float32 root on a CPU is up to one unit off."""
     return values.double().sqrt_().float()
 
 
@@ -247,13 +247,13 @@ EXACT_OPTIMIZERS: dict[str, Callable[[Any, ExactStep], None]] = {
     "adam": _exact_adam,
     "adamw": _exact_adamw,
 }
-"""To the bits of a shard: each operation is rounded by itself, in the order in which the shard has them."""
+"""Steps with the bits of a shard: each operation is rounded on its own, in the shard's order."""
 
 
 def exact_factors(optimizer: RowOptimizerSpec, updates_N: npt.NDArray[np.int64]) -> npt.NDArray[np.float32] | None:
-    """What an :class:`ExactStep` takes of each row's number of updates, from 1, computed on the host as by a shard.
+    """Return the factors of an :class:`ExactStep` for each row's number of updates, from 1: float32 [N, F].
 
-    [N, F] float32; None: nothing.
+    Computed on the host, as in a shard. None: the optimizer has none.
     """
     lr = float(np.float32(optimizer.lr))
     if isinstance(optimizer, Adam | AdamW):
@@ -265,7 +265,7 @@ def exact_factors(optimizer: RowOptimizerSpec, updates_N: npt.NDArray[np.int64])
 
 
 def _powers(base: float, exponents_N: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """By squaring, from products alone, as shards have them: pow() rounds differently from one machine to the next."""
+    """Return base^exponent by squaring: products alone, as in a shard, since pow() rounds differently by machine."""
     powers_N, left_N = np.ones(len(exponents_N)), exponents_N
     while left_N.any():
         powers_N = np.where(left_N & 1, powers_N * base, powers_N)
@@ -279,7 +279,7 @@ def update_rows(optimizer: RowOptimizerSpec, step: RowStep) -> None:
 
 
 class StepNumbers(NamedTuple):
-    """What ``step`` of ``bridge/kernels/triton/row_step.py`` takes; ``kind`` is the name of a constant there."""
+    """Arguments of ``step`` in ``bridge/kernels/triton/row_step.py``; ``kind`` names a constant there."""
 
     kind: str
     decay: float
@@ -289,7 +289,7 @@ class StepNumbers(NamedTuple):
 
 
 def step_numbers(optimizer: RowOptimizerSpec) -> StepNumbers | None:
-    """The optimizer as kernels take it; None: they do not know it."""
+    """Return the optimizer's arguments for kernels; None: kernels do not support it."""
     made = _STEP_NUMBERS.get(optimizer.name)
     return None if made is None else made(optimizer)
 

@@ -1,8 +1,10 @@
-"""Philox in tensor operations: random words that are a function of a key and a counter, on any device; and normal
-numbers from words, by + − · / and a root alone: the same bits on every processor.
+"""Philox random words and normal numbers in tensor operations, on any device.
 
-Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011. Wichura's AS 241 (PPND16) with a logarithm of our
-own, as in ``csrc/values/initial_values.cpp``.
+Random words are a function of a key and a counter. Normal numbers are made from words by + − · / and a square root
+alone, so every processor gives the same bits.
+
+Philox: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011. Normal numbers: Wichura's AS 241 (PPND16),
+with our own logarithm, as in ``csrc/values/initial_values.cpp``.
 """
 
 from __future__ import annotations
@@ -37,10 +39,14 @@ SQRT_HALF_BITS = 0x3FE6A09E667F3BCD
 
 
 def philox_words(key: int | Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor], rounds: int) -> Tensor:
-    """Four words in [0, 2^32) for each of the counters, int64 [..., 4]; Philox4x32.
+    """Return four words in [0, 2^32) for each counter, int64 [..., 4]: Philox4x32.
 
-    ``key`` has 64 bits, or is int64 of each counter; the four parts of a counter are int64 in [0, 2^32), of shapes that
-    broadcast. Words are held in int64: the low 64 bits of a product are the same whatever its sign.
+    Args:
+        key: 64 bits; or int64, one key for each counter.
+        counter: Four parts, int64 in [0, 2^32), of shapes that broadcast.
+        rounds: Rounds of the cipher.
+
+    Words are held in int64: the low 64 bits of a product are the same whatever its sign.
     """
     x0, x1, x2, x3 = counter
     keys: list[Any] = [key & WORD, key >> 32 & WORD]
@@ -54,7 +60,7 @@ def philox_words(key: int | Tensor, counter: tuple[Tensor, Tensor, Tensor, Tenso
 
 
 def inverse_normal(words: Tensor) -> Tensor:
-    """Of (word + 1/2) / 2^32, float64."""
+    """Return the inverse of the normal distribution function at (word + 1/2) / 2^32, float64."""
     q = (words + 0.5) * 2.0**-32 - 0.5
     central = 0.180625 - q * q
     middle = q * _polynomial(CENTRAL_TOP, central) / _polynomial(CENTRAL_BOTTOM, central)
@@ -64,7 +70,7 @@ def inverse_normal(words: Tensor) -> Tensor:
 
 
 def _log(x: Tensor) -> Tensor:
-    """ln x of normal x in (0, 1): x = m · 2^e, ln m = 2 artanh((m − 1) / (m + 1))."""
+    """Return ln x of normal x in (0, 1): x = m · 2^e, ln m = 2 artanh((m − 1) / (m + 1))."""
     bits = x.view(torch.int64)
     e = (bits - SQRT_HALF_BITS) >> 52
     m = (bits - (e << 52)).view(torch.float64)

@@ -14,31 +14,30 @@ from geartrain.bridge.kernels.launch import Cost, launch, runs_kernels
 from geartrain.bridge.kernels.philox import WORD, philox_words
 
 ROW, SLOT = 0, 1
-"""What of a row is rounded."""
+"""Part of a row that is rounded: its values, or its slots."""
 _COLUMNS = 8
 _ROUNDS = 7
 
 
 def rounding_key(seed: int, table_hash: int) -> int:
-    """The key of a table's draws."""
+    """Return the key of a table's random bits."""
     return int(splitmix64(splitmix64(np.array([seed], np.uint64)) ^ np.uint64(table_hash))[0])
 
 
 def round_rows(
     values_ND: Tensor, dtype: torch.dtype, *, key: int | Tensor, ids_N: Tensor, numbers_N: Tensor, part: int
 ) -> Tensor:
-    """Return ``values_ND`` as ``dtype``: 16 bits by chance, float32 as they are.
+    """Return ``values_ND`` as ``dtype``: 16 bits rounded stochastically, float32 unchanged.
 
     Args:
         values_ND: float32 or float64, which becomes float32 first.
         dtype: The storage type.
-        key: ``rounding_key`` of the table; or int64 [N], of each row's.
-        ids_N: int64, of the rows.
-        numbers_N: int64, of each row's update, from 1.
-        part: What of a row it is, ROW or SLOT.
+        key: ``rounding_key`` of the table; or int64 [N], one for each row.
+        ids_N: int64, ids of the rows.
+        numbers_N: int64, number of each row's update, from 1.
+        part: ROW or SLOT.
 
-    One kernel where each row has a key; else about 90 operations on 64-bit integers, of which there are N · D / 8, and
-    20 on N · D numbers.
+    One kernel where each row has a key; else about 90 operations on N · D / 8 64-bit integers, and 20 on N · D numbers.
     """
     values_ND = values_ND.to(torch.float32)
     if dtype == torch.float32:
@@ -77,13 +76,13 @@ def round_rows(
         subnormal = ((small * 2.0**40).to(torch.int32) + drawn) >> 16
         normal = (magnitude - 0x38000000 + (drawn >> 3)) >> 13
         away, largest = torch.where(is_subnormal, subnormal, normal), 0x7BFF
-    # The sign as that of an int16.
+    # The float's sign bit becomes that of an int16.
     stored = away.clamp_(max=largest) - ((bits < 0).to(torch.int32) << 15)
     return torch.where(torch.isfinite(nearest_ND), stored.to(torch.int16).view(dtype), nearest_ND)
 
 
 def draws(key: int | Tensor, ids_N: Tensor, numbers_N: Tensor, part: int, dim: int) -> Tensor:
-    """16 random bits for each column, int32 [N, D]: Philox4x32-7 of (id, number, column / 8 and part) under ``key``."""
+    """Return 16 random bits by column, int32 [N, D]: Philox4x32-7 of (id, number, column / 8 and part) under ``key``."""
     blocks = torch.arange(-(-dim // _COLUMNS), device=ids_N.device) + (part << 16)
     low_N, high_N = (ids_N & WORD).unsqueeze(1), (ids_N >> 32 & WORD).unsqueeze(1)
     key = key.unsqueeze(1) if isinstance(key, Tensor) else key

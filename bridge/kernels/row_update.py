@@ -1,6 +1,6 @@
-"""The update of rows on a device: decay, optimizer's step, finite test, stochastic rounding and store in one pass.
+"""Update of rows on a device: decay, optimizer step, finite test, stochastic rounding and store in one pass.
 
-Legend: L rows of this rank, N of a call, D width, S numbers of a row's slots.
+Legend: L rows of this rank, N rows of a call, D width, S numbers of a row's slots.
 """
 
 from __future__ import annotations
@@ -20,48 +20,48 @@ _LARGEST_SCALED = 2.0**126
 _MOST_COLUMNS = 16_384
 
 RowIndex = slice | Tensor
-"""Rows of this rank: consecutive ones, or their numbers [N] int64 on the device, distinct; −1: none, padding."""
+"""Rows of this rank: a slice, or distinct row numbers [N], int64 on the device; −1: padding."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RowArrays:
-    """Rows on a device with what is kept of each."""
+    """Rows on a device, with their slots, scales and counts of updates."""
 
     rows_LD: Tensor
     """float32, bfloat16, float16 or float8_e4m3fn."""
     slots_LS: Tensor | None
-    """float32, bfloat16, float16 or int8, one slot after the other; None: the optimizer has none."""
+    """float32, bfloat16, float16 or int8, one slot after another; None: the optimizer has none."""
     updates_L: Tensor | None
-    """int64, how often each row was updated; None: nothing asks for it."""
+    """int64, number of updates of each row; None: not counted."""
     row_scales_LK: Tensor | None = None
-    """bfloat16 [L, 1], of rows of 8 bits: see ``scaled.py``."""
+    """bfloat16 [L, 1], scales of 8-bit rows: see ``scaled.py``; else None."""
     slot_scales_LK: Tensor | None = None
-    """bfloat16, of slots of 8 bits."""
+    """bfloat16, scales of 8-bit slots; else None."""
     clock: Tensor | None = None
-    """int64, 0-dim, the number of the step: where a type has 8 bits, rounding draws by it."""
+    """int64, 0-dim, number of the step, from which rounding draws where rows or slots have 8 bits; else None."""
     refused: Tensor
-    """int64, 0-dim: rows that no update could change are added to it."""
+    """int64, 0-dim, counter: rows whose update was refused are added to it."""
     first: int
     """Id of row 0."""
     key: int
-    """Of the rounding: ``rounding_key`` of the table."""
+    """Key of the rounding: ``rounding_key`` of the table."""
     ids_L: Tensor | None = None
-    """int64, the ids of the rows; None: they follow one another from ``first``."""
+    """int64, ids of the rows; None: consecutive ids from ``first``."""
 
     def rows(self, index: RowIndex, dtype: torch.dtype) -> Tensor:
-        """A copy of rows [N, D]."""
+        """Return a copy of the rows [N, D] as ``dtype``."""
         return _read(self.rows_LD, self.row_scales_LK, index, dtype)
 
     def slots(self, index: RowIndex, dtype: torch.dtype) -> Tensor | None:
-        """A copy of slots [N, S]."""
+        """Return a copy of the slots [N, S] as ``dtype``; None: the optimizer has none."""
         return None if self.slots_LS is None else _read(self.slots_LS, self.slot_scales_LK, index, dtype)
 
     def ids(self, numbers_N: Tensor) -> Tensor:
-        """Ids [N] of rows."""
+        """Return the ids [N] of rows by their numbers."""
         return numbers_N + self.first if self.ids_L is None else self.ids_L[numbers_N]
 
     def numbers(self, index: RowIndex) -> Tensor:
-        """Numbers [N] of the rows."""
+        """Return the numbers [N] of the rows."""
         if isinstance(index, Tensor):
             return index
         return torch.arange(*index.indices(len(self.rows_LD)), device=self.rows_LD.device)
@@ -74,7 +74,7 @@ def _read(stored: Tensor, scales: Tensor | None, index: RowIndex, dtype: torch.d
 
 
 def is_one_kernel(optimizer: RowOptimizerSpec, dim: int, device: torch.device) -> bool:
-    """Whether rows are updated where they lie, up to 16,384 columns, by optimizers of ``step_numbers``."""
+    """Return whether one kernel updates these rows in place: up to 16,384 columns, optimizers of ``step_numbers``."""
     return dim <= _MOST_COLUMNS and step_numbers(optimizer) is not None and runs_kernels(device)
 
 
@@ -88,21 +88,21 @@ def update(
     scale: Tensor,
     num_valid: Tensor | None = None,
 ) -> None:
-    """One step of ``optimizer`` with ``scale`` times the gradient, computed in the gradient's dtype.
+    """Make one step of ``optimizer`` with ``scale`` times the gradient, computed in the gradient's dtype.
 
-    A row whose values or slots would leave the range of their storage type stays as it is, with its slots and its
+    A row whose values or slots would leave the range of their storage type stays unchanged, with its slots and its
     count of updates, and is counted in ``refused``.
 
     Args:
-        stored: The rows, which change.
-        index: Which of them.
+        stored: The rows, updated in place.
+        index: Rows to update.
         gradient_ND: float32 or float64, contiguous; it may be overwritten.
-        optimizer: Its learning rate is passed over.
-        lr: A number or, 0-dim float32, on the device.
-        scale: 0-dim, on any device; on the rows' no host waits.
-        num_valid: int64, 0-dim, on the device: what comes after so many rows is padding; None: nothing.
+        optimizer: Its learning rate is ignored.
+        lr: A number; or float32, 0-dim, on the device.
+        scale: 0-dim, on any device; if on the rows' device, the host does not wait.
+        num_valid: int64, 0-dim, on the device: rows after the first ``num_valid`` are padding; None: no padding.
 
-    One kernel for float32 where it :func:`is_one_kernel`; otherwise tensor operations.
+    One kernel for float32 where :func:`is_one_kernel`; otherwise tensor operations.
     """
     numbers = step_numbers(optimizer)
     is_float = gradient_ND.dtype == torch.float32
@@ -123,9 +123,9 @@ def update(
 def store(
     stored: RowArrays, numbers_N: Tensor, rows_ND: Tensor, slots_NS: Tensor | None, updates_N: Tensor | None
 ) -> None:
-    """Round the values of rows and slots by chance and store them, with ``updates_N``; refuse as :func:`update` does.
+    """Round rows and slots stochastically and store them, with ``updates_N``; refuse rows as :func:`update` does.
 
-    What is −1 in ``numbers_N`` is passed over. Nothing waits for a device.
+    Entries of −1 in ``numbers_N`` are skipped. The host does not wait.
     """
     at_N = numbers_N.clamp(min=0)
     keeps_N = numbers_N < 0
@@ -152,7 +152,7 @@ def store(
         changed.append((stored.updates_L, updates_N))
     stored.refused.add_((keeps_N & (numbers_N >= 0)).sum())
     for old, values in changed:
-        # Padding stands for row 0 beside which row 0 may be: what is added to it is nothing.
+        # Padding points to row 0, which may be in the call itself: padding adds 0 to it.
         kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[old.dtype.itemsize]
         bits, keeps = old.view(kind), keeps_N.view(-1, *[1] * (old.ndim - 1))
         bits.index_add_(0, at_N, torch.where(keeps, 0, values.contiguous().view(kind) - bits[at_N]))
@@ -210,6 +210,6 @@ def _launch(
 
 
 def bytes_per_row(stored: RowArrays) -> int:
-    """What an update reads and writes of one row."""
+    """Return the bytes that an update reads and writes for one row."""
     parts = (stored.rows_LD, stored.slots_LS, stored.updates_L, stored.row_scales_LK, stored.slot_scales_LK)
     return 2 * sum(part[:1].nbytes for part in parts if part is not None)

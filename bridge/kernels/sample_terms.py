@@ -1,7 +1,7 @@
-"""What a class head does for each sample beside the products over rows: many small operations, in a few starts.
+"""Work of a class head for each sample, beside the products over rows: many small operations in a few kernels.
 
 Their references are the tensor operations of ``head/batch.py``, ``head/loss/softmax.py`` and ``device_labels.py``,
-which go on to compute whatever has no kernel here: ask :func:`~.launch.runs_kernels` first.
+which run where kernels do not: call :func:`~.launch.runs_kernels` first.
 
 Legend: B samples, S of this rank, A active rows, D width.
 """
@@ -19,26 +19,26 @@ from geartrain.bridge.kernels.launch import Cost, launch
 
 
 class PreparedLabels(NamedTuple):
-    """See :func:`prepare_labels`."""
+    """Labels that are checked and ready for a step; made by :func:`prepare_labels`."""
 
     labels_B: Tensor
-    """int64: those that count, and in the place of each other the largest of these (0 where none counts)."""
+    """int64: labels of samples that count; the largest of these in place of others (0 if none counts)."""
     counts_B: Tensor
-    """float32: 1 where the sample counts, 0 where it is ignored, NaN where its label is of no class."""
+    """float32: 1 where the sample counts, 0 where it is ignored, NaN where its label is no class."""
     num_counted: Tensor
     """float32 (0-dim): the sum of ``counts_B``."""
     divisor: Tensor
-    """float32 (0-dim): how many samples count, or 1."""
+    """float32 (0-dim): number of samples that count, at least 1."""
     rank_divisor: Tensor
-    """float32 (0-dim): the same divided by the number of ranks."""
+    """float32 (0-dim): ``divisor`` over the number of ranks."""
     positions_B: Tensor | None
-    """int64: the label's row of this rank; −1: elsewhere, or the sample does not count. None: not looked for."""
+    """int64: row of the label on this rank; −1: on another rank, or the sample does not count. None: not computed."""
 
 
 def prepare_labels(
     labels_B: Tensor, num_classes: int, ignored: int | None, first: int, num_local: int, num_ranks: int
 ) -> PreparedLabels:
-    """Check labels int64 [B] of ``num_classes``, of which this rank has ``num_local`` from ``first`` on."""
+    """Check labels int64 [B] of ``num_classes``; this rank has ``num_local`` classes from ``first`` on."""
     from geartrain.bridge.kernels.triton import sample_terms as kernels
 
     counts_B = torch.empty_like(labels_B, dtype=torch.float32)
@@ -63,7 +63,7 @@ def prepare_labels(
 
 
 def find_rows(wanted_B: Tensor, numbers_A: Tensor, count: Tensor | None) -> Tensor:
-    """Where each of row numbers int64 [B] is among ``numbers_A``, rising, the first ``count`` of them; −1: nowhere."""
+    """Return the position of row numbers int64 [B] among the first ``count`` of ascending ``numbers_A``; −1: absent."""
     from geartrain.bridge.kernels.triton import sample_terms as kernels
 
     out_B = torch.empty_like(wanted_B)
@@ -85,7 +85,7 @@ def find_rows(wanted_B: Tensor, numbers_A: Tensor, count: Tensor | None) -> Tens
 
 
 def sampled_weight(labels_B: Tensor, num_active: int, num_live_classes: int) -> Tensor:
-    """``SamplingCorrection.log2_weight`` (0-dim, float32) for labels on a device, of which some may be equal."""
+    """Return ``SamplingCorrection.log2_weight`` (0-dim, float32) for labels on a device, which may repeat."""
     from geartrain.bridge.kernels.triton import sample_terms as kernels
 
     out = torch.empty((), dtype=torch.float32, device=labels_B.device)
@@ -98,9 +98,10 @@ def sampled_weight(labels_B: Tensor, num_active: int, num_live_classes: int) -> 
 def prepare_features(
     features_BD: Tensor, counts_B: Tensor | None, *, unit: bool, factor: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(features float32 [B, D], ``unit``: of unit length; 1 / lengths [B], or None; ``factor`` · these as ``dtype``).
+    """Return features, their inverse lengths and ``factor`` · features as ``dtype``.
 
-    Features that do not count become 0.
+    Features are float32 [B, D], of unit length with ``unit``; inverse lengths [B], else None. Features of samples that
+    do not count become 0.
     """
     from geartrain.bridge.kernels.triton import sample_terms as kernels
 
@@ -126,7 +127,7 @@ def prepare_features(
 
 
 def own_cosines(head: HeadPass, features_BD: Tensor) -> tuple[Tensor, Tensor]:
-    """(``head.own_rows()`` float32 [B, D], their products with the features [B])."""
+    """Return (``head.own_rows()`` float32 [B, D], their products with the features [B])."""
     from geartrain.bridge.kernels.triton import sample_terms as kernels
 
     out_BD, cos_B = torch.empty_like(features_BD), features_BD.new_empty(len(features_BD))
@@ -149,8 +150,10 @@ def own_cosines(head: HeadPass, features_BD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scale_sums(sum_B: Tensor, shift_B: Tensor | None, top_B: Tensor | None, cos_B: Tensor) -> Tensor:
-    """float64 [2, B] to be summed over ranks: Σ exp2(logit − shift) under ``top_B`` (None: all have one shift), and
-    cosines."""
+    """Return float64 [2, B] to sum over ranks: Σ exp2(logit − shift), and cosines.
+
+    Sums are rescaled from ``shift_B`` to ``top_B``; None: all ranks have one shift.
+    """
     from geartrain.bridge.kernels.triton import sample_terms as kernels
 
     joint_XB = cos_B.new_empty(2, len(cos_B), dtype=torch.float64)
@@ -179,14 +182,14 @@ class TargetAngle(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """See :func:`losses`; all float32 [B]."""
+    """Results of :func:`losses`; all float32 [B]."""
 
     losses_B: Tensor
     lse2_B: Tensor
     target_weight_B: Tensor
     """dloss/dcos of the target, over the scale."""
     coefficients_B: Tensor
-    """What turns a sum of exp2(logit − this rank's shift) into one of probabilities."""
+    """Factor that turns a sum of exp2(logit − this rank's shift) into one of probabilities."""
 
 
 def losses(
@@ -198,10 +201,16 @@ def losses(
     counts_B: Tensor | None,
     margin: TargetAngle | None,
 ) -> Losses:
-    """Cross entropy from ``sum_B`` = Σ exp2(logit − ``joint_B``) over the other classes of all ranks.
+    """Return cross entropy from ``sum_B`` = Σ exp2(logit − ``joint_B``) over the other classes of all ranks.
 
-    ``cos_B`` are cosines of the targets (None for a margin: their logits), ``shift_B`` this rank's own shift; of
-    neither: both are ``middle``. Sums may be float64, all else is float32. Losses are multiplied by ``counts_B``.
+    Args:
+        cos_B: Cosines of the targets; without a margin their logits.
+        sum_B: float32 or float64; all else is float32.
+        joint_B: Shift of ``sum_B``; None: ``middle``.
+        shift_B: This rank's own shift; None: ``middle``.
+        middle: Constant shift where there are none by sample.
+        counts_B: Factors of the losses; None: 1.
+        margin: None: no margin.
     """
     from geartrain.bridge.kernels.triton import sample_terms as kernels
 
@@ -238,10 +247,11 @@ def finish_gradient(
     counts_B: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """What P parts add up to [B, D], in their memory; times ``scale``.
+    """Return the sum [B, D] of P parts times ``scale``, written in place of the first part.
 
-    ``own`` (classes' rows [B, D]): the parts are Σ exp2(logit − shift) · ŵ of the others, and become Σ p · ŵ of all.
-    ``inverse_B``: from gradients by unit features make those by features. 0 where samples do not count.
+    ``own`` (rows of the own classes [B, D], losses): the parts are Σ exp2(logit − shift) · ŵ of the other classes and
+    become Σ p · ŵ of all. ``inverse_B``: gradients by unit features become gradients by features. The result is 0 for
+    samples that do not count.
     """
     from geartrain.bridge.kernels.triton import sample_terms as kernels
 
@@ -275,11 +285,12 @@ def row_factors(
     lse2_B: Tensor,
     target_weight_B: Tensor,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Of the rows' gradients: factor (0-dim) and weights [B] of at most 1 (None: 1), as ``Batch.row_factors`` has them,
-    and a number that is finite only if they are; float32.
+    """Return the factor and weights of the rows' gradients, as ``Batch.row_factors`` does, and their checksum; float32.
 
-    ``upstream``, times ``scale``: the derivative by the mean loss (0-dim), by each sample's [B], or of ranks [R] by the
-    mean, whose samples end at ``ends_R``. Those by means are divided by ``num_counted``, or 1.
+    The factor is 0-dim, the weights [B] are at most 1 (None: all 1), and the checksum is finite only if both are.
+
+    ``upstream``, times ``scale``, is the derivative by the mean loss (0-dim), by each sample's loss [B], or by the mean
+    of each rank [R], whose samples end at ``ends_R``. Derivatives by means are divided by ``num_counted``, or by 1.
     """
     from geartrain.bridge.kernels.triton import sample_terms as kernels
 

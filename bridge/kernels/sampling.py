@@ -1,13 +1,13 @@
-"""The class sampling of ``ams/kernels`` on a device: the same ids as on a CPU, fixed shapes, and no host waits.
+"""Class sampling of ``ams/kernels`` on a device: the same ids as on a CPU, fixed shapes, and no host waits.
 
-The permutation of [0, C) is a Feistel network over [0, 2^bits), walked until it falls inside the range. A kernel walks
-in registers and sets a bit for each class; tensor operations, which cannot tell how far a walk goes, do all walks by
-pointer doubling: after r rounds everything outside [0, C) points at most 2^r places further along its cycle, and bits
-rounds reach every end.
+The permutation of [0, C) is a Feistel network over [0, 2^bits), repeated ("walked") until it falls inside the range.
+A kernel walks in registers and sets a bit for each class. Tensor operations cannot tell how long a walk is, and do all
+walks by pointer doubling: after r rounds everything outside [0, C) points at most 2^r places further along its cycle,
+and bits rounds reach every end.
 
-Where a graph chooses, too, the classes near the labels come first: candidates lie by place, the labels, then the
-nearest neighbour of each, the second ones, and so on. Sorted by class, the first place of each class counts, and of
-these the earliest are chosen.
+With a graph of near classes, classes near the labels come first. Candidates are ordered: the labels, then the nearest
+neighbour of each, then the second ones, and so on. A sort by class finds the first place of each class, and the
+earliest of these places are chosen.
 
 Legend: C the range, O = 2^bits − C < C numbers outside it, N ids wanted, M given, A places for the chosen ones; B
 labels, P distinct ones, E entries of the classes' lists of neighbours here, k the longest.
@@ -27,28 +27,29 @@ from geartrain.bridge.kernels.launch import Cost, launch, runs_kernels
 _WORD = 2**32 - 1
 _LONG = 2**64 - 1
 _UNLIKELY = 50.0
-"""−log of the probability that more ids lie in a part of the range than :func:`room_for` gives places."""
+"""−log of the probability that a part of the range has more ids than the places of :func:`room_for`."""
 
 Limit = Callable[[Tensor], Tensor]
-"""Finds how many draws count, of which those that are new and of this rank are given: bool [N] -> int64 (0-dim)."""
+"""Returns how many draws count, given which of them are new and on this rank: bool [N] -> int64 (0-dim)."""
 
 
 class SampledIds(NamedTuple):
-    """Chosen ids of a part of the range."""
+    """Chosen ids in a part of the range."""
 
     ids_A: Tensor
-    """int64, rising, counted from the start of the part; behind ``num`` the last id of the part, again and again."""
+    """int64, ascending, counted from the start of the part; from ``num`` on the last id of the part repeats."""
     num: Tensor
-    """int64 (0-dim): how many are chosen."""
+    """int64 (0-dim): number of chosen ids."""
     num_given: Tensor
-    """int64 (0-dim): how many distinct ids of the whole range were given."""
+    """int64 (0-dim): number of distinct given ids of the whole range."""
 
 
 def room_for(most_given: int, budget: int, num_ids: int, num_here: int) -> int:
-    """Places (A) for what :func:`filled_by_sample` chooses of ``num_here`` of the ids: all of it if these are all.
+    """Return the places (A) for the choice of :func:`filled_by_sample` in a part of ``num_here`` ids.
 
-    Else the ids given, ``most_given`` at most, and of the others so many that more are drawn once in 10²¹ times:
-    mean + 10·√mean + 34 (Bernstein's inequality, which holds without replacement, too: Hoeffding 1963, section 6).
+    They cover the ``most_given`` ids, and so many others that more are drawn only once in 10²¹ times: mean + 10·√mean +
+    34 (Bernstein's inequality, which also holds without replacement: Hoeffding 1963, section 6). All of the part is the
+    most.
     """
     if num_here == num_ids:
         return min(num_ids, max(budget, most_given))
@@ -70,17 +71,23 @@ def filled_by_sample(
     room: int,
     limit: Limit | None = None,
 ) -> SampledIds:
-    """The ids given, filled up to ``budget`` with the first others of the permutation of (seed, step).
+    """Return the given ids, filled up to ``budget`` with the first others of the permutation of (seed, step).
 
-    Those of them in [``start``, ``stop``) come back, the lowest ``room`` (A) if they are more. ``given_M`` (int64) may
-    rise or not and name an id twice; what is not in [0, C) counts as none. The same ids as
-    ``ams.programs.selection.positives_and_sample`` on any device. ``budget`` is at most C. ``step`` may lie on the
-    device (int64, 0-dim).
+    The ids are those of ``ams.programs.selection.positives_and_sample``, on any device.
 
-    Where ranks know the ids given in their own part alone, ``limit`` finds with the others which draws count.
+    Args:
+        given_M: int64, in any order, with repeats; ids outside [0, C) are ignored.
+        num_ids: C.
+        budget: At most C.
+        seed: Seed of the permutation.
+        step: An int; or int64, 0-dim, on the device.
+        start: Start of the part whose chosen ids are returned.
+        stop: End of that part.
+        room: Places (A): if more ids are chosen, the lowest are returned.
+        limit: For ranks that know only the given ids of their own part: finds with the others how many draws count.
 
-    A kernel takes C / 8 + 4·budget + 8·A bytes beside, reads them about twice, and walks ``budget`` times, some 200
-    operations on integers each; every rank walks all of it, since who is first is known to all walks alone.
+    A kernel needs C / 8 + 4·budget + 8·A more bytes, reads them about twice, and walks ``budget`` times, with some 200
+    integer operations each. Every rank does all walks, since the order is known only from all of them.
     """
     if runs_kernels(given_M.device) and num_ids < 2**31:
         return _launch(given_M, num_ids, budget, seed, step, start, stop, room, limit)
@@ -126,7 +133,7 @@ def _launch(
     words = -(-num_ids // 64)
     memory = torch.zeros(words + 1, dtype=torch.int64, device=device)
     num_given, bitmap = memory[words], memory[:words].view(torch.int32)
-    cost = Cost(num_bytes=8.0 * len(given_M) + 64.0 * len(given_M))  # a line of the cache for each bit
+    cost = Cost(num_bytes=8.0 * len(given_M) + 64.0 * len(given_M))  # a cache line for each bit
     grid = programs(len(given_M), kernels.MARKED)
     launch(kernels.mark, grid, given_M, bitmap, num_given, len(given_M), num_ids, BLOCK=kernels.MARKED, cost=cost)
     drawn_N = torch.empty(budget, dtype=torch.int32, device=device)
@@ -141,7 +148,7 @@ def _launch(
     most = budget
     if limit is not None:
         drawn_N = torch.where(_below(limit, (drawn_N >= start) & (drawn_N < stop)), drawn_N, -1)
-        most += num_ids  # all that are left
+        most += num_ids  # all ids that are left
     args = bitmap, drawn_N, fresh.cumsum(0), num_given, budget, most
     cost = Cost(num_bytes=4.0 * budget + 8.0 * len(bitmap))
     launch(kernels.mark_drawn, grid, *args, BLOCK=kernels.DRAWN, num_warps=2, cost=cost)
@@ -159,10 +166,13 @@ def _launch(
 
 
 def candidates_here(labels_B: Tensor, offsets: Tensor, neighbours: Tensor, longest: int) -> Tensor:
-    """The first of each of the labels, and its list: [1 + k, B] of class + 1, 0 for none.
+    """Return labels and their lists of neighbours: [1 + k, B] of class + 1; 0: none. A repeated label is there once.
 
-    ``labels_B`` (int64) rise and may repeat; one outside [0, C) is none. Lists are entries ``offsets`` [C + 1] (int64)
-    of ``neighbours`` [E] (of any integers, E >= 1), ``longest`` is k.
+    Args:
+        labels_B: int64, ascending, with repeats; one outside [0, C) is left out.
+        offsets: int64 [C + 1], start of each class's list.
+        neighbours: Integers [E], E >= 1: the lists.
+        longest: Length of the longest list (k).
     """
     num_labels, num_lists = len(labels_B), len(offsets) - 1
     if not runs_kernels(labels_B.device) or not num_labels or not num_lists:
@@ -188,10 +198,10 @@ def candidates_here(labels_B: Tensor, offsets: Tensor, neighbours: Tensor, longe
 
 
 def nearest_first(said_KB: Tensor, num_classes: int, near: float, budget: int) -> Tensor:
-    """The first P + round(``near`` · (``budget`` − P)) different classes, P in the first row: int64 [(1 + k)·B].
+    """Return the first P + round(``near`` · (``budget`` − P)) distinct classes, int64 [(1 + k)·B]; C in unused places.
 
-    ``said_KB`` are classes + 1 as of :func:`candidates_here`, of all ranks together. C at all other places. Halves are
-    rounded to even numbers.
+    ``said_KB`` holds classes + 1 as from :func:`candidates_here`, of all ranks together; P are distinct in its first
+    row. Halves are rounded to even numbers.
     """
     said = said_KB.flatten()
     ids, order = torch.sort(said, stable=True)
@@ -226,7 +236,7 @@ def sample_ids_on(device: torch.device, num_ids: int, count: int, seed: int, ste
     bits = (num_ids - 1).bit_length()
     keys = _round_keys(seed, step)
     outside = 2**bits - num_ids
-    # From the places outside it goes on by one pass of the network each, from the inside by one to begin with.
+    # A walk from outside starts where it is; a walk from inside starts with one pass of the network.
     ahead = _permuted(torch.arange(num_ids, 2**bits, device=device), bits, keys)
     for _ in range((outside - 1).bit_length() if outside > 1 else 0):
         ahead = _further(ahead, ahead, num_ids)
@@ -234,14 +244,14 @@ def sample_ids_on(device: torch.device, num_ids: int, count: int, seed: int, ste
 
 
 def _further(values: Tensor, ahead: Tensor, num_ids: int) -> Tensor:
-    """Where the values lie, moved on where they are outside the range: ``ahead`` tells whereto, from ``num_ids`` on."""
+    """Return the values, moved on by ``ahead`` (from ``num_ids`` on) where they are outside the range."""
     if not len(ahead):
         return values
     return torch.where(values < num_ids, values, ahead[(values - num_ids).clamp_(min=0)])
 
 
 def _permuted(values: Tensor, bits: int, keys: list[int]) -> Tensor:
-    """One pass of the Feistel network over [0, 2^bits); ``values`` int64."""
+    """Return one pass of the Feistel network over [0, 2^bits); ``values`` int64."""
     left_bits, right_bits = bits // 2, bits - bits // 2
     left_mask, right_mask = 2**left_bits - 1, 2**right_bits - 1
     left, right = values >> right_bits, values & right_mask
@@ -252,7 +262,7 @@ def _permuted(values: Tensor, bits: int, keys: list[int]) -> Tensor:
 
 
 def _mixed(words: Tensor) -> Tensor:
-    """The 32-bit finaliser of MurmurHash3, in place; int64 keeps the low 32 bits of a product whatever its sign."""
+    """Apply the 32-bit finaliser of MurmurHash3 in place; int64 keeps a product's low 32 bits, whatever its sign."""
     words ^= words >> 16
     words.mul_(0x85EBCA6B).bitwise_and_(_WORD)
     words ^= words >> 13

@@ -1,7 +1,7 @@
 """Rows and slots of 8 bits: codes, and a scale for each row or block that is a power of two.
 
-Such a scale changes seldom, and a value that its type holds stays what it is: rounding by chance adds nothing to
-numbers that a step does not move. A code times its scale is a bfloat16 exactly.
+Such a scale changes seldom, and a value that the dtype can hold is stored exactly: stochastic rounding adds nothing to
+numbers that a step does not change. A code times its scale is a bfloat16 exactly.
 
 Legend: N rows, D numbers of each, K blocks.
 """
@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
-"""Numbers of an int8 slot that have one scale; of float8_e4m3fn a row has one."""
+"""Numbers of an int8 slot that share a scale; a float8_e4m3fn row has one."""
 LARGEST = {torch.float8_e4m3fn: 448, torch.int8: 127}
 _SMALLEST_SCALE = 0x0D800000
 """2^-100, as bits."""
 
 
 def num_scales(dtype: torch.dtype, dim: int) -> int:
-    """K."""
+    """Return the number of scales (K) of a row or slot of ``dim`` numbers."""
     return 1 if dtype == torch.float8_e4m3fn else -(-dim // BLOCK)
 
 
 def narrowed(values_ND: Tensor, dtype: torch.dtype, drawn_ND: Tensor | int = 0x8000) -> tuple[Tensor, Tensor]:
-    """Codes [N, D] of ``dtype`` and scales [N, K], bfloat16: rounded by chance, or to the nearest.
+    """Return codes [N, D] of ``dtype`` and scales [N, K], bfloat16: rounded stochastically, or to the nearest.
 
-    ``drawn_ND`` are 16 random bits each. What is not finite, or beyond 2^126, comes out as anything.
+    ``drawn_ND`` holds 16 random bits each. The result is undefined for values that are not finite or beyond 2^126.
     """
     num, dim = values_ND.shape
     blocks = num_scales(dtype, dim)
@@ -49,7 +49,7 @@ def narrowed(values_ND: Tensor, dtype: torch.dtype, drawn_ND: Tensor | int = 0x8
 
 
 def widened(codes_ND: Tensor, scales_NK: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values [N, D] in ``dtype``."""
+    """Return the values [N, D] of codes, in ``dtype``."""
     scales_ND = scales_NK.to(torch.float32).repeat_interleave(BLOCK, 1)[:, : codes_ND.shape[1]]
     if codes_ND.dtype == torch.float8_e4m3fn:
         scales_ND = scales_NK.to(torch.float32)

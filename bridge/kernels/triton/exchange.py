@@ -12,7 +12,7 @@ def find_ranks(
     num_ids, num_tables, num_vectors, num_ranks, bits, none,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of each id the rank of its row, behind all ranks if it counts for nothing; and which vectors have which ranks."""
+    """Write each id's rank (num_ranks if the id counts for nothing), and flag each pair of vector and rank."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_id = at < num_ids
     key = tl.load(key_N + at, mask=is_id, other=none).to(tl.int64)
@@ -30,7 +30,7 @@ def find_ranks(
 
 @triton.jit
 def _part(rank_N, order_N, place_N, at, is_id, num_fields, num_parts):
-    """Of sorted ids which rank and field they are for, as one number; and what they are."""
+    """Return the part (rank and field, as one number), order and place of sorted ids."""
     entry = tl.load(order_N + at, mask=is_id, other=0)
     rank = tl.load(rank_N + at, mask=is_id, other=0).to(tl.int64)
     place = tl.load(place_N + entry, mask=is_id, other=0)
@@ -43,7 +43,7 @@ def pack_ids(
     num_ids, num_tables, num_fields, num_vectors, num_ranks,
     WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Two words of each id, in the order of their ranks; and where the ids and pairs of each rank and field begin."""
+    """Write two words for each id, in the order of ranks, and the start of each rank and field's ids and pairs."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_id = at < num_ids
     first_vectors = numbers + num_tables
@@ -59,7 +59,7 @@ def pack_ids(
     second = (weight.to(tl.int32, bitcast=True).to(tl.int64) << 32) | pair.to(tl.int64)
     tl.store(words + at * 2, key, mask=is_id)
     tl.store(words + at * 2 + 1, second, mask=is_id)
-    # Behind the last id all that is left begins.
+    # After the last id, all remaining parts begin.
     part = tl.where(is_id, part, num_parts)
     before, _, _, _ = _part(rank_N, order_N, place_N, at - 1, (at > 0) & (at <= num_ids), num_fields, num_parts)
     before = tl.where(at == 0, -1, tl.where(at <= num_ids, before, num_parts))
@@ -79,10 +79,10 @@ def group_ids(
     num_ids, num_pieces, num_vectors,
     WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of ids that arrived their keys and weights, the vector that each counts in, and where the ids of each begin."""
+    """Write keys and weights of arrived ids, the vector that each counts in, and the start of each vector's ids."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_id = at < num_ids
-    low = tl.zeros_like(at)  # the last piece that begins at or before the id
+    low = tl.zeros_like(at)  # binary search: the last piece that begins at or before the id
     high = low + num_pieces
     left = tl.full([], 0, tl.int64) + num_pieces
     while left > 0:
@@ -110,7 +110,7 @@ def group_ids(
 
 @triton.jit
 def _numbers_of(fields, num_ranks, BLOCK: tl.constexpr):
-    """A field's numbers, and which vector and column each program's part of them is of."""
+    """Return a field's numbers, and the vector and column of each element of this program."""
     meta = fields + tl.program_id(1).to(tl.int64) * (num_ranks + 6)
     dim = tl.load(meta + 2)
     start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -127,7 +127,7 @@ def combine_pairs(
     fields, flat, pairs_RV, factor_V, num_vectors, num_ranks,
     FACTORED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[v] = factor · Σ of the sums of each rank, in the order of ranks."""
+    """out[v] = factor · Σ of the ranks' sums, in rank order."""
     meta, dim, vector, column, is_value, place = _numbers_of(fields, num_ranks, BLOCK)
     out = tl.load(meta + 3).to(flat.dtype)
     total = tl.zeros([BLOCK], tl.float32)
@@ -148,7 +148,7 @@ def spread_pairs(
     fields, flat, pairs_RV, factor_V, num_vectors, num_ranks,
     FACTORED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """factor · gradient of each vector, to the places of the ranks that have rows of it; and a flag for each field."""
+    """Write factor · gradient of each vector for every rank that has rows of it, and a flag for each field."""
     meta, dim, vector, column, is_value, place = _numbers_of(fields, num_ranks, BLOCK)
     gradients = tl.load(meta + 3).to(flat.dtype)
     stride = tl.load(meta + 4)

@@ -1,16 +1,16 @@
-"""Look-ups and insertions of 64-bit ids in buckets of 128 entries: a digest (1 to 255; 0: none) and a slot each.
+"""Look-ups and insertions of 64-bit ids in buckets of 128 entries: each a digest (1 to 255; 0: empty) and a slot.
 
-Each kernel is over before the next one starts, and only ``insert`` writes: a search sees whole buckets. A key of an id
-is its table (key >> bits) and something that ids of one table share or that follows from them; of none: ``none``. Of
-each table there are 8 numbers: addresses of ids, digests, slots and fill; buckets, 0: no hash table; the address of how
-many ids it has; and where its flags begin and end.
+Each kernel ends before the next one starts, and only ``insert`` writes: a search sees complete buckets. An id's key is
+its table (key >> bits), with lower bits that are equal for equal ids of a table; ``none`` is the key of no id. Each
+table has 8 numbers: addresses of ids, digests, slots and fill; number of buckets (0: no hash table); address of its
+count of ids; start and end of its flags.
 """
 
 import triton
 import triton.language as tl
 
 FOUND = 32
-"""Ids that a program looks up: 8 threads read the digests of one."""
+"""Ids that a program looks up: 8 threads read the digests of one id."""
 INSERTED = 256
 _NO_ID = tl.constexpr(-(2**63))
 _BUCKET = tl.constexpr(128)
@@ -30,7 +30,7 @@ def _hash(id):
 
 @triton.jit
 def _home(id, num_buckets):
-    """The bucket, int64, where an id is first looked for, and its digest, uint8."""
+    """Return the bucket, int64, where the search for an id starts, and its digest, uint8."""
     word = _hash(id)
     bucket = word.to(tl.int64) & (num_buckets - 1)
     return bucket, tl.maximum((word >> 56).to(tl.int32), 1).to(tl.uint8)
@@ -42,7 +42,7 @@ def find(
     num_ids, bits, none,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The slot of each id in its table, int64; -1: unknown; -2: none is asked for."""
+    """Write the slot of each id in its table, int64; -1: unknown; -2: not asked for."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(key_N + at, mask=at < num_ids, other=none).to(tl.int64)
     id = tl.load(ids_N + at, mask=at < num_ids, other=0)
@@ -59,7 +59,7 @@ def find(
     while tl.max(is_out) > 0:
         line = tl.load(digests[:, None] + bucket[:, None] * _BUCKET + places, mask=is_out[:, None] > 0, other=0)
         is_full = tl.max(tl.where(places == _BUCKET - 1, line, 0).to(tl.int32), 1)
-        alike = tl.where(line == digest[:, None], places, _BUCKET)  # digests of 0 are no id's
+        alike = tl.where(line == digest[:, None], places, _BUCKET)  # no id has digest 0
         place = tl.min(alike, 1)
         while tl.min(place) < _BUCKET:
             is_alike = place < _BUCKET
@@ -75,14 +75,14 @@ def find(
 
 @triton.jit
 def claim(key_N, ids_N, slots_N, first, claimed_N, num_ids, size, BLOCK: tl.constexpr):
-    """A place for each unknown id in ``first`` (int32 [size], before: ``num_ids``); there, where it first occurs."""
+    """Claim a place in ``first`` (int32 [size], all ``num_ids``) for each unknown id, for its first occurrence."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(key_N + at, mask=at < num_ids, other=0).to(tl.int64)
     id = tl.load(ids_N + at, mask=at < num_ids, other=0)
     is_out = (tl.load(slots_N + at, mask=at < num_ids, other=0) == -1).to(tl.int32)
     place = (((_hash(id) >> 20).to(tl.int64) + key * 2654435761) & (size - 1)).to(tl.int32)
     while tl.max(is_out) > 0:
-        expected = tl.where(is_out > 0, num_ids, -1)  # -1 is nowhere: those that are done change nothing
+        expected = tl.where(is_out > 0, num_ids, -1)  # -1 never occurs: finished ids change nothing
         held = tl.atomic_cas(first + place, expected, at, sem="relaxed")
         is_held = (is_out > 0) & (held < num_ids)
         is_same = is_held & (tl.load(ids_N + held, mask=is_held, other=0) == id)
@@ -132,8 +132,10 @@ def insert(
     num_ids, bits,
     MAKES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The next slots of their tables for ids that ``sums`` of flags count, if there are some, into ``made_N`` (-1: no
-    such id) and ``slots_N``; and, as MAKES says, these ids into the tables."""
+    """Give flagged ids the next free slots of their tables: into ``made_N`` (-1: none) and ``slots_N``.
+
+    With MAKES, enter these ids into the tables.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_id = at < num_ids
     piece = tl.load(place_N + at, mask=is_id, other=0) >> 40
@@ -165,7 +167,7 @@ def finish_inserts(
     num_ids, bits, none, num_tables,
     MAKES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Keys with slots for ids; those of new ids that occur again; and how many ids the tables have now."""
+    """Write keys with slots for ids, fill in repeats of new ids, and count the ids of each table."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_id = at < num_ids
     key = tl.load(key_N + at, mask=is_id, other=0).to(tl.int64)
@@ -194,7 +196,7 @@ def finish_inserts(
 
 @triton.jit
 def rehash(ids_C, digests, slots, fill, num_ids, num_buckets, BLOCK: tl.constexpr):
-    """Enter the ids of slots 0 to ``num_ids`` - 1 into an index that is empty."""
+    """Enter the ids of slots 0 to ``num_ids`` - 1 into an empty index."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     id = tl.load(ids_C + at, mask=at < num_ids, other=_NO_ID)
     _enter(id, at, id != _NO_ID, digests, slots, fill, num_buckets)
@@ -202,7 +204,7 @@ def rehash(ids_C, digests, slots, fill, num_ids, num_buckets, BLOCK: tl.constexp
 
 @triton.jit
 def owner(id, ranks):
-    """``hashing.owners``."""
+    """Return the rank of an id: ``hashing.owners``."""
     word = id.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB

@@ -29,13 +29,14 @@ _SMALLEST_FACTOR = tl.constexpr(2.0**-40)
 
 
 def exponentials_options(dtype: torch.dtype, *, wide: bool, codes: bool = False) -> dict[str, Any]:
-    """Tile and warps for products of ``dtype``; wide: of rows in that type and more than 128 samples, without shifts.
+    """Return tile sizes and warps of :func:`exponentials` for products of ``dtype``.
 
-    ``codes``: with shifts, of rows of 8 bits. A tile has 128 rows: each has a sum and a shift of its own.
+    ``wide``: rows of that dtype and more than 128 samples, without shifts. ``codes``: 8-bit rows, with shifts. A tile
+    has 128 rows, which share a sum and a shift.
     """
     if dtype == torch.float32:
         return {"TILE_N": 128, "TILE_B": 64, "TILE_K": 32, "num_warps": 8, "num_stages": 3}
-    # Others spill with 128 x 256, on an A100 or with one of the versions of Triton.
+    # Without ``wide``, 128 x 256 spills registers on an A100 or with one of Triton's versions.
     stages = 2 if codes else 3
     return {"TILE_N": 128, "TILE_B": 256 if wide else 128, "TILE_K": 64, "num_warps": 8, "num_stages": stages}
 
@@ -47,7 +48,7 @@ def exponentials(
     SHIFTED: tl.constexpr, DIM: tl.constexpr, TILE_N: tl.constexpr, TILE_B: tl.constexpr, TILE_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of E, its sums by sample, and of the first samples' programs the rows' inverse lengths."""
+    """Write a tile of E and its sums by sample; the first samples' programs also write inverse lengths."""
     blocks = tl.cdiv(num_samples, TILE_B)
     block = tl.program_id(0) % blocks
     tile = start // TILE_N + tl.program_id(0) // blocks
@@ -109,10 +110,10 @@ def exponentials(
 
 
 def feature_gradient_options(dtype: torch.dtype, *, plain: bool, picked: bool) -> dict[str, Any]:
-    """Tile and warps for exponentials of ``dtype``; plain: of all rows in one range, in that type, without shifts.
+    """Return tile sizes and warps of :func:`feature_gradient` for exponentials of ``dtype``.
 
-    ``picked`` rows are named by numbers, which are fetched some stages before them. But of plain rows two programs fit
-    a processor.
+    ``plain``: all rows in one range, of that dtype, without shifts: two programs fit a processor. ``picked``: rows are
+    given by numbers, which are fetched some stages earlier.
     """
     if dtype == torch.float32:
         return {"TILE_B": 64, "TILE_D": 128, "TILE_N": 32, "num_warps": 8, "num_stages": 5 if picked else 3}
@@ -127,8 +128,9 @@ def feature_gradient(
     ADDS: tl.constexpr, DIM: tl.constexpr, SUM_TILE: tl.constexpr, TILE_B: tl.constexpr, TILE_D: tl.constexpr,
     TILE_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of Eᵀ·W over one part of the classes, added to ``out`` or not. Programs of a part are neighbours: they
-    read the same rows.
+    """Write a tile of Eᵀ·W over one part of the classes, or add it to ``out``.
+
+    Programs of one part are neighbours in the grid: they read the same rows.
     """
     blocks_d: tl.constexpr = (DIM + TILE_D - 1) // TILE_D
     tiles = tl.cdiv(num_samples, TILE_B) * blocks_d
@@ -170,14 +172,14 @@ def feature_gradient(
         gradient = tl.dot(tl.trans(exponential), row.to(exponential.dtype), gradient, input_precision=PRECISION)
     out_at = out + part.to(tl.int64) * num_samples * DIM + b[:, None] * DIM + d[None, :]
     is_out = is_sample[:, None] & is_column[None, :]
-    if ADDS:  # nobody else adds to it: the atomic operation takes no registers for what is there
+    if ADDS:  # no other program adds here: the atomic operation saves registers for the old value
         tl.atomic_add(out_at, gradient, mask=is_out, sem="relaxed")
     else:
         tl.store(out_at, gradient, mask=is_out)
 
 
 def sample_terms_options(dim: int) -> dict[str, Any]:
-    """Sizes for rows of ``dim``."""
+    """Return tile sizes for rows of width ``dim``."""
     width = triton.next_power_of_2(dim)
     return {"TILE_D": width, "TILE_B": max(1, min(32, 8192 // width)), "num_warps": 4}
 
@@ -188,7 +190,7 @@ def sample_terms(
     bounds, num_samples, middle,
     SHIFTED: tl.constexpr, DIM: tl.constexpr, TILE_D: tl.constexpr, TILE_B: tl.constexpr,
 ):  # fmt: skip
-    """A program for each sample. That of a class with several samples is added up in each of theirs, in one order."""
+    """Prepare one sample by program. Each sample of a class with several adds up all of them, in one order."""
     sample = tl.program_id(0)
     d = tl.arange(0, TILE_D)
     is_column = d < DIM
@@ -231,11 +233,12 @@ def sample_terms(
 
 
 def update_options(dtype: torch.dtype, *, light: bool, by_block: bool = False) -> dict[str, Any]:
-    """Tile and warps for exponentials of ``dtype``; light: for Hopper, rows and one slot at most of 16 bits.
+    """Return tile sizes and warps of :func:`update_rows` for exponentials of ``dtype``.
 
-    ``by_block``: the slot has a scale for each 128 numbers, which are a part.
+    ``light``: on Hopper, rows and at most one slot, of 16 bits. ``by_block``: the slot has a scale for each 128
+    numbers, which are a part.
     """
-    # Without fused multiply-adds the steps have the bits of other places.
+    # Fused multiply-adds would give steps other bits than elsewhere.
     options = {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": False}
     if dtype == torch.float32:
         return {"TILE_D": 128 if by_block else 64, "TILE_B": 32, **options}
@@ -246,7 +249,7 @@ def update_options(dtype: torch.dtype, *, light: bool, by_block: bool = False) -
 
 @triton.jit
 def _halves(tile):
-    """The left and the right half of [N, D]."""
+    """Return the left and right half of [N, D]."""
     return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
 
 
@@ -256,7 +259,7 @@ def _gradients(
     SHIFTED: tl.constexpr, DIM: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr, TILE_B: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Eᵀ·X̂ of a tile of rows and the columns from ``first`` on."""
+    """Return Eᵀ·X̂ of a tile of rows and the columns from ``first`` on."""
     d = first + tl.arange(0, TILE_D)
     gradient = tl.zeros((TILE_N, TILE_D), tl.float32)
     for first_b in range(0, num_samples, TILE_B):
@@ -286,14 +289,16 @@ def update_rows(
     DIM: tl.constexpr, SUM_TILE: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr, TILE_B: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows from its gradient to its store, one part of its columns after the other; without ``refused`` to
-    its ``squares`` or to ``out``.
+    """Compute a tile's gradients and update its rows, one part of their columns after another.
 
-    A row is stored whole or not at all. Where bounds tell that none of the tile leaves the range of its type, parts are
-    stored as they are made; else all are made twice, the first time to look. So are those of 8 bits: the new scale of a
-    row is known when all of it is. ``KEEPS``: their gradients, four parts at most, stay in registers meanwhile.
+    Without ``refused``, write squares or gradients instead: ``squares``, ``out``.
 
-    ``length`` and ``along`` are of codes, as E is, and so is the gradient until ``back``.
+    A row is stored whole or not at all. If bounds show that nothing in the tile leaves the range of its dtype, parts
+    are stored as they are computed; else all parts are computed twice, the first time to check. So are 8-bit rows: a
+    row's new scale is known only after all its parts. ``KEEPS``: their gradients, at most four parts, stay in registers
+    between.
+
+    ``length`` and ``along`` are those of codes, as for E, and so is the gradient until ``back``.
     """
     pieces: tl.constexpr = 4 if slot_scales is None else 8
     width: tl.constexpr = TILE_D // 4

@@ -23,7 +23,7 @@ _ELEMENTS = 2048
 
 
 def pool_tile(dim: int) -> dict[str, int]:
-    """Vectors of a program, padded width, warps."""
+    """Return vectors of a program, padded width and warps."""
     width = max(4, triton.next_power_of_2(dim))
     return {
         "BLOCK_V": max(1, min(128, 2 * _ELEMENTS // width)),
@@ -33,7 +33,7 @@ def pool_tile(dim: int) -> dict[str, int]:
 
 
 def run_tile(dim: int) -> dict[str, int]:
-    """Entries of a program, padded width, warps. Partial sums of runs are of as many entries."""
+    """Return entries of a program, padded width and warps; partial sums cover as many entries."""
     width = max(8, triton.next_power_of_2(dim))
     return {"BLOCK_N": max(1, min(64, _ELEMENTS // width)), "BLOCK_D": width, "num_warps": 4 if width <= 2048 else 8}
 
@@ -44,7 +44,7 @@ def index_fields(
     bits, none, ranks,
     WEIGHTED: tl.constexpr, FACTORED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of every id its key and the vector it counts in; of every vector where its ids begin, and its factor."""
+    """Write each id's key and vector, and each vector's start and factor."""
     field = tl.program_id(1).to(tl.int64)
     meta = fields + field * 10
     table = tl.load(meta)
@@ -66,7 +66,7 @@ def index_fields(
     if length > 0:
         bag = at // length
     else:
-        low = tl.zeros_like(at)  # the last vector that begins at or before the id
+        low = tl.zeros_like(at)  # binary search: the last vector that begins at or before the id
         high = low + num_vectors
         steps = 0
         left = num_vectors
@@ -151,7 +151,7 @@ def pool_rows(
         following = begin + turn + 1
         next_key = tl.load(key_N + following, mask=following < end, other=none)
         counts = key < none
-        row = key & id_mask  # of none: 0
+        row = key & id_mask  # 0 for no id
         values = tl.load(rows + row[:, None] * DIM + columns[None, :], mask=counts[:, None] & is_column, other=0.0)
         if WEIGHTED:
             weight = tl.load(weights_N + following - 1, mask=counts, other=0.0)
@@ -166,7 +166,7 @@ def pool_rows(
 
 @triton.jit
 def find_bad_numbers(tensors, like, found, BLOCK: tl.constexpr):
-    """NaN for any that is not finite in matrices of any strides."""
+    """Find numbers that are not finite in matrices of any strides; ``found`` becomes NaN."""
     meta = tensors + tl.program_id(1).to(tl.int64) * 5
     dim = tl.load(meta + 1)
     start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -186,7 +186,7 @@ def _gradients(
     pieces, order_N, place_N, weights_N, factor_V, at, is_entry, columns,
     WEIGHTED: tl.constexpr, FACTORED: tl.constexpr, DIM: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Those of the entries at these places of the sorted order, [N, D], as they count for their rows."""
+    """Return the gradients [N, D] of entries at these places of the sorted order, weighted as for their rows."""
     entry = tl.load(order_N + at, mask=is_entry, other=0)
     place = tl.load(place_N + entry, mask=is_entry, other=0)
     piece = pieces + (place >> 40) * 4
@@ -213,7 +213,7 @@ def open_runs(
     WEIGHTED: tl.constexpr, FACTORED: tl.constexpr, DIM: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Of each block of sorted keys whose last run goes on in the next block: the sum of that run in this one."""
+    """Write for each block of sorted keys whose last run continues in the next one that run's sum here."""
     block = tl.program_id(0).to(tl.int64)
     after = (block + 1) * BLOCK_N
     if after < num_entries:
@@ -232,7 +232,7 @@ def open_runs(
 
 @triton.jit
 def _joined(flag, total, next_flag, next_total):
-    """Of a segmented sum: a flag begins a new one."""
+    """Combine two parts of a segmented sum: a flag starts a new segment."""
     return flag | next_flag, tl.where(next_flag != 0, next_total, total + next_total)
 
 
@@ -243,8 +243,8 @@ def row_gradients(
     WEIGHTED: tl.constexpr, FACTORED: tl.constexpr, DIM: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Of the sorted entries of a block [N]: whether each is the last of its row, the sums of their rows' gradients
-    [N, D] there, and keys. Sums are in one order, whatever runs beside."""
+    """Return for the sorted entries of a block [N]: whether each is the last of its row, the row's summed gradient
+    [N, D] there, and keys. The order of sums does not depend on other programs."""
     is_entry = at < num_entries
     key = tl.load(key_N + at, mask=is_entry, other=0)
     mine = is_entry & (tl.load(tables + (key >> bits) * 8, mask=is_entry, other=0) == 1)
@@ -263,7 +263,7 @@ def row_gradients(
         open_key = tl.load(key_N + block * BLOCK_N - 1)
         ends_here = is_last & (key == open_key)
         if tl.max(ends_here.to(tl.int32), 0) > 0:
-            low = tl.zeros([], tl.int64)  # where the run begins
+            low = tl.zeros([], tl.int64)  # binary search: the start of the run
             high = block * BLOCK_N - 1
             while low < high:
                 middle = (low + high) // 2
@@ -286,7 +286,7 @@ def square_rows(
     WEIGHTED: tl.constexpr, FACTORED: tl.constexpr, DIM: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Σ g² over the rows that end in each block."""
+    """Write Σ g² over the rows that end in each block."""
     at = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_D)
     is_last, gradient, _ = row_gradients(
@@ -306,8 +306,10 @@ def update_rows(
     ROWS_ALIGNED: tl.constexpr, COUNTS: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One step of the rows that end in each block, with their SLOTS numbers of slots; one that would leave its type
-    stays as it is."""
+    """Update the rows that end in each block, with their SLOTS numbers of slots.
+
+    A row that would leave the range of its dtype stays unchanged.
+    """
     row_type: tl.constexpr = like_rows.dtype.element_ty
     slot_type: tl.constexpr = like_slots.dtype.element_ty
     has_slot: tl.constexpr = SLOTS >= DIM and KIND != ROWWISE_ADAGRAD
@@ -347,7 +349,7 @@ def update_rows(
         second = tl.load(slots_at[:, None] + (DIM + columns)[None, :], mask=is_value, other=0.0).to(tl.float32)
     if by_rows:
         second = tl.load(slots_at + (SLOTS - 1), mask=is_last, other=0.0).to(tl.float32)
-    nothing = tl.full([], 0.0, tl.float32)  # numbers are no tensors in the interpreter
+    nothing = tl.full([], 0.0, tl.float32)  # in the interpreter numbers are no tensors
     lr, a, b = lr + nothing, a + nothing, b + nothing
     rows, slot, second = step(rows, slot, second, gradient, number, lr, decay, a, b, eps, DIM, KIND)
     is_bad = tl.max((is_value & (fits(rows, row_type) == 0)).to(tl.int32), 1)

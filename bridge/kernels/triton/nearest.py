@@ -1,4 +1,4 @@
-"""Products of rows: fast ones, of which only those leave their tile that are above a row's floor, and exact ones."""
+"""Kernels for products of rows: fast ones, which keep products above a row's floor, and exact ones."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 
 def tiles(dtype: torch.dtype, dim: int) -> dict[str, Any]:
-    """Constants and options of :func:`nearest_hits`."""
+    """Return constants and options of :func:`nearest_hits`."""
     if dtype == torch.float32:
         shape = {"tile_m": 64, "tile_n": 64, "tile_k": 32, "piece": 32, "num_warps": 4, "num_stages": 3}
     else:
@@ -26,13 +26,13 @@ def nearest_hits(
     dim: tl.constexpr, tile_m: tl.constexpr, tile_n: tl.constexpr, tile_k: tl.constexpr, piece: tl.constexpr,
     even: tl.constexpr,
 ):  # fmt: skip
-    """Append to hits [num_rows, width] the keys of products above floors; counts go on beyond ``width``."""
+    """Append keys of products above floors to hits [num_rows, width]; counts rise beyond ``width``, too."""
     tiles_n = tl.cdiv(num_others, tile_n)
-    # Neighbours in the grid share their rows: the others stay in the cache as a whole.
+    # Programs next to each other share rows, so the others stay in the cache.
     m = (tl.program_id(0) // tiles_n) * tile_m + tl.arange(0, tile_m)
     n0 = (tl.program_id(0) % tiles_n) * tile_n
     n = n0 + tl.arange(0, tile_n)
-    # What is outside is read within, and not taken below.
+    # Indices outside are clamped for reading, and masked below.
     a = rows + tl.minimum(m, num_rows - 1).to(tl.int64)[:, None] * dim
     b = others + tl.minimum(n, num_others - 1).to(tl.int64)[None, :] * dim
     scores = tl.zeros((tile_m, tile_n), tl.float32)
@@ -45,7 +45,7 @@ def nearest_hits(
             y = tl.load(b + at[:, None], mask=(at < dim)[:, None], other=0.0)
         scores = tl.dot(x, y, scores, input_precision="ieee")
     floor = tl.load(floors + m, mask=m < num_rows, other=float("inf"))
-    # Few tiles hold any, and those few columns: only these are looked at again.
+    # Few tiles hold hits, and in few columns: only those pieces are searched.
     pieces = scores.reshape(tile_m, tile_n // piece, piece)
     number = tl.arange(0, tile_n // piece)
     found = tl.max((tl.max(pieces, 2) > floor[:, None]).to(tl.int32), 0)
@@ -66,7 +66,7 @@ def nearest_hits(
 def exact_scores(
     rows, ids, counts, others, scores, width, first, num_others, dim: tl.constexpr, candidates: tl.constexpr
 ):
-    """Scores float64 of a row with those of its candidates that are among the others; the rest stays.
+    """Write float64 scores of a row with those of its candidates that are among the others; other scores stay.
 
     Column d adds to partial sum d mod 16, and these are added in pairs, as in ``neighbour_exact.cpp``.
     """

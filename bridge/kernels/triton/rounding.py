@@ -1,4 +1,4 @@
-"""Rows rounded to 16 bits by chance, each under its own key: rows of several tables at once."""
+"""Kernel that rounds rows stochastically to 16 bits, each row under its own key: for rows of several tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from geartrain.bridge.kernels.triton.row_step import draws, fits, rounded
 
 
 def tile(dim: int) -> dict[str, int]:
-    """How :func:`round_rows` is started for rows of ``dim``: a grid over rows and columns."""
+    """Return tile sizes of :func:`round_rows` for rows of ``dim``: a grid over rows and columns."""
     width = min(512, max(16, triton.next_power_of_2(dim)))
     return {"N": 1024 // width, "C": width, "num_warps": 4}
 

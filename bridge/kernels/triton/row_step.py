@@ -1,7 +1,7 @@
-"""What becomes of rows that are in registers: an optimizer's step, and stochastic rounding to what is stored.
+"""Functions on rows in registers: an optimizer's step, and stochastic rounding to the stored dtype.
 
-Tiles are [N, C] float32: N rows and C of their columns, from a multiple of 8 on. Compiled without fused
-multiply-adds (``enable_fp_fusion=False``) the steps that take no powers give the bits of a shard.
+Tiles are [N, C] float32: N rows and C of their columns, from a multiple of 8 on. Compiled without fused multiply-adds
+(``enable_fp_fusion=False``), steps without powers give the bits of a shard.
 """
 
 import triton
@@ -15,18 +15,18 @@ ADAM = tl.constexpr(4)
 ADAMW = tl.constexpr(5)
 ROWWISE_ADAGRAD = tl.constexpr(6)
 ROWWISE_ADAM = tl.constexpr(7)
-"""By the names of ``StepNumbers.kind`` in ``bridge/kernels/optimizers.py``."""
+"""Optimizer kinds, by the names of ``StepNumbers.kind`` in ``bridge/kernels/optimizers.py``."""
 
 ROW = tl.constexpr(0)
 SLOT = tl.constexpr(1)
-"""What of a row is rounded."""
+"""Part of a row that is rounded."""
 
 _ROUNDS = tl.constexpr(7)
 
 
 @triton.jit
 def step(row, slot, second, gradient, t, lr, decay, a, b, eps, dim, KIND: tl.constexpr):
-    """One update; returns row, slot and second slot. What the kind has not may be anything, and is returned as it is.
+    """Make one update and return row, slot and second slot. Operands that the kind does not use are returned unchanged.
 
     row, slot, gradient: [N, C]; second: [N, C], of a kind by rows [N]; t: [N] int64, number of each row's update.
     Kinds by rows want all columns of a row in the tile, and zero gradients beyond ``dim``. decay, a, b, eps:
@@ -75,7 +75,7 @@ def step(row, slot, second, gradient, t, lr, decay, a, b, eps, dim, KIND: tl.con
 
 @triton.jit
 def _moment(log_beta, t):
-    """beta, 1 − beta (float32) and 1 − beta^t (float64), [N], from the logarithm of beta."""
+    """Return beta, 1 − beta (float32) and 1 − beta^t (float64), [N], from the logarithm of beta."""
     log = tl.full(t.shape, log_beta, tl.float64)
     beta = tl.exp(log)
     return beta.to(tl.float32), (1 - beta).to(tl.float32), 1 - tl.exp(t.to(tl.float64) * log)
@@ -88,7 +88,7 @@ def _mean_square(direction, dim):
 
 @triton.jit
 def draws(key, id, number, column, PART: tl.constexpr, C: tl.constexpr):
-    """16 random bits for each of C columns from ``column`` on, both multiples of 8; int32 [N, C].
+    """Return 16 random bits for each of C columns from ``column`` on, both multiples of 8; int32 [N, C].
 
     The bits of ``bridge/kernels/rounding.py``. key: 64 bits; id, number: [N] int64.
     """
@@ -106,7 +106,7 @@ def draws(key, id, number, column, PART: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def rounded(value, drawn, dtype: tl.constexpr):
-    """``value`` (float32) as ``dtype``, 16 bits by chance; float32 as it is. For values that ``fits`` allows."""
+    """Return ``value`` (float32) as ``dtype``: 16 bits stochastically, float32 unchanged. It must pass ``fits``."""
     if dtype == tl.float32:
         stored = value
     else:
@@ -126,7 +126,7 @@ def rounded(value, drawn, dtype: tl.constexpr):
 
 @triton.jit
 def fits(value, dtype: tl.constexpr):
-    """Where ``value`` (float32) is finite, and stays so in ``dtype``; of 8 bits with a scale: up to 2^126."""
+    """Return where ``value`` (float32) stays finite in ``dtype``; for 8 bits with a scale: up to 2^126."""
     magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if dtype == tl.float32:
         limit = 0x7F800000
@@ -141,7 +141,7 @@ def fits(value, dtype: tl.constexpr):
 
 @triton.jit
 def widened(code, dtype: tl.constexpr):
-    """The number, float32; of float8_e4m3fn, held in uint8, and of int8 that which a scale multiplies."""
+    """Return a code as float32, before its scale: float8_e4m3fn, held in uint8, or int8."""
     if dtype == tl.uint8:
         bits = ((code & 0x7F).to(tl.int16) << 7).to(tl.float16, bitcast=True)  # the exponent of float16 is 8 more
         size = bits.to(tl.float32) * 256.0
@@ -153,7 +153,7 @@ def widened(code, dtype: tl.constexpr):
 
 @triton.jit
 def scale_of(largest, dtype: tl.constexpr):
-    """The power of two for values of up to ``largest``: that of ``bridge/kernels/scaled.py``."""
+    """Return the power-of-two scale for values of up to ``largest``, as in ``bridge/kernels/scaled.py``."""
     if dtype == tl.uint8:
         ratio = tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32))
     else:
@@ -164,13 +164,13 @@ def scale_of(largest, dtype: tl.constexpr):
 
 @triton.jit
 def inverse_of(scale):
-    """1 / a scale, exactly."""
+    """Return 1 / a scale, exactly."""
     return (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def narrowed(value, drawn, dtype: tl.constexpr):
-    """Codes of a value that was divided by its scale, rounded by chance."""
+    """Return stochastically rounded codes of a value that is already divided by its scale."""
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     size = tl.abs(value)
@@ -187,7 +187,7 @@ def narrowed(value, drawn, dtype: tl.constexpr):
 
 @triton.jit
 def stored(value, key, id, number, column, PART: tl.constexpr, C: tl.constexpr, dtype: tl.constexpr):
-    """``value`` as ``dtype``, by chance; of 8 bits codes of what its scale divided. Columns as in :func:`draws`."""
+    """Return ``value`` as ``dtype``, rounded stochastically; 8 bits: already scaled. Columns as in ``draws``."""
     if dtype == tl.float32:
         made = value
     elif dtype == tl.uint8 or dtype == tl.int8:

@@ -1,4 +1,4 @@
-"""Rows that have a gradient: decayed, stepped, tested, rounded and stored in one pass over them."""
+"""Kernel that updates rows by their gradients: decay, step, test, rounding and store in one pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from geartrain.bridge.kernels.triton.row_step import (
 
 
 def tile(dim: int, *, by_block: bool = False) -> dict[str, int]:
-    """How :func:`update_rows` is started for rows of ``dim``; ``by_block``: slots have scales."""
+    """Return tile sizes of :func:`update_rows` for rows of ``dim``; ``by_block``: slots have scales."""
     width = max(16, triton.next_power_of_2(dim))
     if by_block:
         width = max(128, width)
@@ -38,7 +38,7 @@ def update_rows(
     updates,  # [L] int64, None
     row_scales,  # [L] bfloat16, None
     slot_scales,  # [L, K] bfloat16, None
-    clock,  # int64, None: rounding draws by the updates
+    clock,  # int64, None: rounding draws by the counts of updates
     refused,  # int64
     gradient,  # [N, D] float32
     numbers,  # [N] int64, None: start …
@@ -157,5 +157,5 @@ def update_rows(
 
 @triton.jit
 def _misfits(value, dtype: tl.constexpr):
-    """1 for each row some value of which has no finite number in ``dtype``, else 0. Beyond D columns are zero."""
+    """Return 1 for each row with a value that is not finite in ``dtype``, else 0. Columns beyond D are zero."""
     return tl.max((~fits(value, dtype)).to(tl.int32), axis=1)

@@ -1,4 +1,4 @@
-"""The kernels of ``bridge/kernels/sample_terms.py``, whose names they share; a program for each sample, or for a block.
+"""Kernels of ``bridge/kernels/sample_terms.py``, whose names they share; one program for each sample, or for a block.
 
 Legend: b sample, d columns.
 """
@@ -20,13 +20,13 @@ _TINY = tl.constexpr(2.0**-126)
 
 
 def row_options(dim: int) -> dict[str, Any]:
-    """For one row a program."""
+    """Return the options of a kernel with one row by program."""
     return {"WIDTH": max(16, triton.next_power_of_2(dim)), "num_warps": 4 if dim <= 2048 else 8}
 
 
 @triton.jit
 def _counted(label, num_classes, ignored):
-    """Whether it counts, and the number that says so."""
+    """Return whether a label counts, and the number that says so."""
     good = (label >= 0) & (label < num_classes)
     count = tl.where(good, 1.0, float("nan"))
     if ignored is not None:
@@ -69,7 +69,7 @@ def prepare_labels(
 
 @triton.jit
 def find_rows(wanted, numbers, count, out, num, num_rows, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Binary search: the number of rows below the wanted one, bit by bit from the highest."""
+    """Find each wanted row by binary search: the number of rows below it, bit by bit from the highest."""
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(wanted + b, mask=b < num, other=-1)
     limit = num_rows
@@ -87,7 +87,7 @@ def find_rows(wanted, numbers, count, out, num, num_rows, BITS: tl.constexpr, BL
 
 @triton.jit
 def sampled_weight(labels, out, num, num_active, num_live_classes, BLOCK: tl.constexpr):
-    """``labels`` are sorted: the distinct ones are those that differ from the one before."""
+    """Count distinct labels, which are sorted: each that differs from the one before; write the weight."""
     total = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, num, BLOCK):
         b = start + tl.arange(0, BLOCK)
@@ -127,7 +127,7 @@ def own_cosines(
     place = tl.maximum(position, 0)
     row = place
     if numbers is not None:
-        row = tl.load(numbers + place, mask=position >= 0, other=0)  # a rank may have none
+        row = tl.load(numbers + place, mask=position >= 0, other=0)  # a rank may have no rows
     values = widened(tl.load(rows + row * DIM + d, mask=inside & (position >= 0), other=0), rows.dtype.element_ty)
     if scales is not None:
         values *= tl.load(scales + row, mask=position >= 0, other=0.0).to(tl.float32)
@@ -148,7 +148,7 @@ def losses(
     inside = b < num
     cos = tl.load(cosines + b, mask=inside, other=0.0).to(tl.float32)
     others = tl.load(sums + b, mask=inside, other=1.0).to(tl.float64)
-    # Where only the target is active the shift is below every logit: the target may lie far below 0.
+    # Where only the target is active the shift is below every logit, and the target may lie far below 0.
     top_others = tl.full((BLOCK,), middle, tl.float32)
     shift = top_others
     if joint is not None:
@@ -175,7 +175,7 @@ def losses(
     rest = others * tl.exp2(top_others - top).to(tl.float64)
     total = rest + tl.exp2(target2 - top).to(tl.float64)
     lse = (top.to(tl.float64) + tl.log2(total)).to(tl.float32)
-    # Not from the rounded one: it is off by 3e-5 at 900, and so would be what the probabilities add up to.
+    # Not from the rounded logarithm: that is off by 3e-5 at 900, and so would the sum of probabilities be.
     loss = ((top - target2).to(tl.float64) + tl.log2(total)).to(tl.float32) / _LOG2_E
     if counts is not None:
         loss *= tl.load(counts + b, mask=inside, other=0.0)
@@ -203,7 +203,7 @@ def finish_gradient(
     gradient, own, coefficients, own_weights, features, inverse, counts, num_samples, num_parts, scale,
     DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """What the parts add up to, in the place of the first."""
+    """Write the sum of the parts in place of the first."""
     b = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, WIDTH)
     inside = d < DIM
@@ -225,7 +225,7 @@ def finish_gradient(
 
 @triton.jit
 def _upstream_of(upstream, ends, b, num, num_ranks, BLOCK: tl.constexpr):
-    """That of each sample, or of its rank."""
+    """Return the upstream gradient of each sample, or of its rank."""
     at = b
     if ends is not None:
         at = tl.zeros((BLOCK,), tl.int32)
@@ -239,7 +239,7 @@ def row_factors(
     upstream, ends, num_counted, lse2, target_weights, made_factor, weights, checksum, num, num_ranks, scale,
     OF_SAMPLES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program for all samples. A maximum passes over NaN, so what is not finite is added to the factor."""
+    """Write all samples' factors in one program. A maximum ignores NaN, so non-finite values are added to a factor."""
     times = scale
     check = 0.0
     if num_counted is not None:

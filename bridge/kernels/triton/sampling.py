@@ -1,4 +1,4 @@
-"""A choice of classes on a device: neighbours of labels, then the keyed permutation, and a bitmap of what is chosen.
+"""Kernels that choose classes: neighbours of labels, then the keyed permutation, with a bitmap of chosen classes.
 
 A bit stands for an id, 32 in a word, so a bitmap of 100 million ids is 12.5 MB and stays in the card's cache.
 """
@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 
 DRAWN = 256
-"""Ids that a program draws: 4 a thread. A walk goes on until the last of them is inside, so few are better."""
+"""Ids that a program draws, 4 a thread. All wait for its longest walk, so few are better."""
 WORDS = 64
-"""Words of the bitmap that a program looks at."""
+"""Words of the bitmap that a program reads."""
 MARKED = 1024
 LABELS = 32
 RANKS = 32
-"""Labels, and places of their lists, that a program reads: a list is a line or two of the cache."""
+"""Labels, and places of their lists, that a program reads: a list is one or two cache lines."""
 PLACES = 512
 
 
@@ -29,7 +29,7 @@ def _mixed(word):
 
 @triton.jit
 def _bits_set(word):
-    """How many bits of uint32 words are set."""
+    """Count the set bits of uint32 words."""
     word -= (word >> 1) & 0x55555555
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
     return ((((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
@@ -37,7 +37,7 @@ def _bits_set(word):
 
 @triton.jit
 def _passed(left, right, left_key, right_key, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Two rounds of the network."""
+    """Return two rounds of the network."""
     left ^= _mixed(right ^ left_key) & ((1 << LEFT) - 1)
     right ^= _mixed(left ^ right_key) & ((1 << RIGHT) - 1)
     return left, right
@@ -45,7 +45,7 @@ def _passed(left, right, left_key, right_key, LEFT: tl.constexpr, RIGHT: tl.cons
 
 @triton.jit
 def mark(ids, bitmap, num_marked, num_given, num_ids, BLOCK: tl.constexpr):
-    """Set the bits of ids int64 [num_given], those outside [0, num_ids) left out; add how many are new."""
+    """Set the bits of ids int64 [num_given] in [0, num_ids); add the number of new ones to ``num_marked``."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     chosen = tl.load(ids + at, mask=at < num_given, other=-1)
     is_id = (chosen >= 0) & (chosen < num_ids)
@@ -65,7 +65,7 @@ def _splitmix64(word):
 
 @triton.jit
 def _key(base, NUMBER: tl.constexpr):
-    """That of a round, from 1 on."""
+    """Return the key of round NUMBER, from 1 on."""
     return (_splitmix64(base + NUMBER) >> 32).to(tl.uint32)
 
 
@@ -74,7 +74,7 @@ def draw(
     bitmap, drawn, num_fresh, count, num_ids, seed, step,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The first ``count`` ids of the permutation, int32: -1 for those whose bit is set. Count others by program.
+    """Write the first ``count`` ids of the permutation, int32; -1 if the bit is set. Count the others by program.
 
     ``seed`` is splitmix64 of the seed as int64, ``step`` int64 on the device.
     """
@@ -101,7 +101,7 @@ def draw(
 
 @triton.jit
 def mark_drawn(bitmap, drawn, fresh_ends, num_marked, count, budget, BLOCK: tl.constexpr):
-    """Set the bits of the first ``budget`` - ``num_marked`` of those drawn that are not -1."""
+    """Set the bits of the first ``budget`` - ``num_marked`` drawn ids that are not -1."""
     program = tl.program_id(0)
     at = program * BLOCK + tl.arange(0, BLOCK)
     number = tl.load(drawn + at, mask=at < count, other=-1)
@@ -115,7 +115,7 @@ def mark_drawn(bitmap, drawn, fresh_ends, num_marked, count, budget, BLOCK: tl.c
 
 @triton.jit
 def _own_words(bitmap, word, start, stop):
-    """Words (uint32) of the bitmap without the bits of ids outside [start, stop)."""
+    """Return words (uint32) of the bitmap without the bits of ids outside [start, stop)."""
     first = word * 32
     bits = tl.load(bitmap + word, mask=first < stop, other=0).to(tl.uint32, bitcast=True)
     low, high = tl.maximum(start - first, 0), tl.maximum(first + 32 - stop, 0)
@@ -126,16 +126,16 @@ def _own_words(bitmap, word, start, stop):
 
 @triton.jit
 def count_words(bitmap, num_set, start, stop, BLOCK: tl.constexpr):
-    """How many bits of [start, stop) are set, by program; the first one begins at the word of ``start``."""
+    """Count the set bits of [start, stop) by program; the first program begins at the word of ``start``."""
     word = (start >> 5) + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(num_set + tl.program_id(0), tl.sum(_bits_set(_own_words(bitmap, word, start, stop))).to(tl.int64))
 
 
 @triton.jit
 def write_ids(bitmap, set_ends, ids, num_written, start, stop, capacity, BLOCK: tl.constexpr):
-    """The set bits of [start, stop), counted from ``start``, rising, int64: as many as ``ids`` has room for.
+    """Write the set bits of [start, stop), counted from ``start``, ascending, int64: as many as ``ids`` has room for.
 
-    The last id fills the room behind them, of which each program takes a share.
+    The last id fills the remaining room, of which each program fills a share.
     """
     word = (start >> 5) + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     bits = _own_words(bitmap, word, start, stop)
@@ -179,7 +179,7 @@ def list_candidates(
 
 @triton.jit
 def first_places(sorted_ids, order, in_turn, num, PLACES: tl.constexpr):
-    """1 at the place, in ``order``, of the first of equal ``sorted_ids`` above 0, else 0."""
+    """Write 1 at the place, in ``order``, of the first of equal ``sorted_ids`` above 0, else 0."""
     at = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
     here = at < num
     number = tl.load(sorted_ids + at, mask=here, other=0)
@@ -192,12 +192,12 @@ def first_places(sorted_ids, order, in_turn, num, PLACES: tl.constexpr):
 def select_nearest(
     said, in_turn, ends, given, num, num_labels, budget, num_classes, NEAR: tl.constexpr, PLACES: tl.constexpr
 ):
-    """The classes at the first places in turn, as many as labels and a part of the budget; num_classes elsewhere."""
+    """Write the classes at the first places in turn: all labels and a part of the budget; num_classes elsewhere."""
     at = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
     here = at < num
     num_distinct = tl.load(ends + num_labels - 1)
     share = (budget - num_distinct).to(tl.float64) * tl.full((), NEAR, tl.float64)
-    whole = share.to(tl.int64)  # cuts off; it is at least 0
+    whole = share.to(tl.int64)  # truncates; share is at least 0
     rest = share - whole.to(tl.float64)
     is_up = (rest > 0.5) | ((rest == 0.5) & ((whole & 1) == 1))
     num_near = num_distinct + whole + is_up.to(tl.int64)
