@@ -82,7 +82,7 @@ def round_rows(
 
 
 def draws(key: int | Tensor, ids_N: Tensor, numbers_N: Tensor, part: int, dim: int) -> Tensor:
-    """Return 16 random bits by column, int32 [N, D]: Philox4x32-7 of (id, number, column / 8 and part) under ``key``."""
+    """Return 16 random bits a column, int32 [N, D]: Philox4x32-7 of (id, number, column / 8 and part) under ``key``."""
     blocks = torch.arange(-(-dim // _COLUMNS), device=ids_N.device) + (part << 16)
     low_N, high_N = (ids_N & WORD).unsqueeze(1), (ids_N >> 32 & WORD).unsqueeze(1)
     key = key.unsqueeze(1) if isinstance(key, Tensor) else key

@@ -1,8 +1,8 @@
-"""Places for rows of tables in a cluster, on the device of the module that looks them up, and what pushes make of it.
+"""Cached rows of a cluster's tables, on the device of the module that looks them up, and their update by pushes.
 
-Which place a row has is known on the host (``row_cache.py``). Tables that are alike share one array, so that what a
-step does to the rows of all of them is a few operations. Legend: C places, D width, U distinct ids of a look-up, A rows
-that are taken in, N rows of a push, W numbers of a row's state.
+The host knows the place of each row (``row_cache.py``). Tables of one shape share an array, so that a step updates the
+rows of all of them in a few operations. Legend: C places, D width, U distinct ids of a look-up, A rows that are
+inserted, N rows of a push, W numbers of a row's state.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ Array = npt.NDArray[Any]
 
 
 class CachedRead(NamedTuple):
-    """What one table's look-up reads and takes in; ids are places among its distinct ones."""
+    """Reads and inserts of one table's look-up, by positions among its distinct ids."""
 
     out_UD: Array
-    """The rows that were pulled; those of ``hits`` are written here on the host."""
+    """Rows that were pulled; on the host, cached rows are written here."""
     hits: Ids
     positions: Ids
-    """Of the hits."""
+    """Positions of the hits."""
     taken: Ids
     places: Ids
-    """That those get."""
+    """Places of the inserted rows."""
     states_AW: Array | None
-    """Of those; None: there are none."""
+    """States of the inserted rows; None: there are none."""
     others: Ids
 
 
 class CachedPush(NamedTuple):
-    """What one table's push does to its rows here."""
+    """Update of cached rows by one table's push."""
 
     spec: TableSpec
     positions: Ids
-    """[N]."""
+    """Positions of the push's rows in the cache, [N]."""
     ids: Ids
-    """[N]."""
+    """Their ids, [N]."""
     gradients_ND: npt.NDArray[np.float32]
 
 
 class CachedRows:
-    """The rows of all places, with their slots on the same device; the rest of what a push goes by is on the host."""
+    """Rows of all places, with their slots, on one device; the rest of their state is on the host."""
 
     def __init__(self, spec: TableSpec, capacity: int, *, has_states: bool) -> None:
-        """``spec``: of the first of the tables. Without ``has_states`` nothing is known of slots and updates."""
+        """``spec``: of the first table. Without ``has_states`` slots and updates are unknown."""
         self._spec = spec
         self._rows_CD = torch.zeros(capacity, spec.dim, dtype=TORCH_DTYPES[spec.dtype], device="cpu")
         self._slots_CS: Tensor | None = None
@@ -68,28 +68,28 @@ class CachedRows:
             self._slots_CS = torch.zeros(capacity, spec.slot_dim, dtype=TORCH_DTYPES[spec.slot_dtype], device="cpu")
         self._has_states = has_states
         self.is_there_C = np.zeros(capacity, np.bool_)
-        """Whether the shard has the row; else it is as it would be made."""
+        """Whether the shard has the row; otherwise the initial values are cached."""
         self.clock_C = np.zeros(capacity, np.int64)
-        """The step before which all writes were in it when it was read."""
+        """Step before which all writes are in the row, as of its pull."""
 
     @property
     def runs_on_host(self) -> bool:
-        """Whether compiled code works on the rows; else tensor operations."""
+        """Whether compiled code updates the rows; otherwise tensor operations."""
         return self._rows_CD.device.type == "cpu"
 
     def move_to(self, device: torch.device) -> None:
-        """Take the rows to another device."""
+        """Move the rows to another device."""
         self._rows_CD = self._rows_CD.to(device)
         self._slots_CS = None if self._slots_CS is None else self._slots_CS.to(device)
 
     def can_follow(self, optimizer: RowOptimizerSpec) -> bool:
-        """Whether :meth:`update` has the bits of a push."""
+        """Return whether :meth:`update` gives the same bits as a push on a shard."""
         return self._has_states and (self.runs_on_host or optimizer.name in EXACT_OPTIMIZERS)
 
     def read(self, reads: Sequence[CachedRead]) -> list[Tensor | None]:
-        """Give look-ups what was found, then take in what was pulled for that.
+        """Return the rows found by look-ups, then insert rows that were pulled for them.
 
-        Returns of each the rows [U, D] on the device; None on the host: they are in ``out``.
+        The result has the rows [U, D] of each look-up on the device; None on the host, where they are in ``out``.
         """
         slots = [self._taken_in(read) for read in reads]
         if self.runs_on_host:
@@ -132,7 +132,7 @@ class CachedRows:
         return list(all_UD.split_with_sizes([len(read.out_UD) for read in reads]))
 
     def _taken_in(self, read: CachedRead) -> Array | None:
-        """Note on the host what states say of the updates of rows, and return the slots [A, S], or None."""
+        """Record on the host the updates that states report, and return the slots [A, S], or None."""
         if read.states_AW is None or not self._has_states:
             return None
         spec = self._spec
@@ -146,14 +146,14 @@ class CachedRows:
         return np.ascontiguousarray(bytes_AB[:, first:last]).view(DTYPES[spec.slot_dtype])
 
     def _upload(self, arrays: Sequence[Array]) -> list[Tensor]:
-        """Arrays on the device, in one copy."""
+        """Return the arrays on the device, moved in one copy."""
         types = {dtype: TORCH_DTYPES[str(dtype)] for dtype in {one.dtype for one in arrays} if dtype.itemsize == 2}
         bits = [torch.from_numpy(one.view(np.int16) if one.dtype in types else one) for one in arrays]
         sent = upload_together(bits, self._rows_CD.device)
         return [one.view(types.get(array.dtype, one.dtype)) for one, array in zip(sent, arrays, strict=True)]
 
     def update(self, pushes: Sequence[CachedPush], optimizer: RowOptimizerSpec, scale: float) -> list[int]:
-        """Do to rows what pushes do, to their bits; return of each how many rows it would have refused."""
+        """Update cached rows as pushes update the shards', to the bit; return how many rows each would have refused."""
         if self.runs_on_host:
             return [
                 array_update.update(

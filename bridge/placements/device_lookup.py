@@ -1,9 +1,9 @@
-"""Rows on the ranks' devices, looked up by ids: routed to the rank of each row, added up there, and sent back.
+"""Look-ups of rows on the ranks' devices: ids are routed to the rank of their row, summed there, and sent back.
 
-With one rank nothing is routed. With several, per step, whatever the number of fields: one exchange of counts between
-the hosts (the caller's), and three all-to-alls: 16 bytes for each id; 4 · D bytes for each vector that has ids on
-another rank, and as many for its gradient in the backward pass. What is packed for them and taken out of them is one
-pass each, see :mod:`geartrain.bridge.kernels.exchange`.
+With one rank nothing is routed. With several, a step has, whatever the number of fields, one exchange of counts between
+the hosts (by the caller) and three all-to-alls: 16 bytes for each id; 4 · D bytes for each vector that has ids on
+another rank; and as many for its gradient in the backward pass. Buffers are packed and unpacked in one pass each, see
+:mod:`geartrain.bridge.kernels.exchange`.
 
 Legend: D width, V vectors of a field, U distinct rows.
 """
@@ -42,15 +42,17 @@ from geartrain.bridge.rows.transfers import Readback
 T = TypeVar("T")
 
 _PLAIN = {"float32", "bfloat16", "float16"}
-"""Types of rows and slots that kernels of this module read and write."""
+"""Dtypes of rows and slots that this module's kernels read and write."""
 
 
 class RequestedIds:
-    """What one batch asks for: with several ranks sorted by the ranks of the rows, and how many ids go where is on its
-    way to the host. Where a batch is made ahead (``gt.prefetch``), nobody waits for that."""
+    """Ids of one batch; with several ranks sorted by the rows' ranks, with their counts on the way to the host.
+
+    If the batch is made ahead (``gt.prefetch``), the host does not wait for the counts.
+    """
 
     def __init__(self, tables: Sequence[DeviceRows], entries: Entries) -> None:
-        """``tables`` are over the same ranks, on one device, and so are the ids."""
+        """``tables`` are on the same ranks and one device, and so are the ids."""
         self.entries, link = entries, tables[0].link
         self.routed, self.starts = None, None
         if not link.is_alone:
@@ -59,24 +61,24 @@ class RequestedIds:
 
 
 class DeviceLookup:
-    """The vectors of all fields of one batch. Every rank makes the same calls, with as many fields."""
+    """Look-up of all fields of one batch. Every rank makes the same calls, with as many fields."""
 
     def __init__(self, tables: Sequence[DeviceRows], asked: RequestedIds, *, makes_rows: bool = True) -> None:
-        """``makes_rows``: for ids that have none yet, where they have no bound. Nothing travels yet."""
+        """``makes_rows``: create rows for new ids of tables without a bound. Sends nothing yet."""
         self._tables, self._asked, self._makes_rows = tables, asked.entries, makes_rows
         self._growing = [number for number, table in enumerate(tables) if table.ids.table is not None]
         self._dims = [table.spec.dim for table in tables]
         self._link = tables[0].link
         self._rows: list[RowSpan] = []
         self.counts: list[int] = []
-        """What several ranks exchange: for each rank and field how many ids go there, and how many vectors have them;
-        for each table without a bound how many new rows it has room for here; and whether the ids have weights."""
+        """Counts that ranks exchange: of each rank and field, ids sent there and vectors that have them; of each table
+        without a bound, new rows that have room here; and whether the ids have weights."""
         self._here = self._asked
-        """What is asked of the rows of this rank, by all."""
+        """Entries that all ranks ask of this rank's rows."""
         if asked.routed is None or asked.starts is None:
             return
         pieces, num_fields = self._asked.pieces, len(self._asked.pieces)
-        starts = asked.starts.values().tolist()  # of a device the host waits here, unless it knows
+        starts = asked.starts.values().tolist()  # the host waits here for a device's counts that have not arrived
         ids, pairs = ([stop - start for start, stop in pairwise(own)] for own in starts)
         self._words = asked.routed.words[: starts[0][-1]]
         rooms = [table.ids.table.room for table in self._tables if table.ids.table is not None]
@@ -85,7 +87,7 @@ class DeviceLookup:
         self._pairs = RankPairs(asked.routed.pairs_RV, _parts(pairs, num_fields), num_vectors, dims)
 
     def _reserve(self, counts: Sequence[Sequence[int]]) -> None:
-        """For the rows that the ids of all ranks may make. If there is no memory on some rank, every rank raises."""
+        """Make room for the rows that all ranks' ids may create. If a rank lacks memory, every rank raises."""
         ranks, num_fields = self._link.world_size, len(self._asked.pieces)
 
         def arriving(rank: int, table: int) -> int:
@@ -105,14 +107,14 @@ class DeviceLookup:
             self._link.run_together(grow, "there was no room for new rows of embeddings")
 
     def _number(self, entries: Entries, ids_N: Tensor) -> Entries:
-        """The same with the numbers of rows in keys; ``ids_N`` are what is asked of the rows of this rank."""
+        """Return the entries with row numbers in their keys; ``ids_N`` are the ids asked of this rank."""
         pieces = [(piece.table, piece.num_ids) for piece in entries.pieces]
         given = ids_N, entries.key_N, entries.place_N, entries.bits, pieces
         key_N = number_rows(self._tables, *given, makes=self._makes_rows)
         return dataclasses.replace(entries, key_N=key_N, ids_N=None)
 
     def vectors(self, counts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The vectors [V, D] of each field, float32, from the ``counts`` of every rank. Two all-to-alls."""
+        """Return the vectors [V, D] of each field, float32, given every rank's ``counts``. Two all-to-alls."""
         if self._link.is_alone:
             if self._asked.ids_N is not None:
                 self._here = self._number(self._asked, self._asked.ids_N)
@@ -157,9 +159,9 @@ class DeviceLookup:
         return self._tables[table].current_rows(numbers_U)
 
     def _upstream_here(self, upstream: Sequence[Tensor | None], scale: float) -> VectorGradients:
-        """What is asked of the rows of this rank by fields whose vectors have a gradient, and those gradients.
+        """Return the gradients of vectors for this rank's rows, and the entries of fields that have one.
 
-        Rows that no field with a gradient has asked for are left out. With several ranks one all-to-all.
+        Rows that only fields without a gradient have asked for are left out. With several ranks one all-to-all.
         """
         if self._link.is_alone:
             is_used = [gradient is not None for gradient in upstream]
@@ -181,8 +183,14 @@ class DeviceLookup:
     def gradients(
         self, tables: Sequence[Sequence[DeviceRows]], upstream: Sequence[Tensor | None], scale: float
     ) -> tuple[list[RowGradients], Tensor]:
-        """Of ``scale`` times the vectors' gradients (None: there is none) those of the rows of this rank, for each
-        update of ``tables`` (all of them, in their order); and a number that is finite if they are (0-dim, float64).
+        """Return the gradients of this rank's rows for each update of ``tables``, and a checksum.
+
+        Args:
+            tables: Tables of each update; together all tables, in their order.
+            upstream: Gradients of the vectors; None: no gradient.
+            scale: Factor of the gradients.
+
+        The checksum (0-dim, float64) is finite if the gradients are.
         """
         here = self._upstream_here(upstream, scale)
         if all(map(_is_fused, self._tables)):
@@ -201,23 +209,23 @@ def _parts(items: Sequence[T], size: int) -> list[Sequence[T]]:
 
 
 class BagGradient:
-    """The gradients of rows of several tables on this rank, of one or several micro-batches."""
+    """Gradients of the rows of several tables on this rank, of one or several micro-batches."""
 
     def __init__(self, tables: Sequence[DeviceRows], found: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """``found``: of each table distinct row numbers [U] and their gradients [U, D], float32."""
+        """``found``: distinct row numbers [U] of each table, and their gradients [U, D], float32."""
         self._tables = tables
         self._found = [[item] for item in found]
 
     squares = None
-    """Those of other ranks are not here."""
+    """No squares: those of other ranks are not here."""
 
     def merge(self, other: BagGradient) -> None:
-        """Add the gradient of another micro-batch, which is used up."""
+        """Add the gradient of another micro-batch, which must not be used any more."""
         for mine, theirs in zip(self._found, other._found, strict=True):
             mine += theirs
 
     def _joint(self, place: int) -> tuple[Tensor, Tensor]:
-        """The rows of a table, each once."""
+        """Return distinct rows of a table, and their gradients."""
         parts = self._found[place]
         if len(parts) > 1:
             numbers_U, place_N = torch.unique(torch.cat([own for own, _ in parts]), return_inverse=True)
@@ -234,7 +242,7 @@ class BagGradient:
         return self._tables[0].link.sum(torch.stack(squares).sum())
 
     def apply(self, optimizer: RowOptimizerSpec, scale: Tensor) -> None:
-        """Update the rows and slots by ``optimizer`` with ``scale`` (0-dim) times the gradient; that ends the step."""
+        """Update rows and slots by ``optimizer`` with ``scale`` (0-dim) times the gradient, and end the step."""
         for place, table in enumerate(self._tables):
             numbers_U, gradient_UD = self._joint(place)
             if len(numbers_U):
@@ -242,25 +250,25 @@ class BagGradient:
             table.end_step(optimizer.lr)
 
     def discard(self) -> None:
-        """Let go of them."""
+        """Drop the gradients."""
         self._found = []
 
 
 def _is_fused(table: DeviceRows) -> bool:
-    """Whether kernels sum the gradients of its rows where they update them."""
+    """Return whether kernels sum the gradients of this table's rows as they update them."""
     spec = table.spec
     numbers = step_numbers(spec.optimizer)
-    # Draws of 16 bits begin at every eighth number of a slot.
+    # Random bits are drawn for 8 numbers of a slot at a time.
     knows_slots = spec.slot_dtype == "float32" or (spec.slot_dim % spec.dim == 0 and spec.dim % 8 == 0)
     is_plain = {spec.dtype, spec.slot_dtype} <= _PLAIN and not spec.counts_steps
     return runs_kernels(table.device) and numbers is not None and is_plain and knows_slots
 
 
 class _Waiting:
-    """The gradients of micro-batches, which the updates of several optimizers may share; sorted once."""
+    """Gradients of micro-batches, sorted once for all optimizers whose updates share them."""
 
     def __init__(self, parts: Sequence[VectorGradients], versions: Sequence[Sequence[int]] | None = None) -> None:
-        """``versions``: what the gradients were when they came; None: what they are now."""
+        """``versions``: versions of the gradient tensors when they came; None: their current ones."""
         self.parts = parts
         self.versions = [_versions(part) for part in parts] if versions is None else versions
         self._sorted: SortedGradients | None = None
@@ -281,7 +289,7 @@ def _versions(part: VectorGradients) -> list[int]:
 
 
 class UnsummedGradient:
-    """The gradients of vectors on this rank's rows; those of the rows are summed where rows are updated."""
+    """Gradients of vectors for this rank's rows; an update sums them by row."""
 
     squares = None
 
@@ -290,7 +298,7 @@ class UnsummedGradient:
         self._tables, self._waiting = tables, waiting
 
     def merge(self, other: UnsummedGradient) -> None:
-        """Add the gradient of another micro-batch, which is used up."""
+        """Add the gradient of another micro-batch, which must not be used any more."""
         mine, theirs = self._waiting, other._waiting
         self._waiting = _Waiting([*mine.parts, *theirs.parts], [*mine.versions, *theirs.versions])
 
@@ -304,14 +312,14 @@ class UnsummedGradient:
         return link.sum(self._waiting.sorted().squares(rows))
 
     def apply(self, optimizer: RowOptimizerSpec, scale: Tensor) -> None:
-        """Update the rows and slots by ``optimizer`` with ``scale`` (0-dim) times the gradient; that ends the step."""
+        """Update rows and slots by ``optimizer`` with ``scale`` (0-dim) times the gradient, and end the step."""
         tables = {number: table.stored for number, table in self._tables.items()}
         numbers = step_numbers(optimizer)
         assert numbers is not None
         self._waiting.sorted().update(tables, numbers, optimizer.lr, scale)
 
     def discard(self) -> None:
-        """Let go of them."""
+        """Drop the gradients."""
         self._waiting = _Waiting([])
 
 

@@ -1,4 +1,4 @@
-"""Numbers that change from step to step, and that kernels read on the device: so a CUDA graph may hold a step."""
+"""Numbers that change with each step and that kernels read on the device, so that a CUDA graph can hold a step."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from geartrain.bridge.kernels.launch import is_capturing, runs_kernels
 
 
 class DeviceNumber:
-    """A number of the host and, where kernels run, its copy on their device, written when it changes."""
+    """A number on the host and, where kernels run, its copy on their device, written when the number changes."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._copy: Tensor | None = None
         self._value: float | None = None
-        """What the copy is; None: anything."""
+        """Value of the copy; None: unknown."""
 
     def on(self, value: float, device: torch.device) -> float | Tensor:
-        """``value``, 0-dim on ``device``, or as it is where no kernel reads it. In the memory of the calls before.
+        """Return ``value`` as a 0-dim tensor on ``device``, always in the same memory; as is where no kernel reads it.
 
-        For a CUDA graph that is being captured the copy is left as it is: :meth:`write` before each replay.
+        While a CUDA graph is captured the copy is not written: call :meth:`write` before each replay.
         """
         if not (runs_kernels(device) or is_capturing(device)):
             return value
@@ -32,7 +32,7 @@ class DeviceNumber:
         return self._copy
 
     def write(self, value: float) -> None:
-        """Change the copy, if there is one."""
+        """Write the copy, if there is one."""
         if self._copy is not None and value != self._value:
             self._copy.fill_(value)
             self._value = value

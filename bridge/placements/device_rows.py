@@ -1,4 +1,4 @@
-"""Rows and slots in the memory of the ranks' devices: each rank has consecutive ids, or those that a hash gives it.
+"""Rows and slots in the memory of the ranks' devices: each rank has consecutive ids, or ids by a hash.
 
 Legend: C rows in all, L of them on this rank, D width, N rows of a call. Rows are numbered from the rank's first id, or
 in the order in which their ids came (``row_ids.py``).
@@ -45,24 +45,24 @@ from geartrain.bridge.rows.tables import TORCH_DTYPES, as_numpy
 BLOCK_BYTES = 8 << 20
 _HUGE_PAGE = 2 << 20
 _ROUNDING_WIDTHS = 7
-"""Most float32 chunks that rounding takes on a device, random bits included."""
+"""Most float32 chunks that rounding uses on a device, random bits included."""
 _ELAPSED_WIDTHS = 8
-"""Float32 chunks that catching up rows and slots takes on a device: four of float64."""
+"""Float32 chunks that catching up rows and slots uses on a device: four of float64."""
 
 
 _OF_EACH_ROW = ("rows_LD", "slots_LD", "steps_L", "row_scales_LK", "slot_scales_LK")
 
 
 class DeviceRows:
-    """The rows of ids ``first`` … ``stop`` − 1, or, of a table without ``num_rows``, of those that came and that a hash
-    gives this rank, with their slots, on ``device``.
+    """Rows of ids ``first`` … ``stop`` − 1, with their slots, on ``device``; without ``num_rows``: of any ids.
 
-    A table without ``num_rows`` has room for L rows, of which some are free; their slots and steps are zero. It doubles
-    when new ids may not fit: rows keep their numbers. Its index takes 15 bytes a row more (64 on a host).
+    A table without ``num_rows`` has the ids that came and that a hash maps to this rank. It has room for L rows; free
+    ones have zero slots and steps. Its room doubles when new ids may not fit; rows keep their numbers. Its index takes
+    15 bytes a row more (64 on a host).
 
     Memory: L · D · (bytes of a row's value + bytes of its slots'), and 8 · L with Adam, with 16 bits, and where
-    untouched rows move: such rows are stored as of their last step. The first values equal those of an AMS table of
-    the same spec, whatever the number of ranks.
+    untouched rows move: such rows are stored as of their last step. Initial values equal those of an AMS table of the
+    same spec, for any number of ranks.
     """
 
     incarnation = 0
@@ -98,24 +98,23 @@ class DeviceRows:
         self.steps = ElapsedSteps(spec, self.share, device) if spec.counts_steps else None
         """Steps in which untouched rows move; None: they do not move."""
         self.refused = torch.zeros((), dtype=torch.int64, device=device)
-        """Number of row updates refused since the last read, as they would leave the range of the type."""
+        """Number of row updates refused since the last read, as they would leave the range of their dtype."""
         self.pool = BufferPool()
         """Pool of scratch memory on the rows' device."""
         self.lr, self.step = DeviceNumber(torch.float32), DeviceNumber(torch.int64)
         """Learning rate and step of an update, for kernels."""
         self.is_written = False
-        """Whether rows were changed here since they got their initial values or were restored."""
+        """Whether rows were changed since they got their initial values or were restored."""
         self._key = rounding_key(spec.seed, table_hash(spec.name))
         self._counting = threading.Lock()
         self.write_initial_values()
 
     @staticmethod
     def chunk_copies(spec: TableSpec, device: torch.device, *, picked: bool) -> float:
-        """Return the float32 chunks that a thread holds in a step, and half a one for the allocator's cache.
+        """Return the float32 chunks that a thread holds in a step, and half a chunk for the allocator's cache.
 
-        By compiled code of a CPU or one kernel, which update rows where they lie: rows, which become their gradient.
-        Elsewhere those of the step too: rows and slots, what 16 bits are rounded with, and what rows are caught up
-        with.
+        Compiled code of a CPU, or one kernel, updates rows in place and needs only the rows, which become their
+        gradient. Otherwise the step needs more: rows and slots, and buffers to round to 16 bits and to catch rows up.
         """
         narrow, moves = spec.dtype != "float32", spec.counts_steps
         in_place = not moves and row_update.is_one_kernel(spec.optimizer, spec.dim, device)
@@ -220,8 +219,10 @@ class DeviceRows:
         return FirstValues(*distribution_of(self.spec.initializer)[:3], self.spec.seed, table_hash(self.spec.name))
 
     def number(self, ids_N: Tensor, *, makes: bool) -> Tensor:
-        """Row numbers [N] of ids (NO_ID: -1) that have no bound, as of :func:`number_rows`, for which there is room;
-        without kernels."""
+        """Return row numbers [N] of ids without a bound (NO_ID: -1), as :func:`number_rows` does; without kernels.
+
+        There must be room for them.
+        """
         table = self.ids.table
         assert table is not None
         numbers_N = table.find(ids_N)
@@ -238,8 +239,7 @@ class DeviceRows:
         return numbers_N
 
     def write_initial_values(self) -> None:
-        """Overwrite every row by its initial value, the slots and the steps by zero; where ids have no bound no row is
-        left."""
+        """Reset all rows to their initial values, slots and steps to zero; ids without a bound are removed."""
         self.is_written = False
         with torch.inference_mode(False):
             self.ids.clear()
@@ -264,7 +264,8 @@ class DeviceRows:
 
     @property
     def num_present(self) -> int:
-        """Rows on this rank that are there: where ids have no bound, of those that were trained, assigned or restored.
+        """Number of rows of this rank that exist; of ids without a bound: trained, assigned or restored ones.
+
         The host waits for the device."""
         return self.ids.num_rows
 
@@ -362,11 +363,11 @@ class DeviceRows:
         if self.steps_L is not None and self.steps is not None:
             self.steps_L[numbers] = self.steps.now if self.steps.moves_rows_at_rest else RESTING
         elif self.steps_L is not None and self.spec.optimizer.counts_updates:
-            self.steps_L[numbers] = 0  # others only round by it, and not twice alike
+            self.steps_L[numbers] = 0  # other optimizers only round by the count, which must not repeat its draws
         return Done()
 
     def restore(self, numbers: Tensor, rows_ND: Tensor, slots_ND: Tensor | None, steps_N: Tensor | None) -> None:
-        """Overwrite rows, their slots and their steps (None: 0 updates, as older snapshots of 16 bits mean)."""
+        """Overwrite rows, slots and steps (None: 0 updates, as in older snapshots of 16 bits)."""
         self._write_rows(numbers, rows_ND)
         if self.slots_LD is not None and slots_ND is not None:
             _write(self.slots_LD, self.slot_scales_LK, numbers, slots_ND.to(self.device))
@@ -468,11 +469,11 @@ class DeviceRows:
         self.steps.end_step(lr)
 
     def _bring_up(self, steps: ElapsedSteps, index: slice) -> None:
-        """Catch up the rows whose last step is long ago."""
+        """Catch up rows whose last step is long ago."""
         assert self.slots_LD is not None and self.steps_L is not None
         last_N = self.steps_L[index]
         overdue_N = steps.are_overdue(last_N)
-        if self.device.type == "cpu" and not bool(overdue_N.any()):  # on a device the host would wait for the answer
+        if self.device.type == "cpu" and not bool(overdue_N.any()):  # on a device the host would wait
             return
         old_ND, old_slots_ND = self.rows_LD[index], self.slots_LD[index]
         rows_ND, slots_ND = steps.moved(old_ND, old_slots_ND, last_N)

@@ -1,8 +1,8 @@
 """Snapshots of rows that lie on ranks, in the one format of all snapshots.
 
-Ranks hold ranges of ids, or those that a hash gives them, not buckets, and write what one shard would: blocks of ranges
-of buckets. So any number of ranks and any cluster restores it, and ranks restore what a cluster wrote. ``root`` must
-mean the same folder on every rank.
+Ranks hold ranges of ids, or ids by a hash, not buckets; but they write files as one shard would, in blocks of ranges of
+buckets. So any number of ranks and any cluster can restore the snapshot, and ranks restore a cluster's. ``root`` must
+be the same folder on every rank.
 
 Legend: L rows on this rank, N rows of a block.
 """
@@ -48,15 +48,15 @@ def snapshot_rows(
 ) -> Place:
     """Write the rows of all ranks as the snapshot ``root``/``name``; return its folder, on every rank.
 
-    ``name`` None is what :func:`free_name` finds on rank 0. Every rank names the same folder and writes its rows there,
-    synced; rank 0 adds ``values`` (JSON) and ``files`` and commits. If any rank fails, no snapshot appears and every
-    rank raises: its own error, or SnapshotFailed. Memory: two blocks of 8 MiB.
+    With ``name`` None rank 0 uses :func:`free_name`. Every rank writes and syncs its rows in the same folder; rank 0
+    adds ``values`` (JSON) and ``files`` and commits. If any rank fails, no snapshot appears and every rank raises: its
+    own error, or SnapshotFailed. Memory: two blocks of 8 MiB.
     """
     link = tables[0].link
     what = f"snapshot {name or f'of step {step}'!r} was not written"
     staging: Staging | None = None
     entries: list[FileEntry] = []
-    failure: Exception | None = None  # of any kind: the others wait for this rank
+    failure: Exception | None = None  # of any kind: the other ranks wait for this one
     try:
         if link.rank == 0:
             staging = new_staging(root, free_name(root, step) if name is None else name)
@@ -123,7 +123,7 @@ def _num_blocks(table: DeviceRows) -> int:
 
 
 def _write(table: DeviceRows, folder: str, snapshot_id: str, first_block: int) -> Iterator[FileEntry]:
-    """Write this rank's rows in the order of their buckets; blocks of the one shard come from every rank."""
+    """Write this rank's rows in the order of their buckets; every rank writes blocks of the one shard."""
     spec, most = table.spec, _rows_of_a_block(table.spec)
     ids = table.present_ids()
     places = BUCKET_ORDER.astype(np.uint16)[bucket_of(ids, dense=spec.num_rows is not None)]
@@ -143,7 +143,7 @@ def _write(table: DeviceRows, folder: str, snapshot_id: str, first_block: int) -
 
 
 def _dedup(steps: dict[str, TableSteps], folder: str, snapshot_id: str) -> FileEntry:
-    """Write a shard's dedup state: no writes of anybody's, and the steps, which every rank has counted."""
+    """Write a shard's dedup state: no pushes of any client, and the steps, which every rank has counted."""
     values = ShardDedup(streams={}, groups=[], steps=steps).model_dump(mode="json")
     return write_dedup(folder, snapshot_id=snapshot_id, shard=0, values=values)
 
@@ -159,10 +159,10 @@ def _arrays(table: DeviceRows, ids: Ids, own: Ids) -> dict[str, np.ndarray]:
 
 
 def restore_rows(tables: Sequence[DeviceRows], path: str | Path) -> Snapshot:
-    """Read this rank's rows and slots from a snapshot that ranks or a cluster wrote; return the snapshot.
+    """Read this rank's rows and slots from a snapshot of ranks or of a cluster; return the snapshot.
 
-    Rows that it has not have their initial value. Every rank reads all blocks of the tables and keeps its own rows. If
-    any rank fails, every rank raises (its own error, or SyncError), and all rows have their initial values.
+    Rows that are not in it get their initial values. Every rank reads all blocks of the tables and keeps its own rows.
+    If any rank fails, every rank raises (its own error, or SyncError), and all rows have their initial values.
     """
 
     def read() -> Snapshot:
@@ -201,7 +201,7 @@ def _read(table: DeviceRows, snapshot: Snapshot) -> None:
     every, none, is_dense = np.ones(NUM_BUCKETS, np.bool_), np.empty(0, np.int64), table.spec.num_rows is not None
     layers = layers_of(snapshot.chain(), table.spec.name)
     removed = [np.concatenate([none, *layer.removed_ids(every, dense=is_dense)]) for layer in layers]
-    for number, layer in reversed(list(enumerate(layers))):  # the oldest first: what comes later holds
+    for number, layer in reversed(list(enumerate(layers))):  # the oldest first, so that later layers overwrite
         removed_later = np.concatenate([none, *removed[:number]])
         for entry in layer.blocks(every):
             arrays = layer.snapshot.read(entry)

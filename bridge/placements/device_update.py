@@ -1,4 +1,4 @@
-"""The update of rows on the ranks' devices: applied where the rows are, nothing travels."""
+"""Update of rows on the ranks' devices: applied where the rows are, without traffic."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class DeviceGradient(CollectedGradient, Protocol):
 
 
 class LateErrors(Protocol):
-    """What a module finds out on the device of its steps, and the host after them."""
+    """Errors that a module finds on its device and the host learns only after the step."""
 
     def raise_late(self) -> None:
-        """Raise on every rank what is known by now; collective between the hosts."""
+        """Raise the errors known by now, on every rank; collective between the hosts."""
 
     def pop_captured(self) -> Callable[[int], None]:
-        """What asks the device after each replay of the step that was captured; it is given its number."""
+        """Return a function that reads errors back after each replay of the captured step, called with its number."""
 
 
 class CapturedStep(NamedTuple):
-    """An update that a CUDA graph makes."""
+    """Update in a CUDA graph."""
 
     optimizer: RowOptimizerSpec
-    """All of whose numbers but the learning rate are in the graph."""
+    """The optimizer; all its numbers but the learning rate are fixed in the graph."""
     rows_version: PulledVersion
     ask: Callable[[int], None]
 
@@ -53,11 +53,11 @@ D = TypeVar("D", bound=DeviceGradient)
 
 
 class DeviceUpdate(PendingUpdate[D]):
-    """The update of one or several tables on this rank's device, which one optimizer trains.
+    """Update of one or several tables on this rank's device by one optimizer.
 
-    On a CPU a gradient that is not finite is an error of the step, on every rank alike. A device is not looked at: such
-    a step changes no row, and a later call of the module, most often the next, raises NonFinite on every rank. Where
-    untouched rows move, all do as in a step without a gradient.
+    On a CPU a gradient that is not finite is an error of its step, on every rank alike. On a device the host does not
+    look: such a step changes no row, and a later call of the module, most often the next, raises NonFinite on every
+    rank. Where untouched rows move, they move as in a step without a gradient.
     """
 
     table: DeviceRows
@@ -67,28 +67,27 @@ class DeviceUpdate(PendingUpdate[D]):
         self.tables = tables
         self.table = tables[0]
         self.takes_any_step = False
-        """Whether the rows were restored and not changed since, so that a state_dict may say which step they are of."""
+        """Whether rows are restored and unchanged since, so that a state_dict may set their step."""
         self._refused: list[Readback | None] = [None for _ in tables]
         self._asks_again = [False for _ in tables]
-        """Whether there were steps since the numbers that are under way were asked for."""
+        """Whether steps were made since the counts under way were read."""
         self.late: LateErrors | None = None
-        """The module, where its steps may be captured."""
+        """The module whose steps may be captured; else None."""
         self._captured: list[CapturedStep] = []
-        """Of the graphs that were not replayed yet."""
+        """Updates of graphs that were not replayed yet."""
         self._graphs: WeakKeyDictionary[Replayed, CapturedStep] = WeakKeyDictionary()
 
     def rows_are_of(self, step: int) -> None:
-        """The rows were read from elsewhere, and are those of ``step``."""
+        """Set the step of rows that were read from elsewhere."""
         self.resume_at(step)
         self.takes_any_step = True
         for table in self.tables:
             table.is_written = False
-            if table.clock is not None:  # so that rounding draws what it would have drawn
+            if table.clock is not None:  # so that rounding draws the same bits as without the restore
                 table.clock.fill_(step)
 
     def require_step(self, step: int) -> None:
-        """Raise SpecMismatch for rows of another step than a state that is about to be loaded, unless they were just
-        restored."""
+        """Raise SpecMismatch unless the rows are of ``step``, that of a state to load, or were just restored."""
         if not self.takes_any_step and step != self.step:
             raise SpecMismatch(
                 f"the state is that of step {step}, the rows of {self.name!r} that of step {self.step}; they are "
@@ -110,7 +109,7 @@ class DeviceUpdate(PendingUpdate[D]):
             return self._pending.squares_on_device() * self._factor()[0].double().square()
 
     def apply(self, optimizer: RowOptimizerSpec) -> None:
-        """Update the rows with what is pending by ``optimizer``, then forget it."""
+        """Update the rows by ``optimizer`` with the pending gradient, and drop that."""
         if self._pending is None or self.carrier.grad is None:
             return
         captures = is_capturing(self.table.device)
@@ -128,7 +127,7 @@ class DeviceUpdate(PendingUpdate[D]):
         self.discard()
 
     def before_replay(self, graph: Replayed, optimizer: RowOptimizerSpec) -> None:
-        """Raise what steps before have found out, then let the device have the numbers of the next one."""
+        """Raise errors of earlier steps, then write the numbers of the next step to the device."""
         captured = self._graphs.get(graph)
         if captured is None:
             found, self._captured = self._captured, []
@@ -165,18 +164,19 @@ class DeviceUpdate(PendingUpdate[D]):
             table.is_written = True
             if self._refused[number] is None:
                 self._refused[number] = Readback(table.refused)
-            else:  # that is asked first; the device goes on counting
+            else:  # the read under way comes first; the device goes on counting
                 self._asks_again[number] = True
         self.step += 1
         self.takes_any_step = False
 
     def count_refused(self) -> int:
-        """How many rows :meth:`pop_refused` has yet to tell of; waits for the device."""
+        """Return the number of rows that :meth:`pop_refused` has yet to report; waits for the device."""
         return sum(int(table.refused) for table in self.tables)
 
     def pop_refused(self) -> int:
-        """How many rows the updates that are known of since the last look left as they were. Waits for nothing: what a
-        device has not told yet a later look tells.
+        """Return the number of refused row updates known since the last call, without waiting.
+
+        A later call returns what a device has not reported yet.
         """
         total = 0
         for number, (table, refused) in enumerate(zip(self.tables, self._refused, strict=True)):
@@ -186,6 +186,6 @@ class DeviceUpdate(PendingUpdate[D]):
             if count := int(refused.values()):
                 table.refused.sub_(count)
             total += count
-            if self._asks_again[number]:  # maybe there is no further step that would
+            if self._asks_again[number]:  # there may be no further step to read it
                 self._refused[number], self._asks_again[number] = Readback(table.refused), False
         return total

@@ -1,8 +1,8 @@
 """Momentum of rows on ranks that a step does not touch (``SparseMomentum(untouched="elapsed")``).
 
-A row is kept as of its last step. What the steps since then did to it is a matrix of 2 x 2 for each age, which the core
-makes once a step (``step_history.hpp``); ``tests/specification/elapsed_momentum.py`` is the specification. Reading
-a row computes what it has become and writes nothing.
+A row is stored as of its last step. The effect of later steps on it is a 2 x 2 matrix for each age, which the core
+computes once a step (``step_history.hpp``); ``tests/specification/elapsed_momentum.py`` is the specification. Reading
+a row computes its current value and writes nothing.
 
 Legend: L rows of this rank, D width, N rows of a call, K ages.
 """
@@ -23,20 +23,20 @@ from geartrain.bridge.rows.tables import TORCH_DTYPES
 from geartrain.bridge.rows.transfers import upload
 
 RESTING = -1
-"""The last step of a row that nothing moves: its slot is zero, and there is no weight decay."""
+"""Last step of a row at rest: its slot is zero, and there is no weight decay."""
 _OVERDUE_SHARE, _SWEEP_SHARE = 2, 4
-"""As on a shard: a row is caught up half a window after its last step, by a sweep that takes about a quarter of one."""
+"""As on a shard: a row is caught up half a window after its last step, by a sweep that takes about a quarter window."""
 
 
 class ElapsedSteps:
-    """The steps that rows count in, the same on every rank, and what they do to rows.
+    """Steps that rows count in, the same on every rank, and their effect on untouched rows.
 
-    Host memory: 4 bytes a step remembered, of which there are at most about 20,000; 32 more on the host and as many on
-    the device for its matrix.
+    Host memory: 4 bytes for each step remembered, about 20,000 at most; and for its matrix 32 bytes on the host and 32
+    on the device.
     """
 
     def __init__(self, spec: TableSpec, share: int, device: torch.device, window: int = ELAPSED_WINDOW) -> None:
-        """``share`` is the most rows that any rank holds: all ranks sweep alike, and so remember the same steps."""
+        """``share``: most rows of any rank. All ranks sweep as many, and so remember the same steps."""
         assert spec.optimizer.drift is not None
         self._momentum, self._weight_decay = spec.optimizer.drift
         self._name = spec.name
@@ -46,23 +46,23 @@ class ElapsedSteps:
         self._largest = [torch.finfo(TORCH_DTYPES[dtype]).max for dtype in (spec.dtype, spec.slot_dtype)]
         self._history = StepHistory(ops.compiled_optimizer(spec.optimizer))
         self.moves_rows_at_rest = self._history.moves_rows_at_rest
-        """Whether a row without momentum moves."""
+        """Whether a step moves a row without momentum."""
         self._sweep_at = self._sweep_began = 0
         self._refresh()
 
     @property
     def now(self) -> int:
-        """How many steps have ended."""
+        """Number of steps that have ended."""
         return self.catch_up.now
 
     @property
     def state(self) -> TableSteps:
-        """What snapshots hold."""
+        """Steps as snapshots store them."""
         now, lrs, row_factor, slot_factor = self._history.state()
         return TableSteps(now, lrs, (row_factor, slot_factor))
 
     def adopt(self, steps: TableSteps) -> None:
-        """Count on from ``steps``. Raises InvalidArgument if no table can have made them."""
+        """Continue from ``steps``. Raises InvalidArgument if no table can have made them."""
         try:
             self._history.adopt(steps.now, list(steps.lrs), *steps.origin)
         except ValueError as exc:
@@ -71,21 +71,21 @@ class ElapsedSteps:
         self._refresh()
 
     def reset(self) -> None:
-        """Begin anew: no step has been made."""
+        """Start anew, before the first step."""
         self.adopt(TableSteps(0, [], (1.0, 0.0)))
 
     def move_to(self, device: torch.device) -> None:
-        """Rows are on another device now."""
+        """Use another device, to which the rows were moved."""
         self._device = device
         self._refresh()
 
     def end_step(self, lr: float) -> None:
-        """One more step has ended, on every rank."""
+        """Count a step, which has ended on every rank."""
         self._history.end_step(lr)
         self._refresh()
 
     def sweep(self) -> slice:
-        """The next rows to look at for old ones, before a step ends. Steps that no row needs are forgotten."""
+        """Return the next rows to check for old ones, before a step ends; forget steps that no row needs."""
         if self._sweep_at >= self._share:
             self._history.forget_before(self._sweep_began - self._window // _OVERDUE_SHARE)
             self._sweep_at, self._sweep_began = 0, self.now
@@ -94,42 +94,42 @@ class ElapsedSteps:
         return slice(start, min(self._sweep_at, self._share))
 
     def are_overdue(self, last_N: Tensor) -> Tensor:
-        """Which rows of these last steps the sweep catches up, bool [N]."""
+        """Return whether the sweep catches up each row of these last steps, bool [N]."""
         return (last_N > 0) & (last_N <= self.now - self._window // _OVERDUE_SHARE)
 
     def are_late(self, last_N: Tensor) -> Tensor:
-        """Which rows had a gradient of the step that has not ended, bool [N]: those that were restored so."""
+        """Return whether each row, as restored, has a gradient of the step that has not ended: bool [N]."""
         return last_N > self.now
 
     def moved_rows(self, rows_ND: Tensor, slots_ND: Tensor, last_N: Tensor) -> Tensor:
-        """What stored rows of these last steps have become, float64 [N, D] within the range of their type."""
+        """Return the current values of rows stored as of these last steps, float64 [N, D], in their dtype's range."""
         return self._combined(self._factors(last_N)[:, :2], rows_ND, slots_ND, 0)
 
     def moved(self, rows_ND: Tensor, slots_ND: Tensor, last_N: Tensor) -> tuple[Tensor, Tensor]:
-        """:meth:`moved_rows`, and the slots."""
+        """Return :meth:`moved_rows`, and the slots."""
         factors = self._factors(last_N)
         rows = self._combined(factors[:, :2], rows_ND, slots_ND, 0)
         return rows, self._combined(factors[:, 2:], rows_ND, slots_ND, 1)
 
     def update(self, rows_ND: Tensor, slots_ND: Tensor, last_N: Tensor, gradient_ND: Tensor, lr: float) -> None:
-        """Catch up rows of these last steps and update them in place, one step of ``lr``. Overwrites the gradient."""
+        """Catch up rows of these last steps and make one step of ``lr``, in place. The gradient is overwritten."""
         moved_ND, moved_slots_ND = self.moved(rows_ND, slots_ND, last_N)
         rows_ND.copy_(moved_ND)
         slots_ND.copy_(moved_slots_ND)
-        is_late = self.are_late(last_N).unsqueeze(1)  # [N, 1]: a second gradient of the row's step
+        is_late = self.are_late(last_N).unsqueeze(1)  # [N, 1]: the row already had a gradient in this step
         gradient_ND.add_(torch.where(is_late, 0.0, rows_ND), alpha=self._weight_decay)
         slots_ND.copy_(torch.where(is_late, slots_ND, slots_ND * self._momentum)).add_(gradient_ND)
         rows_ND.add_(torch.where(is_late, gradient_ND, slots_ND), alpha=-lr)
 
     def _factors(self, last_N: Tensor) -> Tensor:
-        """Row by row the matrix of 2 x 2, [N, 4]."""
+        """Return the 2 x 2 matrix of each row, [N, 4]."""
         ages = len(self._factors_K4) - 1
-        of_age_N = (self.now - last_N).clamp_(0, ages - 1)  # older than all that is known: of a damaged snapshot
+        of_age_N = (self.now - last_N).clamp_(0, ages - 1)  # clamped for last steps of a damaged snapshot
         index_N = torch.where(last_N == 0, ages, of_age_N)
         return self._factors_K4[torch.where((last_N < 0) | (last_N >= self.now), 0, index_N)]
 
     def _combined(self, factors: Tensor, rows_ND: Tensor, slots_ND: Tensor, part: int) -> Tensor:
-        # Not one fused operation: every device gives the bits of the core.
+        # Not one fused operation: every device must give the bits of the core.
         sums_ND = rows_ND.double() * factors[:, :1]
         sums_ND += slots_ND.double() * factors[:, 1:]
         largest = self._largest[part]
@@ -137,7 +137,7 @@ class ElapsedSteps:
 
     def _refresh(self) -> None:
         self.catch_up = CatchUp(self._history)
-        """For compiled code."""
+        """Matrices by age, for compiled code."""
         factors = np.empty((self.catch_up.num_ages + 1, 4))
         self.catch_up.copy_factors(factors)
         with torch.inference_mode(False):

@@ -1,7 +1,7 @@
 """LRU cache of a table's hot rows on the device of the module that looks them up: exact copies of the shards' rows.
 
-The host keeps the index of ids to places, as ids are merged there and pulls begin and end there: so no look-up waits
-for a device. Legend: C places, D width, U distinct ids of a look-up, W numbers of a row's state.
+The host keeps the index of ids to places: ids are merged and pulled there, so no look-up waits for a device. Legend: C
+places, D width, U distinct ids of a look-up, W numbers of a row's state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 _LONGEST_REST = 63
 _INDEX_BYTES = 128
-"""Host memory for each place: the index, and other ids that were seen."""
+"""Host memory of each place: its index entry, and ids that were seen but are not cached."""
 _NONE = np.empty(0, np.int64)
 
 
@@ -48,7 +48,7 @@ class CacheCounts:
     evicted: int = 0
     """Rows that were evicted for others."""
     cleared: int = 0
-    """Times that all rows were dropped, after another's write to the table or its restore."""
+    """Times that all rows were dropped, after another client's write to the table or a restore."""
     saved_bytes: int = 0
     """Bytes of rows that were not sent, less those of the states of inserted rows."""
 
@@ -56,16 +56,16 @@ class CacheCounts:
 class RowCache:
     """Cache of one table's rows, with ``capacity`` places. For one thread.
 
-    A cached row is used only if it equals the shard's. With every pull the shard returns the table's number of writes
-    there. This process counts its own writes, and applies them to cached rows by the shard's formula, from the row's
-    state (slots, updates), which is pulled when a row is inserted. Equal counts mean that nobody else has written, so
-    the cached rows are those of the shard. Otherwise all cached rows are dropped and those of the look-up pulled, and
-    nothing is cached for a while, the longer the more often this occurs.
+    A cached row is used only if it equals the shard's. With every pull the shard returns its number of writes of the
+    table. This process counts its own writes, and applies them to cached rows by the shard's formula, from the row's
+    state (slots, updates), which is pulled when a row is inserted. Equal counts mean that no other client has written,
+    so the cached rows equal the shard's. Otherwise all cached rows are dropped, the look-up pulls its rows, and nothing
+    is cached for a while: longer, the more often this occurs.
 
     With ``oldest`` (:class:`gt.SSP`) the clock decides instead: a row is used while it contains all writes before that
     step.
 
-    Least recently used rows are evicted. When the cache is full, an id is inserted at its second look-up.
+    The least recently used rows are evicted. When the cache is full, an id is inserted at its second look-up.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class RowCache:
 
         ``clock``: step before which all writes are in rows pulled now; ``oldest``: as in the class.
         """
-        if self._is_altered() or self._is_pushing:  # a step stopped midway
+        if self._is_altered() or self._is_pushing:  # still pushing: a step was interrupted
             self.clear()
         self.drop_written()
         if self._resting:
@@ -145,7 +145,7 @@ class RowCache:
         taken, others = taken[:room], np.concatenate([others, taken[room:]])
         self._seen.place(ids[others[-self._seen.capacity :]])
         shards, probes = None, _NONE
-        if oldest is None and len(hits):  # every shard with hits gets a request, for its count
+        if oldest is None and len(hits):  # every shard with hits gets a request, for its count of writes
             asked = {shard for shard, _ in self.table.shards_of(ids[missing])} if len(missing) else set()
             owners = [(shard, 0 if of is None else int(of[0])) for shard, of in self.table.shards_of(ids[hits])]
             probes = hits[[first for shard, first in owners if shard not in asked]]
@@ -153,9 +153,9 @@ class RowCache:
         return CacheLookup(self, ids, hits, self._first + positions[hits], taken, others, probes, shards, clock)
 
     def drop_written(self) -> None:
-        """Drop rows that this process wrote other than by a step, which no count shows under the clock.
+        """Drop rows that this process wrote other than by a step; under the clock no count shows these writes.
 
-        Each step calls it, too, or the log would grow while nothing is looked up.
+        Each step calls it, or the log would grow while nothing is looked up.
         """
         while self._reader is not None and self._reader.entries:
             number, name, ids = self._reader.entries.popleft()
@@ -181,7 +181,7 @@ class RowCache:
             return CachedRead(out_UD, _NONE, _NONE, _NONE, _NONE, None, np.arange(len(out_UD)))
         writes, known = found.writes, found.writes >= 0
         if self._reader is None and bool((writes != self._writes)[known & (self._writes >= 0)].any()):
-            self.clear()  # of shards that nothing was found of
+            self.clear()  # another client wrote to a shard without hits
         self._writes[known] = writes[known]
         hits, taken, others = (found.hits, found.positions), found.taken, found.others
         if not len(taken) or not known.any():
@@ -199,7 +199,7 @@ class RowCache:
     def pushed(self, push: CachedPush, optimizer: RowOptimizerSpec, write: WrittenPart) -> CachedPush | None:
         """Return the update of cached rows for a push of distinct ids that all shards have applied; None: no update.
 
-        Rows that cannot be updated are dropped. The ``positions`` of the push are still to be found.
+        Rows that cannot be updated are dropped. ``positions`` of the push are filled in later.
         """
         makes_way = self.table.spec.max_bytes is not None and write.created > 0  # unknown which rows were evicted
         if self._is_altered() or not self._is_pushing or makes_way:

@@ -1,4 +1,4 @@
-"""Memory that steps use again and the types in which they compute: fresh pages cost more than arithmetic on a CPU."""
+"""Memory that steps reuse, as fresh pages cost a CPU more than arithmetic, and the dtypes of a pass."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Scratch:
     def __init__(self) -> None:
         self._flat: dict[tuple[str, torch.device], Tensor] = {}
         self._small_uses: dict[tuple[str, torch.device], int] = {}
-        """How often in a row less than a quarter of it would have done."""
+        """Times in a row that less than a quarter of the tensor was needed."""
 
     def view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialised contiguous tensor of this shape, in memory that is kept under ``name``."""
+        """Return an uninitialised contiguous tensor of this shape, in the memory of ``name``."""
         num_bytes = math.prod(shape) * dtype.itemsize
         flat = self._flat.get((name, device))
         small_uses = 0
-        if flat is not None and len(flat) > 4 * num_bytes:  # the last chunk, or another head
+        if flat is not None and len(flat) > 4 * num_bytes:  # maybe only the last chunk, or another head
             small_uses = self._small_uses[name, device] + 1
         if flat is None or len(flat) < num_bytes or small_uses > _SMALL_USES:
             flat, small_uses = _allocate(num_bytes, device), 0
@@ -45,12 +45,12 @@ class Scratch:
 
 
 class Buffer:
-    """A lent piece of memory; :meth:`BufferPool.release` it when nothing refers to its tensors any more."""
+    """A lent piece of memory; :meth:`BufferPool.release` it when no tensor in it is used any more."""
 
     def __init__(self, flat: Tensor) -> None:
         self.flat = flat
         self.is_of_graph = is_capturing(flat.device)
-        """Whether it is a CUDA graph's own: it has memory of its own, to which each replay writes."""
+        """Whether the buffer belongs to a CUDA graph, each replay of which writes to it."""
         self.busy_until: DeviceEvent | None = None
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -60,13 +60,13 @@ class Buffer:
 
 
 class BufferPool:
-    """Lends buffers and keeps those given back for the next step; one that never comes back is simply collected."""
+    """Lends buffers and keeps returned ones for the next step; one that is never returned is freed as usual."""
 
     def __init__(self) -> None:
         self._free: list[Buffer] = []
 
     def acquire(self, num_bytes: int, device: torch.device, *, pinned: bool = False) -> Buffer:
-        """Lend a buffer of at least ``num_bytes``; ``pinned`` asks for page-locked host memory."""
+        """Return a buffer of at least ``num_bytes``; ``pinned``: in page-locked host memory."""
         for buffer in () if is_capturing(device) else self._free:
             flat = buffer.flat
             if buffer.busy_until is not None and not buffer.busy_until.is_over:
@@ -77,8 +77,7 @@ class BufferPool:
         return Buffer(_allocate(num_bytes, device, pinned=pinned))
 
     def release(self, buffer: Buffer, busy_until: DeviceEvent | None = None) -> None:
-        """Keep the buffer for the next :meth:`acquire`; of the host's, until a device has read or written what it was
-        told to."""
+        """Keep the buffer for the next :meth:`acquire`; a host buffer only after ``busy_until``, while a device uses it."""
         if buffer.is_of_graph:
             return
         buffer.busy_until = busy_until
@@ -88,17 +87,17 @@ class BufferPool:
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
-    """Where and in which types a pass computes."""
+    """Device and dtypes of a pass."""
 
     device: torch.device
     compute: torch.dtype
-    """Of statistics, sums and gradients."""
+    """Dtype of statistics, sums and gradients."""
     matmul: torch.dtype
-    """Of the operands of the large products."""
+    """Dtype of the operands of large products."""
 
     @staticmethod
     def of(features: Tensor) -> Arithmetic:
-        """The types that ``features`` and the current autocast state ask for, but none that make a CPU slower."""
+        """Return the dtypes by ``features`` and autocast; but none that is slower on a CPU."""
         kind = features.device.type
         compute = torch.float64 if features.dtype == torch.float64 else torch.float32
         autocast = torch.is_autocast_enabled(kind)
@@ -114,11 +113,11 @@ class Workspace:
         self._scratch = scratch
 
     def empty(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Uninitialised tensor in the compute dtype (or ``dtype``); it lasts until ``name`` is asked for again."""
+        """Return an uninitialised tensor in the compute dtype (or ``dtype``), valid until ``name`` is asked again."""
         return self._scratch.view(name, shape, dtype or self.arithmetic.compute, self.arithmetic.device)
 
     def narrow(self, name: str, tensor: Tensor) -> Tensor:
-        """``tensor`` as an operand of a product."""
+        """Return ``tensor`` in the dtype of a product's operand."""
         if tensor.dtype == self.arithmetic.matmul:
             return tensor
         narrowed = self.empty(name, *tensor.shape, dtype=self.arithmetic.matmul)
@@ -126,9 +125,9 @@ class Workspace:
         return narrowed
 
     def load_rows(self, rows_ND: Tensor) -> Tensor:
-        """The rows on the device in the compute dtype: themselves if they are so already, else a scratch copy.
+        """Return the rows on the device in the compute dtype: the same tensor if possible, else a scratch copy.
 
-        Nothing waits for a copy from pinned host memory, which is not written before its :class:`DeviceEvent` is over.
+        The host does not wait for a copy from its pinned memory: leave that unchanged until a :class:`DeviceEvent` is over.
         """
         if rows_ND.device == self.arithmetic.device and rows_ND.dtype == self.arithmetic.compute:
             return rows_ND
@@ -137,13 +136,13 @@ class Workspace:
         return loaded_ND
 
     def product(self, name: str, left: Tensor, right: Tensor) -> Tensor:
-        """``left`` @ ``right``, both in the matmul dtype, as a scratch tensor in the compute dtype."""
+        """Return ``left`` @ ``right``, both in the matmul dtype, as a scratch tensor in the compute dtype."""
         return self.product_into(self.empty(name, left.shape[0], right.shape[1]), left, right)
 
     def product_into(self, out: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """Write ``left`` @ ``right``, both in the matmul dtype, to ``out`` in the compute dtype; no sum is rounded.
+        """Write ``left`` @ ``right``, both in the matmul dtype, to ``out`` in the compute dtype, without rounding sums.
 
-        Where the device cannot give such sums the operands are widened: exact, and slow.
+        Where the device cannot return such sums the operands are widened, which is exact and slow.
         """
         if left.dtype == out.dtype:
             return torch.mm(left, right, out=out)
