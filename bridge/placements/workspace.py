@@ -77,7 +77,7 @@ class BufferPool:
         return Buffer(_allocate(num_bytes, device, pinned=pinned))
 
     def release(self, buffer: Buffer, busy_until: DeviceEvent | None = None) -> None:
-        """Keep the buffer for the next :meth:`acquire`; a host buffer only after ``busy_until``, while a device uses it."""
+        """Keep the buffer for the next :meth:`acquire`; a host buffer only once ``busy_until`` is over."""
         if buffer.is_of_graph:
             return
         buffer.busy_until = busy_until
